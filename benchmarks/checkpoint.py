@@ -9,6 +9,7 @@ cut along the other dimension. Peers get their state as DTensors, and hash nothi
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import shutil
 import warnings
@@ -19,13 +20,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from benchmarks.runner.jobs import Benchmark, parser, run
+from benchmarks.runner.jobs import BenchmarkParser, run, timed
 from benchmarks.runner.peers import gloo
-from benchmarks.runner.report import Report, ReportTable, ReportTarget
+from benchmarks.runner.report import Report, ReportTable, judged
 from mpitrain.checkpoint import Part, Store, TensorSpec
 from mpitrain.layout import Box, Piece
 from mpitrain.measuring.self_start import temporary_folder
-from mpitrain.speeds.timing import Contender, interleaved
+from mpitrain.speeds.timing import Contender
 from mpitrain.storage.extents import crc32
 
 if TYPE_CHECKING:
@@ -41,11 +42,10 @@ _SAVES = (_RAW, _OURS, _DCP, _TORCH)
 
 def main(arguments: Sequence[str]) -> int:
     """Run the benchmark, and give its exit code."""
-    options = parser("checkpoint", __doc__ or "", ranks="1,2")
-    options.add_argument("--mb", type=int, default=256, metavar="MB", help="MiB of state, all ranks together [256]")
-    options.add_argument("--dir", type=Path, metavar="DIR", help="where to write [a temporary folder in --out]")
-    options.add_argument("--repeats", type=int, default=9, metavar="N", help="[9]")
-    return run(Benchmark("checkpoint", options, measure, report), arguments)
+    made = BenchmarkParser("checkpoint", __doc__ or "", "1,2", repeats=9, quick=(2, math.inf))
+    made.number("mb", 256, "MiB of state, all ranks together", quick=16, metavar="MB")
+    made.add("dir", type=Path, metavar="DIR", help="where to write [a temporary folder in --out]")
+    return run(made, measure, report, arguments)
 
 
 class BenchState:
@@ -98,7 +98,7 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
     import torch.distributed.checkpoint as dcp
 
     warnings.filterwarnings("ignore", module="torch.distributed")
-    state = BenchState(world, 16 if options.quick else options.mb)
+    state = BenchState(world, options.mb)
     parts, wanted = state.parts(), state.empty_parts()
     temporary = temporary_folder(world, options.dir or options.out)
     with temporary as folder, gloo(world), Store(folder / "ours", world, 1) as store:
@@ -120,7 +120,7 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
             f"load {_DCP}": lambda: dcp.load(theirs, checkpoint_id=folder / "dcp-load"),
         }
         contenders = {name: Contender(call, fresh, single=True) for name, call in calls.items()}
-        times = interleaved(world, contenders, 2 if options.quick else options.repeats)
+        times = timed(world, f"{options.mb} MiB", contenders, options)
         for part, name in zip(wanted, state.names, strict=True):
             if not torch.equal(part.data.view(_ROWS, -1), theirs[name].to_local()):
                 raise RuntimeError(f"{name}: the two loads differ")
@@ -160,30 +160,22 @@ def report(results: dict[int, Any], options: argparse.Namespace) -> Report:
     tables, targets = [], []
     for ranks, result in results.items():
         median = {name: sorted(seconds)[len(seconds) // 2] for name, seconds in result["seconds"].items()}
-        tables.append(_table(ranks, result["bytes"] / 2**20, median, f"Ours hash with {result['hashes']}."))
-        targets += _targets(ranks, median)
+        mib = result["bytes"] / 2**20
+        rows = [
+            (f"save {name}", median[name] * 1e3, mib / median[name], median[_RAW] / median[name]) for name in _SAVES
+        ]
+        rows += [(name, of * 1e3, mib / of, None) for name, of in median.items() if name not in _SAVES]
+        columns, title = ("what", "ms (median)", "MiB/s", "of raw"), f"{ranks} rank(s), {mib:.0f} MiB"
+        tables.append(ReportTable(title, columns, rows, f"Ours hash with {result['hashes']}."))
+        for what, over, under, wanted in (
+            ("saving speed to raw writing", _RAW, _OURS, 0.9),
+            ("saving speed to torch.distributed.checkpoint", _DCP, _OURS, 2),
+            ("loading speed to torch.distributed.checkpoint", f"load {_DCP}", f"load {_OURS}", 2),
+        ):
+            targets.append(judged(f"{what}, {ranks} rank(s)", median[over] / median[under], least=wanted))
+        what = f"stall of a background save to one memory copy, {ranks} rank(s)"
+        targets.append(judged(what, median[_STALL] / median[_COPY], most=1.5))
     return Report("Checkpoints", tables, targets)
-
-
-def _table(ranks: int, mib: float, median: dict[str, float], note: str) -> ReportTable:
-    rows = [(f"save {name}", median[name] * 1e3, mib / median[name], median[_RAW] / median[name]) for name in _SAVES]
-    others = [(name, of * 1e3, mib / of, None) for name, of in median.items() if name not in _SAVES]
-    columns = ("what", "ms (median)", "MiB/s", "of raw")
-    return ReportTable(f"{ranks} rank(s), {mib:.0f} MiB", columns, [*rows, *others], note)
-
-
-def _targets(ranks: int, median: dict[str, float]) -> list[ReportTarget]:
-    def ratio(what: str, over: str, under: str, least: float) -> ReportTarget:
-        found = median[over] / median[under]
-        return ReportTarget(f"{what}, {ranks} rank(s)", f"at least {least:g}", f"{found:.2f}", found >= least)
-
-    stall, what = median[_STALL] / median[_COPY], f"stall of a background save to one memory copy, {ranks} rank(s)"
-    return [
-        ratio("saving speed to raw writing", _RAW, _OURS, 0.9),
-        ratio("saving speed to torch.distributed.checkpoint", _DCP, _OURS, 2),
-        ratio("loading speed to torch.distributed.checkpoint", f"load {_DCP}", f"load {_OURS}", 2),
-        ReportTarget(what, "at most 1.5", f"{stall:.2f}", stall <= 1.5),
-    ]
 
 
 def _spec(name: str) -> TensorSpec:

@@ -25,18 +25,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.runner.jobs import Benchmark, parser, run
-from benchmarks.runner.report import Report, ReportTable, ReportTarget
-from benchmarks.step.contenders import RATE, Shape
+from benchmarks.runner.jobs import BenchmarkParser, run, timed
+from benchmarks.runner.report import Panel, Report, ReportTable, judged
+from benchmarks.step.contenders import Shape, contender
 from mpitrain.comm import Communicator
 from mpitrain.config.training import ModelSection
 from mpitrain.data import Dataset, Loader, SampleOrder, open_dataset
 from mpitrain.data.prepare import prepare
 from mpitrain.errors import InputError
 from mpitrain.measuring.self_start import temporary_folder
-from mpitrain.shard.sharding import Options
-from mpitrain.speeds.timing import Contender, interleaved
-from mpitrain.trainer.engine import Engine
+from mpitrain.speeds.timing import Contender
 
 SEQUENCE = 128  # tokens of a sample
 MOST = 0.02  # of a step
@@ -52,23 +50,21 @@ Batches = Generator[tuple[torch.Tensor, torch.Tensor], None, None]
 
 def main(arguments: Sequence[str]) -> int:
     """Run the benchmark, and give its exit code."""
-    options = parser("data", __doc__ or "", ranks="1,2,4")
-    options.add_argument("--mb", type=int, default=8, metavar="MB", help="MiB of tokens, a byte each [8]")
-    options.add_argument("--batch", type=int, default=8, metavar="N", help="samples of a batch, each rank [8]")
-    options.add_argument("--dir", type=Path, metavar="DIR", help="where to put them [a temporary folder in --out]")
-    options.add_argument("--repeats", type=int, default=9, metavar="N", help="epochs of each loader [9]")
-    options.add_argument("--steps", type=int, default=30, metavar="N", help="training steps [30]")
-    return run(Benchmark("data", options, measure, report), arguments)
+    made = BenchmarkParser("data", __doc__ or "", "1,2,4", repeats=9)
+    made.number("mb", 8, "MiB of tokens, a byte each", quick=1, metavar="MB")
+    made.number("batch", 8, "samples of a batch, each rank")
+    made.add("dir", type=Path, metavar="DIR", help="where to put them [a temporary folder in --out]")
+    made.number("steps", 30, "training steps", quick=4)
+    return run(made, measure, report, arguments)
 
 
 def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
     """What is measured at this rank count. Collective."""
-    mb, repeats, steps = (1, 3, 4) if options.quick else (options.mb, options.repeats, options.steps)
     with temporary_folder(world, options.dir or options.out) as folder:
-        world.on_root(lambda: _make(folder, mb << 20))
-        result = {"loading": _loading(world, folder, options.batch, repeats)}
+        world.on_root(lambda: _make(folder, options.mb << 20))
+        result = {"loading": _loading(world, folder, options)}
         models = list(MODELS)[:1] if options.quick else MODELS
-        result["steps"] = {name: _steps(world, folder, *MODELS[name], steps) for name in models}
+        result["steps"] = {name: _steps(world, folder, *MODELS[name], options.steps) for name in models}
     return result
 
 
@@ -83,7 +79,8 @@ def _make(folder: Path, tokens: int) -> None:
 # -- samples a second ----------------------------------------------------------------------------------------
 
 
-def _loading(world: Communicator, folder: Path, batch: int, repeats: int) -> dict[str, Any]:
+def _loading(world: Communicator, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    batch = options.batch
     order = SampleOrder(len(_opened(folder)), seed=1)
     count = order.samples // (batch * world.size)
     if not count:
@@ -107,7 +104,7 @@ def _loading(world: Communicator, folder: Path, batch: int, repeats: int) -> dic
 
             contender = Contender(epoch, open_anew if anew else None, single=True)
             contenders[f"mpitrain, workers {workers}, {name}"] = contender
-    times = interleaved(world, contenders, repeats)
+    times = timed(world, f"epochs of {count} batches", contenders, options)
     samples = count * batch * world.size
     return {"samples": samples, "seconds": {name: list(of.all) for name, of in times.items()}}
 
@@ -151,13 +148,12 @@ def _compare(a: Batches, b: Batches, count: int) -> None:
 
 def _steps(world: Communicator, folder: Path, shape: Shape, batch: int, steps: int) -> dict[str, dict[str, float]]:
     """For workers 0 and 1: seconds of a step, of waiting in it, and the share, of the rank where that is largest."""
-    model = shape.build()
-    engine = Engine(model, model.loss, torch.optim.AdamW(model.parameters(), RATE, fused=True), world, Options(zero=0))
+    trainee = contender("DDP", world, shape, batch)
     order = SampleOrder(len(_opened(folder)), seed=1)
 
     def train(x: torch.Tensor, y: torch.Tensor) -> None:
-        engine.forward_backward([[(x, y)]], batch * world.size)
-        engine.step()
+        trainee.forward_backward(x, y)
+        trainee.update()
 
     nothing = torch.zeros(batch, SEQUENCE, dtype=torch.int64)
     train(nothing, nothing)  # binds and touches what later steps use
@@ -176,7 +172,7 @@ def _steps(world: Communicator, folder: Path, shape: Shape, batch: int, steps: i
         share = torch.tensor([waited / whole], dtype=torch.float64)
         world.all_reduce(share, "max")
         found[f"workers {workers}"] = {"step": whole / steps, "waiting": waited / steps, "share": float(share)}
-    engine.close()
+    trainee.close()
     return found
 
 
@@ -197,14 +193,12 @@ def report(results: dict[int, Any], options: argparse.Namespace) -> Report:
         cells = [(m, how, of["step"] * 1e3, of["waiting"] * 1e3, of["share"] * 100) for m, how, of in shares]
         tables.append(ReportTable(f"{ranks} rank(s): share of a training step", columns, cells))
         for model, how, of in shares:
-            met = None if options.quick else of["share"] < MOST
-            what = f"{ranks} rank(s), {model}, {how}: share of a step"
-            targets.append(ReportTarget(what, f"under {MOST:.0%}", f"{of['share']:.2%}", met))
+            targets.append(
+                judged(f"{ranks} rank(s), {model}, {how}: share of a step", of["share"], most=MOST, percent=True)
+            )
         for name, _, ratio in rows[1:]:
-            met = None if options.quick else ratio >= 1
-            what = f"{ranks} rank(s), {name}: samples/s of plain"
-            targets.append(ReportTarget(what, "at least 1 times", f"{ratio:.2f}", met))
-    return Report("Loading data", tables, targets, partial(_draw, results=results))
+            targets.append(judged(f"{ranks} rank(s), {name}: samples/s of plain", ratio, least=1, where=" times"))
+    return Report("Loading data", tables, targets, [_panels(results)])
 
 
 def _speeds(loading: dict[str, Any]) -> dict[str, float]:
@@ -212,21 +206,16 @@ def _speeds(loading: dict[str, Any]) -> dict[str, float]:
     return {name: loading["samples"] / float(np.median(seconds)) for name, seconds in loading["seconds"].items()}
 
 
-def _draw(figure: Any, results: dict[int, Any]) -> None:
-    left, right = figure.subplots(1, 2)
-    names = list(next(iter(results.values()))["loading"]["seconds"])
-    for number, name in enumerate(names):
-        places = [i + (number - (len(names) - 1) / 2) * 0.16 for i in range(len(results))]
-        left.bar(places, [_speeds(r["loading"])[name] for r in results.values()], 0.16, label=name)
-    left.set_xticks(range(len(results)), [f"{ranks} rank(s)" for ranks in results])
-    left.set_ylabel("samples a second")
-    left.legend(fontsize="x-small")
-    models = list(next(iter(results.values()))["steps"])
-    for model in models:
-        for how in ("workers 0", "workers 1"):
-            shares = [100 * r["steps"][model][how]["share"] for r in results.values()]
-            right.plot([str(ranks) for ranks in results], shares, marker="o", label=f"{model}, {how}")
-    right.axhline(100 * MOST, color="grey", linestyle="--")
-    right.set_xlabel("ranks")
-    right.set_ylabel("share of a step, %")
-    right.legend(fontsize="x-small")
+def _panels(results: dict[int, Any]) -> list[Panel]:
+    first = next(iter(results.values()))
+    speeds = [_speeds(result["loading"]) for result in results.values()]
+    bars = {name: [speed[name] for speed in speeds] for name in first["loading"]["seconds"]}
+    shares = {
+        f"{model}, {how}": (list(results), [100 * result["steps"][model][how]["share"] for result in results.values()])
+        for model, hows in first["steps"].items()
+        for how in hows
+    }
+    return [
+        Panel("", "samples a second", bars, [f"{ranks} rank(s)" for ranks in results]),
+        Panel("", "share of a step, %", lines=shares, across="ranks", mark=100 * MOST),
+    ]

@@ -17,12 +17,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.runner.jobs import Benchmark, parser, repeated, run
-from benchmarks.runner.report import Report, ReportTable, ReportTarget
-from benchmarks.runner.statistics import plain
+from benchmarks.runner.jobs import BenchmarkParser, run, timed
+from benchmarks.runner.report import Panel, Report, ReportTable, judged
 from mpitrain.comm import Communicator
 from mpitrain.errors import CommunicationError, InputError
-from mpitrain.speeds.timing import Contender, interleaved
+from mpitrain.trainer.own_loop.optimizer import plain
 
 FAMILIES = ("gpt2", "llama")
 OURS, THEIRS = "mpitrain", "transformers"
@@ -37,16 +36,16 @@ Tokens = list[list[int]]
 
 def main(arguments: Sequence[str]) -> int:
     """Run the benchmark, and give its exit code."""
-    options = parser("generate", "Text that goes on from prompts, beside transformers' model.generate.", ranks="1")
-    repeated(options, 7, 120, "one model and number of prompts")
-    return run(Benchmark("generate", options, measure, report), arguments)
+    what, of = "Text that goes on from prompts, beside transformers' model.generate.", "one model and number of prompts"
+    made = BenchmarkParser("generate", what, "1", repeats=7, seconds=120.0, of=of, quick=(3, 120.0))
+    return run(made, measure, report, arguments)
 
 
 def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
     """Seconds by family, number of prompts and contender. Collective."""
     if world.size > 1:
         raise InputError("transformers generates in one process; start 1 rank", agreed=True)
-    repeats, sizes = (3, _QUICK) if options.quick else (options.repeats, _USUAL)
+    sizes = _QUICK if options.quick else _USUAL
     found: dict[str, Any] = {}
     for family in FAMILIES:
         generators = _generators(family, sizes)
@@ -58,10 +57,8 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
             ours, theirs = (call() for call in calls.values())
             if ours != theirs:
                 raise CommunicationError(f"{family}, {count} prompts: {OURS} and {THEIRS} make different tokens")
-            contenders = {name: Contender(call, single=True) for name, call in calls.items()}
-            times = interleaved(world, contenders, repeats, options.seconds)
+            times = timed(world, f"{family}, {count} prompts", calls, options)
             found.setdefault(family, {})[str(count)] = plain(times)
-            print(f"  {family}, {count} prompts", flush=True)
     return {"sizes": sizes, "seconds": found}
 
 
@@ -69,9 +66,8 @@ def _generators(family: str, sizes: dict[str, int]) -> dict[str, Callable[[torch
     """What lets prompts [count, positions] go on, by contender; the weights of both are the same."""
     import transformers
 
-    from mpitrain.inference.generation import Generation
+    from mpitrain.inference.generation import Draws, Generation, Sampling
     from mpitrain.inference.placing import placed
-    from mpitrain.inference.sampling import Draws, Sampling
     from mpitrain.models.hugging_face.folder import quiet
     from mpitrain.trainer.weights import import_folder
 
@@ -131,21 +127,13 @@ def report(results: dict[int, Any], options: argparse.Namespace) -> Report:
             ratio = rates[0] / rates[1]
             rows.append((family, int(count), *rates, ratio))
             what = f"{family}, prompts at a time {count}: tokens a second against transformers"
-            met = None if options.quick else ratio >= WANTED
-            targets.append(ReportTarget(what, f"at least {WANTED:g} times", f"{ratio:.2f} times", met))
+            targets.append(judged(what, ratio, least=WANTED, where=" times"))
     note = (
         f"{sizes['layers']} layers of width {sizes['width']}, vocabulary {sizes['vocabulary']}; prompts of "
         f"{sizes['prompt']} tokens go on by {sizes['tokens']}, fp32, greedy: tokens a second of all prompts, median."
     )
     columns = ("model", "prompts", OURS, THEIRS, "ratio")
     table = ReportTable("Tokens a second", columns, rows, note)
-    return Report("Generation", [table], targets, partial(_draw, rows=rows))
-
-
-def _draw(figure: Any, rows: Sequence[tuple[Any, ...]]) -> None:
-    axes = figure.subplots()
-    for number, name in enumerate((OURS, THEIRS)):
-        axes.bar([at + 0.4 * number for at in range(len(rows))], [row[2 + number] for row in rows], 0.4, label=name)
-    axes.set_xticks([at + 0.2 for at in range(len(rows))], [f"{row[0]}, {row[1]}" for row in rows])
-    axes.set_ylabel("tokens a second")
-    axes.legend()
+    bars = {name: [row[2 + number] for row in rows] for number, name in enumerate((OURS, THEIRS))}
+    panel = Panel("", "tokens a second", bars, [f"{row[0]}, {row[1]}" for row in rows])
+    return Report("Generation", [table], targets, [[panel]])

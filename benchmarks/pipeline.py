@@ -33,10 +33,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks.runner.jobs import Benchmark, parser, repeated, run
+from benchmarks.runner.jobs import BenchmarkParser, run, timed
 from benchmarks.runner.peers import gloo
-from benchmarks.runner.report import Report, ReportTable, ReportTarget
-from benchmarks.runner.statistics import geometric_mean, plain
+from benchmarks.runner.report import Report, ReportTable, judged, milliseconds, ratio
+from benchmarks.runner.statistics import geometric_mean
 from mpitrain.comm import Communicator
 from mpitrain.errors import InputError
 from mpitrain.layout import split
@@ -46,7 +46,8 @@ from mpitrain.pipe.pipeline import Pipeline
 from mpitrain.pipe.schedule import Backward, BackwardInput, BackwardWeight, Compute, Forward, Schedule, Step
 from mpitrain.pipe.schedules import make_schedule
 from mpitrain.pipe.simulate import Costs, Simulation, TimedStep, simulate
-from mpitrain.speeds.timing import Contender, interleaved
+from mpitrain.speeds.timing import Contender
+from mpitrain.trainer.own_loop.optimizer import plain
 
 VOCABULARY, WIDTH, HEADS = 256, 64, 4
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 2}  # and stages a rank
@@ -56,37 +57,30 @@ _RECORDED = 3  # batches, the median of which counts
 
 def main(arguments: Sequence[str]) -> int:
     """Run the benchmark, and give its exit code."""
-    made = parser("pipeline", "Pipeline schedules against torch.distributed.pipelining.", ranks="2,4")
-    made.add_argument(
-        "--layers", type=int, default=14, metavar="N", help="blocks of the GPT, besides three others [14]"
-    )
-    made.add_argument("--microbatches", type=int, default=8, metavar="M", help="of a batch [8]")
-    repeated(made, 15, 20, "one schedule and size")
-    return run(Benchmark("pipeline", made, measure, report), arguments)
+    what, of = "Pipeline schedules against torch.distributed.pipelining.", "one schedule and size"
+    few = "a pipeline of one rank sends nothing"
+    made = BenchmarkParser("pipeline", what, "2,4", repeats=15, seconds=20.0, of=of, quick=(3, 1.0), too_few=few)
+    made.number("layers", 14, "blocks of the GPT, besides three others")
+    made.number("microbatches", 8, "of a batch")
+    return run(made, measure, report, arguments)
 
 
 def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
     """Seconds a batch by size, schedule and contender, and idle fractions. Collective."""
-    if world.size == 1:
-        raise InputError("a pipeline of one rank sends nothing; start 2 ranks or more", agreed=True)
     if options.layers + 3 < 2 * world.size or options.microbatches % world.size:
         raise InputError(
             f"pipeline on {world.size} ranks: two stages a rank need {2 * world.size - 3} layers or more, and "
             f"interleaved in torch a multiple of {world.size} microbatches; change --layers or --microbatches",
             agreed=True,
         )
-    repeats, seconds = (3, 1.0) if options.quick else (options.repeats, options.seconds)
     result: dict[str, Any] = {"nodes": world.num_nodes, "cores": os.cpu_count()}
     with gloo(world):
         for size, shape in SIZES.items():
             result[size] = {}
             for name, chunks in SCHEDULES.items():
                 case = _Case(world, name, chunks, options, shape)
-                times = interleaved(world, case.contenders(), repeats, seconds)
+                times = timed(world, f"{size}, {name}", case.contenders(), options)
                 result[size][name] = plain(times) | {"idle": case.idle()}
-                if world.rank == 0:
-                    ms = ", ".join(f"{key} {t.median * 1e3:.1f} ms" for key, t in times.items())
-                    print(f"  {world.size} ranks, {size}, {name}: {ms}", flush=True)
     return result
 
 
@@ -213,19 +207,18 @@ def report(results: dict[int, dict[str, Any]], options: argparse.Namespace) -> R
         for size in SIZES:
             ratios = []
             for name in SCHEDULES:
-                found = result[size][name]
-                ratio = found["torch"]["median"] / found["mpitrain"]["median"]
-                ratios.append(ratio)
-                idle = found["idle"]
+                found = dict(result[size][name])
+                idle = found.pop("idle")
+                ratios.append(ratio(found, "torch", "mpitrain"))
                 row = {"ranks": ranks, "microbatch": size, "schedule": name}
-                row |= {f"{who} ms": found[who]["median"] * 1e3 for who in ("mpitrain", "torch")}
-                row |= {"computing alone ms": 1e3 * idle["alone"] if fits else None, "times as fast": ratio}
+                row |= {f"{who} ms": ms for who, ms in milliseconds(found).items()}
+                row |= {"computing alone ms": 1e3 * idle["alone"] if fits else None, "times as fast": ratios[-1]}
                 row |= {"idle %": 100 * idle["measured"], "predicted idle %": 100 * idle["predicted"] if fits else None}
                 rows.append(row)
-            wanted, least = 1.3 if size == "small" else 1.0, min(ratios)
+            least, wanted = min(ratios), 1.3 if size == "small" else 1.0
             what = f"{ranks} ranks, {size} microbatches, against torch's pipelining, slowest schedule"
-            found = f"{least:.2f} (geometric mean {geometric_mean(ratios):.2f})"
-            targets.append(ReportTarget(what, f"at least {wanted} times as fast", found, least >= wanted))
+            text = f"{least:.2f} (geometric mean {geometric_mean(ratios):.2f})"
+            targets.append(judged(what, least, least=wanted, text=text, where=" times as fast"))
     shapes = "; ".join(f"{size}: {samples} x {sequence} tokens" for size, (samples, sequence) in SIZES.items())
     table = ReportTable(
         "One batch forward and backward",

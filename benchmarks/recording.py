@@ -16,14 +16,13 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.runner.jobs import Benchmark, parser, run
-from benchmarks.runner.report import Report, ReportTable, ReportTarget
+from benchmarks.runner.jobs import BenchmarkParser, run
+from benchmarks.runner.report import Report, ReportTable, judged
 from benchmarks.runner.training_runs import WARM, TrainerRun
 from mpitrain.comm import Communicator
 from mpitrain.trainer.recording.timeline import Recording
 
 MOST = 1.03  # times as long a recorded step may take
-_PAIRS = 60
 _MODEL = {"layers": 4, "width": 256, "heads": 4, "sequence": 64}
 _BATCH = 4  # samples for each rank
 
@@ -57,16 +56,16 @@ class _RecordedRun(TrainerRun):
 
 def main(arguments: Sequence[str]) -> int:
     """Run the benchmark, and give its exit code."""
-    made = parser("recording", "What a recorded step costs, beside one that is not, in turns.", ranks="2")
-    made.add_argument("--pairs", type=int, default=_PAIRS, metavar="N", help=f"steps of each kind [{_PAIRS}]")
+    made = BenchmarkParser("recording", "What a recorded step costs, beside one that is not, in turns.", "2")
+    made.number("pairs", 60, "steps of each kind", quick=4)
     for key, value in _MODEL.items():
-        made.add_argument(f"--{key}", type=int, default=value, metavar="N", help=f"model.{key} [{value}]")
-    return run(Benchmark("recording", made, measure, _report), arguments)
+        made.number(key, value, f"model.{key}")
+    return run(made, measure, _report, arguments)
 
 
 def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
     """What steps take at this rank count, recorded and not. Collective."""
-    pairs = 4 if options.quick else options.pairs
+    pairs = options.pairs
     config = {
         "run": {"device": "cpu", "dir": "unused"},
         "model": {"name": "gpt"} | {key: getattr(options, key) for key in _MODEL},
@@ -111,8 +110,7 @@ def _report(results: dict[int, dict[str, Any]], options: argparse.Namespace) -> 
         used = statistics.median(b - a for a, b in zip(found["used"], found["recorded_used"], strict=True)) / ranks
         each = used / max(1.0, entries) * 1e6
         rows.append([ranks, step * 1e3, of_time, of_processor, entries, each])
-        wanted = f"at most {MOST}"
-        targets.append(ReportTarget(f"recorded / not, {ranks} ranks", wanted, f"{of_time:.3f}", of_time <= MOST))
+        targets.append(judged(f"recorded / not, {ranks} ranks", of_time, most=MOST, text=f"{of_time:.3f}"))
     columns = ["ranks", "step [ms]", "time, recorded / not", "processor time", "entries", "us an entry"]
     note = "Ratios are medians over pairs of steps; entries are what a rank records in a step."
     return Report("What a recorded step costs", [ReportTable("Recorded steps", columns, rows, note)], targets)

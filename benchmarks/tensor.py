@@ -23,15 +23,16 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from benchmarks.runner.jobs import Benchmark, parser, repeated, run
+from benchmarks.runner.jobs import BenchmarkParser, run, timed
 from benchmarks.runner.peers import gloo
-from benchmarks.runner.report import Report, ReportTable, ReportTarget
-from benchmarks.runner.statistics import geometric_mean, plain
+from benchmarks.runner.report import Panel, Report, ReportTable, judged, milliseconds
+from benchmarks.runner.statistics import geometric_mean
 from mpitrain.comm import Communicator
 from mpitrain.errors import CommunicationError, InputError
 from mpitrain.layout import split
-from mpitrain.speeds.timing import Contender, interleaved
+from mpitrain.speeds.timing import Contender
 from mpitrain.tensor import Axis, Column, ParallelStyle, parallelize
+from mpitrain.trainer.own_loop.optimizer import plain
 
 Shape = tuple[int, int, int]  # samples, tokens of each, width
 
@@ -45,9 +46,9 @@ CONTENDERS = ("mpitrain", "sequence", "torch", "one process")
 
 def main(arguments: Sequence[str]) -> int:
     """Run the benchmark, and give its exit code."""
-    options = parser("tensor", "Tensor-parallel transformer blocks against torch's DTensor over gloo.", ranks="2")
-    repeated(options, 31, 60, "one shape")
-    return run(Benchmark("tensor", options, measure, report), arguments)
+    what = "Tensor-parallel transformer blocks against torch's DTensor over gloo."
+    made = BenchmarkParser("tensor", what, "2", repeats=31, seconds=60.0, of="one shape", quick=(5, 60.0))
+    return run(made, measure, report, arguments)
 
 
 class DivisibleBlock(nn.Module):
@@ -73,21 +74,16 @@ class DivisibleBlock(nn.Module):
 
 def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
     """What is measured at this rank count. Collective."""
-    repeats, shapes = (5, QUICK_SHAPES) if options.quick else (options.repeats, SHAPES)
+    shapes = QUICK_SHAPES if options.quick else SHAPES
     if any(width // HEAD % world.size for _, _, width in shapes):
         raise InputError(
             f"the blocks have 4 and 8 heads, which {world.size} ranks cannot share; use 2 or 4", agreed=True
         )
-    result: dict[str, Any] = {}
     with gloo(world):
-        for shape in shapes:
-            result["x".join(map(str, shape))] = _measure(world, shape, repeats, options.seconds)
-            if world.rank == 0:
-                print(f"  {world.size} ranks, {' x '.join(map(str, shape))}", flush=True)
-    return result
+        return {"x".join(map(str, shape)): _measure(world, shape, options) for shape in shapes}
 
 
-def _measure(world: Communicator, shape: Shape, repeats: int, seconds: float) -> dict[str, dict[str, float]]:
+def _measure(world: Communicator, shape: Shape, options: argparse.Namespace) -> dict[str, dict[str, float]]:
     torch.manual_seed(1)
     whole = nn.Sequential(*(DivisibleBlock(shape[2]) for _ in range(LAYERS)))
     x, weights = torch.randn(shape), torch.randn(shape)
@@ -108,7 +104,8 @@ def _measure(world: Communicator, shape: Shape, repeats: int, seconds: float) ->
     _compare("mpitrain", steps["mpitrain"](), expected)
     _compare("torch", steps["torch"](), expected)
     _compare("mpitrain, sequence=True", steps["sequence"](), [t[:, part] for t in expected])
-    times = interleaved(world, {name: Contender(step) for name, step in steps.items()}, repeats, seconds)
+    contenders = {name: Contender(step) for name, step in steps.items()}
+    times = timed(world, " x ".join(map(str, shape)), contenders, options)
     axis.free()
     along.free()
     return plain(times)
@@ -151,34 +148,20 @@ def _compare(name: str, found: Sequence[torch.Tensor], expected: Sequence[torch.
 
 def report(results: dict[int, Any], options: argparse.Namespace) -> Report:
     """Tables, targets and the plot of the results by rank count."""
-    tables, targets = [], []
+    tables, targets, panels = [], [], []
     for ranks, result in results.items():
         rows = []
         for shape, times in result.items():
-            ms = {name: times[name]["median"] * 1e3 for name in CONTENDERS}
+            ms = milliseconds(times)
             relative = (ms["torch"] / ms[name] for name in ("mpitrain", "sequence"))
             rows.append((shape.replace("x", " x "), *ms.values(), *relative))
         columns = ("samples x tokens x width", *CONTENDERS, "times torch", "sequence")
         note = f"Milliseconds of a forward and backward pass of {LAYERS} blocks, median; then torch's time over ours."
         tables.append(ReportTable(f"{ranks} ranks", columns, rows, note))
         ratios = [row[5] for row in rows]
-        mean, least = geometric_mean(ratios), min(ratios)
-        what, met = f"{ranks} ranks: as fast as torch", (None, None) if options.quick else (mean >= WANTED, least >= 1)
-        targets += [
-            ReportTarget(f"{what}, geometric mean", f"at least {WANTED:g} times", f"{mean:.2f} times", met[0]),
-            ReportTarget(f"{what}, worst shape", "at least 1 times", f"{least:.2f}", met[1]),
-        ]
-    return Report("Tensor parallelism", tables, targets, lambda figure: _draw(figure, results))
-
-
-def _draw(figure: Any, results: dict[int, Any]) -> None:
-    axes = figure.subplots(1, len(results), squeeze=False)[0]
-    for ax, (ranks, result) in zip(axes, results.items(), strict=True):
-        for number, name in enumerate(CONTENDERS):
-            places = [i + (number - 1.5) * 0.2 for i in range(len(result))]
-            ax.bar(places, [times[name]["median"] * 1e3 for times in result.values()], 0.2, label=name)
-        ax.set_xticks(range(len(result)), result.keys(), rotation=30)
-        ax.set_yscale("log")
-        ax.set_ylabel("milliseconds, forward and backward")
-        ax.set_title(f"{ranks} ranks")
-        ax.legend()
+        what = f"{ranks} ranks: as fast as torch"
+        targets.append(judged(f"{what}, geometric mean", geometric_mean(ratios), least=WANTED, where=" times"))
+        targets.append(judged(f"{what}, worst shape", min(ratios), least=1, where=" times"))
+        bars = {name: [times[name]["median"] * 1e3 for times in result.values()] for name in CONTENDERS}
+        panels.append(Panel(f"{ranks} ranks", "milliseconds, forward and backward", bars, list(result), log=True))
+    return Report("Tensor parallelism", tables, targets, [panels])

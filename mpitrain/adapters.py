@@ -25,8 +25,8 @@ from mpitrain.loading import BASE, saved_in
 from mpitrain.models import Task
 from mpitrain.models.adapters import adapted_layers
 from mpitrain.models.hugging_face import PREFIX
-from mpitrain.models.hugging_face.facade import Facade
-from mpitrain.models.hugging_face.saving import save_folder
+from mpitrain.models.hugging_face.families import Facade
+from mpitrain.models.hugging_face.folder import save_folder
 from mpitrain.storage.commit import new_folder
 from mpitrain.storage.disk import replacing
 

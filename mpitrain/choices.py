@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Literal
 
 Model = Literal["gpt", "resnet", "mlp"]  # models.build
-Norm = Literal["layernorm", "rmsnorm"]  # models.gpt.form
+Norm = Literal["layernorm", "rmsnorm"]  # models.gpt.block
 Positions = Literal["rotary", "learned"]  # models.gpt.positions
 FeedForward = Literal["gelu", "swiglu"]  # models.gpt.block
 RESNET_LAYERS = (18, 34, 50, 101)  # models.resnet
@@ -29,7 +29,7 @@ DeviceWay = Literal["mpi", "staged", "peer", "nccl"]  # comm.device
 Compression = Literal["fp16", "bf16", "topk", "powersgd"]  # comm.compression
 
 
-# metrics of held-out samples that have a name; users may add their own: models.measures
+# metrics of held-out samples that have a name; users may add their own: models.metrics
 Measured = Literal["accuracy", "token_accuracy", "top5_accuracy", "perplexity", "r2", "rmse"]
 OfClasses = Literal["f1", "f1_macro", "f1_micro", "precision", "recall", "per_class", "auroc"]
 

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpitrain.errors import EXIT_DONE, printable, refusal
-from mpitrain.inference.commands import Job, add_run, parse, run_as_job
-from mpitrain.inference.output import json_lines, require_new
+from mpitrain.inference.commands import Job, add_run, json_lines, parse, require_new, run_as_job
 from mpitrain.monitor.progress import terminal_behind
 
 if TYPE_CHECKING:
@@ -64,9 +63,7 @@ def _parser() -> argparse.ArgumentParser:
 def _run(arguments: argparse.Namespace, job: Job) -> int:
     """Let all prompts go on. Collective over the ranks of the job."""
     from mpitrain.inference import placing
-    from mpitrain.inference.generation import Generation
-    from mpitrain.inference.sampling import Draws, Sampling
-    from mpitrain.inference.stopping import StopWatch, require_stops
+    from mpitrain.inference.generation import Draws, Generation, Sampling, StopWatch, require_stops
 
     given = arguments
     sampling = Sampling(given.temperature, given.top_k, given.top_p, given.min_p, given.repetition_penalty)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,14 +29,38 @@ from mpitrain.config.settings import Config
 from mpitrain.config.training import ModelSection
 from mpitrain.data import Description, open_dataset
 from mpitrain.data.format import TOKENIZER, TRAIN, ColumnSpec
-from mpitrain.errors import CheckpointError, InputError
+from mpitrain.errors import CheckpointError, InputError, refusal
 from mpitrain.layers.base_weights import require_whole
 from mpitrain.layout import Piece, logical_of
 from mpitrain.models import build_model
-from mpitrain.models.alike import require_same_model
 from mpitrain.models.hugging_face import PREFIX
 from mpitrain.models.task import Task, TrainedBase
 from mpitrain.storage.run_folder import CHECKPOINTS, CONFIG
+
+
+def require_same_model(own: Mapping[str, Any], told: Mapping[str, Any], folder: Path, mend: str = "") -> None:
+    """Raise InputError where a checkpoint is of a gpt that computes something else than the run's.
+
+    Args:
+        own: The keys of [model] of the run.
+        told: Those that the checkpoint was trained with; empty where it does not say.
+        folder: Of the checkpoint.
+        mend: What to do about it; by default to train with the settings beside the checkpoint.
+    """
+    if own.get("factory") or told.get("factory") or own["name"] != "gpt" or told.get("name") != "gpt":
+        return
+    from mpitrain.models.gpt import Form
+
+    form = [field.name for field in fields(Form) if field.name != "hidden"]
+    for key in ("layers", "width", "heads", *form, "tied"):
+        mine, theirs = own[key], told.get(key, own[key])
+        if key == "kv_heads":
+            mine, theirs = mine or own["heads"], theirs or told.get("heads", own["heads"])
+        if mine != theirs:
+            settings = folder.parent.parent / CONFIG
+            how = mend or (f"train with {settings}" if settings.exists() else f"set model.{key} to {theirs}")
+            raise refusal(f"{folder} is of a model with {key} {theirs}, and model.{key} is {mine}; {how}")
+
 
 TASK = "task"  # the value of a manifest that says what the model is
 BASE, LEFT_OUT = "base", "left_out"  # values of a checkpoint of adapters: what they are for, and its tensors' names

@@ -55,9 +55,8 @@ def _names(text: str) -> tuple[str, ...]:
 def _samples(arguments: argparse.Namespace, saved: SavedModel) -> Samples:
     """What is to be predicted."""
     from mpitrain.data.sources.documents import TextFields
-    from mpitrain.inference.inputs import open_samples
+    from mpitrain.inference.inputs import Texts, is_texts, open_samples
     from mpitrain.inference.prompts import codec_of
-    from mpitrain.inference.texts import Texts, is_texts
 
     about = saved.description
     if about.kind != "tokens" or not is_texts(arguments.input):

@@ -19,58 +19,95 @@ would in a training step. Smaller vectors are measured in runs of calls and stay
 fp32 data are zeros, so that sums repeated in place neither overflow nor become denormal. 16-bit data are set to
 0.5 before each measurement: the library's fp16 is software, whose time may depend on the numbers.
 
-With --device, vectors of a device's memory instead: see `collectives_device`.
+With --device, vectors of a device's memory instead: see `device.py`.
 
-The predicted order of the algorithms comes from `comm.simulate` with the speeds of `prediction.py`, measured in the
-same run. Spearman's rank correlation says how well it agrees with the measured order.
+The predicted order of the algorithms comes from `comm.simulate` with speeds measured in the same run. Spearman's rank
+correlation says how well it agrees with the measured order.
 """
 
 from __future__ import annotations
 
 import argparse
-import time
-from collections.abc import Sequence
-from dataclasses import asdict
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
+import torch
+import torch.distributed as dist
+
 from benchmarks.collectives import device as collectives_device
-from benchmarks.collectives.contenders import CollectiveContenders
-from benchmarks.collectives.prediction import predicted
-from benchmarks.collectives.report import report
-from benchmarks.runner.jobs import Benchmark, parser, repeated, run
+from benchmarks.runner.jobs import BenchmarkParser, run, say, timed
 from benchmarks.runner.peers import gloo
-from benchmarks.runner.report import Report
-from benchmarks.runner.statistics import plain
+from benchmarks.runner.plain_mpi import PlainCollectives
+from benchmarks.runner.report import Panel, Report, ReportTable, ReportTarget, judged, ratio
+from benchmarks.runner.statistics import geometric_mean, rank_correlation
 from mpitrain.comm import Communicator
-from mpitrain.errors import InputError
+from mpitrain.comm.algorithms.halving import doubling_all_reduce, halving_all_reduce
+from mpitrain.comm.algorithms.ring import ring_all_reduce
+from mpitrain.comm.collectives import all_reduce
+from mpitrain.comm.programs.program import Program
+from mpitrain.comm.programs.simulate import Machine, simulate
+from mpitrain.comm.selection.registry import Setting
+from mpitrain.comm.selection.tables import ALL_REDUCE, all_reduce_algorithm
 from mpitrain.measuring.self_start import byte_sizes
-from mpitrain.speeds.timing import interleaved
+from mpitrain.measuring.tune import AlgorithmContenders, contenders, in_arena, zeros
+from mpitrain.speeds.links import Probes
+from mpitrain.speeds.timing import Contender, interleaved
+from mpitrain.storage.text import bytes_text
+from mpitrain.trainer.own_loop.optimizer import plain
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = [16 << 2 * i for i in range(12)]  # 16 B to 64 MiB
 QUICK_SIZES = [64, 64 * KIB, 1 * MIB, 4 * MIB]
+_SINGLE_FROM = 1 << 20  # bytes
+_LARGE = 256 * KIB  # the sizes that geometric means are over begin here
+_EQUAL = 0.1  # times of algorithms that differ by less are no order
+_CONTENDERS = ("arena", "tensor", "library", "gloo", "memcpy")  # of all_reduce
+_OTHERS = ("reduce_scatter", "all_gather")
+_NOISE = 0.95  # what is called "not slower": two runs of the same thing differ by as much
+_ARENA, _TENSOR = "all_reduce in an arena", "all_reduce of ordinary tensors"
+# what geometric means are over, and what they must reach: a heading, (operation, slower, faster, from so many bytes)
+_MEANS = {
+    f"{_ARENA}, library / ours, from 256 KiB": ("library / arena", ("all_reduce", "library", "arena", _LARGE), 3),
+    f"{_ARENA}, gloo / ours, from 256 KiB": ("gloo / arena", ("all_reduce", "gloo", "arena", _LARGE), 15),
+    f"{_ARENA}, ours / memcpy": ("arena / memcpy", ("all_reduce", "arena", "memcpy", 4 * MIB), None),
+    f"{_TENSOR}, library / ours, from 1 MiB": ("library / tensor", ("all_reduce", "library", "tensor", MIB), 1.5),
+    **{
+        f"{half} in an arena, library's fp16 / ours, from 256 KiB": (
+            f"library fp16 / {half}",
+            ("halves", "library", half, _LARGE),
+            10,
+        )
+        for half in ("fp16", "bf16")
+    },
+    **{
+        f"{name} in an arena, library / ours, from 256 KiB": (
+            f"{name}: library / arena",
+            (name, "library", "arena", _LARGE),
+            2,
+        )
+        for name in _OTHERS
+    },
+}
 
-_PASSES = ("algorithms", "all_reduce", "halves", "reduce_scatter", "all_gather")
+Result = dict[str, Any]  # of one rank count
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the benchmark, and give its exit code."""
-    made = parser("collectives", "Collectives against the MPI library's own, gloo and memcpy; tuning of their choice.")
-    made.add_argument(
-        "--sizes", type=byte_sizes, metavar="S,S", help="bytes of a vector, such as 16,64Ki,4Mi [16 to 64Mi]"
-    )
-    repeated(made, 21, 8, "one operation at one size")
-    made.add_argument(
-        "--device",
-        default="cpu",
-        metavar="KIND",
-        help="where the vectors lie: auto (an accelerator, where there is one), cpu, cuda, xpu and so on [cpu]",
-    )
-    made.add_argument(
-        "--way", type=_ways, metavar="W,W", help="of device memory: staged, mpi, peer, nccl [all possible]"
-    )
-    return run(Benchmark("collectives", made, measure, shown), arguments)
+    what, of = "Collectives against the MPI library's own, gloo and memcpy.", "one operation at one size"
+    few = "collectives of one rank do nothing"
+    made = BenchmarkParser("collectives", what, repeats=21, seconds=8.0, of=of, quick=(5, 0.3), too_few=few)
+    made.add("sizes", type=byte_sizes, metavar="S,S", help="bytes of a vector, such as 16,64Ki,4Mi [16 to 64Mi]")
+    kinds = "auto (an accelerator, where there is one), cpu, cuda, xpu and so on [cpu]"
+    made.add("device", default="cpu", metavar="KIND", help=f"where the vectors lie: {kinds}")
+    ways = "of device memory: staged, mpi, peer, nccl [all possible]"
+    made.names("way", collectives_device.WAYS, ways, noun="way")
+    return run(made, measure, shown, arguments)
 
 
 def shown(results: dict[int, Any], options: argparse.Namespace) -> Report:
@@ -80,36 +117,251 @@ def shown(results: dict[int, Any], options: argparse.Namespace) -> Report:
 
 def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
     """Everything at this rank count. Collective."""
-    if world.size == 1:
-        raise InputError("collectives of one rank do nothing; start 2 ranks or more", agreed=True)
     sizes = options.sizes or (QUICK_SIZES if options.quick else SIZES)
-    repeats, seconds = (5, 0.3) if options.quick else (options.repeats, options.seconds)
     if collectives_device.asked_for(options):
-        return collectives_device.measure(world, options, sizes, repeats, seconds)
-    time_all = partial(interleaved, world, repeats=repeats, budget=seconds)
-    bench = CollectiveContenders(world)
-    passes = {name: getattr(bench, name) for name in _PASSES}
+        return collectives_device.measure(world, options, sizes)
+    mpi, algorithms = PlainCollectives(world), AlgorithmContenders(world)
+    passes: dict[str, Callable[[int], Any]] = {
+        "algorithms": partial(algorithms.of, all_reduce.ALGORITHMS, "arena"),
+        "all_reduce": partial(_all_reduces, world, mpi),
+        "halves": partial(_half_all_reduces, world, mpi),
+        **{name: partial(_of_blocks, world, mpi, name) for name in _OTHERS},
+    }
     result: dict[str, Any] = {"nodes": world.num_nodes, "sizes": sizes, **{name: {} for name in passes}}
     result |= {"speeds": {}, "predicted": {}}
     with gloo(world):
         for size in sizes:
-            begin = time.perf_counter()
-            for name, contenders in passes.items():
-                with contenders(size) as found:
-                    result[name][str(size)] = plain(time_all(found))
-            with bench.probes(size) as probes:
-                machine = probes.machine(time_all(probes.contenders()))
+            for name, make in passes.items():
+                with make(size) as found:
+                    result[name][str(size)] = plain(timed(world, "", found, options))
+            with in_arena(world, max(world.size, size // 4)) as arena:
+                probes = Probes(world, mpi, arena)
+                machine = probes.machine(interleaved(world, probes.contenders(), options.repeats, options.seconds))
             result["speeds"][str(size)] = asdict(machine)
             result["predicted"][str(size)] = predicted(world, size, machine)
-            if world.rank == 0:
-                print(f"  {world.size} ranks, {size:>10,} bytes: {time.perf_counter() - begin:5.1f} s", flush=True)
-    bench.plain.free()
+            say(world, f"{size:>10,} bytes")
+    mpi.free()
     return result
 
 
-def _ways(text: str) -> list[str]:
-    ways = text.split(",")
-    for way in ways:
-        if way not in collectives_device.WAYS:
-            raise argparse.ArgumentTypeError(f"{way!r} is not a way; there are {', '.join(collectives_device.WAYS)}")
-    return ways
+# -- contenders, with memory that lives as long as the context they come from ---------------------------------
+
+
+@contextmanager
+def _all_reduces(world: Communicator, mpi: PlainCollectives, size: int) -> Iterator[dict[str, Contender]]:
+    numel = size // 4
+    mine, theirs, gloos, source, dest = (zeros(numel) for _ in range(5))
+    with in_arena(world, numel) as arena:
+        yield contenders(
+            size,
+            arena=partial(world.all_reduce, arena.tensor),
+            tensor=partial(world.all_reduce, mine),
+            library=mpi.all_reduce(theirs),
+            gloo=partial(dist.all_reduce, gloos),
+            memcpy=partial(np.copyto, dest.numpy(), source.numpy()),
+        )
+
+
+@contextmanager
+def _half_all_reduces(world: Communicator, mpi: PlainCollectives, size: int) -> Iterator[dict[str, Contender]]:
+    """fp16 and bf16 in an arena; the library's fp16 where it has it."""
+    numel = size // 2
+    with in_arena(world, numel, torch.float16) as fp16, in_arena(world, numel, torch.bfloat16) as bf16:
+        vectors = {"fp16": fp16.tensor, "bf16": bf16.tensor}
+        calls: dict[str, Callable[[], object]] = {n: partial(world.all_reduce, x) for n, x in vectors.items()}
+        if mpi.adds_fp16:
+            vectors["library"] = zeros(numel, torch.float16)
+            calls["library"] = mpi.all_reduce(vectors["library"])
+        single = size >= _SINGLE_FROM
+        yield {n: Contender(call, partial(vectors[n].fill_, 0.5), single) for n, call in calls.items()}
+
+
+@contextmanager
+def _of_blocks(world: Communicator, mpi: PlainCollectives, operation: str, size: int) -> Iterator[dict[str, Contender]]:
+    """reduce_scatter or all_gather."""
+    each = max(1, size // 4 // world.size)
+    theirs = zeros(each * world.size)
+    with in_arena(world, each * world.size) as arena:
+        x = arena.tensor
+        if operation == "all_gather":
+            block = x[world.rank * each : (world.rank + 1) * each]
+            yield contenders(size, arena=partial(world.all_gather, x, block), library=mpi.all_gather(theirs))
+        else:
+            library = mpi.reduce_scatter(zeros(each), theirs)
+            yield contenders(size, arena=partial(world.reduce_scatter, zeros(each), x), library=library)
+
+
+# -- prediction ----------------------------------------------------------------------------------------------
+
+
+def predicted(world: Communicator, size: int, machine: Machine) -> dict[str, float]:
+    """Seconds of each algorithm for a vector of `size` bytes in an arena.
+
+    The MPI library's own algorithm is predicted as the fastest of the textbook programs it is known to choose from
+    (Thakur, Rabenseifner & Gropp, IJHPCA 19, 2005), without the cost of Python.
+    """
+    setting = Setting(size, size // 4, world.nodes, "arena")
+    names = [name for name in ALL_REDUCE.names if name != ("two_level" if setting.one_node else "shared")]
+    programs = {name: all_reduce_algorithm(name, setting).program for name in names}  # None: the library's own
+    found = {name: _seconds(make(setting), size, machine) for name, make in programs.items() if make is not None}
+    instant = replace(machine, step=0.0)
+    ranks, nodes = world.size, world.nodes
+    textbook = [doubling_all_reduce(ranks, nodes)]
+    textbook += [halving_all_reduce(ranks, 1, nodes), ring_all_reduce(ranks, 1, nodes)]
+    found["mpi"] = min(_seconds(program, size, instant) for program in textbook)
+    return found
+
+
+def _seconds(program: Program, size: int, machine: Machine) -> float:
+    return simulate(program, [size / program.chunks] * program.chunks, machine)
+
+
+# -- the report ----------------------------------------------------------------------------------------------
+
+
+def report(results: dict[int, Result], options: argparse.Namespace) -> Report:
+    """Tables, targets and the plot of the results by rank count."""
+    tables: list[ReportTable] = []
+    names, halves = {name: name for name in _CONTENDERS}, {"fp16": "fp16", "bf16": "bf16", "library": "library fp16"}
+    pairs = [("library", "arena"), ("gloo", "arena"), ("arena", "memcpy"), ("library", "tensor")]
+    of_halves = [("library", "fp16"), ("library", "bf16")]
+    both = {name: name for name in ("arena", "library")}
+    for ranks, result in results.items():
+        at = f"{ranks} ranks"
+        tables += [
+            _table(f"all_reduce, fp32, {at}", result["all_reduce"], names, *pairs),
+            _table(f"all_reduce in an arena, 16-bit, {at}", result["halves"], halves, *of_halves),
+            *(_table(f"{name}, fp32, {at}", result[name], both, ("library", "arena")) for name in _OTHERS),
+            _algorithms(ranks, result),
+        ]
+    targets = [target for ranks, result in results.items() for target in _targets(ranks, result)]
+    panels = [[draw(*each) for each in results.items()] for draw in (_times_panel, _relative_panel)]
+    return Report("Collectives", [_means(results), *tables], targets, panels)
+
+
+def ratios(
+    result: Result, operation: str, slower: str, faster: str, least: int = 0, most: float = math.inf
+) -> dict[int, float]:
+    """slower / faster by size, for sizes from least to most at which both were measured."""
+    return {
+        int(size): ratio(times, slower, faster)
+        for size, times in result[operation].items()
+        if least <= int(size) <= most and slower in times and faster in times
+    }
+
+
+def _targets(ranks: int, result: Result) -> list[ReportTarget]:
+    def of_worst(what: str, values: Mapping[int, float], **bounds: Any) -> ReportTarget:
+        """A ratio that must lie within bounds at every size."""
+        what, where = f"{ranks} ranks: {what}", " at each size"
+        if not values:
+            return judged(what, None, where=where, **bounds)
+        worst = (max if "most" in bounds else min)(values, key=values.__getitem__)
+        text = f"{values[worst]:.2f} at {bytes_text(worst)} (mean {geometric_mean(list(values.values())):.2f})"
+        return judged(what, values[worst], text=text, where=where, **bounds)
+
+    over = partial(ratios, result)
+    if result["nodes"] > 1:
+        return [
+            of_worst(f"{_ARENA}, {peer} / ours, 16 MiB", over("all_reduce", peer, "arena", 16 * MIB, 16 * MIB), least=w)
+            for peer, w in (("library", 4), ("gloo", 2))
+        ]
+    targets = []
+    for what, (_, compared, least) in _MEANS.items():
+        if least is not None:
+            values = over(*compared)
+            mean = geometric_mean(list(values.values()))
+            worst = min(values, key=values.__getitem__, default=0)
+            text = f"{mean:.2f} (least {values[worst]:.2f} at {bytes_text(worst)})" if values else None
+            targets.append(judged(f"{ranks} ranks: {what}", mean, least=least, text=text))
+    copied = over("all_reduce", "arena", "memcpy", 4 * MIB)
+    small = over("all_reduce", "library", "tensor", 64 * KIB)
+    return [
+        *targets,
+        of_worst(f"{_ARENA}, ours / memcpy, from 4 MiB", copied, most=1.15 if ranks <= 2 else 1.4),
+        of_worst(f"{_TENSOR}, library / ours, from 64 KiB", small, least=_NOISE),
+        _overhead(ranks, result),
+    ]
+
+
+def _overhead(ranks: int, result: Result) -> ReportTarget:
+    """Microseconds more than mpi4py's bare call, below 64 KiB; of best times, since the difference is small."""
+    more = {
+        int(size): (times["tensor"]["best"] - times["library"]["best"]) * 1e6
+        for size, times in result["all_reduce"].items()
+        if int(size) < 64 * KIB
+    }
+    worst = max(more, key=more.__getitem__, default=0)
+    text = f"{more[worst]:.1f} µs at {bytes_text(worst)}" if more else None
+    what = f"{ranks} ranks: {_TENSOR}, ours - library, below 64 KiB"
+    return judged(what, more.get(worst), most=10, text=text, where=" µs")
+
+
+def correlation(result: Result, size: str) -> float:
+    """Spearman's, of predicted with measured seconds of the algorithms. nan where none is faster than another."""
+    measured, predicted = result["algorithms"][size], result["predicted"][size]
+    names = sorted(set(measured) & set(predicted))
+    return rank_correlation([predicted[n] for n in names], [measured[n]["median"] for n in names], _EQUAL)
+
+
+def _means(results: dict[int, Result]) -> ReportTable:
+    """One row per rank count."""
+    rows = []
+    for ranks, result in results.items():
+        values = [list(ratios(result, *compared).values()) for _, compared, _ in _MEANS.values()]
+        rows.append([ranks, *(geometric_mean(v) if v else None for v in values)])
+    columns = ("ranks", *(heading for heading, _, _ in _MEANS.values()))
+    note = "Geometric means of time ratios over the sizes from 256 KiB up (memcpy: 4 MiB, ordinary tensors: 1 MiB)."
+    return ReportTable("Geometric means", columns, rows, note)
+
+
+def _table(title: str, measured: Result, shown: Mapping[str, str], *compared: tuple[str, str]) -> ReportTable:
+    """A row a size: the microseconds of each contender that is shown, and the ratios of those that are compared.
+
+    Args:
+        title: What stands above it.
+        measured: Times by size and contender.
+        shown: By contender, the heading of its column.
+        compared: Two contenders each.
+    """
+    rows: list[list[Any]] = []
+    for size, times in measured.items():
+        us = {name: t["median"] * 1e6 for name, t in times.items()}
+        found = (us[a] / us[b] if a in us else None for a, b in compared)
+        rows.append([bytes_text(int(size)), *map(us.get, shown), *found])
+    columns = ("size", *(f"{name} µs" for name in shown.values()), *(f"{shown[a]} / {shown[b]}" for a, b in compared))
+    return ReportTable(title, columns, rows, "Medians over the repetitions.")
+
+
+def _algorithms(ranks: int, result: Result) -> ReportTable:
+    names = list(next(iter(result["algorithms"].values())))
+    columns = ["size", *(f"{name} µs" for name in names), "measured order", "predicted order", "Spearman"]
+    rows: list[list[Any]] = []
+    for size, times in result["algorithms"].items():
+        predicted = result["predicted"][size]
+        measured_order = sorted(times, key=lambda name: times[name]["median"])
+        rows.append(
+            [
+                bytes_text(int(size)),
+                *(times[name]["median"] * 1e6 for name in names),
+                " ".join(measured_order),
+                " ".join(sorted(predicted, key=predicted.__getitem__)),
+                correlation(result, size),
+            ]
+        )
+    found = [value for value in (correlation(result, size) for size in result["algorithms"]) if not math.isnan(value)]
+    mean = f"{sum(found) / len(found):.2f}" if found else "unknown"
+    note = f"Fastest first; times within {_EQUAL:.0%} of each other count as equal. Mean rank correlation {mean}."
+    return ReportTable(f"all_reduce algorithms in an arena, {ranks} ranks, measured and simulated", columns, rows, note)
+
+
+def _times_panel(ranks: int, result: Result) -> Panel:
+    sizes = [int(size) for size in result["all_reduce"]]
+    lines = {name: (sizes, [by[name]["median"] * 1e6 for by in result["all_reduce"].values()]) for name in _CONTENDERS}
+    return Panel(f"all_reduce, fp32, {ranks} ranks", "µs", lines=lines, across="bytes", log=True)
+
+
+def _relative_panel(ranks: int, result: Result) -> Panel:
+    found = {name: ratios(result, "all_reduce", name, "arena") for name in ("library", "gloo", "memcpy")}
+    lines = {name: (list(values), list(values.values())) for name, values in found.items()}
+    return Panel("", "times as long as ours in an arena", lines=lines, across="bytes", log=True, mark=1)

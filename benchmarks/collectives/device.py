@@ -18,12 +18,15 @@ from typing import Any
 
 import torch
 
-from benchmarks.runner.report import Report, ReportTable, ReportTarget
-from benchmarks.runner.statistics import geometric_mean, plain
+from benchmarks.runner.jobs import timed
+from benchmarks.runner.report import Report, ReportTable, judged, milliseconds
+from benchmarks.runner.statistics import geometric_mean
 from mpitrain.comm import Communicator
 from mpitrain.comm.memory import device as hardware
 from mpitrain.errors import InputError
-from mpitrain.speeds.timing import Contender, interleaved
+from mpitrain.measuring.tune import in_arena
+from mpitrain.speeds.timing import Contender
+from mpitrain.trainer.own_loop.optimizer import plain
 
 WAYS = ("staged", "mpi", "peer", "nccl")
 OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather")
@@ -38,17 +41,13 @@ def asked_for(options: argparse.Namespace) -> bool:
     return kind != "cpu" and (kind != "auto" or bool(hardware.accelerator()))
 
 
-def measure(
-    world: Communicator, options: argparse.Namespace, sizes: Sequence[int], repeats: int, seconds: float
-) -> dict[str, Any]:
+def measure(world: Communicator, options: argparse.Namespace, sizes: Sequence[int]) -> dict[str, Any]:
     """Times of each operation at each size. Collective.
 
     Args:
         world: The ranks.
-        options: Of them, the kind of device and the ways.
+        options: Of the command.
         sizes: Bytes of a rank's whole vector.
-        repeats: Repetitions of each measurement.
-        seconds: For one operation at one size.
 
     Raises:
         InputError: There is no such device, or none of the ways is possible.
@@ -63,13 +62,11 @@ def measure(
     result: dict[str, Any] = {"device": hardware.name(device), "obstacles": obstacles, "sizes": list(sizes)}
     with _communicators(world, device, ways) as carried:
         for operation in OPERATIONS:
-            found: dict[str, Any] = {}
+            result[operation] = {}
             for size in sizes:
                 with _contenders(world, device, operation, size, carried) as contenders:
-                    found[str(size)] = plain(interleaved(world, contenders, repeats, seconds))
-            result[operation] = found
-            if world.rank == 0:
-                print(f"  {world.size} ranks: {operation} on {device.type}", flush=True)
+                    times = timed(world, f"{operation} on {device.type}, {size} bytes", contenders, options)
+                    result[operation][str(size)] = plain(times)
     return result
 
 
@@ -102,12 +99,11 @@ def _contenders(
         calls[way] = partial(_until_done, device, _call(comm, operation, x, block))
     host = hardware.pinned((numel,), torch.float32, device).zero_()
     calls["copies"] = partial(_to_host_and_back, torch.zeros(numel, device=device), host)
-    arena = world.arena(numel)
-    arena.tensor.zero_()
-    calls["host"] = _call(world, operation, arena.tensor, torch.zeros(each))
-    hardware.synchronize(device)
-    yield {name: Contender(call, single=size >= _LARGE) for name, call in calls.items()}
-    arena.free()
+    with in_arena(world, numel) as arena:
+        arena.tensor.zero_()
+        calls["host"] = _call(world, operation, arena.tensor, torch.zeros(each))
+        hardware.synchronize(device)
+        yield {name: Contender(call, single=size >= _LARGE) for name, call in calls.items()}
 
 
 def _call(comm: Communicator, operation: str, x: torch.Tensor, block: torch.Tensor) -> Callable[[], object]:
@@ -136,7 +132,14 @@ def _to_host_and_back(x: torch.Tensor, host: torch.Tensor) -> None:
 def report(results: dict[int, dict[str, Any]], options: argparse.Namespace) -> Report:
     """Tables and targets of the results by rank count."""
     tables = [_table(ranks, operation, result) for ranks, result in results.items() for operation in OPERATIONS]
-    targets = [_target(ranks, result) for ranks, result in results.items()]
+    targets = [
+        judged(
+            f"{ranks} ranks: staged all_reduce / the slower of copies and host, from 1 MiB",
+            geometric_mean(overheads(result, "all_reduce", _LARGE)),
+            most=_WANTED,
+        )
+        for ranks, result in results.items()
+    ]
     return Report("Collectives on device memory", tables, targets)
 
 
@@ -154,16 +157,8 @@ def _table(ranks: int, operation: str, result: dict[str, Any]) -> ReportTable:
     rows: list[list[str | float | None]] = []
     ratios: list[float | None] = [*overheads(result, operation)] or [None] * len(result["sizes"])
     for (size, times), ratio in zip(result[operation].items(), ratios, strict=True):
-        shown = [times[name]["median"] * 1e3 for name in names]
-        rows.append([f"{int(size) // KIB:,}", *shown, ratio])
+        rows.append([f"{int(size) // KIB:,}", *milliseconds(times).values(), ratio])
     columns = ("KiB", *(f"{name} ms" for name in names), "staged / max(copies, host)")
     absent = "; ".join(f"{name}: {why}" for name, why in result["obstacles"].items() if why)
     note = f"On {result['device']}." + (f" Not possible here: {absent}." if absent else "")
     return ReportTable(f"{operation}, {ranks} ranks", columns, rows, note)
-
-
-def _target(ranks: int, result: dict[str, Any]) -> ReportTarget:
-    found = overheads(result, "all_reduce", _LARGE)
-    mean = geometric_mean(found)
-    what = f"{ranks} ranks: staged all_reduce / the slower of copies and host, from 1 MiB"
-    return ReportTarget(what, f"≤ {_WANTED}", f"{mean:.2f}", mean <= _WANTED if found else None)

@@ -1,95 +1,187 @@
-"""Starts a benchmark at each rank count and brings the results together. See the rules in `benchmarks`."""
+"""Starts a benchmark at each rank count, times its contenders in turns, and brings the results together.
+
+See the rules in `benchmarks`.
+"""
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.runner.report import Report, facts, write
-from mpitrain.errors import EXIT_DONE
+from mpitrain.errors import EXIT_DONE, InputError
 from mpitrain.measuring import self_start
 from mpitrain.measuring.self_start import launched
+from mpitrain.speeds.timing import Contender, Times, interleaved
 
 if TYPE_CHECKING:
     from mpitrain.comm import Communicator
 
 _BUSY = 0.5  # load per core from which figures are not to be trusted
 
+Measure = Callable[["Communicator", argparse.Namespace], Any]
+MakeReport = Callable[[dict[int, Any], argparse.Namespace], Report]
 
-@dataclass(frozen=True)
-class Benchmark:
-    """What `run` needs of a benchmark.
 
-    Attributes:
+class BenchmarkParser:
+    """The options of a benchmark: those that all have, and its own.
+
+    Args:
         name: Its name on the command line.
-        parser: Its options.
+        description: What it measures.
+        ranks: The rank counts at which it starts itself.
+        repeats: Repetitions of each measurement; None: there is no such option.
+        seconds: How long the repetitions may take; None: there is no such option.
+        of: What may take so long.
+        quick: The repetitions and seconds of a quick run.
+        too_few: Why fewer ranks than `least` will not do; empty: they will.
+        least: How many ranks it needs.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        description: str,
+        ranks: str = "2,4,8",
+        *,
+        repeats: int | None = None,
+        seconds: float | None = None,
+        of: str = "",
+        quick: tuple[int, float] = (3, 20.0),
+        too_few: str = "",
+        least: int = 2,
+    ) -> None:
+        self.name, self.too_few, self.least = name, too_few, least
+        self.arguments = self_start.parser(f"benchmarks {name}", description, ranks, 1800)
+        self.add("out", type=Path, default=Path("bench-results"), metavar="DIR", help="results [bench-results]")
+        self._quick: dict[str, float] = {}
+        if repeats is not None:
+            self.number("repeats", repeats, "repetitions; the median counts", quick=quick[0])
+        if seconds is not None:
+            self.number("seconds", seconds, f"for {of}", quick=quick[1], metavar="S")
+
+    def add(self, name: str, **settings: Any) -> None:
+        """Add an option, as `ArgumentParser.add_argument` does."""
+        self.arguments.add_argument(f"--{name}", **settings)
+
+    def number(self, name: str, usual: float, text: str, *, quick: float | None = None, metavar: str = "N") -> None:
+        """Add an option that is a number.
+
+        Args:
+            name: Its name.
+            usual: Its value where it is not given.
+            text: What it says.
+            quick: Its value in a quick run, where it is not given.
+            metavar: What stands for the value in the help.
+        """
+        self.add(name, type=type(usual), default=usual, metavar=metavar, help=f"{text} [{usual:g}]")
+        if quick is not None:
+            self._quick[name] = quick
+
+    def names(self, name: str, known: Collection[str], text: str, *, noun: str = "contender", by: str = ",") -> None:
+        """Add an option that is a list of known names.
+
+        Args:
+            name: Its name.
+            known: What there is.
+            text: What it says.
+            noun: What is named.
+            by: What stands between two of them.
+        """
+
+        def read(line: str) -> list[str]:
+            asked = [each.strip() for each in line.split(by)]
+            for each in asked:
+                if each not in known:
+                    there = f"{by} ".join(known)
+                    raise argparse.ArgumentTypeError(f"there is no {noun} {each!r}; there are {there}")
+            return asked
+
+        self.add(name, type=read, metavar=f"A{by}B", help=text)
+
+    def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
+        """Return the options; of the ranks of a job, rank 0 alone says what is wrong with them."""
+        options = self_start.parsed(self.arguments, arguments)
+        if options.quick:
+            self.arguments.set_defaults(**self._quick)
+            options = self_start.parsed(self.arguments, arguments)
+        return options
+
+
+def run(parser: BenchmarkParser, measure: Measure, report: MakeReport, arguments: Sequence[str]) -> int:
+    """Measure at each rank count and write the report.
+
+    Args:
+        parser: The benchmark's name and options.
         measure: Measures at one rank count, given the world and the options. Collective; what rank 0 returns, JSON can
             hold.
         report: Makes the report of the results by rank counts and the options.
+        arguments: The command line.
+
+    Returns:
+        The exit code.
     """
-
-    name: str
-    parser: argparse.ArgumentParser
-    measure: Callable[[Communicator, argparse.Namespace], Any]
-    report: Callable[[dict[int, Any], argparse.Namespace], Report]
-
-
-def parser(name: str, description: str, *, ranks: str = "2,4,8", limit: float = 1800) -> argparse.ArgumentParser:
-    """A parser with the options that all benchmarks have; a benchmark adds its own."""
-    made = self_start.parser(f"benchmarks {name}", description, ranks, limit)
-    made.add_argument("--out", type=Path, default=Path("bench-results"), metavar="DIR", help="results [bench-results]")
-    return made
-
-
-def repeated(made: argparse.ArgumentParser, repeats: int, seconds: float, of: str) -> None:
-    """Give a parser the options of a benchmark that measures in turns.
-
-    Args:
-        made: The parser.
-        repeats: How many repetitions there are without the option.
-        seconds: How long they may take without the option.
-        of: What may take so long.
-    """
-    made.add_argument(
-        "--repeats", type=int, default=repeats, metavar="N", help=f"repetitions; the median counts [{repeats}]"
-    )
-    made.add_argument("--seconds", type=float, default=seconds, metavar="S", help=f"for {of} [{seconds:g}]")
-
-
-def run(benchmark: Benchmark, arguments: Sequence[str]) -> int:
-    """Measure and write the report; the exit code."""
-    options = self_start.parsed(benchmark.parser, arguments)
+    options, name = parser.parse(arguments), parser.name
     if launched():
-        return _measure(benchmark, options)
+        from mpitrain.comm import init
+
+        world = init()
+        if parser.too_few and world.size < parser.least:
+            raise InputError(f"{parser.too_few}; start {parser.least} ranks or more", agreed=True)
+        part = {"facts": facts(world), "result": measure(world, options)}
+        if world.rank == 0 and self_start.started_here():
+            self_start.leave(part)
+        elif world.rank == 0:
+            _write(name, report, {world.size: part}, options)
+        return EXIT_DONE
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
     if load > _BUSY * cores:
         print(
             f"mpitrain: other work keeps this machine busy (load {load:.1f}, {cores} cores); the figures will mislead"
         )
-    parts, code = self_start.at_each(["-m", "benchmarks", benchmark.name, *arguments], options, benchmark.name)
+    parts, code = self_start.at_each(["-m", "benchmarks", name, *arguments], options, name)
     if parts:  # also where a later rank count has failed
-        _write(benchmark, parts, options)
+        _write(name, report, parts, options)
     return code
 
 
-def _measure(benchmark: Benchmark, options: argparse.Namespace) -> int:
-    from mpitrain.comm import init
+def timed(
+    world: Communicator,
+    what: str,
+    contenders: Mapping[str, Contender | Callable[[], object]],
+    options: argparse.Namespace,
+    *,
+    begins: bool = True,
+) -> dict[str, Times]:
+    """Time contenders in turns, and have rank 0 say what they took. Collective.
 
-    world = init()
-    part = {"facts": facts(world), "result": benchmark.measure(world, options)}
-    if world.rank == 0 and self_start.started_here():
-        self_start.leave(part)
-    elif world.rank == 0:
-        _write(benchmark, {world.size: part}, options)
-    return EXIT_DONE
+    Args:
+        world: The ranks.
+        what: What people are told was measured; empty: nothing.
+        contenders: By name; a call by itself is one that is never repeated within a measurement.
+        options: Of them, `repeats` and, where there is such an option, `seconds`.
+        begins: See `interleaved`.
+    """
+    made = {n: one if isinstance(one, Contender) else Contender(one, single=True) for n, one in contenders.items()}
+    budget = getattr(options, "seconds", math.inf)
+    found = interleaved(world, made, options.repeats, budget, begins=begins)
+    if what:
+        say(world, f"{what}: " + ", ".join(f"{name} {of.median * 1e3:.3g} ms" for name, of in found.items()))
+    return found
 
 
-def _write(benchmark: Benchmark, parts: dict[int, Any], options: argparse.Namespace) -> None:
+def say(world: Communicator, text: str) -> None:
+    """Have rank 0 tell people how far the benchmark has come."""
+    if world.rank == 0:
+        print(f"  {world.size} ranks, {text}", flush=True)
+
+
+def _write(name: str, report: MakeReport, parts: dict[int, Any], options: argparse.Namespace) -> None:
     results = {ranks: part["result"] for ranks, part in parts.items()}
     header = {ranks: part["facts"] for ranks, part in parts.items()}
-    written = write(benchmark.name, benchmark.report(results, options), header, results, options.out, options.quick)
+    written = write(name, report(results, options), header, results, options.out, options.quick)
     print("written: " + ", ".join(map(str, written)))

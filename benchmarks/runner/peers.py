@@ -1,22 +1,26 @@
-"""torch.distributed over gloo, in the same processes as the MPI ranks."""
+"""The peers: torch.distributed in the same processes as the MPI ranks, and training by plain torch and DeepSpeed."""
 
 from __future__ import annotations
 
 import fcntl
+import importlib.util
 import os
 import socket
 import struct
 import warnings
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from mpitrain.errors import InputError
+from mpitrain.errors import CommunicationError, InputError
 
 if TYPE_CHECKING:
     from mpitrain.comm import Communicator
@@ -117,8 +121,91 @@ def fully_sharded(model: Any, group: Any) -> Any:
     return fully_shard(model, mesh=mesh)
 
 
-def imported_deepspeed(world: Communicator) -> Any:
-    """The module deepspeed, for CPUs and quiet. It must be installed."""
+# -- training by peers -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PeerTraining:
+    """A model in training by a peer.
+
+    Attributes:
+        model: What is called.
+        optimizer: Its optimizer.
+        gradients: Gives the gradients of x and y, and returns this rank's loss.
+        update: Applies them.
+        release: Ends what is to be ended before the memory goes.
+        hides: Whether its parameters and gradients lie in buffers that it keeps to itself.
+    """
+
+    model: Any
+    optimizer: torch.optim.Optimizer
+    gradients: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    update: Callable[[], object]
+    release: Callable[[], object] = lambda: None
+    hides: bool = False
+
+
+Loss = Callable[[Any, torch.Tensor], torch.Tensor]
+MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
+MakePeer = Callable[..., PeerTraining]  # of the arguments of `of_torch`
+
+
+def peers() -> dict[str, MakePeer | str]:
+    """By name, what trains a module on torch.distributed's default group, or why it cannot run here.
+
+    It is given the module, the loss of its output, what makes the optimizer, the ranks, and a rank's samples.
+    """
+    missing = importlib.util.find_spec("deepspeed") is None
+    return {
+        "torch DDP": partial(of_torch, wrap=ddp),
+        "FSDP2": partial(of_torch, wrap=lambda model: fully_sharded(model, dist.group.WORLD)),
+        **{
+            f"DeepSpeed ZeRO-{stage}": "not installed" if missing else partial(_of_deepspeed, stage=stage)
+            for stage in (1, 2, 3)
+        },
+    }
+
+
+def ddp(model: nn.Module, group: Any = None) -> nn.Module:
+    """The model under DistributedDataParallel, gradients as views of the buckets."""
+    return nn.parallel.DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
+
+
+def of_torch(
+    module: nn.Module,
+    loss: Loss,
+    make_optimizer: MakeOptimizer,
+    *_: Any,
+    wrap: Callable[[nn.Module], nn.Module] = lambda model: model,
+    precision: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> PeerTraining:
+    """Training by plain torch.
+
+    Args:
+        module: What is trained.
+        loss: Of its output.
+        make_optimizer: Makes the optimizer of what was wrapped.
+        _: The ranks and their samples, which other peers need to know.
+        wrap: Makes of the module what is trained; by itself every rank trains alone.
+        precision: A context for the forward pass.
+    """
+    model = wrap(module)
+    optimizer = make_optimizer(model)
+
+    def gradients(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad(set_to_none=True)
+        with precision():
+            found = loss(model(x), y)
+        found.backward()
+        return found.detach()
+
+    return PeerTraining(model, optimizer, gradients, optimizer.step)
+
+
+def _of_deepspeed(
+    module: nn.Module, loss: Loss, make_optimizer: MakeOptimizer, world: Communicator, samples: int, *, stage: int
+) -> PeerTraining:
+    """DeepSpeed, which sets the gradients to zero in its step; for CPUs, quiet, and on the gloo group there is."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     # it refuses another number than the launcher's, which need not count in order of rank
     os.environ.setdefault("LOCAL_RANK", os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK", str(world.local_rank)))
@@ -126,7 +213,40 @@ def imported_deepspeed(world: Communicator) -> Any:
     import deepspeed
 
     deepspeed.utils.logger.setLevel("ERROR")
-    return deepspeed
+    optimizer = make_optimizer(module)
+    config = {
+        "train_micro_batch_size_per_gpu": samples,
+        "zero_optimization": {"stage": stage},
+        "gradient_clipping": 0.0,  # its default is 1, and nobody else clips
+        "zero_allow_untested_optimizer": True,  # it knows its own AdamW only
+        "steps_per_print": 1 << 40,
+    }
+    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config, dist_init_required=False)
+    for state in optimizer.state.values():
+        state["step"].zero_()  # it made a step without gradients, to allocate the states; bias correction counts it
+
+    def gradients(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        found = loss(engine(x), y)
+        engine.backward(found)
+        return found.detach()
+
+    return PeerTraining(engine, optimizer, gradients, engine.step, engine.destroy, hides=True)
+
+
+def require_alike(losses: Mapping[str, Sequence[float]], tolerance: float) -> None:
+    """Make sure that all contenders have come to the losses of the first, but for a share of `tolerance`.
+
+    Raises:
+        CommunicationError: One of them has not, and nothing can be compared.
+    """
+    expected = next(iter(losses.values()), ())
+    for name, of in losses.items():
+        if any(not abs(a - b) <= tolerance * abs(b) for a, b in zip(of, expected, strict=True)):
+            told = "; ".join(f"{one} {', '.join(f'{loss:.5f}' for loss in each)}" for one, each in losses.items())
+            raise CommunicationError(f"the contenders do not train the same: losses {told}; {name} differs")
+
+
+# -- interfaces of a network -------------------------------------------------------------------------------
 
 
 def _first_interface() -> str:

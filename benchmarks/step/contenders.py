@@ -7,18 +7,19 @@ seeded by the rank and begins anew for each contender. All update with torch's f
 from __future__ import annotations
 
 import gc
-import importlib.util
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
-from benchmarks.runner.peers import fully_sharded, imported_deepspeed
+from benchmarks.runner.peers import MakePeer, of_torch, peers, require_alike
+from mpitrain.choices import Precision
 from mpitrain.comm import Communicator
+from mpitrain.layers.precision import DTYPES
 from mpitrain.models.gpt import GPT
 from mpitrain.shard.sharding import Options
 from mpitrain.trainer.engine import Engine
@@ -54,18 +55,15 @@ class Shape:
         return self.layers * (12 * self.width**2 + 13 * self.width) + (self.vocabulary + 2) * self.width
 
 
-class Batches:
-    """This rank's batches in turn; each is new, so that no contender ever trains on what it knows by heart."""
+Batch = tuple[torch.Tensor, torch.Tensor]
 
-    def __init__(self, shape: Shape, samples: int, rank: int) -> None:
-        self._shape, self._samples = shape, samples
-        self._generator = torch.Generator().manual_seed(rank)
 
-    def next(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens, and the token after each; both [samples, tokens]."""
-        size = (self._samples, self._shape.tokens + 1)
-        drawn = torch.randint(self._shape.vocabulary, size, generator=self._generator)
-        return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
+def batches(shape: Shape, samples: int, rank: int) -> Iterator[Batch]:
+    """A rank's tokens and the token after each, [samples, tokens]; each is new, so that none is known by heart."""
+    generator = torch.Generator().manual_seed(rank)
+    while True:
+        drawn = torch.randint(shape.vocabulary, (samples, shape.tokens + 1), generator=generator)
+        yield drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
 
 
 @dataclass
@@ -74,26 +72,26 @@ class Trainee:
 
     Attributes:
         batches: This rank's.
-        forward_backward: Gives the gradients of x and y, and returns the loss.
+        forward_backward: Gives the gradients of x and y, and returns the rank's part of the mean loss of all ranks.
         update: Applies them.
         release: Ends what is to be ended before the memory goes.
         account: Gives bytes by category, where the contender counts them.
-        loss: This rank's part of the mean loss of all ranks, in the last step.
+        loss: Of the last step, once there was one.
     """
 
-    batches: Batches
-    forward_backward: Callable[[torch.Tensor, torch.Tensor], float]
+    batches: Iterator[Batch]
+    forward_backward: Callable[[torch.Tensor, torch.Tensor], Any]
     update: Callable[[], object]
-    release: Callable[[], None] | None = None
+    release: Callable[[], object] = lambda: None
     account: Callable[[], dict[str, int]] | None = None
-    loss: float = math.nan
+    loss: Any = None
 
     def __post_init__(self) -> None:
         self.prepare()
 
     def prepare(self) -> None:
         """Draw the next batch."""
-        self._batch = self.batches.next()
+        self._batch = next(self.batches)
 
     def step(self) -> None:
         """Gradients of the batch, and the update. Collective, but for one process alone."""
@@ -102,36 +100,56 @@ class Trainee:
 
     def close(self) -> None:
         """Give the memory back. Collective."""
-        if self.release is not None:
-            self.release()
+        self.release()
         self.__dict__.clear()
         gc.collect()  # wrappers and hooks refer to each other
 
 
-Build = Callable[["Communicator", Shape, Batches], Trainee]
+@dataclass(frozen=True)
+class TraineePlace:
+    """Where contenders train, and in which precision: ours by itself, plain torch by autocast."""
+
+    device: torch.device
+    precision: Precision
+
+
+HOST = TraineePlace(torch.device("cpu"), "fp32")
+Build = Callable[[Communicator, Shape, Iterator[Batch], int, TraineePlace], Trainee]
+_OURS = {
+    "DDP": Options(zero=0),
+    **{f"ZeRO-{stage}": Options(zero=stage) for stage in (1, 2, 3)},
+    "ZeRO-3 gathered": Options(zero=3, share_node=False),
+}
 
 
 def contenders() -> dict[str, Build | str]:
     """By name: how to make it, or why it cannot run here."""
-    found: dict[str, Build | str] = {
-        ALONE: partial(_of_torch, wrap=lambda model: model),
-        "DDP": partial(_ours, options=Options(zero=0)),
-        **{f"ZeRO-{stage}": partial(_ours, options=Options(zero=stage)) for stage in (1, 2, 3)},
-        "ZeRO-3 gathered": partial(_ours, options=Options(zero=3, share_node=False)),
-        "torch DDP": partial(_of_torch, wrap=_torch_ddp),
-        "FSDP2": partial(_of_torch, wrap=lambda model: fully_sharded(model, torch.distributed.group.WORLD)),
-    }
-    missing = importlib.util.find_spec("deepspeed") is None
-    for stage in (1, 2, 3):
-        found[f"DeepSpeed ZeRO-{stage}"] = "not installed" if missing else partial(_deepspeed, stage=stage)
-    return found
+    found: dict[str, Build | str] = {ALONE: partial(_theirs, make=of_torch)}
+    found |= {name: partial(_ours, options=options) for name, options in _OURS.items()}
+    return found | {name: m if isinstance(m, str) else partial(_theirs, make=m) for name, m in peers().items()}
 
 
-def contender(name: str, world: Communicator, shape: Shape, samples: int) -> Trainee:
-    """One that can run here, with batches of its own. Collective."""
+def contender(
+    name: str,
+    world: Communicator,
+    shape: Shape,
+    samples: int,
+    of: Iterator[Batch] | None = None,
+    place: TraineePlace = HOST,
+) -> Trainee:
+    """One that can run here. Collective.
+
+    Args:
+        name: Its name.
+        world: The ranks.
+        shape: What is trained.
+        samples: Of a rank's batch.
+        of: The rank's batches, instead of new ones from the first on.
+        place: Where, and how.
+    """
     build = contenders()[name]
     assert not isinstance(build, str)
-    return build(world, shape, Batches(shape, samples, world.rank))
+    return build(world, shape, of or batches(shape, samples, world.rank), samples, place)
 
 
 def bytes_needed(name: str, numel: int, ranks: int) -> float:
@@ -142,62 +160,44 @@ def bytes_needed(name: str, numel: int, ranks: int) -> float:
     return whole / ranks + 12.0 * numel  # parameters, gradients and buckets that a stage keeps whole
 
 
-def _optimizer(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=RATE, fused=True)
+def mean_losses(world: Communicator, trainees: Mapping[str, Trainee], tolerance: float) -> dict[str, float]:
+    """The last loss of each, over all ranks. Collective.
+
+    Raises:
+        CommunicationError: Two of them disagree; one process alone is none of them.
+    """
+    losses = np.array([float(trainee.loss) for trainee in trainees.values()])
+    world.all_reduce(losses)
+    found = dict(zip(trainees, losses.tolist(), strict=True))
+    require_alike({name: [loss] for name, loss in found.items() if name != ALONE}, tolerance)
+    return found
 
 
-def _of_torch(world: Communicator, shape: Shape, batches: Batches, wrap: Callable[[GPT], nn.Module]) -> Trainee:
-    """wrap: makes of the model what is trained."""
-    model = shape.build()
-    wrapped = wrap(model)
-    optimizer = _optimizer(wrapped.parameters())
-
-    def forward_backward(x: torch.Tensor, y: torch.Tensor) -> float:
-        optimizer.zero_grad(set_to_none=True)
-        found = model.loss(wrapped(x), y)
-        found.backward()
-        return float(found.detach()) / world.size
-
-    return Trainee(batches, forward_backward, optimizer.step)
+def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=RATE, fused=True)
 
 
-def _torch_ddp(model: GPT) -> nn.Module:
-    return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+def _theirs(
+    world: Communicator, shape: Shape, of: Iterator[Batch], samples: int, place: TraineePlace, make: MakePeer
+) -> Trainee:
+    model, keywords = shape.build().to(place.device), dict[str, Any]()
+    if place.precision != "fp32":
+        keywords["precision"] = partial(torch.autocast, place.device.type, DTYPES[place.precision])
+    peer = make(model, model.loss, _optimizer, world, samples, **keywords)
+    return Trainee(of, lambda x, y: peer.gradients(x, y) / world.size, peer.update, peer.release)
 
 
-def _ours(world: Communicator, shape: Shape, batches: Batches, options: Options) -> Trainee:
-    model = shape.build()
-    engine = Engine(model, model.loss, _optimizer(model.parameters()), world, options)
+def _ours(
+    world: Communicator, shape: Shape, of: Iterator[Batch], samples: int, place: TraineePlace, options: Options
+) -> Trainee:
+    model = shape.build().to(place.device)
+    engine = Engine(model, model.loss, _optimizer(model), world, options, precision=place.precision)
 
-    def forward_backward(x: torch.Tensor, y: torch.Tensor) -> float:
-        return float(engine.forward_backward([[(x, y)]], len(x) * world.size))
+    def forward_backward(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return engine.forward_backward([[(x, y)]], len(x) * world.size)[0]
 
     def account() -> dict[str, int]:
         values = asdict(engine.memory())
         return {name: nbytes for name, nbytes in values.items() if name != "expected"}
 
-    return Trainee(batches, forward_backward, engine.step, engine.close, account)
-
-
-def _deepspeed(world: Communicator, shape: Shape, batches: Batches, stage: int) -> Trainee:
-    """On the gloo group there is. DeepSpeed sets the gradients to zero in its step."""
-    deepspeed = imported_deepspeed(world)
-    model = shape.build()
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": {"stage": stage},
-        "gradient_clipping": 0.0,  # its default is 1, and nobody else clips
-        "zero_allow_untested_optimizer": True,  # it knows its own AdamW only
-        "steps_per_print": 1 << 40,
-    }
-    optimizer = _optimizer(model.parameters())
-    engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
-    for state in optimizer.state.values():
-        state["step"].zero_()  # it made a step without gradients, to allocate the states; bias correction counts it
-
-    def forward_backward(x: torch.Tensor, y: torch.Tensor) -> float:
-        found = model.loss(engine(x), y)
-        engine.backward(found)
-        return float(found.detach()) / world.size
-
-    return Trainee(batches, forward_backward, engine.step, engine.destroy)
+    return Trainee(of, forward_backward, engine.step, engine.close, account)

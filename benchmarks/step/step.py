@@ -16,35 +16,208 @@ touches lies in main memory when its turn comes: the contenders before it have m
 
 Ours sum the norm of the gradients in each step, to refuse one that is not finite; torch's contenders do not.
 
-Memory is measured in jobs of their own, one for each contender: see `step_memory`. `--grow` measures how the step's
-time grows with ranks and parameters instead, without the memory; `--device` a step in bf16 on a device (`step_device`).
+Memory is measured before time, of each contender by itself while it is made and takes a few steps. `--grow` measures
+how the step's time grows with ranks and parameters instead, without the memory; `--device` a step in bf16 on a device
+(`device.py`).
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks.collectives.device import asked_for
-from benchmarks.runner.freed_memory import give_back
-from benchmarks.runner.jobs import Benchmark, launched, parser, repeated, run
+from benchmarks.runner.jobs import BenchmarkParser, run, timed
+from benchmarks.runner.memory import LARGE, PIECE, PeakMemory, give_back, take_from_system
 from benchmarks.runner.peers import gloo
-from benchmarks.runner.report import Report
+from benchmarks.runner.report import Cell, Panel, Report, ReportTable, ReportTarget, judged, ratio
 from benchmarks.step import device as step_device
-from benchmarks.step.contenders import ALONE, Shape, Trainee, bytes_needed, contender, contenders
-from benchmarks.step.memory import measured_apart, remembered
-from benchmarks.step.report import HEAVY, LIGHT, report
+from benchmarks.step.contenders import ALONE, Shape, Trainee, bytes_needed, contender, contenders, mean_losses
 from mpitrain.comm import Communicator
-from mpitrain.errors import EXIT_DONE, CommunicationError, InputError
-from mpitrain.speeds.timing import Contender, interleaved
+from mpitrain.errors import InputError
+from mpitrain.speeds.timing import Contender
+from mpitrain.storage import proc
+
+MIB = 1 << 20
+HEAVY, LIGHT = "communication-heavy", "compute-heavy"  # the batches
+_CATEGORIES = ("parameters", "gradients", "states", "activations", "buffers", "padding")
+# what a stage of ours is to be compared with in memory
+_COUNTERPARTS = {
+    "DDP": ("torch DDP",),
+    "ZeRO-1": ("torch DDP", "DeepSpeed ZeRO-1"),
+    "ZeRO-2": ("torch DDP", "DeepSpeed ZeRO-2"),
+    "ZeRO-3": ("FSDP2", "DeepSpeed ZeRO-3"),
+    "ZeRO-3 gathered": ("FSDP2", "DeepSpeed ZeRO-3"),
+}
+
+Result = dict[str, Any]  # of one rank count
+Found = dict[str, dict[str, Any]]  # by contender, at one size and batch
+
+
+def report(results: dict[int, Result], options: argparse.Namespace) -> Report:
+    """Tables, targets and the plot of the results by rank count."""
+    if options.grow:
+        tables = [_growth(results), *(_times(*each) for each in _each(results))]
+        return Report("A training step: how its cost grows", tables, panels=[_growth_panels(results)])
+    tables = []
+    for ranks, numel, batch, found in _each(results):
+        tables += [_times(ranks, numel, batch, found), _memory_table(ranks, numel, batch, found)]
+        if batch == HEAVY:
+            tables.append(_accounts(ranks, numel, found))
+    targets = [t for ranks, _, batch, found in _each(results) if batch == HEAVY for t in _targets(ranks, found)]
+    return Report(
+        "A training step", tables, targets, [_panels(ranks, b, found) for ranks, _, b, found in _each(results)]
+    )
+
+
+def _each(results: dict[int, Result]) -> list[tuple[int, int, str, Found]]:
+    """(ranks, parameters, batch, what was found)."""
+    return [
+        (ranks, int(numel), batch, found)
+        for ranks, result in results.items()
+        for numel, batches in result["sizes"].items()
+        for batch, found in batches.items()
+    ]
+
+
+# -- targets -----------------------------------------------------------------------------------------------
+
+
+def _targets(ranks: int, found: Found) -> list[ReportTarget]:
+    """Those for the communication-heavy batch; they were set for 2 ranks on 2 cores."""
+    targets = []
+    for name, most in (("ZeRO-1", 1.0), ("ZeRO-2", 1.0), ("ZeRO-3", 1.1), ("DDP", 1.1)):
+        what = f"{ranks} ranks: a step by {name} / one process'"
+        targets.append(judged(what, found.get(name, {}).get("relative"), most=most))
+    pairs = [("torch DDP", name, 1.3) for name in ("DDP", "ZeRO-1", "ZeRO-2")]
+    for theirs, ours, least in (*pairs, ("FSDP2", "ZeRO-3", 3.0), ("DeepSpeed ZeRO-3", "ZeRO-3", 3.0)):
+        timed = all("median" in found.get(name, {}) for name in (theirs, ours))
+        faster, absent = ratio(found, theirs, ours) if timed else None, found.get(theirs, {}).get("why", "not measured")
+        targets.append(judged(f"{ranks} ranks: a step by {theirs} / {ours}", faster, least=least, absent=absent))
+    for name, others in _COUNTERPARTS.items():
+        targets += [_smaller(ranks, found, name, theirs, where) for theirs in others for where in ("rank", "node")]
+    return targets
+
+
+def _smaller(ranks: int, found: Found, ours: str, theirs: str, where: str) -> ReportTarget:
+    what, wanted = f"{ranks} ranks: memory per {where}, {ours} / {theirs}", "< 1"
+    mine, other = (found.get(name, {}).get("memory") for name in (ours, theirs))
+    if not mine or not other:
+        return ReportTarget(what, wanted, found.get(theirs, {}).get("why", "not measured"), None)
+    text = f"{mine[where] / other[where]:.2f} ({mine[where] / MIB:.0f} of {other[where] / MIB:.0f} MiB)"
+    return ReportTarget(what, wanted, text, mine[where] < other[where])
+
+
+# -- tables ------------------------------------------------------------------------------------------------
+
+
+def _title(ranks: int, numel: int, batch: str) -> str:
+    return f"{ranks} ranks, {numel / 1e6:.1f} M parameters, {batch}"
+
+
+def _rows(found: Found, cells: Callable[[dict[str, Any]], Sequence[Cell] | None]) -> list[list[Cell]]:
+    """One row a contender. cells: None where it has nothing to tell, for which the row says why."""
+    rows: list[list[Cell]] = []
+    width = next((len(c) for values in found.values() if (c := cells(values)) is not None), 0)
+    for name, values in found.items():
+        told = cells(values)
+        if told is None and "why" in values:
+            rows.append([f"{name} ({values['why']})", *[None] * width])
+        elif told is not None:
+            rows.append([name, *told])
+    return rows
+
+
+def _times(ranks: int, numel: int, batch: str, found: Found) -> ReportTable:
+    def cells(values: dict[str, Any]) -> Sequence[Cell] | None:
+        if "median" not in values:
+            return None
+        ms = (values[key] * 1e3 for key in ("median", "best"))
+        return (*ms, values["relative"], values["waiting"] * 1e3, values["repeats"], f"{values['loss']:.4f}")
+
+    columns = ("contender", "step ms", "best ms", "/ one process", "not computing ms", "repetitions", "loss")
+    note = (
+        "Medians. Not computing: the step less one process' step, which computes the same and updates everything "
+        "itself; below zero where a rank saves more by updating its share alone than communication costs. Loss: of "
+        "the last step; all that communicate must agree."
+    )
+    return ReportTable(f"Step time, {_title(ranks, numel, batch)}", columns, _rows(found, cells), note)
+
+
+def _memory_table(ranks: int, numel: int, batch: str, found: Found) -> ReportTable:
+    def cells(values: dict[str, Any]) -> Sequence[Cell] | None:
+        peaks = values.get("memory")
+        return None if not peaks else [peaks[key] / MIB for key in ("rank", "node", "process")]
+
+    columns = ("contender", "a rank, MiB", "a node, MiB", "a rank's process, MiB")
+    note = (
+        "Peak proportional set size, shared memory counted once per node; the first two less what the process took "
+        "before the model was made."
+    )
+    return ReportTable(f"Memory, {_title(ranks, numel, batch)}", columns, _rows(found, cells), note)
+
+
+def _accounts(ranks: int, numel: int, found: Found) -> ReportTable:
+    accounts = {name: values["account"] for name, values in found.items() if values.get("account")}
+    rows = [[name, *(account[c] / MIB for c in _CATEGORIES)] for name, account in accounts.items()]
+    note = "MiB a rank by `engine.memory()`, counted from the tensors, of ours."
+    return ReportTable(f"Bytes by category, {_title(ranks, numel, HEAVY)}", ("contender", *_CATEGORIES), rows, note)
+
+
+def _growth(results: dict[int, Result]) -> ReportTable:
+    """One row a rank count and size: each contender's step in one process' steps."""
+    each = _each(results)
+    names = [name for name in each[0][3] if name != ALONE]
+    rows: list[list[Cell]] = []
+    for ranks, numel, _, found in each:
+        alone = found[ALONE].get("median")
+        relative = (found.get(name, {}).get("relative") for name in names)
+        rows.append([ranks, numel / 1e6, None if alone is None else alone * 1e3, *relative])
+    columns = ("ranks", "M parameters", "one process ms", *names)
+    note = "Step time / one process' step with as many of them at once; -: not installed, or too large for this memory."
+    return ReportTable(f"Growth, {HEAVY}", columns, rows, note)
+
+
+# -- plots -------------------------------------------------------------------------------------------------
+
+
+def _panels(ranks: int, batch: str, found: Found) -> list[Panel]:
+    """Step time, of it not computing, and peak memory of a rank; one process grey, ours blue, theirs orange."""
+    timed = {name: values for name, values in found.items() if "median" in values}
+    seen = {name: values["memory"]["rank"] / MIB for name, values in found.items() if values.get("memory")}
+
+    def panel(label: str, bars: dict[str, float], mark: float | None = None) -> Panel:
+        colours = ["tab:gray" if n == ALONE else "tab:blue" if n in _COUNTERPARTS else "tab:orange" for n in bars]
+        return Panel(f"{ranks} ranks, {batch}", label, bars, colours=colours, mark=mark)
+
+    step, waiting = ({name: of[key] * 1e3 for name, of in timed.items()} for key in ("median", "waiting"))
+    return [
+        panel("step, ms", step, step[ALONE]),
+        panel("not computing, ms", waiting),
+        panel("peak of a rank, MiB", seen),
+    ]
+
+
+def _growth_panels(results: dict[int, Result]) -> list[Panel]:
+    """Per rank count: step time over one process' step, against the parameters."""
+    panels = []
+    for ranks, result in results.items():
+        lines: dict[str, Any] = {}
+        for name in next(iter(result["sizes"].values()))[HEAVY]:
+            points = [(int(n) / 1e6, of[HEAVY].get(name, {}).get("relative")) for n, of in result["sizes"].items()]
+            points = [point for point in points if point[1] is not None]
+            if points and name != ALONE:
+                lines[name] = tuple(zip(*points, strict=True))
+        label = "step / one process' step"
+        panels.append(Panel(f"{ranks} ranks", label, lines=lines, across="million parameters", log=True, mark=1))
+    return panels
+
 
 SHAPE = Shape(vocabulary=2048, layers=6, width=512, tokens=128)
 QUICK_SHAPE = Shape(vocabulary=256, layers=2, width=64, tokens=32)
@@ -53,21 +226,12 @@ QUICK_WIDTHS = (64, 128)
 GROWING = (ALONE, "DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "ZeRO-3 gathered", "torch DDP", "FSDP2", "DeepSpeed ZeRO-3")
 _AGREE = 2e-4  # relative: what sums in another order may change of a loss after the run's steps
 _ROOM = 0.7  # of the node's free memory that may be used
+_WATCHED = 4  # steps whose memory is measured; the first makes the optimizer's states
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the benchmark, and give its exit code."""
-    benchmark = Benchmark("step", _parser(), measure, shown)
-    if launched():
-        return run(benchmark, arguments)
-    options = benchmark.parser.parse_args(list(arguments))
-    if options.grow or asked_for(options):
-        return run(benchmark, arguments)
-    names = [name for name, made in contenders().items() if not isinstance(made, str) and _wanted(name, options)]
-    shape = QUICK_SHAPE if options.quick else SHAPE
-    with tempfile.TemporaryDirectory(prefix="mpitrain-bench-step-") as folder:
-        code = measured_apart(shape, _batches(options), names, options.ranks, options.limit, Path(folder))
-        return run(benchmark, arguments) if code == EXIT_DONE else code
+    return run(parser(), measure, shown, arguments)
 
 
 def shown(results: dict[int, Any], options: argparse.Namespace) -> Report:
@@ -75,26 +239,16 @@ def shown(results: dict[int, Any], options: argparse.Namespace) -> Report:
     return (step_device.report if asked_for(options) else report)(results, options)
 
 
-def _parser() -> argparse.ArgumentParser:
-    made = parser("step", "A training step by DDP and ZeRO-1, 2, 3 against torch and DeepSpeed.", ranks="2")
-    repeated(made, 21, 300, "one batch, or one size")
-    made.add_argument("--only", type=_names, metavar="A,B", help="these contenders, and one process")
-    made.add_argument(
-        "--grow", action="store_true", help="how the cost grows with parameters, and with --ranks 2,4,8 with ranks"
-    )
-    made.add_argument(
-        "--device",
-        default="cpu",
-        metavar="KIND",
-        help="in bf16 on a device: auto (an accelerator, where there is one), cuda, xpu and so on [cpu, in fp32]",
-    )
-    made.add_argument(
-        "--samples",
-        type=int,
-        default=step_device.SAMPLES,
-        metavar="N",
-        help=f"of {step_device.SHAPE.tokens} tokens a rank, on a device [{step_device.SAMPLES}]",
-    )
+def parser() -> BenchmarkParser:
+    """Return the options."""
+    what = "A training step by DDP and ZeRO-1, 2, 3 against torch and DeepSpeed."
+    made = BenchmarkParser("step", what, "2", repeats=21, seconds=300.0, of="one batch, or one size")
+    made.names("only", contenders(), "these contenders, and one process")
+    made.add("grow", action="store_true", help="how the cost grows with parameters, and with --ranks 2,4,8 with ranks")
+    kinds = "auto (an accelerator, where there is one), cuda, xpu and so on [cpu, in fp32]"
+    made.add("device", default="cpu", metavar="KIND", help=f"in bf16 on a device: {kinds}")
+    text = f"of {step_device.SHAPE.tokens} tokens a rank, on a device"
+    made.number("samples", step_device.SAMPLES, text, quick=step_device.QUICK_SAMPLES)
     return made
 
 
@@ -107,54 +261,67 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
     shapes = [QUICK_SHAPE if options.quick else SHAPE]
     if options.grow:
         shapes = [replace(shapes[0], width=width) for width in (QUICK_WIDTHS if options.quick else WIDTHS)]
-    names = [name for name in (GROWING if options.grow else contenders()) if _wanted(name, options)]
-    sizes: dict[str, Any] = {}
+    batches = {HEAVY: 1} if options.grow or options.quick else {HEAVY: 1, LIGHT: 4}  # samples a rank
     with gloo(world):
-        for shape in shapes:
-            batches = _batches(options).items()
-            found = {batch: _measure(world, shape, samples, names, options) for batch, samples in batches}
-            sizes[str(shape.numel)] = found
-            if not options.grow:
-                for batch, (name, values) in ((b, item) for b, of in found.items() for item in of.items()):
-                    values["memory"] = remembered(world.size, name, batch)
+        sizes = {
+            str(shape.numel): {batch: _measure(world, shape, samples, options) for batch, samples in batches.items()}
+            for shape in shapes
+        }
     return {"nodes": world.num_nodes, "sizes": sizes}
 
 
-def _batches(options: argparse.Namespace) -> dict[str, int]:
-    """By name, samples a rank."""
-    return {HEAVY: 1} if options.grow or options.quick else {HEAVY: 1, LIGHT: 4}
-
-
-def _wanted(name: str, options: argparse.Namespace) -> bool:
-    return name == ALONE or not options.only or name in options.only
-
-
-def _measure(
-    world: Communicator, shape: Shape, samples: int, names: Sequence[str], options: argparse.Namespace
-) -> dict[str, dict[str, Any]]:
+def _measure(world: Communicator, shape: Shape, samples: int, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """By contender: seconds, loss, bytes by category; or why there are none. Collective.
 
     Where not all fit into memory together they run in groups. One process is in each of them, to compare with.
     """
-    repeats, seconds = (3, 20.0) if options.quick else (options.repeats, options.seconds)
-    missing = {name: why for name, why in contenders().items() if isinstance(why, str)}
-    found: dict[str, dict[str, Any]] = {name: {"why": why} for name, why in missing.items()}
-    groups, too_large = _groups(world, [name for name in names if name not in missing], shape)
+    every = contenders()
+    names = [n for n in (GROWING if options.grow else every) if n == ALONE or not options.only or n in options.only]
+    found: dict[str, dict[str, Any]] = {name: {"why": why} for name, why in every.items() if isinstance(why, str)}
+    groups, too_large = _groups(world, [name for name in names if name not in found], shape)
     found |= {name: {"why": "does not fit into memory"} for name in too_large}
+    size = f"{shape.numel / 1e6:.1f} M parameters, {samples} x {shape.tokens} tokens"
+    runnable = dict.fromkeys(name for group in groups for name in group)
+    peaks = {} if options.grow else {name: _memory(world, name, shape, samples) for name in runnable}
+    each = argparse.Namespace(repeats=options.repeats, seconds=options.seconds / max(1, len(groups)))
     for group in groups:
         with _alive(world, shape, samples, group) as trainees:
             turns = {name: Contender(t.step, t.prepare, single=True) for name, t in trainees.items()}
-            times = interleaved(world, turns, repeats, seconds / len(groups))
-            losses = _losses(world, trainees)
+            times = timed(world, size, turns, each)
+            losses = mean_losses(world, trainees, _AGREE)
             for name, trainee in trainees.items():
                 took, alone = times[name], times[ALONE].median
-                values = {"median": took.median, "best": took.best, "repeats": len(took.all)}
-                values |= {"relative": took.median / alone, "waiting": took.median - alone}
-                found.setdefault(name, values | {"loss": losses[name], "account": _largest(world, trainee)})
-        if world.rank == 0:
-            size = f"{shape.numel / 1e6:.1f} M parameters, {samples} x {shape.tokens} tokens"
-            print(f"  {world.size} ranks, {size}: {', '.join(group)}", flush=True)
+                values: dict[str, Any] = {"median": took.median, "best": took.best, "repeats": len(took.all)}
+                values |= {"relative": took.median / alone, "waiting": took.median - alone, "loss": losses[name]}
+                values |= {"account": _largest(world, trainee), "memory": peaks.get(name)}
+                found.setdefault(name, values)
     return {name: found[name] for name in names}
+
+
+def _memory(world: Communicator, name: str, shape: Shape, samples: int) -> dict[str, int]:
+    """Of a contender that nothing else runs beside. Collective; the same on every rank.
+
+    Returns:
+        rank, node: bytes more than before the model was made, of the rank that takes most, and of a node. process: of
+        the whole process of the rank that takes most.
+    """
+    first = contender(name, world, Shape(vocabulary=16, layers=1, width=64, tokens=8), 1)
+    first.step()  # loads the libraries that a step uses
+    first.close()
+    take_from_system(PIECE)
+    memory = PeakMemory(world)
+    with memory.making():
+        trainee = contender(name, world, shape, samples)
+    with memory.training():
+        for _ in range(_WATCHED):
+            trainee.prepare()
+            trainee.step()
+        world.barrier()
+    told = world.all_gather_object((world.node, memory.taken, memory.process()))
+    trainee.close()
+    take_from_system(LARGE)
+    nodes = [sum(taken for node, taken, _ in told if node == number) for number in range(world.num_nodes)]
+    return {"rank": max(taken for _, taken, _ in told), "node": max(nodes), "process": max(of for *_, of in told)}
 
 
 def _groups(world: Communicator, names: Sequence[str], shape: Shape) -> tuple[list[list[str]], list[str]]:
@@ -179,8 +346,7 @@ def _groups(world: Communicator, names: Sequence[str], shape: Shape) -> tuple[li
 
 def _available() -> float:
     """Bytes of memory that this node can still give, by proc(5)."""
-    with open("/proc/meminfo", encoding="ascii") as lines:
-        return next(float(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    return float(proc.nbytes_of("meminfo", "MemAvailable") or math.inf)
 
 
 @contextmanager
@@ -193,20 +359,6 @@ def _alive(world: Communicator, shape: Shape, samples: int, names: Sequence[str]
     give_back()  # before the next groups are made
 
 
-def _losses(world: Communicator, trainees: Mapping[str, Trainee]) -> dict[str, float]:
-    """The last loss of each, over all ranks. Collective. Raises CommunicationError where two of them disagree."""
-    losses = np.array([trainee.loss for trainee in trainees.values()])
-    world.all_reduce(losses)
-    found = dict(zip(trainees, losses.tolist(), strict=True))
-    shared = {name: loss for name, loss in found.items() if name != ALONE}
-    for name, loss in shared.items():
-        expected = next(iter(shared.values()))
-        if not abs(loss - expected) <= _AGREE * expected:
-            told = ", ".join(f"{name} {loss:.5f}" for name, loss in shared.items())
-            raise CommunicationError(f"the contenders do not train the same: losses {told}; {name} differs")
-    return found
-
-
 def _largest(world: Communicator, trainee: Trainee) -> dict[str, int] | None:
     """Bytes by category on the rank that has most of each. Collective."""
     if trainee.account is None:
@@ -215,11 +367,3 @@ def _largest(world: Communicator, trainee: Trainee) -> dict[str, int] | None:
     most = np.array(list(values.values()), dtype=np.int64)
     world.all_reduce(most, "max")
     return dict(zip(values, most.tolist(), strict=True))
-
-
-def _names(text: str) -> list[str]:
-    names = [name.strip() for name in text.split(",")]
-    unknown = [name for name in names if name not in contenders()]
-    if unknown:
-        raise argparse.ArgumentTypeError(f"there is no contender {unknown[0]!r}; there are {', '.join(contenders())}")
-    return names

@@ -22,10 +22,9 @@ from torch.nn import functional
 
 from mpitrain.data import Description
 from mpitrain.errors import InputError
+from mpitrain.inference.commands import require_new, whole_file
 from mpitrain.inference.inputs import Array
-from mpitrain.inference.output import require_new, whole_file
-
-IGNORED = -100  # a target that is not counted, as in torch
+from mpitrain.models.losses import UNCOUNTED
 
 
 class Foretold(ABC):
@@ -41,9 +40,9 @@ class Foretold(ABC):
     def line(self, row: Array) -> dict[str, Any]:
         """What is told of a sample, as JSON has it."""
 
-    @abstractmethod
     def cells(self, row: Array) -> list[Any]:
         """The same as cells of a table with `columns`."""
+        return list(row.tolist())
 
     @abstractmethod
     def arrays(self, rows: Array) -> dict[str, Array]:
@@ -98,9 +97,6 @@ class Numbers(Foretold):
     def line(self, row: Array) -> dict[str, Any]:
         return {"y": row.reshape(self._shape).tolist()}
 
-    def cells(self, row: Array) -> list[Any]:
-        return list(row.tolist())
-
     def arrays(self, rows: Array) -> dict[str, Array]:
         return {"y": rows.reshape(len(rows), *self._shape)}
 
@@ -114,14 +110,14 @@ class LogProbability(Foretold):
         assert y is not None
         _require(output[..., :1], [*y.shape, 1], "scores [batch, sequence, vocabulary]")
         scores = output.double().transpose(1, 2)
-        counted = functional.cross_entropy(scores, y, ignore_index=IGNORED, reduction="none")
-        return torch.stack([-counted.sum(1), (y != IGNORED).sum(1).double()], 1)
+        counted = functional.cross_entropy(scores, y, ignore_index=UNCOUNTED, reduction="none")
+        return torch.stack([-counted.sum(1), (y != UNCOUNTED).sum(1).double()], 1)
 
     def line(self, row: Array) -> dict[str, Any]:
         return {"log_probability": float(row[0]), "tokens": int(row[1])}
 
     def cells(self, row: Array) -> list[Any]:
-        return [float(row[0]), int(row[1])]
+        return list(self.line(row).values())
 
     def arrays(self, rows: Array) -> dict[str, Array]:
         return {"log_probability": rows[:, 0], "tokens": rows[:, 1].astype(np.int64)}

@@ -12,6 +12,12 @@ def is_image(shape: Sequence[int]) -> bool:
     return len(shape) in (2, 3)
 
 
+def image_form(shape: Sequence[int]) -> tuple[int, tuple[int, ...], bool]:
+    """Return the channels of an image, its sides, and whether its channels come last."""
+    last = channels_last(shape)
+    return 1 if len(shape) == 2 else shape[-1] if last else shape[0], tuple(shape[:2] if last else shape[-2:]), last
+
+
 def channels_last(shape: Sequence[int]) -> bool:
     """Whether the channels of an image come after its height and width."""
     return len(shape) == 3 and shape[-1] in _CHANNELS and shape[0] not in _CHANNELS

@@ -14,8 +14,7 @@ from torch import nn
 from mpitrain.config.training import ModelSection
 from mpitrain.errors import refusal
 from mpitrain.layers.base_weights import BaseWeights
-from mpitrain.layers.linear_parts import linear_parts
-from mpitrain.layers.lora import LoraLinear
+from mpitrain.layers.lora import LoraLinear, linear_parts
 from mpitrain.models.task import Task
 
 _ATTENTION = ("attention", "attn", "self_attn")

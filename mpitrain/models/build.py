@@ -2,27 +2,67 @@
 
 The caller seeds torch (`torch.manual_seed(config.run.seed)`) with the same number on every rank just before: all
 weights are drawn from torch's default generator, so every rank then holds the same ones.
+
+A model of the user's own is a function, `model.factory = "package.module:function"`. It is called as
+function(description, **model.options) and returns a module with a method `loss(output, y)`, or a pair (module,
+loss_function). It may list its blocks for a pipeline (`pipeline_blocks()`, or be an nn.Sequential). Whatever goes wrong
+in code that is not ours ends in one line with its own message and place; the original exception stays attached as the
+cause. These errors are not `agreed`: a missing package or file may be one node's alone.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
 
 from mpitrain.choices import Model
+from mpitrain.config.named import find, told
 from mpitrain.config.training import ModelSection
 from mpitrain.errors import InputError, refusal
-from mpitrain.layers.images import channels_last, is_image
+from mpitrain.layers.base_weights import BaseWeights
+from mpitrain.layers.images import image_form, is_image
 from mpitrain.models import hugging_face
 from mpitrain.models.adapters import with_adapters
-from mpitrain.models.factory import build_from_factory
 from mpitrain.models.losses import MaskedCrossEntropy, cross_entropy, squared_error
 from mpitrain.models.task import Criterion, Task, TrainedBase
 
 if TYPE_CHECKING:
     from mpitrain.data import Description
+
+
+def build_from_factory(path: str, description: Description, options: Mapping[str, Any]) -> Task:
+    """Import, call, check. Raises InputError for everything the user can mend."""
+    function = find("model.factory", path)
+    try:
+        made = function(description, **options)
+    except (Exception, SystemExit) as error:
+        raise InputError(f"model.factory {path} raised {told(error)}; mend it or model.options") from error
+    module, loss = made if isinstance(made, tuple) and len(made) == 2 else (made, getattr(made, "loss", None))
+    if not isinstance(module, nn.Module):
+        raise InputError(
+            f"model.factory {path} returned {type(module).__name__}, not a model; "
+            "return a torch.nn.Module with a loss(output, y) method, or (module, loss_function)"
+        )
+    if not callable(loss):
+        raise InputError(
+            f"model.factory {path}: {type(module).__name__} has no loss; "
+            "give it a method loss(output, y), or return (module, loss_function)"
+        )
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise InputError(
+            f"model.factory {path}: {type(module).__name__} has no parameter to train; return one that has"
+        )
+    if isinstance(loss, nn.Module) and any(True for _ in loss.parameters()):
+        raise InputError(
+            f"model.factory {path}: the loss {type(loss).__name__} has parameters of its own, which nobody would "
+            "train; make them part of the module"
+        )
+    adapted = hasattr(module, "peft_config")
+    return Task(module, loss, BaseWeights.of(module, f"model.factory {path}", {"kind": "peft"}) if adapted else None)
 
 
 def build_model(section: ModelSection, description: Description, base: TrainedBase | None = None) -> Task:
@@ -90,10 +130,7 @@ def _resnet(section: ModelSection, description: Description) -> Task:
 
     if not _is_image(description):
         raise _misfit(section, description, "images")
-    shape = description.x_shape
-    last = channels_last(shape)
-    sides = shape[:2] if last else shape[-2:]
-    channels = 1 if len(shape) == 2 else shape[-1] if last else shape[0]
+    channels, sides, last = image_form(description.x_shape)
     outputs, criterion = _target(description)
     model = ResNet(
         section.layers, section.width, channels, outputs, criterion, small=max(sides) <= SMALL_IMAGE, channels_last=last

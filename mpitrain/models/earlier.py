@@ -9,9 +9,10 @@ Slices keep the graph for backward. A cache of generated text (`inference.cache`
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
+from torch import nn
 
 State: TypeAlias = "tuple[torch.Tensor, ...]"  # what later positions need of earlier ones
 POSITIONS = 2  # the axis of a state along which it grows
@@ -28,6 +29,19 @@ class Earlier(Protocol):
 
     def shared(self, make: Callable[..., torch.Tensor], *of: Hashable) -> torch.Tensor:
         """What `make(*of)` gives, where blocks can share it made once a pass."""
+
+
+class LooksBack(nn.Module):
+    """A module whose sequences may come slice by slice."""
+
+    def forward_cached(self, x: Any, earlier: Earlier) -> Any:
+        """As `forward`, for positions after earlier ones."""
+        raise NotImplementedError
+
+    def forward_slice(self, x: Any, past: Sequence[State]) -> tuple[Any, State]:
+        """A slice of the sequence, after earlier ones. past: their states; also returns this one's."""
+        earlier = EarlierSlices(past)
+        return self.forward_cached(x, earlier), earlier.state
 
 
 class EarlierSlices:

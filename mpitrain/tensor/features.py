@@ -26,7 +26,7 @@ from torch import nn
 
 from mpitrain.choices import one_of
 from mpitrain.errors import InputError, refusal
-from mpitrain.layers.linear_parts import LinearParts, linear_parts
+from mpitrain.layers.lora import LinearParts, linear_parts
 from mpitrain.layout import Box, Slice, mark, split
 
 

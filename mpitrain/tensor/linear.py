@@ -27,8 +27,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 
 from mpitrain.errors import refusal
-from mpitrain.layers.linear_parts import LinearParts
-from mpitrain.layers.lora import LoraLinear
+from mpitrain.layers.lora import LinearParts, LoraLinear
 from mpitrain.tensor.axis import Axis, all_gather, copy, gather, reduce, reduce_scatter, scatter
 from mpitrain.tensor.features import Features, part_of
 

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from mpitrain.errors import refusal
-from mpitrain.layers.linear_parts import LinearParts, linear_parts
-from mpitrain.layers.lora import LoraLinear
+from mpitrain.layers.lora import LinearParts, LoraLinear, linear_parts
 from mpitrain.tensor.axis import Axis, gather, scatter
 from mpitrain.tensor.features import column_features, row_features
 from mpitrain.tensor.linear import (

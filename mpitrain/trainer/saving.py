@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from mpitrain.checkpoint import Manifest, Part, folders
 from mpitrain.config.settings import Config
 from mpitrain.errors import CheckpointError, refusal
-from mpitrain.models.alike import require_same_model
+from mpitrain.loading import require_same_model
 from mpitrain.planner.restart import steps_between
 from mpitrain.storage.text import counted, lasting
 from mpitrain.trainer.callback import Callback, Restored, Step

@@ -32,9 +32,8 @@ from mpitrain.data.format import TOKENIZER
 from mpitrain.errors import InputError
 from mpitrain.loading import BASE, TASK, saved_in
 from mpitrain.models.gpt.names import NamedPart, as_saved, from_theirs, named_parts
-from mpitrain.models.hugging_face.build import PREFIX
-from mpitrain.models.hugging_face.facade import Facade
-from mpitrain.models.hugging_face.saving import save_folder
+from mpitrain.models.hugging_face.families import Facade
+from mpitrain.models.hugging_face.folder import PREFIX, save_folder
 from mpitrain.planner.machine import size_of
 from mpitrain.planner.subject import Subject, description_of
 from mpitrain.storage.commit import new_folder

@@ -12,8 +12,7 @@ from support import job, one_line
 from warm import bench
 
 from benchmarks.__main__ import names, usage
-from benchmarks.collectives.prediction import predicted
-from benchmarks.collectives.report import correlation, report
+from benchmarks.collectives.collectives import correlation, predicted, report
 from benchmarks.runner.report import Report, ReportTable, ReportTarget, markdown
 from mpitrain.comm.algorithms.ring import ring_all_reduce
 from mpitrain.comm.algorithms.tree import tree_all_reduce
@@ -70,7 +69,7 @@ def test_on_a_device_each_way_stands_beside_the_copies_and_the_host(device, tmp_
     times = {name: of["median"] for name, of in result["all_reduce"][str(MIB)].items()}
     ratio = times["staged"] / max(times["copies"], times["host"])
     [target] = values["targets"]
-    assert float(target["measured"]) == pytest.approx(ratio, abs=0.006) and target["met"] == (ratio <= 1.25)
+    assert float(target["measured"]) == pytest.approx(ratio, abs=0.006) and target["met"] is None
 
 
 def test_a_benchmark_that_does_not_exist_is_named_with_those_that_do():

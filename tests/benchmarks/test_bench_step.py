@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import json
-import mmap
 import sys
 import time
 
@@ -12,14 +10,12 @@ import numpy as np
 import pytest
 from support import job
 
-from benchmarks.runner.freed_memory import give_back
+from benchmarks.runner.memory import PeakMemory
 from benchmarks.runner.peers import gloo
 from benchmarks.runner.report import markdown
-from benchmarks.step.contenders import ALONE, Batches, Shape, Trainee, bytes_needed, contenders
+from benchmarks.step.contenders import ALONE, Shape, Trainee, batches, bytes_needed, contender, contenders, mean_losses
 from benchmarks.step.device import flops_of_a_token
-from benchmarks.step.memory import _watching
-from benchmarks.step.report import report
-from benchmarks.step.step import _groups, _losses, _parser, main
+from benchmarks.step.step import _groups, main, parser, report
 from mpitrain.errors import CommunicationError
 
 MIB = 1 << 20
@@ -71,7 +67,7 @@ def test_operations_of_a_token_are_those_of_its_matrix_products_forwards_and_twi
 
 
 def test_an_unknown_contender_is_named_with_those_there_are(capsys):
-    assert _parser().parse_args(["--only", "ZeRO-2, torch DDP"]).only == ["ZeRO-2", "torch DDP"]
+    assert parser().parse(["--only", "ZeRO-2, torch DDP"]).only == ["ZeRO-2", "torch DDP"]
     with pytest.raises(SystemExit) as left:
         main(["--only", "ZeRO-4"])
     assert left.value.code == 2
@@ -89,12 +85,12 @@ def test_all_contenders_train_alike_on_the_same_batches(world):
         for name, made in contenders().items():
             if isinstance(made, str) or "DeepSpeed" in name:
                 continue  # DeepSpeed builds an operator when first used: minutes
-            trainees[name] = made(world, SMALL, Batches(SMALL, 2, world.rank))
+            trainees[name] = contender(name, world, SMALL, 2)
         for _ in range(2):
             for trainee in trainees.values():
                 trainee.prepare()
                 trainee.step()
-        found = _losses(world, trainees)
+        found = mean_losses(world, trainees, 2e-4)
         assert len(found) >= 8 and len({round(loss, 3) for name, loss in found.items() if name != ALONE}) == 1
         for trainee in trainees.values():
             trainee.close()
@@ -102,11 +98,11 @@ def test_all_contenders_train_alike_on_the_same_batches(world):
 
 @pytest.mark.ranks(2)
 def test_a_contender_that_trains_otherwise_is_named(world):
-    trainees = {name: Trainee(Batches(SMALL, 1, 0), lambda x, y: 0.0, lambda: None) for name in "abc"}
+    trainees = {name: Trainee(batches(SMALL, 1, 0), lambda x, y: 0.0, lambda: None) for name in "abc"}
     for name, loss in (("a", 1.0), ("b", 1.0), ("c", 1.1)):
         trainees[name].loss = loss
     with pytest.raises(CommunicationError, match="c differs"):
-        _losses(world, trainees)
+        mean_losses(world, trainees, 2e-4)
 
 
 def test_the_number_of_parameters_is_the_models():
@@ -115,10 +111,10 @@ def test_the_number_of_parameters_is_the_models():
 
 
 def test_ranks_get_different_batches_and_a_rank_always_the_same():
-    first, again, other = (Batches(SMALL, 2, rank) for rank in (0, 0, 1))
-    x, y = first.next()
-    assert (x[:, 1:] == y[:, :-1]).all() and (x == again.next()[0]).all() and (x != other.next()[0]).any()
-    assert (x != first.next()[0]).any()
+    first, again, other = (batches(SMALL, 2, rank) for rank in (0, 0, 1))
+    x, y = next(first)
+    assert (x[:, 1:] == y[:, :-1]).all() and (x == next(again)[0]).all() and (x != next(other)[0]).any()
+    assert (x != next(first)[0]).any()
 
 
 @pytest.mark.ranks(2)
@@ -140,28 +136,22 @@ def test_contenders_that_do_not_fit_together_run_in_groups_with_one_process_in_e
 
 
 @pytest.mark.ranks(2, 3)
-def test_memory_of_ones_own_counts_whole_and_shared_memory_once_per_node(world, tmp_path):
-    path = world.broadcast_object(str(tmp_path / "shared"))
-    if world.rank == 0:
-        with open(path, "wb") as file:
-            file.truncate(48 * MIB)
-    gc.collect()
-    give_back()  # what tests before this one have left must not be given back while it is watched
-    world.barrier()
-    with _watching(world) as readings:
+def test_memory_of_ones_own_counts_whole_and_shared_memory_once_per_node(world):
+    memory = PeakMemory(world)
+    with memory.training():
         own = np.ones(16 * MIB, dtype=np.uint8)
-        with open(path, "r+b") as file:
-            shared = mmap.mmap(file.fileno(), 0)
-        for at in range(0, len(shared), mmap.PAGESIZE):
-            shared[at] = 1
-        world.barrier()
-        time.sleep(0.3)  # several readings
+        shared = world.arena(12 * MIB)
+        node = shared.peer(world.world_ranks[0])  # 48 MiB that each rank of the node touches
+        for _ in range(2):
+            node.sum()
+            world.barrier()
+        shared.tensor.zero_()
+        time.sleep(0.1)  # several readings
         own.sum()
-    if world.local_rank == 0:
-        before, after = readings[0], readings[-1]  # the processes of one reading in between are not read at one time
-        assert (sum(after) - sum(before)) / MIB == pytest.approx(16 * world.size + 48, rel=0.15)
-    world.barrier()
-    shared.close()
+        world.barrier()
+    taken = world.all_gather_object(memory.taken)
+    assert sum(taken) / MIB == pytest.approx((16 + 48) * world.size, rel=0.15)
+    shared.free()
 
 
 # -- the report ----------------------------------------------------------------------------------------------
@@ -186,7 +176,7 @@ def test_targets_are_met_missed_or_unknown_by_what_was_measured():
         "DeepSpeed ZeRO-3": {"why": "not installed"},
     }
     results = {2: {"nodes": 1, "sizes": {"20000000": {"communication-heavy": found}}}}
-    made = report(results, _parser().parse_args([]))
+    made = report(results, parser().parse([]))
     met = {target.what.removeprefix("2 ranks: "): target.met for target in made.targets}
     assert met["a step by DDP / one process'"] is True and met["a step by ZeRO-1 / one process'"] is False
     assert met["a step by ZeRO-2 / one process'"] is None

@@ -9,8 +9,7 @@ import sys
 import pytest
 from support import job
 
-from benchmarks.strategies.report import report
-from benchmarks.strategies.strategies import strategies
+from benchmarks.strategies import report, strategies
 
 MODEL = {"layers": 4, "width": 64, "heads": 4, "sequence": 32}
 

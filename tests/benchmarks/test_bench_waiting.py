@@ -11,8 +11,18 @@ from itertools import pairwise
 import pytest
 from support import job
 
-from benchmarks.servers.waiting import CONTENDERS, SLOW, _config, _parser, _Slowed, main
-from benchmarks.servers.waiting_report import median_run, report, seconds_to, tokens_per_second
+from benchmarks.waiting import (
+    CONTENDERS,
+    SLOW,
+    _config,
+    _Slowed,
+    main,
+    median_run,
+    parser,
+    report,
+    seconds_to,
+    tokens_per_second,
+)
 
 
 @pytest.mark.campaign
@@ -40,7 +50,7 @@ def test_a_quick_run_writes_tokens_times_and_a_picture(tmp_path):
 def test_the_slow_rank_sleeps_twice_what_its_passes_took_before_others_get_its_last_gradient(
     world, folder, monkeypatch, name
 ):
-    options = argparse.Namespace(quick=True)
+    options = parser().parse(["--quick"])
     config = _config(options, world.size, CONTENDERS[name], folder / "r")
     trainer = _Slowed(config, world=world, slowed=3.0)
     slept, began, counted = [], [], []
@@ -87,7 +97,7 @@ def test_tokens_of_complete_steps_after_the_first_and_seconds_to_the_loss_all_re
 
 
 def test_an_unknown_contender_is_named_with_those_there_are(capsys):
-    assert _parser().parse_args(["--only", "sync; local, 16 steps"]).only == ["sync", "local, 16 steps"]
+    assert parser().parse(["--only", "sync; local, 16 steps"]).only == ["sync", "local, 16 steps"]
     with pytest.raises(SystemExit) as left:
         main(["--only", "gossip"])
     assert left.value.code == 2

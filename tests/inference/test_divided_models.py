@@ -17,8 +17,7 @@ from mpitrain.data import open_dataset
 from mpitrain.inference import placing
 from mpitrain.inference.commands import Job
 from mpitrain.inference.decoders import CachedBlocks, RecomputedBlocks
-from mpitrain.inference.generation import Generation
-from mpitrain.inference.sampling import Draws, Sampling
+from mpitrain.inference.generation import Draws, Generation, Sampling
 from mpitrain.loading import load_model, load_task, load_weights
 from mpitrain.mesh import Mesh
 from mpitrain.monitor import read_metrics

@@ -9,11 +9,9 @@ import torch
 
 from mpitrain.errors import InputError
 from mpitrain.inference.decoders import CachedBlocks, RecomputedBlocks, Transformers, of_transformers
-from mpitrain.inference.generation import BATCH, Generation
+from mpitrain.inference.generation import BATCH, Draws, Generation, Sampling, StopWatch, require_stops
 from mpitrain.inference.placing import LanguageModel
 from mpitrain.inference.prompts import BytesCodec, TokenizerCodec, read_prompts
-from mpitrain.inference.sampling import Draws, Sampling
-from mpitrain.inference.stopping import StopWatch, require_stops
 from mpitrain.models.gpt import GPT
 
 VOCABULARY = 50

@@ -199,8 +199,7 @@ def test_the_built_in_gpt_and_factories_take_adapters():
 def test_a_merged_layer_computes_what_the_layer_and_its_adapter_do():
     from transformers.pytorch_utils import Conv1D
 
-    from mpitrain.layers.linear_parts import linear_parts
-    from mpitrain.layers.lora import LoraLinear
+    from mpitrain.layers.lora import LoraLinear, linear_parts
 
     for plain in (nn.Linear(6, 5), Conv1D(5, 6)):
         parts = linear_parts(plain)

@@ -18,8 +18,7 @@ from mpitrain.data import open_dataset
 from mpitrain.data.prepare import prepare
 from mpitrain.errors import InputError
 from mpitrain.models.build import build_model
-from mpitrain.models.class_metrics import of_classes
-from mpitrain.models.metrics import R2, RMSE, Accuracy, Confusion, Perplexity, TopAccuracy, judged
+from mpitrain.models.metrics import R2, RMSE, Accuracy, Confusion, Perplexity, TopAccuracy, judged, of_classes
 from mpitrain.monitor.run_files import read_events
 from mpitrain.tensor import Axis
 from mpitrain.tensor.vocabulary import judge, whole

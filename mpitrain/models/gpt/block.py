@@ -1,20 +1,147 @@
-"""A transformer block, and the MLPs in it."""
+"""A transformer block: what it is made of, causal self-attention whose query heads may share the heads of keys and
+values, and the MLPs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from mpitrain.models.earlier import Earlier, EarlierSlices, State
-from mpitrain.models.gpt.attention import Attention
-from mpitrain.models.gpt.documents import Stream
-from mpitrain.models.gpt.form import Form
+from mpitrain.models.earlier import Earlier, EarlierSlices, LooksBack, seen_before
+from mpitrain.models.gpt.positions import Stream, rotate, seen_inside, turns_of
+
+ROTARY_BASE = 10000.0
+_MULTIPLE = 64  # features, of a derived width of a SwiGLU
 
 
-class TransformerBlock(nn.Module):
+@dataclass(frozen=True)
+class Form:
+    """The choices in which transformer blocks differ. The defaults are GPT-2's, with rotary positions.
+
+    Attributes:
+        norm: layernorm, or rmsnorm (Zhang and Sennrich 2019).
+        norm_eps: What a norm adds to the variance.
+        positions: rotary (Su et al. 2021), or learned: a table beside the embedding.
+        rope_base: Of rotary positions, the base of the wavelengths.
+        mlp: gelu (its tanh form), or swiglu (Shazeer 2020).
+        hidden: Features inside the MLP; 0: see `hidden_features`.
+        kv_heads: Heads of keys and values, which as many query heads each share (Ainslie et al. 2023); 0: as heads.
+        bias: Whether linear layers and LayerNorms have one.
+        qkv_bias: Whether the layer of queries, keys and values has one, though the others have none (Qwen2's).
+        qk_norm: Whether the queries and the keys of each head are normed, by RMSNorm, before they are turned (Qwen3's).
+    """
+
+    norm: str = "layernorm"
+    norm_eps: float = 1e-5
+    positions: str = "rotary"
+    rope_base: float = ROTARY_BASE
+    mlp: str = "gelu"
+    hidden: int = 0
+    kv_heads: int = 0
+    bias: bool = True
+    qkv_bias: bool = False
+    qk_norm: bool = False
+
+    def make_norm(self, width: int) -> nn.Module:
+        """A norm over the features of a token."""
+        if self.norm == "rmsnorm":
+            return nn.RMSNorm(width, eps=self.norm_eps)
+        return nn.LayerNorm(width, eps=self.norm_eps, bias=self.bias)
+
+    def make_qk_norm(self, head_dim: int) -> nn.Module | None:
+        """A norm over the features of a head; None where there is none."""
+        return nn.RMSNorm(head_dim, eps=self.norm_eps) if self.qk_norm else None
+
+    def hidden_features(self, width: int) -> int:
+        """Features inside the MLP: four times the width, or for a SwiGLU, which has a third matrix, as many numbers."""
+        if self.hidden:
+            return self.hidden
+        return -(-8 * width // (3 * _MULTIPLE)) * _MULTIPLE if self.mlp == "swiglu" else 4 * width
+
+
+class Attention(nn.Module):
+    """Causal self-attention. q, k and v come from one linear layer, whose output is heads of q, then of k, then of v.
+
+    Args:
+        width: Features of a token, a multiple of heads; width / heads is even.
+        heads: Of queries.
+        dropout: Of attention weights and of the output.
+        form: Positions, bias, heads of keys and values, norms of queries and keys.
+
+    Attributes:
+        num_key_value_groups: Query heads for each head of keys and values. The number of heads itself is read from
+            the width of `qkv`, so that one that holds a part of them works unchanged.
+    """
+
+    def __init__(self, width: int, heads: int, dropout: float, form: Form = Form()) -> None:
+        super().__init__()
+        kv_heads = form.kv_heads or heads
+        self.head_dim = width // heads
+        self.num_key_value_groups = heads // kv_heads
+        self.rope_base = form.rope_base if form.positions == "rotary" else None
+        self.qkv = nn.Linear(width, (heads + 2 * kv_heads) * self.head_dim, bias=form.bias or form.qkv_bias)
+        self.q_norm, self.k_norm = (form.make_qk_norm(self.head_dim) for _ in range(2))
+        self.out = nn.Linear(width, width, bias=form.bias)
+        self.weights_dropout = dropout
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor, ends: torch.Tensor | None = None) -> torch.Tensor:
+        """x: [batch, sequence, width]. ends: of documents, [batch, sequence], where they are kept apart."""
+        q, k, v = self._projections(x, EarlierSlices([]))
+        return self._mixed(q, k, v, None if ends is None else seen_inside(ends.long(), ends.shape[1]))
+
+    def forward_cached(self, x: torch.Tensor, earlier: Earlier, ends: torch.Tensor | None = None) -> torch.Tensor:
+        """As `forward`, for positions that attend to earlier ones too.
+
+        A state is k and v, [batch, heads of keys and values, positions, head_dim], and the ends of documents,
+        [batch, 1, positions], where they are kept apart.
+        """
+        before, length = earlier.length, x.shape[1]
+        q, k, v = self._projections(x, earlier)
+        if ends is None:
+            k, v = earlier.add((k, v))
+            return self._mixed(q, k, v, seen_before(before, length, x.device))
+        k, v, every = earlier.add((k, v, ends[:, None].to(k.dtype)))
+        return self._mixed(q, k, v, seen_inside(every[:, 0].long(), length))
+
+    def _mixed(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor | None) -> torch.Tensor:
+        """The output. seen: which keys each query sees; None: all up to its own."""
+        positions, shared = q.shape[2], k.shape[1]
+        if positions == 1:  # a text that grows: queries of a group are as many positions, and nothing is repeated
+            q = q.unflatten(1, (shared, -1)).flatten(2, 3)
+        elif self.num_key_value_groups > 1:
+            k, v = (t.repeat_interleave(self.num_key_value_groups, dim=1) for t in (k, v))
+        mixed = functional.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=seen,
+            dropout_p=self.weights_dropout if self.training else 0.0,
+            is_causal=seen is None and positions > 1,
+        )
+        if positions == 1:
+            return self.dropout(self.out(mixed.flatten(1)[:, None]))
+        return self.dropout(self.out(mixed.transpose(1, 2).flatten(2)))
+
+    def _projections(self, x: torch.Tensor, earlier: Earlier) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q, k and v, each [batch, heads, sequence, head_dim], of positions after earlier ones."""
+        heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))  # [batch, sequence, heads of q, k and v, head_dim]
+        groups, sequence = self.num_key_value_groups, heads.shape[1]  # of x it may have been a part
+        shared = heads.shape[2] // (groups + 2)
+        turned, v = heads[:, :, :-shared], heads[:, :, -shared:]
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = turned.split([groups * shared, shared], dim=2)
+            turned = torch.cat([self.q_norm(q), self.k_norm(k)], 2)
+        if self.rope_base is not None:
+            turns = earlier.shared(turns_of, earlier.length, sequence, self.head_dim, self.rope_base, x.device)
+            turned = rotate(turned, turns)
+        q, k = turned.transpose(1, 2).split([groups * shared, shared], dim=1)
+        return q, k, v.transpose(1, 2)
+
+
+class TransformerBlock(LooksBack):
     """[batch, sequence, width] -> the same: attention, then the MLP, each on the normed stream and added to it.
 
     Args:
@@ -46,11 +173,6 @@ class TransformerBlock(nn.Module):
         stream, ends = x if isinstance(x, tuple) else (x, None)
         stream = stream + self.attention(self.attention_norm(stream), ends)
         return self._with_ends(stream + self.mlp(self.mlp_norm(stream)), ends)
-
-    def forward_slice(self, x: Stream, past: Sequence[State]) -> tuple[Stream, State]:
-        """A slice of the sequence, after earlier ones. past: their states; also returns this one's."""
-        earlier = EarlierSlices(past)
-        return self.forward_cached(x, earlier), earlier.state
 
     def forward_cached(self, x: Stream, earlier: Earlier) -> Stream:
         """As `forward`, for positions after earlier ones."""

@@ -18,10 +18,8 @@ import math
 
 from torch import nn
 
-from mpitrain.models.gpt.block import TransformerBlock
-from mpitrain.models.gpt.documents import BeginPair, OnStream
-from mpitrain.models.gpt.form import Form
-from mpitrain.models.gpt.positions import LearnedPositions
+from mpitrain.models.gpt.block import Form, TransformerBlock
+from mpitrain.models.gpt.positions import BeginPair, LearnedPositions, OnStream
 from mpitrain.models.losses import cross_entropy
 from mpitrain.models.task import BlockModel
 

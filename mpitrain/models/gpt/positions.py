@@ -1,20 +1,79 @@
-"""Positions of tokens: rotary, in attention, and learned, beside the embedding."""
+"""Positions of tokens: rotary, in attention, and learned, beside the embedding; and documents that are kept apart.
+
+Between the blocks of a model of documents there goes a pair: the stream of features, and of each token whether it ends
+a document. The embedding begins it, and the last block gives the stream alone.
+
+    token        a b . c d e . f          . ends a document, and belongs to it
+    end          0 0 1 0 0 0 1 0
+    document     0 0 0 1 1 1 1 2
+    place        0 1 2 0 1 2 3 0
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 from torch.nn import functional
 
 from mpitrain.errors import refusal
-from mpitrain.models.earlier import Earlier, EarlierSlices, State
-from mpitrain.models.gpt.documents import Stream, places_in_documents
+from mpitrain.models.earlier import Earlier, EarlierSlices, LooksBack
 from mpitrain.models.losses import widened
 
+Stream: TypeAlias = "torch.Tensor | tuple[torch.Tensor, torch.Tensor]"  # features, or with the ends of documents
 
-class LearnedPositions(nn.Module):
+
+class BeginPair:
+    """A forward hook of an embedding: its output becomes a pair with the tokens that end a document.
+
+    Args:
+        token: Which one does.
+    """
+
+    def __init__(self, token: int) -> None:
+        self.token = token
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> Stream:
+        return output, (args[0] == self.token).to(torch.uint8)
+
+
+class OnStream(nn.Module):
+    """A module that works on the stream of features alone.
+
+    Args:
+        inner: It.
+    """
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: tuple[torch.Tensor, torch.Tensor]) -> Stream:
+        stream, ends = x
+        return self.inner(stream), ends
+
+
+def numbers_of_documents(ends: torch.Tensor) -> torch.Tensor:
+    """The number of each token's document, from the ends of documents, both [batch, tokens] and int64."""
+    return ends.cumsum(1) - ends
+
+
+def places_in_documents(ends: torch.Tensor) -> torch.Tensor:
+    """The place of each token in its document, from the ends of documents, both [batch, tokens] and int64."""
+    places = torch.arange(ends.shape[1], device=ends.device).expand_as(ends)
+    follows = torch.cat([torch.zeros_like(ends[:, :1]), ends[:, :-1]], 1)  # the token before it is an end
+    return places - (places * follows).cummax(1).values
+
+
+def seen_inside(ends: torch.Tensor, length: int) -> torch.Tensor:
+    """Which tokens the last `length` ones see: those of their document up to themselves, [batch, 1, length, tokens]."""
+    number, before = numbers_of_documents(ends), ends.shape[1] - length
+    same = number[:, before:, None] == number[:, None, :]
+    return same.tril(before).unsqueeze(1)
+
+
+class LearnedPositions(LooksBack):
     """Adds a row of a table to each token, by its position; of documents that are kept apart, by that in its document.
 
     Args:
@@ -28,11 +87,6 @@ class LearnedPositions(nn.Module):
 
     def forward(self, x: Stream) -> Stream:
         return self.forward_cached(x, EarlierSlices([]))
-
-    def forward_slice(self, x: Stream, past: Sequence[State]) -> tuple[Stream, State]:
-        """A slice of the sequence, after earlier ones. past: their states; also returns this one's."""
-        earlier = EarlierSlices(past)
-        return self.forward_cached(x, earlier), earlier.state
 
     def forward_cached(self, x: Stream, earlier: Earlier) -> Stream:
         """As `forward`, for positions after earlier ones. A state has their number, and the ends of documents."""

@@ -1,5 +1,5 @@
 """From `model.factory = "hf:PATH"` and the data's description to a Task: which of transformers' models, and whether it
-fits the data.
+fits the data; as the trainer wants them: a tensor in, scores out, and a criterion for these.
 
 Tokens go to a causal language model; images with classes to an image classifier, and rows of integers with classes to
 a classifier of sequences. A classifier's head is made for the data's classes, anew where the folder's is for others.
@@ -7,27 +7,142 @@ a classifier of sequences. A classifier's head is made for the data's classes, a
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import nn
+
+from mpitrain.choices import one_of
 from mpitrain.errors import refusal
-from mpitrain.models.hugging_face.families import FAMILIES
-from mpitrain.models.hugging_face.folder import ModelFolder, open_folder
-from mpitrain.models.hugging_face.models import (
-    HuggingFaceModel,
-    ImageClassifier,
-    KnownLanguageModel,
-    SequenceClassifier,
-)
-from mpitrain.models.losses import MaskedCrossEntropy
-from mpitrain.models.task import Task
+from mpitrain.layers.images import image_form
+from mpitrain.models.hugging_face.families import FAMILIES, Blocks, Facade, Family
+from mpitrain.models.hugging_face.folder import PREFIX, ModelFolder, open_folder
+from mpitrain.models.losses import MaskedCrossEntropy, cross_entropy
+from mpitrain.models.task import Criterion, Task
 
 if TYPE_CHECKING:
     from mpitrain.data import Description
 
-PREFIX = "hf:"
+
+class HuggingFaceModel(Facade):
+    """A model of transformers: its input by itself, as tensor -> its scores by themselves.
+
+    Args:
+        module: Of transformers.
+        named: How messages name it.
+    """
+
+    criterion: Criterion
+
+    def __init__(self, module: Any, named: str) -> None:
+        super().__init__(module)
+        self.named = named
+        self.criterion = cross_entropy
+        self._constant = {"use_cache": False} if "use_cache" in _accepted(module) else {}
+
+    @property
+    def undivided(self) -> str:
+        """Why neither stages nor tensor ranks can have parts of it, and what to do instead."""
+        return (
+            f"{self.named}: how {type(self.inner).__name__} is divided is known for {one_of(sorted(FAMILIES))}; use "
+            "parallel.data and parallel.zero, and set parallel.pipeline and parallel.tensor to 1"
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.inner(x, **self._constant).logits
+        return scores
+
+    def loss(self, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """The mean loss, in nats."""
+        return self.criterion(output, y)
+
+
+class KnownLanguageModel(HuggingFaceModel):
+    """A causal language model of a known family: tokens [batch, sequence] -> scores [batch, sequence, vocabulary].
+
+    Args:
+        module: Of transformers.
+        named: How messages name it.
+        family: What is known of it.
+        sequence: Tokens of a sample.
+
+    Attributes:
+        counts_positions: Positions are counted in hidden states, which therefore must be of whole sequences.
+    """
+
+    counts_positions = True
+
+    def __init__(self, module: Any, named: str, family: Family, sequence: int) -> None:
+        super().__init__(module, named)
+        self._family, self._sequence = family, sequence
+
+    def pipeline_blocks(self) -> Blocks:
+        """(name, module) in order; feeding tokens through them equals `model(tokens)`."""
+        config = self.inner.config
+        window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+        if window is not None and window < self._sequence:
+            raise refusal(
+                f"{self.named}: its attention sees {window} tokens, which stages of a pipeline cannot be told; set "
+                f"model.sequence to {window}, or parallel.pipeline to 1"
+            )
+        attention = getattr(config, "_attn_implementation", "sdpa")
+        if attention != "sdpa":
+            raise refusal(
+                f"{self.named}: stages of a pipeline compute with attn_implementation sdpa, not {attention}; leave "
+                "it out of model.options, or set parallel.pipeline to 1"
+            )
+        return self._family.blocks(self)
+
+    def tensor_plan(self) -> dict[str, str]:
+        """How each layer may be divided over ranks. `criterion` then has to take divided scores."""
+        return dict(self._family.plan)
+
+
+class ImageClassifier(HuggingFaceModel):
+    """Images as a data set has them -> scores of the classes [batch, classes].
+
+    Args:
+        module: Of transformers.
+        named: How messages name it.
+        channels: Of the images that the model takes; grey ones are repeated for as many.
+        last: Whether images are [height, width, channels], rather than [channels, height, width].
+    """
+
+    def __init__(self, module: Any, named: str, channels: int, last: bool) -> None:
+        super().__init__(module, named)
+        self._channels, self._last = channels, last
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.unsqueeze(1) if x.dim() == 3 else x.movedim(-1, 1) if self._last else x
+        return super().forward(x.expand(-1, self._channels, -1, -1) if x.shape[1] == 1 else x)
+
+
+class SequenceClassifier(HuggingFaceModel):
+    """Tokens [batch, sequence] -> scores of the classes [batch, classes].
+
+    Args:
+        module: Of transformers.
+        named: How messages name it.
+        padding: The token that does not count.
+    """
+
+    def __init__(self, module: Any, named: str, padding: int) -> None:
+        super().__init__(module, named)
+        self._padding = padding
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.inner(x, attention_mask=(x != self._padding).long(), **self._constant).logits
+        return scores
+
+
+def _accepted(module: nn.Module) -> set[str]:
+    """The arguments of a module's forward."""
+    return set(inspect.signature(type(module).forward).parameters)
+
+
 _HEADS = ("classifier", "score", "head", "cls_classifier", "fc")  # how classifiers of transformers name their heads
-_CHANNELS = (1, 3, 4)
 
 
 def build_hugging_face(factory: str, description: Description, options: Mapping[str, Any]) -> Task:
@@ -93,14 +208,11 @@ def _image_classifier(folder: ModelFolder, description: Description) -> HuggingF
     _require_architecture(folder, "ForImageClassification", data="images with classes")
     assert description.classes is not None
     folder.config.num_labels = len(description.classes)
-    shape = tuple(description.x_shape)
-    last = len(shape) == 3 and shape[-1] in _CHANNELS and shape[0] not in _CHANNELS
-    channels = 1 if len(shape) == 2 else shape[-1] if last else shape[0]
+    channels, sides, last = image_form(description.x_shape)
     wanted = getattr(folder.config, "num_channels", channels)
     if channels not in (1, wanted):
         raise refusal(f"{folder.named} takes {wanted} channels, but the images have {channels}; give other data")
     size = getattr(folder.config, "image_size", None)
-    sides = shape[-2:] if not last else shape[:2]
     if isinstance(size, int) and sides != (size, size):
         raise refusal(
             f"{folder.named} takes images of {size} x {size}, but the data's are {sides[0]} x {sides[1]}; give others, "

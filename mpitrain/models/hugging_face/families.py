@@ -21,7 +21,37 @@ from torch import nn
 
 from mpitrain.errors import InputError
 from mpitrain.models.earlier import Earlier, EarlierSlices, State, seen_before
-from mpitrain.models.hugging_face.facade import Facade
+
+_SHARED = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+
+
+class Facade(nn.Module):
+    """Shares the tables of another module's children, parameters and buffers.
+
+    What is put in the place of a child of either is the child of both. So a state has the names that transformers
+    gives it, and what divides or replaces layers by their names does so in the module that computes.
+
+    Args:
+        module: In whose place it stands. Its own hooks are called as well.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        for table in _SHARED:
+            self.__dict__[table] = module.__dict__[table]
+        self.__dict__["_inner"] = module  # as no child, or every name would begin with it
+        self.training = module.training
+
+    @property
+    def inner(self) -> Any:
+        """The module that computes, in the mode of this one."""
+        inner = self.__dict__["_inner"]
+        inner.training = self.training
+        return inner
+
+    def extra_repr(self) -> str:
+        return f"in place of {type(self.__dict__['_inner']).__name__}"
+
 
 Blocks = list[tuple[str, nn.Module]]
 CACHE_NAMES = ("cache", "past_key_values", "past_key_value", "layer_past")  # of transformers, the newest first
@@ -88,67 +118,51 @@ class PositionsAdded(Facade):
 
 
 class HiddenState(Facade):
-    """A layer of which the hidden state alone is wanted."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _hidden(self.inner(x))
-
-    def forward_cached(self, x: torch.Tensor, earlier: Earlier) -> torch.Tensor:
-        """As `forward`, for positions after earlier ones."""
-        return _hidden(self.inner(x, **Cache(earlier).of(self.inner, x)))
-
-
-class RotaryLayer(Facade):
-    """A layer that is told the rotary embeddings of its positions.
+    """A layer of which the hidden state alone is wanted.
 
     Args:
         module: The layer.
-        rotary: Makes cosines and sines of positions; it has no parameters, and brings its numbers to where x is.
+        rotary: Makes cosines and sines of positions, which the layer is told; it has no parameters, and brings its
+            numbers to where x is. None: the layer asks for none.
     """
 
-    def __init__(self, module: nn.Module, rotary: nn.Module) -> None:
+    def __init__(self, module: nn.Module, rotary: nn.Module | None = None) -> None:
         super().__init__(module)
         self.__dict__["_rotary"] = rotary  # shared by all layers, and no part of any
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        positions = _positions(x)
-        turned = self.__dict__["_rotary"](x, position_ids=positions)
-        return _hidden(self.inner(x, attention_mask=None, position_ids=positions, position_embeddings=turned))
+        return self._hidden(x, 0, {} if self.__dict__["_rotary"] is None else {"attention_mask": None})
 
     def forward_cached(self, x: torch.Tensor, earlier: Earlier) -> torch.Tensor:
         """As `forward`, for positions after earlier ones."""
-        positions, how = _positions(x, earlier.length), Cache(earlier).of(self.inner, x)
-        turned = self.__dict__["_rotary"](x, position_ids=positions)
-        return _hidden(self.inner(x, position_ids=positions, position_embeddings=turned, **how))
+        return self._hidden(x, earlier.length, Cache(earlier).of(self.inner, x))
+
+    def _hidden(self, x: torch.Tensor, first: int, how: dict[str, Any]) -> torch.Tensor:
+        """The hidden state, which some versions of transformers give in a tuple. first: the position of x."""
+        if (rotary := self.__dict__["_rotary"]) is not None:
+            positions = _positions(x, first)
+            how |= {"position_ids": positions, "position_embeddings": rotary(x, position_ids=positions)}
+        output = self.inner(x, **how)
+        state: torch.Tensor = output[0] if isinstance(output, tuple) else output
+        return state
 
 
 def _gpt2_blocks(model: Any) -> Blocks:
     body = model.transformer
     layers = [(f"transformer.h.{number}", HiddenState(layer)) for number, layer in enumerate(body.h)]
     begin: Blocks = [("transformer.wte", body.wte), ("transformer.wpe", PositionsAdded(body.wpe))]
-    return [
-        *begin,
-        ("transformer.drop", body.drop),
-        *layers,
-        ("transformer.ln_f", body.ln_f),
-        ("lm_head", model.lm_head),
-    ]
+    end: Blocks = [("transformer.ln_f", body.ln_f), ("lm_head", model.lm_head)]
+    return [*begin, ("transformer.drop", body.drop), *layers, *end]
 
 
 def _rotary_blocks(model: Any) -> Blocks:
     body = model.model
-    layers = [(f"model.layers.{n}", RotaryLayer(layer, body.rotary_emb)) for n, layer in enumerate(body.layers)]
+    layers = [(f"model.layers.{n}", HiddenState(layer, body.rotary_emb)) for n, layer in enumerate(body.layers)]
     return [("model.embed_tokens", body.embed_tokens), *layers, ("model.norm", body.norm), ("lm_head", model.lm_head)]
 
 
 def _positions(x: torch.Tensor, first: int = 0) -> torch.Tensor:
     return torch.arange(first, first + x.shape[1], device=x.device).unsqueeze(0)
-
-
-def _hidden(output: Any) -> torch.Tensor:
-    """The hidden state, which some versions of transformers give in a tuple."""
-    state: torch.Tensor = output[0] if isinstance(output, tuple) else output
-    return state
 
 
 _GPT2 = Family(

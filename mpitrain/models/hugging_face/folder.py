@@ -1,4 +1,5 @@
-"""A folder with a model of Hugging Face: its configuration and its weights, read by transformers without a network.
+"""A folder with a model of Hugging Face: its configuration and its weights, read by transformers without a network, and
+written with its tokenizer as `from_pretrained` loads them.
 
 Nothing in it is executed: no Python of the folder, and of weights that torch.save wrote tensors alone are taken.
 """
@@ -6,17 +7,22 @@ Nothing in it is executed: no Python of the folder, and of weights that torch.sa
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from mpitrain.config.named import told
 from mpitrain.errors import InputError, refusal
+from mpitrain.models.hugging_face.families import Facade
+from mpitrain.storage.disk import sync
 
+PREFIX = "hf:"
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 _SHOWN = 3  # names of tensors in a message
 
@@ -141,3 +147,35 @@ def quiet() -> Iterator[None]:
         logging.set_verbosity(level)
         if bars:
             logging.enable_progress_bar()
+
+
+SHARD = 5 * 10**9  # bytes of a file, at most
+_BESIDE = ["tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model"]
+_BESIDE += ["chat_template*", "generation_config.json", "preprocessor_config.json", "processor_config.json"]
+
+
+def save_folder(
+    module: Facade, factory: str, state: Mapping[str, torch.Tensor], target: Path, shard: int = SHARD
+) -> None:
+    """Write config.json, the weights in safetensors files, and what lies beside the weights that were trained.
+
+    Args:
+        module: The model.
+        factory: The setting it was made by, "hf:PATH".
+        state: Its tensors by the names that transformers gives them.
+        target: The folder to make.
+        shard: Bytes of a file, at most; several files have an index.
+    """
+    from transformers import AutoConfig
+
+    source, config = Path(factory.removeprefix(PREFIX)).expanduser(), module.inner.config
+    with quiet():
+        if hasattr(config, "use_cache"):  # which training switches off
+            config.use_cache = AutoConfig.from_pretrained(str(source), local_files_only=True).use_cache
+        module.inner.save_pretrained(target, state_dict=dict(state), max_shard_size=shard)
+    for pattern in _BESIDE:
+        for path in source.glob(pattern):
+            if path.is_file() and not (target / path.name).exists():
+                shutil.copyfile(path, target / path.name)
+    for path in target.iterdir():
+        sync(path)

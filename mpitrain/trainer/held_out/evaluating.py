@@ -24,8 +24,7 @@ from mpitrain.data import Dataset, Description, open_dataset, resolve
 from mpitrain.data.format import ColumnSpec
 from mpitrain.errors import CheckpointError, InputError, refusal
 from mpitrain.loading import require_trusted
-from mpitrain.models.measures import measures_of
-from mpitrain.models.metrics import Confusion
+from mpitrain.models.metrics import Confusion, measures_of
 from mpitrain.storage.run_folder import CONFIG
 from mpitrain.trainer.device import full_told, set_threads
 from mpitrain.trainer.folder import together

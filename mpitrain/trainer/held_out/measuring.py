@@ -30,8 +30,19 @@ from mpitrain.config.settings import Config
 from mpitrain.data import Dataset, Description, evaluation_batches
 from mpitrain.data.on_device import on_device
 from mpitrain.errors import InputError, refusal
-from mpitrain.models.measures import measures_of, named_measures
-from mpitrain.models.metrics import IGNORED, Collected, Gather, Judged, Measure, Metric, OfScores, fits, judged
+from mpitrain.models.losses import UNCOUNTED
+from mpitrain.models.metrics import (
+    Collected,
+    Gather,
+    Judged,
+    Measure,
+    Metric,
+    OfScores,
+    fits,
+    judged,
+    measures_of,
+    named_measures,
+)
 from mpitrain.models.task import Task
 from mpitrain.tensor.axis import Axis
 from mpitrain.tensor.vocabulary import judge, whole
@@ -163,7 +174,7 @@ class Meter:
     def _judged_part(self, scores: torch.Tensor, y: torch.Tensor, axis: Axis, classes: int) -> Judged:
         nats, guess, above = judge(scores, y, axis, classes, top=self._top)
         y = y.reshape(-1)
-        return Judged(nats, guess, above, y, y != IGNORED)
+        return Judged(nats, guess, above, y, y != UNCOUNTED)
 
     def _add(self, to: dict[str, torch.Tensor], name: str, sums: torch.Tensor) -> None:
         if name not in to:

@@ -33,26 +33,29 @@ import io
 import math
 import time
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from benchmarks.runner.jobs import Benchmark, parser, run
-from benchmarks.servers.waiting_report import SYNC, median_run, report
+from benchmarks.runner.jobs import BenchmarkParser, run
+from benchmarks.runner.report import Panel, Report, ReportTable, judged
 from mpitrain.comm import Communicator
 from mpitrain.data import Batch
-from mpitrain.errors import InputError
 from mpitrain.measuring.self_start import temporary_folder
 from mpitrain.models.task import Task
 from mpitrain.monitor.run_files import read_metrics
 from mpitrain.trainer.callback import Step
 from mpitrain.trainer.trainer import STRATEGIES, Trainer
 
+SYNC = "sync"
 SLOW = 1  # the rank
-STEPS, QUICK_STEPS = 64, 12
-REPEATS = 3
+SMOOTHED = 10  # steps whose mean loss counts
+_WANTED = 1.8  # times sync's tokens a second
+_BEFORE = 0.1  # of the steps, that do not count for tokens a second
+_JUDGED = ("server, staleness 4", "server, asynchronous", "server, asynchronous, apart")
 MODEL = {"layers": 2, "width": 128, "heads": 4, "sequence": 128}
 QUICK_MODEL = {"layers": 1, "width": 32, "heads": 2, "sequence": 32}
 SAMPLES = 4  # of a batch, for each worker
@@ -69,20 +72,24 @@ CONTENDERS: dict[str, Mapping[str, Any]] = {  # [parallel]
 }
 
 
+Found = dict[str, Any]  # of a contender, see `waiting`
+
+
 def main(arguments: Sequence[str]) -> int:
     """Run the benchmark, and give its exit code."""
-    return run(Benchmark("waiting", _parser(), measure, report), arguments)
+    return run(parser(), measure, report, arguments)
 
 
-def _parser() -> argparse.ArgumentParser:
-    made = parser("waiting", "Training with one slow rank, by ways that wait for it and ways that do not.", ranks="5")
-    made.add_argument(
-        "--slowed", type=float, default=3.0, metavar="X", help="times as long as else that rank 1 takes [3]; 1: no rank"
-    )
-    made.add_argument("--steps", type=int, default=STEPS, metavar="N", help=f"of each contender [{STEPS}]")
-    made.add_argument("--repeats", type=int, default=REPEATS, metavar="N", help=f"runs of each [{REPEATS}]")
-    made.add_argument("--only", type=_names, metavar="A;B", help="these contenders, and sync")
-    made.add_argument("--dir", type=Path, metavar="DIR", help="where run folders are put meanwhile [--out]")
+def parser() -> BenchmarkParser:
+    """Return the options."""
+    what = "Training with one slow rank, by ways that wait for it and ways that do not."
+    few = "two workers and a rank that only serves are needed"
+    made = BenchmarkParser("waiting", what, "5", too_few=few, least=3)
+    made.number("slowed", 3.0, "times as long as else that rank 1 takes; 1: no rank", metavar="X")
+    made.number("steps", 64, "of each contender", quick=12)
+    made.number("repeats", 3, "runs of each", quick=1)
+    made.names("only", CONTENDERS, "these contenders, and sync", by=";")
+    made.add("dir", type=Path, metavar="DIR", help="where run folders are put meanwhile [--out]")
     return made
 
 
@@ -91,14 +98,12 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
 
     The last rank works in no contender; it serves where a rank only does that.
     """
-    if world.size < 3:
-        raise InputError("two workers and a rank that only serves are needed; use 3 ranks or more", agreed=True)
     workers = world.subgroup(range(world.size - 1), label="workers")
     wanted = {name: of for name, of in CONTENDERS.items() if not options.only or name in {*options.only, SYNC}}
     wanted = {name: of for name, of in wanted.items() if of.get("mode", SYNC) in STRATEGIES}
     found: dict[str, list[Any]] = {name: [] for name in wanted}
     with temporary_folder(world, options.dir or options.out) as folder:
-        for turn in range(1 if options.quick else options.repeats):
+        for turn in range(options.repeats):
             for name, parallel in list(wanted.items())[:: -1 if turn % 2 else 1]:
                 config = _config(options, world.size - 1, parallel, folder / f"{turn} {name}")
                 ranks = world if parallel.get("servers") else workers
@@ -113,13 +118,12 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _config(options: argparse.Namespace, workers: int, parallel: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    steps = QUICK_STEPS if options.quick else options.steps
     return {
         "run": {"dir": str(folder), "device": "cpu"},
         "model": QUICK_MODEL if options.quick else MODEL,
-        "train": {"steps": steps, "batch": SAMPLES * workers, "evaluate_every": 0, "evaluate_samples": 128},
-        "optim": {"warmup": min(20, steps // 4)},
-        "monitor": {"every": steps},
+        "train": {"steps": options.steps, "batch": SAMPLES * workers, "evaluate_every": 0, "evaluate_samples": 128},
+        "optim": {"warmup": min(20, options.steps // 4)},
+        "monitor": {"every": options.steps},
         "checkpoint": {"every": 0, "resume": "never"},
         "parallel": dict(parallel),
     }
@@ -175,9 +179,60 @@ class _Slowed(Trainer):
             time.sleep(self._sleeps * (time.perf_counter() - self._began))
 
 
-def _names(text: str) -> list[str]:
-    names = [name.strip() for name in text.split(";")]
-    for name in names:
-        if name not in CONTENDERS:
-            raise argparse.ArgumentTypeError(f"there is no contender {name!r}; there are {'; '.join(CONTENDERS)}")
-    return names
+# -- the report --------------------------------------------------------------------------------------------
+
+
+def report(results: dict[int, dict[str, Found]], options: argparse.Namespace) -> Report:
+    """Tables, targets and the plot of the results by rank count."""
+    tables, targets, panels = [], [], []
+    for ranks, found in results.items():
+        given, base = given_loss(found), tokens_per_second(found[SYNC])
+        rows = []
+        for name, of in found.items():
+            rate = tokens_per_second(of)
+            to = seconds_to(of, given)
+            losses = (smoothed(of["loss"])[-1], of["held_out_loss"])
+            rows.append((name, rate, rate / base, to, *losses, of["staleness_max"]))
+            if name in _JUDGED and options.slowed == 3.0:
+                what = f"{ranks - 1} workers, one slowed 3 times, {name}: tokens a second against sync"
+                targets.append(judged(what, rate / base, least=_WANTED, where=" times"))
+        columns = ["contender", "tokens/s", "/ sync", f"s to a loss of {given:.2f}", "last loss", "held-out loss"]
+        columns.append("most staleness, steps")
+        slow = f"rank 1 slowed {options.slowed:g} times" if options.slowed > 1 else "no rank is slow"
+        note = (
+            f"{ranks - 1} workers, {slow}, {len(found[SYNC]['loss'])} steps of {found[SYNC]['tokens']} tokens each. "
+            f"Losses are means of {SMOOTHED} steps; the given one is the lowest that all contenders reach."
+        )
+        tables.append(ReportTable(f"{ranks - 1} workers", columns, rows, note))
+        lines = {name: (list(accumulate(of["seconds"])), smoothed(of["loss"])) for name, of in found.items()}
+        panels.append(Panel(f"{ranks - 1} workers", "loss, nats a token", lines=lines, across="seconds", mark=given))
+    return Report("Training with a slow rank", tables, targets, [panels])
+
+
+def tokens_per_second(of: Found) -> float:
+    """Of the complete steps after the first ones."""
+    seconds = of["seconds"][int(_BEFORE * len(of["seconds"])) :]
+    return float(of["tokens"] * len(seconds) / sum(seconds))
+
+
+def smoothed(losses: Sequence[float]) -> list[float]:
+    """Of each step the mean loss of the last steps up to it."""
+    recent = (losses[max(0, end - SMOOTHED) : end] for end in range(1, len(losses) + 1))
+    return [sum(part) / len(part) for part in recent]
+
+
+def median_run(runs: Sequence[Found]) -> Found:
+    """The run with the median of tokens a second; of an even number the slower one in the middle."""
+    return sorted(runs, key=tokens_per_second)[(len(runs) - 1) // 2]
+
+
+def given_loss(found: dict[str, Found]) -> float:
+    """The loss whose time is measured: the lowest that all contenders reach."""
+    return max(min(smoothed(of["loss"])) for of in found.values())
+
+
+def seconds_to(of: Found, loss: float) -> float | None:
+    """Seconds until a loss was reached; None where it was not."""
+    times = accumulate(of["seconds"])
+    reached = (at for at, found in zip(times, smoothed(of["loss"]), strict=True) if found <= loss)
+    return next(reached, None)

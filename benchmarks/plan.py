@@ -1,0 +1,327 @@
+"""The planner's predictions beside measured steps: layouts of three models at several rank counts.
+
+The models are the built-in GPT, a ResNet and one of a factory (`make`, below). For each and each number of ranks a
+spread of layouts is predicted before anything is measured: data parallel and ZeRO 0 to 3, pipelines by several
+schedules, tensor parallel, their mixes, microbatches, recompute; and the plan's own first choices among all that there
+are. Then they are trained in the same processes, in turns (`training_runs`).
+
+The machine profile is that of `--machine`, or what `python -m mpitrain.plan --measure` has left here.
+On several nodes: predict first, with --nodes and --predictions FILE; then measure under mpirun with the same options.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import combinations
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from benchmarks.runner.jobs import BenchmarkParser, launched, run
+from benchmarks.runner.report import Panel, Report, ReportTable, judged
+from benchmarks.runner.statistics import rank_correlation
+from benchmarks.runner.training_runs import TrainerRun, measured_runs, merged, step_seconds
+from mpitrain.comm import Communicator
+from mpitrain.errors import EXIT_DONE, InputError, MpitrainError
+from mpitrain.models.losses import cross_entropy
+
+if TYPE_CHECKING:
+    from mpitrain.data import Description
+
+SECONDS = 3.0  # of a measurement
+_BUDGET = 60.0  # seconds of measuring the blocks of a model at one number of ranks
+MIB = 1 << 20
+_TIME, _MEMORY, _RANKS, _CHOICE = 0.15, 0.10, 0.90, 1.05  # what is wanted
+Row = dict[str, Any]
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt": {"model": {"layers": 4, "width": 256, "heads": 8, "sequence": 64}, "train": {"batch": 16}},
+    # for numbers of ranks that three divides
+    "gpt-of-6-heads": {"model": {"layers": 4, "width": 192, "heads": 6, "sequence": 64}, "train": {"batch": 24}},
+    "resnet": {
+        "data": {"path": "digits"},
+        "model": {"name": "resnet", "layers": 18, "width": 32},
+        "train": {"batch": 64},
+    },
+    "factory": {"model": {"factory": "benchmarks.plan:make", "sequence": 64}, "train": {"batch": 16}},
+}
+QUICK: dict[str, dict[str, Any]] = {
+    "gpt": {"model": {"layers": 2, "width": 64, "heads": 4, "sequence": 32}, "train": {"batch": 8}},
+}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the benchmark, and give its exit code."""
+    made = _parser()
+    if launched():
+        return run(made, measure, report, arguments)
+    options = made.parse(arguments)
+    text = json.dumps(_predictions(options))
+    if options.predictions is not None:
+        options.predictions.write_text(text, encoding="utf-8")
+        print(f"written: {options.predictions}; measure them with mpirun -n N and the same options")
+        return EXIT_DONE
+    with tempfile.TemporaryDirectory(prefix="mpitrain-bench-plan-") as folder:
+        asked = Path(folder) / "asked.json"
+        asked.write_text(text, encoding="utf-8")
+        return run(made, measure, report, [*arguments, "--predictions", str(asked)])
+
+
+def _parser() -> BenchmarkParser:
+    made = BenchmarkParser("plan", "The planner's predictions beside measured steps.")
+    made.add("machine", default="machine.toml", metavar="FILE", help="machine profile [machine.toml]")
+    made.add("models", default="gpt,resnet,factory", metavar="A,B", help=f"of {', '.join(MODELS)}")
+    made.number("rounds", 2, "measurements of each", quick=1)
+    made.number("steps", 8, "of a measurement", quick=3)
+    made.number("nodes", 1, "on so many nodes")
+    made.add("predictions", type=Path, metavar="FILE", help="write predictions there alone; under mpirun: read them")
+    made.add("layouts", metavar="'A;B'", help="these, beside the first choices, instead of all kinds")
+    made.number("choices", 3, "first choices measured")
+    return made
+
+
+def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
+    """Measure what was asked for at this rank count. Collective."""
+    if options.predictions is None:
+        raise InputError("what is measured is predicted first; start bench plan plainly", agreed=True)
+    asked = world.on_root(lambda: json.loads(options.predictions.read_text(encoding="utf-8")))
+    found = {}
+    for model, predictions in asked[str(world.size)].items():
+        if world.rank == 0:
+            print(f" {model}:", flush=True)
+        makes = {str(number): partial(TrainerRun, world, each["config"]) for number, each in enumerate(predictions, 1)}
+        results = measured_runs(world, makes, options.rounds, options.steps, SECONDS).values()
+        found[model] = [each | {"measured": result} for each, result in zip(predictions, results, strict=True)]
+    return found
+
+
+def _predictions(options: argparse.Namespace) -> dict[str, dict[str, list[dict[str, Any]]]]:
+    """By rank count and model: what is to be measured, with what the planner says of it."""
+    from mpitrain.planner.machine_file import read_machine
+
+    machine = read_machine(options.machine)
+    models = QUICK if options.quick else {name: MODELS[name] for name in options.models.split(",")}
+    found: dict[str, dict[str, list[dict[str, Any]]]] = {str(ranks): {} for ranks in options.ranks}
+    for name, values in models.items():
+        print(f"planning {name} …", flush=True)
+        for ranks, predicted in _planned(values, machine, options).items():
+            found[str(ranks)][name] = predicted
+    return found
+
+
+def _planned(values: Mapping[str, Any], machine: Any, options: argparse.Namespace) -> dict[int, list[dict[str, Any]]]:
+    """By rank count, the layouts of one model."""
+    from mpitrain.config.settings import Config
+    from mpitrain.planner.candidates import rules_of
+    from mpitrain.planner.layouts import ParallelLayout, read, settings, text
+    from mpitrain.planner.predictor import Predictor
+    from mpitrain.planner.profile import profile_of
+    from mpitrain.planner.search import best
+    from mpitrain.planner.subject import description_of
+
+    base = merged(values, {"train": {"steps": 1000, "evaluate_every": 0}, "run": {"device": "cpu", "dir": "unused"}})
+    config = Config.from_dict(base)
+    found = {}
+    for ranks in options.ranks:
+        each = ranks // options.nodes
+        model = profile_of(config, description_of(config), machine, budget=_BUDGET, ranks_per_node=each)
+        predictor = Predictor(model, machine, options.nodes, each)
+        plan = best(predictor, rules_of(config), options.choices)
+        layouts: dict[ParallelLayout, int] = {each.layout: number for number, each in enumerate(plan.found)}
+        asked = [read(line) for line in options.layouts.split(";")] if options.layouts else None
+        for layout in asked or spread(ranks, model.batch, len(model.blocks(1))):
+            layouts.setdefault(layout, -1)
+        rows = []
+        for layout, number in layouts.items():
+            try:
+                told = predictor.predict(layout)
+            except MpitrainError:
+                continue  # this model cannot be laid out so
+            rows.append(
+                {
+                    "layout": text(layout),
+                    "choice": number,
+                    "config": merged(base, settings(layout)),
+                    "seconds": told.seconds,
+                    "parts": dict(told.parts),
+                    "memory": dict(told.memory),
+                }
+            )
+        if not rows:
+            raise InputError(f"no layout of {ranks} ranks is possible")
+        model.close()
+        found[ranks] = rows
+    return found
+
+
+def spread(ranks: int, batch: int, blocks: int) -> list[Any]:
+    """Layouts of every kind for so many ranks."""
+    from mpitrain.planner.layouts import ParallelLayout
+
+    share = max(1, batch // ranks)
+    found = [ParallelLayout(ranks, zero=zero, microbatch=share) for zero in (0, 1, 2, 3)]
+    found.append(ParallelLayout(ranks, zero=3, share_node=False, microbatch=share))
+    found.append(ParallelLayout(ranks, zero=0, microbatch=max(1, share // 2)))
+    found.append(ParallelLayout(ranks, zero=2, microbatch=max(1, share // 2)))
+    found.append(ParallelLayout(ranks, zero=1, microbatch=share, recompute=True))
+    for pipeline in {2, ranks} if ranks > 2 else {2}:
+        data = ranks // pipeline
+        if pipeline > blocks:
+            continue
+        some = max(1, batch // data // (2 * pipeline))
+        for schedule, chunks in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero-bubble", 1)):
+            if pipeline * chunks <= blocks:
+                found.append(
+                    ParallelLayout(
+                        data, pipeline, zero=int(data > 1), microbatch=some, schedule=schedule, chunks=chunks
+                    )
+                )
+    for tensor in {2, min(4, ranks)}:
+        data = ranks // tensor
+        found.append(ParallelLayout(data, 1, tensor, microbatch=batch // data))
+    found.append(ParallelLayout(ranks // 2, 1, 2, microbatch=batch // (ranks // 2), sequence=True))
+    if ranks >= 4:
+        data = ranks // 4
+        found.append(ParallelLayout(data, 2, 2, microbatch=max(1, batch // data // 4)))
+    return list(dict.fromkeys(found))
+
+
+# -- a model of one's own ----------------------------------------------------------------------------------
+
+
+class Shifted(nn.Module):
+    """Gated feed-forward that sees earlier tokens by shifts: adds a mixture of each position and one before it."""
+
+    def __init__(self, width: int, inner: int, distance: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.gate, self.up = nn.Linear(width, inner), nn.Linear(width, inner)
+        self.down = nn.Linear(inner, width)
+        self.distance = distance
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        earlier = functional.pad(y, (0, 0, self.distance, 0))[:, : y.shape[1]]
+        return x + self.down(functional.silu(self.gate(earlier)) * self.up(y))
+
+
+class ShiftModel(nn.Sequential):
+    """tokens [batch, sequence] -> scores [batch, sequence, vocabulary]; the head has weights of its own."""
+
+    def __init__(self, vocabulary: int, layers: int, width: int, inner: int) -> None:
+        blocks = [Shifted(width, inner, 1 << number % 6) for number in range(layers)]
+        super().__init__(nn.Embedding(vocabulary, width), *blocks, nn.LayerNorm(width), nn.Linear(width, vocabulary))
+        self.criterion = cross_entropy
+
+    def tensor_plan(self) -> dict[str, str]:
+        """The feed-forward layers are divided."""
+        return {"*.gate": "column", "*.up": "column", "*.down": "row"}
+
+    def loss(self, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Mean cross-entropy in nats a token."""
+        return self.criterion(output, y)
+
+
+def make(description: Description, layers: int = 6, width: int = 192, inner: int = 768) -> nn.Module:
+    """For `model.factory`."""
+    assert description.vocabulary is not None
+    return ShiftModel(description.vocabulary, layers, width, inner)
+
+
+# -- the report --------------------------------------------------------------------------------------------
+
+
+def report(results: dict[int, dict[str, list[Row]]], options: argparse.Namespace) -> Report:
+    """Tables, targets and the plot of the results by rank count."""
+    tables = [table(ranks, model, rows) for ranks, found in results.items() for model, rows in found.items()]
+    every = [row for found in results.values() for rows in found.values() for row in rows]
+    groups = [rows for found in results.values() for rows in found.values()]
+    times = [abs(row["seconds"] / seconds(row) - 1) for row in every]
+    memory = [abs(predicted_bytes(row) / row["measured"]["memory"] - 1) for row in every]
+    models = dict.fromkeys(model for found in results.values() for model in found)
+    of_models = [[row for found in results.values() for row in found.get(model, [])] for model in models]
+    order = [_order(rows) for rows in of_models]
+    agreed = [_agreement(rows) for rows in of_models if len(rows[0]["measured"]["seconds"]) > 1]
+    chosen = [seconds(rows[0]) / min(map(seconds, rows)) for rows in groups]
+    order_text = _told(order) + (f" (two rounds of measuring agree by {_told(agreed)})" if agreed else "")
+    names = ", ".join(models)
+    targets = [
+        judged(
+            f"step time of {len(every)} layouts, median distance", statistics.median(times), most=_TIME, percent=True
+        ),
+        judged("memory, median distance", statistics.median(memory), most=_MEMORY, percent=True),
+        judged(
+            f"rank correlation of predicted and measured step times, of {names} at all numbers of ranks",
+            min(order),
+            least=_RANKS,
+            text=order_text,
+        ),
+        judged("the plan's first choice against the best measured", max(chosen), most=_CHOICE, text=_told(chosen)),
+    ]
+    return Report("Predicted and measured steps", tables, targets, [_panels(results)])
+
+
+def _told(figures: Sequence[float]) -> str:
+    """The worst first seen by eye, and all of them."""
+    return ", ".join(f"{figure:.2f}" for figure in figures)
+
+
+def seconds(row: Row) -> float:
+    """The measured time of a step."""
+    return step_seconds(row["measured"])
+
+
+def _order(rows: Sequence[Row]) -> float:
+    return _correlation([row["seconds"] for row in rows], [seconds(row) for row in rows])
+
+
+def predicted_bytes(row: Row) -> float:
+    """The predicted bytes in use of a rank, above those it had before there was a model."""
+    return float(sum(nbytes for kind, nbytes in row["memory"].items() if kind not in ("process", "allocator")))
+
+
+def _correlation(first: Sequence[float], second: Sequence[float]) -> float:
+    """Spearman's; 1 of fewer than three figures, whose order says nothing."""
+    return 1.0 if len(first) < 3 else rank_correlation(first, second)
+
+
+def _agreement(rows: Sequence[Row]) -> float:
+    """How well two rounds of measuring have the same order, on average: no prediction can be expected to do better."""
+    rounds = zip(*([statistics.median(each) for each in row["measured"]["seconds"]] for row in rows), strict=True)
+    return statistics.mean(_correlation(one, other) for one, other in combinations(map(list, rounds), 2))
+
+
+def table(ranks: int, model: str, rows: Sequence[Row]) -> ReportTable:
+    """Of one model at one number of ranks."""
+    columns = ["layout", "choice", "predicted, ms", "measured, ms", "ratio", "predicted, MiB", "measured, MiB", "ratio"]
+    columns += ["account, MiB"]
+    cells = []
+    for row in sorted(rows, key=seconds):
+        nbytes, own = predicted_bytes(row), row["measured"]["memory"]
+        choice = row["choice"] + 1 if row["choice"] >= 0 else None
+        time = (1e3 * row["seconds"], 1e3 * seconds(row), row["seconds"] / seconds(row))
+        account = sum(row["measured"]["account"].values()) / MIB
+        cells.append((row["layout"], choice, *time, nbytes / MIB, own / MIB, nbytes / own, account))
+    note = f"Rank correlation {_order(rows):.2f}. Memory is what is in use above that of a process without a model."
+    return ReportTable(f"{model}, {ranks} ranks", columns, cells, note)
+
+
+def _panels(results: dict[int, dict[str, list[Row]]]) -> list[Panel]:
+    """Predicted over measured times, and bytes, by model and number of ranks."""
+    groups = {f"{model}, {ranks} ranks": rows for ranks, found in results.items() for model, rows in found.items()}
+    times = {n: ([1e3 * seconds(r) for r in rows], [1e3 * r["seconds"] for r in rows]) for n, rows in groups.items()}
+    memory = {
+        name: ([r["measured"]["memory"] / MIB for r in rows], [predicted_bytes(r) / MIB for r in rows])
+        for name, rows in groups.items()
+    }
+    return [
+        Panel("", f"predicted, {unit}", lines=lines, across=f"measured, {unit}", log=True, band=band)
+        for unit, lines, band in (("ms a step", times, _TIME), ("MiB a rank", memory, _MEMORY))
+    ]

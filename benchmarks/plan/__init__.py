@@ -1,1 +1,0 @@
-"""The planner's predictions beside measured steps."""

@@ -1,1 +1,0 @@
-"""Parameter servers, and one slow rank."""

@@ -1,0 +1,292 @@
+"""One model by every strategy: DDP, ZeRO, offload, recompute, pipeline, tensor, their mixes; and torch and DeepSpeed.
+
+The same GPT is trained on the same batches from the same weights, one strategy after the other in the same processes,
+several times over in turns, and must come to the same losses, or nothing is reported:
+
+    DDP                          every rank has the whole model; gradients are averaged
+    ZeRO-1, 2, 3                 shares of optimizer states, gradients, parameters; a node keeps one copy of parameters
+    ZeRO-3 gathered              likewise without that copy: blocks are gathered when they compute
+    ZeRO-2, states on the host   `parallel.offload host`; on the CPU they are there anyway
+    DDP, ZeRO-3, recompute       activations of blocks are computed again in backward
+    pipeline, tensor             stages, and layers divided over ranks; and with data parallel ranks beside them
+    torch DDP, FSDP2, DeepSpeed  over gloo; DeepSpeed where it is installed (extra `peers`)
+
+Told of each: a step's time and a rank's memory as measured, its memory by category as counted from the tensors (of the
+rank that has most of each), and the bytes that a rank sends a step. `--layers`, `--width`, `--heads`, `--sequence` and
+`--batch` choose another GPT.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from benchmarks.runner.jobs import BenchmarkParser, run
+from benchmarks.runner.peers import MakePeer, gloo, peers, require_alike
+from benchmarks.runner.report import Cell, Panel, Report, ReportTable
+from benchmarks.runner.training_runs import KINDS, TrainerRun, TrainingRun, Values, measured_runs, merged, step_seconds
+from mpitrain.comm import Communicator
+from mpitrain.config.settings import Config
+from mpitrain.errors import InputError
+from mpitrain.models import build_model
+from mpitrain.shard.virtual_workers import VirtualWorkers
+from mpitrain.trainer.data import batches, open_data
+from mpitrain.trainer.memory import ActivationMeter
+from mpitrain.trainer.optimizing.optimizer import make_optimizer
+
+SECONDS = 5.0  # of a measurement
+MIB = 1 << 20
+DDP = "DDP"  # with which the others are compared
+_AGREE = 2e-4  # relative: what sums in another order may change of a loss
+_MODEL = {"layers": 4, "width": 256, "heads": 4, "sequence": 64}
+_QUICK = {"layers": 2, "width": 64, "heads": 4, "sequence": 32}
+_BATCH = 4  # samples for each rank
+_PEERS = ("torch", "FSDP2", "DeepSpeed")  # how their names begin
+
+Found = dict[str, dict[str, Any]]  # by strategy
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the benchmark, and give its exit code."""
+    few = "one rank has nothing to divide"
+    made = BenchmarkParser(
+        "strategies", "One model by every strategy, and by torch's and DeepSpeed's.", "4", too_few=few
+    )
+    for key, value in _MODEL.items():
+        made.number(key, value, f"model.{key}", quick=_QUICK[key])
+    made.add("batch", type=int, metavar="N", help=f"train.batch [{_BATCH} a rank]")
+    made.number("rounds", 3, "measurements of each", quick=1)
+    made.number("steps", 10, "of a measurement", quick=3)
+    made.add("only", metavar="'A;B'", help="these strategies, and DDP")
+    return run(made, measure, report, arguments)
+
+
+def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
+    """What the steps of each strategy take at this rank count. Collective."""
+    base = _base(world, options)
+    ours, theirs = strategies(world.size, base["model"]), peers()
+    wanted = _wanted(options, [*ours, *theirs])
+    makes: dict[str, Callable[[], TrainingRun]] = {
+        name: partial(TrainerRun, world, merged(base, values)) for name, values in ours.items() if name in wanted
+    }
+    missing = {}
+    for name in (name for name in theirs if name in wanted):
+        make = theirs[name]
+        if isinstance(make, str):
+            missing[name] = {"why": make}
+        else:
+            makes[name] = partial(PeerRun, world, base, make)
+    with gloo(world):
+        found = measured_runs(world, makes, options.rounds, options.steps, 2.0 if options.quick else SECONDS)
+    require_alike({name: of["losses"] for name, of in found.items()}, _AGREE)
+    found |= missing
+    return {"nodes": world.num_nodes, "model": base["model"], "batch": base["train"]["batch"], "found": found}
+
+
+def strategies(ranks: int, model: Mapping[str, int]) -> dict[str, Values]:
+    """By name, what each strategy sets, of those that so many ranks and this model allow."""
+    parallel: dict[str, dict[str, Any]] = {
+        DDP: {},
+        **{f"ZeRO-{stage}": {"zero": stage} for stage in (1, 2, 3)},
+        "ZeRO-3 gathered": {"zero": 3, "share_node": False},
+        "ZeRO-2, states on the host": {"zero": 2, "offload": "host"},
+    }
+    found: dict[str, Values] = {name: {"parallel": values} for name, values in parallel.items()}
+    recompute = {"train": {"recompute": True}}
+    found |= {f"{name}, recompute": {"parallel": parallel[name], **recompute} for name in (DDP, "ZeRO-3")}
+    for stages, tensor in _shapes(ranks):
+        data = ranks // (stages * tensor)
+        if stages > model["layers"] or model["heads"] % tensor:
+            continue
+        words = (
+            [f"data {data}"] * (data > 1) + [f"pipeline {stages}"] * (stages > 1) + [f"tensor {tensor}"] * (tensor > 1)
+        )
+        found[" x ".join(words)] = {"parallel": {"pipeline": stages, "tensor": tensor, "zero": int(data > 1)}}
+    return found
+
+
+def _shapes(ranks: int) -> list[tuple[int, int]]:
+    """(pipeline, tensor): all ranks along one axis; two of them beside data parallel ranks; two along each."""
+    found = [(ranks, 1), (1, ranks)]
+    if ranks % 2 == 0:
+        found += [(2, 1), (1, 2)]
+    if ranks % 4 == 0:
+        found += [(2, 2)]
+    return list(dict.fromkeys(found))
+
+
+def _base(world: Communicator, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """What all strategies have in common."""
+    base: dict[str, dict[str, Any]] = {
+        "run": {"device": "cpu", "dir": "unused"},
+        "model": {"name": "gpt", **{key: getattr(options, key) for key in _MODEL}},
+        "train": {"batch": options.batch or _BATCH * world.size, "steps": 1000, "evaluate_every": 0, "clip": 0.0},
+        "optim": {"schedule": "constant", "warmup": 0, "lr": 1e-3},
+    }
+    Config.from_dict(base)
+    if base["train"]["batch"] % world.size:
+        raise InputError(
+            f"--batch {base['train']['batch']} is no multiple of {world.size} ranks, which peers of ours need; give "
+            f"{base['train']['batch'] // world.size * world.size or world.size}",
+            agreed=True,
+        )
+    return base
+
+
+def _wanted(options: argparse.Namespace, names: Sequence[str]) -> set[str]:
+    if options.only is None:
+        return set(names)
+    asked = [name.strip() for name in options.only.split(";")]
+    unknown = [name for name in asked if name not in names]
+    if unknown:
+        raise InputError(f"there is no strategy {unknown[0]!r} here; there are {'; '.join(names)}", agreed=True)
+    return {DDP, *asked}
+
+
+def _optimizer(config: Config, module: nn.Module) -> torch.optim.Optimizer:
+    return make_optimizer(config.optim, module.named_parameters())
+
+
+class PeerRun:
+    """Training by a peer, on our data and our model, with an optimizer of ours; nothing is clipped.
+
+    Each rank has an equal share of every global batch, in one microbatch, as ours has.
+    """
+
+    def __init__(self, world: Communicator, config: Values, make: MakePeer) -> None:
+        self.world, self.config, self._make = world, Config.from_dict(config), make
+        self._batches = contextlib.ExitStack()
+        self._activations = 0
+
+    def prepare(self) -> None:
+        """See `TrainingRun`."""
+        config, world = self.config, self.world
+        data, _ = open_data(config, world)
+        torch.manual_seed(config.run.seed)
+        task = build_model(config.model, data.description)
+        share = VirtualWorkers.of(world, False, config.run.workers).share
+        self._coming = iter(self._batches.enter_context(batches(config, share, data, 0)))
+        self._module, samples = task.module, config.train.batch // world.size
+        optimizer = partial(_optimizer, config)
+        self._peer = self._make(task.module, task.loss, optimizer, world, samples)
+
+    def step(self) -> float:
+        """See `TrainingRun`."""
+        batch = next(self._coming)
+        with self._metered():
+            loss = self._peer.gradients(batch.x, batch.y)
+        self._peer.update()
+        told = loss.double().reshape(1)
+        torch.distributed.all_reduce(told)
+        return float(told) / self.world.size
+
+    @contextlib.contextmanager
+    def _metered(self) -> Iterator[None]:
+        """Count what autograd keeps, once; not under FSDP2, which keeps whole parameters that come and go."""
+        if self._activations or any(hasattr(p, "to_local") for p in self._peer.model.parameters()):
+            yield
+            return
+        meter = ActivationMeter(self._module)
+        with saved_tensors_hooks(meter.add, lambda kept: kept):
+            yield
+        self._activations = meter.nbytes
+
+    def account(self) -> dict[str, float]:
+        """See `TrainingRun`. What a peer keeps to itself, as DeepSpeed does with all it has, is not counted; 0."""
+        kept: dict[str, Iterable[Any]] = {}
+        if not self._peer.hides:
+            parameters = list(self._peer.model.parameters())
+            states = (value for of in self._peer.optimizer.state.values() for value in of.values())
+            kept = {"parameters": parameters, "gradients": (p.grad for p in parameters), "states": states}
+        counted = {kind: _bytes(tensors) for kind, tensors in kept.items()}
+        return dict.fromkeys(KINDS, 0.0) | counted | {"activations": float(self._activations)}
+
+    def close(self) -> None:
+        """See `TrainingRun`."""
+        self._batches.close()
+        self._peer.release()
+        self.__dict__.clear()
+        gc.collect()  # wrappers and hooks refer to each other
+
+
+def _bytes(tensors: Iterable[Any]) -> float:
+    """Bytes that this rank has of tensors, or of its shares of distributed ones; scalars do not count."""
+    found = 0
+    for tensor in tensors:
+        if torch.is_tensor(tensor) and tensor.numel() > 1:
+            own = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+            found += own.numel() * own.element_size()
+    return float(found)
+
+
+# -- the report --------------------------------------------------------------------------------------------
+
+
+def report(results: dict[int, dict[str, Any]], options: argparse.Namespace) -> Report:
+    """The tables and the picture of the results by rank count."""
+    tables = [table for ranks, result in results.items() for table in _tables(ranks, result)]
+    return Report("One model by every strategy", tables, panels=[_panels(*each) for each in results.items()])
+
+
+def sent(of: dict[str, Any]) -> tuple[float | None, float | None]:
+    """Bytes that a rank sends a step, inside its node and between nodes; None where that is not known."""
+    counted = of["sent"]
+    if counted["rows"]:
+        return counted["inside"], counted["between"]
+    return counted["loopback"], None if counted["loopback"] is None else 0.0
+
+
+def _tables(ranks: int, result: dict[str, Any]) -> list[ReportTable]:
+    found: Found = result["found"]
+    model = ", ".join(f"{key} {value}" for key, value in result["model"].items() if key != "name")
+    title = f"{ranks} ranks on {result['nodes']} node(s): GPT of {model}; batch {result['batch']}"
+    base = step_seconds(found[DDP])
+    rows: list[list[Cell]] = []
+    for name, of in found.items():
+        if "why" in of:
+            rows.append([f"{name} ({of['why']})", *[None] * (len(KINDS) + 6)])
+            continue
+        kinds = [of["largest"][kind] / MIB or None for kind in KINDS]
+        through = [None if nbytes is None else nbytes / 1e6 for nbytes in sent(of)]
+        step = step_seconds(of)
+        rows.append([name, step * 1e3, step / base, of["memory"] / MIB, *kinds, *through, f"{of['losses'][-1]:.5f}"])
+    columns = ("strategy", "step ms", "/ DDP", "peak MiB", *KINDS, "MB sent inside", "MB sent between", "loss")
+    note = (
+        "Step: median of the quietest round. Peak: the rank that takes most, shared pages divided by those who have "
+        "them; the columns after it, in MiB, are counted from the tensors, each of the rank that has most of it. Sent: "
+        "a rank and step, to ranks of its node (or out of their memory) and to other nodes; of peers what went through "
+        "the loopback interface, with TCP's headers. Loss: of the third step."
+    )
+    operations: list[list[Cell]] = [
+        [name, operation, axis, algorithm, calls, inside / 1e6, between / 1e6]
+        for name, of in found.items()
+        if "why" not in of
+        for operation, axis, algorithm, calls, inside, between in of["sent"]["rows"]
+    ]
+    heads = ("strategy", "operation", "axis", "algorithm", "calls a step", "MB inside", "MB between")
+    told = f"What rank 0 sends a step, {ranks} ranks"
+    return [ReportTable(title, columns, rows, note), ReportTable(told, heads, operations)]
+
+
+def _panels(ranks: int, result: dict[str, Any]) -> list[Panel]:
+    """A step's time, memory by category, and bytes sent."""
+    found = {name: of for name, of in result["found"].items() if "why" not in of}
+    times = {name: step_seconds(of) * 1e3 for name, of in found.items()}
+    colours = ["tab:orange" if name.startswith(_PEERS) else "tab:blue" for name in found]
+    memory = {kind: [of["largest"][kind] / MIB for of in found.values()] for kind in KINDS}
+    tiers = zip(*([(nbytes or 0.0) / 1e6 for nbytes in sent(of)] for of in found.values()), strict=True)
+    through = dict(zip(("inside a node", "between nodes"), map(list, tiers), strict=True))
+    names, title = list(found), f"memory of the rank with most, {ranks} ranks"
+    return [
+        Panel(f"{ranks} ranks (orange: peers)", "step, ms", times, colours=colours),
+        Panel(title, "MiB, by category", memory, names, stacked=True),
+        Panel(f"sent by a rank, {ranks} ranks", "MB a step", through, names, stacked=True),
+    ]

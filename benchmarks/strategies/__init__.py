@@ -1,1 +1,0 @@
-"""One model by every strategy."""
