@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
 from mpitrain.comm import Communicator
 from mpitrain.config.settings import Config
@@ -16,10 +14,3 @@ def shared_config(world: Communicator, make: Callable[[], Config]) -> Config:
     Raises InputError, on all ranks, where they are wrong.
     """
     return Config.from_dict(world.on_root(lambda: make().model_dump(exclude_unset=True)))
-
-
-def config_of(config: Config | Mapping[str, Any] | str | Path) -> Config:
-    """Settings that are given as they are, as nested values, or as the path of a TOML file."""
-    if isinstance(config, Config):
-        return config
-    return Config.from_dict(config) if isinstance(config, Mapping) else Config.from_args([str(config)])

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from torch import nn
 from mpitrain.checkpoint import Store
 from mpitrain.comm import Communicator, carry_device_memory, init, set_timeout
 from mpitrain.config.batch_sizes import BatchSizes
-from mpitrain.config.settings import Config
+from mpitrain.config.settings import Config, Given
 from mpitrain.data import Batch, Dataset
 from mpitrain.errors import EXIT_DONE, EXIT_REQUEUE
 from mpitrain.loading import TASK, task_values
@@ -55,7 +55,7 @@ from mpitrain.trainer.recording.records import Records, SampleIds
 from mpitrain.trainer.recording.timeline import TimelineRecorder
 from mpitrain.trainer.resuming import load_newest, require_given
 from mpitrain.trainer.saving import SaveSchedule
-from mpitrain.trainer.settings import config_of, shared_config
+from mpitrain.trainer.settings import shared_config
 from mpitrain.trainer.stopping import StopInTime, any_rank
 from mpitrain.trainer.weights.base import make_task
 
@@ -93,17 +93,17 @@ class Trainer:
 
     def __init__(
         self,
-        config: Config | Mapping[str, Any] | str | Path,
+        config: Given,
         callbacks: Sequence[Callback] = (),
         *,
         world: Communicator | None = None,
     ) -> None:
-        """config: the settings, nested values of them, or the path of a TOML file, which rank 0 reads.
+        """config: the settings, nested values, the path of a TOML file, or a function, which rank 0 reads or calls.
 
         Raises InputError on all ranks for settings that are wrong.
         """
         self.world = world if world is not None else init()
-        asked = shared_config(self.world, lambda: config_of(config))
+        asked = shared_config(self.world, lambda: Config.of(config))
         place = choose(asked.run.device, self.world)
         self.device, self.devices = place.device, place.text
         self.config = with_microbatch(planned(asked, self.world, self.device), self.world.size)
