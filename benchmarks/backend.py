@@ -26,7 +26,7 @@ from benchmarks.runner.report import Panel, Report, ReportTable, judged, millise
 from mpitrain.models.gpt import GPT
 from mpitrain.models.losses import cross_entropy
 from mpitrain.speeds.timing import Contender
-from mpitrain.trainer.own_loop.optimizer import plain
+from mpitrain.trainer.own_loop.model import plain
 
 if TYPE_CHECKING:
     from mpitrain.comm import Communicator

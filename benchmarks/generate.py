@@ -21,7 +21,7 @@ from benchmarks.runner.jobs import BenchmarkParser, run, timed
 from benchmarks.runner.report import Panel, Report, ReportTable, judged
 from mpitrain.comm import Communicator
 from mpitrain.errors import CommunicationError, InputError
-from mpitrain.trainer.own_loop.optimizer import plain
+from mpitrain.trainer.own_loop.model import plain
 
 FAMILIES = ("gpt2", "llama")
 OURS, THEIRS = "mpitrain", "transformers"

@@ -47,7 +47,7 @@ from mpitrain.pipe.schedule import Backward, BackwardInput, BackwardWeight, Comp
 from mpitrain.pipe.schedules import make_schedule
 from mpitrain.pipe.simulate import Costs, Simulation, TimedStep, simulate
 from mpitrain.speeds.timing import Contender
-from mpitrain.trainer.own_loop.optimizer import plain
+from mpitrain.trainer.own_loop.model import plain
 
 VOCABULARY, WIDTH, HEADS = 256, 64, 4
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 2}  # and stages a rank

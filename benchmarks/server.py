@@ -43,7 +43,7 @@ from mpitrain.loose.worker import ServedWorker
 from mpitrain.measuring.self_start import byte_sizes, temporary_folder
 from mpitrain.shard.sharding import Options
 from mpitrain.storage.text import bytes_text
-from mpitrain.trainer.own_loop.optimizer import plain
+from mpitrain.trainer.own_loop.model import plain
 
 SERVER = 0  # the rank that serves; the others are workers
 

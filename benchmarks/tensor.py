@@ -32,7 +32,7 @@ from mpitrain.errors import CommunicationError, InputError
 from mpitrain.layout import split
 from mpitrain.speeds.timing import Contender
 from mpitrain.tensor import Axis, Column, ParallelStyle, parallelize
-from mpitrain.trainer.own_loop.optimizer import plain
+from mpitrain.trainer.own_loop.model import plain
 
 Shape = tuple[int, int, int]  # samples, tokens of each, width
 

@@ -24,7 +24,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from mpitrain.config.preset import defaults_by_model
-from mpitrain.config.section import aliases, others
+from mpitrain.config.section import declared
 from mpitrain.config.settings import Config
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -41,7 +41,7 @@ PUBLIC = {  # pages' headings, and the modules whose public names are under them
     "Steps and engines": [
         "mpitrain.trainer.callback:Step,Restored",
         "mpitrain.trainer.own_loop.training_engine:TrainingEngine",
-        "mpitrain.trainer.own_loop.pipeline_engine:PipelineEngine",
+        "mpitrain.trainer.own_loop.training_engine:PipelineEngine",
         "mpitrain.trainer.memory:MemoryAccount",
     ],
     "Communication": [
@@ -102,8 +102,8 @@ def config_page() -> str:
         lines += ["", f"## [{section}]", "", "| key | type | default | meaning |", "|---|---|---|---|"]
         for key, setting in model.model_fields.items():
             meaning = html.escape(setting.description or "", quote=False)
-            for names, relation in ((aliases(setting), "also accepted as"), (others(setting), "compare")):
-                if names:
+            for kind, relation in (("alias", "also accepted as"), ("also", "compare")):
+                if names := declared(setting, kind):
                     meaning += f" ({relation} {', '.join(f'`{name}`' for name in names)})"
             default = "; ".join(filter(None, [f"`{_toml(setting.default)}`", defaults_by_model(section, key)]))
             cells = (f"`{section}.{key}`", _type(setting), default, meaning)

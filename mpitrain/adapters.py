@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from mpitrain.checkpoint import contents
-from mpitrain.checkpoint.convert import save_torch
+from mpitrain.checkpoint.convert import save_torch, write_safetensors
 from mpitrain.config.training import ModelSection
 from mpitrain.early import VERSION
 from mpitrain.errors import EXIT_DONE, InputError, exit_code_of, tell
@@ -95,7 +95,7 @@ def write_merged(run: Path, out: Path, *, trust: bool = False) -> str:
         elif out.suffix == ".pt":
             save_torch(state, temporary)
         else:
-            _save_safetensors({name: tensor.clone() for name, tensor in state.items()}, temporary)
+            _write(state, temporary)
     return f"{out}: {len(state)} tensors, with {len(adapted_layers(task.module))} adapters of {run} merged"
 
 
@@ -148,16 +148,13 @@ def write_peft(run: Path, out: Path, *, trust: bool = False) -> str:
     out.parent.mkdir(parents=True, exist_ok=True)
     with new_folder(out) as temporary:
         (temporary / "adapter_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-        _save_safetensors(tensors, temporary / "adapter_model.safetensors")
+        _write(tensors, temporary / "adapter_model.safetensors")
     return f"{out}: {len(layers)} adapters of rank {section.lora} of {run}"
 
 
-def _save_safetensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    try:
-        from safetensors.torch import save_file
-    except ImportError:
-        raise InputError('.safetensors files need the package safetensors; pip install "mpitrain[hf]"') from None
-    save_file(tensors, path, metadata={"format": "pt"})
+def _write(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    specs = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    write_safetensors(path, specs, tensors.__getitem__)
 
 
 def _require_new(out: Path) -> None:

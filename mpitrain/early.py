@@ -8,14 +8,15 @@ nodes forbid.
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, NoReturn, TypeVar
 
-from mpitrain.errors import EXIT_DONE, InputError
+from mpitrain.errors import EXIT_DONE, InputError, refusal
 
 __version__ = "0.1.0"  # setup.cfg reads it from here
 START_TIMEOUT = "MPITRAIN_START_TIMEOUT"  # seconds that ranks have to come to the start of MPI
@@ -26,6 +27,22 @@ _came: list[int] = []
 T = TypeVar("T")
 
 VERSION = f"mpitrain {__version__}"  # what --version prints
+
+
+class Parser(argparse.ArgumentParser):
+    """A command's parser, with --version, whose errors are one line, the same on all ranks.
+
+    Args:
+        command: Name of the command, after `python -m mpitrain.`.
+        **options: As `argparse.ArgumentParser` has them.
+    """
+
+    def __init__(self, command: str, **options: Any) -> None:
+        super().__init__(prog=f"python -m mpitrain.{command}", **options)
+        self.add_argument("--version", action="version", version=VERSION)
+
+    def error(self, message: str) -> NoReturn:
+        raise refusal(f"{message}; see {self.prog} --help")
 
 
 def keep_signals() -> None:

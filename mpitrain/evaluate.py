@@ -13,7 +13,7 @@ import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from mpitrain import early
 from mpitrain.errors import EXIT_DONE, InputError, refusal, tell
@@ -24,13 +24,6 @@ from mpitrain.storage.text import aligned, counted, spoken
 if TYPE_CHECKING:
     from mpitrain.comm import Communicator
     from mpitrain.trainer.held_out.evaluating import Evaluation
-
-
-class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, the same on all ranks."""
-
-    def error(self, message: str) -> NoReturn:
-        raise refusal(f"{message}; see python -m mpitrain.evaluate --help")
 
 
 def main(argv: Sequence[str] | None = None, world: Communicator | None = None) -> int:
@@ -44,13 +37,12 @@ def main(argv: Sequence[str] | None = None, world: Communicator | None = None) -
         The exit code.
     """
     words, flags = _divided(list(sys.argv[1:] if argv is None else argv))
-    if world is None:
-        early.read_arguments(lambda: _options(words))
+    read = early.read_arguments(lambda: _options(words)) if world is None else None
     from mpitrain.comm import init
     from mpitrain.trainer.held_out.evaluating import Asked, Evaluator
 
     world = world or init()
-    options = _options(words)
+    options = read or _options(words)
     found = world.on_root(lambda: _found(options))
     run, checkpoint = Path(found[0]), Path(found[1]) if found[1] else None
     samples, confusion = options.samples or 0, options.confusion is not None
@@ -73,26 +65,22 @@ def _options(words: Sequence[str]) -> argparse.Namespace:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="python -m mpitrain.evaluate",
+    parser = early.Parser(
+        "evaluate",
         usage="mpirun -n N python -m mpitrain.evaluate RUN [options] [--section.key value]...",
         description="Measure a checkpoint on a data set: the loss and the task's metrics, the same on any layout.",
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action="version", version=early.VERSION)
-    parser.add_argument("run", type=Path, metavar="RUN", help="a run folder, or a step-... folder of its checkpoints")
-    parser.add_argument(
-        "--data", metavar="PATH", help="a data set like the one it was trained on [data.path of the run]"
-    )
-    parser.add_argument("--split", choices=("held_out", "train"), default="held_out", help="of the data set [held_out]")
-    parser.add_argument("--samples", type=int, metavar="N", help="at most so many, spread evenly [all]")
-    parser.add_argument("--best", action="store_true", help="the checkpoint that checkpoint.best keeps [the newest]")
-    parser.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step [the newest]")
-    parser.add_argument(
-        "--confusion", type=Path, metavar="FILE.csv", help="write how often each class was taken for each"
-    )
+    add = parser.add_argument
+    add("run", type=Path, metavar="RUN", help="a run folder, or a step-... folder of its checkpoints")
+    add("--data", metavar="PATH", help="a data set like the one it was trained on [data.path of the run]")
+    add("--split", choices=("held_out", "train"), default="held_out", help="of the data set [held_out]")
+    add("--samples", type=int, metavar="N", help="at most so many, spread evenly [all]")
+    add("--best", action="store_true", help="the checkpoint that checkpoint.best keeps [the newest]")
+    add("--step", type=int, metavar="N", help="the checkpoint of this step [the newest]")
+    add("--confusion", type=Path, metavar="FILE.csv", help="write how often each class was taken for each")
     add_trust(parser)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures into this file")
+    add("--json", type=Path, metavar="FILE", help="write all figures into this file")
     return parser
 
 

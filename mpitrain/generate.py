@@ -33,30 +33,29 @@ def _parser() -> argparse.ArgumentParser:
     about = "a trained model of text goes on from prompts; text to standard output"
     parser = argparse.ArgumentParser(prog="python -m mpitrain.generate", description=about)
     add_run(parser)
-    parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="a prompt; may be repeated")
+    add = parser.add_argument
+    add("--prompt", action="append", default=[], metavar="TEXT", help="a prompt; may be repeated")
     prompts = 'prompts, one a line; of FILE.jsonl what each line has under "prompt"'
-    parser.add_argument("--prompts", type=Path, metavar="FILE", help=prompts)
-    parser.add_argument("--tokens", type=int, default=128, metavar="N", help="tokens to be made, at most [128]")
+    add("--prompts", type=Path, metavar="FILE", help=prompts)
+    add("--tokens", type=int, default=128, metavar="N", help="tokens to be made, at most [128]")
     divided = "what scores are divided by; 0: the likeliest token each time [1]"
-    parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help=divided)
-    parser.add_argument(
-        "--top-k", type=int, default=0, metavar="K", help="draw from the K likeliest tokens; 0: all [0]"
-    )
+    add("--temperature", type=float, default=1.0, metavar="T", help=divided)
+    add("--top-k", type=int, default=0, metavar="K", help="draw from the K likeliest tokens; 0: all [0]")
     nucleus = "draw from the fewest likeliest tokens that have probability P together [1]"
-    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help=nucleus)
+    add("--top-p", type=float, default=1.0, metavar="P", help=nucleus)
     least = "draw from tokens at least P times as likely as the likeliest [0]"
-    parser.add_argument("--min-p", type=float, default=0.0, metavar="P", help=least)
+    add("--min-p", type=float, default=0.0, metavar="P", help=least)
     penalty = "what scores of tokens that the text has already are divided by, negative ones multiplied [1]"
-    parser.add_argument("--repetition-penalty", type=float, default=1.0, metavar="R", help=penalty)
+    add("--repetition-penalty", type=float, default=1.0, metavar="R", help=penalty)
     stop = "end a text before this one; may be repeated"
-    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help=stop)
+    add("--stop", action="append", default=[], metavar="TEXT", help=stop)
     seed = "of what is drawn; a prompt goes on alike beside any others [1]"
-    parser.add_argument("--seed", type=int, default=1, metavar="S", help=seed)
+    add("--seed", type=int, default=1, metavar="S", help=seed)
     lines = 'write {"prompt", "text", "tokens", "ended"} of each prompt there; else to standard output'
-    parser.add_argument("--out", type=Path, metavar="FILE.jsonl", help=lines)
+    add("--out", type=Path, metavar="FILE.jsonl", help=lines)
     layers, blocks = "ranks that share the layers of the model [1]", "ranks that share its blocks, as stages [1]"
-    parser.add_argument("--parallel.tensor", dest="tensor", type=int, default=1, metavar="N", help=layers)
-    parser.add_argument("--parallel.pipeline", dest="pipeline", type=int, default=1, metavar="N", help=blocks)
+    add("--parallel.tensor", dest="tensor", type=int, default=1, metavar="N", help=layers)
+    add("--parallel.pipeline", dest="pipeline", type=int, default=1, metavar="N", help=blocks)
     return parser
 
 

@@ -7,10 +7,9 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
 
 from mpitrain.config.settings import Config
-from mpitrain.early import VERSION
+from mpitrain.early import Parser
 from mpitrain.errors import EXIT_DONE, InputError, exit_code_of, refusal
 from mpitrain.planner import layouts
 from mpitrain.planner.candidates import LayoutRules, rules_of
@@ -27,13 +26,6 @@ from mpitrain.storage.disk import write_whole
 OWN = "config"  # --explain: the layout that the configuration asks for
 MACHINE = "machine.toml"  # where --measure leaves a profile
 MEASURE = "--measure"
-
-
-class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, as all others here."""
-
-    def error(self, message: str) -> NoReturn:
-        raise refusal(f"{message}; see python -m mpitrain.plan --help")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -214,8 +206,8 @@ def _counts(text: str) -> list[int]:
 
 def _parser() -> argparse.ArgumentParser:
     notes = (layouts.__doc__ or "").partition("\n\n")[2]
-    parser = _Parser(
-        prog="python -m mpitrain.plan",
+    parser = Parser(
+        "plan",
         usage="%(prog)s [CONFIG.toml] [--section.key value]... --nodes N --ranks-per-node N [options]\n"
         "       %(prog)s --measure [--help]: the speeds of this machine",
         description="Which layouts are fastest on so many nodes, how long a step takes and how much memory.",
@@ -224,7 +216,6 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--version", action="version", version=VERSION)
     add("--nodes", type=_count, default=1, metavar="N", help="nodes of the job [1]")
     add("--ranks-per-node", type=_count, required=True, metavar="N", help="ranks on each node")
     names = ", ".join(given_machines())

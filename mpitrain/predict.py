@@ -32,19 +32,20 @@ def _parser() -> argparse.ArgumentParser:
     about = "what a trained model says of samples: probabilities of classes, numbers, or how likely texts are"
     parser = argparse.ArgumentParser(prog="python -m mpitrain.predict", description=about)
     add_run(parser)
+    add = parser.add_argument
     given = "a data set's folder (train, then held-out samples), .npy, .npz, a table (.csv, .parquet), an image or a "
     given += "folder of images; of a model of text: .txt with a text a line, or JSON lines"
-    parser.add_argument("input", type=Path, metavar="INPUT", help=given)
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="a new .csv, .jsonl or .npz file")
-    parser.add_argument("--batch", type=int, default=64, metavar="N", help="samples at a time and rank [64]")
+    add("input", type=Path, metavar="INPUT", help=given)
+    add("--out", type=Path, required=True, metavar="FILE", help="a new .csv, .jsonl or .npz file")
+    add("--batch", type=int, default=64, metavar="N", help="samples at a time and rank [64]")
     bad = "leave out images that cannot be read and rows of tables that do not fit, and count them"
-    parser.add_argument("--skip-bad", action="store_true", help=bad)
+    add("--skip-bad", action="store_true", help=bad)
     keep = "tables: columns that the output has as they are, such as an id"
-    parser.add_argument("--keep", type=_names, default=(), metavar="A,B", help=keep)
-    parser.add_argument("--text", default="text", metavar="FIELD", help="JSON lines: the field of the text [text]")
+    add("--keep", type=_names, default=(), metavar="A,B", help=keep)
+    add("--text", default="text", metavar="FIELD", help="JSON lines: the field of the text [text]")
     prompt = "JSON lines: the field of a prompt, and of what follows it, which alone is foretold"
-    parser.add_argument("--prompt", metavar="FIELD", help=prompt)
-    parser.add_argument("--completion", metavar="FIELD", help="with --prompt: the field of what follows [completion]")
+    add("--prompt", metavar="FIELD", help=prompt)
+    add("--completion", metavar="FIELD", help="with --prompt: the field of what follows [completion]")
     return parser
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mpitrain.early import VERSION
-from mpitrain.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError, message_of, tell
+from mpitrain.errors import EXIT_DONE, InputError, exit_code_of, tell
 
 Run = Callable[[argparse.Namespace], int | None]  # the exit code; None where all is well
 _PROGRAM = "python -m mpitrain.report"
@@ -37,11 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     }
     parser, run = makers.get(argv[0] if argv else "", _of_runs)()
     arguments = parser.parse_args(argv[1:] if argv[:1] and argv[0] in makers else argv)
-    try:
-        return run(arguments) or EXIT_DONE
-    except InputError as error:
-        print(f"mpitrain: {message_of(error)}", file=sys.stderr)
-        return EXIT_BAD_INPUT
+    return exit_code_of(lambda: run(arguments) or EXIT_DONE)
 
 
 def _of_runs() -> tuple[argparse.ArgumentParser, Run]:
@@ -50,13 +46,14 @@ def _of_runs() -> tuple[argparse.ArgumentParser, Run]:
         description="What runs did, in a few lines or as a page of charts.",
         epilog=f"{_PROGRAM} schedule --help and {_PROGRAM} timeline --help tell of pipeline schedules and timelines.",
     )
-    parser.add_argument("--version", action="version", version=VERSION)
+    add = parser.add_argument
+    add("--version", action="version", version=VERSION)
     runs = "run folders, several to compare; or the word schedule or timeline"
-    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help=runs)
-    parser.add_argument("--out", type=Path, metavar="FILE.html", help="write a page of charts, in one file")
-    parser.add_argument("--png", type=Path, metavar="DIR", help="write each chart as a picture into this folder")
-    parser.add_argument("--watch", action="store_true", help="show a run while it goes on, until it ends")
-    parser.add_argument("--once", action="store_true", help="show what --watch would show now, and end")
+    add("runs", type=Path, nargs="+", metavar="RUN", help=runs)
+    add("--out", type=Path, metavar="FILE.html", help="write a page of charts, in one file")
+    add("--png", type=Path, metavar="DIR", help="write each chart as a picture into this folder")
+    add("--watch", action="store_true", help="show a run while it goes on, until it ends")
+    add("--once", action="store_true", help="show what --watch would show now, and end")
     return parser, _report
 
 

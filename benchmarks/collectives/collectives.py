@@ -58,7 +58,7 @@ from mpitrain.measuring.tune import AlgorithmContenders, contenders, in_arena, z
 from mpitrain.speeds.links import Probes
 from mpitrain.speeds.timing import Contender, interleaved
 from mpitrain.storage.text import bytes_text
-from mpitrain.trainer.own_loop.optimizer import plain
+from mpitrain.trainer.own_loop.model import plain
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = [16 << 2 * i for i in range(12)]  # 16 B to 64 MiB

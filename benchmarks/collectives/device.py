@@ -26,7 +26,7 @@ from mpitrain.comm.memory import device as hardware
 from mpitrain.errors import InputError
 from mpitrain.measuring.tune import in_arena
 from mpitrain.speeds.timing import Contender
-from mpitrain.trainer.own_loop.optimizer import plain
+from mpitrain.trainer.own_loop.model import plain
 
 WAYS = ("staged", "mpi", "peer", "nccl")
 OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather")

@@ -41,7 +41,7 @@ class BatchSizes:
 
     @staticmethod
     def of(train: TrainSection) -> BatchSizes:
-        """Those that a configuration asks for."""
+        """Return the batch sizes that a configuration asks for."""
         return BatchSizes(train.batch_warmup, train.batch)
 
     def size(self, step: int) -> int:
@@ -73,7 +73,7 @@ class BatchSizes:
         return steps if self.before(steps) >= samples else steps + 1
 
     def warmup_after(self, step: int) -> Stages:
-        """What is left of the warm-up, when `step` steps are done."""
+        """Return the rest of the warm-up, when `step` steps are done."""
         left = []
         for steps, size in self.warmup:
             if steps > step:

@@ -42,7 +42,7 @@ class LearningRate:
 
     @staticmethod
     def of(section: OptimSection, steps: int) -> LearningRate:
-        """What a configuration says, for a run of `steps`."""
+        """Return the rate that a configuration asks for, in a run of `steps`."""
         kind = cast(Decay, section.schedule)
         unknown = set(section.schedule_options) - ({"power"} if kind == "polynomial" else set())
         if unknown:
@@ -61,7 +61,7 @@ class LearningRate:
         return self.last + (self.peak - self.last) * DECAYS[self.kind](self, step - self.warmup)
 
     def progress(self, since: int) -> float:
-        """How much of the steps after the warm-up is done, `since` of them being."""
+        """Return the share of the steps after the warm-up that is done, after `since` of them."""
         return min(1.0, since / max(1, self.steps - self.warmup))
 
 
@@ -157,7 +157,7 @@ class OneCycle:
         return since / self.decay_step_size if self.decay_step_size else 0.0
 
     def _height(self, step: int) -> float:
-        """How far up the cycle is: 0 at its ends, 1 between its halves."""
+        """Return the height in the cycle: 0 at its ends, 1 between its halves."""
         first, stairs = self.cycle_first_step_size, self.cycle_first_stair_count
         if step <= first:
             done, of = step, first
@@ -198,7 +198,7 @@ CYCLES: dict[Cycle, type[OneCycle] | type[RangeTest]] = {"one-cycle": OneCycle, 
 
 
 def cycle_of(section: OptimSection, steps: int) -> OneCycle | RangeTest:
-    """What a configuration says, for a run of `steps`; what optim.schedule_options lack is of the other settings.
+    """Return the cycle that a configuration asks for; what optim.schedule_options lack comes from its other settings.
 
     The cycle is then the whole run, between optim.lr and optim.lr_end or, where that is 0, a tenth of optim.lr; betas
     stay. The test begins at optim.lr_end, or a hundredth of optim.lr, and reaches optim.lr at the end.
@@ -289,11 +289,11 @@ class WarmUp:
         return peak * (low + (1 - low) * share)
 
     def _warmed(self, batch: int) -> float:
-        """How far up the warm-up is at one of its batches, from 0 to 1."""
+        """Return the height of the warm-up at one of its batches, from 0 to 1."""
         return math.log(batch + 1) / math.log(self.warmup) if self.logarithmic else batch / self.warmup
 
     def _after(self, batch: int) -> float:
-        """How far up the rate still is at a batch after the warm-up, from 1 to 0."""
+        """Return the height of the rate at a batch after the warm-up, from 1 to 0."""
         steps = max(1, self.steps - self.warmup)
         if self.kind == "linear":
             return max(0.0, (self.steps - batch) / steps)

@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from mpitrain.config.section import Sections, aliases, other_names
+from mpitrain.config.section import Sections, declared, other_names
 from mpitrain.errors import InputError, refusal
 
 COMMAND_LINE = "command line"
@@ -148,7 +148,7 @@ def our_name(section: str, key: str, sections: Sections) -> tuple[str, str]:
     if section in sections and key not in sections[section]:
         for of in sections if section == _ALL_IN_ONE else (section,):
             for name, field in sections[of].items():
-                if key in aliases(field):
+                if key in declared(field, "alias"):
                     return of, name
     return section, key
 

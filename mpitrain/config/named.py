@@ -1,4 +1,4 @@
-"""What a setting names in the user's own code, as `package.module:name`: found, or one line of what is wrong."""
+"""Functions and classes of the user's own code that a setting names, as `package.module:name`."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def _suggestion(name: str, known: Iterable[str], otherwise: str) -> str:
 
 
 def told(error: BaseException) -> str:
-    """What the user's own code raised, and where: `ValueError: depth must be positive (model.py:12)`, on one line."""
+    """Return what the user's own code raised, and where, on one line: `ValueError: depth is 0 (model.py:12)`."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_plumbing(frame.filename)]
     own = [frame for frame in frames if "site-packages" not in frame.filename] or frames  # rather theirs than torch's
     place = f" ({os.path.basename(own[-1].filename)}:{own[-1].lineno})" if own else ""

@@ -112,7 +112,7 @@ def config_json(model: Mapping[str, Any], vocabulary: int, dtype: str) -> Values
 
 
 def _keys_of(family: str, model: Mapping[str, Any]) -> Values:
-    """What the config.json of a family says that the others of Llama's kind do not."""
+    """Return what the config.json of a family says that the others of Llama's kind do not."""
     own: dict[str, Values] = {
         "llama": {
             "model_type": "llama",
@@ -164,7 +164,7 @@ def form_of(model: Mapping[str, Any]) -> str:
 
 
 class _Source:
-    """What a config.json says.
+    """A config.json that is read.
 
     Args:
         file: It.
@@ -265,7 +265,7 @@ def _qwen3(source: _Source) -> Values:
 def _like_llama(
     source: _Source, *, hidden: int = 11008, kv_heads: int | None = None, positions: int = 2048, vocabulary: int = 32000
 ) -> Values:
-    """What Llama, Mistral, Qwen2 and Qwen3 have in common; the numbers are what each has where nothing is said."""
+    """Read what Llama, Mistral, Qwen2 and Qwen3 have in common; the numbers are the defaults of each family."""
     source.only("hidden_act", "silu", "swish")
     width, heads = source.number("hidden_size", 4096), source.number("num_attention_heads", 32)
     if source.values.get("head_dim") is not None:
@@ -289,7 +289,7 @@ def _like_llama(
 
 
 def _rope_base(source: _Source) -> float:
-    """Of plain rotary positions. Raises InputError for those that are scaled in any way."""
+    """Read the base of plain rotary positions. Raises InputError for those that are scaled in any way."""
     base = source.real("rope_theta", 10000.0)
     for key in ("rope_scaling", "rope_parameters"):
         rope = source.values.get(key)

@@ -9,7 +9,7 @@ from annotated_types import Ge, Gt
 from pydantic import AllowInfNan, field_validator, model_validator
 
 from mpitrain.choices import Augmentation
-from mpitrain.config.section import Named, Section, setting
+from mpitrain.config.section import Named, Section, followed_apart, setting
 
 
 class RunSection(Section):
@@ -20,9 +20,9 @@ class RunSection(Section):
     )
     seed: int = setting(1, "seed of weights, sample order and dropout", ge=0, lt=2**63)
     reproducible: bool = setting(
-        False, "the same bits at any power-of-two number of ranks (slower)", also=["deterministic"]
+        False, "the same bits at any power-of-two number of ranks (slower)", also=["deterministic"], decisive=True
     )
-    device: str = setting(
+    device: str = followed_apart(
         "auto",
         "what each rank computes on: cpu, or a kind of accelerator as PyTorch names it (cuda, also for ROCm; xpu ...); "
         "auto: what is there",
@@ -68,6 +68,7 @@ class CheckpointSection(Section):
         100,
         "steps between checkpoints; 0: only at the end; auto: as many as cost least time, saves and failures together",
         also=["save_every", "save_interval", "interval"],
+        off=0,
     )
     # Half a year. 2,048 nodes of eight GPUs stopped 419 times unforeseen in 54 days (Grattafiori et al. 2024, The Llama
     # 3 herd of models, section 3.3.4): each once in 6,300 hours. Nodes without GPUs fail less; rather too often saved.
@@ -93,7 +94,7 @@ class CheckpointSection(Section):
 class ElasticSection(Section):
     """[elastic]"""
 
-    mode: Literal["off", "shrink"] = setting("off", "shrink: go on without ranks that died (needs ULFM)")
+    mode: Literal["off", "shrink"] = setting("off", "shrink: go on without ranks that died (needs ULFM)", off="off")
     copy_every: int = setting(1, "steps between the copies of each rank's state in others' memory", ge=1)
 
 

@@ -8,8 +8,9 @@ is ignored in silence. Neither torch nor MPI is loaded.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, get_args, get_origin
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, get_args, get_origin
 
 from pydantic import ValidationError, model_validator
 
@@ -52,6 +53,15 @@ class Config(Section):
     @classmethod
     def _complete(cls, values: Any) -> Any:
         return completed(values) if isinstance(values, Mapping) else values
+
+    @staticmethod
+    def of(given: Given) -> Config:
+        """Return settings as a caller may give them. Raises InputError where they are wrong."""
+        if isinstance(given, Config):
+            return given
+        if callable(given):
+            return Config.of(given())
+        return Config.from_args([str(given)]) if isinstance(given, (str, Path)) else Config.from_dict(given or {})
 
     @staticmethod
     def from_dict(values: Mapping[str, Any], origin: str = "config", say: Say = early.say) -> Config:
@@ -113,6 +123,10 @@ class Config(Section):
         return values
 
 
+# settings, nested values of them, the path of a TOML file, a function that returns one of these, or nothing
+Given: TypeAlias = Config | Mapping[str, Any] | str | Path | Callable[[], Any] | None
+
+
 def sections() -> Sections:
     """Every setting there is, by section and key."""
     return {name: field.annotation.model_fields for name, field in Config.model_fields.items()}  # type: ignore[union-attr]
@@ -161,7 +175,7 @@ def parse(arguments: Sequence[str], say: Say = early.say) -> tuple[str | None, d
 
 
 def help_text(program: str) -> str:
-    """What --help prints for a command that takes a whole configuration: usage, and every key with its default."""
+    """Return the --help of a command that takes a whole configuration: usage, and every key with its default."""
     lines = [f"usage: mpirun -n N python -m {program} [CONFIG.toml] [--section.key value]...", "", "keys:"]
     for section, settings in sections().items():
         for key, field in settings.items():

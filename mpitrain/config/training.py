@@ -24,7 +24,7 @@ from mpitrain.choices import (
 )
 from mpitrain.config.batch_sizes import Stages, checked_warmup, require_no_larger
 from mpitrain.config.preset import with_base, with_preset
-from mpitrain.config.section import ClassName, Named, Section, setting
+from mpitrain.config.section import ClassName, Named, Section, followed, followed_apart, for_optimizer, setting
 
 _Weight = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 # of [train]: a key, the one that follows from it and the job, and what both say
@@ -110,7 +110,7 @@ class ModelSection(Section):
         also=["context"],
     )
     dropout: float = setting(0.0, "dropout probability (gpt, mlp)", ge=0.0, lt=1.0)
-    compile: bool = setting(
+    compile: bool = followed(
         False, "compile the model's blocks with torch.compile: the first steps take longer", alias=["torch_compile"]
     )
     options: dict[str, Any] = setting({}, "further keyword arguments for model.factory, or keys of an hf: config.json")
@@ -179,7 +179,7 @@ class ModelSection(Section):
 class TrainSection(Section):
     """[train]"""
 
-    steps: int = setting(
+    steps: int = for_optimizer(
         300, "optimizer steps in the whole run", ge=0, alias=["max_steps", "iterations", "max_iters", "train_iters"]
     )
     epochs: float = setting(
@@ -187,8 +187,9 @@ class TrainSection(Section):
         "passes over the training data in the whole run, instead of train.steps; 0: train.steps counts",
         ge=0.0,
         alias=["num_epochs", "max_epochs", "num_train_epochs", "n_epochs"],
+        decisive=True,
     )
-    batch: int = setting(
+    batch: int = followed_apart(
         32,
         "global batch in samples, whatever the number of ranks",
         ge=1,
@@ -200,32 +201,32 @@ class TrainSection(Section):
         "smaller global batches of the first steps: [[100, 8], [100, 16]] for 100 steps of 8 samples, then 100 of 16",
         also=["rampup_batch_size", "batch_size_warmup", "batch_rampup"],
     )
-    microbatch: int = setting(
+    microbatch: int = followed_apart(
         0,
         "samples per rank and forward pass; 0: the rank's whole share",
         ge=0,
         alias=["micro_batch_size", "microbatch_size", "train_micro_batch_size_per_gpu"],
         also=["per_device_train_batch_size", "per_device_batch_size"],
     )
-    accumulation: int = setting(
+    accumulation: int = followed_apart(
         0,
         "microbatches of a rank in a step, instead of train.microbatch; train.batch stays the global batch; 0: as many "
         "as train.microbatch makes",
         ge=0,
         alias=["gradient_accumulation_steps", "accumulate_grad_batches", "gradient_accumulation", "accumulation_steps"],
     )
-    precision: Precision = setting(
+    precision: Precision = followed(
         "fp32",
         "precision of forward and backward",
         also=["dtype", "amp", "use_amp", "autocast", "mixed_precision", "fp16", "bf16"],
     )
-    clip: float = setting(
+    clip: float = followed(
         1.0,
         "largest global gradient norm; 0: no clipping",
         ge=0.0,
         alias=["grad_clip", "gradient_clipping", "gradient_clip_val", "max_grad_norm", "clip_grad"],
     )
-    recompute: bool = setting(
+    recompute: bool = followed(
         False,
         "recompute block activations in backward instead of keeping them",
         alias=["activation_checkpointing", "gradient_checkpointing"],
@@ -235,6 +236,7 @@ class TrainSection(Section):
         "steps between evaluations on held-out data; 0: at the end",
         ge=0,
         alias=["eval_every", "eval_interval", "eval_steps"],
+        off=0,
     )
     evaluate_samples: int = setting(256, "held-out samples per evaluation, at most", ge=1)
     abort_after: int = setting(
@@ -303,45 +305,45 @@ class TrainSection(Section):
 class OptimSection(Section):
     """[optim]"""
 
-    name: str = setting(
+    name: str = for_optimizer(
         "adamw",
         "adamw, sgd, muon, lion, lamb, lars, any class of torch.optim, or package.module:Class of your own",
         alias=["optimizer"],
     )
-    lr: float = setting(2e-3, "peak learning rate", gt=0.0, alias=["learning_rate"])
-    schedule: Rates | ClassName = setting(
+    lr: float = for_optimizer(2e-3, "peak learning rate", gt=0.0, alias=["learning_rate"])
+    schedule: Rates | ClassName = for_optimizer(
         "cosine",
         "decay after the warm-up (wsd: none until optim.decay_steps before the end); or, without optim.warmup, a cycle "
         "up and down, a test of ever higher rates, or a class of torch.optim.lr_scheduler",
         also=["scheduler", "lr_scheduler", "decay", "lr_scheduler_type"],
     )
-    schedule_options: dict[str, Any] = setting(
+    schedule_options: dict[str, Any] = for_optimizer(
         {},
         "keyword arguments of a class of torch.optim.lr_scheduler; power of polynomial; of one-cycle and range-test "
         "the keys of DeepSpeed's OneCycle and LRRangeTest",
         also=["scheduler_options"],
     )
-    lr_end: float = setting(
+    lr_end: float = for_optimizer(
         0.0, "learning rate at the end, where it decays", ge=0.0, alias=["min_lr", "lr_min", "final_lr", "eta_min"]
     )
-    decay_steps: float = setting(
+    decay_steps: float = for_optimizer(
         0.2, "steps that wsd decays in; below 1: their share of all steps", gt=0.0, also=["cooldown", "num_decay_steps"]
     )
-    warmup: int = setting(
+    warmup: int = for_optimizer(
         20,
         "steps of linear warm-up",
         ge=0,
         alias=["warmup_steps", "warmup_iters", "num_warmup_steps"],
         also=["warmup_ratio"],
     )
-    weight_decay: float = setting(0.01, "weight decay, of what optim.no_decay does not except", ge=0.0)
-    no_decay: NoDecay = setting(
+    weight_decay: float = for_optimizer(0.01, "weight decay, of what optim.no_decay does not except", ge=0.0)
+    no_decay: NoDecay = for_optimizer(
         "vectors", "what has no weight decay: norms and biases; embeddings too; nothing", also=["no_weight_decay"]
     )
-    options: dict[str, Any] = setting(
+    options: dict[str, Any] = for_optimizer(
         {}, "further keyword arguments of the optimizer: {betas = [0.9, 0.95]}", also=["betas", "momentum"]
     )
-    groups: list[dict[str, Any]] = setting(
+    groups: list[dict[str, Any]] = for_optimizer(
         [],
         'parameters with options of their own, the first match counts: [{match = "*.norm.*", weight_decay = 0.0}]; '
         "lr, lr_scale, weight_decay, optimizer and the options of that",

@@ -10,9 +10,8 @@ What the configuration sets explicitly is kept (see `planner.search.best_with`).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,13 +41,6 @@ def shared_config(world: Communicator, make: Callable[[], Config]) -> Config:
     Raises InputError, on all ranks, where they are wrong.
     """
     return Config.from_dict(world.on_root(lambda: make().model_dump(exclude_unset=True)))
-
-
-def config_of(config: Config | Mapping[str, Any] | str | Path) -> Config:
-    """Settings that are given as they are, as nested values, or as the path of a TOML file."""
-    if isinstance(config, Config):
-        return config
-    return Config.from_dict(config) if isinstance(config, Mapping) else Config.from_args([str(config)])
 
 
 def planned(config: Config, world: Communicator, device: torch.device) -> Config:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from mpitrain.checkpoint import Store
 from mpitrain.choices import Mode
 from mpitrain.comm import Communicator, carry_device_memory, init, set_timeout
 from mpitrain.config.batch_sizes import BatchSizes
-from mpitrain.config.settings import Config
+from mpitrain.config.settings import Config, Given
 from mpitrain.data import Batch, Dataset
 from mpitrain.errors import EXIT_DONE, EXIT_REQUEUE
 from mpitrain.loading import TASK, build_task, task_values
@@ -49,7 +49,7 @@ from mpitrain.trainer.recording.rank_records import RankRecords
 from mpitrain.trainer.recording.records import Records, SampleIds
 from mpitrain.trainer.recording.timeline import TimelineRecorder
 from mpitrain.trainer.saving import SaveSchedule, due, load_newest, require_given, saves_after
-from mpitrain.trainer.settings import config_of, planned, shared_config
+from mpitrain.trainer.settings import planned, shared_config
 from mpitrain.trainer.stopping import LearningCheck, StopInTime
 
 STRATEGIES: dict[Mode, type[Strategy]] = {"sync": Synchronous, "server": Served, "local": Local}
@@ -88,17 +88,17 @@ class Trainer:
 
     def __init__(
         self,
-        config: Config | Mapping[str, Any] | str | Path,
+        config: Given,
         callbacks: Sequence[Callback] = (),
         *,
         world: Communicator | None = None,
     ) -> None:
-        """config: the settings, nested values of them, or the path of a TOML file, which rank 0 reads.
+        """config: the settings, nested values, the path of a TOML file, or a function, which rank 0 reads or calls.
 
         Raises InputError on all ranks for settings that are wrong.
         """
         self.world = world if world is not None else init()
-        asked = shared_config(self.world, lambda: config_of(config))
+        asked = shared_config(self.world, lambda: Config.of(config))
         place = choose(asked.run.device, self.world)
         self.device, self.devices = place.device, place.text
         self.config = with_microbatch(planned(asked, self.world, self.device), self.world.size)

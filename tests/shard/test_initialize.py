@@ -264,9 +264,12 @@ def test_what_ranks_have_unlike_is_named_before_they_train_apart(world):
         return mt.initialize(model, (lambda p: torch.optim.SGD(p, lr=own)) if make else optimizer, config)
 
     for values, told in (
-        ({"clip": (0.5, 1.0)}, r"^clip is 0.5 on rank 0 and 1 on rank 1; give mt.initialize the same on every rank$"),
+        (
+            {"clip": (0.5, 1.0)},
+            r"^train\.clip is 0.5 on rank 0 and 1 on rank 1; give mt.initialize the same on every rank$",
+        ),
         ({"zero": (0, 3)}, r"^parallel\.zero is 0 on rank 0 and 3 on rank 1;"),
-        ({"precision": ("fp32", "bf16")}, r"^precision is fp32 on rank 0 and bf16 on rank 1;"),
+        ({"precision": ("fp32", "bf16")}, r"^train\.precision is fp32 on rank 0 and bf16 on rank 1;"),
         ({"lr": (0.1, 0.2), "own": (None, None)}, r"^optim\.lr is 0.1 on rank 0 and 0.2 on rank 1;"),
         ({"own": (0.1, 0.2)}, r"^optimizer\.param_groups\[0\]\.lr is 0.1 on rank 0 and 0.2 on rank 1;"),
         ({"own": (0.1, 0.2), "make": (True, True)}, r"^optimizer\.param_groups\[0\]\.lr is 0.1 on rank 0 and 0.2"),

@@ -19,7 +19,7 @@ ADAM = {"type": "Adam", "params": {"lr": 3e-3, "betas": [0.9, 0.95]}}
 
 
 def settings_of(values, ranks):
-    return from_deepspeed(read_deepspeed(values, ranks))
+    return from_deepspeed(read_deepspeed(values, ranks), ranks)
 
 
 @pytest.mark.parametrize(
@@ -37,6 +37,8 @@ def settings_of(values, ranks):
         ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}}, "zero_hpz_partition_size"),
         ({"bf16": True, "fp16": {}}, "bf16 True is no section"),
         ({"optimizer": {"type": "Adam", "params": {"lr": "fast"}}, "bf16": {}}, "params.lr 'fast' is no number"),
+        ({"optimizer": {"type": "Adam", "params": {"lr": 0}}}, r"optim\.lr = 0\.0 is wrong"),
+        ({"optimizer": {"type": "Adam", "params": {"weight_decay": -1}}}, r"optim\.weight_decay = -1\.0 is wrong"),
         *(
             ({"train_batch_size": 8, key: {"enabled": True, "x": 1}}, key)
             for key in (
@@ -75,12 +77,13 @@ def test_a_configuration_as_people_have_it_is_taken_with_what_is_off_named():
         },
         ranks=2,
     )  # fmt: skip
-    assert (settings.precision, settings.options.zero, settings.accumulate, settings.clip) == ("fp16", 3, 4, 1.0)
-    assert settings.optimizer == ("AdamW", {"lr": 1e-3, "weight_decay": 0.1})  # what DeepSpeed's Adam is
+    train, optim = settings.config.train, settings.config.optim
+    assert (train.precision, settings.config.parallel.zero, settings.accumulate, train.clip) == ("fp16", 3, 4, 1.0)
+    assert (optim.name, optim.lr, optim.weight_decay, optim.options) == ("AdamW", 1e-3, 0.1, {})  # DeepSpeed's Adam
     named = set(settings.without_effect)
     assert {"amp", "flops_profiler", "sparse_gradients", "zero_optimization.overlap_comm"} <= named
     assert {"fp16.auto_cast", "zero_optimization.offload_param", "zero_optimization.mics_shard_size"} <= named
-    scale = settings.scale
+    scale = LossScale(**settings.deepspeed.scale)
     for _ in range(2):
         scale.update(overflowed=True)
     assert scale.value == 2**16
@@ -115,7 +118,7 @@ def test_a_key_of_ours_that_initialize_does_nothing_with_is_named(values, named)
 def test_what_asks_for_nothing_is_no_error_and_a_batch_that_was_not_given_cuts_nothing():
     off = {"run": {"reproducible": False}, "parallel": {"pipeline": 1, "data": 3}, "monitor": {"timeline": ""}}
     settings = from_config(Config.from_dict(off | {"comm": {"timeout": 9.0}}), 3, own_optimizer=True)
-    assert (settings.microbatch, settings.accumulate, settings.timeout) == (0, 1, 9.0)
+    assert (settings.microbatch, settings.accumulate, settings.config.comm.timeout) == (0, 1, 9.0)
 
 
 @pytest.mark.ranks(2)
@@ -177,10 +180,11 @@ def test_an_optimizer_or_a_scheduler_given_twice_is_refused(world):
 
 
 @pytest.mark.parametrize(
-    ("said", "clip"), [({}, 1.0), ({"gradient_clipping": 0}, 0.0), ({"gradient_clipping": 2}, 2.0)]
+    ("said", "clip"),
+    [({}, 1.0), *(({"gradient_clipping": given}, clip) for given, clip in ((0, 0.0), (2, 2.0), (-1, 0.0)))],
 )
-def test_gradients_are_clipped_at_one_where_a_deepspeed_configuration_says_nothing(said, clip):
-    assert read_deepspeed({"train_batch_size": 4, **said}, 2).clip == clip
+def test_gradients_are_clipped_at_one_where_a_deepspeed_configuration_says_nothing_and_never_reversed(said, clip):
+    assert read_deepspeed({"train_batch_size": 4, **said}, 2).config.train.clip == clip
 
 
 def test_a_deepspeed_configuration_is_taken_over():
@@ -203,9 +207,10 @@ def test_a_deepspeed_configuration_is_taken_over():
         },
         ranks=4,
     )
-    assert (settings.microbatch, settings.accumulate, settings.options.zero) == (2, 3, 2)
-    assert settings.options.offload == "host" and settings.scale.value == 256 and settings.scale.patience == 5
-    assert settings.scale.spare == 1  # DeepSpeed's hysteresis is 2 unless told otherwise
+    assert (settings.microbatch, settings.accumulate, settings.config.parallel.zero) == (2, 3, 2)
+    scale = settings.deepspeed.scale
+    assert settings.config.parallel.offload == "host" and (scale["value"], scale["patience"]) == (256, 5)
+    assert scale["spare"] == 1  # DeepSpeed's hysteresis is 2 unless told otherwise
     assert settings.without_effect == ("steps_per_print", "zero_optimization.contiguous_gradients")
     rates = [settings.schedule.rate(update) for update in (0, 1, 2, 11, 16, 21, 25)]
     assert rates == pytest.approx([0.0, 0.0, 0.01, 0.1, 0.05, 0.0, 0.0])

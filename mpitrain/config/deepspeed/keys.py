@@ -1,4 +1,8 @@
-"""The keys of a DeepSpeed configuration, by what becomes of them, and notes of all that is wrong with one."""
+"""The keys of a DeepSpeed configuration, by what becomes of them, and notes of all that is wrong with one.
+
+See the "DeepSpeed Configuration JSON" page of DeepSpeed's documentation, and for "auto" the "DeepSpeed" page of Hugging
+Face's transformers.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import difflib
 import math
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from mpitrain.choices import Precision
@@ -21,50 +26,109 @@ MONITORS = {  # what there is in a configuration of ours instead of each
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 MANAGED = "managed_gradient_accumulation"  # step() counts microbatches, as ours does
 
-# taken over
-TAKEN = {*BATCH, "zero_optimization", "bf16", "fp16", "optimizer", "scheduler", "gradient_clipping", MANAGED}
-TAKEN |= {"activation_checkpointing", "communication_data_type", "data_types", "zero_allow_untested_optimizer"}
-TAKEN |= {"bfloat16", "fp32_allreduce", "checkpoint", "compile", *MONITORS}
-ZERO_TAKEN = {"stage", "offload_optimizer", "offload_param", "reduce_bucket_size", "ignore_unused_parameters"}
-ZERO_TAKEN |= {"cpu_offload", "cpu_offload_params"}  # what the two sections of offload were called before
-FP16_TAKEN = {"enabled", "loss_scale", "initial_scale_power", "loss_scale_window", "min_loss_scale", "hysteresis"}
-FP16_TAKEN.add("consecutive_hysteresis")
 
-# without effect, whatever they say: they tune DeepSpeed's own machinery, or only report
-HARMLESS = {"steps_per_print", "wall_clock_breakdown", "dump_state", "prescale_gradients", "gradient_predivide_factor"}
-HARMLESS |= {"dataloader_drop_last", "disable_allgather", "memory_breakdown", "zero_force_ds_cpu_optimizer", "aio"}
-HARMLESS |= {"comms_logger", "flops_profiler", "disable_comm_overlap"}
-ZERO_HARMLESS = {"allgather_partitions", "allgather_bucket_size", "contiguous_gradients", "load_from_fp32_weights"}
-ZERO_HARMLESS |= {"log_trace_cache_warnings", "memory_efficient_linear", "overlap_comm", "reduce_scatter"}
-ZERO_HARMLESS |= {"round_robin_gradients", "sub_group_size", "legacy_stage1", "cpu_offload_use_pin_memory"}
-ZERO_HARMLESS |= {"stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_module_granularity_threshold"}
-ZERO_HARMLESS |= {"stage3_param_persistence_threshold", "stage3_model_persistence_threshold"}
-ZERO_HARMLESS |= {"stage3_prefetch_bucket_size", "stage3_gather_16bit_weights_on_model_save"}
-ZERO_HARMLESS |= {"stage3_gather_fp16_weights_on_model_save", "gather_16bit_weights_on_model_save"}
-ZERO_HARMLESS |= {
-    "gather_fp16_weights_on_model_save",
-    "use_multi_rank_bucket_allreduce",
-    "use_all_reduce_for_fetch_params",
+@dataclass(frozen=True)
+class Keys:
+    """Keys that a section may have.
+
+    Attributes:
+        taken: Keys that are taken over.
+        harmless: Keys without effect, whatever they say: they tune DeepSpeed's own machinery, or only report.
+        refused: Keys that are refused unless they are off; None: all that are neither taken nor harmless.
+    """
+
+    taken: Collection[str]
+    harmless: Collection[str] = ()
+    refused: Collection[str] | None = None
+
+
+def _keys(taken: str = "", harmless: str = "", refused: str | None = None) -> Keys:
+    """Return the keys that stand in texts, one word each."""
+    return Keys(taken.split(), harmless.split(), None if refused is None else refused.split())
+
+
+_SCALING = "loss_scale initial_scale_power loss_scale_window min_loss_scale hysteresis consecutive_hysteresis"
+_OFFLOAD = _keys(
+    taken="device nvme_path",
+    harmless="pin_memory buffer_count buffer_size fast_init pipeline pipeline_read pipeline_write max_in_cpu",
+)
+SECTIONS = {
+    "": _keys(
+        taken=f"""{" ".join((*BATCH, *MONITORS, MANAGED))} zero_optimization bf16 bfloat16 fp16 optimizer scheduler
+            gradient_clipping activation_checkpointing communication_data_type data_types zero_allow_untested_optimizer
+            fp32_allreduce checkpoint compile""",
+        harmless="""steps_per_print wall_clock_breakdown dump_state prescale_gradients gradient_predivide_factor
+            dataloader_drop_last disable_allgather memory_breakdown zero_force_ds_cpu_optimizer aio comms_logger
+            flops_profiler disable_comm_overlap""",
+        refused="""amp autotuning compression_training curriculum_learning sequence_parallel_size data_efficiency
+            eigenvalue elasticity hybrid_engine nebula progressive_layer_drop quantize_training sparse_attention
+            seq_parallel_communication_data_type sparse_gradients tensor_parallel torch_autocast
+            use_data_before_expert_parallelism zenflow""",
+    ),
+    "zero_optimization": _keys(
+        # cpu_offload...: names of the two sections of offload in DeepSpeed's first versions
+        taken="""stage offload_optimizer offload_param reduce_bucket_size ignore_unused_parameters cpu_offload
+            cpu_offload_params""",
+        harmless="""allgather_partitions allgather_bucket_size contiguous_gradients load_from_fp32_weights
+            log_trace_cache_warnings memory_efficient_linear overlap_comm reduce_scatter round_robin_gradients
+            sub_group_size legacy_stage1 cpu_offload_use_pin_memory stage3_max_live_parameters
+            stage3_max_reuse_distance stage3_module_granularity_threshold stage3_param_persistence_threshold
+            stage3_model_persistence_threshold stage3_prefetch_bucket_size stage3_gather_16bit_weights_on_model_save
+            stage3_gather_fp16_weights_on_model_save gather_16bit_weights_on_model_save
+            gather_fp16_weights_on_model_save use_multi_rank_bucket_allreduce use_all_reduce_for_fetch_params""",
+    ),
+    "zero_optimization.offload_optimizer": _OFFLOAD,
+    "zero_optimization.offload_param": _OFFLOAD,
+    "fp16": _keys(
+        taken=f"enabled {_SCALING}",
+        # masters stay fp32 here, and inputs always become 16-bit numbers; DeepSpeed does not look at the last three
+        harmless="fp16_master_weights_and_grads auto_cast opt_level fp16_scale_tolerance scale_tolerance",
+    ),
+    "bf16": _keys(
+        taken="enabled check_grad_overflow",
+        harmless=f"immediate_grad_update bf16_master_weights_and_grads {_SCALING}",
+    ),
+    "activation_checkpointing": _keys(
+        harmless="""number_checkpoints profile synchronize_checkpoint_boundary partition_activations
+            contiguous_memory_optimization""",
+    ),
+    "data_types": _keys(taken="grad_accum_dtype"),
+    "optimizer": _keys(taken="type params", harmless="legacy_fusion"),
+    "scheduler": _keys(taken="type params"),
+    # of DeepSpeed's own checkpoints, and of torch.compile where its engine is told to call it
+    "checkpoint": _keys(harmless="tag_validation load_universal use_node_local_storage parallel_write writer"),
+    "compile": _keys(harmless="disable backend kwargs offload_activation double_buffer symmetric_memory"),
 }
-OFFLOAD_HARMLESS = {"pin_memory", "buffer_count", "buffer_size", "fast_init", "pipeline", "pipeline_read"}
-OFFLOAD_HARMLESS |= {"pipeline_write", "max_in_cpu"}
-FP16_HARMLESS = {"fp16_master_weights_and_grads"}  # ours stay fp32
-FP16_HARMLESS.add("auto_cast")  # inputs always become 16-bit numbers here
-FP16_HARMLESS |= {"opt_level", "fp16_scale_tolerance", "scale_tolerance"}  # DeepSpeed does not look at these
-BF16_HARMLESS = {"immediate_grad_update", "bf16_master_weights_and_grads", *(FP16_TAKEN - {"enabled"})}
-RECOMPUTE_HARMLESS = {"number_checkpoints", "profile", "synchronize_checkpoint_boundary", "partition_activations"}
-RECOMPUTE_HARMLESS.add("contiguous_memory_optimization")
-# of DeepSpeed's own checkpoints, and of torch.compile where its engine is told to call it
-CHECKPOINT_HARMLESS = {"tag_validation", "load_universal", "use_node_local_storage", "parallel_write", "writer"}
-COMPILE_HARMLESS = {"disable", "backend", "kwargs", "offload_activation", "double_buffer", "symmetric_memory"}
-
-# refused, unless they are switched off
-UNSUPPORTED = {"amp", "autotuning", "compression_training", "curriculum_learning", "sequence_parallel_size"}
-UNSUPPORTED |= {"data_efficiency", "eigenvalue", "elasticity", "hybrid_engine", "nebula", "progressive_layer_drop"}
-UNSUPPORTED |= {"quantize_training", "sparse_attention", "seq_parallel_communication_data_type", "sparse_gradients"}
-UNSUPPORTED |= {"tensor_parallel", "torch_autocast", "use_data_before_expert_parallelism", "zenflow"}
-ONE_IS_OFF = {"zero_hpz_partition_size": 1, "mics_shard_size": -1, "ratio": 1.0, "last_batch_iteration": -1}
-ONE_IS_OFF |= {"sequence_parallel_size": 1}
+# our setting that an "auto" stands for; empty: it is left out, since DeepSpeed has a default
+AUTO_OF = {
+    "train_batch_size": "train.batch",
+    "train_micro_batch_size_per_gpu": "train.microbatch",
+    "gradient_accumulation_steps": "",  # what the two leave over
+    "gradient_clipping": "train.clip",
+    "fp16.enabled": "train.precision",
+    "bf16.enabled": "train.precision",
+    "bfloat16.enabled": "train.precision",
+    "optimizer.params.lr": "optim.lr",
+    "optimizer.params.weight_decay": "optim.weight_decay",
+    "optimizer.params.betas": "optim.options",
+    "optimizer.params.eps": "optim.options",
+    "scheduler.params.warmup_max_lr": "optim.lr",
+    "scheduler.params.warmup_num_steps": "optim.warmup",
+    "scheduler.params.total_num_steps": "train.steps",
+    "zero_optimization.reduce_bucket_size": "",
+    "amp.enabled": "",  # ours is what stands at fp16 and bf16
+    "amp.opt_level": "",
+    **{f"fp16.{key}": "" for key in _SCALING.split()},
+    **{f"scheduler.params.{key}": "" for key in ("warmup_min_lr", "warmup_type", "warmup_min_ratio", "cos_min_ratio")},
+}
+# the only value of a key that asks for nothing, beside false
+ONE_IS_OFF = {
+    "zero_hpz_partition_size": 1,
+    "mics_shard_size": -1,
+    "ratio": 1.0,
+    "last_batch_iteration": -1,
+    "sequence_parallel_size": 1,
+}
 # what to do instead of a key that is refused; of the others, to remove it
 _16_BIT = 'enable "bf16" or "fp16", which have the passes autocast and masters in fp32, or remove it'
 _WITHIN_NODES = 'remove it, or share inside nodes with a configuration of ours: parallel.shard_within = "node"'
@@ -107,7 +171,7 @@ _MOST_COMPARED, _LONGEST = 1000, 100  # keys of a section, and characters of one
 
 
 def is_off(value: Any) -> bool:
-    """Whether a key asks for nothing: it is false, or a section that is not enabled."""
+    """Return whether a key asks for nothing: it is false, or a section that is not enabled."""
     return not value or (isinstance(value, Mapping) and value.get("enabled", True) in (False, None))
 
 
@@ -135,13 +199,13 @@ class Findings:
         self.wrong(f"{key} has no counterpart here", INSTEAD.get(key, INSTEAD.get(key.partition(".")[0], "remove it")))
 
     def section(self, name: str, given: Any) -> Mapping[str, Any]:
-        """What should be a section; an empty one where there is none, or something else."""
+        """Return a section; an empty one where there is none, or something else."""
         if given and not isinstance(given, Mapping):
             self.wrong(f"{name} {given!r:.80} is no section", 'write {"key": value, ...}')
         return given if isinstance(given, Mapping) else {}
 
     def number(self, name: str, given: Any) -> float:
-        """What should be a number, also one that is written as text; 0 where it is something else."""
+        """Return a number, also one that is written as text; note the mistake and return 0 for anything else."""
         try:
             if not isinstance(given, bool) and math.isfinite(value := float(given)):
                 return value
@@ -167,23 +231,17 @@ class Findings:
             what, _, mend = str(error).partition("; ")
             self.wrong(where + what, mend or "mend it")
 
-    def look(
-        self,
-        section: Mapping[str, Any],
-        name: str,
-        taken: Collection[str],
-        harmless: Collection[str] = (),
-        refused: Collection[str] | None = None,
-    ) -> None:
+    def look(self, section: Mapping[str, Any], name: str, keys: Keys | None = None) -> None:
         """Look at the keys of a section that are not taken over.
 
         Args:
             section: Its values.
-            name: What it is called, as `zero_optimization.`; empty for the outermost one.
-            taken: The keys that are taken over.
-            harmless: Keys that mean nothing, whatever they say.
-            refused: Keys that are refused unless they are off; None: all that are neither taken nor harmless.
+            name: Its name, as `zero_optimization`; empty for the outermost one.
+            keys: The keys it may have; None: those of `SECTIONS`.
         """
+        may = keys or SECTIONS[name]
+        taken, harmless, refused = may.taken, may.harmless, may.refused
+        name = f"{name}." if name else ""
         known = [*taken, *harmless, *(refused or ())]
         for number, key in enumerate(section):
             if key in taken:

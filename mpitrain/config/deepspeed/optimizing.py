@@ -7,18 +7,19 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from mpitrain.choices import Decay
-from mpitrain.config.deepspeed.keys import Findings
+from mpitrain.config.deepspeed.keys import Findings, Keys
 from mpitrain.config.learning_rate import OneCycle, RangeTest, WarmUp, made
 
 _ADAM = ("adam", "adamw")
 # what each takes over; torch says what it does not know of its other classes
 _KNOWN = {
-    **{name: {"lr", "betas", "eps", "weight_decay", "amsgrad", "foreach", "fused", "maximize"} for name in _ADAM},
-    "lion": {"lr", "betas", "weight_decay"},
-    "muon": {"lr", "weight_decay", "momentum", "nesterov", "ns_steps", "betas", "eps"},
-    "lamb": {"lr", "betas", "eps", "weight_decay", "bias_correction", "min_coeff", "max_coeff"},
+    **{name: {"betas", "eps", "amsgrad", "foreach", "fused", "maximize"} for name in _ADAM},
+    "lion": {"betas"},
+    "muon": {"momentum", "nesterov", "ns_steps", "betas", "eps"},
+    "lamb": {"betas", "eps", "bias_correction", "min_coeff", "max_coeff"},
 }
 _LAMB = {"eps": 1e-8, "min_coeff": 0.01, "max_coeff": 10.0}  # DeepSpeed's defaults where ours are others
+_OURS = {"lion": "Lion", "muon": "Muon", "lamb": "lamb"}
 _ADAMS_OWN = {"adam_w_mode", "bias_correction"}
 # that say how DeepSpeed computes, and not what
 _HARMLESS = {"torch_adam", "set_grad_none", "fp32_optimizer_states", "legacy_fusion", "capturable"}
@@ -41,41 +42,38 @@ _INSTEAD = {
 }
 
 
-def read_optimizer(
-    section: Mapping[str, Any], params: Mapping[str, Any], findings: Findings
-) -> tuple[str, dict[str, Any]] | None:
-    """(class, options), or None where there is none. DeepSpeed's Adam is AdamW unless it is told otherwise."""
-    findings.look(section, "optimizer.", {"type", "params"}, {"legacy_fusion"})
+def read_optimizer(section: Mapping[str, Any], params: Mapping[str, Any], findings: Findings) -> dict[str, Any]:
+    """Return the keys of [optim], none where there is no optimizer. DeepSpeed's Adam is AdamW unless told otherwise."""
+    findings.look(section, "optimizer")
     if not section:
-        return None
+        return {}
     if "type" not in section:
         findings.wrong("optimizer.type is missing", "name a class of torch.optim")
-        return None
+        return {}
     name = str(section["type"])
     kind = name.lower()
     if kind in _INSTEAD:
         findings.wrong(f"optimizer.type {name} has no counterpart here", _INSTEAD[kind])
-        return None
-    options = dict(params)
-    for key in ("lr", "weight_decay"):
-        if key in options:
-            options[key] = findings.number(f"optimizer.params.{key}", options[key])
+        return {}
+    decay = findings.number("optimizer.params.weight_decay", params.get("weight_decay", 0.0))
+    rates = {"lr": findings.number("optimizer.params.lr", params["lr"])} if "lr" in params else {}
+    options = {key: value for key, value in params.items() if key not in ("lr", "weight_decay")}
     if kind in _KNOWN:
         taken = _KNOWN[kind] | (_ADAMS_OWN if kind in _ADAM else set())
-        findings.look(options, "optimizer.params.", taken, _HARMLESS)
+        findings.look(options, "optimizer.params", Keys({*taken, "lr", "weight_decay"}, _HARMLESS))
         options = {key: value for key, value in options.items() if key in taken}
     if kind in _ADAM:
-        return _adam(kind, options, findings)
-    if kind == "lamb":
-        return "lamb", _lamb(options, findings)
-    return {"lion": "Lion", "muon": "Muon"}.get(kind, name), options
+        name, options = _adam(kind, options, findings)
+    elif kind == "lamb":
+        options = _lamb(options, findings)
+    return {"name": _OURS.get(kind, name), "weight_decay": decay, "options": options, **rates}
 
 
 def _adam(kind: str, options: dict[str, Any], findings: Findings) -> tuple[str, dict[str, Any]]:
     decoupled = bool(options.pop("adam_w_mode", True)) or kind == "adamw"
     if options.pop("bias_correction", True):
         return "AdamW" if decoupled else "Adam", options
-    for key in sorted(set(options) - {"lr", "betas", "eps", "weight_decay"}):
+    for key in sorted(set(options) - {"betas", "eps"}):
         if options.pop(key):
             findings.wrong(f"optimizer.params.{key} does not go with bias_correction false", "leave one of them out")
     return "UncorrectedAdamW", options if decoupled else options | {"decoupled": False}
@@ -94,9 +92,9 @@ def _lamb(options: dict[str, Any], findings: Findings) -> dict[str, Any]:
     return options | {"least": least, "most": most, "correct": bool(options.pop("bias_correction", True))}
 
 
-def has_betas(optimizer: tuple[str, Mapping[str, Any]] | None) -> bool:
-    """Whether a schedule that moves the momentum finds betas; where the caller brings the optimizer, it may."""
-    return optimizer is None or "adam" in optimizer[0].lower() or optimizer[0] in ("Lion", "lamb")
+def _has_betas(optim: Mapping[str, Any]) -> bool:
+    """Return whether a schedule that moves the momentum finds betas; an optimizer of the caller may have them."""
+    return not optim or "adam" in optim["name"].lower() or optim["name"] in ("Lion", "lamb")
 
 
 _WARMUPS: dict[str, Decay] = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
@@ -120,17 +118,17 @@ OfDeepSpeed = WarmUp | OneCycle | RangeTest
 
 
 def read_schedule(
-    section: Mapping[str, Any], optimizer: tuple[str, dict[str, Any]] | None, findings: Findings
+    section: Mapping[str, Any], optim: Mapping[str, Any], findings: Findings
 ) -> tuple[OfDeepSpeed | None, tuple[str, dict[str, Any]] | None]:
     """(one of DeepSpeed's schedules, one of torch's); a configuration has at most one."""
-    findings.look(section, "scheduler.", {"type", "params"})
+    findings.look(section, "scheduler")
     if not section or section.get("type") is None:  # as DeepSpeed takes a null
         return None, None
     name, params = str(section["type"]), dict(findings.section("scheduler.params", section.get("params")))
     if name in _CYCLES:
-        return _cycle(name, params, optimizer, findings), None
+        return _cycle(name, params, optim, findings), None
     if name in _WARMUPS:
-        return _warmup(name, params, optimizer, findings), None
+        return _warmup(name, params, optim, findings), None
     if not name:
         names = ", ".join((*_WARMUPS, *_CYCLES))
         findings.wrong("scheduler.type is empty", f"use {names}, or a class of torch.optim.lr_scheduler")
@@ -147,12 +145,10 @@ def read_schedule(
     return None, (name, params)
 
 
-def _warmup(
-    name: str, params: dict[str, Any], optimizer: tuple[str, dict[str, Any]] | None, findings: Findings
-) -> WarmUp:
+def _warmup(name: str, params: dict[str, Any], optim: Mapping[str, Any], findings: Findings) -> WarmUp:
     kind = _WARMUPS[name]
     taken = _TAKEN_OF_COSINE if kind == "cosine" else _TAKEN_OF_RATES
-    findings.look(params, "scheduler.params.", taken - ({"total_num_steps"} if kind == "constant" else set()))
+    findings.look(params, "scheduler.params", Keys(taken - ({"total_num_steps"} if kind == "constant" else set())))
     numbers = {
         key: findings.number(f"scheduler.params.{key}", value)
         for key, value in params.items()
@@ -162,7 +158,7 @@ def _warmup(
         findings.wrong(f"scheduler.params has no total_num_steps for {name}", "give the steps of the whole training")
     if (curve := params.get("warmup_type") or "log") not in _TYPES:
         findings.wrong(f"scheduler.params.warmup_type {curve!r:.80} is unknown", "give log or linear")
-    peak = (optimizer[1] if optimizer else {}).get("lr")
+    peak = optim.get("lr")
     if kind == "linear" and "warmup_max_lr" not in params:
         peak = 1e-3  # which is DeepSpeed's default of this one alone
     return WarmUp(
@@ -177,11 +173,11 @@ def _warmup(
 
 
 def _cycle(
-    name: str, params: dict[str, Any], optimizer: tuple[str, dict[str, Any]] | None, findings: Findings
+    name: str, params: dict[str, Any], optim: Mapping[str, Any], findings: Findings
 ) -> OneCycle | RangeTest | None:
     kind = _CYCLES[name]
     known = {field.name for field in fields(kind)}
-    findings.look(params, "scheduler.params.", known)
+    findings.look(params, "scheduler.params", Keys(known))
     schedule = None
     with findings.noting(f"scheduler.params of {name}: "):
         schedule = made(kind, {key: value for key, value in params.items() if key in known})
@@ -190,7 +186,7 @@ def _cycle(
             "scheduler.params.cycle_second_step_size 0 leaves the cycle no second half",
             "leave it out for as many steps as the first has",
         )
-    if isinstance(schedule, OneCycle) and schedule.cycle_momentum and not has_betas(optimizer):
+    if isinstance(schedule, OneCycle) and schedule.cycle_momentum and not _has_betas(optim):
         findings.ignored.append("scheduler.params.cycle_momentum")  # DeepSpeed moves betas alone, too
         return replace(schedule, cycle_momentum=False)
     return schedule

@@ -1,4 +1,4 @@
-"""From the values of a DeepSpeed configuration to what it asks for in our words."""
+"""From the values of a DeepSpeed configuration to our settings, and to what no setting of ours says."""
 
 from __future__ import annotations
 
@@ -8,18 +8,7 @@ from typing import Any
 
 from mpitrain.choices import Precision
 from mpitrain.config.batch_sizes import accumulation
-from mpitrain.config.deepspeed import keys
-from mpitrain.config.deepspeed.keys import (
-    AUTO,
-    BATCH,
-    FP16_TAKEN,
-    HARMLESS,
-    MONITORS,
-    OFFLOAD_HARMLESS,
-    ZERO_HARMLESS,
-    Findings,
-    is_off,
-)
+from mpitrain.config.deepspeed.keys import AUTO, AUTO_OF, BATCH, DTYPES, MANAGED, MONITORS, SECTIONS, Findings, is_off
 from mpitrain.config.deepspeed.optimizing import OfDeepSpeed, read_optimizer, read_schedule
 from mpitrain.config.parallel import CommSection
 from mpitrain.config.settings import Config
@@ -29,9 +18,36 @@ _LARGEST_POWER = 1000  # of 2
 _LEAST_BUCKET = 1.0  # MiB: some ask for buckets of nothing, so that each tensor goes by itself
 
 
+@dataclass(frozen=True)
+class DeepSpeedConfig:
+    """A DeepSpeed configuration in our settings, and what no setting of ours says.
+
+    Attributes:
+        config: Our settings that ask for the same. `optim` has no name where the configuration has no optimizer.
+        scale: Arguments of the `LossScale`; None where the precision needs none.
+        reduce_dtype: Type in which gradients are added up; None for the parameters' own.
+        any_optimizer: Whether optimizers are taken that are not known to work element by element.
+        schedule: Schedule of the learning rate, where the configuration names one of DeepSpeed's.
+        torch_schedule: (class of torch.optim.lr_scheduler, its options), where it names one of those.
+        trackers: Monitors that are on, each with the settings of a trainer that has the same.
+        without_effect: Keys that were given and mean nothing here.
+        filled: What was put in place of "auto", as `key value (our setting)`.
+    """
+
+    config: Config
+    scale: Mapping[str, Any] | None
+    reduce_dtype: Precision | None
+    any_optimizer: bool
+    schedule: OfDeepSpeed | None
+    torch_schedule: tuple[str, dict[str, Any]] | None
+    trackers: Mapping[str, str]
+    without_effect: tuple[str, ...]
+    filled: tuple[str, ...]
+
+
 def looks_like_deepspeed(values: Mapping[str, Any]) -> bool:
-    """Whether these are the values of a DeepSpeed configuration rather than of ours."""
-    return bool(set(values) & (keys.TAKEN - {"optimizer", "scheduler", "checkpoint"}))
+    """Return whether these are the values of a DeepSpeed configuration rather than of ours."""
+    return bool(set(values) & (set(SECTIONS[""].taken) - {"optimizer", "scheduler", "checkpoint"}))
 
 
 def read_deepspeed(
@@ -49,65 +65,107 @@ def read_deepspeed(
         InputError: Keys cannot be taken over, or contradict each other; one message names them all.
     """
     with refusing(f"{origin} cannot be taken for a DeepSpeed configuration", "compare it with its manual", agreed=True):
-        return _read(values, ranks, Findings(origin), auto)
+        return _read(values, ranks, Findings(origin), auto or Config(), origin)
 
 
-def _read(values: Mapping[str, Any], ranks: int, findings: Findings, auto: Config | None) -> DeepSpeedConfig:
-    values, put_in = filled(values, auto or Config(), findings)
-    findings.look(values, "", keys.TAKEN, keys.HARMLESS, keys.UNSUPPORTED)
-    _look_at_others(values, findings)
-    if not values.get(keys.MANAGED, True):
-        findings.unsupported(f"{keys.MANAGED} false")
-    micro, steps = 0, 1
-    given = [None if values.get(key) is None else findings.whole(key, values[key], 1) for key in keys.BATCH]
-    with findings.noting():
-        micro, steps = accumulation(*given, ranks=ranks, names=keys.BATCH)
-    zero = _zero_section(values.get("zero_optimization"))
-    stage, offload, offload_parameters = _zero(zero, findings)
-    precision, scale = _precision(values, findings)
-    section = findings.section("optimizer", values.get("optimizer"))
-    params = dict(findings.section("optimizer.params", section.get("params")))
-    clip = values.get("gradient_clipping", params.pop("max_grad_norm", None))
-    optimizer = read_optimizer(section, params, findings)
-    schedule, torch_schedule = read_schedule(
-        findings.section("scheduler", values.get("scheduler")), optimizer, findings
-    )
-    trackers, instead = read_monitors(values, findings)
-    read = DeepSpeedConfig(
-        microbatch=micro,
-        accumulate=steps,
-        precision=precision,
-        scale=scale,
-        clip=1.0
-        if clip is None
-        else findings.number("gradient_clipping", clip or 0.0),  # as DeepSpeed clips where nothing is said
-        recompute=_recompute(values.get("activation_checkpointing"), findings),
-        zero=stage,
-        offload=offload,
-        offload_parameters=offload_parameters,
-        reduce_dtype=_reduce_dtype(values, findings),
-        bucket_mb=_bucket_mb(zero.get("reduce_bucket_size"), 4 if precision == "fp32" else 2, findings),
-        any_optimizer=bool(values.get("zero_allow_untested_optimizer", False)),
-        optimizer=optimizer,
-        schedule=schedule,
-        torch_schedule=torch_schedule,
-        trackers=trackers,
-        trackers_instead=instead,
-        without_effect=tuple(findings.ignored),
-        filled=put_in,
-    )
-    findings.tell()
-    return read
-
-
-def _look_at_others(values: Mapping[str, Any], findings: Findings) -> None:
-    """The sections of DeepSpeed's checkpoints and of torch.compile, which ask for nothing unless they are told to."""
-    for key, harmless in {"checkpoint": keys.CHECKPOINT_HARMLESS, "compile": keys.COMPILE_HARMLESS}.items():
+def _read(given: Mapping[str, Any], ranks: int, findings: Findings, auto: Config, origin: str) -> DeepSpeedConfig:
+    filled: list[str] = []
+    values = _filled(given, "", auto, findings, filled)
+    findings.look(values, "")
+    for key in ("checkpoint", "compile"):  # which ask for nothing unless they are told to
         section = findings.section(key, values.get(key))
         if key in values and is_off(section):
             findings.ignored.append(key)
         else:
-            findings.look(section, f"{key}.", (), harmless)
+            findings.look(section, key)
+    if not values.get(MANAGED, True):
+        findings.unsupported(f"{MANAGED} false")
+    micro, steps = 0, 1
+    numbers = [None if values.get(key) is None else findings.whole(key, values[key], 1) for key in BATCH]
+    with findings.noting():
+        micro, steps = accumulation(*numbers, ranks=ranks, names=BATCH)
+    zero = values.get("zero_optimization")
+    if not isinstance(zero, Mapping):  # before there was a section, the key said true for stage 1, or false
+        zero = {"stage": int(bool(zero))}
+    parallel = _zero(zero, findings)
+    precision, scale = _precision(values, findings)
+    section = findings.section("optimizer", values.get("optimizer"))
+    params = dict(findings.section("optimizer.params", section.get("params")))
+    clip = values.get("gradient_clipping", params.pop("max_grad_norm", None))
+    clip = 1.0 if clip is None else findings.number("gradient_clipping", clip or 0.0)  # DeepSpeed's default is 1
+    optim = read_optimizer(section, params, findings)
+    schedule, torch_schedule = read_schedule(findings.section("scheduler", values.get("scheduler")), optim, findings)
+    trackers = _monitors(values, findings)
+    ours = {
+        "train": {
+            "precision": precision,
+            "clip": max(0.0, clip),  # a negative one clips nothing
+            "recompute": _recompute(values.get("activation_checkpointing"), findings),
+            "accumulation": steps,
+            **({"batch": micro * steps * ranks} if micro else {}),
+        },
+        "optim": {**optim, "no_decay": "nothing"},
+        "parallel": parallel,
+        "comm": {"bucket_mb": _bucket_mb(zero.get("reduce_bucket_size"), 4 if precision == "fp32" else 2, findings)},
+    }
+    reduce_dtype = _reduce_dtype(values, findings)
+    findings.tell()
+    return DeepSpeedConfig(
+        Config.from_dict(ours, origin),
+        scale=scale,
+        reduce_dtype=reduce_dtype,
+        any_optimizer=bool(values.get("zero_allow_untested_optimizer", False)),
+        schedule=schedule,
+        torch_schedule=torch_schedule,
+        trackers=trackers,
+        without_effect=tuple(findings.ignored),
+        filled=tuple(filled),
+    )
+
+
+def _filled(
+    values: Mapping[str, Any], section: str, auto: Config, findings: Findings, told: list[str]
+) -> dict[str, Any]:
+    """Return the values of a section with our settings where it says "auto".
+
+    What DeepSpeed has a default for is left out; an "auto" of a key that only tunes its own machinery stays.
+    """
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        name = f"{section}.{key}" if section else key
+        if not isinstance(key, str):
+            prefix = f"{section}." if section else ""
+            findings.wrong(f"{prefix}{key!r:.80} is no name", "write keys as texts")
+        elif isinstance(value, Mapping):
+            found[key] = _filled(value, name, auto, findings, told)
+        elif not isinstance(value, str) or value != AUTO:
+            found[key] = value
+        elif (ours := _setting(name, auto)) is not None:
+            found[key] = ours
+            told.append(f"{name} {ours} ({AUTO_OF[name]})")
+        elif name in AUTO_OF:
+            continue
+        elif name.partition(".")[0] in MONITORS or any(key in keys.harmless for keys in SECTIONS.values()):
+            found[key] = value
+        else:
+            findings.wrong(f'{name} is "auto", for which we have no setting', "give a value")
+    return found
+
+
+def _setting(name: str, auto: Config) -> Any:
+    """Return what an "auto" stands for; None: there is no such setting, or it says nothing."""
+    section, _, key = AUTO_OF.get(name, "").partition(".")
+    if not section:
+        return None
+    settings = getattr(auto, section)
+    value = getattr(settings, key)
+    if key == "precision":
+        return value == ("fp16" if name == "fp16.enabled" else "bf16")
+    if key == "options":
+        return value.get(name.rpartition(".")[2])
+    if name in BATCH:
+        return (value or None) if key in settings.model_fields_set else None
+    return value
 
 
 def _bucket_mb(elements: Any, itemsize: int, findings: Findings) -> float:
@@ -116,25 +174,36 @@ def _bucket_mb(elements: Any, itemsize: int, findings: Findings) -> float:
     return max(_LEAST_BUCKET, findings.number("zero_optimization.reduce_bucket_size", elements) * itemsize / (1 << 20))
 
 
+def _monitors(values: Mapping[str, Any], findings: Findings) -> dict[str, str]:
+    """Return the monitors that are on, each with the settings of a trainer that has the same; ignore the others."""
+    on = {key: instead for key, instead in MONITORS.items() if not is_off(values.get(key))}
+    findings.ignored += [key for key in MONITORS if key in values and key not in on]
+    wandb = values.get("wandb")
+    project = wandb.get("project") if "wandb" in on and isinstance(wandb, Mapping) else None
+    if project and project != AUTO:
+        on["wandb"] += f', monitor.project = "{project}"'
+    return on
+
+
 def _recompute(section: Mapping[str, Any] | None, findings: Findings) -> bool:
-    """Whether activations are recomputed: there is such a section, and not everything in it is off."""
+    """Return whether activations are recomputed: there is such a section, and not everything in it is off."""
     if section is None:
         return False
     section = findings.section("activation_checkpointing", section)
-    findings.look(section, "activation_checkpointing.", (), keys.RECOMPUTE_HARMLESS)
+    findings.look(section, "activation_checkpointing")
     return not section or not all(is_off(value) for value in section.values())
 
 
 def _reduce_dtype(values: Mapping[str, Any], findings: Findings) -> Precision | None:
     section = findings.section("data_types", values.get("data_types"))
-    findings.look(section, "data_types.", {"grad_accum_dtype"})
+    findings.look(section, "data_types")
     found: set[Precision] = set()
     sent = values.get("communication_data_type", "fp32" if values.get("fp32_allreduce") else None)
     for name in (sent, section.get("grad_accum_dtype")):
-        if name is not None and (not isinstance(name, str) or name not in keys.DTYPES):
-            findings.wrong(f"{name!r:.80} is no type to reduce in", f"use one of {sorted(keys.DTYPES)}")
+        if name is not None and (not isinstance(name, str) or name not in DTYPES):
+            findings.wrong(f"{name!r:.80} is no type to reduce in", f"use one of {sorted(DTYPES)}")
         elif name is not None:
-            found.add(keys.DTYPES[name])
+            found.add(DTYPES[name])
     if len(found) > 1:
         findings.wrong(
             "gradients are added up and sent in one type, but communication_data_type and data_types.grad_accum_dtype "
@@ -144,14 +213,9 @@ def _reduce_dtype(values: Mapping[str, Any], findings: Findings) -> Precision | 
     return found.pop() if found else None
 
 
-def _zero_section(given: Any) -> Mapping[str, Any]:
-    """The section; before there was one, the key said true for stage 1, or false."""
-    return given if isinstance(given, Mapping) else {"stage": int(bool(given))}
-
-
-def _zero(section: Mapping[str, Any], findings: Findings) -> tuple[int, str, str]:
-    """(stage, where optimizer states go, where parameters go)."""
-    findings.look(section, "zero_optimization.", keys.ZERO_TAKEN, keys.ZERO_HARMLESS)
+def _zero(section: Mapping[str, Any], findings: Findings) -> dict[str, Any]:
+    """Return the keys of [parallel]: the stage, where optimizer states go, where parameters go."""
+    findings.look(section, "zero_optimization")
     if not section.get("ignore_unused_parameters", True):
         findings.unsupported("zero_optimization.ignore_unused_parameters false")
     stage = section.get("stage", 0)
@@ -163,14 +227,14 @@ def _zero(section: Mapping[str, Any], findings: Findings) -> tuple[int, str, str
     if parameters and stage < 3:  # DeepSpeed looks at it at stage 3 alone
         findings.ignored.append("zero_optimization.offload_param")
         parameters = ""
-    return stage, states, parameters
+    return {"zero": stage, "offload": states, "offload_parameters": parameters}
 
 
 def _offload(section: Mapping[str, Any], key: str, before: str, findings: Findings) -> str:
     """`host`, a folder, or empty for nothing. before: what the key was called in DeepSpeed's first versions."""
     name = f"zero_optimization.{key}"
     offload = findings.section(name, section.get(key)) or ({"device": "cpu"} if section.get(before) else {})
-    findings.look(offload, f"{name}.", {"device", "nvme_path"}, keys.OFFLOAD_HARMLESS)
+    findings.look(offload, name)
     device = offload.get("device", "none")
     if device == "none" and offload:
         findings.ignored.append(name)
@@ -183,173 +247,29 @@ def _offload(section: Mapping[str, Any], key: str, before: str, findings: Findin
     return "host" if device == "cpu" else ""
 
 
-def _precision(values: Mapping[str, Any], findings: Findings) -> tuple[Precision, LossScaling | None]:
-    """(precision, loss scale)."""
+def _precision(values: Mapping[str, Any], findings: Findings) -> tuple[Precision, dict[str, Any] | None]:
+    """Return (precision, arguments of the `LossScale`)."""
     before = values.get("bfloat16")  # what the section was called in DeepSpeed's first versions
     bf16, fp16 = findings.section("bf16", values.get("bf16", before)), findings.section("fp16", values.get("fp16"))
-    findings.look(bf16, "bf16.", {"enabled", "check_grad_overflow"}, keys.BF16_HARMLESS)
+    findings.look(bf16, "bf16")
     if bf16.get("enabled") and fp16.get("enabled"):
         findings.wrong("bf16 and fp16 are both enabled", "choose one")
     if bf16.get("enabled"):
         return "bf16", None
     if not fp16.get("enabled"):
         return "fp32", None
-    findings.look(fp16, "fp16.", keys.FP16_TAKEN, keys.FP16_HARMLESS)
+    findings.look(fp16, "fp16")
     if fixed := findings.number("fp16.loss_scale", fp16.get("loss_scale", 0)):
-        return "fp16", LossScaling(fixed)
+        return "fp16", {"value": fixed}
     power = findings.number("fp16.initial_scale_power", fp16.get("initial_scale_power", 16))
     if abs(power) > _LARGEST_POWER:
         findings.wrong(f"fp16.initial_scale_power {power:g} is out of range", "give a power of 2, as 16")
         power = 0.0
-    dynamic = LossScaling(
-        2.0**power,
-        dynamic=True,
-        patience=findings.whole("fp16.loss_scale_window", fp16.get("loss_scale_window", 1000)),
-        least=findings.number("fp16.min_loss_scale", fp16.get("min_loss_scale", 1)),
-        spare=findings.whole("fp16.hysteresis", fp16.get("hysteresis", 2)) - 1,
-        refill=bool(fp16.get("consecutive_hysteresis", False)),
-    )
-    return "fp16", dynamic
-
-
-@dataclass(frozen=True)
-class LossScaling:
-    """What the loss is multiplied by in fp16.
-
-    Attributes:
-        value: The factor, or where a dynamic one begins.
-        dynamic: Whether it is halved when gradients overflow and doubled after `patience` steps that did not.
-        least: What a dynamic factor does not go below.
-        spare: Overflows that are let pass before it is halved.
-        refill: Whether each good step gives the spare ones back.
-    """
-
-    value: float
-    dynamic: bool = False
-    patience: int = 2000
-    least: float = 1.0
-    spare: int = 0
-    refill: bool = False
-
-
-@dataclass(frozen=True)
-class DeepSpeedConfig:
-    """What a DeepSpeed configuration asks for, in our words.
-
-    Attributes:
-        microbatch: Samples that a rank gives at a time; 0 where nothing is said.
-        accumulate: Backward passes of an update.
-        scale: Of the loss; None where the precision needs none.
-        clip: Largest norm of the gradients; 0 for no clipping.
-        offload: Where optimizer states go: `host`, a folder, or empty for the device.
-        offload_parameters: The same for parameters between their uses, at stage 3.
-        reduce_dtype: In which gradients are added up; None for the parameters' own.
-        any_optimizer: Whether optimizers are taken that are not known to work element by element.
-        optimizer: (class of torch.optim, its options), or None where there is none.
-        schedule: Of the learning rate, where the configuration names one of DeepSpeed's.
-        torch_schedule: (class of torch.optim.lr_scheduler, its options), where it names one of those.
-        trackers: The monitors that are on.
-        trackers_instead: What a configuration of ours has in their place.
-        without_effect: Keys that were given and mean nothing here.
-        filled: What was put in place of "auto", as `key value (whence)`.
-    """
-
-    microbatch: int
-    accumulate: int
-    precision: Precision
-    scale: LossScaling | None
-    clip: float
-    recompute: bool
-    zero: int
-    offload: str
-    offload_parameters: str
-    reduce_dtype: Precision | None
-    bucket_mb: float
-    any_optimizer: bool
-    optimizer: tuple[str, dict[str, Any]] | None
-    schedule: OfDeepSpeed | None
-    torch_schedule: tuple[str, dict[str, Any]] | None
-    trackers: tuple[str, ...]
-    trackers_instead: tuple[str, ...]
-    without_effect: tuple[str, ...]
-    filled: tuple[str, ...] = ()
-
-
-_OURS = {  # section.key of theirs: of ours
-    "gradient_clipping": "train.clip",
-    "optimizer.params.lr": "optim.lr",
-    "optimizer.params.weight_decay": "optim.weight_decay",
-    "scheduler.params.warmup_max_lr": "optim.lr",
-    "scheduler.params.warmup_num_steps": "optim.warmup",
-    "scheduler.params.total_num_steps": "train.steps",
-}
-_BATCH = {"train_batch_size": "batch", "train_micro_batch_size_per_gpu": "microbatch"}
-_PRECISIONS = {"fp16.enabled": "fp16", "bf16.enabled": "bf16", "bfloat16.enabled": "bf16"}
-_LEFT_OUT = {"zero_optimization.reduce_bucket_size", "optimizer.params.betas", "optimizer.params.eps"}
-_LEFT_OUT |= {"scheduler.params.warmup_min_lr", "scheduler.params.warmup_type", *BATCH}
-_LEFT_OUT |= {f"scheduler.params.{key}" for key in ("warmup_min_ratio", "cos_min_ratio")}
-_LEFT_OUT |= {"amp.enabled", "amp.opt_level", *(f"fp16.{key}" for key in FP16_TAKEN - {"enabled"})}
-
-
-def filled(values: Mapping[str, Any], config: Config, findings: Findings) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Put our settings where a configuration says "auto".
-
-    Args:
-        values: Of the DeepSpeed configuration.
-        config: Our settings.
-        findings: Told of an "auto" that stands for nothing of ours.
-
-    Returns:
-        (the values, in which what DeepSpeed has a default for was left out; what was put in, for people).
-    """
-    told: list[str] = []
-    return _section(values, "", config, findings, told), tuple(told)
-
-
-def _section(
-    values: Mapping[str, Any], prefix: str, config: Config, findings: Findings, told: list[str]
-) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        if not isinstance(key, str):
-            findings.wrong(f"{prefix}{key!r:.80} is no name", "write keys as texts")
-            continue
-        name = prefix + key
-        if isinstance(value, Mapping):
-            found[key] = _section(value, f"{name}.", config, findings, told)
-        elif not isinstance(value, str) or value != AUTO:
-            found[key] = value
-        elif (ours := _of(name, config)) is not None:
-            found[key], whence = ours
-            told.append(f"{name} {found[key]} ({whence})")
-        elif name.partition(".")[0] in MONITORS or key in HARMLESS | ZERO_HARMLESS | OFFLOAD_HARMLESS:
-            found[key] = value
-        elif name not in _LEFT_OUT:
-            findings.wrong(f'{name} is "auto", for which we have no setting', "give a value")
-    return found
-
-
-def _of(name: str, config: Config) -> tuple[Any, str] | None:
-    """(the value, our setting) that an "auto" stands for; None: there is none, or it says nothing."""
-    if name in _OURS:
-        section, _, key = _OURS[name].partition(".")
-        return getattr(getattr(config, section), key), _OURS[name]
-    if name in _BATCH and _BATCH[name] in config.train.model_fields_set and getattr(config.train, _BATCH[name]):
-        return getattr(config.train, _BATCH[name]), f"train.{_BATCH[name]}"
-    if name in _PRECISIONS:
-        return config.train.precision == _PRECISIONS[name], "train.precision"
-    option = name.removeprefix("optimizer.params.")
-    if option in ("betas", "eps") and option in config.optim.options:
-        return config.optim.options[option], "optim.options"
-    return None
-
-
-def read_monitors(values: Mapping[str, Any], findings: Findings) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(the monitors that are on, the settings of a trainer that does what they do); those that are off are ignored."""
-    on = [key for key in MONITORS if not is_off(values.get(key))]
-    findings.ignored += [key for key in MONITORS if key in values and key not in on]
-    instead = [MONITORS[key] for key in on]
-    project = values["wandb"].get("project") if "wandb" in on and isinstance(values["wandb"], Mapping) else None
-    if project and project != "auto":
-        instead.append(f'monitor.project = "{project}"')
-    return tuple(on), tuple(instead)
+    return "fp16", {
+        "value": 2.0**power,
+        "dynamic": True,
+        "patience": findings.whole("fp16.loss_scale_window", fp16.get("loss_scale_window", 1000)),
+        "least": findings.number("fp16.min_loss_scale", fp16.get("min_loss_scale", 1)),
+        "spare": findings.whole("fp16.hysteresis", fp16.get("hysteresis", 2)) - 1,
+        "refill": bool(fp16.get("consecutive_hysteresis", False)),
+    }

@@ -29,7 +29,6 @@ from mpitrain.storage.run_folder import CONFIG
 from mpitrain.trainer.device import full_told, set_threads
 from mpitrain.trainer.folder import together
 from mpitrain.trainer.held_out.measuring import evaluated
-from mpitrain.trainer.settings import shared_config
 from mpitrain.trainer.state import OPTIMIZER
 from mpitrain.trainer.trainer import Trainer
 
@@ -95,7 +94,7 @@ class Evaluator(Trainer):
 
     def __init__(self, asked: Asked, flags: Sequence[str], world: Communicator) -> None:
         self.asked = asked
-        super().__init__(shared_config(world, lambda: _settings(asked, flags)), world=world)
+        super().__init__(lambda: _settings(asked, flags), world=world)
 
     def evaluation(self) -> Evaluation:
         """Load and measure. Collective.

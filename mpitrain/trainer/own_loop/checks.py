@@ -1,13 +1,16 @@
-"""What a loop of one's own gives an engine, looked at before anything is computed with it."""
+"""Checks of what a training loop of one's own gives an engine, and the models that have one already."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+from weakref import WeakSet
 
 import torch
+from torch import nn
 
-from mpitrain.errors import InputError
+from mpitrain.comm import Communicator
+from mpitrain.errors import InputError, refusal
 
 # what engines of DeepSpeed and modules of torch have, and what stands for it here
 _INSTEAD = {
@@ -33,7 +36,7 @@ _INSTEAD = {
 
 
 def instead_of(name: str, kind: str) -> str:
-    """What an AttributeError says of a name that engines do not have. kind: The class of the engine."""
+    """Return what an AttributeError says of a name that engines do not have. kind: The class of the engine."""
     instead = f"; here it is {_INSTEAD[name]}" if name in _INSTEAD else ""
     return f"{kind!r} object has no attribute {name!r}{instead}"
 
@@ -63,7 +66,7 @@ def pair(batch: Any) -> tuple[Any, Any]:
 
 
 def samples_in(x: Any) -> int:
-    """How many samples an input has: a tensor, or a tuple, list or mapping of tensors."""
+    """Return how many samples an input has: a tensor, or a tuple, list or mapping of tensors."""
     while not isinstance(x, torch.Tensor):
         x = next(iter(x.values() if isinstance(x, Mapping) else x))
     return len(x)
@@ -80,3 +83,56 @@ def whole_steps(what: str) -> InputError:
 def not_alone() -> InputError:
     """The error of an engine that is taken for DeepSpeed's tuple of four."""
     return InputError("mt.initialize returns the engine alone, which has .optimizer; write engine = mt.initialize(...)")
+
+
+_IN_USE: WeakSet[nn.Module] = WeakSet()  # modules with parameters of their own
+
+
+class GivenModel:
+    """The model that an engine was made of.
+
+    Attributes:
+        names: Of its whole state, in order.
+
+    Raises:
+        InputError: Another engine, which was not closed, has some of it.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.names: Sequence[str] = list(model.state_dict())
+        self._modules = [m for m in model.modules() if any(True for _ in m.parameters(recurse=False))]
+        if any(m in _IN_USE for m in self._modules):
+            raise refusal(
+                f"{type(model).__name__} has an engine already; call that one's close() before mt.initialize makes "
+                "another, or give it a model of its own"
+            )
+        self._frozen: list[tuple[str, nn.Parameter]] = []
+
+    def take(self, module: nn.Module) -> None:
+        """An engine has it now. module: This rank's part of it."""
+        _IN_USE.update(self._modules)
+        self._frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
+
+    def release(self) -> None:
+        """The engine was closed."""
+        _IN_USE.difference_update(self._modules)
+
+    def require_frozen(self) -> None:
+        """Raise InputError for a parameter that is trained only since the engine was made."""
+        if switched := next((name for name, p in self._frozen if p.requires_grad), None):
+            raise InputError(
+                f"{switched} requires gradients, and did not when the engine was made, so that its gradients are "
+                "not reduced; save, close the engine, and make another with mt.initialize"
+            )
+
+
+class ClosedEngine:
+    """Stand-in for the parts of an engine that was closed: whatever is asked of it is an error."""
+
+    def __init__(
+        self, module: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, comm: Communicator
+    ) -> None:
+        self.module, self.optimizer, self.device, self.comm = module, optimizer, device, comm
+
+    def __getattr__(self, name: str) -> Any:
+        raise InputError("the engine was closed; make another with mt.initialize, and load a checkpoint")

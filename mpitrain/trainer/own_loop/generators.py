@@ -55,11 +55,11 @@ class Generators:
         return Part(TensorSpec(self._name, tuple(data.shape), "uint8"), Piece.whole(self._name, data.numel()), data)
 
     def values(self) -> dict[str, Any]:
-        """What a checkpoint has to say beside it."""
+        """Return what a checkpoint has to say beside it."""
         return {"seed": self.seed, "mesh": list(self._mesh.shape)}
 
     def parts_to_load(self, manifest: Manifest) -> list[Part]:
-        """What this rank fills from a checkpoint; `finish_load` then puts it in place."""
+        """Return what this rank fills from a checkpoint; `finish_load` then puts it in place."""
         self._filled, spec = None, manifest.tensors.get(self._name)
         if spec is None or manifest.values.get("random", {}).get("mesh") != list(self._mesh.shape):
             return []
@@ -91,13 +91,13 @@ class DividedDraws:
     def __init__(self, generators: Generators, mesh: Mesh, device: torch.device) -> None:
         self._generators, self._device = generators, device
         self._place = mesh.data.rank * mesh.pipeline.size + mesh.pipeline.rank
-        self._on = (devices.CPU, *((device,) if devices.is_accelerator(device) else ()))
+        self._on = _devices(device)
         self._states: list[torch.Tensor] = []
         self._step = -1
 
     @contextmanager
     def drawing(self, step: int) -> Iterator[None]:
-        """What is computed inside draws the model's numbers of this step, going on from the last such call in it."""
+        """Draw the model's numbers of this step inside, going on from the last such call in it."""
         with devices.generators_kept(self._device):
             if step != self._step:
                 seed_worker(self._generators.seed, step, self._place)
@@ -115,15 +115,19 @@ class DividedDraws:
         self._step = -1
 
 
+def _devices(device: torch.device) -> list[torch.device]:
+    """Return where this process draws numbers: the host and its accelerator."""
+    return [devices.CPU, *([device] if devices.is_accelerator(device) else [])]
+
+
 def _states(device: torch.device) -> dict[str, Any]:
     """The states of this process' generators, as JSON has them."""
     version, words, gauss = random.getstate()
     numbers: Mapping[str, Any] = np.random.get_state(legacy=False)
-    on = [devices.CPU, *([device] if devices.is_accelerator(device) else [])]
     return {
         "python": [version, _text(np.array(words, dtype=np.uint32)), gauss],
         "numpy": _encoded(numbers),
-        "torch": [_text(devices.generator_state(of).numpy()) for of in on],
+        "torch": [_text(devices.generator_state(of).numpy()) for of in _devices(device)],
     }
 
 
@@ -131,13 +135,14 @@ def _restore(states: Mapping[str, Any], device: torch.device) -> None:
     version, words, gauss = states["python"]
     random.setstate((version, tuple(_array(words, np.uint32).tolist()), gauss))
     np.random.set_state(_decoded(states["numpy"]))
-    on = [devices.CPU, *([device] if devices.is_accelerator(device) else [])]
-    for of, state in zip(on, states["torch"], strict=False):  # a run may have gone from the CPU to a device
+    for of, state in zip(
+        _devices(device), states["torch"], strict=False
+    ):  # a run may have gone from the CPU to a device
         devices.set_generator_state(of, torch.from_numpy(_array(state, np.uint8).copy()))
 
 
 def _encoded(value: Any) -> Any:
-    """What NumPy says of a generator, with arrays as text."""
+    """Return what NumPy says of a generator, with arrays as text."""
     if isinstance(value, Mapping):
         return {key: _encoded(each) for key, each in value.items()}
     return {"array": _text(value), "dtype": str(value.dtype)} if isinstance(value, np.ndarray) else value

@@ -1,9 +1,9 @@
-"""The engine of `mpitrain.initialize`: what a training loop of one's own calls, as users of DeepSpeed know it."""
+"""The engines of `mpitrain.initialize`: what a training loop of one's own calls, as users of DeepSpeed know it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,19 @@ from mpitrain.trainer.engine import Engine, Loss
 from mpitrain.trainer.memory import MemoryAccount
 from mpitrain.trainer.optimizing.schedules import next_rate
 from mpitrain.trainer.options import Settings
-from mpitrain.trainer.own_loop.checks import instead_of, not_alone, pair, require_scalar, samples_in
+from mpitrain.trainer.own_loop.checks import (
+    ClosedEngine,
+    GivenModel,
+    instead_of,
+    not_alone,
+    pair,
+    require_scalar,
+    samples_in,
+    whole_steps,
+)
 from mpitrain.trainer.own_loop.generators import DividedDraws, Generators
-from mpitrain.trainer.own_loop.in_use import ClosedEngine, GivenModel
-from mpitrain.trainer.own_loop.optimizer import plain
-from mpitrain.trainer.own_loop.same_optimizer import require_same_optimizer
-from mpitrain.trainer.own_loop.whole_state import whole_state
+from mpitrain.trainer.own_loop.model import plain
+from mpitrain.trainer.own_loop.states import require_same_optimizer, whole_state
 
 ALL = 1 << 30  # checkpoints kept: the caller removes them
 
@@ -65,7 +72,7 @@ class TrainingEngine:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """Of this rank's part."""
+        """Optimizer of this rank's part."""
         return self._engine.optimizer
 
     @property
@@ -80,7 +87,7 @@ class TrainingEngine:
 
     @property
     def data_size(self) -> int:
-        """How many ranks take different samples: the `num_replicas` of a DistributedSampler."""
+        """Number of ranks that take different samples: the `num_replicas` of a DistributedSampler."""
         return self._engine.comm.size
 
     @property
@@ -95,15 +102,12 @@ class TrainingEngine:
 
     @contextmanager
     def _computing(self) -> Iterator[None]:
-        """What the model computes in a step is computed inside."""
+        """Let the model draw its random numbers of this step, and name memory that lacks."""
         with ExitStack() as stack:
             stack.enter_context(full_told(self.device))
             if self._draws is not None:
                 stack.enter_context(self._draws.drawing(self.steps))
             yield
-
-    def _full_told(self) -> AbstractContextManager[None]:
-        return full_told(self.device)
 
     @property
     def lr(self) -> float:
@@ -151,7 +155,7 @@ class TrainingEngine:
         if self._passes == 0:
             self._engine.sharding.gradients.zero()
         share = 1.0 / (self.settings.accumulate * self._engine.comm.size)
-        with self._full_told():
+        with full_told(self.device):
             self._engine.backward(loss * share, reduce=self.at_boundary)
 
     def step(self) -> bool:
@@ -177,7 +181,7 @@ class TrainingEngine:
 
     def _update(self) -> None:
         """Update the parameters with the gradients of a whole step, and what follows from its number."""
-        with self._full_told():
+        with full_told(self.device):
             result = self._engine.step(self._next_rate())
         if self._scheduler is not None and not result.skipped:
             self._scheduler.step()
@@ -186,7 +190,8 @@ class TrainingEngine:
 
     def _next_rate(self) -> float | None:
         """The learning rate of the coming update; None where the optimizer has it."""
-        schedule, update = self.settings.schedule, self.steps - self.skipped * self.settings.skips
+        schedule, deepspeed = self.settings.schedule, self.settings.deepspeed is not None
+        update = self.steps - self.skipped * deepspeed  # which steps no schedule after an update that was skipped
         if not isinstance(schedule, WarmUp) or schedule.peak is not None:
             return None if schedule is None else next_rate(schedule, self.optimizer, update)
         for group, own in zip(self.optimizer.param_groups, self._own_rates, strict=True):
@@ -234,7 +239,7 @@ class TrainingEngine:
         on = self.device if self._engine.pipeline is None else CPU  # where a pipeline tells its losses
         sums = torch.zeros(2, dtype=torch.float64, device=on)
         for batch in batches:
-            with self._full_told():
+            with full_told(self.device):
                 x, y = moved(pair(batch), self.device)
                 count = samples_in(x)
                 sums[0] += self._engine.evaluate(x, y).double() * count
@@ -367,3 +372,42 @@ class TrainingEngine:
             self.mesh.tensor.free()
         self._given.release()
         self._engine = self._store = ClosedEngine(self.module, self.optimizer, self.device, self._engine.comm)
+
+
+class PipelineEngine(TrainingEngine):
+    """A model in stages: all microbatches of a step go through them together, by `train_batch`.
+
+    Ranks of one pipeline give the same microbatches; x is used on the first stage, y on the last. On the others tensors
+    of the same shapes will do.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise whole_steps("engine(...)")
+
+    def backward(self, loss: torch.Tensor) -> None:
+        raise whole_steps("engine.backward")
+
+    def step(self) -> bool:
+        raise whole_steps("engine.step")
+
+    def train_batch(self, batches: Iterator[tuple[Any, Any]]) -> float:
+        """A whole step on the next microbatches (x, y) of an iterator, as many as a step has. Collective.
+
+        Returns:
+            The mean loss over microbatches and data-parallel ranks, on every rank.
+
+        Raises:
+            InputError: The iterator ends in the middle of a step.
+            StopIteration: It has ended before.
+        """
+        self._given.require_frozen()
+        count, data = self.settings.accumulate, self._engine.comm
+        microbatches = [self._next(batches, number) for number in range(count)]
+        self._engine.sharding.gradients.zero()
+        with self._computing():
+            microbatches = moved(microbatches, self.device)
+            loss = self._engine.through_pipeline(microbatches, [1.0 / (count * data.size)] * count)
+        total = torch.tensor([loss], dtype=torch.float64)
+        data.all_reduce(total)
+        self._update()
+        return float(total)
