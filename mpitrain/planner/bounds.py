@@ -118,8 +118,22 @@ class Bounds:
         self._slowest = lru_cache(maxsize=None)(_slowest)
 
     def at_least(self, layout: ParallelLayout) -> float:
-        """Seconds that a step takes at least: computing, exchanging, and the pipeline's filling and draining."""
-        return self._seconds(layout, self._waited(layout))
+        """Seconds that a step takes at least: computing, exchanging, and the pipeline's filling and draining.
+
+        They are those of the variant of the layout that takes least.
+        """
+        waited = self._waited(layout)
+        work, stages = self._work_of(layout), layout.pipeline
+        turns = self._of.turns(self._of.places(layout))
+        each = (work.seconds + work.least_again * layout.recompute) * turns + sum(work.exchanged)
+        if layout.tensor > 1 and not layout.sequence:
+            each = (work.least + work.least_again * layout.recompute) * turns
+        count = self._of.model.batch / layout.data / layout.microbatch
+        each *= layout.slices
+        if stages == 1 or waited == 0.0:
+            return each * count / stages
+        count = max(count, 1.0)
+        return each * waited / (1.0 - (1.0 - waited / count) ** stages)
 
     def guess(self, layout: ParallelLayout) -> float:
         """About the seconds of a step, with the best cut: the order in which layouts are looked at."""
@@ -202,20 +216,6 @@ class Bounds:
         if layout.schedule in ("1f1b", "gpipe"):
             return 1.0
         return self._work_of(layout).forward if layout.schedule == "zero-bubble" else 0.0
-
-    def _seconds(self, layout: ParallelLayout, waited: float) -> float:
-        """Seconds of all passes through a stage, of the variant of the layout that takes least."""
-        work, stages = self._work_of(layout), layout.pipeline
-        turns = self._of.turns(self._of.places(layout))
-        each = (work.seconds + work.least_again * layout.recompute) * turns + sum(work.exchanged)
-        if layout.tensor > 1 and not layout.sequence:
-            each = (work.least + work.least_again * layout.recompute) * turns
-        count = self._of.model.batch / layout.data / layout.microbatch
-        each *= layout.slices
-        if stages == 1 or waited == 0.0:
-            return each * count / stages
-        count = max(count, 1.0)
-        return each * waited / (1.0 - (1.0 - waited / count) ** stages)
 
     def _work_of(self, layout: ParallelLayout) -> _Work:
         alone = layout.data == 1

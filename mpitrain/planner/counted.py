@@ -9,10 +9,9 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import log
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,8 +24,7 @@ _ATEN = torch.ops.aten
 _NOTHING = ("empty", "new_empty", "empty_like", "empty_strided", "detach", "_local_scalar_dense", "_unsafe_view")
 
 
-@dataclass(frozen=True)
-class CountedOperation:
+class CountedOperation(NamedTuple):
     """An operation of PyTorch.
 
     Attributes:

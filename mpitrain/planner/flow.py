@@ -24,6 +24,7 @@ class Flow:
 
     Attributes:
         microbatches: That the steps of the whole schedule count (slices of them, where there are slices).
+        held: Bytes of activations that each rank holds at most, of those that each stage keeps of a microbatch.
     """
 
     def __init__(self, name: str, ranks: int, microbatches: int, chunks: int = 1, slices: int = 1) -> None:
@@ -31,7 +32,7 @@ class Flow:
         self._count = microbatches
         self.microbatches = microbatches * slices
         self._shape = ranks, chunks, slices
-        self._held = lru_cache(maxsize=64)(self._find_held)
+        self.held = lru_cache(maxsize=64)(self._find_held)
 
     @property
     def shape(self) -> Schedule:
@@ -53,10 +54,6 @@ class Flow:
         ranks, chunks, slices = self._shape
         prepared = _prepared(self._name, ranks, self._count, chunks, slices)
         return prepared.ends_on_shared_cores(costs, nodes, cores, message)
-
-    def held(self, activations: tuple[float, ...]) -> list[float]:
-        """Bytes of activations that each rank holds at most. activations: that each stage keeps of a microbatch."""
-        return self._held(activations)
 
     def _find_held(self, activations: tuple[float, ...]) -> list[float]:
         return self._extended(_FULL, lambda prepared: prepared.held(activations))

@@ -98,14 +98,9 @@ def merged(first: Values, second: Values) -> Values:
 
     A table of matrix products is taken as a whole for each precision, times of collectives size by size.
     """
-    found = {**first, **second}
-    for section in first.keys() & second.keys() & SECTIONS.keys():
-        a, b = first[section], second[section]
-        found[section] = {**a, **b}
-        if "matrix" in a and "matrix" in b:
-            found[section]["matrix"] = {**a["matrix"], **b["matrix"]}
+    found = _nested(first, second, 3)
     if _COLLECTIVES in first and _COLLECTIVES in second:
-        found[_COLLECTIVES] = _nested(first[_COLLECTIVES], second[_COLLECTIVES])
+        found[_COLLECTIVES] = _nested(first[_COLLECTIVES], second[_COLLECTIVES], 3)
     origins = [values["origin"] for values in (first, second) if values.get("origin")]
     if origins:
         found["origin"] = "; ".join(dict.fromkeys(origins))
@@ -228,9 +223,10 @@ def _rows(said: Values) -> Iterator[Measured]:
                 yield Measured(operation, algorithm, int(match[1]), int(match[2]), match[3], nbytes, seconds)
 
 
-def _nested(first: Values, second: Values) -> Values:
-    both = {name: _nested(first[name], second[name]) for name in first if isinstance(second.get(name), dict)}
-    return {**first, **second, **both}
+def _nested(first: Values, second: Values, levels: int) -> Values:
+    """Return both together; below so many levels a table is taken as a whole."""
+    deeper = [name for name in first if levels > 1 and isinstance(second.get(name), dict)]
+    return {**first, **second, **{name: _nested(first[name], second[name], levels - 1) for name in deeper}}
 
 
 def _unknown(path: str, name: str) -> InputError:

@@ -227,13 +227,13 @@ def between(a: Any, b: Any, along: float) -> Any:
         b: As much for another number of samples; where this did other operations, it is what is returned.
         along: Where.
     """
+    if isinstance(a, int | float):
+        return max(0.0, a + (b - a) * along)
+    if isinstance(a, CountedOperation):
+        return CountedOperation(b.name, *(between(x, y, along) for x, y in zip(a[1:], b[1:], strict=True)))
+    if isinstance(a, AxisExchange):
+        return replace(b, nbytes=round(between(a.nbytes, b.nbytes, along)))
     if isinstance(a, tuple):
         alike = [getattr(each, "name", "") for each in a] == [getattr(each, "name", "") for each in b]
         return tuple(between(x, y, along) for x, y in zip(a, b, strict=True)) if alike else b
-    if isinstance(a, int | float):
-        return max(0.0, a + (b - a) * along)
-    if isinstance(a, AxisExchange):
-        return replace(b, nbytes=round(between(a.nbytes, b.nbytes, along)))
-    if not isinstance(a, Observed | CountedOperation):
-        return b
     return replace(b, **{each.name: between(getattr(a, each.name), getattr(b, each.name), along) for each in fields(a)})

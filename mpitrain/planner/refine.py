@@ -290,7 +290,10 @@ def _units(blocks: Sequence[BlockCost]) -> list[tuple[str, ...]]:
         unit_of[weight.name] = key
         if layer not in units.setdefault(key, []):
             units[key].append(layer)
-    return [(f"{key}.*",) if _shared(key, layers) else tuple(layers) for key, layers in units.items()]
+    return [
+        (f"{key}.*",) if all(layer.startswith(f"{key}.") for layer in layers) else tuple(layers)  # all of one module
+        for key, layers in units.items()
+    ]
 
 
 def _parent(weight: Weight, blocks: Sequence[BlockCost]) -> str:
@@ -299,11 +302,6 @@ def _parent(weight: Weight, blocks: Sequence[BlockCost]) -> str:
     around = layer.rpartition(".")[0]
     inside = any(around == block.name or around.startswith(f"{block.name}.") for block in blocks)
     return around if inside else layer
-
-
-def _shared(key: str, layers: Sequence[str]) -> bool:
-    """Whether a unit is all that lies in one module."""
-    return all(layer.startswith(f"{key}.") for layer in layers)
 
 
 def _classes(model: ModelProfile, base: Divided, units: Sequence[tuple[str, ...]]) -> list[list[tuple[str, ...]]]:

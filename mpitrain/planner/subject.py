@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any, cast
 
@@ -325,7 +326,7 @@ class Subject:
             blocks = [(name, blocks[first][1]) for (name, _), first in zip(blocks, like, strict=True)]
             self._check_slices(blocks, divided.slices)
             on = device or torch.device("cpu")
-            samples = _Samples(self.shapes, divided.slices, precision, self._values(), on)
+            samples = partial(self._samples, divided.slices, on)
         module.train()
         return Cut(module, blocks, task.loss, axis, data, mode, divided.slices, samples, precision, like)
 
@@ -374,37 +375,24 @@ class Subject:
                 memo[id(tensor)] = fake
         return Task(*copy.deepcopy((self._task.module, self._task.loss), memo))
 
-    def _values(self) -> tuple[int, int]:
-        tokens = self._description.vocabulary or 1
-        return tokens, len(self._description.classes or ()) or tokens
+    def _samples(self, slices: int, device: torch.device, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Make samples: floats are normally distributed, integers spread over what there is."""
+        tokens, made = self._description.vocabulary or 1, list[torch.Tensor]()
+        counts = tokens, len(self._description.classes or ()) or tokens
+        for (shape, dtype), count in zip(self.shapes, counts, strict=True):
+            size = (samples, *(shape if slices == 1 else (-(-shape[0] // slices), *shape[1:])))
+            floating = dtype.is_floating_point
+            made.append(
+                torch.randn(size, device=device) if floating else torch.randint(count, size, dtype=dtype, device=device)
+            )
+        x, y = made
+        return x.to(DTYPES[self.config.train.precision]) if x.is_floating_point() else x, y
 
     def _check_slices(self, blocks: list[tuple[str, nn.Module]], slices: int) -> None:
         if slices > 1:
             x, y = (torch.empty(1, *shape, device="meta") for shape, _ in self.shapes)
             slice_sequences([(x, y)], [1.0], slices)
         require_look_back(self.module, blocks, slices)
-
-
-@dataclass(frozen=True)
-class _Samples:
-    """Makes samples: floats are normally distributed, integers spread over what there is."""
-
-    shapes: list[tuple[tuple[int, ...], torch.dtype]]
-    slices: int
-    precision: Precision
-    values: tuple[int, int]  # how many there are of x and y, where they are integers
-    device: torch.device
-
-    def __call__(self, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
-        x, y = (self._made(samples, *each, values) for each, values in zip(self.shapes, self.values, strict=True))
-        return x.to(DTYPES[self.precision]) if x.is_floating_point() else x, y
-
-    def _made(self, samples: int, shape: tuple[int, ...], dtype: torch.dtype, values: int) -> torch.Tensor:
-        if self.slices > 1:
-            shape = (-(-shape[0] // self.slices), *shape[1:])
-        if dtype.is_floating_point:
-            return torch.randn(samples, *shape, device=self.device)
-        return torch.randint(values, (samples, *shape), dtype=dtype, device=self.device)
 
 
 def description_of(config: Config) -> Description:
