@@ -14,14 +14,13 @@ from torch import nn
 
 from mpitrain.config.parallel import ParallelSection
 from mpitrain.errors import refusal
-from mpitrain.layout import is_replicated
 from mpitrain.mesh import Mesh, conflict
+from mpitrain.ownership import Axes, owners_of
 from mpitrain.pipe.partition import listed_blocks
 from mpitrain.pipe.pipeline import Pipeline
 from mpitrain.pipe.schedules import default_microbatches
 from mpitrain.pipe.slices import require_look_back
 from mpitrain.shard import placement
-from mpitrain.shard.axes import Axes
 from mpitrain.shard.flat import blocks_of
 from mpitrain.tensor import ParallelStyle, parallelize
 from mpitrain.trainer.device import move
@@ -84,13 +83,8 @@ def divide(
     elif recompute:
         recompute_blocks(module)
     move(module, device)
-    uncounted = {p for name, p in module.named_parameters() if name in elsewhere}
-
-    def counted(parameter: nn.Parameter) -> bool:
-        once = is_replicated(parameter) and mesh.tensor.rank > 0
-        return not once and parameter not in uncounted
-
-    return DividedModel(module, Axes((mesh.pipeline, mesh.tensor), counted, pipeline, aliases), found)
+    owners = owners_of(module, mesh.tensor.rank, elsewhere)
+    return DividedModel(module, Axes((mesh.pipeline, mesh.tensor), owners, pipeline, aliases), found)
 
 
 def make_pipeline(

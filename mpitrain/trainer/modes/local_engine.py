@@ -31,7 +31,7 @@ from mpitrain.loose.averaging import Averaging
 from mpitrain.loose.flat_slice import FlatSlice, by_kind
 from mpitrain.loose.groups import Grouping
 from mpitrain.loose.outer import make_outer
-from mpitrain.shard.axes import Axes
+from mpitrain.ownership import Axes
 from mpitrain.shard.ddp import broadcast_state
 from mpitrain.shard.flat import numbered
 from mpitrain.trainer.engine import Engine, StepResult

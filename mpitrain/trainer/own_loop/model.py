@@ -13,7 +13,7 @@ from mpitrain.comm import Communicator
 from mpitrain.config.parallel import ParallelSection
 from mpitrain.errors import refusal
 from mpitrain.mesh import Mesh
-from mpitrain.shard.axes import Axes
+from mpitrain.ownership import Axes
 from mpitrain.shard.ddp import broadcast_state
 from mpitrain.shard.flat import blocks_of
 from mpitrain.tensor import plan_for
