@@ -19,7 +19,7 @@ WORDS = {
     "loose": "parameter server, averages of replicas", "planner": "seconds and bytes of layouts, without ranks",
     "backend": "torch.distributed", "data": "HDF5", "models": "gpt, resnet, HF", "shard": "DDP, ZeRO", "pipe": "stages",
     "tensor": "divided layers", "checkpoint": "HDF5", "monitor": "what is seen",
-    "layers": "what PyTorch lacks", "mesh": "ranks along the axes",
+    "layers": "what PyTorch lacks", "mesh": "ranks along the axes", "ownership": "who acts for copies",
     "layout": "which rank owns which slice of which tensor",
     "config": "every setting, declared once",
     "comm": "collectives, memory, failures; it alone knows MPI",

@@ -204,7 +204,14 @@ class Store:
     # -- saving
 
     def save(
-        self, step: int, parts: Sequence[Part], values: Values, *, background: bool = False, durable: bool = False
+        self,
+        step: int,
+        parts: Sequence[Part],
+        values: Values,
+        *,
+        background: bool = False,
+        durable: bool = False,
+        owned: bool = False,
     ) -> Path:
         """Write a checkpoint of what the ranks hold together, when the last save has ended.
 
@@ -214,6 +221,7 @@ class Store:
             values: What is kept beside the tensors, as JSON has it; rank 0's count.
             background: Return when the parts are copied, and write from a thread.
             durable: Write into the run folder also where the checkpoint would only go onto the nodes' disks.
+            owned: Each piece is among one rank's parts alone (see `mpitrain.ownership`); no comparison is needed.
 
         Returns:
             The folder of the checkpoint.
@@ -231,7 +239,7 @@ class Store:
             self._layout = FileLayout(saving, self._nodes, self._files)
         if background:
             require_threads(self.comm)
-        parts = self._replicas.written_here(self.comm, parts)
+        parts = parts if owned else self._replicas.written_here(self.comm, parts)
         shared = self._local is None or durable or self._since_flush + 1 >= self.flush_every
         self._since_flush = 0 if shared else self._since_flush + 1
         write = partial(self._write, step, shared=shared, best=self.best)

@@ -8,6 +8,5 @@ gradients, reducer, in_place    the placements of gradients, and how backward fi
 flat_parameters, update, offload
                                 what this rank's optimizer updates, and where its states are
 virtual_workers                 the parts that a global batch is always divided into
-ddp, join                       DistributedDataParallel, the replicated case by itself
-axes                            the module's place in a mesh of more axes
+ddp                             DistributedDataParallel, the replicated case by itself
 """

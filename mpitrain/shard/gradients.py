@@ -79,9 +79,10 @@ class Gradients(ABC):
     def settle(self) -> None:
         """Take over what the parameters' `.grad` are now, with zeros where there is none."""
 
-    @abstractmethod
     def scale(self, factor: float) -> None:
         """Multiply the reduced gradients, in place."""
+        for flat in self.flat:
+            flat.mul_(factor)
 
     @abstractmethod
     def own(self, group: int, lo: int, hi: int) -> torch.Tensor:
@@ -291,15 +292,11 @@ class WholeGradients(Gradients):
                 self._stale.remove(parameter)
                 view.zero_()
 
-    def scale(self, factor: float) -> None:
-        for flat in self.flat:
-            flat.mul_(factor)
-
     def own(self, group: int, lo: int, hi: int) -> torch.Tensor:
         return self._arenas[group].tensor[lo:hi]
 
     def nbytes(self) -> tuple[int, int]:
-        return sum(flat.numel() * flat.element_size() for flat in self.flat), 0
+        return sum(flat.nbytes for flat in self.flat), 0
 
     def free(self) -> None:
         for parameter, (view, _) in self._views.items():
@@ -476,12 +473,7 @@ class ShardedGradients(Gradients):
         return self._shards[group][begin : begin + hi - lo]
 
     def nbytes(self) -> tuple[int, int]:
-        slots = sum(s.tensor.numel() * s.tensor.element_size() for slots in self._slots for s in slots)
-        return sum(s.numel() * s.element_size() for s in self._shards), slots
-
-    def scale(self, factor: float) -> None:
-        for shard in self._shards:
-            shard.mul_(factor)
+        return sum(s.nbytes for s in self._shards), sum(s.tensor.nbytes for slots in self._slots for s in slots)
 
     def free(self) -> None:
         for readers in self._readers:

@@ -181,12 +181,11 @@ class MatrixGather:
     Args:
         sharding: What the matrices are shared by.
         chosen: The flat parameters that are such matrices, or stretches of them.
-        axes: The other axes of the mesh that have several ranks.
+        tensor: The tensor axis; None where it has one rank.
     """
 
-    def __init__(self, sharding: Sharding, chosen: Sequence[FlatParameter], axes: Sequence[Communicator]) -> None:
-        self._sharding = sharding
-        self._tensor = next((axis for axis in axes if axis.label.split("/")[-1] == "tensor"), None)
+    def __init__(self, sharding: Sharding, chosen: Sequence[FlatParameter], tensor: Communicator | None) -> None:
+        self._sharding, self._tensor = sharding, tensor
         self._whole = not sharding.stage.states or sharding.shard.size == 1
         self._scratch: dict[str, torch.Tensor] = {}
         self.follow(chosen)
@@ -325,17 +324,3 @@ def _views(matrix: torch.Tensor, part: Slice) -> Iterator[tuple[torch.Tensor, in
     for box in part.boxes:
         yield matrix.view(box.outer, box.dim, box.inner)[:, box.start : box.stop], begin, box
         begin += box.numel
-
-
-def gather_matrices(sharding: Sharding, axes: Sequence[Communicator]) -> bool:
-    """Let the parts of an optimizer that need whole matrices gather them; returns whether there are such. Collective.
-
-    axes: The other axes of the mesh that have several ranks.
-    """
-    parts: Sequence[torch.optim.Optimizer] = getattr(sharding.optimizer, "parts", [sharding.optimizer])
-    found = [part for part in parts if isinstance(part, Muon)]
-    for part in found:
-        values = {value for group in part.param_groups for value in group["params"]}
-        chosen = [flat for flat in sharding.flat_parameters if flat.value in values]
-        part.gather = MatrixGather(sharding, chosen, axes)
-    return bool(found)

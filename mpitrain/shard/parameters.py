@@ -68,9 +68,9 @@ class Parameters(ABC):
     def own(self, group: int, lo: int, hi: int) -> torch.Tensor:
         """Elements [lo, hi) of a group's layout, which lie in one share of this rank: a view, to be updated."""
 
-    @abstractmethod
     def publish(self) -> None:
         """Show every rank what each of them wrote into its shares. Collective."""
+        return
 
     @abstractmethod
     def nbytes(self) -> float:
@@ -120,11 +120,8 @@ class ReplicatedParameters(Parameters):
         ((number, first, last, _),) = self._groups[group].layout.within(lo, hi)
         return self._groups[group].parameters[number].data.view(-1)[first:last]
 
-    def publish(self) -> None:
-        """Nothing is to be done: every rank has updated all of them."""
-
     def nbytes(self) -> float:
-        return sum(p.numel() * p.element_size() for group in self._groups for p in group.parameters)
+        return sum(p.nbytes for group in self._groups for p in group.parameters)
 
     def free(self) -> None:
         """Nothing is to be done."""
@@ -154,7 +151,7 @@ class PrivateParameters(Parameters):
                 self._shard.all_gather(bucket, arena.tensor[lo:hi])
 
     def nbytes(self) -> float:
-        return sum(a.tensor.numel() * a.tensor.element_size() for a in self._arenas)
+        return sum(arena.tensor.nbytes for arena in self._arenas)
 
     def free(self) -> None:
         for group, arena in zip(self._groups, self._arenas, strict=True):
@@ -210,7 +207,7 @@ class NodeParameters(Parameters):
             copy.publish()
 
     def nbytes(self) -> float:
-        return sum(c.tensor.numel() * c.tensor.element_size() for c in self._copies) / self._comm.local_size
+        return sum(copy.tensor.nbytes for copy in self._copies) / self._comm.local_size
 
     def gathered(self, microbatches: int) -> list[Gathered]:
         return [] if self._carriers is None else [Gathered(self.nbytes(), self._carriers.size, 1)]
@@ -369,7 +366,7 @@ class ShardedParameters(Parameters):
                     current_stream(group.device).wait_event(read)
                 return buffer
         buffer = torch.empty(length if root else self._longest[g], dtype=group.dtype, device=group.device)
-        self._pool_bytes += buffer.numel() * buffer.element_size()
+        self._pool_bytes += buffer.nbytes
         return buffer
 
     def _begin_unshard(self, unit: _Unit) -> None:
@@ -493,9 +490,6 @@ class ShardedParameters(Parameters):
     def own(self, group: int, lo: int, hi: int) -> torch.Tensor:
         begin = self._groups[group].in_shares(lo, self._shard.rank)
         return self._shares[group][begin : begin + hi - lo]
-
-    def publish(self) -> None:
-        """The next gather shows what was written."""
 
     def nbytes(self) -> float:
         return sum(share.nbytes for share in self._shares)

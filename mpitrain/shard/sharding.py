@@ -13,7 +13,7 @@ training keeps WholeGradients at every stage, because it sums the gradients of s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
 
@@ -25,6 +25,7 @@ from mpitrain.comm.collectives.node_memory import NodeCopy
 from mpitrain.comm.compression import Compression
 from mpitrain.comm.memory.device import is_accelerator
 from mpitrain.errors import refusal
+from mpitrain.ownership import DATA, Axes
 from mpitrain.shard.flat import MULTIPLE, FlatGroup, flat_groups, in_backward_order, members, unit_groups, units_of
 from mpitrain.shard.flat_parameters import (
     FlatParameter,
@@ -94,11 +95,10 @@ class Sharding:
         optimizer: Of those parameters; where states are sharded it is handed this rank's flat parameters instead.
         comm: The data-parallel ranks.
         options: How everything is placed.
-        counted: Whether a parameter's gradient belongs to this rank's part of the norm (False for what a rank of
-            another axis counts).
-        staged: The module is a stage of a pipeline, whose gradients are added up without backward hooks.
+        axes: The module's place in a mesh of more axes.
 
     Attributes:
+        owners: Records of the module's parameters.
         shard: The ranks that shares are divided over.
         replicas: The ranks that have the same share as this one; None where there are no others.
         share: The number of this rank's share; None where it has none.
@@ -117,13 +117,11 @@ class Sharding:
         optimizer: torch.optim.Optimizer,
         comm: Communicator,
         options: Options,
-        counted: Callable[[nn.Parameter], bool] = lambda p: True,
-        *,
-        staged: bool = False,
+        axes: Axes | None = None,
     ) -> None:
         self.module, self.optimizer, self.comm, self.options = module, optimizer, comm, options
-        self.stage = STAGES[options.zero]
-        self._staged = staged
+        self.stage, axes = STAGES[options.zero], axes or Axes()
+        self._staged = axes.pipeline is not None  # stages' gradients are added up without backward hooks
         self._made: list[Communicator] = []
         self.files: MappedFiles | None = None
         self.shard, self.replicas = self._ranks()
@@ -134,13 +132,16 @@ class Sharding:
             raise refusal("the model has no parameter to train; let some require a gradient")
         self.groups, self.parameters = self._place_parameters(named)
         refuse_strangers(optimizer, self.groups)
+        self.owners = {p: axes.owner(name, p) for p, name in names.items()}
+        for p in (p for group in self.groups for p in group.parameters) if self.stage.states else ():
+            self.owners[p] = replace(self.owners[p], divided=(*self.owners[p].divided, DATA))
         gradients = self._place_gradients()
-        whose = None if staged else module  # split backward passes take weight gradients out of autograd's
+        whose = None if self._staged else module  # split backward passes take weight gradients out of autograd's
         forget = not self.stage.states
         self.reducer = Reducer(gradients, names, whose, unused_allowed=True, forget_unused=forget)
         if self.stage.states:
             self.reducer.used = set()
-        self.flat_parameters = self._flat_parameters(gradients, counted)
+        self.flat_parameters = self._flat_parameters(gradients, lambda p: self.owners[p].first)
         if self.stage.states or any(s.stored is not None for s in self.flat_parameters):
             hand_over(optimizer, self.flat_parameters)
         elif not has_stepped(optimizer):

@@ -246,17 +246,3 @@ def _divided(parameters: Sequence[nn.Parameter], tensor: Communicator | None) ->
             "parallel.tensor to 1"
         )
     return divided
-
-
-def gather_norms(sharding: Sharding, axes: Sequence[Communicator]) -> bool:
-    """Let the parts of an optimizer that need norms of whole parameters sum them; returns whether there are such.
-
-    Collective. axes: The other axes of the mesh that have several ranks.
-    """
-    parts: Sequence[torch.optim.Optimizer] = getattr(sharding.optimizer, "parts", [sharding.optimizer])
-    found = [part for part in parts if isinstance(part, TrustRatios)]
-    tensor = next((axis for axis in axes if axis.label.split("/")[-1] == "tensor"), None)
-    for part in found:
-        values = {value for group in part.param_groups for value in group["params"]}
-        part.gather = SquaresSum(sharding, [flat for flat in sharding.flat_parameters if flat.value in values], tensor)
-    return bool(found)

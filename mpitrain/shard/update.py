@@ -16,11 +16,11 @@ from mpitrain.comm import Communicator
 from mpitrain.comm.memory.device import is_accelerator
 from mpitrain.layout import split
 from mpitrain.shard.flat_parameters import FlatParameter
-from mpitrain.shard.muon import gather_matrices
+from mpitrain.shard.muon import MatrixGather, Muon
 from mpitrain.shard.offload import MappedFiles
 from mpitrain.shard.placement import SCRATCH
 from mpitrain.shard.sharding import EXACT_BLOCK, Sharding
-from mpitrain.shard.trust_ratio import gather_norms
+from mpitrain.shard.trust_ratio import SquaresSum, TrustRatios
 
 SCALE = "lr_scale"  # in a parameter group: its learning rate over that of the step
 
@@ -36,8 +36,7 @@ class Updater:
 
     def __init__(self, sharding: Sharding, axes: Sequence[Communicator] = (), files: MappedFiles | None = None) -> None:
         self._sharding, self._axes, self._files = sharding, list(axes), files
-        asking = gather_matrices(sharding, self._axes), gather_norms(sharding, self._axes)
-        self._at_once = any(asking)  # every rank must make as many steps of such an optimizer
+        self._at_once = _let_gather(sharding, self._axes)  # every rank must make as many steps of such an optimizer
         sharding.files = files
         # whether this rank counts every parameter of its groups, so that the norm is that of all gradients there are
         counted = {p for s in sharding.flat_parameters if s.counted for p, *_ in s.contents}
@@ -156,6 +155,20 @@ class Updater:
             return None
         gradient = gradient.to(flat_parameter.value)
         return gradient.mul_(factor) if factor != 1.0 else gradient
+
+
+def _let_gather(sharding: Sharding, axes: Sequence[Communicator]) -> bool:
+    """Give the parts of an optimizer that need whole parameters what gathers them; returns whether there are any.
+
+    Collective. axes: The other axes of the mesh that have several ranks.
+    """
+    tensor = next((axis for axis in axes if axis.label.split("/")[-1] == "tensor"), None)
+    found = [p for p in getattr(sharding.optimizer, "parts", [sharding.optimizer]) if isinstance(p, Muon | TrustRatios)]
+    for part in found:
+        values = {value for group in part.param_groups for value in group["params"]}
+        chosen = [flat for flat in sharding.flat_parameters if flat.value in values]
+        part.gather = (MatrixGather if isinstance(part, Muon) else SquaresSum)(sharding, chosen, tensor)
+    return bool(found)
 
 
 def _squares_of_rows(x: torch.Tensor) -> torch.Tensor:

@@ -29,9 +29,6 @@ if TYPE_CHECKING:
     from mpitrain.comm import Communicator
     from mpitrain.shard.gradients import Gradients
 
-if TYPE_CHECKING:
-    from mpitrain.comm import Communicator
-
 
 @dataclass(frozen=True)
 class VirtualWorkers:

@@ -124,31 +124,25 @@ def parallelize(
 
 def _matched(model: nn.Module, plan: Mapping[str, str | ParallelStyle]) -> dict[str, ParallelStyle]:
     """The module names the plan means, in the model's order, each module once."""
-    names: dict[nn.Module, list[str]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        if name:
-            names.setdefault(module, []).append(name)
+    names = _all_names(model)
     every = [name for each in names.values() for name in each]
     for pattern, style in plan.items():
         if isinstance(style, str) and style not in STYLES:
             raise refusal(f"the plan's {pattern!r} is {style!r}, which is unknown; use one of {', '.join(STYLES)}")
         if not any(fnmatchcase(name, pattern) for name in every):
-            near = difflib.get_close_matches(pattern, every, n=1, cutoff=0.0)
-            meant = f"; did you mean {near[0]!r}?" if near else ""
-            raise refusal(f"the plan's {pattern!r} matches no module of {type(model).__name__}{meant}")
+            raise refusal(f"the plan's {pattern!r} matches no module of {type(model).__name__}{_meant(pattern, every)}")
     chosen: dict[str, ParallelStyle] = {}
-    for module_names in names.values():
+    for first, module_names in names.items():
         found: dict[str, ParallelStyle] = {}
         for pattern, style in plan.items():
             if any(fnmatchcase(name, pattern) for name in module_names):
                 found[pattern] = STYLES[style] if isinstance(style, str) else style
         if len(set(found.values())) > 1:
             raise refusal(
-                f"{module_names[0]} is matched by {' and '.join(map(repr, found))} of the plan, which differ; make "
-                "one narrower"
+                f"{first} is matched by {' and '.join(map(repr, found))} of the plan, which differ; make one narrower"
             )
         if found:
-            chosen[module_names[0]] = next(iter(found.values()))
+            chosen[first] = next(iter(found.values()))
     split_outputs = [name for name, style in chosen.items() if style.needs_row]
     if split_outputs and not any(style.takes_parts for style in chosen.values()):
         raise refusal(
@@ -266,8 +260,7 @@ def without_whole(
     for pattern in whole:
         found = [each for each in divided if any(fnmatchcase(name, pattern) for name in names[each])]
         if not found:
-            near = difflib.get_close_matches(pattern, divided, n=1, cutoff=0.0)
-            meant = f"; did you mean {near[0]!r}?" if near else "; leave it out"
+            meant = _meant(pattern, divided) or "; leave it out"
             raise refusal(f"parallel.whole {pattern!r} matches no layer that the plan divides{meant}")
         kept.update(found)
     for groups, why in ((_pairs(divided, styles), "are a pair"), (_tied(model, divided), "share a weight")):
@@ -281,11 +274,18 @@ def without_whole(
 
 
 def _all_names(model: nn.Module) -> dict[str, list[str]]:
-    """By the first name of each module all that it has."""
+    """Return all names of each module inside of a model, by the first of them."""
     found: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        found.setdefault(module, []).append(name)
+        if name:
+            found.setdefault(module, []).append(name)
     return {names[0]: names for names in found.values()}
+
+
+def _meant(pattern: str, names: Sequence[str]) -> str:
+    """Return a hint at the name that is most like a pattern which matches none; empty where there are no names."""
+    near = difflib.get_close_matches(pattern, names, n=1, cutoff=0.0)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def _pairs(divided: Sequence[str], styles: Mapping[str, ParallelStyle]) -> list[list[str]]:

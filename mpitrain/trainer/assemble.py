@@ -31,14 +31,13 @@ from mpitrain.data import Dataset
 from mpitrain.errors import InputError, refusal
 from mpitrain.layers.precision import DTYPES
 from mpitrain.layers.sync_batchnorm import SyncBatchNorm
-from mpitrain.layout import is_replicated
 from mpitrain.mesh import Mesh, conflict, uncompiled
 from mpitrain.models.task import Task
+from mpitrain.ownership import Axes, owners_of
 from mpitrain.pipe.partition import check_slices, listed_blocks, require_look_back, time_costs
 from mpitrain.pipe.pipeline import Pipeline
 from mpitrain.pipe.schedules import default_microbatches
 from mpitrain.shard import placement
-from mpitrain.shard.axes import Axes
 from mpitrain.shard.flat import blocks_of
 from mpitrain.tensor import ParallelStyle, parallelize, plan_for
 from mpitrain.trainer.data import microbatch_size
@@ -191,13 +190,8 @@ def divide(
     elif recompute:
         recompute_blocks(module)
     move(module, device)
-    uncounted = {p for name, p in module.named_parameters() if name in elsewhere}
-
-    def counted(parameter: nn.Parameter) -> bool:
-        once = is_replicated(parameter) and mesh.tensor.rank > 0
-        return not once and parameter not in uncounted
-
-    return DividedModel(module, Axes((mesh.pipeline, mesh.tensor), counted, pipeline, aliases), found)
+    owners = owners_of(module, mesh.tensor.rank, elsewhere)
+    return DividedModel(module, Axes((mesh.pipeline, mesh.tensor), owners, pipeline, aliases), found)
 
 
 def make_pipeline(

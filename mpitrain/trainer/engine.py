@@ -25,7 +25,7 @@ from mpitrain.errors import InputError
 from mpitrain.layers.precision import DTYPES, convert, narrowed
 from mpitrain.layers.sync_batchnorm import SyncBatchNorm
 from mpitrain.monitor.parts import StepClock
-from mpitrain.shard.axes import Axes, Microbatch
+from mpitrain.ownership import Axes
 from mpitrain.shard.ddp import broadcast_state
 from mpitrain.shard.flat_parameters import refuse_unless_elementwise
 from mpitrain.shard.offload import HOST, MappedFiles
@@ -37,6 +37,7 @@ from mpitrain.trainer.optimizing.optimizer import state_bytes
 from mpitrain.trainer.state import EngineState, merged
 
 Loss = Callable[[Any, Any], torch.Tensor]
+Microbatch = tuple[Any, Any]
 Seen = Callable[[Any, Any], None]  # of an output and its targets
 
 
@@ -155,7 +156,7 @@ class Engine:
         files = MappedFiles(Path(folder)) if folder not in ("", HOST) else None
         self._updater = Updater(self.sharding, others, files)
         self._axes = [self.sharding.shard, *others]
-        self._state = self._make_state(axes, first=all(other.rank == 0 for other in others))
+        self._state = self._make_state(axes)
         self.synchronous = any(isinstance(m, SyncBatchNorm) for m in module.modules())
         self._meter: ActivationMeter | PipelineMeter = ActivationMeter(module)
         self.metering = True
@@ -168,12 +169,11 @@ class Engine:
 
     def _place(self, axes: Axes) -> Sharding:
         """Place the module and its optimizer. Collective."""
-        staged = axes.pipeline is not None
-        return Sharding(self.module, self.optimizer, self.comm, self.options, axes.counted, staged=staged)
+        return Sharding(self.module, self.optimizer, self.comm, self.options, axes)
 
-    def _make_state(self, axes: Axes, *, first: bool) -> EngineState:
-        """Make the state that knows a checkpoint's tensors. first: this rank is the first along all axes but data."""
-        return EngineState(self.sharding, axes, first=first)
+    def _make_state(self, axes: Axes) -> EngineState:
+        """Return what knows the tensors of a checkpoint."""
+        return EngineState(self.sharding, axes)
 
     # -- the pieces of a step
 

@@ -23,8 +23,8 @@ from mpitrain.checkpoint import MASTER, MODEL, Manifest, Part, TensorSpec
 from mpitrain.checkpoint.manifest import source_of
 from mpitrain.errors import CheckpointError
 from mpitrain.layers.base_weights import require_whole
-from mpitrain.layout import Piece, Slice, logical_of, shares
-from mpitrain.shard.axes import Axes
+from mpitrain.layout import Piece, Slice, shares
+from mpitrain.ownership import DATA, Axes
 from mpitrain.shard.flat_parameters import FlatParameter, begin_states, is_elementwise
 from mpitrain.shard.sharding import Sharding
 
@@ -69,14 +69,12 @@ class EngineState:
     Args:
         sharding: The module and its optimizer.
         axes: The module's place in the mesh, which says which parameters this rank writes.
-        first: Whether this rank is the first along all axes but data.
+        writes_copies: Whether this rank takes part in writing what every data-parallel rank has whole.
     """
 
-    def __init__(self, sharding: Sharding, axes: Axes, first: bool) -> None:
-        self._sharding, self._writes = sharding, axes.counted
-        self._staged = axes.pipeline is not None
-        self._buffers = first or self._staged  # a stage's buffers are its own
-        self._base = axes.base
+    def __init__(self, sharding: Sharding, axes: Axes, *, writes_copies: bool = True) -> None:
+        self._sharding, self._axes, self._writes_copies = sharding, axes, writes_copies
+        self._owners, self._staged, self._base = sharding.owners, axes.pipeline is not None, axes.base
         self._aliases = dict(axes.aliases) if axes.aliases is not None else tied_names(sharding.module)
         self._names = {p: self._aliases.get(name, name) for name, p in sharding.module.named_parameters()}
         self._pending: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -88,23 +86,15 @@ class EngineState:
 
     def _alike(self) -> list[Holding]:
         """What every data-parallel rank has whole: buffers, frozen parameters, and at stage 0 all parameters."""
-        module = self._sharding.module
-        sharded = self._sharding.groups if self._sharding.stage.states else ()
-        shared = {p for group in sharded for p in group.parameters}
-        kept = set(module.state_dict())
+        kept = set(self._sharding.module.state_dict())
         unsaved = self._base.names if self._base is not None else frozenset()
-        own = [(n, p) for p, n in self._names.items() if p not in shared and n not in unsaved]
-        found = [self._whole(MODEL + n, p, p.detach(), self._writes(p)) for n, p in own]
-        for name, buffer in module.named_buffers():
+        own = [p for p, n in self._names.items() if DATA not in self._owners[p].divided and n not in unsaved]
+        found = [self.holding(MODEL, p, 0, p.numel(), p.detach()) for p in own]
+        for name, buffer in self._sharding.module.named_buffers():
             if name in kept:
-                found.append(self._whole(MODEL + name, buffer, buffer, self._buffers))
+                owner = self._axes.owner(name, buffer)
+                found.append(Holding(MODEL + name, owner.slice, 0, buffer.numel(), buffer, owner.first))
         return found
-
-    @staticmethod
-    def _whole(name: str, owner: torch.Tensor, data: torch.Tensor, written: bool) -> Holding:
-        """A rank's whole tensor; owner: the parameter that says what part of the model's it is."""
-        part = logical_of(owner)
-        return Holding(name, part, 0, part.numel, data, written)
 
     def _shares(self) -> list[Holding]:
         """The parameters in this rank's shares."""
@@ -115,9 +105,8 @@ class EngineState:
         for g, group in enumerate(sharding.groups):
             for b in range(group.layout.buckets):
                 for n, first, last, at in group.layout.within(*group.layout.share(b, sharding.share)):
-                    p = group.parameters[n]
                     data = sharding.parameters.own(g, at, at + last - first)
-                    found.append(Holding(MODEL + self._names[p], logical_of(p), first, last, data, self._writes(p)))
+                    found.append(self.holding(MODEL, group.parameters[n], first, last, data))
         return found
 
     def _of_optimizer(self, prefix: str, tensor_of: Callable[[FlatParameter], torch.Tensor | None]) -> list[Holding]:
@@ -129,7 +118,7 @@ class EngineState:
                 continue
             for p, first, last, at in flat_parameter.contents:
                 data = tensor if tensor.numel() == last - first else tensor.view(-1)[at : at + last - first]
-                found.append(Holding(prefix + self._names[p], logical_of(p), first, last, data, self._writes(p)))
+                found.append(self.holding(prefix, p, first, last, data))
         return found
 
     def _masters(self) -> list[Holding]:
@@ -150,16 +139,15 @@ class EngineState:
     def trained(self) -> int:
         """Elements of the trained parameters that the data-parallel ranks write between them."""
         groups = self._sharding.groups
-        return sum(logical_of(p).numel for group in groups for p in group.parameters if self._writes(p))
+        return sum(self._owners[p].slice.numel for group in groups for p in group.parameters if self._owners[p].first)
 
     def holding(self, prefix: str, parameter: nn.Parameter, first: int, last: int, data: torch.Tensor) -> Holding:
         """Elements [first, last) of this rank's part of a parameter, or of something that is laid out like it.
 
         prefix: What the name of the logical tensor begins with. data: The elements.
         """
-        return Holding(
-            prefix + self._names[parameter], logical_of(parameter), first, last, data, self._writes(parameter)
-        )
+        owner = self._owners[parameter]
+        return Holding(prefix + self._names[parameter], owner.slice, first, last, data, owner.first)
 
     # -- writing
 
@@ -176,13 +164,14 @@ class EngineState:
         alike, own = self._alike(), self._shares()
         (own if sharding.stage.states else alike).extend([*self._wide_masters(), *states, *small])
         first = sharding.replicas is None or sharding.replicas.rank == 0
-        found = list(_divided([h for h in alike if h.written], rank, size))
+        alike = [h for h in alike if h.written and self._writes_copies]
+        found = list(_divided(alike, rank, size))
         for holding in own if first else ():
             if holding.written:
                 found += holding.parts(_flat(holding.data), 0, holding.last - holding.first)
-        if rank == 0:  # what has no elements is in nobody's share
-            empty = [self._whole(MODEL + n, p, p.detach(), True) for p, n in self._names.items() if not p.numel()]
-            found += [Part(h.spec, Piece.whole(h.name, 0), h.data.reshape(-1)) for h in empty]
+        if rank == 0 and self._writes_copies:  # what has no elements is in nobody's share
+            empty = [self.holding(MODEL, p, 0, 0, p.detach()) for p in self._names if not p.numel()]
+            found += [Part(h.spec, Piece.whole(h.name, 0), h.data.reshape(-1)) for h in empty if h.written]
         found += [part for h in self._left_out() for part in h.parts(_flat(h.data), 0, h.last)]
         return found, {"optimizer": values, "data_ranks": sharding.comm.size} | self._saved_names()
 
@@ -204,8 +193,7 @@ class EngineState:
                     name = self._names[p]
                     if torch.is_tensor(value):
                         if self._elementwise(key, flat_parameter) is None and first == 0:
-                            part = Slice.whole(value.shape)
-                            written = self._writes(p)
+                            part, written = Slice.whole(value.shape), self._owners[p].leads
                             tensors.append(Holding(f"{OPTIMIZER}{key}/{name}", part, 0, part.numel, value, written))
                     elif value is None or isinstance(value, (bool, int, float, str)):
                         values.setdefault(name, {})[key] = value
@@ -276,12 +264,12 @@ class EngineState:
             for p, first, last, at in flat_parameter.contents:
                 name, own = self._names[p], dict[str, Any]()
                 for key, spec in keys.get(name, ()):
-                    if tuple(spec.shape) == logical_of(p).shape and spec.shape:
+                    if tuple(spec.shape) == self._owners[p].slice.shape and spec.shape:
                         if key not in state:
                             kind, like = getattr(torch, spec.dtype), flat_parameter.value
                             state[key] = torch.zeros(like.shape, dtype=kind, device=like.device)
                         data, own[key] = state[key].view(-1)[at : at + last - first], _ELEMENTWISE
-                        found.append(Holding(f"{OPTIMIZER}{key}/{name}", logical_of(p), first, last, data, True))
+                        found.append(self.holding(f"{OPTIMIZER}{key}/", p, first, last, data))
                     else:
                         device = self._device_of(flat_parameter, spec)
                         own[key] = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=device)

@@ -306,7 +306,9 @@ class Trainer:
         parts, rest = self.engine.parts()
         background = self.config.checkpoint.background and not last
         durable = last or self.best.due
-        folder = self.store.save(self.step, parts, self.state() | rest, background=background, durable=durable)
+        folder = self.store.save(
+            self.step, parts, self.state() | rest, background=background, durable=durable, owned=True
+        )
         self.saved = True
         return folder
 

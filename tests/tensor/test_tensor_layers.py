@@ -15,8 +15,8 @@ from mpitrain.tensor import (
     VocabularyCrossEntropy,
     VocabularyParallelEmbedding,
     cross_entropy,
-    functions,
 )
+from mpitrain.tensor import axis as functions
 from mpitrain.tensor.features import Features
 
 SIZES = (1, 2, 3, 4)

@@ -28,7 +28,7 @@ from mpitrain.config.parallel import ParallelSection
 from mpitrain.errors import refusal
 from mpitrain.layout import Slice
 from mpitrain.loose.averaging import Averaging, FlatSlice, Grouping, OuterOptimizer, by_kind
-from mpitrain.shard.axes import Axes
+from mpitrain.ownership import Axes
 from mpitrain.shard.ddp import broadcast_state
 from mpitrain.shard.flat import numbered
 from mpitrain.trainer.engine import Engine, StepResult

@@ -15,23 +15,12 @@ from mpitrain.loose.memory import OwnShares, Roles
 from mpitrain.loose.sharding import ServedSharding
 from mpitrain.loose.update import squares
 from mpitrain.loose.worker import ServedWorker
-from mpitrain.shard.axes import Axes
+from mpitrain.ownership import Axes
 from mpitrain.shard.ddp import broadcast_state, broadcast_tensors
 from mpitrain.trainer.engine import Engine, StepResult
 from mpitrain.trainer.memory import MemoryAccount
 from mpitrain.trainer.optimizing.optimizer import state_bytes
-from mpitrain.trainer.state import EngineState, Holding, merged
-
-
-class ServedState(EngineState):
-    """A rank's part of a checkpoint's tensors: shares where it serves; of the first worker what is not trained."""
-
-    def __init__(self, *args: Any, first_worker: bool, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._first_worker = first_worker
-
-    def _alike(self) -> list[Holding]:
-        return [replace(holding, written=holding.written and self._first_worker) for holding in super()._alike()]
+from mpitrain.trainer.state import EngineState, merged
 
 
 class ServedEngine(Engine):
@@ -56,9 +45,8 @@ class ServedEngine(Engine):
     def _place(self, axes: Axes) -> ServedSharding:
         return ServedSharding(self.module, self.optimizer, self.comm, self.options, self._world, self._roles)
 
-    def _make_state(self, axes: Axes, *, first: bool) -> ServedState:
-        first_worker = self._world.rank == self._roles.workers[0]
-        return ServedState(self.sharding, axes, first=first, first_worker=first_worker)
+    def _make_state(self, axes: Axes) -> EngineState:
+        return EngineState(self.sharding, axes, writes_copies=self._world.rank == self._roles.workers[0])
 
     def serve_with(self, worker: ServedWorker) -> None:
         """Pull and push through a worker from now on."""

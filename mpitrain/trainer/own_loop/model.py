@@ -14,7 +14,7 @@ from mpitrain.config.parallel import ParallelSection
 from mpitrain.config.settings import Config
 from mpitrain.errors import refusal
 from mpitrain.mesh import Mesh
-from mpitrain.shard.axes import Axes
+from mpitrain.ownership import Axes
 from mpitrain.shard.ddp import broadcast_state
 from mpitrain.shard.flat import blocks_of
 from mpitrain.shard.flat_parameters import has_stepped

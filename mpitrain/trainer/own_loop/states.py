@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 from mpitrain.checkpoint import MODEL, Manifest, Part
-from mpitrain.checkpoint.store import Replicas
 from mpitrain.comm import Communicator
 from mpitrain.errors import refusal
 from mpitrain.shard.flat_parameters import begin_states
@@ -39,7 +38,7 @@ def whole_state(
     told = world.all_gather_object([[p.spec.name, list(p.spec.shape), p.spec.dtype] for p in model])
     specs = {name: (shape, getattr(torch, dtype)) for of_rank in told for name, shape, dtype in of_rank}
     mine: dict[str, list[Part]] = {}
-    for part in Replicas().written_here(world, model):
+    for part in model:
         mine.setdefault(part.spec.name, []).append(part)
     saved = {name: MODEL + aliases.get(name, name) for name in names}
     found: dict[str, torch.Tensor] = {}

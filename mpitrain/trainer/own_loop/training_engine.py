@@ -300,7 +300,7 @@ class TrainingEngine:
             mine["scheduler"] = plain(self._scheduler.state_dict())
         self._store.move_to(Path(path))
         self._store.prepare(set_aside=False, lock=True)
-        folder = self._store.save(self.steps, parts, rest | {"engine": mine})
+        folder = self._store.save(self.steps, parts, rest | {"engine": mine}, owned=True)
         self._store.finish()
         return folder
 
