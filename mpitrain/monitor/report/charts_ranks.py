@@ -9,24 +9,9 @@ from typing import Any
 import altair as alt
 import numpy as np
 
-from mpitrain.monitor.report import style
+from mpitrain.monitor.report import findings, style
 from mpitrain.monitor.report.charts_training import positions
 from mpitrain.monitor.report.compare import Named
-from mpitrain.monitor.report.findings import (
-    STATES,
-    MemoryUse,
-    chosen,
-    expected_traffic,
-    held_at,
-    kept,
-    means_between,
-    memory_use,
-    own_seconds,
-    parts_a_step,
-    sent_along,
-    thinned,
-    traffic,
-)
 from mpitrain.monitor.report.reading import CATEGORIES, PARTS, Column, MeasuredRank, Moment, RunRecord
 from mpitrain.monitor.report.style import Drawing, data, records
 from mpitrain.storage.text import counted, number_text
@@ -48,7 +33,7 @@ def part_bars(runs: Sequence[Named]) -> Drawing:
     note += "backward is not in it."
     if len(runs) == 1:
         ranks = measured[0].run.ranks
-        shown = chosen([own_seconds(rank) for rank in ranks])
+        shown = findings.chosen([findings.own_seconds(rank) for rank in ranks])
         bars = [(ranks[i].name, ranks[i]) for i in shown]
         if len(shown) < len(ranks):
             note += (
@@ -56,12 +41,12 @@ def part_bars(runs: Sequence[Named]) -> Drawing:
             )
     else:
         bars = [(named.name, median_rank(named.run)) for named in measured]
-    most = max(sum(parts_a_step(rank).values()) for _, rank in bars)
+    most = max(sum(findings.parts_a_step(rank).values()) for _, rank in bars)
     size, unit = style.time_unit(most)
     rows = [
         {"bar": name, "host": rank.header.host, "part": part, "order": PARTS.index(part), "value": seconds / size}
         for name, rank in bars
-        for part, seconds in parts_a_step(rank).items()
+        for part, seconds in findings.parts_a_step(rank).items()
         if seconds > 0
     ]
     if not rows:
@@ -75,7 +60,7 @@ def part_bars(runs: Sequence[Named]) -> Drawing:
 
 def median_rank(run: RunRecord) -> MeasuredRank:
     """The rank that computes as long as half of them do."""
-    ranks = sorted(run.workers or run.ranks, key=own_seconds)
+    ranks = sorted(run.workers or run.ranks, key=findings.own_seconds)
     return ranks[(len(ranks) - 1) // 2]
 
 
@@ -85,19 +70,19 @@ def parts_over_time(named: Named) -> Drawing:
     run = named.run
     if not run.ranks:
         return Drawing("parts_over_time", title, NO_RANKS)
-    slowest, usual = max(run.workers or run.ranks, key=own_seconds), median_rank(run)
+    slowest, usual = max(run.workers or run.ranks, key=findings.own_seconds), median_rank(run)
     shown = {f"slowest: rank {slowest.rank}": slowest}
     if slowest is not usual:
         shown = {f"median: rank {usual.rank}": usual} | shown
-    most = max(sum(parts_a_step(rank).values()) for rank in shown.values())
+    most = max(sum(findings.parts_a_step(rank).values()) for rank in shown.values())
     size, unit = style.time_unit(most)
     rows: list[dict[str, Any]] = []
-    ends = thinned(usual.step, POINTS)
+    ends = findings.thinned(usual.step, POINTS)
     if len(ends) < 2:
         return Drawing("parts_over_time", title, "Ranks measured once; the bars above have it.")
     for name, rank in shown.items():
         for part in PARTS:
-            values = means_between(rank, part, ends) / size
+            values = findings.means_between(rank, part, ends) / size
             if values.any():
                 where = positions(run.columns, ends)
                 rows += records(**where, value=values, part=part, order=PARTS.index(part), rank=name)
@@ -123,11 +108,11 @@ def _above() -> alt.Header:
 def memory_bars(runs: Sequence[Named]) -> Drawing:
     """Parameters, gradients and states by rank (of several runs: of the largest rank of each) beside the formula."""
     title = "Parameters, gradients and optimizer states beside the formula"
-    uses = [(named.name, memory_use(named.run)) for named in runs]
+    uses = [(named.name, findings.memory_use(named.run)) for named in runs]
     if not any(use for _, use in uses):
         return Drawing("memory_formula", title, _no_memory(runs))
     if len(runs) == 1:
-        shown = chosen([use.total for use in uses[0][1]])
+        shown = findings.chosen([use.total for use in uses[0][1]])
         bars = [(uses[0][1][i].rank.name, uses[0][1][i]) for i in shown]
         few = len(shown) < len(uses[0][1])
         note = " The ranks that hold least, the median and most." if few else ""
@@ -140,7 +125,7 @@ def memory_bars(runs: Sequence[Named]) -> Drawing:
         {"bar": name, "what": what, "category": category, "order": i, "value": value / size}
         for name, use in bars
         for what, values in (("held", use.held), ("formula", use.expected))
-        for i, category in enumerate(STATES)
+        for i, category in enumerate(findings.STATES)
         if np.isfinite(value := values.get(category, np.nan))
     ]
     what = ["held", "formula"]
@@ -161,14 +146,14 @@ def _no_memory(runs: Sequence[Named]) -> str:
     return "Ranks measured no memory." if any(named.run.ranks for named in runs) else NO_RANKS
 
 
-def _known(use: MemoryUse) -> float:
+def _known(use: findings.MemoryUse) -> float:
     return sum(v for v in use.expected.values() if np.isfinite(v))
 
 
 def memory_categories(runs: Sequence[Named]) -> Drawing:
     """All categories of the largest rank of each of several runs."""
     title = "Memory by category, the largest rank" + (" of each run" if len(runs) > 1 else "")
-    uses = [(n.name, max(of, key=lambda u: u.total)) for n in runs if (of := memory_use(n.run))]
+    uses = [(n.name, max(of, key=lambda u: u.total)) for n in runs if (of := findings.memory_use(n.run))]
     if not uses:
         return Drawing("memory", title, _no_memory(runs))
     shown, left_out = _categories([use for _, use in uses])
@@ -189,7 +174,7 @@ def _by_category(rows: Sequence[Mapping[str, Any]]) -> alt.Color:
     return style.palette("category", "category", style.MEMORY_COLOURS, rows)
 
 
-def _categories(uses: Sequence[MemoryUse]) -> tuple[tuple[str, ...], str]:
+def _categories(uses: Sequence[findings.MemoryUse]) -> tuple[tuple[str, ...], str]:
     """The categories to show. What is other is left out, and told of, where all else would be thin beside it."""
     other = max(use.held["other"] for use in uses)
     held = tuple(category for category in CATEGORIES if any(use.held[category] for use in uses))
@@ -205,26 +190,26 @@ def _categories(uses: Sequence[MemoryUse]) -> tuple[tuple[str, ...], str]:
 def memory_over_time(named: Named) -> Drawing:
     """Bytes by category over the steps, a panel for each rank."""
     title, run = "Memory by category, over the steps", named.run
-    uses = memory_use(run)
+    uses = findings.memory_use(run)
     if not uses:
         return Drawing("memory", title, _no_memory([named]))
-    shown = [uses[i].rank for i in chosen([use.total for use in uses], MOST_FACETS)]
+    shown = [uses[i].rank for i in findings.chosen([use.total for use in uses], MOST_FACETS)]
     categories, left_out = _categories(uses)
     whole = max(max(u.total, u.resident, u.device) for u in uses)
     size, unit = style.byte_unit(max(sum(u.held[c] for c in categories) for u in uses) if left_out else whole)
     areas: list[dict[str, Any]] = []
     # all panels have the same steps: where one lacks a step that another has, Vega-Lite would draw 0
-    steps = thinned(np.unique(np.concatenate([_taken(rank) for rank in shown])), POINTS)
+    steps = findings.thinned(np.unique(np.concatenate([_taken(rank) for rank in shown])), POINTS)
     if len(steps) < 2:
         return memory_categories([named])  # there is no area over one step
     where = positions(run.columns, steps)
     for rank in shown:
         panel = _panel(rank)
         for i, category in enumerate(categories):
-            values = np.nan_to_num(held_at(rank, category, steps)) / size
+            values = np.nan_to_num(findings.held_at(rank, category, steps)) / size
             areas += records(**where, value=values, category=category, order=i, rank=panel, line=None)
         for line, name in (("resident in host memory", "host"), ("taken on the device", "device")):
-            values = held_at(rank, name, steps) / size
+            values = findings.held_at(rank, name, steps) / size
             if np.nansum(values) > 0 and not left_out:
                 areas += records(**where, value=values, category=None, order=0, rank=panel, line=line)
     columns = {1: 1, 3: 3}.get(len(shown), 2)
@@ -357,7 +342,7 @@ def _marks(run: RunRecord, begin: float, end: float) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for kind, event in _KINDS.items():
         of = [m for m in run.moments if m.kind == kind and begin <= m.time <= end]
-        at = kept(np.arange(len(of), dtype=np.float64), MOST_MARKS)
+        at = findings.kept(np.arange(len(of), dtype=np.float64), MOST_MARKS)
         found += [{"begin": of[i].time, "event": event, "step": of[i].step, "told": _told(of[i])} for i in at]
     return found
 
@@ -388,12 +373,12 @@ def bytes_by_operation(runs: Sequence[Named]) -> Drawing:
         {"bar": (f"{n.name}: " if len(runs) > 1 else "") + f"{t.operation} along {t.axis}", "tier": tier,
          "value": value, "calls": round(t.calls, 2), "algorithm": t.algorithm}
         for n in runs
-        for t in traffic(n.run)
+        for t in findings.traffic(n.run)
         for tier, value in (("inside a node", t.inside), ("between nodes", t.between))
         if value > 0
     ]  # fmt: skip
     if not rows:
-        return Drawing("bytes", title, NOTHING if any(traffic(n.run) for n in runs) else NO_ACCOUNT)
+        return Drawing("bytes", title, NOTHING if any(findings.traffic(n.run) for n in runs) else NO_ACCOUNT)
     most = max(row["value"] for row in rows)
     size, unit = style.byte_unit(most)
     rows = [row for row in rows if row["value"] > LITTLE * most]
@@ -412,8 +397,8 @@ def bytes_beside_formula(runs: Sequence[Named]) -> Drawing:
     rows: list[dict[str, Any]] = []
     for named in runs:
         before = f"{named.name}: " if len(runs) > 1 else ""
-        for axis, formula in sorted(expected_traffic(named.run).items()):
-            tiers = dict(zip(("inside a node", "between nodes"), sent_along(named.run, axis), strict=True))
+        for axis, formula in sorted(findings.expected_traffic(named.run).items()):
+            tiers = dict(zip(("inside a node", "between nodes"), findings.sent_along(named.run, axis), strict=True))
             rows += [{"bar": f"{before}{axis}", "what": "sent", "tier": t, "value": v} for t, v in tiers.items() if v]
             rows.append({"bar": f"{before}{axis}", "what": "formula", "tier": "by formula", "value": formula})
     if not rows:

@@ -114,24 +114,24 @@ def losses(runs: Sequence[Named]) -> list[Drawing]:
     trained, held_out = _of(runs, "loss", "training"), _of(runs, "held_out_loss", "held out")
     held_out = [dataclasses.replace(curve, marked=True) for curve in held_out]
     why = "No step has a finite loss." if not trained else "Nothing was held out (data.held_out), or not evaluated yet."
-    label = loss_label(runs)
-    if len(runs) == 1:
-        curves = trained + held_out
-        if not curves:
-            return [Drawing("loss", "Loss", why)]
-        y, marks = _y(label, [c.values for c in curves]), event_rules(runs[0].run)
-        note = "The training loss of each step; where it is noisy, the strong line is the median of a stretch of steps."
-        note += " Thin upright lines are events of the run." if marks else ""
-        note += "" if held_out else " " + why
-        chart = _lines("Loss", curves, y, number=".4f", unit=label, extra=marks)
-        return [Drawing("loss", "Loss", note, chart)]
+    label, single = loss_label(runs), len(runs) == 1
+    charts = [("loss", "Loss", trained + held_out)]
+    if not single:
+        charts = [("loss", "Training loss", trained), ("held_out_loss", "Held-out loss", held_out)]
+    marks = event_rules(runs[0].run) if single else []
     drawings = []
-    for name, title, curves in (("loss", "Training loss", trained), ("held_out_loss", "Held-out loss", held_out)):
+    for name, title, curves in charts:
         if not curves:
             drawings.append(Drawing(name, title, why))
             continue
-        chart = _lines(title, curves, _y(label, [c.values for c in curves]), number=".4f", unit=label)
-        drawings.append(Drawing(name, title, f"The {title.lower()} of each run.", chart))
+        note = f"The {title.lower()} of each run."
+        if single:
+            note = "The training loss of each step; where it is noisy, the strong line is the median of a stretch of "
+            note += "steps."
+            note += " Thin upright lines are events of the run." if marks else ""
+            note += "" if held_out else " " + why
+        y = _y(label, [curve.values for curve in curves])
+        drawings.append(Drawing(name, title, note, _lines(title, curves, y, number=".4f", unit=label, extra=marks)))
     return drawings
 
 

@@ -89,17 +89,13 @@ def theme(colours: Mapping[str, str]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def painted(spec: Mapping[str, Any], colours: Mapping[str, str]) -> dict[str, Any]:
-    """A chart with the colours of a theme in the place of their names."""
-    return {key: _painted(value, colours) if key not in FOREIGN else value for key, value in spec.items()}
-
-
-def _painted(node: Any, colours: Mapping[str, str]) -> Any:
+def painted(node: Any, colours: Mapping[str, str]) -> Any:
+    """Return a chart, or a part of it, with the colours of a theme in the place of their names."""
     if isinstance(node, Mapping):
-        return painted(node, colours)
+        return {key: painted(value, colours) if key not in FOREIGN else value for key, value in node.items()}
     if isinstance(node, str):
         return colours.get(node[1:], node) if node.startswith("@") else node
-    return [_painted(part, colours) for part in node] if isinstance(node, (list, tuple)) else node
+    return [painted(part, colours) for part in node] if isinstance(node, (list, tuple)) else node
 
 
 def records(**columns: Any) -> list[dict[str, Any]]:
