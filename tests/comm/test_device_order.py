@@ -94,7 +94,7 @@ def test_an_operation_in_the_background_stands_where_it_was_asked_for(comm, devi
 def test_memory_is_not_given_out_while_an_operation_may_use_it(comm, device):
     x = late(comm.rank + 1.0, MANY, device)
     work = comm.all_reduce(x, async_op=True)
-    while not work._queued.done():  # all of it was asked of the device, which has not done it
+    while not (work.done() or work.complete):  # all of it was asked of the device, which has not done it
         time.sleep(1e-3)
     del work, x
     others = [torch.full((MANY,), 7.0, device=device) for _ in range(3)]
