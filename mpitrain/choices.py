@@ -19,13 +19,13 @@ Precision = Literal["fp32", "bf16", "fp16"]  # layers.precision
 Decay = Literal["constant", "linear", "cosine", "wsd", "inverse-sqrt", "polynomial"]
 Cycle = Literal["one-cycle", "range-test"]  # config.learning_rate
 Rates = Literal[Decay, Cycle]
-Augmentation = Literal["crop", "flip"]  # data.augment
+Augmentation = Literal["crop", "flip"]  # data.on_device
 NoDecay = Literal["vectors", "embeddings", "nothing"]  # trainer.optimizing.optimizer
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]  # pipe.schedules
 Mode = Literal["sync", "server", "local"]  # trainer.trainer
 Outer = Literal["average", "nesterov"]  # loose.averaging
 AllReduce = Literal["mpi", "ring", "tree", "halving", "shared", "two_level"]  # comm.collectives
-DeviceWay = Literal["mpi", "staged", "peer", "nccl"]  # comm.device
+DeviceWay = Literal["mpi", "staged", "peer", "nccl"]  # comm.collectives.transports
 Compression = Literal["fp16", "bf16", "topk", "powersgd"]  # comm.compression
 
 

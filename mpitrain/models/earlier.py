@@ -3,7 +3,8 @@
     before = earlier.length                  positions so far
     every = earlier.add(own)                 the state of all of them and the new ones, [batch, heads, positions, ...]
 
-Slices keep the graph for backward. A cache of generated text (`inference.cache`) writes into memory of its own.
+Slices keep the graph for backward. A cache of generated text (`inference.decoders.StateCache`) writes
+into memory of its own.
 """
 
 from __future__ import annotations
