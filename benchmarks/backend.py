@@ -23,10 +23,10 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.runner.jobs import BenchmarkParser, run, timed
 from benchmarks.runner.peers import fully_sharded, gloo, of_torch, require_alike
 from benchmarks.runner.report import Panel, Report, ReportTable, judged, milliseconds, ratio
+from benchmarks.runner.statistics import summaries
 from mpitrain.models.gpt import GPT
 from mpitrain.models.losses import cross_entropy
 from mpitrain.speeds.timing import Contender
-from mpitrain.trainer.own_loop.model import plain
 
 if TYPE_CHECKING:
     from mpitrain.comm import Communicator
@@ -55,7 +55,7 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
 
     def compare(name: str, calls: dict[str, Callable[[], object]]) -> None:
         contenders = {backend: Contender(call) for backend, call in calls.items()}
-        result[name] = plain(timed(world, name, contenders, options))
+        result[name] = summaries(timed(world, name, contenders, options))
 
     with gloo(world):
         groups = {"mpitrain": dist.new_group(backend=mpitrain.backend.NAME), "gloo": dist.group.WORLD}

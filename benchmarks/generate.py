@@ -19,9 +19,9 @@ import torch
 
 from benchmarks.runner.jobs import BenchmarkParser, run, timed
 from benchmarks.runner.report import Panel, Report, ReportTable, judged
+from benchmarks.runner.statistics import summaries
 from mpitrain.comm import Communicator
 from mpitrain.errors import CommunicationError, InputError
-from mpitrain.trainer.own_loop.model import plain
 
 FAMILIES = ("gpt2", "llama")
 OURS, THEIRS = "mpitrain", "transformers"
@@ -58,7 +58,7 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
             if ours != theirs:
                 raise CommunicationError(f"{family}, {count} prompts: {OURS} and {THEIRS} make different tokens")
             times = timed(world, f"{family}, {count} prompts", calls, options)
-            found.setdefault(family, {})[str(count)] = plain(times)
+            found.setdefault(family, {})[str(count)] = summaries(times)
     return {"sizes": sizes, "seconds": found}
 
 

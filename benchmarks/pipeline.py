@@ -36,7 +36,7 @@ from torch import nn
 from benchmarks.runner.jobs import BenchmarkParser, run, timed
 from benchmarks.runner.peers import gloo
 from benchmarks.runner.report import Report, ReportTable, judged, milliseconds, ratio
-from benchmarks.runner.statistics import geometric_mean
+from benchmarks.runner.statistics import geometric_mean, summaries
 from mpitrain.comm import Communicator
 from mpitrain.errors import InputError
 from mpitrain.layout import split
@@ -47,7 +47,6 @@ from mpitrain.pipe.schedule import Backward, BackwardInput, BackwardWeight, Comp
 from mpitrain.pipe.schedules import make_schedule
 from mpitrain.pipe.simulate import Costs, Simulation, TimedStep, simulate
 from mpitrain.speeds.timing import Contender
-from mpitrain.trainer.own_loop.model import plain
 
 VOCABULARY, WIDTH, HEADS = 256, 64, 4
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 2}  # and stages a rank
@@ -80,7 +79,7 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
             for name, chunks in SCHEDULES.items():
                 case = _Case(world, name, chunks, options, shape)
                 times = timed(world, f"{size}, {name}", case.contenders(), options)
-                result[size][name] = plain(times) | {"idle": case.idle()}
+                result[size][name] = summaries(times) | {"idle": case.idle()}
     return result
 
 

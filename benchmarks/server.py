@@ -32,6 +32,7 @@ from benchmarks.runner.jobs import BenchmarkParser, run, timed
 from benchmarks.runner.peers import rpc
 from benchmarks.runner.plain_mpi import PlainCollectives, Window
 from benchmarks.runner.report import Panel, Report, ReportTable, milliseconds
+from benchmarks.runner.statistics import summaries
 from mpitrain.comm import Arena, Communicator, Letter
 from mpitrain.errors import CommunicationError
 from mpitrain.loose.clock import Clock, Portion
@@ -43,7 +44,6 @@ from mpitrain.loose.worker import ServedWorker
 from mpitrain.measuring.self_start import byte_sizes, temporary_folder
 from mpitrain.shard.sharding import Options
 from mpitrain.storage.text import bytes_text
-from mpitrain.trainer.own_loop.model import plain
 
 SERVER = 0  # the rank that serves; the others are workers
 
@@ -445,7 +445,7 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
             carriers(world, size // 4, folder, computing=options.computing) as ways,
         ):
             calls = {f"{act} {name}": getattr(way, act) for name, way in ways.items() for act in _ACTS}
-            times = plain(timed(world, bytes_text(size), calls, options, begins=world.rank != SERVER))
+            times = summaries(timed(world, bytes_text(size), calls, options, begins=world.rank != SERVER))
             result[str(size)] = {way: {act: times[f"{act} {way}"] for act in _ACTS} for way in ways}
     return result
 

@@ -26,13 +26,12 @@ from torch.nn import functional
 from benchmarks.runner.jobs import BenchmarkParser, run, timed
 from benchmarks.runner.peers import gloo
 from benchmarks.runner.report import Panel, Report, ReportTable, judged, milliseconds
-from benchmarks.runner.statistics import geometric_mean
+from benchmarks.runner.statistics import geometric_mean, summaries
 from mpitrain.comm import Communicator
 from mpitrain.errors import CommunicationError, InputError
 from mpitrain.layout import split
 from mpitrain.speeds.timing import Contender
 from mpitrain.tensor import Axis, Column, ParallelStyle, parallelize
-from mpitrain.trainer.own_loop.model import plain
 
 Shape = tuple[int, int, int]  # samples, tokens of each, width
 
@@ -108,7 +107,7 @@ def _measure(world: Communicator, shape: Shape, options: argparse.Namespace) -> 
     times = timed(world, " x ".join(map(str, shape)), contenders, options)
     axis.free()
     along.free()
-    return plain(times)
+    return summaries(times)
 
 
 def _step(model: nn.Module, x: torch.Tensor, weights: torch.Tensor) -> Callable[[], Sequence[torch.Tensor]]:

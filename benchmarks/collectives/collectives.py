@@ -44,7 +44,7 @@ from benchmarks.runner.jobs import BenchmarkParser, run, say, timed
 from benchmarks.runner.peers import gloo
 from benchmarks.runner.plain_mpi import PlainCollectives
 from benchmarks.runner.report import Panel, Report, ReportTable, ReportTarget, judged, ratio
-from benchmarks.runner.statistics import geometric_mean, rank_correlation
+from benchmarks.runner.statistics import geometric_mean, rank_correlation, summaries
 from mpitrain.comm import Communicator
 from mpitrain.comm.algorithms.halving import doubling_all_reduce, halving_all_reduce
 from mpitrain.comm.algorithms.ring import ring_all_reduce
@@ -58,7 +58,6 @@ from mpitrain.measuring.tune import AlgorithmContenders, contenders, in_arena, z
 from mpitrain.speeds.links import Probes
 from mpitrain.speeds.timing import Contender, interleaved
 from mpitrain.storage.text import bytes_text
-from mpitrain.trainer.own_loop.model import plain
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = [16 << 2 * i for i in range(12)]  # 16 B to 64 MiB
@@ -133,7 +132,7 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
         for size in sizes:
             for name, make in passes.items():
                 with make(size) as found:
-                    result[name][str(size)] = plain(timed(world, "", found, options))
+                    result[name][str(size)] = summaries(timed(world, "", found, options))
             with in_arena(world, max(world.size, size // 4)) as arena:
                 probes = Probes(world, mpi, arena)
                 machine = probes.machine(interleaved(world, probes.contenders(), options.repeats, options.seconds))

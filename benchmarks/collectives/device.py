@@ -20,13 +20,12 @@ import torch
 
 from benchmarks.runner.jobs import timed
 from benchmarks.runner.report import Report, ReportTable, judged, milliseconds
-from benchmarks.runner.statistics import geometric_mean
+from benchmarks.runner.statistics import geometric_mean, summaries
 from mpitrain.comm import Communicator
 from mpitrain.comm.memory import device as hardware
 from mpitrain.errors import InputError
 from mpitrain.measuring.tune import in_arena
 from mpitrain.speeds.timing import Contender
-from mpitrain.trainer.own_loop.model import plain
 
 WAYS = ("staged", "mpi", "peer", "nccl")
 OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather")
@@ -66,7 +65,7 @@ def measure(world: Communicator, options: argparse.Namespace, sizes: Sequence[in
             for size in sizes:
                 with _contenders(world, device, operation, size, carried) as contenders:
                     times = timed(world, f"{operation} on {device.type}, {size} bytes", contenders, options)
-                    result[operation][str(size)] = plain(times)
+                    result[operation][str(size)] = summaries(times)
     return result
 
 

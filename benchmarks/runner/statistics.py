@@ -10,8 +10,8 @@ import numpy as np
 from mpitrain.speeds.timing import Times
 
 
-def plain(times: Mapping[str, Times]) -> dict[str, dict[str, float]]:
-    """What a result, which is JSON, tells of the times of each contender: seconds."""
+def summaries(times: Mapping[str, Times]) -> dict[str, dict[str, float]]:
+    """Return median and best seconds of each contender, as a result, which is JSON, holds them."""
     return {name: {"median": of.median, "best": of.best} for name, of in times.items()}
 
 
