@@ -25,12 +25,13 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from benchmarks.runner.jobs import BenchmarkParser, launched, run
+from benchmarks.runner.jobs import BenchmarkParser, run
 from benchmarks.runner.report import Panel, Report, ReportTable, judged
 from benchmarks.runner.statistics import rank_correlation
 from benchmarks.runner.training_runs import TrainerRun, measured_runs, merged, step_seconds
 from mpitrain.comm import Communicator
 from mpitrain.errors import EXIT_DONE, InputError, MpitrainError
+from mpitrain.measuring.self_start import launched
 from mpitrain.models.losses import cross_entropy
 
 if TYPE_CHECKING:

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.runner.report import Report, facts, write
-from mpitrain.errors import EXIT_DONE, InputError
+from mpitrain.errors import InputError
 from mpitrain.measuring import self_start
-from mpitrain.measuring.self_start import launched
 from mpitrain.speeds.timing import Contender, Times, interleaved
 
 if TYPE_CHECKING:
@@ -126,27 +125,24 @@ def run(parser: BenchmarkParser, measure: Measure, report: MakeReport, arguments
         The exit code.
     """
     options, name = parser.parse(arguments), parser.name
-    if launched():
-        from mpitrain.comm import init
-
-        world = init()
-        if parser.too_few and world.size < parser.least:
-            raise InputError(f"{parser.too_few}; start {parser.least} ranks or more", agreed=True)
-        part = {"facts": facts(world), "result": measure(world, options)}
-        if world.rank == 0 and self_start.started_here():
-            self_start.leave(part)
-        elif world.rank == 0:
-            _write(name, report, {world.size: part}, options)
-        return EXIT_DONE
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
-    if load > _BUSY * cores:
+    if not self_start.launched() and load > _BUSY * cores:
         print(
             f"mpitrain: other work keeps this machine busy (load {load:.1f}, {cores} cores); the figures will mislead"
         )
-    parts, code = self_start.at_each(["-m", "benchmarks", name, *arguments], options, name)
-    if parts:  # also where a later rank count has failed
-        _write(name, report, parts, options)
-    return code
+
+    def part(world: Communicator) -> dict[str, Any]:
+        if parser.too_few and world.size < parser.least:
+            raise InputError(f"{parser.too_few}; start {parser.least} ranks or more", agreed=True)
+        return {"facts": facts(world), "result": measure(world, options)}
+
+    def keep(parts: dict[int, Any]) -> None:
+        results = {ranks: each["result"] for ranks, each in parts.items()}
+        header = {ranks: each["facts"] for ranks, each in parts.items()}
+        written = write(name, report(results, options), header, results, options.out, options.quick)
+        print("written: " + ", ".join(map(str, written)))
+
+    return self_start.measured(["-m", "benchmarks", name, *arguments], options, name, part, keep)
 
 
 def timed(
@@ -178,10 +174,3 @@ def say(world: Communicator, text: str) -> None:
     """Have rank 0 tell people how far the benchmark has come."""
     if world.rank == 0:
         print(f"  {world.size} ranks, {text}", flush=True)
-
-
-def _write(name: str, report: MakeReport, parts: dict[int, Any], options: argparse.Namespace) -> None:
-    results = {ranks: part["result"] for ranks, part in parts.items()}
-    header = {ranks: part["facts"] for ranks, part in parts.items()}
-    written = write(name, report(results, options), header, results, options.out, options.quick)
-    print("written: " + ", ".join(map(str, written)))
