@@ -22,8 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.runner.jobs import BenchmarkParser, run, timed
 from benchmarks.runner.peers import fully_sharded, gloo, of_torch, require_alike
-from benchmarks.runner.report import Panel, Report, ReportTable, judged, milliseconds, ratio
-from benchmarks.runner.statistics import summaries
+from benchmarks.runner.report import Panel, Report, ReportTable, judged, milliseconds, ratio, summaries
 from mpitrain.models.gpt import GPT
 from mpitrain.models.losses import cross_entropy
 from mpitrain.speeds.timing import Contender

@@ -25,9 +25,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.runner.contenders import Shape, contender
 from benchmarks.runner.jobs import BenchmarkParser, run, timed
 from benchmarks.runner.report import Panel, Report, ReportTable, judged
-from benchmarks.step.contenders import Shape, contender
 from mpitrain.comm import Communicator
 from mpitrain.config.training import ModelSection
 from mpitrain.data import Dataset, Loader, SampleOrder, open_dataset

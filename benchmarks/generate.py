@@ -18,8 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks.runner.jobs import BenchmarkParser, run, timed
-from benchmarks.runner.report import Panel, Report, ReportTable, judged
-from benchmarks.runner.statistics import summaries
+from benchmarks.runner.report import Panel, Report, ReportTable, judged, summaries
 from mpitrain.comm import Communicator
 from mpitrain.errors import CommunicationError, InputError
 

@@ -26,8 +26,7 @@ from torch import nn
 from torch.nn import functional
 
 from benchmarks.runner.jobs import BenchmarkParser, run
-from benchmarks.runner.report import Panel, Report, ReportTable, judged
-from benchmarks.runner.statistics import rank_correlation
+from benchmarks.runner.report import Panel, Report, ReportTable, judged, rank_correlation
 from benchmarks.runner.training_runs import TrainerRun, measured_runs, merged, step_seconds
 from mpitrain.comm import Communicator
 from mpitrain.errors import EXIT_DONE, InputError, MpitrainError

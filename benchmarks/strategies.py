@@ -74,20 +74,16 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
     base = _base(world, options)
     ours, theirs = strategies(world.size, base["model"]), peers()
     wanted = _wanted(options, [*ours, *theirs])
-    makes: dict[str, Callable[[], TrainingRun]] = {
-        name: partial(TrainerRun, world, merged(base, values)) for name, values in ours.items() if name in wanted
+    makes: dict[str, Callable[[], TrainingRun] | str] = {
+        **{name: partial(TrainerRun, world, merged(base, values)) for name, values in ours.items()},
+        **{name: m if isinstance(m, str) else partial(PeerRun, world, base, m) for name, m in theirs.items()},
     }
-    missing = {}
-    for name in (name for name in theirs if name in wanted):
-        make = theirs[name]
-        if isinstance(make, str):
-            missing[name] = {"why": make}
-        else:
-            makes[name] = partial(PeerRun, world, base, make)
+    makes = {name: make for name, make in makes.items() if name in wanted}
+    runs = {name: make for name, make in makes.items() if not isinstance(make, str)}
     with gloo(world):
-        found = measured_runs(world, makes, options.rounds, options.steps, 2.0 if options.quick else SECONDS)
+        found = measured_runs(world, runs, options.rounds, options.steps, 2.0 if options.quick else SECONDS)
     require_alike({name: of["losses"] for name, of in found.items()}, _AGREE)
-    found |= missing
+    found |= {name: {"why": make} for name, make in makes.items() if isinstance(make, str)}
     return {"nodes": world.num_nodes, "model": base["model"], "batch": base["train"]["batch"], "found": found}
 
 
@@ -106,10 +102,9 @@ def strategies(ranks: int, model: Mapping[str, int]) -> dict[str, Values]:
         data = ranks // (stages * tensor)
         if stages > model["layers"] or model["heads"] % tensor:
             continue
-        words = (
-            [f"data {data}"] * (data > 1) + [f"pipeline {stages}"] * (stages > 1) + [f"tensor {tensor}"] * (tensor > 1)
-        )
-        found[" x ".join(words)] = {"parallel": {"pipeline": stages, "tensor": tensor, "zero": int(data > 1)}}
+        axes = {"data": data, "pipeline": stages, "tensor": tensor}
+        name = " x ".join(f"{axis} {size}" for axis, size in axes.items() if size > 1)
+        found[name] = {"parallel": {"pipeline": stages, "tensor": tensor, "zero": int(data > 1)}}
     return found
 
 
@@ -151,10 +146,6 @@ def _wanted(options: argparse.Namespace, names: Sequence[str]) -> set[str]:
     return {DDP, *asked}
 
 
-def _optimizer(config: Config, module: nn.Module) -> torch.optim.Optimizer:
-    return make_optimizer(config.optim, module.named_parameters())
-
-
 class PeerRun:
     """Training by a peer, on our data and our model, with an optimizer of ours; nothing is clipped.
 
@@ -174,9 +165,12 @@ class PeerRun:
         task = build_model(config.model, data.description)
         share = VirtualWorkers.of(world, False, config.run.workers).share
         self._coming = iter(self._batches.enter_context(batches(config, share, data, 0)))
-        self._module, samples = task.module, config.train.batch // world.size
-        optimizer = partial(_optimizer, config)
-        self._peer = self._make(task.module, task.loss, optimizer, world, samples)
+        self._module = task.module
+
+        def optimizer(module: nn.Module) -> torch.optim.Optimizer:
+            return make_optimizer(config.optim, module.named_parameters())
+
+        self._peer = self._make(task.module, task.loss, optimizer, world, config.train.batch // world.size)
 
     def step(self) -> float:
         """See `TrainingRun`."""

@@ -25,8 +25,7 @@ from torch.nn import functional
 
 from benchmarks.runner.jobs import BenchmarkParser, run, timed
 from benchmarks.runner.peers import gloo
-from benchmarks.runner.report import Panel, Report, ReportTable, judged, milliseconds
-from benchmarks.runner.statistics import geometric_mean, summaries
+from benchmarks.runner.report import Panel, Report, ReportTable, geometric_mean, judged, milliseconds, summaries
 from mpitrain.comm import Communicator
 from mpitrain.errors import CommunicationError, InputError
 from mpitrain.layout import split

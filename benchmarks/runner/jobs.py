@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.runner.report import Report, facts, write
+from mpitrain.comm.memory import device as hardware
 from mpitrain.errors import InputError
 from mpitrain.measuring import self_start
 from mpitrain.speeds.timing import Contender, Times, interleaved
@@ -102,6 +103,11 @@ class BenchmarkParser:
 
         self.add(name, type=read, metavar=f"A{by}B", help=text)
 
+    def device(self, text: str) -> None:
+        """Add the option of a device, which the text introduces; see `asked_for_device`."""
+        kinds = "auto (an accelerator, where there is one), cpu, cuda, xpu and so on [cpu]"
+        self.add("device", default="cpu", metavar="KIND", help=f"{text}: {kinds}")
+
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
         """Return the options; of the ranks of a job, rank 0 alone says what is wrong with them."""
         options = self_start.parsed(self.arguments, arguments)
@@ -109,6 +115,12 @@ class BenchmarkParser:
             self.arguments.set_defaults(**self._quick)
             options = self_start.parsed(self.arguments, arguments)
         return options
+
+
+def asked_for_device(options: argparse.Namespace) -> bool:
+    """Whether to measure on a device: a kind was named, or "auto" and there is an accelerator."""
+    kind: str = options.device
+    return kind != "cpu" and (kind != "auto" or bool(hardware.accelerator()))
 
 
 def run(parser: BenchmarkParser, measure: Measure, report: MakeReport, arguments: Sequence[str]) -> int:

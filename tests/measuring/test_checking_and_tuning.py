@@ -14,7 +14,7 @@ import pytest
 import warm
 from support import clean_environment
 
-from benchmarks.runner.statistics import geometric_mean, rank_correlation
+from benchmarks.runner.report import geometric_mean, rank_correlation
 from mpitrain.comm import init
 from mpitrain.comm.collectives import all_reduce
 from mpitrain.comm.selection.registry import Setting
