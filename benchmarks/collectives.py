@@ -39,26 +39,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
+from statistics import geometric_mean
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks.runner.jobs import BenchmarkParser, asked_for_device, run, say, timed
+from benchmarks.runner.jobs import BenchmarkParser, asked_for_device, run, say, summaries, timed
 from benchmarks.runner.peers import PlainCollectives, gloo
-from benchmarks.runner.report import (
-    Panel,
-    Report,
-    ReportTable,
-    ReportTarget,
-    geometric_mean,
-    judged,
-    milliseconds,
-    rank_correlation,
-    ratio,
-    summaries,
-)
+from benchmarks.runner.report import Panel, Report, ReportTable, ReportTarget, judged, rank_correlation, ratio
 from mpitrain.comm import Communicator
 from mpitrain.comm.algorithms.halving import doubling_all_reduce, halving_all_reduce
 from mpitrain.comm.algorithms.ring import ring_all_reduce
@@ -262,7 +252,7 @@ def _targets(ranks: int, result: Result) -> list[ReportTarget]:
         if not values:
             return judged(what, None, where=where, **bounds)
         worst = (max if "most" in bounds else min)(values, key=values.__getitem__)
-        text = f"{values[worst]:.2f} at {bytes_text(worst)} (mean {geometric_mean(list(values.values())):.2f})"
+        text = f"{values[worst]:.2f} at {bytes_text(worst)} (mean {geometric_mean(values.values()):.2f})"
         return judged(what, values[worst], text=text, where=where, **bounds)
 
     over = partial(ratios, result)
@@ -275,7 +265,7 @@ def _targets(ranks: int, result: Result) -> list[ReportTarget]:
     for what, (_, compared, least) in _MEANS.items():
         if least is not None:
             values = over(*compared)
-            mean = geometric_mean(list(values.values()))
+            mean = geometric_mean(values.values()) if values else None
             worst = min(values, key=values.__getitem__, default=0)
             text = f"{mean:.2f} (least {values[worst]:.2f} at {bytes_text(worst)})" if values else None
             what = f"{ranks} ranks: {what}, from {bytes_text(compared[-1])}"
@@ -467,10 +457,11 @@ def report_on_device(results: dict[int, Result]) -> Report:
     targets = [
         judged(
             f"{ranks} ranks: staged all_reduce / the slower of copies and host, from 1 MiB",
-            geometric_mean(overheads(result, "all_reduce", MIB)),
+            geometric_mean(over) if over else None,
             most=_STAGED,
         )
         for ranks, result in results.items()
+        for over in [overheads(result, "all_reduce", MIB)]
     ]
     return Report("Collectives on device memory", tables, targets)
 
@@ -489,7 +480,7 @@ def _device_table(ranks: int, operation: str, result: dict[str, Any]) -> ReportT
     rows: list[list[str | float | None]] = []
     over: list[float | None] = [*overheads(result, operation)] or [None] * len(result["sizes"])
     for (size, times), relative in zip(result[operation].items(), over, strict=True):
-        rows.append([f"{int(size) // KIB:,}", *milliseconds(times).values(), relative])
+        rows.append([f"{int(size) // KIB:,}", *(of["median"] * 1e3 for of in times.values()), relative])
     columns = ("KiB", *(f"{name} ms" for name in names), "staged / max(copies, host)")
     absent = "; ".join(f"{name}: {why}" for name, why in result["obstacles"].items() if why)
     note = f"On {result['device']}." + (f" Not possible here: {absent}." if absent else "")

@@ -28,9 +28,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.runner.jobs import BenchmarkParser, run, timed
+from benchmarks.runner.jobs import BenchmarkParser, run, summaries, timed
 from benchmarks.runner.peers import PlainCollectives, Window, rpc
-from benchmarks.runner.report import Panel, Report, ReportTable, milliseconds, summaries
+from benchmarks.runner.report import Panel, Report, ReportTable, milliseconds
 from mpitrain.comm import Arena, Communicator, Letter
 from mpitrain.errors import CommunicationError
 from mpitrain.loose.clock import Clock, Portion

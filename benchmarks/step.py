@@ -42,26 +42,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import cycle
+from itertools import cycle, islice
 from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks.runner.contenders import (
-    ALONE,
-    Batch,
-    Shape,
-    Trainee,
-    TraineePlace,
-    bytes_needed,
-    contender,
-    contenders,
-    mean_losses,
-)
+from benchmarks.runner.contenders import ALONE, Shape, Trainee, batches, contender, contenders, mean_losses
 from benchmarks.runner.jobs import BenchmarkParser, asked_for_device, run, timed
 from benchmarks.runner.peers import gloo, on_device
-from benchmarks.runner.report import Cell, Panel, Report, ReportTable, ReportTarget, judged, ratio
+from benchmarks.runner.report import MIB, Cell, Panel, Report, ReportTable, ReportTarget, judged, ratio
 from benchmarks.runner.training_runs import LARGE, PIECE, PeakMemory, give_back, take_from_system
 from mpitrain.comm import Communicator
 from mpitrain.comm.memory import device as hardware
@@ -69,7 +59,6 @@ from mpitrain.errors import InputError
 from mpitrain.speeds.timing import Contender
 from mpitrain.storage import proc
 
-MIB = 1 << 20
 HEAVY, LIGHT = "communication-heavy", "compute-heavy"  # the batches
 _CATEGORIES = ("parameters", "gradients", "states", "activations", "buffers", "padding")
 # what a stage of ours is to be compared with in memory
@@ -287,13 +276,13 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
     shapes = [QUICK_SHAPE if options.quick else SHAPE]
     if options.grow:
         shapes = [replace(shapes[0], width=width) for width in (QUICK_WIDTHS if options.quick else WIDTHS)]
-    batches = {HEAVY: 1} if options.grow or options.quick else {HEAVY: 1, LIGHT: 4}  # samples a rank
+    sizes = {HEAVY: 1} if options.grow or options.quick else {HEAVY: 1, LIGHT: 4}  # samples a rank
     with gloo(world):
-        sizes = {
-            str(shape.numel): {batch: _measure(world, shape, samples, options) for batch, samples in batches.items()}
+        found = {
+            str(shape.numel): {batch: _measure(world, shape, samples, options) for batch, samples in sizes.items()}
             for shape in shapes
         }
-    return {"nodes": world.num_nodes, "sizes": sizes}
+    return {"nodes": world.num_nodes, "sizes": found}
 
 
 def _measure(world: Communicator, shape: Shape, samples: int, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
@@ -375,6 +364,14 @@ def _groups(world: Communicator, names: Sequence[str], shape: Shape) -> tuple[li
     return groups or ([] if ALONE in too_large else [[ALONE]]), too_large
 
 
+def bytes_needed(name: str, numel: int, ranks: int) -> float:
+    """About what a contender takes on each rank: fp32 parameters, gradients, two moments, and some room."""
+    whole = 16.0 * numel
+    if name == ALONE or "DDP" in name:
+        return whole + 4.0 * numel  # torch's buckets, or gradients on their way
+    return whole / ranks + 12.0 * numel  # parameters, gradients and buckets that a stage keeps whole
+
+
 def _available() -> float:
     """Bytes of memory that this node can still give, by proc(5)."""
     return float(proc.nbytes_of("meminfo", "MemAvailable") or math.inf)
@@ -416,10 +413,9 @@ def measure_on_device(world: Communicator, options: argparse.Namespace) -> dict[
     places = world.all_gather_object([world.node, _place(world, device)])
     devices = len({(node, place) for node, place in places})
     with on_device(world, device, devices == world.size) as backend:
-        of = _batches(world.rank, device, shape, samples)
+        of = [(x.to(device), y.to(device)) for x, y in islice(batches(shape, samples, world.rank), _STEPS)]
         names = [n for n in _asked(_ON_DEVICE, options) if backend or n != "torch DDP"]
-        place = TraineePlace(device, "bf16")
-        trainees = {name: contender(name, world, shape, samples, cycle(of), place) for name in names}
+        trainees = {name: contender(name, world, shape, samples, cycle(of), device) for name in names}
         calls = {name: partial(_several, trainee, device) for name, trainee in trainees.items()}
         times = timed(world, f"on {device.type}", calls, options)
         losses = mean_losses(world, trainees, _AGREE_BF16)
@@ -446,13 +442,6 @@ def _place(world: Communicator, device: torch.device) -> str:
     """What is the same for ranks that share a device; one that has no name and is a rank's only one is not shared."""
     found = hardware.identity(device)
     return f"rank {world.rank}" if found == str(device) and hardware.count(device.type) == 1 else found
-
-
-def _batches(rank: int, device: torch.device, shape: Shape, samples: int) -> list[Batch]:
-    """Tokens and the token after each, on the device."""
-    source = torch.Generator().manual_seed(rank)
-    drawn = torch.randint(shape.vocabulary, (_STEPS, samples, shape.tokens + 1), generator=source).to(device)
-    return [(one[:, :-1].contiguous(), one[:, 1:].contiguous()) for one in drawn]
 
 
 def _several(trainee: Trainee, device: torch.device) -> None:

@@ -6,24 +6,25 @@ See the rules in `benchmarks`.
 from __future__ import annotations
 
 import argparse
+import io
 import math
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from benchmarks.runner.report import Report, facts, write
+from mpitrain.comm import Communicator
 from mpitrain.comm.memory import device as hardware
 from mpitrain.errors import InputError
 from mpitrain.measuring import self_start
 from mpitrain.speeds.timing import Contender, Times, interleaved
 
-if TYPE_CHECKING:
-    from mpitrain.comm import Communicator
-
+_GPT = {"layers": (4, 2), "width": (256, 64), "heads": (4, 4), "sequence": (64, 32)}  # and in a quick run
 _BUSY = 0.5  # load per core from which figures are not to be trusted
 
-Measure = Callable[["Communicator", argparse.Namespace], Any]
+Measure = Callable[[Communicator, argparse.Namespace], Any]
 MakeReport = Callable[[dict[int, Any], argparse.Namespace], Report]
 
 
@@ -103,6 +104,11 @@ class BenchmarkParser:
 
         self.add(name, type=read, metavar=f"A{by}B", help=text)
 
+    def model(self) -> None:
+        """Add the sizes of a GPT; `gpt` makes the section of a configuration of them."""
+        for key, (value, quick) in _GPT.items():
+            self.number(key, value, f"model.{key}", quick=quick)
+
     def device(self, text: str) -> None:
         """Add the option of a device, which the text introduces; see `asked_for_device`."""
         kinds = "auto (an accelerator, where there is one), cpu, cuda, xpu and so on [cpu]"
@@ -121,6 +127,11 @@ def asked_for_device(options: argparse.Namespace) -> bool:
     """Whether to measure on a device: a kind was named, or "auto" and there is an accelerator."""
     kind: str = options.device
     return kind != "cpu" and (kind != "auto" or bool(hardware.accelerator()))
+
+
+def gpt(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the section [model] of the sizes that `BenchmarkParser.model` has read."""
+    return {"name": "gpt", **{key: getattr(options, key) for key in _GPT}}
 
 
 def run(parser: BenchmarkParser, measure: Measure, report: MakeReport, arguments: Sequence[str]) -> int:
@@ -180,6 +191,18 @@ def timed(
     if what:
         say(world, f"{what}: " + ", ".join(f"{name} {of.median * 1e3:.3g} ms" for name, of in found.items()))
     return found
+
+
+def summaries(times: Mapping[str, Times]) -> dict[str, dict[str, float]]:
+    """Return median and best seconds of each contender, as a result, which is JSON, holds them."""
+    return {name: {"median": of.median, "best": of.best} for name, of in times.items()}
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Drop what a run tells people."""
+    with redirect_stdout(io.StringIO()):
+        yield
 
 
 def say(world: Communicator, text: str) -> None:

@@ -14,20 +14,18 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from mpitrain.comm import Communicator
 from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.memory.buffers import MPI_TYPES
 from mpitrain.comm.plain_mpi import PlainMPI
 from mpitrain.comm.runtime.kernels import Call
 from mpitrain.errors import CommunicationError, InputError
-
-if TYPE_CHECKING:
-    from mpitrain.comm import Communicator
 
 _PATIENCE = timedelta(seconds=300)
 _INTERFACE = "GLOO_SOCKET_IFNAME"  # gloo's own setting: the network interface to use

@@ -10,17 +10,16 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
-from mpitrain.speeds.timing import Times
+from mpitrain.comm import Communicator
+from mpitrain.comm.job.topology import processor_name
 from mpitrain.storage.disk import replacing, write_whole
 
-if TYPE_CHECKING:
-    from mpitrain.comm import Communicator
-
+MIB = 1 << 20
 Cell = str | float | int | None  # None: not measured
 
 
@@ -86,16 +85,6 @@ def judged(
     if found is None or math.isnan(found):
         return ReportTarget(what, wanted, absent, None)
     return ReportTarget(what, wanted, text or (f"{found:.2%}" if percent else f"{found:.2f}"), least <= found <= most)
-
-
-def summaries(times: Mapping[str, Times]) -> dict[str, dict[str, float]]:
-    """Return median and best seconds of each contender, as a result, which is JSON, holds them."""
-    return {name: {"median": of.median, "best": of.best} for name, of in times.items()}
-
-
-def geometric_mean(values: Sequence[float]) -> float:
-    """nan for no values."""
-    return math.exp(sum(map(math.log, values)) / len(values)) if values else math.nan
 
 
 def rank_correlation(a: Sequence[float], b: Sequence[float], tolerance: float = 0.0) -> float:
@@ -213,8 +202,6 @@ class Report:
 
 def facts(world: Communicator) -> dict[str, Any]:
     """The machine and the software of this run, for the header. Collective."""
-    from mpitrain.comm.job.topology import processor_name
-
     return {
         "machine": processor_name() or platform.machine(),
         "cores": os.cpu_count(),

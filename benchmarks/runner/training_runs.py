@@ -13,19 +13,18 @@ ranks have touched counts 1/k in each, so that a sum over the ranks of a node is
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import gc
-import io
 import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
 import torch
 
+from benchmarks.runner.jobs import quiet
 from mpitrain.comm import Communicator
 from mpitrain.data.on_device import on_device
 from mpitrain.storage import proc
@@ -64,7 +63,7 @@ class TrainerRun:
 
     def __init__(self, world: Communicator, config: Mapping[str, Any]) -> None:
         self._trainer = Trainer(config, world=world)
-        self._batches = contextlib.ExitStack()
+        self._batches = ExitStack()
 
     def prepare(self) -> None:
         """See `TrainingRun`."""
@@ -119,18 +118,14 @@ def measured_runs(
     found: dict[str, dict[str, Any]] = {}
     names = list(makes)
     take_from_system(PIECE)
-    for name in names:
-        with contextlib.redirect_stdout(io.StringIO()):
-            _one(world, makes[name](), 1, 1.0)
+    for make in makes.values():
+        _one(world, make, 1, 1.0)
     for name, make in makes.items():
-        with contextlib.redirect_stdout(io.StringIO()):
-            _, told = _one(world, make(), _WATCHED, 1.0, watching=True)
-        found[name] = {"seconds": [], **told}
+        found[name] = {"seconds": [], **_one(world, make, _WATCHED, 1.0, watching=True)[1]}
     take_from_system(LARGE)
     for turn in range(rounds):
         for number, name in list(enumerate(names, 1))[:: -1 if turn % 2 else 1]:
-            with contextlib.redirect_stdout(io.StringIO()):
-                times, _ = _one(world, makes[name](), steps, seconds)
+            times, _ = _one(world, makes[name], steps, seconds)
             found[name]["seconds"].append(times)
             if world.rank == 0:
                 which = f"{number} of {len(names)}" + (f", {name}" if name != str(number) else "")
@@ -143,11 +138,12 @@ def step_seconds(of: Mapping[str, Any]) -> float:
     return float(min(map(statistics.median, of["seconds"])))
 
 
+@quiet()
 def _one(
-    world: Communicator, run: TrainingRun, steps: int, seconds: float, *, watching: bool = False
+    world: Communicator, make: Callable[[], TrainingRun], steps: int, seconds: float, *, watching: bool = False
 ) -> tuple[list[float], dict[str, Any]]:
-    """The seconds of steps, and what else `measured_runs` tells of a run."""
-    memory = PeakMemory(world, watching)
+    """Return the seconds of steps, and what else `measured_runs` tells of a run."""
+    run, memory = make(), PeakMemory(world, watching)
     with memory.making():
         run.prepare()
     with memory.training():

@@ -10,20 +10,11 @@ import numpy as np
 import pytest
 from support import job
 
-from benchmarks.runner.contenders import (
-    ALONE,
-    Shape,
-    Trainee,
-    batches,
-    bytes_needed,
-    contender,
-    contenders,
-    mean_losses,
-)
+from benchmarks.runner.contenders import ALONE, Shape, Trainee, batches, contender, contenders, mean_losses
 from benchmarks.runner.peers import gloo
 from benchmarks.runner.report import markdown
 from benchmarks.runner.training_runs import PeakMemory
-from benchmarks.step import _groups, flops_of_a_token, main, parser, report
+from benchmarks.step import _groups, bytes_needed, flops_of_a_token, main, parser, report
 from mpitrain.errors import CommunicationError
 
 MIB = 1 << 20
