@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import copy
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,16 +20,13 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.runner.jobs import BenchmarkParser, run, timed
+from benchmarks.runner.jobs import BenchmarkParser, run, summaries, timed
 from benchmarks.runner.peers import fully_sharded, gloo, of_torch, require_alike
-from benchmarks.runner.report import Panel, Report, ReportTable, judged, milliseconds, ratio
-from benchmarks.runner.statistics import summaries
+from benchmarks.runner.report import MIB, Panel, Report, ReportTable, judged, milliseconds, ratio
+from mpitrain.comm import Communicator
 from mpitrain.models.gpt import GPT
 from mpitrain.models.losses import cross_entropy
 from mpitrain.speeds.timing import Contender
-
-if TYPE_CHECKING:
-    from mpitrain.comm import Communicator
 
 SIZES = (1, 4, 16, 64)  # MiB
 TOKENS = ((1, 128), (4, 128))  # samples and tokens of each on a rank
@@ -37,7 +34,6 @@ VOCABULARY, LAYERS, WIDTH, HEADS = 512, 6, 512, 8
 WANTED = {"all_reduce": 3.0, "DDP": 1.0, "FSDP2": 1.5}  # times as fast as over gloo
 _CHECKED = 3  # steps whose losses are compared
 _AGREE = 1e-3  # relative: what may be between them
-_MIB = 1 << 20
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -72,7 +68,7 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _all_reduce(group: dist.ProcessGroup | None, mib: int) -> Callable[[], object]:
-    x = torch.zeros(mib * _MIB // 4)
+    x = torch.zeros(mib * MIB // 4)
     return lambda: dist.all_reduce(x, group=group)
 
 

@@ -1,7 +1,7 @@
 """Saving and loading a sharded state: raw writes, mpitrain, torch.distributed.checkpoint and torch.save
 
 Every rank holds a slice of every tensor, as under ZeRO. Saves go to new files and end with fsync (raw: one file per
-rank, written in blocks of 8 MiB; torch.distributed.checkpoint: its file-system writer over gloo, which fsyncs;
+rank, written tensor by tensor; torch.distributed.checkpoint: its file-system writer over gloo, which fsyncs;
 torch.save: one file per rank, fsynced afterwards). The loads read what was just written, out of the page cache,
 cut along the other dimension. Peers get their state as DTensors, and hash nothing when they load.
 """
@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -24,17 +24,14 @@ from benchmarks.runner.jobs import BenchmarkParser, run, timed
 from benchmarks.runner.peers import gloo
 from benchmarks.runner.report import Report, ReportTable, judged
 from mpitrain.checkpoint import Part, Store, TensorSpec
+from mpitrain.comm import Communicator
 from mpitrain.layout import Box, Piece
 from mpitrain.measuring.self_start import temporary_folder
 from mpitrain.speeds.timing import Contender
 from mpitrain.storage.extents import crc32
 
-if TYPE_CHECKING:
-    from mpitrain.comm import Communicator
-
 _COLUMNS = 1024
 _ROWS = 1024  # of a tensor: 4 MiB of float32
-_BLOCK = 8 << 20  # bytes of a raw write
 _RAW, _OURS, _DCP, _TORCH = "raw write", "mpitrain", "torch.distributed.checkpoint", "torch.save"
 _COPY, _STALL = "one memory copy", "mpitrain in the background: stall"
 _SAVES = (_RAW, _OURS, _DCP, _TORCH)
@@ -142,9 +139,7 @@ def _fresh(store: Store, world: Communicator, folder: Path) -> None:
 def _raw(path: Path, slices: Sequence[torch.Tensor]) -> None:
     with open(path, "wb", buffering=0) as file:
         for data in slices:
-            raw = data.view(-1).view(torch.uint8).numpy().data
-            for lo in range(0, len(raw), _BLOCK):
-                file.write(raw[lo : lo + _BLOCK])
+            file.write(data.view(-1).view(torch.uint8).numpy().data)
         os.fsync(file.fileno())
 
 

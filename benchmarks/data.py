@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.runner.contenders import Shape, contender
 from benchmarks.runner.jobs import BenchmarkParser, run, timed
 from benchmarks.runner.report import Panel, Report, ReportTable, judged
-from benchmarks.step.contenders import Shape, contender
 from mpitrain.comm import Communicator
 from mpitrain.config.training import ModelSection
 from mpitrain.data import Dataset, Loader, SampleOrder, open_dataset
@@ -91,19 +91,23 @@ def _loading(world: Communicator, folder: Path, options: argparse.Namespace) -> 
 
     plain = partial(_plain, folder, whole, batch, world)
     _compare(plain(), _ours(_opened(folder), order, batch, world, 0), count)
-    contenders = {_PLAIN: Contender(lambda: _take(plain(), count), single=True)}
+
+    def ours(workers: int, anew: bool) -> Contender:
+        """Epochs of one set, or of one that is opened anew for each: after its first epoch nothing is hashed."""
+        opened = [_opened(folder)]
+
+        def open_anew() -> None:
+            opened[0] = _opened(folder)
+
+        def epoch() -> None:
+            _take(_ours(opened[0], order, batch, world, workers), count)
+
+        return Contender(epoch, open_anew if anew else None, single=True)
+
+    contenders: dict[str, Contender | Callable[[], object]] = {_PLAIN: lambda: _take(plain(), count)}
     for workers in (0, 1):
-        for name, anew in (("first epoch", True), ("later epochs", False)):  # after a set's first nothing is hashed
-            opened = [_opened(folder)]
-
-            def epoch(opened: list[Dataset] = opened, workers: int = workers) -> None:
-                _take(_ours(opened[0], order, batch, world, workers), count)
-
-            def open_anew(opened: list[Dataset] = opened) -> None:
-                opened[0] = _opened(folder)
-
-            contender = Contender(epoch, open_anew if anew else None, single=True)
-            contenders[f"mpitrain, workers {workers}, {name}"] = contender
+        for name in ("first epoch", "later epochs"):
+            contenders[f"mpitrain, workers {workers}, {name}"] = ours(workers, name == "first epoch")
     times = timed(world, f"epochs of {count} batches", contenders, options)
     samples = count * batch * world.size
     return {"samples": samples, "seconds": {name: list(of.all) for name, of in times.items()}}

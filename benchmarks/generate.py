@@ -17,9 +17,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.runner.jobs import BenchmarkParser, run, timed
+from benchmarks.runner.jobs import BenchmarkParser, run, summaries, timed
 from benchmarks.runner.report import Panel, Report, ReportTable, judged
-from benchmarks.runner.statistics import summaries
 from mpitrain.comm import Communicator
 from mpitrain.errors import CommunicationError, InputError
 

@@ -26,6 +26,7 @@ import time
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import partial
+from statistics import geometric_mean
 from typing import Any
 
 import numpy as np
@@ -33,10 +34,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks.runner.jobs import BenchmarkParser, run, timed
-from benchmarks.runner.peers import gloo
+from benchmarks.runner.jobs import BenchmarkParser, run, summaries, timed
+from benchmarks.runner.peers import gloo, require_alike
 from benchmarks.runner.report import Report, ReportTable, judged, milliseconds, ratio
-from benchmarks.runner.statistics import geometric_mean, summaries
 from mpitrain.comm import Communicator
 from mpitrain.errors import InputError
 from mpitrain.layout import split
@@ -49,7 +49,12 @@ from mpitrain.pipe.simulate import Costs, Simulation, TimedStep, simulate
 from mpitrain.speeds.timing import Contender
 
 VOCABULARY, WIDTH, HEADS = 256, 64, 4
-SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 2}  # and stages a rank
+SCHEDULES = {  # stages a rank, and torch's class
+    "gpipe": (1, "ScheduleGPipe"),
+    "1f1b": (1, "Schedule1F1B"),
+    "interleaved": (2, "ScheduleInterleaved1F1B"),
+    "zero-bubble": (2, "ScheduleZBVZeroBubble"),
+}
 SIZES = {"small": (1, 32), "large": (4, 128)}  # samples and tokens of a microbatch
 _RECORDED = 3  # batches, the median of which counts
 
@@ -76,8 +81,8 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
     with gloo(world):
         for size, shape in SIZES.items():
             result[size] = {}
-            for name, chunks in SCHEDULES.items():
-                case = _Case(world, name, chunks, options, shape)
+            for name in SCHEDULES:
+                case = _Case(world, name, options, shape)
                 times = timed(world, f"{size}, {name}", case.contenders(), options)
                 result[size][name] = summaries(times) | {"idle": case.idle()}
     return result
@@ -86,10 +91,8 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
 class _Case:
     """One schedule at one size, for both contenders."""
 
-    def __init__(
-        self, world: Communicator, name: str, chunks: int, options: argparse.Namespace, shape: tuple[int, int]
-    ) -> None:
-        self.world, self.count = world, options.microbatches
+    def __init__(self, world: Communicator, name: str, options: argparse.Namespace, shape: tuple[int, int]) -> None:
+        self.world, self.count, chunks = world, options.microbatches, SCHEDULES[name][0]
         self.schedule = make_schedule(name, world.size, self.count, chunks)
         torch.manual_seed(1)
         model = _gpt(options.layers)
@@ -110,9 +113,7 @@ class _Case:
         expected = self.pipeline.forward_backward(self.parts, self.weights)
         found = torch.tensor([self.peer()], dtype=torch.float64)
         self.world.broadcast(found, root=self.schedule.rank_of[-1])
-        if abs(float(found) - expected) > 1e-4 * abs(expected):
-            text = f"torch computes a loss of {float(found)}, not {expected}: nothing to compare"
-            raise InputError(text, agreed=True)
+        require_alike({"mpitrain": [expected], "torch": [float(found)]}, 1e-4)
         ours = partial(self.pipeline.forward_backward, self.parts, self.weights)
         return {
             "mpitrain": Contender(ours, partial(self.pipeline.module.zero_grad, set_to_none=False), single=True),
@@ -178,14 +179,9 @@ def _peer(
 
     device = torch.device("cpu")
     stages = [pipelining.PipelineStage(module, number, schedule.stages, device) for number, module in modules.items()]
-    kinds: dict[str, Any] = {
-        "gpipe": pipelining.ScheduleGPipe,
-        "1f1b": pipelining.Schedule1F1B,
-        "interleaved": pipelining.ScheduleInterleaved1F1B,
-        "zero-bubble": pipelining.ScheduleZBVZeroBubble,
-    }
     given = stages if schedule.chunks > 1 else stages[0]
-    runner = kinds[schedule.name](given, n_microbatches=schedule.microbatches, loss_fn=cross_entropy)
+    kind = getattr(pipelining, SCHEDULES[schedule.name][1])
+    runner = kind(given, n_microbatches=schedule.microbatches, loss_fn=cross_entropy)
     rank = dist.get_rank()
     first, last = schedule.rank_of[0] == rank, schedule.rank_of[-1] == rank
 

@@ -19,26 +19,31 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import combinations
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from benchmarks.runner.jobs import BenchmarkParser, launched, run
-from benchmarks.runner.report import Panel, Report, ReportTable, judged
-from benchmarks.runner.statistics import rank_correlation
+from benchmarks.runner.jobs import BenchmarkParser, run
+from benchmarks.runner.report import MIB, Panel, Report, ReportTable, judged, rank_correlation
 from benchmarks.runner.training_runs import TrainerRun, measured_runs, merged, step_seconds
 from mpitrain.comm import Communicator
+from mpitrain.config.settings import Config
+from mpitrain.data import Description
 from mpitrain.errors import EXIT_DONE, InputError, MpitrainError
+from mpitrain.measuring.self_start import launched
 from mpitrain.models.losses import cross_entropy
-
-if TYPE_CHECKING:
-    from mpitrain.data import Description
+from mpitrain.planner.candidates import rules_of
+from mpitrain.planner.layouts import ParallelLayout, read, settings, text
+from mpitrain.planner.machine_file import read_machine
+from mpitrain.planner.predictor import Predictor
+from mpitrain.planner.profile import profile_of
+from mpitrain.planner.search import best
+from mpitrain.planner.subject import description_of
 
 SECONDS = 3.0  # of a measurement
 _BUDGET = 60.0  # seconds of measuring the blocks of a model at one number of ranks
-MIB = 1 << 20
 _TIME, _MEMORY, _RANKS, _CHOICE = 0.15, 0.10, 0.90, 1.05  # what is wanted
 Row = dict[str, Any]
 MODELS: dict[str, dict[str, Any]] = {
@@ -104,8 +109,6 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
 
 def _predictions(options: argparse.Namespace) -> dict[str, dict[str, list[dict[str, Any]]]]:
     """By rank count and model: what is to be measured, with what the planner says of it."""
-    from mpitrain.planner.machine_file import read_machine
-
     machine = read_machine(options.machine)
     models = QUICK if options.quick else {name: MODELS[name] for name in options.models.split(",")}
     found: dict[str, dict[str, list[dict[str, Any]]]] = {str(ranks): {} for ranks in options.ranks}
@@ -118,14 +121,6 @@ def _predictions(options: argparse.Namespace) -> dict[str, dict[str, list[dict[s
 
 def _planned(values: Mapping[str, Any], machine: Any, options: argparse.Namespace) -> dict[int, list[dict[str, Any]]]:
     """By rank count, the layouts of one model."""
-    from mpitrain.config.settings import Config
-    from mpitrain.planner.candidates import rules_of
-    from mpitrain.planner.layouts import ParallelLayout, read, settings, text
-    from mpitrain.planner.predictor import Predictor
-    from mpitrain.planner.profile import profile_of
-    from mpitrain.planner.search import best
-    from mpitrain.planner.subject import description_of
-
     base = merged(values, {"train": {"steps": 1000, "evaluate_every": 0}, "run": {"device": "cpu", "dir": "unused"}})
     config = Config.from_dict(base)
     found = {}
@@ -163,33 +158,26 @@ def _planned(values: Mapping[str, Any], machine: Any, options: argparse.Namespac
 
 def spread(ranks: int, batch: int, blocks: int) -> list[Any]:
     """Layouts of every kind for so many ranks."""
-    from mpitrain.planner.layouts import ParallelLayout
-
     share = max(1, batch // ranks)
-    found = [ParallelLayout(ranks, zero=zero, microbatch=share) for zero in (0, 1, 2, 3)]
-    found.append(ParallelLayout(ranks, zero=3, share_node=False, microbatch=share))
-    found.append(ParallelLayout(ranks, zero=0, microbatch=max(1, share // 2)))
-    found.append(ParallelLayout(ranks, zero=2, microbatch=max(1, share // 2)))
-    found.append(ParallelLayout(ranks, zero=1, microbatch=share, recompute=True))
-    for pipeline in {2, ranks} if ranks > 2 else {2}:
-        data = ranks // pipeline
-        if pipeline > blocks:
-            continue
-        some = max(1, batch // data // (2 * pipeline))
-        for schedule, chunks in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero-bubble", 1)):
-            if pipeline * chunks <= blocks:
-                found.append(
-                    ParallelLayout(
-                        data, pipeline, zero=int(data > 1), microbatch=some, schedule=schedule, chunks=chunks
-                    )
-                )
-    for tensor in {2, min(4, ranks)}:
-        data = ranks // tensor
-        found.append(ParallelLayout(data, 1, tensor, microbatch=batch // data))
+    half = max(1, share // 2)
+    found = [
+        *(ParallelLayout(ranks, zero=zero, microbatch=share) for zero in range(4)),
+        ParallelLayout(ranks, zero=3, share_node=False, microbatch=share),
+        *(ParallelLayout(ranks, zero=zero, microbatch=half) for zero in (0, 2)),
+        ParallelLayout(ranks, zero=1, microbatch=share, recompute=True),
+    ]
+    for stages in {2, ranks} if ranks > 2 else {2}:
+        data = ranks // stages
+        some = max(1, batch // data // (2 * stages))
+        found += [
+            ParallelLayout(data, stages, zero=int(data > 1), microbatch=some, schedule=schedule, chunks=chunks)
+            for schedule, chunks in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero-bubble", 1))
+            if stages * chunks <= blocks
+        ]
+    found += [ParallelLayout(ranks // n, 1, n, microbatch=batch // (ranks // n)) for n in {2, min(4, ranks)}]
     found.append(ParallelLayout(ranks // 2, 1, 2, microbatch=batch // (ranks // 2), sequence=True))
     if ranks >= 4:
-        data = ranks // 4
-        found.append(ParallelLayout(data, 2, 2, microbatch=max(1, batch // data // 4)))
+        found.append(ParallelLayout(ranks // 4, 2, 2, microbatch=max(1, batch // (ranks // 4) // 4)))
     return list(dict.fromkeys(found))
 
 

@@ -8,22 +8,19 @@ Where the ranks' clocks are compared, and where files are written, is before and
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
-import io
 import statistics
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.runner.jobs import BenchmarkParser, run
+from benchmarks.runner.jobs import BenchmarkParser, gpt, quiet, run
 from benchmarks.runner.report import Report, ReportTable, judged
 from benchmarks.runner.training_runs import WARM, TrainerRun
 from mpitrain.comm import Communicator
 from mpitrain.trainer.recording.timeline import Recording
 
 MOST = 1.03  # times as long a recorded step may take
-_MODEL = {"layers": 4, "width": 256, "heads": 4, "sequence": 64}
 _BATCH = 4  # samples for each rank
 
 
@@ -58,8 +55,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run the benchmark, and give its exit code."""
     made = BenchmarkParser("recording", "What a recorded step costs, beside one that is not, in turns.", "2")
     made.number("pairs", 60, "steps of each kind", quick=4)
-    for key, value in _MODEL.items():
-        made.number(key, value, f"model.{key}")
+    made.model()
     return run(made, measure, _report, arguments)
 
 
@@ -68,10 +64,10 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
     pairs = options.pairs
     config = {
         "run": {"device": "cpu", "dir": "unused"},
-        "model": {"name": "gpt"} | {key: getattr(options, key) for key in _MODEL},
+        "model": gpt(options),
         "train": {"batch": _BATCH * world.size, "steps": 2 * pairs + WARM + 2, "evaluate_every": 0},
     }
-    with contextlib.redirect_stdout(io.StringIO()):
+    with quiet():
         training = _RecordedRun(world, config)
         training.prepare()
         world.journal.start()

@@ -28,11 +28,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.runner.jobs import BenchmarkParser, run, timed
-from benchmarks.runner.peers import rpc
-from benchmarks.runner.plain_mpi import PlainCollectives, Window
+from benchmarks.runner.jobs import BenchmarkParser, run, summaries, timed
+from benchmarks.runner.peers import PlainCollectives, Window, rpc
 from benchmarks.runner.report import Panel, Report, ReportTable, milliseconds
-from benchmarks.runner.statistics import summaries
 from mpitrain.comm import Arena, Communicator, Letter
 from mpitrain.errors import CommunicationError
 from mpitrain.loose.clock import Clock, Portion
@@ -252,7 +250,7 @@ def _give(row: int) -> torch.Tensor:
 
 
 def _update(row: int, gradient: torch.Tensor) -> None:
-    """The server descends along what it was sent."""
+    """The server descends along what it was sent, as SGD with a learning rate of 1."""
     _held[row].sub_(gradient)
 
 
@@ -262,11 +260,10 @@ class TorchRpc(Carrier):
     What arrives is in memory that the library made; nothing is copied from there.
     """
 
-    _take = staticmethod(_keep)
-
-    def __init__(self, desk: Desk, module: Any) -> None:
+    def __init__(self, desk: Desk, module: Any, take: Callable[[int, torch.Tensor], None]) -> None:
+        """Take torch's module, and a function: what the server does with a gradient, `_keep` or `_update`."""
         super().__init__(desk)
-        self._rpc, _held[:], self.rows = module, self.rows, _held
+        self._rpc, self._take, _held[:], self.rows = module, take, self.rows, _held
 
     def push(self) -> None:
         """See `Carrier.push`."""
@@ -283,12 +280,6 @@ class TorchRpc(Carrier):
         else:
             self.x = self._rpc.rpc_sync(str(SERVER), _give, args=(self._desk.row,))
             self._desk.ask()
-
-
-class TorchRpcUpdating(TorchRpc):
-    """The same with an update in each push, as that of SGD with a learning rate of 1."""
-
-    _take = staticmethod(_update)
 
 
 class ModeServer(Carrier):
@@ -391,10 +382,11 @@ def carriers(world: Communicator, numel: int, folder: Path, *, computing: bool) 
         made["one-sided, created"] = OneSided(desk, mpi.window(torch.zeros(rows), False))
         if done is not None:
             made["one-sided, server computes"] = OneSided(desk, mpi.window(torch.zeros(rows), False), done)
-        made["torch rpc"] = TorchRpc(desk, stack.enter_context(rpc(world, folder)))
+        module = stack.enter_context(rpc(world, folder))
+        made["torch rpc"] = TorchRpc(desk, module, _keep)
         for name, carrier in made.items():
             _check(name, carrier, desk)
-        made["torch rpc, and SGD"] = TorchRpcUpdating(desk, made["torch rpc"]._rpc)  # type: ignore[attr-defined]
+        made["torch rpc, and SGD"] = TorchRpc(desk, module, _update)
         made["parallel.mode server, and SGD"] = ModeServer(desk)
         yield made
         for carrier in made.values():

@@ -21,7 +21,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,9 +29,9 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from benchmarks.runner.jobs import BenchmarkParser, run
+from benchmarks.runner.jobs import BenchmarkParser, gpt, run
 from benchmarks.runner.peers import MakePeer, gloo, peers, require_alike
-from benchmarks.runner.report import Cell, Panel, Report, ReportTable
+from benchmarks.runner.report import MIB, Cell, Panel, Report, ReportTable
 from benchmarks.runner.training_runs import KINDS, TrainerRun, TrainingRun, Values, measured_runs, merged, step_seconds
 from mpitrain.comm import Communicator
 from mpitrain.config.settings import Config
@@ -43,11 +43,8 @@ from mpitrain.trainer.memory import ActivationMeter
 from mpitrain.trainer.optimizing.optimizer import make_optimizer
 
 SECONDS = 5.0  # of a measurement
-MIB = 1 << 20
 DDP = "DDP"  # with which the others are compared
 _AGREE = 2e-4  # relative: what sums in another order may change of a loss
-_MODEL = {"layers": 4, "width": 256, "heads": 4, "sequence": 64}
-_QUICK = {"layers": 2, "width": 64, "heads": 4, "sequence": 32}
 _BATCH = 4  # samples for each rank
 _PEERS = ("torch", "FSDP2", "DeepSpeed")  # how their names begin
 
@@ -60,8 +57,7 @@ def main(arguments: Sequence[str]) -> int:
     made = BenchmarkParser(
         "strategies", "One model by every strategy, and by torch's and DeepSpeed's.", "4", too_few=few
     )
-    for key, value in _MODEL.items():
-        made.number(key, value, f"model.{key}", quick=_QUICK[key])
+    made.model()
     made.add("batch", type=int, metavar="N", help=f"train.batch [{_BATCH} a rank]")
     made.number("rounds", 3, "measurements of each", quick=1)
     made.number("steps", 10, "of a measurement", quick=3)
@@ -74,20 +70,16 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
     base = _base(world, options)
     ours, theirs = strategies(world.size, base["model"]), peers()
     wanted = _wanted(options, [*ours, *theirs])
-    makes: dict[str, Callable[[], TrainingRun]] = {
-        name: partial(TrainerRun, world, merged(base, values)) for name, values in ours.items() if name in wanted
+    makes: dict[str, Callable[[], TrainingRun] | str] = {
+        **{name: partial(TrainerRun, world, merged(base, values)) for name, values in ours.items()},
+        **{name: m if isinstance(m, str) else partial(PeerRun, world, base, m) for name, m in theirs.items()},
     }
-    missing = {}
-    for name in (name for name in theirs if name in wanted):
-        make = theirs[name]
-        if isinstance(make, str):
-            missing[name] = {"why": make}
-        else:
-            makes[name] = partial(PeerRun, world, base, make)
+    makes = {name: make for name, make in makes.items() if name in wanted}
+    runs = {name: make for name, make in makes.items() if not isinstance(make, str)}
     with gloo(world):
-        found = measured_runs(world, makes, options.rounds, options.steps, 2.0 if options.quick else SECONDS)
+        found = measured_runs(world, runs, options.rounds, options.steps, 2.0 if options.quick else SECONDS)
     require_alike({name: of["losses"] for name, of in found.items()}, _AGREE)
-    found |= missing
+    found |= {name: {"why": make} for name, make in makes.items() if isinstance(make, str)}
     return {"nodes": world.num_nodes, "model": base["model"], "batch": base["train"]["batch"], "found": found}
 
 
@@ -106,10 +98,9 @@ def strategies(ranks: int, model: Mapping[str, int]) -> dict[str, Values]:
         data = ranks // (stages * tensor)
         if stages > model["layers"] or model["heads"] % tensor:
             continue
-        words = (
-            [f"data {data}"] * (data > 1) + [f"pipeline {stages}"] * (stages > 1) + [f"tensor {tensor}"] * (tensor > 1)
-        )
-        found[" x ".join(words)] = {"parallel": {"pipeline": stages, "tensor": tensor, "zero": int(data > 1)}}
+        axes = {"data": data, "pipeline": stages, "tensor": tensor}
+        name = " x ".join(f"{axis} {size}" for axis, size in axes.items() if size > 1)
+        found[name] = {"parallel": {"pipeline": stages, "tensor": tensor, "zero": int(data > 1)}}
     return found
 
 
@@ -127,7 +118,7 @@ def _base(world: Communicator, options: argparse.Namespace) -> dict[str, dict[st
     """What all strategies have in common."""
     base: dict[str, dict[str, Any]] = {
         "run": {"device": "cpu", "dir": "unused"},
-        "model": {"name": "gpt", **{key: getattr(options, key) for key in _MODEL}},
+        "model": gpt(options),
         "train": {"batch": options.batch or _BATCH * world.size, "steps": 1000, "evaluate_every": 0, "clip": 0.0},
         "optim": {"schedule": "constant", "warmup": 0, "lr": 1e-3},
     }
@@ -151,10 +142,6 @@ def _wanted(options: argparse.Namespace, names: Sequence[str]) -> set[str]:
     return {DDP, *asked}
 
 
-def _optimizer(config: Config, module: nn.Module) -> torch.optim.Optimizer:
-    return make_optimizer(config.optim, module.named_parameters())
-
-
 class PeerRun:
     """Training by a peer, on our data and our model, with an optimizer of ours; nothing is clipped.
 
@@ -174,30 +161,27 @@ class PeerRun:
         task = build_model(config.model, data.description)
         share = VirtualWorkers.of(world, False, config.run.workers).share
         self._coming = iter(self._batches.enter_context(batches(config, share, data, 0)))
-        self._module, samples = task.module, config.train.batch // world.size
-        optimizer = partial(_optimizer, config)
-        self._peer = self._make(task.module, task.loss, optimizer, world, samples)
+        self._module = task.module
+
+        def optimizer(module: nn.Module) -> torch.optim.Optimizer:
+            return make_optimizer(config.optim, module.named_parameters())
+
+        self._peer = self._make(task.module, task.loss, optimizer, world, config.train.batch // world.size)
 
     def step(self) -> float:
         """See `TrainingRun`."""
-        batch = next(self._coming)
-        with self._metered():
+        batch, meter = next(self._coming), None
+        # autograd keeps the same in each step; not known under FSDP2, which keeps whole parameters that come and go
+        if not self._activations and not any(hasattr(p, "to_local") for p in self._peer.model.parameters()):
+            meter = ActivationMeter(self._module)
+        with saved_tensors_hooks(meter.add, lambda kept: kept) if meter else contextlib.nullcontext():
             loss = self._peer.gradients(batch.x, batch.y)
+        if meter:
+            self._activations = meter.nbytes
         self._peer.update()
         told = loss.double().reshape(1)
         torch.distributed.all_reduce(told)
         return float(told) / self.world.size
-
-    @contextlib.contextmanager
-    def _metered(self) -> Iterator[None]:
-        """Count what autograd keeps, once; not under FSDP2, which keeps whole parameters that come and go."""
-        if self._activations or any(hasattr(p, "to_local") for p in self._peer.model.parameters()):
-            yield
-            return
-        meter = ActivationMeter(self._module)
-        with saved_tensors_hooks(meter.add, lambda kept: kept):
-            yield
-        self._activations = meter.nbytes
 
     def account(self) -> dict[str, float]:
         """See `TrainingRun`. What a peer keeps to itself, as DeepSpeed does with all it has, is not counted; 0."""

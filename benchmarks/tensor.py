@@ -17,16 +17,16 @@ from __future__ import annotations
 import argparse
 import copy
 from collections.abc import Callable, Sequence
+from statistics import geometric_mean
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from benchmarks.runner.jobs import BenchmarkParser, run, timed
+from benchmarks.runner.jobs import BenchmarkParser, run, summaries, timed
 from benchmarks.runner.peers import gloo
 from benchmarks.runner.report import Panel, Report, ReportTable, judged, milliseconds
-from benchmarks.runner.statistics import geometric_mean, summaries
 from mpitrain.comm import Communicator
 from mpitrain.errors import CommunicationError, InputError
 from mpitrain.layout import split

@@ -28,8 +28,6 @@ mean of the last steps' losses is down to it.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import io
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -40,7 +38,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.runner.jobs import BenchmarkParser, run
+from benchmarks.runner.jobs import BenchmarkParser, quiet, run
 from benchmarks.runner.report import Panel, Report, ReportTable, judged
 from mpitrain.comm import Communicator
 from mpitrain.data import Batch
@@ -108,7 +106,7 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
                 config = _config(options, world.size - 1, parallel, folder / f"{turn} {name}")
                 ranks = world if parallel.get("servers") else workers
                 if ranks is not None:
-                    with contextlib.redirect_stdout(io.StringIO()):  # what a run tells people
+                    with quiet():
                         _Slowed(config, world=ranks, slowed=options.slowed).fit()
                 world.barrier()
                 if world.rank == 0:

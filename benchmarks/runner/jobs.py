@@ -6,24 +6,25 @@ See the rules in `benchmarks`.
 from __future__ import annotations
 
 import argparse
+import io
 import math
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from benchmarks.runner.report import Report, facts, write
-from mpitrain.errors import EXIT_DONE, InputError
+from mpitrain.comm import Communicator
+from mpitrain.comm.memory import device as hardware
+from mpitrain.errors import InputError
 from mpitrain.measuring import self_start
-from mpitrain.measuring.self_start import launched
 from mpitrain.speeds.timing import Contender, Times, interleaved
 
-if TYPE_CHECKING:
-    from mpitrain.comm import Communicator
-
+_GPT = {"layers": (4, 2), "width": (256, 64), "heads": (4, 4), "sequence": (64, 32)}  # and in a quick run
 _BUSY = 0.5  # load per core from which figures are not to be trusted
 
-Measure = Callable[["Communicator", argparse.Namespace], Any]
+Measure = Callable[[Communicator, argparse.Namespace], Any]
 MakeReport = Callable[[dict[int, Any], argparse.Namespace], Report]
 
 
@@ -103,6 +104,16 @@ class BenchmarkParser:
 
         self.add(name, type=read, metavar=f"A{by}B", help=text)
 
+    def model(self) -> None:
+        """Add the sizes of a GPT; `gpt` makes the section of a configuration of them."""
+        for key, (value, quick) in _GPT.items():
+            self.number(key, value, f"model.{key}", quick=quick)
+
+    def device(self, text: str) -> None:
+        """Add the option of a device, which the text introduces; see `asked_for_device`."""
+        kinds = "auto (an accelerator, where there is one), cpu, cuda, xpu and so on [cpu]"
+        self.add("device", default="cpu", metavar="KIND", help=f"{text}: {kinds}")
+
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
         """Return the options; of the ranks of a job, rank 0 alone says what is wrong with them."""
         options = self_start.parsed(self.arguments, arguments)
@@ -110,6 +121,17 @@ class BenchmarkParser:
             self.arguments.set_defaults(**self._quick)
             options = self_start.parsed(self.arguments, arguments)
         return options
+
+
+def asked_for_device(options: argparse.Namespace) -> bool:
+    """Whether to measure on a device: a kind was named, or "auto" and there is an accelerator."""
+    kind: str = options.device
+    return kind != "cpu" and (kind != "auto" or bool(hardware.accelerator()))
+
+
+def gpt(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the section [model] of the sizes that `BenchmarkParser.model` has read."""
+    return {"name": "gpt", **{key: getattr(options, key) for key in _GPT}}
 
 
 def run(parser: BenchmarkParser, measure: Measure, report: MakeReport, arguments: Sequence[str]) -> int:
@@ -126,27 +148,24 @@ def run(parser: BenchmarkParser, measure: Measure, report: MakeReport, arguments
         The exit code.
     """
     options, name = parser.parse(arguments), parser.name
-    if launched():
-        from mpitrain.comm import init
-
-        world = init()
-        if parser.too_few and world.size < parser.least:
-            raise InputError(f"{parser.too_few}; start {parser.least} ranks or more", agreed=True)
-        part = {"facts": facts(world), "result": measure(world, options)}
-        if world.rank == 0 and self_start.started_here():
-            self_start.leave(part)
-        elif world.rank == 0:
-            _write(name, report, {world.size: part}, options)
-        return EXIT_DONE
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
-    if load > _BUSY * cores:
+    if not self_start.launched() and load > _BUSY * cores:
         print(
             f"mpitrain: other work keeps this machine busy (load {load:.1f}, {cores} cores); the figures will mislead"
         )
-    parts, code = self_start.at_each(["-m", "benchmarks", name, *arguments], options, name)
-    if parts:  # also where a later rank count has failed
-        _write(name, report, parts, options)
-    return code
+
+    def part(world: Communicator) -> dict[str, Any]:
+        if parser.too_few and world.size < parser.least:
+            raise InputError(f"{parser.too_few}; start {parser.least} ranks or more", agreed=True)
+        return {"facts": facts(world), "result": measure(world, options)}
+
+    def keep(parts: dict[int, Any]) -> None:
+        results = {ranks: each["result"] for ranks, each in parts.items()}
+        header = {ranks: each["facts"] for ranks, each in parts.items()}
+        written = write(name, report(results, options), header, results, options.out, options.quick)
+        print("written: " + ", ".join(map(str, written)))
+
+    return self_start.measured(["-m", "benchmarks", name, *arguments], options, name, part, keep)
 
 
 def timed(
@@ -174,14 +193,19 @@ def timed(
     return found
 
 
+def summaries(times: Mapping[str, Times]) -> dict[str, dict[str, float]]:
+    """Return median and best seconds of each contender, as a result, which is JSON, holds them."""
+    return {name: {"median": of.median, "best": of.best} for name, of in times.items()}
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Drop what a run tells people."""
+    with redirect_stdout(io.StringIO()):
+        yield
+
+
 def say(world: Communicator, text: str) -> None:
     """Have rank 0 tell people how far the benchmark has come."""
     if world.rank == 0:
         print(f"  {world.size} ranks, {text}", flush=True)
-
-
-def _write(name: str, report: MakeReport, parts: dict[int, Any], options: argparse.Namespace) -> None:
-    results = {ranks: part["result"] for ranks, part in parts.items()}
-    header = {ranks: part["facts"] for ranks, part in parts.items()}
-    written = write(name, report(results, options), header, results, options.out, options.quick)
-    print("written: " + ", ".join(map(str, written)))

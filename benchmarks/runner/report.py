@@ -1,4 +1,4 @@
-"""What a benchmark has found: a header, tables, targets and a plot, as files for people and for programs."""
+"""What a benchmark has found: statistics, tables, targets and a plot, as files for people and for programs."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
 import torch
 
+from mpitrain.comm import Communicator
+from mpitrain.comm.job.topology import processor_name
 from mpitrain.storage.disk import replacing, write_whole
 
-if TYPE_CHECKING:
-    from mpitrain.comm import Communicator
-
+MIB = 1 << 20
 Cell = str | float | int | None  # None: not measured
 
 
@@ -84,6 +85,27 @@ def judged(
     if found is None or math.isnan(found):
         return ReportTarget(what, wanted, absent, None)
     return ReportTarget(what, wanted, text or (f"{found:.2%}" if percent else f"{found:.2f}"), least <= found <= most)
+
+
+def rank_correlation(a: Sequence[float], b: Sequence[float], tolerance: float = 0.0) -> float:
+    """Spearman's: the correlation of the ranks, equal values sharing the mean of theirs. nan where one is constant.
+
+    Args:
+        a: Values.
+        b: As many other values.
+        tolerance: Positive values that differ by less than this fraction count as equal.
+    """
+    x, y = _ranks(a, tolerance), _ranks(b, tolerance)
+    x, y = x - x.mean(), y - y.mean()
+    norm = math.sqrt(float(x @ x) * float(y @ y))
+    return float(x @ y) / norm if norm else math.nan
+
+
+def _ranks(values: Sequence[float], tolerance: float) -> np.ndarray:
+    array = np.asarray(values, dtype=float)
+    below = (array[None, :] * (1 + tolerance) < array[:, None]).sum(1)
+    above = (array[None, :] > array[:, None] * (1 + tolerance)).sum(1)
+    return (below + len(array) - above + 1) / 2
 
 
 def ratio(times: Mapping[str, Mapping[str, float]], slower: str, faster: str) -> float:
@@ -180,8 +202,6 @@ class Report:
 
 def facts(world: Communicator) -> dict[str, Any]:
     """The machine and the software of this run, for the header. Collective."""
-    from mpitrain.comm.job.topology import processor_name
-
     return {
         "machine": processor_name() or platform.machine(),
         "cores": os.cpu_count(),

@@ -2,30 +2,40 @@
 
 Each run trains by itself, one after the other in the same processes, several times over in turns; what is timed is a
 step with its batch. A first turn is for memory and for bytes sent: the most memory that a rank took above what it had
-before there was a model, see `benchmarks.runner.memory`. In that turn the C library is told to take each large piece of
+before there was a model. In that turn the C library is told to take each large piece of
 memory from the system and to give it back, so that the pages are those in use, without the holes between them that it
 keeps otherwise (the planner's category `allocator`).
+
+While a model is made that is the most of a rank's own pages and of its part of the pages that the ranks of its node
+share, both together; in training the most of its own pages, and its part of the shared ones at the end. A page that k
+ranks have touched counts 1/k in each, so that a sum over the ranks of a node is what the node gives.
 """
 
 from __future__ import annotations
 
-import contextlib
-import io
+import ctypes
+import gc
 import statistics
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
 import torch
 
-from benchmarks.runner.memory import LARGE, PIECE, PeakMemory, take_from_system
+from benchmarks.runner.jobs import quiet
 from mpitrain.comm import Communicator
 from mpitrain.data.on_device import on_device
+from mpitrain.storage import proc
 from mpitrain.trainer.data import batches
 from mpitrain.trainer.trainer import Trainer
 
 KINDS = ("parameters", "gradients", "states", "activations", "buffers")
 _LOOPBACK = "/sys/class/net/lo/statistics/tx_bytes"  # of this network namespace
+PIECE, LARGE = 128 << 10, 32 << 20  # bytes from which on glibc takes memory from the system: at first, and at most
+_MMAP_THRESHOLD = -3  # the number of that setting
+_EVERY = 0.005  # seconds between two looks at memory
 WARM = 2  # steps before those that count
 _WATCHED = 3  # steps whose memory and bytes sent are measured
 
@@ -53,7 +63,7 @@ class TrainerRun:
 
     def __init__(self, world: Communicator, config: Mapping[str, Any]) -> None:
         self._trainer = Trainer(config, world=world)
-        self._batches = contextlib.ExitStack()
+        self._batches = ExitStack()
 
     def prepare(self) -> None:
         """See `TrainingRun`."""
@@ -108,18 +118,14 @@ def measured_runs(
     found: dict[str, dict[str, Any]] = {}
     names = list(makes)
     take_from_system(PIECE)
-    for name in names:
-        with contextlib.redirect_stdout(io.StringIO()):
-            _one(world, makes[name](), 1, 1.0)
+    for make in makes.values():
+        _one(world, make, 1, 1.0)
     for name, make in makes.items():
-        with contextlib.redirect_stdout(io.StringIO()):
-            _, told = _one(world, make(), _WATCHED, 1.0, watching=True)
-        found[name] = {"seconds": [], **told}
+        found[name] = {"seconds": [], **_one(world, make, _WATCHED, 1.0, watching=True)[1]}
     take_from_system(LARGE)
     for turn in range(rounds):
         for number, name in list(enumerate(names, 1))[:: -1 if turn % 2 else 1]:
-            with contextlib.redirect_stdout(io.StringIO()):
-                times, _ = _one(world, makes[name](), steps, seconds)
+            times, _ = _one(world, makes[name], steps, seconds)
             found[name]["seconds"].append(times)
             if world.rank == 0:
                 which = f"{number} of {len(names)}" + (f", {name}" if name != str(number) else "")
@@ -132,11 +138,12 @@ def step_seconds(of: Mapping[str, Any]) -> float:
     return float(min(map(statistics.median, of["seconds"])))
 
 
+@quiet()
 def _one(
-    world: Communicator, run: TrainingRun, steps: int, seconds: float, *, watching: bool = False
+    world: Communicator, make: Callable[[], TrainingRun], steps: int, seconds: float, *, watching: bool = False
 ) -> tuple[list[float], dict[str, Any]]:
-    """The seconds of steps, and what else `measured_runs` tells of a run."""
-    memory = PeakMemory(world, watching)
+    """Return the seconds of steps, and what else `measured_runs` tells of a run."""
+    run, memory = make(), PeakMemory(world, watching)
     with memory.making():
         run.prepare()
     with memory.training():
@@ -228,3 +235,92 @@ def _loopback_bytes() -> int:
             return int(file.read())
     except (OSError, ValueError):
         return 0
+
+
+# -- memory ------------------------------------------------------------------------------------------------
+
+
+class PeakMemory:
+    """The most memory of this rank while a model is made, and then trained. Collective to make.
+
+    Args:
+        world: The ranks.
+        watching: Whether to look at all: a thread that looks now and then slows the others down.
+    """
+
+    def __init__(self, world: Communicator, watching: bool = True) -> None:
+        self._watching = watching
+        gc.collect()
+        give_back()
+        world.barrier()
+        self._own, self._shared = _own_bytes(), _part_of("Pss_Shmem")
+        self.taken = 0  # bytes above those before
+
+    @contextmanager
+    def making(self) -> Iterator[None]:
+        """Watch while the model is made."""
+        with self._peak(lambda: _own_bytes() + _part_of("Pss_Shmem")) as most:
+            yield
+        self._take(most[0])
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """Watch while it is trained."""
+        with self._peak(_own_bytes) as most:
+            yield
+            shared = _part_of("Pss_Shmem")
+        self._take(most[0] + max(shared, self._shared))
+
+    def process(self) -> int:
+        """Return the most bytes of the whole process, libraries included."""
+        return self._own + self._shared + self.taken + _part_of("Pss_File")
+
+    def _take(self, nbytes: int) -> None:
+        self.taken = max(self.taken, nbytes - self._own - self._shared)
+
+    @contextmanager
+    def _peak(self, nbytes: Callable[[], int]) -> Iterator[list[int]]:
+        """Yield a list of one figure, the most that `nbytes` has returned so far."""
+        most, done = [nbytes()], threading.Event()
+        if not self._watching:
+            yield most
+            return
+
+        def watch() -> None:
+            while not done.wait(_EVERY):
+                most[0] = max(most[0], nbytes())
+
+        thread = threading.Thread(target=watch, daemon=True)
+        thread.start()
+        try:
+            yield most
+        finally:
+            done.set()
+            thread.join()
+
+
+def give_back() -> None:
+    """Have glibc give freed memory back to the system, which else counts as taken in what is measured next."""
+    _glibc("malloc_trim", 0)
+
+
+def take_from_system(nbytes: int) -> None:
+    """Have glibc take pieces of at least so many bytes from the system, and give them back when they are freed."""
+    _glibc("mallopt", _MMAP_THRESHOLD, nbytes)
+
+
+def _glibc(name: str, *arguments: int) -> None:
+    """Call one of its functions; do nothing where the C library is another."""
+    function = getattr(ctypes.CDLL(None), name, None)
+    if function is not None:
+        function(*arguments)
+
+
+def _own_bytes() -> int:
+    """Bytes of pages that no other process has: what was allocated, not what is shared with the node's ranks."""
+    return proc.nbytes_of("self/status", "RssAnon") or 0
+
+
+def _part_of(kind: str) -> int:
+    """This process' part of memory that processes share, each page divided by those that have touched it; proc(5)."""
+    return proc.nbytes_of("self/smaps_rollup", kind) or 0

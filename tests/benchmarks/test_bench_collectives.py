@@ -12,7 +12,7 @@ from support import job, one_line
 from warm import bench
 
 from benchmarks.__main__ import names, usage
-from benchmarks.collectives.collectives import correlation, predicted, report
+from benchmarks.collectives import correlation, predicted, report
 from benchmarks.runner.report import Report, ReportTable, ReportTarget, markdown
 from mpitrain.comm.algorithms.ring import ring_all_reduce
 from mpitrain.comm.algorithms.tree import tree_all_reduce
@@ -148,7 +148,7 @@ def test_targets_are_judged_by_what_was_measured():
         "algorithms": {size: times(mpi=3.0, ring=2.0, shared=1.0)},
         "predicted": {size: {"mpi": 30.0, "ring": 20.0, "shared": 10.0}},
     }
-    made = report({2: result}, argparse.Namespace(tune=False))
+    made = report({2: result}, argparse.Namespace(device="cpu"))
     verdicts = {target.what.removeprefix("2 ranks: "): target.met for target in made.targets}
     assert verdicts == {
         "all_reduce in an arena, library / ours, from 256 KiB": True,

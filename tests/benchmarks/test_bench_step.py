@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 from support import job
 
-from benchmarks.runner.memory import PeakMemory
+from benchmarks.runner.contenders import ALONE, Shape, Trainee, batches, contender, contenders, mean_losses
 from benchmarks.runner.peers import gloo
 from benchmarks.runner.report import markdown
-from benchmarks.step.contenders import ALONE, Shape, Trainee, batches, bytes_needed, contender, contenders, mean_losses
-from benchmarks.step.device import flops_of_a_token
-from benchmarks.step.step import _groups, main, parser, report
+from benchmarks.runner.training_runs import PeakMemory
+from benchmarks.step import _groups, bytes_needed, flops_of_a_token, main, parser, report
 from mpitrain.errors import CommunicationError
 
 MIB = 1 << 20
@@ -123,7 +122,7 @@ def test_contenders_that_do_not_fit_together_run_in_groups_with_one_process_in_e
     one = bytes_needed(ALONE, SMALL.numel, world.size)
 
     def groups(room: float) -> tuple[list[list[str]], list[str]]:
-        monkeypatch.setattr("benchmarks.step.step._available", lambda: room * one * world.local_size / 0.7)
+        monkeypatch.setattr("benchmarks.step._available", lambda: room * one * world.local_size / 0.7)
         return _groups(world, names, SMALL)
 
     assert groups(100) == ([names], [])

@@ -14,7 +14,7 @@ import pytest
 import warm
 from support import clean_environment
 
-from benchmarks.runner.statistics import geometric_mean, rank_correlation
+from benchmarks.runner.report import rank_correlation
 from mpitrain.comm import init
 from mpitrain.comm.collectives import all_reduce
 from mpitrain.comm.selection.registry import Setting
@@ -106,12 +106,6 @@ def test_sizes_as_people_write_them():
 
 
 # -- statistics ----------------------------------------------------------------------------------------------
-
-
-def test_geometric_mean_of_known_numbers():
-    assert geometric_mean([2.0, 8.0]) == pytest.approx(4.0)
-    assert geometric_mean([3.0]) == pytest.approx(3.0)
-    assert math.isnan(geometric_mean([]))
 
 
 def test_rank_correlation_of_known_orders():

@@ -17,9 +17,7 @@ import torch
 from torch import nn
 
 from benchmarks.runner.peers import MakePeer, of_torch, peers, require_alike
-from mpitrain.choices import Precision
 from mpitrain.comm import Communicator
-from mpitrain.layers.precision import DTYPES
 from mpitrain.models.gpt import GPT
 from mpitrain.shard.sharding import Options
 from mpitrain.trainer.engine import Engine
@@ -105,16 +103,8 @@ class Trainee:
         gc.collect()  # wrappers and hooks refer to each other
 
 
-@dataclass(frozen=True)
-class TraineePlace:
-    """Where contenders train, and in which precision: ours by itself, plain torch by autocast."""
-
-    device: torch.device
-    precision: Precision
-
-
-HOST = TraineePlace(torch.device("cpu"), "fp32")
-Build = Callable[[Communicator, Shape, Iterator[Batch], int, TraineePlace], Trainee]
+# the last is the device on which to train in bf16: ours by itself, plain torch by autocast; None: on the CPU in fp32
+Build = Callable[[Communicator, Shape, Iterator[Batch], int, torch.device | None], Trainee]
 _OURS = {
     "DDP": Options(zero=0),
     **{f"ZeRO-{stage}": Options(zero=stage) for stage in (1, 2, 3)},
@@ -135,7 +125,7 @@ def contender(
     shape: Shape,
     samples: int,
     of: Iterator[Batch] | None = None,
-    place: TraineePlace = HOST,
+    device: torch.device | None = None,
 ) -> Trainee:
     """One that can run here. Collective.
 
@@ -145,19 +135,11 @@ def contender(
         shape: What is trained.
         samples: Of a rank's batch.
         of: The rank's batches, instead of new ones from the first on.
-        place: Where, and how.
+        device: Where to train in bf16; None: on the CPU, in fp32.
     """
     build = contenders()[name]
     assert not isinstance(build, str)
-    return build(world, shape, of or batches(shape, samples, world.rank), samples, place)
-
-
-def bytes_needed(name: str, numel: int, ranks: int) -> float:
-    """About what a contender takes on each rank: fp32 parameters, gradients, two moments, and some room."""
-    whole = 16.0 * numel
-    if name == ALONE or "DDP" in name:
-        return whole + 4.0 * numel  # torch's buckets, or gradients on their way
-    return whole / ranks + 12.0 * numel  # parameters, gradients and buckets that a stage keeps whole
+    return build(world, shape, of or batches(shape, samples, world.rank), samples, device)
 
 
 def mean_losses(world: Communicator, trainees: Mapping[str, Trainee], tolerance: float) -> dict[str, float]:
@@ -178,20 +160,22 @@ def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def _theirs(
-    world: Communicator, shape: Shape, of: Iterator[Batch], samples: int, place: TraineePlace, make: MakePeer
+    world: Communicator, shape: Shape, of: Iterator[Batch], samples: int, device: torch.device | None, make: MakePeer
 ) -> Trainee:
-    model, keywords = shape.build().to(place.device), dict[str, Any]()
-    if place.precision != "fp32":
-        keywords["precision"] = partial(torch.autocast, place.device.type, DTYPES[place.precision])
+    model, keywords = shape.build().to(device), dict[str, Any]()
+    if device is not None:
+        keywords["precision"] = partial(torch.autocast, device.type, torch.bfloat16)
     peer = make(model, model.loss, _optimizer, world, samples, **keywords)
     return Trainee(of, lambda x, y: peer.gradients(x, y) / world.size, peer.update, peer.release)
 
 
 def _ours(
-    world: Communicator, shape: Shape, of: Iterator[Batch], samples: int, place: TraineePlace, options: Options
+    world: Communicator, shape: Shape, of: Iterator[Batch], samples: int, device: torch.device | None, options: Options
 ) -> Trainee:
-    model = shape.build().to(place.device)
-    engine = Engine(model, model.loss, _optimizer(model), world, options, precision=place.precision)
+    model = shape.build().to(device)
+    engine = Engine(
+        model, model.loss, _optimizer(model), world, options, precision="fp32" if device is None else "bf16"
+    )
 
     def forward_backward(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return engine.forward_backward([[(x, y)]], len(x) * world.size)[0]

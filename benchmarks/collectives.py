@@ -19,7 +19,13 @@ would in a training step. Smaller vectors are measured in runs of calls and stay
 fp32 data are zeros, so that sums repeated in place neither overflow nor become denormal. 16-bit data are set to
 0.5 before each measurement: the library's fp16 is software, whose time may depend on the numbers.
 
-With --device, vectors of a device's memory instead: see `device.py`.
+With --device, vectors of a device's memory instead, by each way of carrying it:
+
+    staged, mpi, peer, nccl   this library by that way, where it is possible; until the device has the result
+    copies                    the rank's vector to pinned host memory and back, nothing else
+    host                      the same operation on an arena in host memory, algorithm auto
+
+Nothing can be faster by way of the host than the slower of the last two; `staged` overlaps them.
 
 The predicted order of the algorithms comes from `comm.simulate` with speeds measured in the same run. Spearman's rank
 correlation says how well it agrees with the measured order.
@@ -33,26 +39,26 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
+from statistics import geometric_mean
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks.collectives import device as collectives_device
-from benchmarks.runner.jobs import BenchmarkParser, run, say, timed
-from benchmarks.runner.peers import gloo
-from benchmarks.runner.plain_mpi import PlainCollectives
-from benchmarks.runner.report import Panel, Report, ReportTable, ReportTarget, judged, ratio
-from benchmarks.runner.statistics import geometric_mean, rank_correlation, summaries
+from benchmarks.runner.jobs import BenchmarkParser, asked_for_device, run, say, summaries, timed
+from benchmarks.runner.peers import PlainCollectives, gloo
+from benchmarks.runner.report import Panel, Report, ReportTable, ReportTarget, judged, rank_correlation, ratio
 from mpitrain.comm import Communicator
 from mpitrain.comm.algorithms.halving import doubling_all_reduce, halving_all_reduce
 from mpitrain.comm.algorithms.ring import ring_all_reduce
 from mpitrain.comm.collectives import all_reduce
+from mpitrain.comm.memory import device as hardware
 from mpitrain.comm.programs.program import Program
 from mpitrain.comm.programs.simulate import Machine, simulate
 from mpitrain.comm.selection.registry import Setting
 from mpitrain.comm.selection.tables import ALL_REDUCE, all_reduce_algorithm
+from mpitrain.errors import InputError
 from mpitrain.measuring.self_start import byte_sizes
 from mpitrain.measuring.tune import AlgorithmContenders, contenders, in_arena, zeros
 from mpitrain.speeds.links import Probes
@@ -69,29 +75,23 @@ _CONTENDERS = ("arena", "tensor", "library", "gloo", "memcpy")  # of all_reduce
 _OTHERS = ("reduce_scatter", "all_gather")
 _NOISE = 0.95  # what is called "not slower": two runs of the same thing differ by as much
 _ARENA, _TENSOR = "all_reduce in an arena", "all_reduce of ordinary tensors"
-# what geometric means are over, and what they must reach: a heading, (operation, slower, faster, from so many bytes)
-_MEANS = {
-    f"{_ARENA}, library / ours, from 256 KiB": ("library / arena", ("all_reduce", "library", "arena", _LARGE), 3),
-    f"{_ARENA}, gloo / ours, from 256 KiB": ("gloo / arena", ("all_reduce", "gloo", "arena", _LARGE), 15),
+# what geometric means are over: a heading, (operation, slower, faster, from so many bytes), and what they must reach
+_MEANS: dict[str, tuple[str, tuple[str, str, str, int], float | None]] = {
+    f"{_ARENA}, library / ours": ("library / arena", ("all_reduce", "library", "arena", _LARGE), 3),
+    f"{_ARENA}, gloo / ours": ("gloo / arena", ("all_reduce", "gloo", "arena", _LARGE), 15),
     f"{_ARENA}, ours / memcpy": ("arena / memcpy", ("all_reduce", "arena", "memcpy", 4 * MIB), None),
-    f"{_TENSOR}, library / ours, from 1 MiB": ("library / tensor", ("all_reduce", "library", "tensor", MIB), 1.5),
+    f"{_TENSOR}, library / ours": ("library / tensor", ("all_reduce", "library", "tensor", MIB), 1.5),
+    "fp16 in an arena, library's fp16 / ours": ("library fp16 / fp16", ("halves", "library", "fp16", _LARGE), 10),
+    "bf16 in an arena, library's fp16 / ours": ("library fp16 / bf16", ("halves", "library", "bf16", _LARGE), 10),
     **{
-        f"{half} in an arena, library's fp16 / ours, from 256 KiB": (
-            f"library fp16 / {half}",
-            ("halves", "library", half, _LARGE),
-            10,
-        )
-        for half in ("fp16", "bf16")
-    },
-    **{
-        f"{name} in an arena, library / ours, from 256 KiB": (
-            f"{name}: library / arena",
-            (name, "library", "arena", _LARGE),
-            2,
-        )
+        f"{name} in an arena, library / ours": (f"{name}: library / arena", (name, "library", "arena", _LARGE), 2)
         for name in _OTHERS
     },
 }
+
+WAYS = ("staged", "mpi", "peer", "nccl")  # of carrying a device's memory
+_OPERATIONS = ("all_reduce", *_OTHERS)
+_STAGED = 1.25  # staged, over the slower of copies and host, from 1 MiB on: there the pieces of a vector can overlap
 
 Result = dict[str, Any]  # of one rank count
 
@@ -102,23 +102,17 @@ def main(arguments: Sequence[str]) -> int:
     few = "collectives of one rank do nothing"
     made = BenchmarkParser("collectives", what, repeats=21, seconds=8.0, of=of, quick=(5, 0.3), too_few=few)
     made.add("sizes", type=byte_sizes, metavar="S,S", help="bytes of a vector, such as 16,64Ki,4Mi [16 to 64Mi]")
-    kinds = "auto (an accelerator, where there is one), cpu, cuda, xpu and so on [cpu]"
-    made.add("device", default="cpu", metavar="KIND", help=f"where the vectors lie: {kinds}")
+    made.device("where the vectors lie")
     ways = "of device memory: staged, mpi, peer, nccl [all possible]"
-    made.names("way", collectives_device.WAYS, ways, noun="way")
-    return run(made, measure, shown, arguments)
-
-
-def shown(results: dict[int, Any], options: argparse.Namespace) -> Report:
-    """The report of the results by rank count, of host memory or of a device's."""
-    return (collectives_device.report if collectives_device.asked_for(options) else report)(results, options)
+    made.names("way", WAYS, ways, noun="way")
+    return run(made, measure, report, arguments)
 
 
 def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
     """Everything at this rank count. Collective."""
     sizes = options.sizes or (QUICK_SIZES if options.quick else SIZES)
-    if collectives_device.asked_for(options):
-        return collectives_device.measure(world, options, sizes)
+    if asked_for_device(options):
+        return measure_on_device(world, options, sizes)
     mpi, algorithms = PlainCollectives(world), AlgorithmContenders(world)
     passes: dict[str, Callable[[int], Any]] = {
         "algorithms": partial(algorithms.of, all_reduce.ALGORITHMS, "arena"),
@@ -220,6 +214,8 @@ def _seconds(program: Program, size: int, machine: Machine) -> float:
 
 def report(results: dict[int, Result], options: argparse.Namespace) -> Report:
     """Tables, targets and the plot of the results by rank count."""
+    if asked_for_device(options):
+        return report_on_device(results)
     tables: list[ReportTable] = []
     names, halves = {name: name for name in _CONTENDERS}, {"fp16": "fp16", "bf16": "bf16", "library": "library fp16"}
     pairs = [("library", "arena"), ("gloo", "arena"), ("arena", "memcpy"), ("library", "tensor")]
@@ -256,7 +252,7 @@ def _targets(ranks: int, result: Result) -> list[ReportTarget]:
         if not values:
             return judged(what, None, where=where, **bounds)
         worst = (max if "most" in bounds else min)(values, key=values.__getitem__)
-        text = f"{values[worst]:.2f} at {bytes_text(worst)} (mean {geometric_mean(list(values.values())):.2f})"
+        text = f"{values[worst]:.2f} at {bytes_text(worst)} (mean {geometric_mean(values.values()):.2f})"
         return judged(what, values[worst], text=text, where=where, **bounds)
 
     over = partial(ratios, result)
@@ -269,10 +265,11 @@ def _targets(ranks: int, result: Result) -> list[ReportTarget]:
     for what, (_, compared, least) in _MEANS.items():
         if least is not None:
             values = over(*compared)
-            mean = geometric_mean(list(values.values()))
+            mean = geometric_mean(values.values()) if values else None
             worst = min(values, key=values.__getitem__, default=0)
             text = f"{mean:.2f} (least {values[worst]:.2f} at {bytes_text(worst)})" if values else None
-            targets.append(judged(f"{ranks} ranks: {what}", mean, least=least, text=text))
+            what = f"{ranks} ranks: {what}, from {bytes_text(compared[-1])}"
+            targets.append(judged(what, mean, least=least, text=text))
     copied = over("all_reduce", "arena", "memcpy", 4 * MIB)
     small = over("all_reduce", "library", "tensor", 64 * KIB)
     return [
@@ -364,3 +361,127 @@ def _relative_panel(ranks: int, result: Result) -> Panel:
     found = {name: ratios(result, "all_reduce", name, "arena") for name in ("library", "gloo", "memcpy")}
     lines = {name: (list(values), list(values.values())) for name, values in found.items()}
     return Panel("", "times as long as ours in an arena", lines=lines, across="bytes", log=True, mark=1)
+
+
+# -- memory of a device --------------------------------------------------------------------------------------
+
+
+def measure_on_device(world: Communicator, options: argparse.Namespace, sizes: Sequence[int]) -> dict[str, Any]:
+    """Times of each operation at each size. Collective.
+
+    Args:
+        world: The ranks.
+        options: Of the command.
+        sizes: Bytes of a rank's whole vector.
+
+    Raises:
+        InputError: There is no such device, or none of the ways is possible.
+    """
+    device = hardware.of_rank(options.device, world.local_rank)
+    hardware.use(device)
+    obstacles = {way.name: way.obstacle for way in world.device_ways(device)}
+    ways = [way for way in WAYS if way in (options.way or WAYS) and not obstacles.get(way, "it was not looked at")]
+    if not ways:
+        told = "; ".join(f"{name}: {why}" for name, why in obstacles.items() if why)
+        raise InputError(f"none of the ways asked for is possible here ({told}); leave --way out", agreed=True)
+    result: dict[str, Any] = {"device": hardware.name(device), "obstacles": obstacles, "sizes": list(sizes)}
+    with _communicators(world, device, ways) as carried:
+        for operation in _OPERATIONS:
+            result[operation] = {}
+            for size in sizes:
+                with _device_contenders(world, device, operation, size, carried) as contenders:
+                    times = timed(world, f"{operation} on {device.type}, {size} bytes", contenders, options)
+                    result[operation][str(size)] = summaries(times)
+    return result
+
+
+@contextmanager
+def _communicators(world: Communicator, device: torch.device, ways: Sequence[str]) -> Iterator[dict[str, Communicator]]:
+    """A communicator over all ranks for each way, which carries device memory by no other. Collective."""
+    memory = world.process.device_memory
+    before, made = memory.way, {}
+    for way in ways:
+        memory.way = way
+        comm = world.subgroup(range(world.size), label=f"bench {way}")
+        assert comm is not None
+        comm.device_ways(device)  # which settles it
+        made[way] = comm
+    memory.way = before
+    yield made
+    for comm in made.values():
+        comm.free()
+
+
+@contextmanager
+def _device_contenders(
+    world: Communicator, device: torch.device, operation: str, size: int, carried: dict[str, Communicator]
+) -> Iterator[dict[str, Contender]]:
+    each = max(1, size // 4 // world.size)
+    numel = each * world.size
+    calls: dict[str, Callable[[], object]] = {}
+    for way, comm in carried.items():
+        x, block = torch.zeros(numel, device=device), torch.zeros(each, device=device)
+        calls[way] = partial(_until_done, device, _call(comm, operation, x, block))
+    host = hardware.pinned((numel,), torch.float32, device).zero_()
+    calls["copies"] = partial(_to_host_and_back, torch.zeros(numel, device=device), host)
+    with in_arena(world, numel) as arena:
+        arena.tensor.zero_()
+        calls["host"] = _call(world, operation, arena.tensor, torch.zeros(each))
+        hardware.synchronize(device)
+        yield {name: Contender(call, single=size >= MIB) for name, call in calls.items()}
+
+
+def _call(comm: Communicator, operation: str, x: torch.Tensor, block: torch.Tensor) -> Callable[[], object]:
+    """The operation on a rank's whole vector x and its block."""
+    if operation == "all_reduce":
+        return partial(comm.all_reduce, x)
+    return (
+        partial(comm.reduce_scatter, block, x) if operation == "reduce_scatter" else partial(comm.all_gather, x, block)
+    )
+
+
+def _until_done(device: torch.device, call: Callable[[], object]) -> None:
+    call()
+    hardware.synchronize(device)
+
+
+def _to_host_and_back(x: torch.Tensor, host: torch.Tensor) -> None:
+    host.copy_(x, non_blocking=True)
+    x.copy_(host, non_blocking=True)
+    hardware.synchronize(x.device)
+
+
+def report_on_device(results: dict[int, Result]) -> Report:
+    """Tables and targets of the results by rank count."""
+    tables = [_device_table(ranks, operation, result) for ranks, result in results.items() for operation in _OPERATIONS]
+    targets = [
+        judged(
+            f"{ranks} ranks: staged all_reduce / the slower of copies and host, from 1 MiB",
+            geometric_mean(over) if over else None,
+            most=_STAGED,
+        )
+        for ranks, result in results.items()
+        for over in [overheads(result, "all_reduce", MIB)]
+    ]
+    return Report("Collectives on device memory", tables, targets)
+
+
+def overheads(result: dict[str, Any], operation: str, least: int = 0) -> list[float]:
+    """staged over the slower of copies and host, for each size from `least` on."""
+    return [
+        times["staged"]["median"] / max(times["copies"]["median"], times["host"]["median"])
+        for size, times in result[operation].items()
+        if "staged" in times and int(size) >= least
+    ]
+
+
+def _device_table(ranks: int, operation: str, result: dict[str, Any]) -> ReportTable:
+    names = list(next(iter(result[operation].values())))
+    rows: list[list[str | float | None]] = []
+    over: list[float | None] = [*overheads(result, operation)] or [None] * len(result["sizes"])
+    for (size, times), relative in zip(result[operation].items(), over, strict=True):
+        rows.append([f"{int(size) // KIB:,}", *(of["median"] * 1e3 for of in times.values()), relative])
+    columns = ("KiB", *(f"{name} ms" for name in names), "staged / max(copies, host)")
+    absent = "; ".join(f"{name}: {why}" for name, why in result["obstacles"].items() if why)
+    note = f"On {result['device']}." + (f" Not possible here: {absent}." if absent else "")
+    return ReportTable(f"{operation}, {ranks} ranks", columns, rows, note)

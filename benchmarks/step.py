@@ -17,34 +17,48 @@ touches lies in main memory when its turn comes: the contenders before it have m
 Ours sum the norm of the gradients in each step, to refuse one that is not finite; torch's contenders do not.
 
 Memory is measured before time, of each contender by itself while it is made and takes a few steps. `--grow` measures
-how the step's time grows with ranks and parameters instead, without the memory; `--device` a step in bf16 on a device
-(`device.py`).
+how the step's time grows with ranks and parameters instead, without the memory.
+
+`--device` measures a step in bf16 on a device, in tokens a second:
+
+    one process         plain torch, autocast to bf16; every rank trains the whole model by itself, all at once
+    DDP, ZeRO-1, 3      this library in bf16, with an fp32 copy in the optimizer
+    torch DDP           autocast to bf16; over the library of the device's maker where each rank has its own device,
+                        else over this library's backend of torch.distributed
+
+All use torch's fused AdamW and random tokens that are on the device already. One measurement is a few steps, until the
+device has done them.
+
+The share of the peak counts the operations that the model needs, as Chowdhery et al. (2022, PaLM, appendix B) do: for
+each token 6 a parameter and 12 · layers · width · tokens for attention, which is not halved for being causal. The tied
+embedding counts once, as the matrix of the scores.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
+from itertools import cycle, islice
 from typing import Any
 
 import numpy as np
+import torch
 
-from benchmarks.collectives.device import asked_for
-from benchmarks.runner.jobs import BenchmarkParser, run, timed
-from benchmarks.runner.memory import LARGE, PIECE, PeakMemory, give_back, take_from_system
-from benchmarks.runner.peers import gloo
-from benchmarks.runner.report import Cell, Panel, Report, ReportTable, ReportTarget, judged, ratio
-from benchmarks.step import device as step_device
-from benchmarks.step.contenders import ALONE, Shape, Trainee, bytes_needed, contender, contenders, mean_losses
+from benchmarks.runner.contenders import ALONE, Shape, Trainee, batches, contender, contenders, mean_losses
+from benchmarks.runner.jobs import BenchmarkParser, asked_for_device, run, timed
+from benchmarks.runner.peers import gloo, on_device
+from benchmarks.runner.report import MIB, Cell, Panel, Report, ReportTable, ReportTarget, judged, ratio
+from benchmarks.runner.training_runs import LARGE, PIECE, PeakMemory, give_back, take_from_system
 from mpitrain.comm import Communicator
+from mpitrain.comm.memory import device as hardware
 from mpitrain.errors import InputError
 from mpitrain.speeds.timing import Contender
 from mpitrain.storage import proc
 
-MIB = 1 << 20
 HEAVY, LIGHT = "communication-heavy", "compute-heavy"  # the batches
 _CATEGORIES = ("parameters", "gradients", "states", "activations", "buffers", "padding")
 # what a stage of ours is to be compared with in memory
@@ -61,7 +75,9 @@ Found = dict[str, dict[str, Any]]  # by contender, at one size and batch
 
 
 def report(results: dict[int, Result], options: argparse.Namespace) -> Report:
-    """Tables, targets and the plot of the results by rank count."""
+    """Tables, targets and the plot of the results by rank count, of the CPU or of a device."""
+    if asked_for_device(options):
+        return report_on_device(results)
     if options.grow:
         tables = [_growth(results), *(_times(*each) for each in _each(results))]
         return Report("A training step: how its cost grows", tables, panels=[_growth_panels(results)])
@@ -106,12 +122,13 @@ def _targets(ranks: int, found: Found) -> list[ReportTarget]:
 
 
 def _smaller(ranks: int, found: Found, ours: str, theirs: str, where: str) -> ReportTarget:
-    what, wanted = f"{ranks} ranks: memory per {where}, {ours} / {theirs}", "< 1"
+    what, absent = f"{ranks} ranks: memory per {where}, {ours} / {theirs}", found.get(theirs, {}).get("why")
     mine, other = (found.get(name, {}).get("memory") for name in (ours, theirs))
     if not mine or not other:
-        return ReportTarget(what, wanted, found.get(theirs, {}).get("why", "not measured"), None)
-    text = f"{mine[where] / other[where]:.2f} ({mine[where] / MIB:.0f} of {other[where] / MIB:.0f} MiB)"
-    return ReportTarget(what, wanted, text, mine[where] < other[where])
+        return judged(what, None, most=1, absent=absent or "not measured")
+    share = mine[where] / other[where]
+    text = f"{share:.2f} ({mine[where] / MIB:.0f} of {other[where] / MIB:.0f} MiB)"
+    return judged(what, share, most=1, text=text)
 
 
 # -- tables ------------------------------------------------------------------------------------------------
@@ -220,23 +237,23 @@ def _growth_panels(results: dict[int, Result]) -> list[Panel]:
 
 
 SHAPE = Shape(vocabulary=2048, layers=6, width=512, tokens=128)
+DEVICE_SHAPE = Shape(vocabulary=50304, layers=24, width=1024, tokens=1024)  # 354 M parameters
 QUICK_SHAPE = Shape(vocabulary=256, layers=2, width=64, tokens=32)
 WIDTHS = (256, 512, 1024)  # 5, 20 and 78 M parameters
 QUICK_WIDTHS = (64, 128)
 GROWING = (ALONE, "DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "ZeRO-3 gathered", "torch DDP", "FSDP2", "DeepSpeed ZeRO-3")
 _AGREE = 2e-4  # relative: what sums in another order may change of a loss after the run's steps
+_AGREE_BF16 = 0.03  # likewise, in bf16 on a device
+_ON_DEVICE = (ALONE, "DDP", "ZeRO-1", "ZeRO-3", "torch DDP")
+_STEPS = 4  # of one measurement on a device
+_PEAK = 0.4  # share of a device's peak that is wanted
 _ROOM = 0.7  # of the node's free memory that may be used
 _WATCHED = 4  # steps whose memory is measured; the first makes the optimizer's states
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the benchmark, and give its exit code."""
-    return run(parser(), measure, shown, arguments)
-
-
-def shown(results: dict[int, Any], options: argparse.Namespace) -> Report:
-    """The report of the results by rank count, of the CPU or of a device."""
-    return (step_device.report if asked_for(options) else report)(results, options)
+    return run(parser(), measure, report, arguments)
 
 
 def parser() -> BenchmarkParser:
@@ -245,29 +262,27 @@ def parser() -> BenchmarkParser:
     made = BenchmarkParser("step", what, "2", repeats=21, seconds=300.0, of="one batch, or one size")
     made.names("only", contenders(), "these contenders, and one process")
     made.add("grow", action="store_true", help="how the cost grows with parameters, and with --ranks 2,4,8 with ranks")
-    kinds = "auto (an accelerator, where there is one), cuda, xpu and so on [cpu, in fp32]"
-    made.add("device", default="cpu", metavar="KIND", help=f"in bf16 on a device: {kinds}")
-    text = f"of {step_device.SHAPE.tokens} tokens a rank, on a device"
-    made.number("samples", step_device.SAMPLES, text, quick=step_device.QUICK_SAMPLES)
+    made.device("cpu: in fp32; else in bf16 on")
+    made.number("samples", 8, f"of {DEVICE_SHAPE.tokens} tokens a rank, on a device", quick=2)
     return made
 
 
 def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
     """Everything at this rank count. Collective."""
-    if asked_for(options):
-        return step_device.measure(world, options)
+    if asked_for_device(options):
+        return measure_on_device(world, options)
     if world.size == 1:
         raise InputError("one rank has nothing to reduce; start 2 ranks or more", agreed=True)
     shapes = [QUICK_SHAPE if options.quick else SHAPE]
     if options.grow:
         shapes = [replace(shapes[0], width=width) for width in (QUICK_WIDTHS if options.quick else WIDTHS)]
-    batches = {HEAVY: 1} if options.grow or options.quick else {HEAVY: 1, LIGHT: 4}  # samples a rank
+    sizes = {HEAVY: 1} if options.grow or options.quick else {HEAVY: 1, LIGHT: 4}  # samples a rank
     with gloo(world):
-        sizes = {
-            str(shape.numel): {batch: _measure(world, shape, samples, options) for batch, samples in batches.items()}
+        found = {
+            str(shape.numel): {batch: _measure(world, shape, samples, options) for batch, samples in sizes.items()}
             for shape in shapes
         }
-    return {"nodes": world.num_nodes, "sizes": sizes}
+    return {"nodes": world.num_nodes, "sizes": found}
 
 
 def _measure(world: Communicator, shape: Shape, samples: int, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
@@ -276,7 +291,7 @@ def _measure(world: Communicator, shape: Shape, samples: int, options: argparse.
     Where not all fit into memory together they run in groups. One process is in each of them, to compare with.
     """
     every = contenders()
-    names = [n for n in (GROWING if options.grow else every) if n == ALONE or not options.only or n in options.only]
+    names = _asked(GROWING if options.grow else every, options)
     found: dict[str, dict[str, Any]] = {name: {"why": why} for name, why in every.items() if isinstance(why, str)}
     groups, too_large = _groups(world, [name for name in names if name not in found], shape)
     found |= {name: {"why": "does not fit into memory"} for name in too_large}
@@ -296,6 +311,11 @@ def _measure(world: Communicator, shape: Shape, samples: int, options: argparse.
                 values |= {"account": _largest(world, trainee), "memory": peaks.get(name)}
                 found.setdefault(name, values)
     return {name: found[name] for name in names}
+
+
+def _asked(names: Iterable[str], options: argparse.Namespace) -> list[str]:
+    """Those of the contenders that `--only` asks for, and one process."""
+    return [name for name in names if name == ALONE or not options.only or name in options.only]
 
 
 def _memory(world: Communicator, name: str, shape: Shape, samples: int) -> dict[str, int]:
@@ -344,6 +364,14 @@ def _groups(world: Communicator, names: Sequence[str], shape: Shape) -> tuple[li
     return groups or ([] if ALONE in too_large else [[ALONE]]), too_large
 
 
+def bytes_needed(name: str, numel: int, ranks: int) -> float:
+    """About what a contender takes on each rank: fp32 parameters, gradients, two moments, and some room."""
+    whole = 16.0 * numel
+    if name == ALONE or "DDP" in name:
+        return whole + 4.0 * numel  # torch's buckets, or gradients on their way
+    return whole / ranks + 12.0 * numel  # parameters, gradients and buckets that a stage keeps whole
+
+
 def _available() -> float:
     """Bytes of memory that this node can still give, by proc(5)."""
     return float(proc.nbytes_of("meminfo", "MemAvailable") or math.inf)
@@ -367,3 +395,88 @@ def _largest(world: Communicator, trainee: Trainee) -> dict[str, int] | None:
     most = np.array(list(values.values()), dtype=np.int64)
     world.all_reduce(most, "max")
     return dict(zip(values, most.tolist(), strict=True))
+
+
+# -- on a device -------------------------------------------------------------------------------------------
+
+
+def measure_on_device(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
+    """Everything at this rank count. Collective.
+
+    Raises:
+        InputError: There is no such device.
+        CommunicationError: The contenders do not train the same.
+    """
+    device = hardware.of_rank(options.device, world.local_rank)
+    hardware.use(device)
+    shape, samples = QUICK_SHAPE if options.quick else DEVICE_SHAPE, options.samples
+    places = world.all_gather_object([world.node, _place(world, device)])
+    devices = len({(node, place) for node, place in places})
+    with on_device(world, device, devices == world.size) as backend:
+        of = [(x.to(device), y.to(device)) for x, y in islice(batches(shape, samples, world.rank), _STEPS)]
+        names = [n for n in _asked(_ON_DEVICE, options) if backend or n != "torch DDP"]
+        trainees = {name: contender(name, world, shape, samples, cycle(of), device) for name in names}
+        calls = {name: partial(_several, trainee, device) for name, trainee in trainees.items()}
+        times = timed(world, f"on {device.type}", calls, options)
+        losses = mean_losses(world, trainees, _AGREE_BF16)
+        for trainee in trainees.values():
+            trainee.close()
+    tokens = samples * shape.tokens * world.size
+    peak = hardware.matrix_peak(device)
+    found: dict[str, Any] = {}
+    for name, took in times.items():
+        step = took.median / _STEPS
+        share = None if peak is None else tokens / step * flops_of_a_token(shape) / (devices * peak)
+        found[name] = {"step": step, "tokens": tokens / step, "share": share, "loss": losses[name]}
+    memory = world.all_gather_object(hardware.peak_memory_bytes(device))
+    facts = {"device": hardware.name(device), "devices": devices, "backend": backend, "memory": max(memory)}
+    return {**facts, "parameters": shape.numel, "samples": samples, "tokens": shape.tokens, "found": found}
+
+
+def flops_of_a_token(shape: Shape) -> float:
+    """Floating-point operations that the gradients of one token need."""
+    return 6.0 * shape.numel + 12.0 * shape.layers * shape.width * shape.tokens
+
+
+def _place(world: Communicator, device: torch.device) -> str:
+    """What is the same for ranks that share a device; one that has no name and is a rank's only one is not shared."""
+    found = hardware.identity(device)
+    return f"rank {world.rank}" if found == str(device) and hardware.count(device.type) == 1 else found
+
+
+def _several(trainee: Trainee, device: torch.device) -> None:
+    """What is measured: a few steps, until the device has done them."""
+    for _ in range(_STEPS):
+        trainee.step()
+        trainee.prepare()
+    hardware.synchronize(device)
+
+
+def report_on_device(results: dict[int, Result]) -> Report:
+    """Tables and targets of the results by rank count."""
+    targets = [
+        judged(
+            f"{ranks} rank(s): DDP in bf16, share of the peak of matrix products",
+            result["found"].get("DDP", {}).get("share"),
+            least=_PEAK,
+            percent=True,
+            absent="the peak of this device is not known",
+        )
+        for ranks, result in results.items()
+    ]
+    return Report("A training step on a device", [_device_table(*item) for item in results.items()], targets)
+
+
+def _device_table(ranks: int, result: dict[str, Any]) -> ReportTable:
+    alone = result["found"][ALONE]["step"]
+    rows = []
+    for name, of in result["found"].items():
+        share = None if of["share"] is None else 100 * of["share"]
+        rows.append([name, of["step"] * 1e3, of["tokens"], share, of["step"] / alone, of["loss"]])
+    note = (
+        f"{result['device']}, {result['devices']} for all ranks; {result['parameters'] / 1e6:.1f} M parameters, "
+        f"{result['samples']} x {result['tokens']} tokens a rank, bf16. Peak of the most loaded rank, all contenders "
+        f"together: {result['memory'] / 2**20:,.0f} MiB. torch DDP over {result['backend'] or 'nothing: one rank'}."
+    )
+    columns = ("contender", "step ms", "tokens/s", "% of the peak", "/ one process", "loss")
+    return ReportTable(f"{ranks} rank(s)", columns, rows, note)

@@ -1,1 +1,0 @@
-"""Collectives beside the MPI library's own, gloo and memcpy."""

@@ -1,1 +1,0 @@
-"""A training step beside torch DDP, FSDP2 and DeepSpeed."""
