@@ -25,9 +25,8 @@ from mpitrain.comm.collectives.transports.choice import Transports, Way, alone
 from mpitrain.comm.collectives.transports.staged import through_host
 from mpitrain.comm.collectives.transports.transport import DeviceCall
 from mpitrain.comm.job.mpi import MPI
-from mpitrain.comm.job.record import Record
 from mpitrain.comm.job.topology import Member, Topology
-from mpitrain.comm.job.traffic import Journal, Moved, Note, clock
+from mpitrain.comm.job.traffic import Journal, Moved, Note, Record, clock
 from mpitrain.comm.memory.buffers import as_tensor
 from mpitrain.comm.memory.elements import inner_tensors, is_wrapper
 from mpitrain.comm.runtime.agreement import Repeated, compare, repeated

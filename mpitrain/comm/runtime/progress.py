@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Protocol
 
 from mpitrain.comm.job.mpi import MPI
-from mpitrain.comm.job.record import Record
+from mpitrain.comm.job.traffic import Record
 
 if TYPE_CHECKING:
     from mpitrain.comm.runtime.work import Messages, Worker

@@ -25,8 +25,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from mpitrain.comm.job.mpi import MPI
-from mpitrain.comm.job.record import Record
-from mpitrain.comm.job.traffic import Note, clock
+from mpitrain.comm.job.traffic import Note, Record, clock
 from mpitrain.comm.memory.board import ROW, difference
 from mpitrain.comm.runtime.work import Work, poll, seen
 from mpitrain.errors import CommunicationError, InputError

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from mpitrain.errors import InputError, refusing
-from mpitrain.monitor.rank_file import SERVER, rank_name
+from mpitrain.monitor.run_files import SERVER, rank_name
 from mpitrain.monitor.timeline.spans import read_ranks
 from mpitrain.storage.disk import reason, replacing, write_whole
 from mpitrain.storage.run_folder import TIMELINE, rank_paths
