@@ -29,9 +29,8 @@ import torch
 from mpitrain.comm.collectives.arguments import check_rank
 from mpitrain.comm.collectives.services import OwnedCommunicators, ProcessServices
 from mpitrain.comm.job.mpi import MPI
-from mpitrain.comm.job.record import Record
 from mpitrain.comm.job.topology import Member, Topology
-from mpitrain.comm.job.traffic import Moved, Note, clock
+from mpitrain.comm.job.traffic import Moved, Note, Record, clock
 from mpitrain.comm.memory.buffers import as_tensor, in_messages
 from mpitrain.comm.memory.device import is_accelerator
 from mpitrain.comm.runtime.work import Messages, Work, poll, seen

@@ -20,9 +20,8 @@ from mpitrain.comm.collectives.dispatch import Dispatcher
 from mpitrain.comm.collectives.services import ProcessServices
 from mpitrain.comm.collectives.transports.direct import takes_addresses
 from mpitrain.comm.job.mpi import MPI
-from mpitrain.comm.job.record import Record
 from mpitrain.comm.job.topology import Topology
-from mpitrain.comm.job.traffic import Moved, Note, clock
+from mpitrain.comm.job.traffic import Moved, Note, Record, clock
 from mpitrain.comm.memory.buffers import as_tensor, in_messages
 from mpitrain.comm.memory.device import current_stream, pinned, recorded
 from mpitrain.comm.runtime.progress import ProgressEngine

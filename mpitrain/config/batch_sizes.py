@@ -15,12 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpitrain.errors import refusal
-
-if TYPE_CHECKING:
-    from mpitrain.config.training import TrainSection
 
 Stages = tuple[tuple[int, int], ...]  # (steps, samples of each one's global batch)
 
@@ -38,11 +35,6 @@ class BatchSizes:
 
     warmup: Stages
     batch: int
-
-    @staticmethod
-    def of(train: TrainSection) -> BatchSizes:
-        """Return the batch sizes that a configuration asks for."""
-        return BatchSizes(train.batch_warmup, train.batch)
 
     def size(self, step: int) -> int:
         """Samples of the next step's batch, when `step` steps are done."""

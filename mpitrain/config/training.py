@@ -22,7 +22,7 @@ from mpitrain.choices import (
     Rates,
     one_of,
 )
-from mpitrain.config.batch_sizes import Stages, checked_warmup, require_no_larger
+from mpitrain.config.batch_sizes import BatchSizes, Stages, checked_warmup, require_no_larger
 from mpitrain.config.preset import with_base, with_preset
 from mpitrain.config.section import ClassName, Named, Section, followed, followed_apart, for_optimizer, setting
 
@@ -295,6 +295,11 @@ class TrainSection(Section):
             if getattr(self, key) and {key, other} <= self.model_fields_set and getattr(self, other):
                 raise ValueError(f"train.{key} and train.{other} each say {what}; give one of them")
         return self
+
+    @property
+    def batch_sizes(self) -> BatchSizes:
+        """Batch sizes of the run's steps."""
+        return BatchSizes(self.batch_warmup, self.batch)
 
     @model_validator(mode="after")
     def _warms_up_to_the_batch(self) -> TrainSection:

@@ -15,8 +15,7 @@ from typing import Any
 
 from mpitrain.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, InputError
 from mpitrain.monitor.json_lines import GrowingFile, RankLine, RankStart, StepLine, parsed, rank_line
-from mpitrain.monitor.rank_file import SERVER
-from mpitrain.monitor.run_files import checked_event
+from mpitrain.monitor.run_files import SERVER, checked_event
 from mpitrain.storage import locks
 from mpitrain.storage.run_folder import CONFIG, EVENTS, LOGS, METRICS, RANKS, rank_paths
 

@@ -4,7 +4,7 @@ RUN/config.toml              resolved configuration
 RUN/tokenizer.json           a copy of the data's tokenizer, where the data are tokenized text
 RUN/metrics.jsonl            one line a step, from rank 0: mpitrain.monitor.run_files
 RUN/events.jsonl             starts, saves, losses of ranks, ends, from rank 0: mpitrain.monitor.run_files
-RUN/ranks/rank-00003.jsonl   each rank's time, memory and traffic: mpitrain.monitor.rank_file
+RUN/ranks/rank-00003.jsonl   each rank's time, memory and traffic: mpitrain.monitor.run_files
 RUN/logs/rank-00003.log      each rank's log: mpitrain.monitor.logs
 RUN/timeline/steps-5-8/      the steps that monitor.timeline names: mpitrain.monitor.timeline
 RUN/checkpoints/             see mpitrain.checkpoint

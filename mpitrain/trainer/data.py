@@ -15,7 +15,6 @@ import torch
 
 from mpitrain.comm import Communicator
 from mpitrain.comm.memory.device import CPU
-from mpitrain.config.batch_sizes import BatchSizes
 from mpitrain.config.settings import Config
 from mpitrain.data import (
     Batch,
@@ -82,7 +81,7 @@ def batches(
         batch=config.train.batch,
         share=share,
         position=position,
-        warmup=BatchSizes.of(config.train).warmup_after(step),
+        warmup=config.train.batch_sizes.warmup_after(step),
         workers=config.data.workers,
         finish=finish,
     )

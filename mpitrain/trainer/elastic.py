@@ -28,7 +28,6 @@ import torch
 from mpitrain.checkpoint import Store
 from mpitrain.comm.faults import ulfm
 from mpitrain.comm.job.abort import exit_code, say
-from mpitrain.config.batch_sizes import BatchSizes
 from mpitrain.config.settings import Config
 from mpitrain.errors import EXIT_REQUEUE, CommunicationError, InputError, MpitrainError
 from mpitrain.mesh import tensor_groups_first
@@ -278,7 +277,7 @@ def data_ranks(config: Config, ranks: int, *, even: bool) -> int:
     number divides run.workers. even: each must have as many microbatches as any other (batch norms outside of
     pipelines).
     """
-    parallel, section, sizes = config.parallel, config.run, BatchSizes.of(config.train).after(0)
+    parallel, section, sizes = config.parallel, config.run, config.train.batch_sizes.after(0)
     for data in range(ranks // (parallel.pipeline * parallel.tensor), 0, -1):
         if section.reproducible and section.workers % data:
             continue

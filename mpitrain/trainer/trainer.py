@@ -23,7 +23,6 @@ from torch import nn
 from mpitrain.checkpoint import Store
 from mpitrain.choices import Mode
 from mpitrain.comm import Communicator, carry_device_memory, init, set_timeout
-from mpitrain.config.batch_sizes import BatchSizes
 from mpitrain.config.settings import Config, Given
 from mpitrain.data import Batch, Dataset
 from mpitrain.errors import EXIT_DONE, EXIT_REQUEUE
@@ -111,7 +110,7 @@ class Trainer:
         first = [StopInTime(), learning, EarlyStopping(), LowerRate(), self.best, SampleIds()]
         self.callbacks = [*first, *callbacks, Console(learning), *own]
         self.step = self.position = self.met = 0
-        self.batch_sizes = BatchSizes.of(self.config.train)
+        self.batch_sizes = self.config.train.batch_sizes
         self.samples = self.batch_sizes.size(0)
         self.figures: dict[str, float] = {}
         self.resumed_step: int | None = None

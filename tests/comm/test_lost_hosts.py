@@ -67,7 +67,7 @@ world = mt.init()
 later, kept_too = connected()
 x = torch.ones(100_000)
 world.all_reduce(x, algorithm="mpi")
-found = connections.find(world)
+found = connections.find(world.nodes, world.node, world.all_gather_object)
 found.limit(7, now=True)
 
 def timeout(descriptor):

@@ -11,7 +11,7 @@ from rank_files import read_rank_files
 from mpitrain.config.settings import Config
 from mpitrain.errors import InputError
 from mpitrain.monitor.parts import StepClock
-from mpitrain.monitor.rank_file import RankWriter
+from mpitrain.monitor.run_files import RankWriter
 from mpitrain.monitor.timeline.merging import corrected, merge, recordings, told
 from mpitrain.monitor.timeline.spans import write_rank
 

@@ -14,7 +14,6 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from mpitrain.config.batch_sizes import BatchSizes
 from mpitrain.config.settings import Config
 from mpitrain.data import Description
 from mpitrain.errors import InputError, refusal
@@ -145,7 +144,7 @@ def start(config: Config, kind: str, nodes: int, each: int, on_device: bool) -> 
             raise refusal("model.compile finds no blocks")
         if why := uncompiled(gathers, synchronous and data > 1):
             raise refusal(why)
-    for size in BatchSizes.of(config.train).after(0) if pipeline == 1 else []:
+    for size in config.train.batch_sizes.after(0) if pipeline == 1 else []:
         if why := workers.conflict(size, config.train.microbatch, synchronous=synchronous, gathers=gathers):
             raise refusal(why)
 

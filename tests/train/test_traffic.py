@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import mpitrain as mt
-from mpitrain.monitor.rank_file import axis_of
+from mpitrain.monitor.run_files import axis_of
 from mpitrain.shard.parameters import Gathered
 from mpitrain.shard.traffic import expected_bytes as of_data
 from mpitrain.trainer.recording.rank_records import expected_bytes

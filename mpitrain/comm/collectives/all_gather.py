@@ -17,7 +17,8 @@ from torch import Tensor
 from mpitrain.comm.collectives import arguments
 from mpitrain.comm.collectives.arguments import overlap, unequal
 from mpitrain.comm.collectives.binding import NOTHING, Binder, copying, offsets
-from mpitrain.comm.collectives.dispatch import NOT_READY, CollectiveOperation, Dispatcher
+from mpitrain.comm.collectives.dispatch import NOT_READY, Dispatcher
+from mpitrain.comm.collectives.operation import CollectiveOperation
 from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.memory.board import described
 from mpitrain.comm.memory.buffers import bytes_at, tensor_at
@@ -65,7 +66,7 @@ def all_gather(
         if not async_op and x.is_contiguous() and out.is_contiguous():
             ready(out)
             return None
-    return OPERATION.begin(comm, async_op, (out, x), (True, False), algorithm, counts)
+    return comm.call(OPERATION, async_op, (out, x), (True, False), algorithm, counts)
 
 
 def _placed(rank: int, out: Tensor, x: Tensor, algorithm: str, counts: Sequence[int] | None) -> Tensor | None:

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from mpitrain.comm.collectives import all_gather, arguments
 from mpitrain.comm.collectives.binding import NOTHING, Binder, scaling
-from mpitrain.comm.collectives.dispatch import NOT_READY, CollectiveOperation, Dispatcher, Invocation
+from mpitrain.comm.collectives.dispatch import NOT_READY, Dispatcher
+from mpitrain.comm.collectives.operation import CollectiveOperation, Invocation
 from mpitrain.comm.compression.base import Bucket, Compression
 from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.memory.board import described
@@ -71,7 +72,7 @@ def all_reduce(
     if compression is not None:
         compressed = partial(_compressed, comm, compression, op, algorithm, reproducible)
         return comm.begin(compressed, async_op, (x,), (True,))
-    return OPERATION.begin(comm, async_op, (x,), (True,), op, algorithm, reproducible)
+    return comm.call(OPERATION, async_op, (x,), (True,), op, algorithm, reproducible)
 
 
 Perform = Callable[..., None]  # of the tensors, which of them it writes, and what else the operation is given

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from mpitrain.comm.collectives import arguments
 from mpitrain.comm.collectives.binding import NOTHING, Binder
-from mpitrain.comm.collectives.dispatch import NOT_READY, CollectiveOperation, Dispatcher
+from mpitrain.comm.collectives.dispatch import NOT_READY, Dispatcher
+from mpitrain.comm.collectives.operation import CollectiveOperation
 from mpitrain.comm.memory.board import described
 from mpitrain.comm.memory.buffers import bytes_at
 from mpitrain.comm.programs.rings import even_blocks
@@ -47,7 +48,7 @@ def broadcast(comm: Dispatcher, x: Any, root: int, algorithm: str = "auto", asyn
         if not async_op and x.is_contiguous():
             ready(x)
             return None
-    return OPERATION.begin(comm, async_op, (x,), (comm.rank != root,), root, algorithm)
+    return comm.call(OPERATION, async_op, (x,), (comm.rank != root,), root, algorithm)
 
 
 def _bind(binder: Binder, x: Tensor, root: int, algorithm: str) -> Compiled:

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from mpitrain.comm.collectives import arguments
 from mpitrain.comm.collectives.binding import NOTHING, Binder, scaling
-from mpitrain.comm.collectives.dispatch import NOT_READY, CollectiveOperation, Dispatcher
+from mpitrain.comm.collectives.dispatch import NOT_READY, Dispatcher
+from mpitrain.comm.collectives.operation import CollectiveOperation
 from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.memory.board import described
 from mpitrain.comm.memory.elements import HALVES
@@ -55,7 +56,7 @@ def reduce(
         if not async_op and x.is_contiguous():
             ready(x)
             return None
-    return OPERATION.begin(comm, async_op, (x,), (comm.rank == root,), op, root, algorithm)
+    return comm.call(OPERATION, async_op, (x,), (comm.rank == root,), op, root, algorithm)
 
 
 def _bind(binder: Binder, x: Tensor, op: str, root: int, algorithm: str) -> Compiled:

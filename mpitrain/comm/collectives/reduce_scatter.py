@@ -21,7 +21,8 @@ from mpitrain.comm.algorithms.shared import COMPLETE, READ, deferred_reduce_scat
 from mpitrain.comm.collectives import arguments
 from mpitrain.comm.collectives.arguments import block_sizes, overlap, unequal
 from mpitrain.comm.collectives.binding import NOTHING, Binder, copying, offsets, scaling
-from mpitrain.comm.collectives.dispatch import NOT_READY, CollectiveOperation, Dispatcher
+from mpitrain.comm.collectives.dispatch import NOT_READY, Dispatcher
+from mpitrain.comm.collectives.operation import CollectiveOperation
 from mpitrain.comm.job.traffic import Moved, Note
 from mpitrain.comm.memory.board import described
 from mpitrain.comm.memory.elements import HALVES
@@ -79,7 +80,7 @@ def reduce_scatter(
         if not async_op and x.is_contiguous() and out.is_contiguous():
             ready(x)
             return None
-    return OPERATION.begin(comm, async_op, (x, out), (False, True), op, counts, algorithm, reproducible)
+    return comm.call(OPERATION, async_op, (x, out), (False, True), op, counts, algorithm, reproducible)
 
 
 def _can_defer(binder: Binder, x: Tensor) -> bool:

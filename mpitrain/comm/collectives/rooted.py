@@ -16,7 +16,8 @@ from torch import Tensor
 from mpitrain.comm.algorithms.pairwise import direct_gather, direct_scatter
 from mpitrain.comm.collectives import arguments
 from mpitrain.comm.collectives.binding import Binder
-from mpitrain.comm.collectives.dispatch import NOT_READY, CollectiveOperation, Dispatcher
+from mpitrain.comm.collectives.dispatch import NOT_READY, Dispatcher
+from mpitrain.comm.collectives.operation import CollectiveOperation
 from mpitrain.comm.memory.board import described
 from mpitrain.comm.memory.buffers import bytes_at
 from mpitrain.comm.memory.elements import LARGEST_COUNT
@@ -50,7 +51,7 @@ def gather(comm: Dispatcher, out: Any, x: Any, root: int, async_op: bool = False
         if not async_op and x.is_contiguous() and (out is None or out.is_contiguous()):
             ready(x)
             return None
-    return GATHER.begin(comm, async_op, (x, out) if comm.rank == root else (x,), (False, True), root)
+    return comm.call(GATHER, async_op, (x, out) if comm.rank == root else (x,), (False, True), root)
 
 
 def scatter(comm: Dispatcher, out: Any, x: Any, root: int, async_op: bool = False) -> Work | None:
@@ -75,7 +76,7 @@ def scatter(comm: Dispatcher, out: Any, x: Any, root: int, async_op: bool = Fals
         if not async_op and out.is_contiguous() and (x is None or x.is_contiguous()):
             ready(out)
             return None
-    return SCATTER.begin(comm, async_op, (out, x) if comm.rank == root else (out,), (True, False), root)
+    return comm.call(SCATTER, async_op, (out, x) if comm.rank == root else (out,), (True, False), root)
 
 
 def _bind(gathers: bool, binder: Binder, block: Tensor, whole: Tensor | None, root: int) -> Compiled:

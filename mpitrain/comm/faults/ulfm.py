@@ -215,7 +215,8 @@ def begin(world: Communicator) -> Communicator:
     mpirun, silence = mpiruns[world.rank], min(_SILENCE, world.process.watchdog.timeout / 2)
     if world.num_nodes > 1 and mpirun and world.rank == mpiruns.index(mpirun):
         _warn_of(mpirun)
-    failures = UlfmFailures(world.nodes, neighbours, mpirun, silence, connections.find(world))
+    connected = connections.find(world.nodes, world.node, world.all_gather_object)
+    failures = UlfmFailures(world.nodes, neighbours, mpirun, silence, connected)
     comm = MPI.Intracomm(world._comm.Dup())
     failures.begin(comm, range(world.size))
     made = _make(comm, world._topology, world, failures)

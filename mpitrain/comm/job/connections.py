@@ -20,15 +20,12 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import Any
 
 from mpitrain.comm.job import arrival
 from mpitrain.storage import proc
-
-if TYPE_CHECKING:
-    from mpitrain.comm.communicator import Communicator
 
 _AGAIN = 2.0  # seconds after which connections that were made meanwhile are looked for
 _DESCRIPTORS = "/proc/self/fd"
@@ -56,15 +53,21 @@ def start_mpi() -> frozenset[int]:
     return frozenset(port for name, port in _listening().items() if name not in others)
 
 
-def find(world: Communicator) -> Connections:
-    """MPI's connections between the ranks. Collective."""
-    told = world.all_gather_object([sorted(start_mpi()), _addresses()])
+def find(nodes: Sequence[int], node: int, all_gather_object: Callable[[Any], list[Any]]) -> Connections:
+    """Return MPI's connections between the ranks. Collective.
+
+    Args:
+        nodes: The node of each rank.
+        node: The node of this rank.
+        all_gather_object: As of the world's communicator.
+    """
+    told = all_gather_object([sorted(start_mpi()), _addresses()])
     far = {
         (address, port)
         for rank, (ports, addresses) in enumerate(told)
         for address in addresses
         for port in ports
-        if world.nodes[rank] == world.node or not ipaddress.ip_address(address).is_loopback
+        if nodes[rank] == node or not ipaddress.ip_address(address).is_loopback
     }
     return Connections(start_mpi(), frozenset(far))
 

@@ -28,7 +28,7 @@ from mpitrain.comm.job.mpi import MPI
 from mpitrain.errors import EXIT_FAILED
 
 if TYPE_CHECKING:
-    from mpitrain.comm.job.record import Record
+    from mpitrain.comm.job.traffic import Record
 
 _TAG = 3  # of messages; the watchdog has the others
 _MOMENT = 1.0  # seconds: for all to end, for what a rank sent before it left to arrive

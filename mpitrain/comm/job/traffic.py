@@ -8,6 +8,8 @@ Bytes are known before an operation runs (`Moved`): they are found when it is bo
 few numbers to a row. `inside` is what this rank sends to ranks of its own node, or takes out of their memory, or writes
 there; `between` is what it sends to ranks of other nodes. What a rank receives counts where it is sent. What ranks read
 in memory that the node has once, where it lies, is not moved and does not count.
+
+On or off, a `Record` says which operation a rank is in.
 """
 
 from __future__ import annotations
@@ -16,10 +18,11 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
-from mpitrain.comm.job.record import Record
+import torch
 
 clock = time.perf_counter  # on Linux the same clock as time.monotonic
 
@@ -98,6 +101,70 @@ class Communication(NamedTuple):
     background: bool
     key: str
     sequence: int
+
+
+class Record:
+    """The operation that a rank is in on one communicator. The operations write it, the watchdog reads it.
+
+    Attributes:
+        members: The ranks of the world that all carry out the same operations, in the same order.
+        key: Name of the record, alike on all of them.
+        awaited: The ranks of the world of which one is to send or receive a message.
+        limited: Whether whoever waits stops waiting by itself.
+        patient: Whether the wait may take any time, for as long as all ranks answer the watchdog.
+    """
+
+    __slots__ = (
+        "__weakref__", "awaited", "key", "label", "limited", "members", "name", "patient", "sequence", "since",
+        "tensor", "thread",
+    )  # fmt: skip
+
+    def __init__(self, label: str, members: Sequence[int] = (), key: str = "") -> None:
+        self.label, self.members, self.key = label, members, key
+        self.awaited: Sequence[int] = ()
+        self.limited = self.patient = False
+        self.sequence = 0
+        self.name = ""
+        self.tensor: torch.Tensor | None = None  # the operation's, as long as it lasts
+        self.since = 0.0  # time.monotonic() of the beginning; 0: in no operation
+        self.thread = 0
+
+    def begin(self, name: str, tensor: torch.Tensor | None) -> None:
+        """Note that an operation begins; `tensor` is None where it is on no data."""
+        self.sequence += 1
+        self.name, self.tensor = name, tensor
+        self.thread = threading.get_ident()
+        self.since = time.monotonic()
+
+    def end(self) -> None:
+        """Note that the operation has ended."""
+        self.since, self.tensor = 0.0, None
+
+    @contextmanager
+    def during(self, name: str) -> Iterator[None]:
+        """Inside, this rank is in an operation on no data."""
+        self.awaited = ()
+        self.begin(name, None)
+        try:
+            yield
+        finally:
+            self.end()
+
+    @contextmanager
+    def comparing(self, name: str, tensor: torch.Tensor | None) -> Iterator[None]:
+        """Inside, the ranks compare what they are about to do; the operation itself has not begun."""
+        self.begin(f"before {name}", tensor)
+        try:
+            yield
+        finally:
+            self.end()
+            self.sequence -= 1
+
+    def text(self) -> str:
+        """The operation in words, for messages."""
+        tensor = self.tensor
+        data = f" of {str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}" if tensor is not None else ""
+        return f"{self.label}: {self.name} #{self.sequence}{data}"
 
 
 class Watchers:

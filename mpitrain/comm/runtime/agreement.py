@@ -31,7 +31,7 @@ import numpy as np
 import torch
 
 from mpitrain.comm.job.mpi import MPI
-from mpitrain.comm.job.record import Record
+from mpitrain.comm.job.traffic import Record
 from mpitrain.comm.memory.board import is_whole_job
 from mpitrain.comm.memory.buffers import tensor_at
 from mpitrain.comm.runtime.kernels import Call

@@ -20,13 +20,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from mpitrain.comm.job.mpi import MPI
-from mpitrain.comm.job.record import Record
-
-if TYPE_CHECKING:
-    from mpitrain.comm.runtime.work import Messages, Worker
+from mpitrain.comm.job.traffic import Record
 
 _NAPS = (0.001, 0.008)  # seconds between looks: the first, doubled up to the last while nothing new begins
 _STUCK = 0.02  # seconds in one operation after which operations that were put off are carried out beside it
@@ -40,6 +37,20 @@ class Receiving(Protocol):
         """Post the data if the header has come; never blocks, and keeps errors for whoever waits for the message."""
 
 
+class Deferring(Protocol):
+    """A worker whose operations are put off until somebody waits for them."""
+
+    def start_beside(self) -> None:
+        """Have a thread carry them out."""
+
+
+class InFlight(Protocol):
+    """A message that MPI carries by itself."""
+
+    def has_left(self) -> bool:
+        """Whether MPI has finished with its memory."""
+
+
 class ProgressEngine:
     """The pending receives and operations of one process, and the thread that looks after them."""
 
@@ -51,8 +62,8 @@ class ProgressEngine:
         """
         self._records = records
         self._receives: set[Receiving] = set()
-        self._deferring: set[Worker] = set()
-        self._in_flight: set[Messages] = set()
+        self._deferring: set[Deferring] = set()
+        self._in_flight: set[InFlight] = set()
         self._swept = 64  # messages in flight at which the next sweep is due
         self._begun = 0  # things that were ever pending
         self._change = threading.Lock()
@@ -73,24 +84,24 @@ class ProgressEngine:
         """The receives whose header has not come."""
         return list(self._receives)
 
-    def defer(self, worker: Worker) -> None:
+    def defer(self, worker: Deferring) -> None:
         """Have a worker's operations carried out, until `finished` is called, if this rank waits for something else."""
         if worker not in self._deferring:
             self._deferring.add(worker)
             self._look_after()
 
-    def finished(self, worker: Worker) -> None:
+    def finished(self, worker: Deferring) -> None:
         """Note that a worker has no operations left, or a thread."""
         self._deferring.discard(worker)
 
-    def keep(self, message: Messages) -> None:
+    def keep(self, message: InFlight) -> None:
         """Keep a message, and with it its memory, until it is `complete` even if nobody else refers to it any more."""
         if len(self._in_flight) >= self._swept:
             self._in_flight -= {kept for kept in list(self._in_flight) if kept.has_left()}
             self._swept = 64 + 2 * len(self._in_flight)
         self._in_flight.add(message)
 
-    def complete(self, message: Messages) -> None:
+    def complete(self, message: InFlight) -> None:
         """Note that MPI has finished with a message's memory."""
         self._in_flight.discard(message)
 

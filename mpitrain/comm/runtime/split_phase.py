@@ -20,19 +20,15 @@ memory. A rank goes on to touch the others' memory only where theirs is the same
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
 from mpitrain.comm.job.mpi import MPI
-from mpitrain.comm.job.record import Record
-from mpitrain.comm.job.traffic import Note, clock
+from mpitrain.comm.job.traffic import Note, Record, clock
 from mpitrain.comm.memory.board import ROW, difference
 from mpitrain.comm.runtime.work import Work, poll, seen
 from mpitrain.errors import CommunicationError, InputError
-
-if TYPE_CHECKING:
-    from mpitrain.comm.runtime.executor import Compiled
 
 
 class _Sent:
@@ -111,6 +107,14 @@ class Telling:
         return self._sent is None or bool(MPI.Request.Testall(self._sent.requests))
 
 
+class _Phase(Protocol):
+    """A part of a bound program, and the signals that it waits for before it begins."""
+
+    awaits: Telling | None
+
+    def __call__(self) -> None: ...
+
+
 class SplitPhase(Work):
     """A bound program that has begun: `wait` runs its second phase, `release` the rest.
 
@@ -120,7 +124,7 @@ class SplitPhase(Work):
     def __init__(
         self,
         name: str,
-        phases: Sequence[Compiled],
+        phases: Sequence[_Phase],
         tensors: Sequence[torch.Tensor],
         record: Record,
         note: Note | None = None,

@@ -37,7 +37,7 @@ import torch
 from mpitrain.comm.job.abort import say
 from mpitrain.comm.job.leaving import Departures, arrived
 from mpitrain.comm.job.mpi import MPI
-from mpitrain.comm.job.record import Record
+from mpitrain.comm.job.traffic import Record
 from mpitrain.errors import EXIT_FAILED
 
 _QUESTION, _ANSWER = 1, 2  # message tags

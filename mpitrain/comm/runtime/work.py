@@ -22,8 +22,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 
 from mpitrain.comm.job.mpi import MPI
-from mpitrain.comm.job.record import Record
-from mpitrain.comm.job.traffic import Journal, Note, clock
+from mpitrain.comm.job.traffic import Journal, Note, Record, clock
 from mpitrain.comm.memory.device import current_stream, new_stream, on_stream, recorded, stream_of_cupy
 from mpitrain.comm.runtime.progress import ProgressEngine
 from mpitrain.errors import CommunicationError

@@ -11,7 +11,6 @@ from statistics import median, median_low
 import numpy as np
 from numpy.typing import NDArray
 
-from mpitrain.monitor.rank_file import axis_of
 from mpitrain.monitor.report.reading import (
     CATEGORIES,
     OWN,
@@ -22,6 +21,7 @@ from mpitrain.monitor.report.reading import (
     SentRecord,
     StartRecord,
 )
+from mpitrain.monitor.run_files import axis_of
 
 MOST_POINTS = 1500  # of a line
 TREND = 120  # points of the line that shows where a noisy one goes

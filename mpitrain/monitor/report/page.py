@@ -17,7 +17,6 @@ import numpy as np
 import vl_convert
 
 from mpitrain.errors import InputError
-from mpitrain.monitor.rank_file import axis_of
 from mpitrain.monitor.report import charts_ranks, charts_training, style
 from mpitrain.monitor.report.compare import Named, changed_settings, differing_settings, flat, key_figures, spelled
 from mpitrain.monitor.report.findings import (
@@ -32,6 +31,7 @@ from mpitrain.monitor.report.findings import (
 )
 from mpitrain.monitor.report.reading import RunRecord
 from mpitrain.monitor.report.style import Drawing
+from mpitrain.monitor.run_files import axis_of
 from mpitrain.storage.disk import reason, write_whole
 from mpitrain.storage.text import counted, duration, seconds_text, short
 

@@ -18,8 +18,7 @@ from mpitrain.config.toml_file import read_toml
 from mpitrain.errors import InputError
 from mpitrain.monitor.json_lines import RankLine, RankStart, rank_line, read_lines
 from mpitrain.monitor.parts import PARTS
-from mpitrain.monitor.rank_file import SERVER, rank_name
-from mpitrain.monitor.run_files import read_events, step_lines
+from mpitrain.monitor.run_files import SERVER, rank_name, read_events, step_lines
 from mpitrain.storage.disk import reason
 from mpitrain.storage.run_folder import CONFIG, RANKS, rank_paths
 

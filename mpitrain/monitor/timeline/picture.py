@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from mpitrain.monitor.timeline.merging import RankTimeline
+from mpitrain.monitor.timeline.spans import RankTimeline
 
 _COLOURS = {
     "data": "#F0E442",

@@ -19,10 +19,12 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mpitrain.errors import InputError
+from mpitrain.monitor.run_files import SERVER, rank_name
 from mpitrain.storage.disk import read_plain, reason, write_whole
 from mpitrain.storage.run_folder import TIMELINE, rank_path, rank_paths, writing
 
@@ -82,6 +84,76 @@ class Spans:
             self._spans.append(span)
         else:
             self.left_out += 1
+
+
+@dataclass(frozen=True)
+class TimedSpan:
+    """Something that a rank did. kind: part, forward, backward or action. begin, end: seconds of rank 0's clock."""
+
+    kind: str
+    name: str
+    begin: float
+    end: float
+    arguments: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class TimedOperation:
+    """A communication of a rank.
+
+    Attributes:
+        operation, axis, algorithm: What it was.
+        inside, between: Bytes that this rank sent to ranks of its node, and of others.
+        begin, end: Seconds of rank 0's clock.
+        background: Whether the main thread went on meanwhile.
+        wait: Seconds of it until the last rank that took part had begun.
+        last: That rank.
+    """
+
+    operation: str
+    axis: str
+    algorithm: str
+    inside: int
+    between: int
+    begin: float
+    end: float
+    background: bool
+    wait: float
+    last: int
+
+
+@dataclass(frozen=True)
+class RankTimeline:
+    """All that a rank did, in seconds of rank 0's clock.
+
+    Attributes:
+        recorded: As in its file.
+        steps: Number, begin, end and seconds by part of each step.
+        spans: What it computed.
+        operations: What it communicated.
+        memory: When, and bytes by category.
+    """
+
+    recorded: dict[str, Any]
+    steps: list[tuple[int, float, float, dict[str, float]]]
+    spans: list[TimedSpan]
+    operations: list[TimedOperation]
+    memory: list[tuple[float, dict[str, int]]]
+
+    @property
+    def rank(self) -> int:
+        """Its number."""
+        return int(self.recorded["rank"])
+
+    @property
+    def serves(self) -> bool:
+        """Whether it takes no steps itself, so that how long it takes is not to be compared with others."""
+        return bool(self.recorded.get("role") == SERVER)
+
+    @property
+    def name(self) -> str:
+        """What it is called."""
+        return rank_name(self.rank, self.recorded.get("role"))
 
 
 def recording_folder(run: Path, steps: tuple[int, int]) -> Path:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mpitrain.comm import Communicator
-from mpitrain.config.batch_sizes import BatchSizes, require_multiples
+from mpitrain.config.batch_sizes import require_multiples
 from mpitrain.config.settings import Config
 from mpitrain.data import Batch
 from mpitrain.data.on_device import on_device
@@ -49,7 +49,7 @@ class Local(Strategy):
         super().__init__(config, world)
         refuse_what_does_not_go_together(config)
         self.grouping = Grouping.of(world, config.parallel, config.train.batch)
-        require_multiples(BatchSizes.of(config.train), self.grouping.count)
+        require_multiples(config.train.batch_sizes, self.grouping.count)
 
     def places(self, config: Config, world: Communicator) -> GroupPlaces:
         parallel, grouping = config.parallel, self.grouping

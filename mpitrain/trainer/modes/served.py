@@ -20,7 +20,6 @@ import numpy as np
 import torch
 
 from mpitrain.comm import Communicator
-from mpitrain.config.batch_sizes import BatchSizes
 from mpitrain.config.settings import Config
 from mpitrain.data import Batch
 from mpitrain.data.on_device import on_device, pin
@@ -142,7 +141,7 @@ def refuse_what_servers_cannot(config: Config, ranks: int) -> None:
             "train.precision fp16 does not go with parallel.mode server: its loss scale needs all gradients of a step "
             "at once; use bf16 or fp32"
         )
-    sizes = BatchSizes.of(config.train)
+    sizes = config.train.batch_sizes
     least = min(sizes.after(0))
     if least < ranks - parallel.servers:
         raise refusal(

@@ -18,7 +18,6 @@ import torch
 
 from mpitrain.comm.job.topology import processor_name
 from mpitrain.comm.memory.device import is_accelerator
-from mpitrain.config.batch_sizes import BatchSizes
 from mpitrain.config.learning_rate import DECAYS
 from mpitrain.config.settings import Config
 from mpitrain.data.folders import tokenizer_of
@@ -317,7 +316,7 @@ def doubts(config: Config, *, columns: int, on_cpu: bool, flags: frozenset[str] 
             )
     if optim.lr_end > optim.lr:
         found.append(f"optim.lr_end {optim.lr_end:g} is above optim.lr {optim.lr:g}: the rate rises to the end")
-    sizes = BatchSizes.of(train)
+    sizes = train.batch_sizes
     least = min(sizes.after(0))
     if least < columns:
         found.append(f"{sizes.key(least)} {least} has no sample for {columns - least} of {columns} ranks; raise it")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from mpitrain.comm.memory.device import is_accelerator, memory_bytes
 from mpitrain.comm.programs.rings import bytes_sent
 from mpitrain.monitor.memory import host_memory_bytes
-from mpitrain.monitor.rank_file import RankWriter
+from mpitrain.monitor.run_files import RankWriter
 from mpitrain.planner.model import AxisExchange, Divided
 from mpitrain.planner.passes import Observed, observe
 from mpitrain.planner.subject import Subject

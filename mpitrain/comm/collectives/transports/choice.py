@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from mpitrain.comm.collectives.binding import Binder
+from mpitrain.comm.collectives.operation import CollectiveOperation
 from mpitrain.comm.collectives.services import DeviceMemory
 from mpitrain.comm.collectives.transports.direct import Direct, takes_addresses
 from mpitrain.comm.collectives.transports.nccl import Nccl
@@ -20,9 +20,6 @@ from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.memory.device import synchronize
 from mpitrain.comm.memory.sharing import all_agree
 from mpitrain.errors import refusal
-
-if TYPE_CHECKING:
-    from mpitrain.comm.collectives.dispatch import CollectiveOperation
 
 _MEASURED = (1 << 16, 1 << 20, 1 << 24)  # bytes
 _REPEATS = 4  # of which the first does not count

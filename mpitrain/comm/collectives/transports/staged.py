@@ -12,17 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mpitrain.comm.collectives.binding import Binder
+from mpitrain.comm.collectives.operation import CollectiveOperation
 from mpitrain.comm.collectives.transports.transport import DeviceCall, OperationPiece, TensorPart, cut, flat
 from mpitrain.comm.memory.device import current_stream, new_stream, pin, pinned, recorded
-
-if TYPE_CHECKING:
-    from mpitrain.comm.collectives.dispatch import CollectiveOperation
 
 _SLOTS = 3  # one is filled, one is worked on, one is emptied
 _SLOT = 4 << 20  # bytes

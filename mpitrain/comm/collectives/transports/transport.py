@@ -13,14 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
+from mpitrain.comm.collectives.operation import CollectiveOperation
 from mpitrain.comm.runtime.kernels import Reduction
-
-if TYPE_CHECKING:
-    from mpitrain.comm.collectives.dispatch import CollectiveOperation
 
 
 class DeviceCall(NamedTuple):
