@@ -40,6 +40,7 @@ PUBLIC = {  # pages' headings, and the modules whose public names are under them
     "The package": ["mpitrain"],
     "Steps and engines": [
         "mpitrain.trainer.callback:Step,Restored",
+        "mpitrain.trainer.run:Run",
         "mpitrain.trainer.own_loop.training_engine:TrainingEngine",
         "mpitrain.trainer.own_loop.training_engine:PipelineEngine",
         "mpitrain.trainer.memory:MemoryAccount",

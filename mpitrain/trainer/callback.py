@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from mpitrain.data import Batch
-    from mpitrain.trainer.trainer import Trainer
 
 
 @dataclass
@@ -32,7 +31,7 @@ class Step:
     the mean over the global batch, in nats where it is a cross-entropy. norm: of the gradients, before clipping.
     skipped: whether nothing was updated, because the norm is not finite. began: `time.perf_counter()` when it did.
     seconds: what it took, without evaluation and saving; 0 as long as that is not known. together: whether all ranks
-    came together after it (see `modes.strategy`). met: `time.monotonic()` when all ranks had done it. held_out_loss:
+    came together after it (see `run`). met: `time.monotonic()` when all ranks had done it. held_out_loss:
     None where the step was not evaluated. lost: the ranks that died since the step before. extras: further figures for
     its line in metrics.jsonl.
     """
@@ -68,49 +67,50 @@ class Callback:
     """Something that is called at the events of a `Trainer`'s run; each method does nothing unless it is overridden.
 
     Every rank calls the same methods of the same callbacks in the same order, so that a method may be collective over
-    `trainer.world`. Where a method raises an error on one rank alone, the job ends with that error.
+    `trainer.world`. Where a method raises an error on one rank alone, the job ends with that error. `trainer` is the
+    `Trainer` whose run it is, which an override may name as its type, or a subclass.
     """
 
-    def setup(self, trainer: Trainer) -> None:
+    def setup(self, trainer: Any) -> None:
         """Before data and model are there. The run folder is this job's where run.dir names it, else not there yet."""
 
-    def restore(self, trainer: Trainer) -> Restored | None:
+    def restore(self, trainer: Any) -> Restored | None:
         """Put the model and the optimizer into a state from elsewhere than a checkpoint, and say which one it is.
 
         None leaves it to the next callback, and at last to the checkpoints.
         """
         return None
 
-    def on_restore(self, trainer: Trainer, values: dict[str, Any]) -> None:
+    def on_restore(self, trainer: Any, values: dict[str, Any]) -> None:
         """The state is in place. values: what callbacks gave as their `state` when it was saved; empty at step 0."""
 
-    def on_fit_start(self, trainer: Trainer) -> None:
+    def on_fit_start(self, trainer: Any) -> None:
         """The first step of this start is about to begin."""
 
-    def on_update(self, trainer: Trainer, step: Step) -> None:
+    def on_update(self, trainer: Any, step: Step) -> None:
         """The optimizer has updated this rank's parameters; `trainer.request_stop` makes this step the last one."""
 
-    def on_evaluate(self, trainer: Trainer, loss: float) -> None:
+    def on_evaluate(self, trainer: Any, loss: float) -> None:
         """The held-out samples were evaluated. loss: their mean; `trainer.figures` has the metrics, too, by name."""
 
-    def on_step_end(self, trainer: Trainer, step: Step) -> None:
+    def on_step_end(self, trainer: Any, step: Step) -> None:
         """All of a step is done but saving. Figures put into `step.extras` come into its line of metrics.jsonl."""
 
-    def state(self, trainer: Trainer) -> dict[str, Any]:
+    def state(self, trainer: Any) -> dict[str, Any]:
         """Return values to keep in checkpoints: such as JSON can hold, under names of one's own."""
         return {}
 
-    def on_save(self, trainer: Trainer, folder: Path) -> None:
+    def on_save(self, trainer: Any, folder: Path) -> None:
         """A checkpoint was written, or begun to be with checkpoint.background."""
 
-    def on_step_done(self, trainer: Trainer, step: Step) -> None:
+    def on_step_done(self, trainer: Any, step: Step) -> None:
         """All of a step is done, its checkpoint too; where `step.together`, all ranks are at this point."""
 
-    def on_fit_end(self, trainer: Trainer) -> None:
+    def on_fit_end(self, trainer: Any) -> None:
         """The last step is done and saved."""
 
-    def on_exception(self, trainer: Trainer, error: BaseException) -> None:
+    def on_exception(self, trainer: Any, error: BaseException) -> None:
         """Something was raised; it is raised again afterwards. Other ranks may be gone: nothing collective here."""
 
-    def teardown(self, trainer: Trainer) -> None:
+    def teardown(self, trainer: Any) -> None:
         """The run folder is about to be given up. Nothing collective here."""

@@ -7,7 +7,7 @@ w[y]. The latter is known from the targets alone, so the ranks add their counts 
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -33,9 +33,29 @@ from mpitrain.mesh import Mesh
 from mpitrain.models.losses import WeightedCrossEntropy, cross_entropy
 from mpitrain.models.task import Task
 from mpitrain.pipe.schedules import default_microbatches
+from mpitrain.shard.virtual_workers import VirtualWorkers
 from mpitrain.trainer.folder import together
 
 _AT_ONCE = 1024  # samples that are read for their classes
+
+
+@dataclass(frozen=True)
+class GroupPlaces:
+    """The place of this rank. A group is the ranks that take each step as one.
+
+    Attributes:
+        mesh: The ranks of this rank's group.
+        workers: How the group divides its part of a global batch.
+        everyone: All ranks that have the same part of the model as this one, of all groups.
+        evaluating: How these divide held-out samples; as many virtual workers as all groups have together.
+        first_worker: The virtual workers of the groups before this one: where its own are in a numbering of all.
+    """
+
+    mesh: Mesh
+    workers: VirtualWorkers
+    everyone: Communicator
+    evaluating: VirtualWorkers
+    first_worker: int = 0
 
 
 def open_data(config: Config, world: Communicator) -> tuple[Dataset, Dataset | None]:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -36,9 +36,8 @@ from mpitrain.storage.text import counted
 from mpitrain.trainer.callback import Callback, Restored, Step
 from mpitrain.trainer.copies import Copies, Key
 from mpitrain.trainer.engine import Engine
-
-if TYPE_CHECKING:
-    from mpitrain.trainer.trainer import Trainer
+from mpitrain.trainer.recording.records import Records
+from mpitrain.trainer.run import Run
 
 _TAG = 31_500  # apart from those of training's messages, of copies and of checkpoints
 _PAUSE = 0.02  # seconds between looks of a rank that waits
@@ -63,7 +62,7 @@ class Reached(NamedTuple):
 class Survivors(Callback):
     """The state of a run that outlives the death of ranks. everyone: those that train (`trainer.world`) or wait."""
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Run) -> None:
         self._trainer, self.everyone = trainer, trainer.world
         self._copies = Copies()
         self._reached: Reached | None = None
@@ -81,15 +80,15 @@ class Survivors(Callback):
 
     # -- while all is well
 
-    def on_fit_start(self, trainer: Trainer) -> None:
+    def on_fit_start(self, trainer: Run) -> None:
         self.copy(trainer)
         self._step, self.fewer = trainer.step, False
 
-    def copy(self, trainer: Trainer) -> None:
+    def copy(self, trainer: Run) -> None:
         """Keep the state at the end of a step. Collective over those that train."""
         self._copies.take(trainer.world, trainer.engine, trainer.step, trainer.state())
 
-    def on_update(self, trainer: Trainer, step: Step) -> None:
+    def on_update(self, trainer: Run, step: Step) -> None:
         """Note that the engine has the state after this step: of use at stage 0, where each rank has all of it."""
         engine = trainer.engine
         self._even = engine.synchronous
@@ -98,7 +97,7 @@ class Survivors(Callback):
             buffers = [buffer.clone() for buffer in engine.module.buffers()]
             self._reached = Reached(engine, key, trainer.state(), buffers)
 
-    def on_step_end(self, trainer: Trainer, step: Step) -> None:
+    def on_step_end(self, trainer: Run, step: Step) -> None:
         """After the first step without ranks that were lost, say how long after their failure it was done."""
         self._well = step.met
         if not self._lost:
@@ -204,7 +203,7 @@ class Survivors(Callback):
             trainer.folder.log.info("waiting: %d of %d ranks train", ranks, size)
             trainer.folder.release()
 
-    def restore(self, trainer: Trainer) -> Restored | None:
+    def restore(self, trainer: Run) -> Restored | None:
         """Put what the copies hold into the engine; None where there are none, or not enough."""
         self._store = trainer.store
         self._tell(_RESTORE)
@@ -293,13 +292,13 @@ class CopyOften(Callback):
     def __init__(self, survivors: Survivors) -> None:
         self._survivors = survivors
 
-    def on_step_end(self, trainer: Trainer, step: Step) -> None:
+    def on_step_end(self, trainer: Run, step: Step) -> None:
         every = trainer.config.elastic.copy_every
         if step.number % every == 0 and not trainer.last_step:
             self._survivors.copy(trainer)
 
 
-def fit(trainer: Trainer) -> int:
+def fit(trainer: Run) -> int:
     """Train, and when ranks die train again with those that are left. Returns the exit code of the run.
 
     Raises:
@@ -308,13 +307,15 @@ def fit(trainer: Trainer) -> int:
     """
     trainer.world = trainer.folder.world = ulfm.begin(trainer.world)
     survivors = trainer.strategy.survivors(trainer)
-    at = trainer.callbacks.index(trainer.records)  # which write down what survivors note before, and ...
-    trainer.callbacks[at : at + 1] = [survivors, trainer.records, CopyOften(survivors)]  # ... each step before its copy
+    assert isinstance(survivors, Survivors)
+    at = next(at for at, one in enumerate(trainer.callbacks) if isinstance(one, Records))
+    trainer.callbacks.insert(at, survivors)  # what survivors note is written down then, and ...
+    trainer.callbacks.insert(at + 2, CopyOften(survivors))  # ... each step is before its copy
     with trainer.working():
         return _keep_training(trainer, survivors)
 
 
-def _keep_training(trainer: Trainer, survivors: Survivors) -> int:
+def _keep_training(trainer: Run, survivors: Survivors) -> int:
     while True:
         try:
             if survivors.missing:

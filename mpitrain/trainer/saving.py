@@ -16,7 +16,6 @@ import time
 from collections import deque
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from mpitrain.checkpoint import Manifest, Part, folders
 from mpitrain.config.settings import Config
@@ -25,10 +24,7 @@ from mpitrain.loading import require_same_model
 from mpitrain.planner.restart import steps_between
 from mpitrain.storage.text import counted, lasting
 from mpitrain.trainer.callback import Callback, Restored, Step
-
-if TYPE_CHECKING:
-    from mpitrain.trainer.trainer import Trainer
-
+from mpitrain.trainer.run import Run
 
 _FIRST = 20  # steps until the first save, as long as nothing is known: few to lose, and many beside a save
 _SAVES = 4  # whose mean is taken
@@ -62,17 +58,17 @@ class SaveSchedule(Callback):
             return max(step + 1, self._next)
         return self._every * (step // self._every + 1) if self._every else None
 
-    def on_fit_start(self, trainer: Trainer) -> None:
+    def on_fit_start(self, trainer: Run) -> None:
         if self._auto:  # ranks that were lost may have left the others with different intervals
             self._every = trainer.world.on_root(lambda: self._every)
             self._next, self._since = trainer.step + (self._every or _FIRST), None
 
-    def on_step_end(self, trainer: Trainer, step: Step) -> None:
+    def on_step_end(self, trainer: Run, step: Step) -> None:
         if self._auto and step.together:
             self._marked = time.perf_counter()
             self._since = self._since or (self._marked, step.number)  # not from the first step, which takes longer
 
-    def on_save(self, trainer: Trainer, folder: Path) -> None:
+    def on_save(self, trainer: Run, folder: Path) -> None:
         if not self._auto or trainer.last_step or self._since is None:
             return
         now = time.perf_counter()
@@ -89,7 +85,7 @@ class SaveSchedule(Callback):
         self._since = now, trainer.step
         self._next = trainer.step + (self._every or _FIRST)
 
-    def _choose(self, trainer: Trainer, step_seconds: float) -> tuple[int, str]:
+    def _choose(self, trainer: Run, step_seconds: float) -> tuple[int, str]:
         """Steps between saves, and a line that says why, if there is news."""
         section, nodes = trainer.config.checkpoint, trainer.world.num_nodes
         held, mtbf = sum(self._held) / len(self._held), section.node_mtbf * 3600.0 / nodes
@@ -129,14 +125,14 @@ def _named(config: Config) -> str:
     return f"data.mix {config.data.mix}" if config.data.mix else f"data.path {config.data.path!r}"
 
 
-def require_given(trainer: Trainer) -> None:
+def require_given(trainer: Run) -> None:
     """Raise InputError where checkpoint.resume names a checkpoint and there is none. Collective."""
     resume = trainer.config.checkpoint.resume
     if resume not in ("auto", "never"):
         trainer.world.on_root(lambda: len(folders.require(Path(resume))))
 
 
-def load_newest(trainer: Trainer) -> Restored:
+def load_newest(trainer: Run) -> Restored:
     """The state of the newest checkpoint that is whole, loaded; of the start, where there is none. Collective."""
     resume, reasons = trainer.config.checkpoint.resume, []
     candidates = trainer.store.newest_first() if resume == "auto" else trainer.store.at(Path(resume))
@@ -163,7 +159,7 @@ def load_newest(trainer: Trainer) -> Restored:
     return Restored(0, {}, own=False)
 
 
-def _wanted(trainer: Trainer, folder: Path, manifest: Manifest) -> list[Part]:
+def _wanted(trainer: Run, folder: Path, manifest: Manifest) -> list[Part]:
     """Return the parts that this rank fills from a checkpoint, once that is known to be of the run's model."""
     told = manifest.values.get("task") or {}
     require_same_model(trainer.config.model.model_dump(), told.get("model") or {}, folder)

@@ -19,17 +19,14 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpitrain import early
 from mpitrain.checkpoint import FRUITLESS
 from mpitrain.errors import NothingLearned, refusal
 from mpitrain.trainer.callback import Callback, Step
 from mpitrain.trainer.engine import LossScale
-
-if TYPE_CHECKING:
-    from mpitrain.trainer.trainer import Trainer
-
+from mpitrain.trainer.run import Run
 
 STOP_FILE = "stop"  # in the run folder: `touch RUN/stop`
 _LOOK_EVERY = 2.0  # seconds between looks at the file, which may lie on a slow file system
@@ -51,7 +48,7 @@ class StopInTime(Callback):
         self._margin = self._longest = self._looked = 0.0
         self._last = 0.0  # time.monotonic() of the last update, or of the start
 
-    def setup(self, trainer: Trainer) -> None:
+    def setup(self, trainer: Run) -> None:
         self.begin(trainer.config.run.stop_before)
 
     def begin(self, margin: float) -> None:
@@ -93,19 +90,19 @@ class StopInTime(Callback):
             self._file.unlink(missing_ok=True)
         self._handlers, self._file = {}, None
 
-    def on_fit_start(self, trainer: Trainer) -> None:
+    def on_fit_start(self, trainer: Run) -> None:
         self._last = time.monotonic()
         if trainer.world.rank == 0:
             self.watch(trainer.folder.path)
 
-    def on_update(self, trainer: Trainer, step: Step) -> None:
+    def on_update(self, trainer: Run, step: Step) -> None:
         now = time.monotonic()
         self.took(now - self._last)
         self._last = now
         if reason := self.reason():
             trainer.request_stop(reason)
 
-    def teardown(self, trainer: Trainer) -> None:
+    def teardown(self, trainer: Run) -> None:
         self.close()
 
 
@@ -193,20 +190,20 @@ class LearningCheck(Callback):
     def __init__(self) -> None:
         self.row = Fruitless()
 
-    def on_restore(self, trainer: Trainer, values: dict[str, Any]) -> None:
+    def on_restore(self, trainer: Run, values: dict[str, Any]) -> None:
         self.row = Fruitless(values.get(FRUITLESS, 0))
 
-    def on_update(self, trainer: Trainer, step: Step) -> None:
+    def on_update(self, trainer: Run, step: Step) -> None:
         before, self.row = self.row, self.row.after(step.number, step.loss, step.skipped, trainer.engine.scale)
         if self.row.hopeless(step.number, trainer.config.train.abort_after):
             raise refusal(f"{self.row.reason}; {_mend(trainer.store.newest_fruitful(), self.row.since)}")
         if self.row.bad and not before.bad:
             trainer.say(self.row.reason)
 
-    def state(self, trainer: Trainer) -> dict[str, Any]:
+    def state(self, trainer: Run) -> dict[str, Any]:
         return {FRUITLESS: self.row.since if self.row.bad else 0}
 
-    def on_fit_end(self, trainer: Trainer) -> None:
+    def on_fit_end(self, trainer: Run) -> None:
         """Raise NothingLearned where the run is over; one that is only interrupted may learn yet."""
         if self.row.bad and trainer.done:
             raise NothingLearned(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
@@ -27,26 +27,25 @@ from mpitrain.config.settings import Config, Given
 from mpitrain.data import Batch, Dataset
 from mpitrain.errors import EXIT_DONE, EXIT_REQUEUE
 from mpitrain.loading import TASK, build_task, task_values
-from mpitrain.mesh import Mesh
 from mpitrain.models.task import Task
 from mpitrain.trainer import elastic
 from mpitrain.trainer.assemble import assemble
 from mpitrain.trainer.callback import Callback, Restored, Step
 from mpitrain.trainer.data import class_weights, microbatch_size, microbatches, open_data, seed_worker, with_microbatch
 from mpitrain.trainer.device import choose, full_told, set_threads
-from mpitrain.trainer.engine import Engine
 from mpitrain.trainer.folder import RunFolder, together
 from mpitrain.trainer.held_out.improving import BestCheckpoint, EarlyStopping, LowerRate
-from mpitrain.trainer.held_out.measuring import LOSS, Meter, evaluated, meter_of
+from mpitrain.trainer.held_out.measuring import LOSS, evaluated, meter_of
 from mpitrain.trainer.modes.local import Local
 from mpitrain.trainer.modes.served import Served
-from mpitrain.trainer.modes.strategy import GroupPlaces, Strategy, Synchronous
+from mpitrain.trainer.modes.synchronous import Synchronous
 from mpitrain.trainer.optimizing.optimizer import ParameterRoles, make_optimizer
-from mpitrain.trainer.optimizing.schedules import RateSchedule, next_rate, schedule_of
+from mpitrain.trainer.optimizing.schedules import next_rate, schedule_of
 from mpitrain.trainer.recording.console import Console, EventRecords
 from mpitrain.trainer.recording.rank_records import RankRecords
 from mpitrain.trainer.recording.records import Records, SampleIds
 from mpitrain.trainer.recording.timeline import TimelineRecorder
+from mpitrain.trainer.run import Run, Strategy
 from mpitrain.trainer.saving import SaveSchedule, due, load_newest, require_given, saves_after
 from mpitrain.trainer.settings import planned, shared_config
 from mpitrain.trainer.stopping import LearningCheck, StopInTime
@@ -54,36 +53,17 @@ from mpitrain.trainer.stopping import LearningCheck, StopInTime
 STRATEGIES: dict[Mode, type[Strategy]] = {"sync": Synchronous, "server": Served, "local": Local}
 
 
-class Trainer:
+class Trainer(Run):
     """Trains a model as a configuration says. Collective over the ranks of `world` (default: all of the job).
 
-    config, world, device: what is to be done, by whom, and on what this rank computes. devices: of all ranks, in words.
-    folder: the run's folder, with its settings, metrics, logs and checkpoints.
-    callbacks: in the order in which they are called; at the end of training and after it in the reverse order.
+    What callbacks and strategies see of it, and what there is for them to call, is in `Run`.
 
-    strategy: what differs between the values of parallel.mode.
-
-    There once `train` has made them: data, held_out (data sets; None where nothing is held out), places (this rank's
-    along the axes of parallelism, and how batches are divided), roles (of the parameters), engine (model, loss,
-    optimizer and precision on this rank), meter (of the metrics), schedule (of the learning rate), store (the
-    checkpoints), parameters (of the whole model).
-
-    step: steps done; while a step is taken, those before it. position: samples of the run's order that they took.
-    batch_sizes: of each step's global batch. samples: of a step's batch that this rank's group trains on. resumed_step:
-    the step of this run that the state was loaded from; None where it is a run from the start. met: the last step after
-    which all ranks came together. saved: whether this job has written a checkpoint. saving: when it writes the next
-    one. figures: of the last evaluation, the loss and the metrics by name.
+    roles: of the parameters, once `train` has made them. met: the last step after which all ranks came together.
+    saving: when it is saved next. best: whether it is to be, for its figure.
     """
 
-    data: Dataset
-    held_out: Dataset | None
-    places: GroupPlaces
     roles: ParameterRoles
-    engine: Engine
-    meter: Meter
-    schedule: RateSchedule
-    store: Store
-    parameters: int
+    met = 0
 
     def __init__(
         self,
@@ -103,20 +83,15 @@ class Trainer:
         self.config = with_microbatch(planned(asked, self.world, self.device), self.world.size)
         self.strategy = STRATEGIES[self.config.parallel.mode](self.config, self.world)
         self.folder = RunFolder(self.config, self.world)
-        self.print: Callable[[str], None] = partial(print, flush=True)
-        learning, self.records, self.saving = LearningCheck(), Records(), SaveSchedule(self.config)
-        self.best = BestCheckpoint()
-        own = [self.records, self.saving, EventRecords(), RankRecords(), TimelineRecorder(self.config)]
+        self.print = partial(print, flush=True)
+        learning, self.saving, self.best = LearningCheck(), SaveSchedule(self.config), BestCheckpoint()
+        own = [Records(), self.saving, EventRecords(), RankRecords(), TimelineRecorder(self.config)]
         first = [StopInTime(), learning, EarlyStopping(), LowerRate(), self.best, SampleIds()]
         self.callbacks = [*first, *callbacks, Console(learning), *own]
-        self.step = self.position = self.met = 0
         self.batch_sizes = self.config.train.batch_sizes
         self.samples = self.batch_sizes.size(0)
-        self.figures: dict[str, float] = {}
-        self.resumed_step: int | None = None
-        self.saved = False
-        # why this rank is to stop; whether all ranks agreed on it; whether the run is then done
-        self._stop, self._ending, self._ended = "", False, False
+        self.figures = {}
+        self.own_model = type(self).make_model is not Trainer.make_model
 
     # -- the recipe
 
@@ -343,69 +318,6 @@ class Trainer:
             self.schedule = schedule_of(config.optim, config.train.steps)
         values = restored.values
         self.call(lambda callback: callback.on_restore(self, values))
-
-    # -- for callbacks
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of a sample; 0 where samples are not tokens."""
-        description = self.data.description
-        return description.x_shape[0] if description.kind == "tokens" else 0
-
-    @property
-    def last_step(self) -> bool:
-        """Whether the step that was done last is to be the last one."""
-        return self._ending or self.step >= self.config.train.steps
-
-    @property
-    def done(self) -> bool:
-        """Whether the run has come to its end: all steps are done, or it was ended before."""
-        return self._ended or self.step >= self.config.train.steps
-
-    @property
-    def mesh(self) -> Mesh:
-        """The ranks that take each step as one."""
-        return self.places.mesh
-
-    @property
-    def stop_asked(self) -> bool:
-        """Whether this rank has reason to stop, on which all ranks agree when they come together."""
-        return bool(self._stop)
-
-    @property
-    def stop_reason(self) -> str:
-        """Why training stops before its end, in a few words; empty where it does not."""
-        return self._stop
-
-    def request_stop(self, reason: str) -> None:
-        """End training when the ranks come together: after this step, if called in its `on_update`.
-
-        One rank's request is enough. reason: a few words, for people.
-        """
-        self._stop = self._stop or reason
-
-    def end(self, reason: str) -> None:
-        """Have the run done with this step. On all ranks alike, where these are together: in `on_evaluate`.
-
-        reason: a few words, for people.
-        """
-        self._stop, self._ending, self._ended = reason, True, True
-
-    def say(self, text: str) -> None:
-        """Log a line, and have rank 0 show it."""
-        self.folder.log.info("%s", text)
-        if self.world.rank == 0:
-            self.print(text)
-
-    def call(self, event: Callable[[Callback], object], *, reverse: bool = False) -> None:
-        """Let every callback know of an event. reverse: the last one first, so that what begins first ends last."""
-        for callback in reversed(self.callbacks) if reverse else self.callbacks:
-            event(callback)
-
-    def let_go(self) -> None:
-        """Drop data, model and checkpoints, made for ranks that are not there any more; `train` makes them anew."""
-        for name in ("data", "held_out", "places", "engine", "store"):
-            vars(self).pop(name, None)
 
     # -- inside
 

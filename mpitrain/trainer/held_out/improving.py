@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpitrain.checkpoint.folders import is_checkpoint
 from mpitrain.errors import refusal
@@ -20,9 +20,7 @@ from mpitrain.trainer.callback import Callback
 from mpitrain.trainer.held_out.measuring import DIRECTION, LOSS
 from mpitrain.trainer.optimizing.schedules import PLATEAU, PlateauSchedule
 from mpitrain.trainer.recording.records import figure
-
-if TYPE_CHECKING:
-    from mpitrain.trainer.trainer import Trainer
+from mpitrain.trainer.run import Run
 
 
 @dataclass(frozen=True)
@@ -72,7 +70,7 @@ class EarlyStopping(Callback):
     def __init__(self) -> None:
         self.best = Best(LOSS)
 
-    def setup(self, trainer: Trainer) -> None:
+    def setup(self, trainer: Run) -> None:
         train = trainer.config.train
         if train.patience and not train.evaluate_every:
             raise refusal(
@@ -80,14 +78,14 @@ class EarlyStopping(Callback):
                 "to the steps between two, or train.patience to 0"
             )
 
-    def on_restore(self, trainer: Trainer, values: dict[str, Any]) -> None:
+    def on_restore(self, trainer: Run, values: dict[str, Any]) -> None:
         own = values if trainer.resumed_step is not None else {}
         self.best = Best.of(own.get(self.KEY), plain(trainer.config.train.monitor))
         if trainer.config.train.patience:
             higher(trainer, "train.monitor", self.best.metric)
             self._end(trainer, "set train.patience to more, or to 0, to go on")
 
-    def on_evaluate(self, trainer: Trainer, loss: float) -> None:
+    def on_evaluate(self, trainer: Run, loss: float) -> None:
         train = trainer.config.train
         if train.patience:
             value = value_of(trainer, "train.monitor", self.best.metric)
@@ -95,14 +93,14 @@ class EarlyStopping(Callback):
             self.best = self.best.after(value, trainer.step, better, train.min_delta)
             self._end(trainer)
 
-    def _end(self, trainer: Trainer, more: str = "") -> None:
+    def _end(self, trainer: Run, more: str = "") -> None:
         if self.best.waited >= trainer.config.train.patience:
             found = f"the best was {self.best.text} at step {self.best.step}" if self.best.step else "none was finite"
             times = counted(self.best.waited, "evaluation")
             trainer.end(f"{words(self.best.metric)} no better in {times}, {found}")
             trainer.say(f"ending after step {trainer.step}: {trainer.stop_reason}" + (f"; {more}" if more else ""))
 
-    def state(self, trainer: Trainer) -> dict[str, Any]:
+    def state(self, trainer: Run) -> dict[str, Any]:
         return {self.KEY: self.best.kept()} if trainer.config.train.patience else {}
 
 
@@ -111,7 +109,7 @@ class LowerRate(Callback):
 
     KEY = "plateau"
 
-    def on_restore(self, trainer: Trainer, values: dict[str, Any]) -> None:
+    def on_restore(self, trainer: Run, values: dict[str, Any]) -> None:
         if not isinstance(trainer.schedule, PlateauSchedule):
             return
         if trainer.held_out is None or not trainer.config.train.evaluate_every:
@@ -122,11 +120,11 @@ class LowerRate(Callback):
         if trainer.resumed_step is not None and self.KEY in values:
             trainer.schedule.load(values[self.KEY])
 
-    def on_evaluate(self, trainer: Trainer, loss: float) -> None:
+    def on_evaluate(self, trainer: Run, loss: float) -> None:
         if isinstance(trainer.schedule, PlateauSchedule):
             trainer.schedule.observe(value_of(trainer, "optim.schedule", LOSS))
 
-    def state(self, trainer: Trainer) -> dict[str, Any]:
+    def state(self, trainer: Run) -> dict[str, Any]:
         return {self.KEY: trainer.schedule.state()} if isinstance(trainer.schedule, PlateauSchedule) else {}
 
 
@@ -141,7 +139,7 @@ class BestCheckpoint(Callback):
     def __init__(self) -> None:
         self.best, self.due = Best(LOSS), False
 
-    def on_restore(self, trainer: Trainer, values: dict[str, Any]) -> None:
+    def on_restore(self, trainer: Run, values: dict[str, Any]) -> None:
         named = trainer.config.checkpoint.best
         self.due = False
         if not named:
@@ -153,7 +151,7 @@ class BestCheckpoint(Callback):
         higher(trainer, "checkpoint.best", self.best.metric)
         trainer.store.keeps_best, trainer.store.best = True, self.best.step or -1
 
-    def on_evaluate(self, trainer: Trainer, loss: float) -> None:
+    def on_evaluate(self, trainer: Run, loss: float) -> None:
         if trainer.config.checkpoint.best:
             name = self.best.metric
             value = value_of(trainer, "checkpoint.best", name)
@@ -162,10 +160,10 @@ class BestCheckpoint(Callback):
             if self.due:
                 trainer.store.best = trainer.step
 
-    def on_save(self, trainer: Trainer, folder: Path) -> None:
+    def on_save(self, trainer: Run, folder: Path) -> None:
         self.due = False
 
-    def state(self, trainer: Trainer) -> dict[str, Any]:
+    def state(self, trainer: Run) -> dict[str, Any]:
         return {self.KEY: self.best.kept()} if trainer.config.checkpoint.best else {}
 
 
@@ -178,7 +176,7 @@ def words(name: str) -> str:
     return f"held-out {spoken(name)}"
 
 
-def higher(trainer: Trainer, key: str, name: str) -> bool:
+def higher(trainer: Run, key: str, name: str) -> bool:
     """Return whether a larger figure of that name is a better one.
 
     Raises:
@@ -198,7 +196,7 @@ def higher(trainer: Trainer, key: str, name: str) -> bool:
     return direction
 
 
-def value_of(trainer: Trainer, key: str, name: str) -> float:
+def value_of(trainer: Run, key: str, name: str) -> float:
     """The figure of the last evaluation, rank 0's on all ranks. Collective."""
 
     def find() -> float:

@@ -46,9 +46,8 @@ from mpitrain.models.metrics import (
 from mpitrain.models.task import Task
 from mpitrain.tensor.axis import Axis
 from mpitrain.tensor.vocabulary import judge, whole
-from mpitrain.trainer.data import microbatches
+from mpitrain.trainer.data import GroupPlaces, microbatches
 from mpitrain.trainer.engine import Engine
-from mpitrain.trainer.modes.strategy import GroupPlaces
 
 DIRECTION = "higher_is_better"  # the attribute by which one's own metric says so
 Function = Callable[[Any, Any], Any]

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -30,12 +30,10 @@ from mpitrain.loose.averaging import Grouping
 from mpitrain.mesh import Mesh
 from mpitrain.shard.virtual_workers import VirtualWorkers
 from mpitrain.trainer.callback import Step
-from mpitrain.trainer.data import batches
+from mpitrain.trainer.data import GroupPlaces, batches
 from mpitrain.trainer.modes.local_engine import Among, LocalEngine
-from mpitrain.trainer.modes.strategy import GroupPlaces, Strategy, require_samples
-
-if TYPE_CHECKING:
-    from mpitrain.trainer.trainer import Trainer
+from mpitrain.trainer.modes.synchronous import require_samples
+from mpitrain.trainer.run import Run, Strategy
 
 
 class Local(Strategy):
@@ -64,7 +62,7 @@ class Local(Strategy):
         evaluating = VirtualWorkers.of(everyone, False, 0)
         return GroupPlaces(mesh, workers, everyone, evaluating, grouping.number * grouping.each)
 
-    def steps(self, trainer: Trainer) -> Iterator[Step]:
+    def steps(self, trainer: Run) -> Iterator[Step]:
         config, engine = trainer.config, trainer.engine
         assert isinstance(engine, LocalEngine)
         workers = trainer.places.workers
@@ -85,7 +83,7 @@ class Local(Strategy):
             while True:
                 yield from self._period(trainer, engine, coming)
 
-    def _period(self, trainer: Trainer, engine: LocalEngine, coming: Iterator[Batch]) -> list[Step]:
+    def _period(self, trainer: Run, engine: LocalEngine, coming: Iterator[Batch]) -> list[Step]:
         """Take the steps up to the next that ends with all groups together."""
         first, last = trainer.step, end_of_period(trainer.config, trainer.step)
         began = time.perf_counter()
@@ -110,7 +108,7 @@ class Local(Strategy):
         done[-1].extras["between_groups_bytes"] = round(engine.bytes_sent() / len(done))
         return done
 
-    def next_meeting(self, trainer: Trainer) -> int:
+    def next_meeting(self, trainer: Run) -> int:
         return end_of_period(trainer.config, trainer.step)
 
     def describe(self) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,14 +33,11 @@ from mpitrain.loose.worker import ServedWorker
 from mpitrain.mesh import Mesh
 from mpitrain.shard.virtual_workers import VirtualWorkers
 from mpitrain.trainer.callback import Restored, Step
-from mpitrain.trainer.data import augment_of
+from mpitrain.trainer.data import GroupPlaces, augment_of
 from mpitrain.trainer.elastic import Survivors, TooFewLeft
 from mpitrain.trainer.modes.served_engine import ServedEngine
-from mpitrain.trainer.modes.strategy import GroupPlaces, Strategy
-
-if TYPE_CHECKING:
-    from mpitrain.trainer.trainer import Trainer
-
+from mpitrain.trainer.run import Run, Strategy
+from mpitrain.trainer.saving import SaveSchedule
 
 _PATIENCE = 10.0  # seconds at most that a server's thread takes to end
 
@@ -80,7 +77,7 @@ class Served(Strategy):
         who = f"{servers} of the ranks only serve" if servers else "every rank serves a share"
         return f"parameter server, {pace}; {who}"
 
-    def steps(self, trainer: Trainer) -> Iterator[Step]:
+    def steps(self, trainer: Run) -> Iterator[Step]:
         remembered, self.remembered = self.remembered, None
         if remembered is None:
             remembered = Remembered(len(self.roles.workers), trainer.step)
@@ -89,15 +86,16 @@ class Served(Strategy):
             while True:
                 yield from self.session.until(self.next_meeting(trainer))
 
-    def next_meeting(self, trainer: Trainer) -> int:
+    def next_meeting(self, trainer: Run) -> int:
         step, train = trainer.step, trainer.config.train
         evaluated = train.evaluate_every * (step // train.evaluate_every + 1) if train.evaluate_every else None
-        return min(found for found in (train.steps, evaluated, trainer.saving.next_after(step)) if found is not None)
+        saved = next(one for one in trainer.callbacks if isinstance(one, SaveSchedule)).next_after(step)
+        return min(found for found in (train.steps, evaluated, saved) if found is not None)
 
     def role(self, rank: int) -> str:
         return "worker" if rank in self.roles.workers else "server"
 
-    def survivors(self, trainer: Trainer) -> Survivors:
+    def survivors(self, trainer: Run) -> Survivors:
         return ServedSurvivors(trainer, self)
 
 
@@ -163,7 +161,7 @@ class Session:
         engine: Of this rank.
     """
 
-    def __init__(self, trainer: Trainer, roles: Roles, rules: Rules, remembered: Remembered) -> None:
+    def __init__(self, trainer: Run, roles: Roles, rules: Rules, remembered: Remembered) -> None:
         self._trainer, self._roles, self._rules = trainer, roles, rules
         world, self._sizes, self._parts = trainer.world, trainer.batch_sizes, remembered.parts
         self._origin = trainer.position - self._sizes.before(trainer.step)  # where the run's first step would begin
@@ -357,24 +355,24 @@ class ServedSurvivors(Survivors):
         strategy: Its own.
     """
 
-    def __init__(self, trainer: Trainer, strategy: Served) -> None:
+    def __init__(self, trainer: Run, strategy: Served) -> None:
         super().__init__(trainer)
         self._strategy = strategy
         self._left: Left | None = None
         self._servers = set(strategy.roles.servers)  # numbers in the first world
         self._completed = 0  # steps that were complete when ranks died
 
-    def copy(self, trainer: Trainer) -> None:
+    def copy(self, trainer: Run) -> None:
         """Nothing is to be copied."""
 
-    def on_update(self, trainer: Trainer, step: Step) -> None:
+    def on_update(self, trainer: Run, step: Step) -> None:
         """Nothing is to be noted: the servers know."""
 
-    def on_fit_start(self, trainer: Trainer) -> None:
+    def on_fit_start(self, trainer: Run) -> None:
         super().on_fit_start(trainer)
         self._step = max(self._step, self._completed)
 
-    def on_step_end(self, trainer: Trainer, step: Step) -> None:
+    def on_step_end(self, trainer: Run, step: Step) -> None:
         if step.number > self._completed:  # others are told once more, to those who did not know them
             super().on_step_end(trainer, step)
 
@@ -409,7 +407,7 @@ class ServedSurvivors(Survivors):
         values = trainer.state() | {"position": session.position(step)}
         self._left, self._completed = Left(session.engine, step, values, remembered), remembered.completed
 
-    def restore(self, trainer: Trainer) -> Restored | None:
+    def restore(self, trainer: Run) -> Restored | None:
         left, self._store = self._left, trainer.store
         if left is None:
             return None

@@ -6,7 +6,7 @@ import copy
 import difflib
 import inspect
 import sys
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -100,8 +100,6 @@ def make_optimizer(
     section: OptimSection,
     named: Iterable[tuple[str, nn.Parameter]],
     roles: ParameterRoles | None = None,
-    *,
-    decay_all: bool = False,
 ) -> torch.optim.Optimizer:
     """The optimizer of `section` over the parameters; fused where torch has it for the class.
 
@@ -109,7 +107,6 @@ def make_optimizer(
         section: What is wanted.
         named: The parameters, by their names in the whole model.
         roles: Of these; None: no parameter has a role of its own.
-        decay_all: Weight decay on all parameters, whatever optim.no_decay says.
 
     Raises:
         InputError: There is no such optimizer, or it has no such option.
@@ -121,7 +118,7 @@ def make_optimizer(
     for name, parameter in trained:
         number = roles.groups.get(name)
         kind = _kind_for(section, name, parameter, number, roles)
-        decays = decay_all or not _excepted(section, name, parameter, roles)
+        decays = not _excepted(section, name, parameter, roles)
         chosen.setdefault((kind, number, decays), []).append(parameter)
     groups: dict[_Kind, list[dict[str, Any]]] = {}
     first_decaying = sorted(chosen, key=lambda key: (not key[2], -1 if key[1] is None else key[1]))
@@ -205,19 +202,34 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     """
     if isinstance(optimizer, CombinedOptimizer):
         return max(map(state_bytes, optimizer.parts))
-    tensor = torch.zeros(32, 32, requires_grad=True)
-    tensor.grad = torch.ones(32, 32)
+    kept = states_after_step(optimizer, optimizer.param_groups[0], (32, 32)) or {}
+    return sum(value.numel() * value.element_size() for value in kept.values()) // 32**2
+
+
+def states_after_step(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], shape: tuple[int, ...]
+) -> dict[str, torch.Tensor] | None:
+    """Return the tensors that a copy of the optimizer keeps of a parameter after a step; None where it does not tell.
+
+    Args:
+        optimizer: Stays as it is.
+        group: Options of the step.
+        shape: Of the parameter.
+    """
+    if hasattr(optimizer, "parts"):  # several in one, whose copy would step the originals
+        return None
+    tensor = torch.zeros(shape, requires_grad=True)
+    tensor.grad = torch.ones(shape)
     try:
         trial: Any = copy.copy(optimizer)
-        trial.state = defaultdict(dict)
-        trial.param_groups = [{**optimizer.param_groups[0], "params": [tensor]}]
+        trial.state, trial.param_groups = defaultdict(dict), [{**group, "params": [tensor]}]
+        trial._optimizer_step_pre_hooks = trial._optimizer_step_post_hooks = OrderedDict()
         trial.gather = None  # of Muon
         begin_states(trial)
-        trial.step()
+        type(optimizer).step(trial)  # a scheduler replaces the object's own, by one that steps the original
+        return {key: value for key, value in trial.state[tensor].items() if torch.is_tensor(value)}
     except Exception:  # what an optimizer of somebody else's does with a copy is nowhere written
-        return 0
-    kept = [value for value in trial.state[tensor].values() if torch.is_tensor(value)]
-    return sum(value.numel() * value.element_size() for value in kept) // tensor.numel()
+        return None
 
 
 def optimizer_class(key: str, name: str) -> _Kind:

@@ -12,7 +12,7 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -32,10 +32,8 @@ from mpitrain.trainer.callback import Callback, Step
 from mpitrain.trainer.folder import AGAIN
 from mpitrain.trainer.held_out.measuring import LOSS
 from mpitrain.trainer.recording.records import figure
+from mpitrain.trainer.run import Run
 from mpitrain.trainer.stopping import LearningCheck
-
-if TYPE_CHECKING:
-    from mpitrain.trainer.trainer import Trainer
 
 # of what the banner tells, what the event `start` has too
 _FACTS = "version", "ranks", "nodes", "threads", "device", "mpi", "model", "parameters", "precision", "steps"
@@ -56,10 +54,10 @@ class Console(Callback):
         self._skipped = 0  # steps
         self._step_seconds = 0.0  # of the steps of this job, as in metrics.jsonl
 
-    def setup(self, trainer: Trainer) -> None:
+    def setup(self, trainer: Run) -> None:
         self._began = time.monotonic()
 
-    def on_fit_start(self, trainer: Trainer) -> None:
+    def on_fit_start(self, trainer: Run) -> None:
         if self._start is not None:  # ranks were lost, and the job goes on
             return
         self._start = trainer.step
@@ -70,14 +68,14 @@ class Console(Callback):
         for text in doubts(trainer.config, columns=trainer.mesh.data.size, on_cpu=not is_accelerator(trainer.device)):
             trainer.say(f"warning: {text}")
 
-    def on_step_end(self, trainer: Trainer, step: Step) -> None:
+    def on_step_end(self, trainer: Run, step: Step) -> None:
         self._loss = step.loss
         self._skipped += step.skipped
         self._step_seconds += step.seconds
         if step.held_out_loss is not None:
             self._held_out = {spoken(n): figure(n, value) for n, value in trainer.figures.items()}
 
-    def on_fit_end(self, trainer: Trainer) -> None:
+    def on_fit_end(self, trainer: Run) -> None:
         peak = peak_of_ranks(trainer)
         trainer.folder.log.info("ended at step %d", trainer.step)
         if trainer.world.rank:
@@ -110,14 +108,14 @@ class Console(Callback):
         tell(closing(outcome))
 
 
-def peak_of_ranks(trainer: Trainer) -> int:
+def peak_of_ranks(trainer: Run) -> int:
     """Return the bytes of the rank that held most. Collective."""
     memory = torch.tensor([peak_memory_bytes(trainer.device)])
     trainer.world.all_reduce(memory, "max")
     return int(memory)
 
 
-def facts(trainer: Trainer) -> RunFacts:
+def facts(trainer: Run) -> RunFacts:
     """Return the facts of the banner."""
     config, world = trainer.config, trainer.world
     columns = world.size // (config.parallel.pipeline * config.parallel.tensor)  # data-parallel ranks
@@ -187,10 +185,10 @@ class EventRecords(Callback):
         self._error: BaseException | None = None
         self._told = False  # that a line is missing
 
-    def setup(self, trainer: Trainer) -> None:
+    def setup(self, trainer: Run) -> None:
         self._began = time.monotonic()
 
-    def on_fit_start(self, trainer: Trainer) -> None:
+    def on_fit_start(self, trainer: Run) -> None:
         self._outcome, self._error = "", None
         if trainer.world.rank:
             self._close()
@@ -200,28 +198,28 @@ class EventRecords(Callback):
             self._first_start = False
             self._write(trainer, "start", **start_fields(trainer))
 
-    def on_evaluate(self, trainer: Trainer, loss: float) -> None:
+    def on_evaluate(self, trainer: Run, loss: float) -> None:
         metrics = {name: value for name, value in trainer.figures.items() if name != LOSS}
         self._write(trainer, "evaluate", loss=loss, metrics=metrics)
 
-    def on_step_end(self, trainer: Trainer, step: Step) -> None:
+    def on_step_end(self, trainer: Run, step: Step) -> None:
         if step.lost:
             self._write(trainer, "lost", ranks=list(step.lost), recovered_s=step.extras.get("recovered_s"))
         if step.together and trainer.last_step and trainer.step < trainer.config.train.steps:
             self._write(trainer, "stop", reason=trainer.stop_reason)
         self._marked = time.perf_counter()
 
-    def on_save(self, trainer: Trainer, folder: Path) -> None:
+    def on_save(self, trainer: Run, folder: Path) -> None:
         self._write(trainer, "save", folder=folder.name, seconds=time.perf_counter() - self._marked)
 
-    def on_fit_end(self, trainer: Trainer) -> None:
+    def on_fit_end(self, trainer: Run) -> None:
         self._peak = peak_of_ranks(trainer)
         self._outcome = "done" if trainer.done else "stopped"
 
-    def on_exception(self, trainer: Trainer, error: BaseException) -> None:
+    def on_exception(self, trainer: Run, error: BaseException) -> None:
         self._outcome, self._error = "", error  # known to be the end in `teardown`: training may go on with fewer ranks
 
-    def teardown(self, trainer: Trainer) -> None:
+    def teardown(self, trainer: Run) -> None:
         if trainer.world.rank == 0:
             outcome, message = self._outcome, trainer.stop_reason if self._outcome == "stopped" else ""
             if not outcome:
@@ -234,7 +232,7 @@ class EventRecords(Callback):
             self._write(trainer, "end", outcome=outcome, message=message, seconds=seconds, peak_memory_bytes=peak)
         self._close()
 
-    def _write(self, trainer: Trainer, event: str, **fields: Any) -> None:
+    def _write(self, trainer: Run, event: str, **fields: Any) -> None:
         if self._log is None:
             return
         try:
@@ -250,7 +248,7 @@ class EventRecords(Callback):
             self._log = None
 
 
-def start_fields(trainer: Trainer) -> dict[str, Any]:
+def start_fields(trainer: Run) -> dict[str, Any]:
     """Return the fields of the event `start`, about the run and the machine. Collective."""
     config, told = trainer.config, facts(trainer)
     hosts = trainer.world.all_gather_object(socket.gethostname())
@@ -279,7 +277,7 @@ def _of_error(error: BaseException | None) -> tuple[str, str]:
     return "failed", f"{type(error).__name__}: {text}".removesuffix(": ")
 
 
-def _own_peak(trainer: Trainer) -> int | None:
+def _own_peak(trainer: Run) -> int | None:
     """Return the most bytes that this rank held; None where its device has failed and does not say."""
     try:
         return peak_memory_bytes(trainer.device)

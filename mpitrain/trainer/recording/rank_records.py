@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpitrain.comm.memory.device import is_accelerator, memory_bytes
 from mpitrain.comm.programs.rings import bytes_sent
@@ -18,10 +18,7 @@ from mpitrain.shard.sharding import Sharding
 from mpitrain.shard.traffic import data_bytes
 from mpitrain.trainer.callback import Callback, Step
 from mpitrain.trainer.data import microbatch_size
-
-if TYPE_CHECKING:
-    from mpitrain.trainer.trainer import Trainer
-
+from mpitrain.trainer.run import Run
 
 _MEMORY_EVERY = 1.0  # seconds between two lines that tell of memory, and ...
 _MEMORY_COST = 500  # ... times as long as it takes to find out
@@ -39,14 +36,14 @@ class RankRecords(Callback):
         self._remember = 0.0  # time.monotonic() of the next account of memory
         self._metered = 0.0  # and of the last one of activations
 
-    def on_fit_start(self, trainer: Trainer) -> None:
+    def on_fit_start(self, trainer: Run) -> None:
         self._close()
         trainer.world.journal.start()
         trainer.engine.clock.begin_anew()
         self._started, self._from = time.time(), trainer.step
         self._steps, self._sent, self._remember, self._metered = 0, {}, 0.0, time.monotonic()
 
-    def on_step_done(self, trainer: Trainer, step: Step) -> None:
+    def on_step_done(self, trainer: Run, step: Step) -> None:
         self._steps += 1
         if not step.together:
             return
@@ -55,7 +52,7 @@ class RankRecords(Callback):
         if trainer.last_step or self._writer.due():
             self._write(trainer, self._writer)
 
-    def _header(self, trainer: Trainer) -> dict[str, Any]:
+    def _header(self, trainer: Run) -> dict[str, Any]:
         world, sizes = trainer.world, trainer.batch_sizes
         samples = trainer.samples * sizes.batch // sizes.size(trainer.step - 1)  # once all batches are that large
         return {
@@ -70,7 +67,7 @@ class RankRecords(Callback):
             "step": self._from,
         }
 
-    def _write(self, trainer: Trainer, writer: RankWriter) -> None:
+    def _write(self, trainer: Run, writer: RankWriter) -> None:
         now = time.monotonic()
         told: dict[str, Any] = {"seconds": {k: round(v, 7) for k, v in trainer.engine.clock.read().items()}}
         told["sent"] = self._sent_since(trainer)
@@ -84,7 +81,7 @@ class RankRecords(Callback):
         writer.write(trainer.step, self._steps, **told)
         self._steps = 0
 
-    def _sent_since(self, trainer: Trainer) -> list[list[Any]]:
+    def _sent_since(self, trainer: Run) -> list[list[Any]]:
         """Return rows of what was sent since the line before."""
         rows = []
         for operation, axis, algorithm, *figures in trainer.world.journal.account():
@@ -94,10 +91,10 @@ class RankRecords(Callback):
                 self._sent[operation, axis, algorithm] = figures
         return rows
 
-    def on_exception(self, trainer: Trainer, error: BaseException) -> None:
+    def on_exception(self, trainer: Run, error: BaseException) -> None:
         self._close()
 
-    def teardown(self, trainer: Trainer) -> None:
+    def teardown(self, trainer: Run) -> None:
         if self._started:
             trainer.world.journal.stop()
         self._close()
@@ -108,7 +105,7 @@ class RankRecords(Callback):
             self._writer = None
 
 
-def memory(trainer: Trainer) -> dict[str, int]:
+def memory(trainer: Run) -> dict[str, int]:
     """Bytes of this rank by category, `other` being what is in the host's memory besides."""
     account, device = trainer.engine.memory(), trainer.device
     host, on_device = host_memory_bytes(), is_accelerator(device)
@@ -118,7 +115,7 @@ def memory(trainer: Trainer) -> dict[str, int]:
     return told | {"other": max(0, host - known), "host": host, "device": memory_bytes(device) if on_device else 0}
 
 
-def expected_bytes(trainer: Trainer, samples: int) -> dict[str, float]:
+def expected_bytes(trainer: Run, samples: int) -> dict[str, float]:
     """Bytes that this rank sends in a step along each axis that has several ranks.
 
     data        gradients and parameters, as `mpitrain.shard.traffic` says
@@ -148,7 +145,7 @@ def expected_bytes(trainer: Trainer, samples: int) -> dict[str, float]:
     if mesh.data.size > 1:
         rounds = workers.rounds(samples, microbatch)
         found["data"] = data_bytes(engine.sharding, rounds, staged=staged)
-    if mesh.tensor.size == mesh.pipeline.size == 1 or not _builds_its_model(trainer):
+    if mesh.tensor.size == mesh.pipeline.size == 1 or trainer.own_model:
         return found
     share = sum(hi - lo for lo, hi in workers.within(samples))
     size = min(microbatch or share, share)
@@ -180,13 +177,6 @@ def exchanged(exchanges: Sequence[AxisExchange], ranks: int) -> float:
     return sum(bytes_sent(each.operation, each.nbytes, ranks) for each in exchanges if each.axis == "tensor")
 
 
-def _builds_its_model(trainer: Trainer) -> bool:
-    """Return whether the model is the one that the configuration names."""
-    from mpitrain.trainer.trainer import Trainer as Plain
-
-    return type(trainer).make_model is Plain.make_model
-
-
 def _again(name: str, block: Observed, staged: bool) -> Sequence[AxisExchange]:
     """Return what a block exchanges when it is recomputed for backward.
 
@@ -198,7 +188,7 @@ def _again(name: str, block: Observed, staged: bool) -> Sequence[AxisExchange]:
     return block.forwards[:-1] if name.rpartition(".")[2].isdigit() else ()
 
 
-def _observed(trainer: Trainer, samples: int) -> tuple[list[str], list[Observed]]:
+def _observed(trainer: Run, samples: int) -> tuple[list[str], list[Observed]]:
     """The names of all blocks of the model, as the tensor axis divides it, and what each does with a microbatch."""
     config, mesh = trainer.config, trainer.mesh
     parallel, subject = config.parallel, Subject(config, trainer.data.description, real=False)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpitrain.monitor import MetricsWriter, Progress, peak_memory_bytes
 from mpitrain.monitor.run_files import HELD_OUT
@@ -15,15 +15,13 @@ from mpitrain.storage.text import spoken
 from mpitrain.trainer.callback import Callback, Step
 from mpitrain.trainer.data import gather_ids
 from mpitrain.trainer.held_out.measuring import LOSS
-
-if TYPE_CHECKING:
-    from mpitrain.trainer.trainer import Trainer
+from mpitrain.trainer.run import Run
 
 
 class SampleIds(Callback):
     """Puts the numbers of all samples of a step into its line of metrics.jsonl, in order (`data.record_ids`)."""
 
-    def on_step_end(self, trainer: Trainer, step: Step) -> None:
+    def on_step_end(self, trainer: Run, step: Step) -> None:
         if trainer.config.data.record_ids and "ids" not in step.extras:
             step.extras["ids"] = gather_ids(trainer.places.everyone, step.batch)
 
@@ -41,7 +39,7 @@ class Records(Callback):
         self._start: int | None = None  # steps done when this job began
         self._skipped = 0  # steps
 
-    def on_fit_start(self, trainer: Trainer) -> None:
+    def on_fit_start(self, trainer: Run) -> None:
         again, config = self._start is not None, trainer.config
         if self._start is None:
             self._start = trainer.step
@@ -57,7 +55,7 @@ class Records(Callback):
         self._progress = Progress(config.train.steps, trainer.step, config.monitor.every, unit=unit)
         trainer.print = self._progress.say
 
-    def on_step_end(self, trainer: Trainer, step: Step) -> None:
+    def on_step_end(self, trainer: Run, step: Step) -> None:
         self._skipped += step.skipped
         if step.number - 1 == self._start:
             step.extras["memory"] = asdict(trainer.engine.memory())
@@ -88,17 +86,17 @@ class Records(Callback):
         if step.held_out_loss is not None:
             trainer.say(f"step {step.number}: held-out {figures_text(trainer.figures)}")
 
-    def on_fit_end(self, trainer: Trainer) -> None:
+    def on_fit_end(self, trainer: Run) -> None:
         if self._progress is not None:
             self._progress.close()
 
-    def on_exception(self, trainer: Trainer, error: BaseException) -> None:
+    def on_exception(self, trainer: Run, error: BaseException) -> None:
         self._close(trainer)
 
-    def teardown(self, trainer: Trainer) -> None:
+    def teardown(self, trainer: Run) -> None:
         self._close(trainer)
 
-    def _close(self, trainer: Trainer) -> None:
+    def _close(self, trainer: Run) -> None:
         """Close both files. Lines for people go to standard output again."""
         for kept in (self._progress, self._metrics, self._tracking):
             if kept is not None:
@@ -117,6 +115,6 @@ def figure(name: str, value: float) -> str:
     return f"{value:.4f}" if name.partition(" of ")[0] == LOSS else f"{value:.4g}"
 
 
-def _warn(trainer: Trainer, text: str) -> None:
+def _warn(trainer: Run, text: str) -> None:
     trainer.folder.log.warning("%s", text)
     trainer.print(f"mpitrain: {text}")

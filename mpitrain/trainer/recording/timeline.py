@@ -13,7 +13,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpitrain.comm.memory.device import is_accelerator
 from mpitrain.config.run import timeline_steps
@@ -26,9 +26,7 @@ from mpitrain.trainer.folder import together
 from mpitrain.trainer.recording.clock_offsets import Offset, measure
 from mpitrain.trainer.recording.module_hooks import ModuleHooks, affordable, levels_of
 from mpitrain.trainer.recording.rank_records import memory
-
-if TYPE_CHECKING:
-    from mpitrain.trainer.trainer import Trainer
+from mpitrain.trainer.run import Run
 
 _HOOKS_MAY_COST = 0.01  # of what forward and backward take
 _UNKNOWN = 0.05  # seconds of forward and backward, where no step was taken yet
@@ -43,7 +41,7 @@ class Recording:
         step_seconds: Of forward and backward in the step before.
     """
 
-    def __init__(self, trainer: Trainer, clock: Callable[[float], float], step_seconds: float) -> None:
+    def __init__(self, trainer: Run, clock: Callable[[float], float], step_seconds: float) -> None:
         self._trainer, self._clock = trainer, clock
         world, engine = trainer.world, trainer.engine
         self.token = world.broadcast_object(f"{time.time_ns()}")
@@ -129,12 +127,12 @@ class TimelineRecorder(Callback):
         self._before = 0.0  # seconds of forward and backward until the last meeting
         self._step_seconds = _UNKNOWN
 
-    def on_fit_start(self, trainer: Trainer) -> None:
+    def on_fit_start(self, trainer: Run) -> None:
         self._recording = None
         if not self._done:
             self._consider(trainer)
 
-    def on_step_done(self, trainer: Trainer, step: Step) -> None:
+    def on_step_done(self, trainer: Run, step: Step) -> None:
         if self._done or not step.together:
             return
         if self._recording is None:
@@ -142,7 +140,7 @@ class TimelineRecorder(Callback):
         elif trainer.step >= self._wanted[1] or trainer.last_step:
             self._end(trainer, self._recording)
 
-    def on_exception(self, trainer: Trainer, error: BaseException) -> None:
+    def on_exception(self, trainer: Run, error: BaseException) -> None:
         """Write what was recorded so far, which may explain the error."""
         recording, self._recording = self._recording, None
         if recording is not None:
@@ -151,7 +149,7 @@ class TimelineRecorder(Callback):
             except InputError as second:
                 trainer.folder.log.info("%s", second)
 
-    def _consider(self, trainer: Trainer) -> None:
+    def _consider(self, trainer: Run) -> None:
         """Begin to record, if a step that is wanted comes before all ranks meet again."""
         first, last = self._wanted
         if trainer.step >= last or trainer.last_step:
@@ -161,7 +159,7 @@ class TimelineRecorder(Callback):
         else:
             self._note_seconds(trainer)
 
-    def _note_seconds(self, trainer: Trainer) -> None:
+    def _note_seconds(self, trainer: Run) -> None:
         """Note the seconds of forward and backward in the last step, right before the first that is recorded."""
         if trainer.step < self._wanted[0] - 2:
             return
@@ -171,7 +169,7 @@ class TimelineRecorder(Callback):
             self._step_seconds = now - self._before
         self._before = now
 
-    def _end(self, trainer: Trainer, recording: Recording) -> None:
+    def _end(self, trainer: Run, recording: Recording) -> None:
         """Write what was recorded, and have rank 0 make one timeline of it. Collective."""
         self._recording, self._done = None, True
         recorded = recording.stop()
