@@ -5,9 +5,6 @@ Rank 0 serves, the others push and pull, all at once. What is timed, per size (b
     memcpy                      a worker copies as much within its own memory
     shared memory               it copies into, and out of, the server's part of an arena; a letter says when
     letters                     the payload of a letter (`mpitrain.comm.mailbox`)
-    one-sided, allocated        MPI_Put, MPI_Get and MPI_Win_flush in memory that MPI allocated
-    one-sided, created          likewise, in ordinary memory of the server, which waits inside MPI
-    one-sided, server computes  with --computing, which takes long: the server is not in MPI, but for its watchdog
     torch rpc                   torch.distributed.rpc over TensorPipe, as in torch's tutorial of a parameter server
     ..., and SGD                a push updates the parameters, too: torch rpc so, and parallel.mode server as it is
 
@@ -29,9 +26,9 @@ import torch
 from torch import nn
 
 from benchmarks.runner.jobs import BenchmarkParser, run, summaries, timed
-from benchmarks.runner.peers import PlainCollectives, Window, rpc
+from benchmarks.runner.peers import rpc
 from benchmarks.runner.report import Panel, Report, ReportTable, milliseconds
-from mpitrain.comm import Arena, Communicator, Letter
+from mpitrain.comm import Communicator, Letter
 from mpitrain.errors import CommunicationError
 from mpitrain.loose.clock import Clock, Portion
 from mpitrain.loose.letters import Commit, Remembered, Rules
@@ -185,58 +182,6 @@ class Letters(Carrier):
         return self.rows[int(letter.words[0])]
 
 
-class OneSided(Carrier):
-    """MPI_Put and MPI_Get. The server waits in MPI for the letter that says that it is done, or computes until then."""
-
-    def __init__(self, desk: Desk, window: Window, done: Arena | None = None) -> None:
-        """Take over a window with the server's rows.
-
-        Args:
-            desk: Who is who.
-            window: It is freed with this.
-            done: A byte for each worker, shared, by which it tells a server that computes; None: it waits.
-        """
-        super().__init__(desk)
-        self._window = window
-        if desk.serves:
-            self.rows = list(window.place.view(-1, desk.numel))
-        self._done = None if done is None else done.peer(desk.world.world_ranks[SERVER])
-        offset = max(desk.row, 0) * desk.numel
-        self._put, self._get = window.put(self.x, SERVER, offset), window.get(self.x, SERVER, offset)
-
-    def push(self) -> None:
-        """See `Carrier.push`."""
-        self._move(self._put)
-
-    def pull(self) -> None:
-        """See `Carrier.pull`."""
-        self._move(self._get)
-
-    def _move(self, act: Callable[[], object]) -> None:
-        if self._desk.serves:
-            self._compute()
-            self._desk.asked()
-            self._window.see()
-        else:
-            act()
-            if self._done is not None:
-                self._done[self._desk.row] = 1
-            self._desk.ask()
-
-    def _compute(self) -> None:
-        """Until the workers are done."""
-        if self._done is not None:
-            x = torch.ones(100, 100)
-            while not self._done.all():
-                x = (x @ x).clamp_(0, 1)
-            self._done.zero_()
-
-    def free(self) -> None:
-        """See `Carrier.free`."""
-        super().free()
-        self._window.free()
-
-
 _held: list[torch.Tensor] = []  # what workers pushed by rpc: torch calls functions of the module by their names
 
 
@@ -360,28 +305,20 @@ class ModeServer(Carrier):
 
 
 @contextmanager
-def carriers(world: Communicator, numel: int, folder: Path, *, computing: bool) -> Iterator[dict[str, Carrier]]:
+def carriers(world: Communicator, numel: int, folder: Path) -> Iterator[dict[str, Carrier]]:
     """Every way there is, by its name in the report. Collective.
 
     Args:
         world: The ranks.
         numel: fp32 elements of a gradient.
         folder: An empty one that all ranks see.
-        computing: Whether also one-sided while the server computes, which takes seconds.
     """
     with ExitStack() as stack:
-        desk, mpi = Desk(world, numel), PlainCollectives(world)
+        desk = Desk(world, numel)
         made: dict[str, Carrier] = {"memcpy": Memcpy(desk)}
-        rows = desk.workers * numel if desk.serves else 1
-        shares = world.num_nodes == 1
-        done = world.arena(desk.workers, torch.uint8) if shares and computing else None
-        if shares:
+        if world.num_nodes == 1:
             made["shared memory"] = SharedMemory(desk)
         made["letters"] = Letters(desk)
-        made["one-sided, allocated"] = OneSided(desk, mpi.window(torch.zeros(rows), True))
-        made["one-sided, created"] = OneSided(desk, mpi.window(torch.zeros(rows), False))
-        if done is not None:
-            made["one-sided, server computes"] = OneSided(desk, mpi.window(torch.zeros(rows), False), done)
         module = stack.enter_context(rpc(world, folder))
         made["torch rpc"] = TorchRpc(desk, module, _keep)
         for name, carrier in made.items():
@@ -391,9 +328,6 @@ def carriers(world: Communicator, numel: int, folder: Path, *, computing: bool) 
         yield made
         for carrier in made.values():
             carrier.free()
-        if done is not None:
-            done.free()
-        mpi.free()
         desk.free()
 
 
@@ -424,7 +358,6 @@ def main(arguments: Sequence[str]) -> int:
     )
     made.add("sizes", type=byte_sizes, metavar="S,S", help="bytes that a worker moves [64Ki,1Mi,16Mi]")
     made.add("dir", type=Path, metavar="DIR", help="where ranks of torch rpc find each other [--out]")
-    made.add("computing", action="store_true", help="also one-sided while the server computes: seconds each")
     return run(made, measure, report, arguments)
 
 
@@ -434,7 +367,7 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
     for size in options.sizes or (QUICK_SIZES if options.quick else SIZES):
         with (
             temporary_folder(world, options.dir or options.out) as folder,
-            carriers(world, size // 4, folder, computing=options.computing) as ways,
+            carriers(world, size // 4, folder) as ways,
         ):
             calls = {f"{act} {name}": getattr(way, act) for name, way in ways.items() for act in _ACTS}
             times = summaries(timed(world, bytes_text(size), calls, options, begins=world.rank != SERVER))

@@ -16,8 +16,8 @@ touches lies in main memory when its turn comes: the contenders before it have m
 
 Ours sum the norm of the gradients in each step, to refuse one that is not finite; torch's contenders do not.
 
-Memory is measured before time, of each contender by itself while it is made and takes a few steps. `--grow` measures
-how the step's time grows with ranks and parameters instead, without the memory.
+Memory is measured before time, of each contender by itself while it is made and takes a few steps. `--width`
+chooses a larger or smaller GPT, with the number of whose parameters costs grow.
 
 `--device` measures a step in bf16 on a device, in tokens a second:
 
@@ -78,9 +78,6 @@ def report(results: dict[int, Result], options: argparse.Namespace) -> Report:
     """Tables, targets and the plot of the results by rank count, of the CPU or of a device."""
     if asked_for_device(options):
         return report_on_device(results)
-    if options.grow:
-        tables = [_growth(results), *(_times(*each) for each in _each(results))]
-        return Report("A training step: how its cost grows", tables, panels=[_growth_panels(results)])
     tables = []
     for ranks, numel, batch, found in _each(results):
         tables += [_times(ranks, numel, batch, found), _memory_table(ranks, numel, batch, found)]
@@ -187,20 +184,6 @@ def _accounts(ranks: int, numel: int, found: Found) -> ReportTable:
     return ReportTable(f"Bytes by category, {_title(ranks, numel, HEAVY)}", ("contender", *_CATEGORIES), rows, note)
 
 
-def _growth(results: dict[int, Result]) -> ReportTable:
-    """One row a rank count and size: each contender's step in one process' steps."""
-    each = _each(results)
-    names = [name for name in each[0][3] if name != ALONE]
-    rows: list[list[Cell]] = []
-    for ranks, numel, _, found in each:
-        alone = found[ALONE].get("median")
-        relative = (found.get(name, {}).get("relative") for name in names)
-        rows.append([ranks, numel / 1e6, None if alone is None else alone * 1e3, *relative])
-    columns = ("ranks", "M parameters", "one process ms", *names)
-    note = "Step time / one process' step with as many of them at once; -: not installed, or too large for this memory."
-    return ReportTable(f"Growth, {HEAVY}", columns, rows, note)
-
-
 # -- plots -------------------------------------------------------------------------------------------------
 
 
@@ -221,27 +204,9 @@ def _panels(ranks: int, batch: str, found: Found) -> list[Panel]:
     ]
 
 
-def _growth_panels(results: dict[int, Result]) -> list[Panel]:
-    """Per rank count: step time over one process' step, against the parameters."""
-    panels = []
-    for ranks, result in results.items():
-        lines: dict[str, Any] = {}
-        for name in next(iter(result["sizes"].values()))[HEAVY]:
-            points = [(int(n) / 1e6, of[HEAVY].get(name, {}).get("relative")) for n, of in result["sizes"].items()]
-            points = [point for point in points if point[1] is not None]
-            if points and name != ALONE:
-                lines[name] = tuple(zip(*points, strict=True))
-        label = "step / one process' step"
-        panels.append(Panel(f"{ranks} ranks", label, lines=lines, across="million parameters", log=True, mark=1))
-    return panels
-
-
 SHAPE = Shape(vocabulary=2048, layers=6, width=512, tokens=128)
 DEVICE_SHAPE = Shape(vocabulary=50304, layers=24, width=1024, tokens=1024)  # 354 M parameters
 QUICK_SHAPE = Shape(vocabulary=256, layers=2, width=64, tokens=32)
-WIDTHS = (256, 512, 1024)  # 5, 20 and 78 M parameters
-QUICK_WIDTHS = (64, 128)
-GROWING = (ALONE, "DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "ZeRO-3 gathered", "torch DDP", "FSDP2", "DeepSpeed ZeRO-3")
 _AGREE = 2e-4  # relative: what sums in another order may change of a loss after the run's steps
 _AGREE_BF16 = 0.03  # likewise, in bf16 on a device
 _ON_DEVICE = (ALONE, "DDP", "ZeRO-1", "ZeRO-3", "torch DDP")
@@ -261,7 +226,7 @@ def parser() -> BenchmarkParser:
     what = "A training step by DDP and ZeRO-1, 2, 3 against torch and DeepSpeed."
     made = BenchmarkParser("step", what, "2", repeats=21, seconds=300.0, of="one batch, or one size")
     made.names("only", contenders(), "these contenders, and one process")
-    made.add("grow", action="store_true", help="how the cost grows with parameters, and with --ranks 2,4,8 with ranks")
+    made.number("width", SHAPE.width, "model.width, on the CPU", quick=64)
     made.device("cpu: in fp32; else in bf16 on")
     made.number("samples", 8, f"of {DEVICE_SHAPE.tokens} tokens a rank, on a device", quick=2)
     return made
@@ -273,16 +238,11 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
         return measure_on_device(world, options)
     if world.size == 1:
         raise InputError("one rank has nothing to reduce; start 2 ranks or more", agreed=True)
-    shapes = [QUICK_SHAPE if options.quick else SHAPE]
-    if options.grow:
-        shapes = [replace(shapes[0], width=width) for width in (QUICK_WIDTHS if options.quick else WIDTHS)]
-    sizes = {HEAVY: 1} if options.grow or options.quick else {HEAVY: 1, LIGHT: 4}  # samples a rank
+    shape = replace(QUICK_SHAPE if options.quick else SHAPE, width=options.width)
+    sizes = {HEAVY: 1} if options.quick else {HEAVY: 1, LIGHT: 4}  # samples a rank
     with gloo(world):
-        found = {
-            str(shape.numel): {batch: _measure(world, shape, samples, options) for batch, samples in sizes.items()}
-            for shape in shapes
-        }
-    return {"nodes": world.num_nodes, "sizes": found}
+        found = {batch: _measure(world, shape, samples, options) for batch, samples in sizes.items()}
+    return {"nodes": world.num_nodes, "sizes": {str(shape.numel): found}}
 
 
 def _measure(world: Communicator, shape: Shape, samples: int, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
@@ -291,13 +251,13 @@ def _measure(world: Communicator, shape: Shape, samples: int, options: argparse.
     Where not all fit into memory together they run in groups. One process is in each of them, to compare with.
     """
     every = contenders()
-    names = _asked(GROWING if options.grow else every, options)
+    names = _asked(every, options)
     found: dict[str, dict[str, Any]] = {name: {"why": why} for name, why in every.items() if isinstance(why, str)}
     groups, too_large = _groups(world, [name for name in names if name not in found], shape)
     found |= {name: {"why": "does not fit into memory"} for name in too_large}
     size = f"{shape.numel / 1e6:.1f} M parameters, {samples} x {shape.tokens} tokens"
     runnable = dict.fromkeys(name for group in groups for name in group)
-    peaks = {} if options.grow else {name: _memory(world, name, shape, samples) for name in runnable}
+    peaks = {name: _memory(world, name, shape, samples) for name in runnable}
     each = argparse.Namespace(repeats=options.repeats, seconds=options.seconds / max(1, len(groups)))
     for group in groups:
         with _alive(world, shape, samples, group) as trainees:

@@ -123,11 +123,11 @@ def fully_sharded(model: Any, group: Any) -> Any:
     return fully_shard(model, mesh=mesh)
 
 
-# -- plain MPI: collectives and windows as a user of mpi4py would call them, nothing of ours in between ---------
+# -- plain MPI: collectives as a user of mpi4py would call them, nothing of ours in between ---------
 
 
 class PlainCollectives(PlainMPI):
-    """Collectives and windows on the ranks of a communicator, for CPU tensors, which the calls keep alive."""
+    """Collectives on the ranks of a communicator, for CPU tensors, which the calls keep alive."""
 
     def all_reduce(self, x: torch.Tensor) -> Call:
         """Sum in place. For fp32 mpi4py is given the array itself, and looks at it at each call."""
@@ -144,15 +144,6 @@ class PlainCollectives(PlainMPI):
         count = out.numel() // self._comm.size
         return partial(self._comm.Allgather, MPI.IN_PLACE, [out.numpy(), count, MPI_TYPES[out.dtype]])
 
-    def window(self, place: torch.Tensor, allocated: bool) -> Window:
-        """A window over memory of every rank. Collective.
-
-        Args:
-            place: This rank's memory.
-            allocated: Whether MPI allocates memory of that size instead.
-        """
-        return Window(self._comm, place, allocated)
-
     @property
     def adds_fp16(self) -> bool:
         """Whether the library can sum fp16 at all. Collective: it is tried."""
@@ -164,40 +155,6 @@ class PlainCollectives(PlainMPI):
         except MPI.Exception:
             return False
         return bool((x == 1.5 * self._comm.size).all())
-
-
-class Window:
-    """Memory of every rank that the others put into and get from while it does nothing for that (passive target)."""
-
-    def __init__(self, comm: MPI.Intracomm, place: torch.Tensor, allocated: bool) -> None:
-        if allocated:
-            self._window = MPI.Win.Allocate(place.nbytes, place.element_size(), comm=comm)
-            place = torch.frombuffer(self._window.tomemory(), dtype=place.dtype, count=place.numel())
-        else:
-            self._window = MPI.Win.Create(place.numpy(), place.element_size(), comm=comm)
-        self.place = place  # this rank's memory
-        self._window.Lock_all()
-
-    def put(self, x: torch.Tensor, target: int, offset: int) -> Call:
-        """Write x into a rank's memory, from an element on; it is there when the call returns."""
-        return partial(self._move, self._window.Put, x, target, offset)
-
-    def get(self, x: torch.Tensor, target: int, offset: int) -> Call:
-        """Read a rank's memory, from an element on, into x."""
-        return partial(self._move, self._window.Get, x, target, offset)
-
-    def _move(self, move: Callable[..., None], x: torch.Tensor, target: int, offset: int) -> None:
-        move([x.numpy(), x.numel(), MPI_TYPES[x.dtype]], target, [offset, x.numel(), MPI_TYPES[x.dtype]])
-        self._window.Flush(target)
-
-    def see(self) -> None:
-        """Let this rank see what others have put into its memory."""
-        self._window.Sync()
-
-    def free(self) -> None:
-        """Release it. Collective."""
-        self._window.Unlock_all()
-        self._window.Free()
 
 
 # -- training by peers -------------------------------------------------------------------------------------
