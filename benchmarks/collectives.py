@@ -8,7 +8,6 @@ What is timed, per operation and vector size (bytes of a rank's whole vector):
     gloo      torch.distributed over gloo, in the same processes
     memcpy    every rank copies as many bytes between two ordinary buffers, all at once
     fp16, bf16 in an arena, against the library's own sum of fp16
-    each algorithm by name, in an arena
 
 Every contender has buffers of its own. From 1 MiB on each measurement is a single shot: ranks that take turns on
 a core would else copy the same memory several times within one turn, out of the cache, which no collective can do
@@ -26,9 +25,6 @@ With --device, vectors of a device's memory instead, by each way of carrying it:
     host                      the same operation on an arena in host memory, algorithm auto
 
 Nothing can be faster by way of the host than the slower of the last two; `staged` overlaps them.
-
-The predicted order of the algorithms comes from `comm.simulate` with speeds measured in the same run. Spearman's rank
-correlation says how well it agrees with the measured order.
 """
 
 from __future__ import annotations
@@ -37,7 +33,6 @@ import argparse
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
 from functools import partial
 from statistics import geometric_mean
 from typing import Any
@@ -48,21 +43,13 @@ import torch.distributed as dist
 
 from benchmarks.runner.jobs import BenchmarkParser, asked_for_device, run, say, summaries, timed
 from benchmarks.runner.peers import PlainCollectives, gloo
-from benchmarks.runner.report import Panel, Report, ReportTable, ReportTarget, judged, rank_correlation, ratio
+from benchmarks.runner.report import Panel, Report, ReportTable, ReportTarget, judged, ratio
 from mpitrain.comm import Communicator
-from mpitrain.comm.algorithms.halving import doubling_all_reduce, halving_all_reduce
-from mpitrain.comm.algorithms.ring import ring_all_reduce
-from mpitrain.comm.collectives import all_reduce
 from mpitrain.comm.memory import device as hardware
-from mpitrain.comm.programs.program import Program
-from mpitrain.comm.programs.simulate import Machine, simulate
-from mpitrain.comm.selection.registry import Setting
-from mpitrain.comm.selection.tables import ALL_REDUCE, all_reduce_algorithm
 from mpitrain.errors import InputError
 from mpitrain.measuring.self_start import byte_sizes
-from mpitrain.measuring.tune import AlgorithmContenders, contenders, in_arena, zeros
-from mpitrain.speeds.links import Probes
-from mpitrain.speeds.timing import Contender, interleaved
+from mpitrain.measuring.tune import contenders, in_arena, zeros
+from mpitrain.speeds.timing import Contender
 from mpitrain.storage.text import bytes_text
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -70,7 +57,6 @@ SIZES = [16 << 2 * i for i in range(12)]  # 16 B to 64 MiB
 QUICK_SIZES = [64, 64 * KIB, 1 * MIB, 4 * MIB]
 _SINGLE_FROM = 1 << 20  # bytes
 _LARGE = 256 * KIB  # the sizes that geometric means are over begin here
-_EQUAL = 0.1  # times of algorithms that differ by less are no order
 _CONTENDERS = ("arena", "tensor", "library", "gloo", "memcpy")  # of all_reduce
 _OTHERS = ("reduce_scatter", "all_gather")
 _NOISE = 0.95  # what is called "not slower": two runs of the same thing differ by as much
@@ -113,25 +99,18 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
     sizes = options.sizes or (QUICK_SIZES if options.quick else SIZES)
     if asked_for_device(options):
         return measure_on_device(world, options, sizes)
-    mpi, algorithms = PlainCollectives(world), AlgorithmContenders(world)
+    mpi = PlainCollectives(world)
     passes: dict[str, Callable[[int], Any]] = {
-        "algorithms": partial(algorithms.of, all_reduce.ALGORITHMS, "arena"),
         "all_reduce": partial(_all_reduces, world, mpi),
         "halves": partial(_half_all_reduces, world, mpi),
         **{name: partial(_of_blocks, world, mpi, name) for name in _OTHERS},
     }
     result: dict[str, Any] = {"nodes": world.num_nodes, "sizes": sizes, **{name: {} for name in passes}}
-    result |= {"speeds": {}, "predicted": {}}
     with gloo(world):
         for size in sizes:
             for name, make in passes.items():
                 with make(size) as found:
                     result[name][str(size)] = summaries(timed(world, "", found, options))
-            with in_arena(world, max(world.size, size // 4)) as arena:
-                probes = Probes(world, mpi, arena)
-                machine = probes.machine(interleaved(world, probes.contenders(), options.repeats, options.seconds))
-            result["speeds"][str(size)] = asdict(machine)
-            result["predicted"][str(size)] = predicted(world, size, machine)
             say(world, f"{size:>10,} bytes")
     mpi.free()
     return result
@@ -184,31 +163,6 @@ def _of_blocks(world: Communicator, mpi: PlainCollectives, operation: str, size:
             yield contenders(size, arena=partial(world.reduce_scatter, zeros(each), x), library=library)
 
 
-# -- prediction ----------------------------------------------------------------------------------------------
-
-
-def predicted(world: Communicator, size: int, machine: Machine) -> dict[str, float]:
-    """Seconds of each algorithm for a vector of `size` bytes in an arena.
-
-    The MPI library's own algorithm is predicted as the fastest of the textbook programs it is known to choose from
-    (Thakur, Rabenseifner & Gropp, IJHPCA 19, 2005), without the cost of Python.
-    """
-    setting = Setting(size, size // 4, world.nodes, "arena")
-    names = [name for name in ALL_REDUCE.names if name != ("two_level" if setting.one_node else "shared")]
-    programs = {name: all_reduce_algorithm(name, setting).program for name in names}  # None: the library's own
-    found = {name: _seconds(make(setting), size, machine) for name, make in programs.items() if make is not None}
-    instant = replace(machine, step=0.0)
-    ranks, nodes = world.size, world.nodes
-    textbook = [doubling_all_reduce(ranks, nodes)]
-    textbook += [halving_all_reduce(ranks, 1, nodes), ring_all_reduce(ranks, 1, nodes)]
-    found["mpi"] = min(_seconds(program, size, instant) for program in textbook)
-    return found
-
-
-def _seconds(program: Program, size: int, machine: Machine) -> float:
-    return simulate(program, [size / program.chunks] * program.chunks, machine)
-
-
 # -- the report ----------------------------------------------------------------------------------------------
 
 
@@ -227,7 +181,6 @@ def report(results: dict[int, Result], options: argparse.Namespace) -> Report:
             _table(f"all_reduce, fp32, {at}", result["all_reduce"], names, *pairs),
             _table(f"all_reduce in an arena, 16-bit, {at}", result["halves"], halves, *of_halves),
             *(_table(f"{name}, fp32, {at}", result[name], both, ("library", "arena")) for name in _OTHERS),
-            _algorithms(ranks, result),
         ]
     targets = [target for ranks, result in results.items() for target in _targets(ranks, result)]
     panels = [[draw(*each) for each in results.items()] for draw in (_times_panel, _relative_panel)]
@@ -293,13 +246,6 @@ def _overhead(ranks: int, result: Result) -> ReportTarget:
     return judged(what, more.get(worst), most=10, text=text, where=" µs")
 
 
-def correlation(result: Result, size: str) -> float:
-    """Spearman's, of predicted with measured seconds of the algorithms. nan where none is faster than another."""
-    measured, predicted = result["algorithms"][size], result["predicted"][size]
-    names = sorted(set(measured) & set(predicted))
-    return rank_correlation([predicted[n] for n in names], [measured[n]["median"] for n in names], _EQUAL)
-
-
 def _means(results: dict[int, Result]) -> ReportTable:
     """One row per rank count."""
     rows = []
@@ -327,28 +273,6 @@ def _table(title: str, measured: Result, shown: Mapping[str, str], *compared: tu
         rows.append([bytes_text(int(size)), *map(us.get, shown), *found])
     columns = ("size", *(f"{name} µs" for name in shown.values()), *(f"{shown[a]} / {shown[b]}" for a, b in compared))
     return ReportTable(title, columns, rows, "Medians over the repetitions.")
-
-
-def _algorithms(ranks: int, result: Result) -> ReportTable:
-    names = list(next(iter(result["algorithms"].values())))
-    columns = ["size", *(f"{name} µs" for name in names), "measured order", "predicted order", "Spearman"]
-    rows: list[list[Any]] = []
-    for size, times in result["algorithms"].items():
-        predicted = result["predicted"][size]
-        measured_order = sorted(times, key=lambda name: times[name]["median"])
-        rows.append(
-            [
-                bytes_text(int(size)),
-                *(times[name]["median"] * 1e6 for name in names),
-                " ".join(measured_order),
-                " ".join(sorted(predicted, key=predicted.__getitem__)),
-                correlation(result, size),
-            ]
-        )
-    found = [value for value in (correlation(result, size) for size in result["algorithms"]) if not math.isnan(value)]
-    mean = f"{sum(found) / len(found):.2f}" if found else "unknown"
-    note = f"Fastest first; times within {_EQUAL:.0%} of each other count as equal. Mean rank correlation {mean}."
-    return ReportTable(f"all_reduce algorithms in an arena, {ranks} ranks, measured and simulated", columns, rows, note)
 
 
 def _times_panel(ranks: int, result: Result) -> Panel:

@@ -11,7 +11,7 @@ import argparse
 import gc
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.runner.jobs import BenchmarkParser, gpt, quiet, run
@@ -27,8 +27,8 @@ _BATCH = 4  # samples for each rank
 class _RecordedRun(TrainerRun):
     """Steps of the trainer, of which single ones are recorded."""
 
-    def timed(self, *, recorded: bool) -> tuple[float, float, int]:
-        """Take a step. Returns its seconds, those of its processor time on this rank, and how many things it recorded.
+    def timed(self, *, recorded: bool) -> tuple[float, int]:
+        """Take a step. Returns its seconds, and how many things it recorded.
 
         Collective.
         """
@@ -38,17 +38,17 @@ class _RecordedRun(TrainerRun):
         recording = Recording(trainer, lambda at: at, spent) if recorded else None
         gc.collect()
         trainer.world.barrier()
-        begin, used = time.perf_counter(), time.process_time()
+        begin = time.perf_counter()
         clock.step(trainer.step + 1)
         with clock.data:
             batch = next(self._coming)
         trainer.step = trainer.train_step(batch).number
         clock.settle()
-        seconds, used = time.perf_counter() - begin, time.process_time() - used
+        seconds = time.perf_counter() - begin
         if recording is None:
-            return seconds, used, 0
+            return seconds, 0
         told = recording.stop()
-        return seconds, used, len(told["spans"]) + len(told["communication"])
+        return seconds, len(told["spans"]) + len(told["communication"])
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -82,31 +82,19 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
         training.close()
     everyone = world.all_gather_object(rows)
     return {
-        "seconds": [[of[p][0] for of in everyone] for p in range(pairs)],  # by pair and rank
-        "recorded_seconds": [[of[p][3] for of in everyone] for p in range(pairs)],
-        "used": [sum(of[p][1] for of in everyone) for p in range(pairs)],  # of all ranks
-        "recorded_used": [sum(of[p][4] for of in everyone) for p in range(pairs)],
-        "entries": statistics.mean(row[5] for row in rows),
+        "seconds": [max(of[pair][0] for of in everyone) for pair in range(pairs)],  # of the slowest rank
+        "recorded_seconds": [max(of[pair][2] for of in everyone) for pair in range(pairs)],
+        "entries": statistics.mean(row[3] for row in rows),
     }
-
-
-def _ratios(found: Mapping[str, Any]) -> tuple[float, float]:
-    """Of a recorded step to one that is not, the median over the pairs: of its time, and of its processor time."""
-    plain, recorded = ([max(of) for of in found[key]] for key in ("seconds", "recorded_seconds"))
-    time_ = statistics.median(b / a for a, b in zip(plain, recorded, strict=True))
-    return time_, statistics.median(b / a for a, b in zip(found["used"], found["recorded_used"], strict=True))
 
 
 def _report(results: dict[int, dict[str, Any]], options: argparse.Namespace) -> Report:
     rows, targets = [], []
     for ranks, found in results.items():
-        of_time, of_processor = _ratios(found)
-        step = statistics.median(max(of) for of in found["seconds"])
-        entries = found["entries"]
-        used = statistics.median(b - a for a, b in zip(found["used"], found["recorded_used"], strict=True)) / ranks
-        each = used / max(1.0, entries) * 1e6
-        rows.append([ranks, step * 1e3, of_time, of_processor, entries, each])
-        targets.append(judged(f"recorded / not, {ranks} ranks", of_time, most=MOST, text=f"{of_time:.3f}"))
-    columns = ["ranks", "step [ms]", "time, recorded / not", "processor time", "entries", "us an entry"]
-    note = "Ratios are medians over pairs of steps; entries are what a rank records in a step."
+        plain, recorded = found["seconds"], found["recorded_seconds"]
+        ratio = statistics.median(b / a for a, b in zip(plain, recorded, strict=True))
+        rows.append([ranks, statistics.median(plain) * 1e3, ratio, found["entries"]])
+        targets.append(judged(f"recorded / not, {ranks} ranks", ratio, most=MOST, text=f"{ratio:.3f}"))
+    columns = ["ranks", "step [ms]", "recorded / not", "entries"]
+    note = "The ratio is the median over pairs of steps; entries are what a rank records in a step."
     return Report("What a recorded step costs", [ReportTable("Recorded steps", columns, rows, note)], targets)

@@ -87,25 +87,16 @@ def judged(
     return ReportTarget(what, wanted, text or (f"{found:.2%}" if percent else f"{found:.2f}"), least <= found <= most)
 
 
-def rank_correlation(a: Sequence[float], b: Sequence[float], tolerance: float = 0.0) -> float:
-    """Spearman's: the correlation of the ranks, equal values sharing the mean of theirs. nan where one is constant.
-
-    Args:
-        a: Values.
-        b: As many other values.
-        tolerance: Positive values that differ by less than this fraction count as equal.
-    """
-    x, y = _ranks(a, tolerance), _ranks(b, tolerance)
-    x, y = x - x.mean(), y - y.mean()
-    norm = math.sqrt(float(x @ x) * float(y @ y))
-    return float(x @ y) / norm if norm else math.nan
+def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
+    """Spearman's: the correlation of the ranks, equal values sharing the mean of theirs. nan where one is constant."""
+    with np.errstate(invalid="ignore"):
+        return float(np.corrcoef(_ranks(a), _ranks(b))[0, 1])
 
 
-def _ranks(values: Sequence[float], tolerance: float) -> np.ndarray:
+def _ranks(values: Sequence[float]) -> np.ndarray:
     array = np.asarray(values, dtype=float)
-    below = (array[None, :] * (1 + tolerance) < array[:, None]).sum(1)
-    above = (array[None, :] > array[:, None] * (1 + tolerance)).sum(1)
-    return (below + len(array) - above + 1) / 2
+    below, above = ((one < other).sum(1) for one, other in ((array, array[:, None]), (array[:, None], array)))
+    return (below - above) / 2
 
 
 def ratio(times: Mapping[str, Mapping[str, float]], slower: str, faster: str) -> float:

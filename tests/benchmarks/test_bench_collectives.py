@@ -12,7 +12,7 @@ from support import job, one_line
 from warm import bench
 
 from benchmarks.__main__ import names, usage
-from benchmarks.collectives import correlation, predicted, report
+from benchmarks.collectives import report
 from benchmarks.runner.report import Report, ReportTable, ReportTarget, markdown
 from mpitrain.comm.algorithms.ring import ring_all_reduce
 from mpitrain.comm.algorithms.tree import tree_all_reduce
@@ -40,11 +40,8 @@ def test_a_quick_run_writes_table_json_and_plot_even_if_a_later_rank_count_fails
     for times in result["all_reduce"].values():
         assert set(times) == {"arena", "tensor", "library", "gloo", "memcpy"}
         assert all(0 < t["best"] <= t["median"] < 60 for t in times.values())
-    for times in result["algorithms"].values():
-        assert set(times) == {"mpi", "ring", "tree", "halving", "shared"}
-    assert all(set(p) == {"mpi", "ring", "tree", "halving", "shared"} for p in result["predicted"].values())
     text = (tmp_path / "BENCH-collectives.md").read_text()
-    for words in ("library / arena", "gloo / arena", "arena / memcpy", "Spearman", "Geometric means", "quick run"):
+    for words in ("library / arena", "gloo / arena", "arena / memcpy", "Geometric means", "quick run"):
         assert words in text, words
     targets = [target["what"] for target in values["targets"]]
     for words in ("library / ours", "gloo / ours", "memcpy", "fp16", "bf16", "reduce_scatter", "all_gather", "64 KiB"):
@@ -113,16 +110,13 @@ def test_ranks_without_a_core_wait_only_for_those_that_work():
 
 
 @pytest.mark.ranks(2, 3)
-def test_the_probes_give_speeds_and_an_order_of_the_algorithms(world):
+def test_the_probes_give_speeds(world):
     plain, arena = PlainMPI(world), world.arena(64 * KIB)
     probes = Probes(world, plain, arena)
     machine = probes.machine(interleaved(world, probes.contenders(), repeats=3))
     for speed in (machine.local_bandwidth, machine.copy_rate, machine.reduce_rate):
         assert 1e6 < speed < 1e13
     assert 0 < machine.step < 1 and 0 < machine.fence < 1
-    seconds = predicted(world, 256 * KIB, machine)
-    assert set(seconds) == {"mpi", "ring", "tree", "halving", "shared"} and min(seconds.values()) > 0
-    assert seconds["mpi"] < seconds["ring"]
     arena.free()
     plain.free()
 
@@ -145,8 +139,6 @@ def test_targets_are_judged_by_what_was_measured():
         "halves": {size: times(fp16=1.0, bf16=1.0)},
         "reduce_scatter": {size: times(arena=1.0, library=2.5)},
         "all_gather": {size: times(arena=1.0, library=1.5)},
-        "algorithms": {size: times(mpi=3.0, ring=2.0, shared=1.0)},
-        "predicted": {size: {"mpi": 30.0, "ring": 20.0, "shared": 10.0}},
     }
     made = report({2: result}, argparse.Namespace(device="cpu"))
     verdicts = {target.what.removeprefix("2 ranks: "): target.met for target in made.targets}
@@ -162,7 +154,6 @@ def test_targets_are_judged_by_what_was_measured():
         "reduce_scatter in an arena, library / ours, from 256 KiB": True,
         "all_gather in an arena, library / ours, from 256 KiB": False,
     }
-    assert correlation(result, size) == pytest.approx(1.0)
 
 
 def test_a_missed_target_is_shown():

@@ -116,11 +116,6 @@ def test_rank_correlation_of_known_orders():
     assert math.isnan(rank_correlation([1, 1, 1], [1, 2, 3]))
 
 
-def test_times_within_the_tolerance_are_no_order():
-    assert rank_correlation([1, 2, 2.05], [1, 2.05, 2]) == pytest.approx(0.5)
-    assert rank_correlation([1, 2, 2.05], [1, 2.05, 2], tolerance=0.1) == pytest.approx(1.0)
-
-
 @pytest.mark.ranks(2, 3)
 def test_a_repetition_lasts_from_the_first_start_to_the_last_end(world):
     stamps = np.array([[[1.0, 4.0], [7.0, 8.0]]]) if world.rank == 0 else np.array([[[2.0, 5.0], [3.0, 6.0]]])
