@@ -61,18 +61,14 @@ _CONTENDERS = ("arena", "tensor", "library", "gloo", "memcpy")  # of all_reduce
 _OTHERS = ("reduce_scatter", "all_gather")
 _NOISE = 0.95  # what is called "not slower": two runs of the same thing differ by as much
 _ARENA, _TENSOR = "all_reduce in an arena", "all_reduce of ordinary tensors"
-# what geometric means are over: a heading, (operation, slower, faster, from so many bytes), and what they must reach
-_MEANS: dict[str, tuple[str, tuple[str, str, str, int], float | None]] = {
-    f"{_ARENA}, library / ours": ("library / arena", ("all_reduce", "library", "arena", _LARGE), 3),
-    f"{_ARENA}, gloo / ours": ("gloo / arena", ("all_reduce", "gloo", "arena", _LARGE), 15),
-    f"{_ARENA}, ours / memcpy": ("arena / memcpy", ("all_reduce", "arena", "memcpy", 4 * MIB), None),
-    f"{_TENSOR}, library / ours": ("library / tensor", ("all_reduce", "library", "tensor", MIB), 1.5),
-    "fp16 in an arena, library's fp16 / ours": ("library fp16 / fp16", ("halves", "library", "fp16", _LARGE), 10),
-    "bf16 in an arena, library's fp16 / ours": ("library fp16 / bf16", ("halves", "library", "bf16", _LARGE), 10),
-    **{
-        f"{name} in an arena, library / ours": (f"{name}: library / arena", (name, "library", "arena", _LARGE), 2)
-        for name in _OTHERS
-    },
+# what geometric means are over: (operation, slower, faster, from so many bytes), and what they must reach
+_MEANS: dict[str, tuple[tuple[str, str, str, int], float]] = {
+    f"{_ARENA}, library / ours": (("all_reduce", "library", "arena", _LARGE), 3),
+    f"{_ARENA}, gloo / ours": (("all_reduce", "gloo", "arena", _LARGE), 15),
+    f"{_TENSOR}, library / ours": (("all_reduce", "library", "tensor", MIB), 1.5),
+    "fp16 in an arena, library's fp16 / ours": (("halves", "library", "fp16", _LARGE), 10),
+    "bf16 in an arena, library's fp16 / ours": (("halves", "library", "bf16", _LARGE), 10),
+    **{f"{name} in an arena, library / ours": ((name, "library", "arena", _LARGE), 2) for name in _OTHERS},
 }
 
 WAYS = ("staged", "mpi", "peer", "nccl")  # of carrying a device's memory
@@ -184,7 +180,7 @@ def report(results: dict[int, Result], options: argparse.Namespace) -> Report:
         ]
     targets = [target for ranks, result in results.items() for target in _targets(ranks, result)]
     panels = [[draw(*each) for each in results.items()] for draw in (_times_panel, _relative_panel)]
-    return Report("Collectives", [_means(results), *tables], targets, panels)
+    return Report("Collectives", tables, targets, panels)
 
 
 def ratios(
@@ -215,14 +211,12 @@ def _targets(ranks: int, result: Result) -> list[ReportTarget]:
             for peer, w in (("library", 4), ("gloo", 2))
         ]
     targets = []
-    for what, (_, compared, least) in _MEANS.items():
-        if least is not None:
-            values = over(*compared)
-            mean = geometric_mean(values.values()) if values else None
-            worst = min(values, key=values.__getitem__, default=0)
-            text = f"{mean:.2f} (least {values[worst]:.2f} at {bytes_text(worst)})" if values else None
-            what = f"{ranks} ranks: {what}, from {bytes_text(compared[-1])}"
-            targets.append(judged(what, mean, least=least, text=text))
+    for what, (compared, least) in _MEANS.items():
+        values = over(*compared)
+        mean = geometric_mean(values.values()) if values else None
+        worst = min(values, key=values.__getitem__, default=0)
+        text = f"{mean:.2f} (least {values[worst]:.2f} at {bytes_text(worst)})" if values else None
+        targets.append(judged(f"{ranks} ranks: {what}, from {bytes_text(compared[-1])}", mean, least=least, text=text))
     copied = over("all_reduce", "arena", "memcpy", 4 * MIB)
     small = over("all_reduce", "library", "tensor", 64 * KIB)
     return [
@@ -244,17 +238,6 @@ def _overhead(ranks: int, result: Result) -> ReportTarget:
     text = f"{more[worst]:.1f} µs at {bytes_text(worst)}" if more else None
     what = f"{ranks} ranks: {_TENSOR}, ours - library, below 64 KiB"
     return judged(what, more.get(worst), most=10, text=text, where=" µs")
-
-
-def _means(results: dict[int, Result]) -> ReportTable:
-    """One row per rank count."""
-    rows = []
-    for ranks, result in results.items():
-        values = [list(ratios(result, *compared).values()) for _, compared, _ in _MEANS.values()]
-        rows.append([ranks, *(geometric_mean(v) if v else None for v in values)])
-    columns = ("ranks", *(heading for heading, _, _ in _MEANS.values()))
-    note = "Geometric means of time ratios over the sizes from 256 KiB up (memcpy: 4 MiB, ordinary tensors: 1 MiB)."
-    return ReportTable("Geometric means", columns, rows, note)
 
 
 def _table(title: str, measured: Result, shown: Mapping[str, str], *compared: tuple[str, str]) -> ReportTable:

@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.runner.contenders import Shape, contender
 from benchmarks.runner.jobs import BenchmarkParser, run, timed
+from benchmarks.runner.peers import Shape, contender
 from benchmarks.runner.report import Panel, Report, ReportTable, judged
 from mpitrain.comm import Communicator
 from mpitrain.config.training import ModelSection

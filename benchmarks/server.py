@@ -1,24 +1,21 @@
-"""Pushing gradients to a rank that serves and pulling parameters, by each way of carrying them.
+"""Pushing gradients to a rank that serves and pulling parameters: parallel.mode server beside torch's RPC.
 
 Rank 0 serves, the others push and pull, all at once. What is timed, per size (bytes that each of them moves):
 
-    memcpy                      a worker copies as much within its own memory
-    shared memory               it copies into, and out of, the server's part of an arena; a letter says when
-    letters                     the payload of a letter (`mpitrain.comm.mailbox`)
-    torch rpc                   torch.distributed.rpc over TensorPipe, as in torch's tutorial of a parameter server
-    ..., and SGD                a push updates the parameters, too: torch rpc so, and parallel.mode server as it is
+    memcpy                 a worker copies as much within its own memory
+    torch rpc              torch.distributed.rpc over TensorPipe, as in torch's tutorial of a parameter server
+    parallel.mode server   in memory that the ranks of a node share, between nodes by the payloads of letters
 
-A push lasts from its beginning at a worker until the server knows that it has the gradient, a pull until the worker has
-the parameters. Each way has memory of its own and is measured by single shots in turns with all others, so that from
-4 MiB on nothing is in the caches. Nothing is computed with what arrives, and it is checked once that it is what was
-sent.
+A push lasts from its beginning at a worker until the server has updated its parameters by SGD, a pull until the worker
+has the parameters. Each way has memory of its own and is measured by single shots in turns with all others, so that
+from 4 MiB on nothing is in the caches. It is checked once that what is pulled is what one update makes.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +25,7 @@ from torch import nn
 from benchmarks.runner.jobs import BenchmarkParser, run, summaries, timed
 from benchmarks.runner.peers import rpc
 from benchmarks.runner.report import Panel, Report, ReportTable, milliseconds
-from mpitrain.comm import Communicator, Letter
+from mpitrain.comm import Communicator
 from mpitrain.errors import CommunicationError
 from mpitrain.loose.clock import Clock, Portion
 from mpitrain.loose.letters import Commit, Remembered, Rules
@@ -41,33 +38,6 @@ from mpitrain.shard.sharding import Options
 from mpitrain.storage.text import bytes_text
 
 SERVER = 0  # the rank that serves; the others are workers
-
-
-class Carrier:
-    """One way of carrying. All ranks call its methods together.
-
-    Attributes:
-        x: A worker's gradient, which is pushed, and where the parameters are that were pulled.
-        rows: What each worker has pushed, on the server; that is what it pulls as well. Empty where there is no server.
-    """
-
-    def __init__(self, desk: Desk) -> None:
-        """Make x and rows, in ordinary memory."""
-        self._desk = desk
-        self.x = torch.zeros(desk.numel)
-        self.rows = list(torch.zeros(desk.workers if desk.serves else 0, desk.numel))
-
-    def push(self) -> None:
-        """Return when the server has the worker's gradient where it can read it; a worker's x may then be written."""
-        raise NotImplementedError
-
-    def pull(self) -> None:
-        """Return when the worker has the parameters in its own memory."""
-        raise NotImplementedError
-
-    def free(self) -> None:
-        """Release the memory. Collective."""
-        self.rows = []
 
 
 class Desk:
@@ -86,24 +56,17 @@ class Desk:
         self.serves, self.row, self.workers = world.rank == SERVER, world.rank - 1, world.size - 1
         self._questions, self._answers = world.mailbox("questions"), world.mailbox("answers")
 
-    def ask(self, payload: torch.Tensor | None = None) -> Any:
-        """A worker asks."""
-        return self._questions.post(SERVER, [self.row], payload)
-
-    def asked(self, serve: Callable[[Letter], object] | None = None) -> None:
-        """The server is asked, once by each worker."""
-        for _ in range(self.workers):
-            letter = self._questions.wait(range(1, self.world.size), "questions")
-            if serve is not None:
-                serve(letter)
-
-    def tell(self, letter: Letter, payload: torch.Tensor | None = None) -> None:
-        """The server answers."""
-        self._answers.post(letter.source, [], payload)
-
-    def told(self) -> Letter:
-        """The answer that a worker gets."""
-        return self._answers.wait([SERVER], "an answer")
+    def meet(self, *, answered: bool = False) -> None:
+        """Have the server wait for a letter of each worker, and workers for an answer if there is one."""
+        if self.serves:
+            for _ in range(self.workers):
+                letter = self._questions.wait(range(1, self.world.size), "questions")
+                if answered:
+                    self._answers.post(letter.source, [])
+        else:
+            self._questions.post(SERVER, [self.row])
+            if answered:
+                self._answers.wait([SERVER], "an answer")
 
     def free(self) -> None:
         """Release the letters. Collective."""
@@ -111,83 +74,29 @@ class Desk:
             box.free()
 
 
-class Memcpy(Carrier):
+# Each way of carrying has a worker's gradient, x, which is pushed, and its parameters, y, once they were pulled. All
+# ranks call its methods together.
+
+
+class Memcpy:
     """A worker copies from its memory to its memory."""
 
     def __init__(self, desk: Desk) -> None:
-        super().__init__(desk)
-        self.rows, self._place = [], torch.zeros(desk.numel)
+        self._serves, self._place = desk.serves, torch.zeros(desk.numel)
+        self.x = self.y = torch.zeros(desk.numel)
 
     def push(self) -> None:
-        """See `Carrier.push`."""
-        if not self._desk.serves:
+        """Copy a gradient."""
+        if not self._serves:
             self._place.copy_(self.x)
 
     def pull(self) -> None:
-        """See `Carrier.pull`."""
-        if not self._desk.serves:
-            self.x.copy_(self._place)
+        """Copy parameters."""
+        if not self._serves:
+            self.y.copy_(self._place)
 
 
-class SharedMemory(Carrier):
-    """A worker copies into and out of the server's part of an arena; letters say when."""
-
-    def __init__(self, desk: Desk) -> None:
-        super().__init__(desk)
-        self._arena = desk.world.arena(desk.workers * desk.numel)
-        self.rows = list(self._arena.peer(desk.world.world_ranks[SERVER]).view(desk.workers, desk.numel))
-
-    def push(self) -> None:
-        """See `Carrier.push`."""
-        if self._desk.serves:
-            self._desk.asked()
-        else:
-            self.rows[self._desk.row].copy_(self.x)
-            self._desk.ask()
-
-    def pull(self) -> None:
-        """See `Carrier.pull`."""
-        if self._desk.serves:
-            self._desk.asked(self._desk.tell)
-        else:
-            self._desk.ask()
-            self._desk.told()
-            self.x.copy_(self.rows[self._desk.row])
-
-    def free(self) -> None:
-        """See `Carrier.free`."""
-        super().free()
-        self._arena.free()
-
-
-class Letters(Carrier):
-    """Gradients and parameters are payloads of letters."""
-
-    def push(self) -> None:
-        """See `Carrier.push`."""
-        if self._desk.serves:
-            self._desk.asked(lambda letter: letter.receive(self._of(letter)).wait())
-        else:
-            self._desk.ask(self.x).wait()
-
-    def pull(self) -> None:
-        """See `Carrier.pull`."""
-        if self._desk.serves:
-            self._desk.asked(lambda letter: self._desk.tell(letter, self._of(letter)))
-        else:
-            self._desk.ask()
-            self._desk.told().receive(self.x).wait()
-
-    def _of(self, letter: Letter) -> torch.Tensor:
-        return self.rows[int(letter.words[0])]
-
-
-_held: list[torch.Tensor] = []  # what workers pushed by rpc: torch calls functions of the module by their names
-
-
-def _keep(row: int, gradient: torch.Tensor) -> None:
-    """The server takes what it was sent as it is, without a copy of its own."""
-    _held[row] = gradient
+_held: list[torch.Tensor] = []  # parameters for each worker: torch calls functions of the module by their names
 
 
 def _give(row: int) -> torch.Tensor:
@@ -199,43 +108,34 @@ def _update(row: int, gradient: torch.Tensor) -> None:
     _held[row].sub_(gradient)
 
 
-class TorchRpc(Carrier):
+class TorchRpc:
     """torch.distributed.rpc, as its tutorial of a parameter server has it: workers call functions of the server.
 
     What arrives is in memory that the library made; nothing is copied from there.
     """
 
-    def __init__(self, desk: Desk, module: Any, take: Callable[[int, torch.Tensor], None]) -> None:
-        """Take torch's module, and a function: what the server does with a gradient, `_keep` or `_update`."""
-        super().__init__(desk)
-        self._rpc, self._take, _held[:], self.rows = module, take, self.rows, _held
+    def __init__(self, desk: Desk, module: Any) -> None:
+        self._desk, self._rpc, self.x = desk, module, torch.zeros(desk.numel)
+        _held[:] = torch.zeros(desk.workers if desk.serves else 0, desk.numel)
 
     def push(self) -> None:
-        """See `Carrier.push`."""
-        if self._desk.serves:
-            self._desk.asked()
-        else:
-            self._rpc.rpc_sync(str(SERVER), self._take, args=(self._desk.row, self.x))
-            self._desk.ask()
+        """Return when the server has updated its parameters; a worker's x may then be written."""
+        if not self._desk.serves:
+            self._rpc.rpc_sync(str(SERVER), _update, args=(self._desk.row, self.x))
+        self._desk.meet()
 
     def pull(self) -> None:
-        """See `Carrier.pull`."""
-        if self._desk.serves:
-            self._desk.asked()
-        else:
-            self.x = self._rpc.rpc_sync(str(SERVER), _give, args=(self._desk.row,))
-            self._desk.ask()
+        """Return when the worker has the parameters."""
+        if not self._desk.serves:
+            self.y = self._rpc.rpc_sync(str(SERVER), _give, args=(self._desk.row,))
+        self._desk.meet()
 
 
-class ModeServer(Carrier):
-    """One server that updates by SGD, and the workers' parameters and gradients in memory that it sees, or not.
-
-    A push is over when its update is done.
-    """
+class ModeServer:
+    """One server that updates by SGD, and the workers' parameters and gradients in memory that it sees, or not."""
 
     def __init__(self, desk: Desk) -> None:
-        super().__init__(desk)
-        self.rows, world = [], desk.world
+        self._desk, world = desk, desk.world
         ranks = [rank for rank in range(world.size) if rank != SERVER]
         roles, module = Roles(tuple(ranks), (SERVER,)), nn.ParameterList([nn.Parameter(torch.zeros(desk.numel))])
         alone = world.subgroup([world.rank])
@@ -244,10 +144,10 @@ class ModeServer(Carrier):
         self._sharding = ServedSharding(module, optimizer, alone, Options(bucket_mb=25.0), world, roles)
         self._boxes = world.mailbox("to servers"), world.mailbox("to workers")
         flats, self._buckets = self._sharding.flats, range(len(self._sharding.flats.buckets))
-        self._step, self._pulled = 0, 0
+        self._step = 0
         self._worker = ServedWorker(roles, flats, self._boxes, None, lambda: None)
         self._server = self._make_server(roles) if desk.serves else None
-        self._check()
+        self.x, self.y = (of[0].tensor[: desk.numel] for of in (flats.gradients, flats.parameters))
 
     def _make_server(self, roles: Roles) -> Server:
         groups, flats, update = self._sharding.groups, self._sharding.flats, self._sharding.update
@@ -258,23 +158,22 @@ class ModeServer(Carrier):
         return Server(0, roles, flats, update, self._boxes, remembered, clock, Rules(None, False, 0.0), 0, apart, inbox)
 
     def push(self) -> None:
-        """See `Carrier.push`."""
+        """Return when the server has updated its parameters; a worker's x may then be written."""
         self._step += 1
         if self._server is not None:
             while self._server.applied.completed < self._step:
                 self._server.turn()
-            self._desk.asked(self._desk.tell)
+            self._desk.meet(answered=True)
             return
         weight = 1.0 / self._desk.workers
         self._worker.portion = Portion(self._step, self._desk.row)
         for bucket in self._buckets:
             self._worker.push(bucket)
         self._worker.commit(Commit(self._step, self._desk.row, 1.0, weight, weight, 0.0, 0.0, 0.0, 0.0))
-        self._desk.ask()
-        self._desk.told()
+        self._desk.meet(answered=True)
 
     def pull(self) -> None:
-        """See `Carrier.pull`."""
+        """Return when the worker has the parameters."""
         if self._server is not None:
             while self._server.finals < self._desk.workers:
                 self._server.turn()
@@ -284,24 +183,14 @@ class ModeServer(Carrier):
             self._worker.need(self._buckets)
             self._worker.look()
 
-    def _check(self) -> None:
-        """Raise CommunicationError unless the parameters are minus the mean of the gradients. Collective."""
-        flats = self._sharding.flats
-        for arena in flats.gradients:
-            arena.tensor.fill_(float(self._desk.row + 1))
-        self.push()
-        self._desk.world.barrier()
-        self.pull()
-        mean = (self._desk.workers + 1) / 2
-        good = self._desk.serves or torch.allclose(flats.parameters[0].tensor[: self._desk.numel], torch.tensor(-mean))
-        error = None if good else CommunicationError("parallel.mode server: what is pulled is not what was pushed")
-        self._desk.world.agree(error)
-
     def free(self) -> None:
-        """See `Carrier.free`."""
+        """Release the memory."""
         self._sharding.close()
         for box in self._boxes:
             box.free()
+
+
+Carrier = Memcpy | TorchRpc | ModeServer
 
 
 @contextmanager
@@ -313,36 +202,25 @@ def carriers(world: Communicator, numel: int, folder: Path) -> Iterator[dict[str
         numel: fp32 elements of a gradient.
         folder: An empty one that all ranks see.
     """
-    with ExitStack() as stack:
-        desk = Desk(world, numel)
-        made: dict[str, Carrier] = {"memcpy": Memcpy(desk)}
-        if world.num_nodes == 1:
-            made["shared memory"] = SharedMemory(desk)
-        made["letters"] = Letters(desk)
-        module = stack.enter_context(rpc(world, folder))
-        made["torch rpc"] = TorchRpc(desk, module, _keep)
-        for name, carrier in made.items():
-            _check(name, carrier, desk)
-        made["torch rpc, and SGD"] = TorchRpc(desk, module, _update)
-        made["parallel.mode server, and SGD"] = ModeServer(desk)
+    desk = Desk(world, numel)
+    with rpc(world, folder) as module:
+        made: dict[str, Carrier] = {"memcpy": Memcpy(desk), "torch rpc": TorchRpc(desk, module)}
+        made["parallel.mode server"] = served = ModeServer(desk)
+        for name, mean in (("torch rpc", desk.row + 1), ("parallel.mode server", (desk.workers + 1) / 2)):
+            _check(name, made[name], desk, mean)
         yield made
-        for carrier in made.values():
-            carrier.free()
+        served.free()
         desk.free()
 
 
-def _check(name: str, carrier: Carrier, desk: Desk) -> None:
-    """Raise CommunicationError unless what arrives is what was sent. Collective."""
-    expected = torch.arange(desk.numel, dtype=torch.float32)
-    carrier.x.copy_(expected + desk.row)
+def _check(name: str, carrier: Carrier, desk: Desk, mean: float) -> None:
+    """Raise CommunicationError unless the parameters are minus the mean of the gradients. Collective."""
+    carrier.x.fill_(float(desk.row + 1))
     carrier.push()
-    good = all(row.equal(expected + number) for number, row in enumerate(carrier.rows) if desk.serves)
-    carrier.x.zero_()
     desk.world.barrier()
     carrier.pull()
-    good = good and (desk.serves or carrier.x.equal(expected + desk.row))
-    error = None if good else CommunicationError(f"{name}: what arrives is not what was sent")
-    desk.world.agree(error)
+    good = desk.serves or carrier.y.equal(torch.full_like(carrier.y, -mean))
+    desk.world.agree(None if good else CommunicationError(f"{name}: what is pulled is not what one update makes"))
 
 
 SIZES = (64 << 10, 1 << 20, 16 << 20)

@@ -48,9 +48,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.runner.contenders import ALONE, Shape, Trainee, batches, contender, contenders, mean_losses
 from benchmarks.runner.jobs import BenchmarkParser, asked_for_device, run, timed
-from benchmarks.runner.peers import gloo, on_device
+from benchmarks.runner.peers import ALONE, Shape, Trainee, batches, contender, contenders, gloo, mean_losses, on_device
 from benchmarks.runner.report import MIB, Cell, Panel, Report, ReportTable, ReportTarget, judged, ratio
 from benchmarks.runner.training_runs import LARGE, PIECE, PeakMemory, give_back, take_from_system
 from mpitrain.comm import Communicator

@@ -15,9 +15,6 @@ def test_a_quick_run_writes_pushes_and_pulls_of_every_way(tmp_path):
     results = json.loads((tmp_path / "BENCH-server.json").read_text())["results"]
     for ranks in "23":
         [ways] = results[ranks].values()
-        assert set(ways) == {
-            *("memcpy", "shared memory", "letters", "torch rpc"),
-            *("torch rpc, and SGD", "parallel.mode server, and SGD"),
-        }
+        assert set(ways) == {"memcpy", "torch rpc", "parallel.mode server"}
         assert all(0 < ways[way][act]["best"] <= ways[way][act]["median"] < 60 for way in ways for act in ways[way])
     assert "/ memcpy" in (tmp_path / "BENCH-server.md").read_text()

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from support import job
 
-from benchmarks.runner.contenders import ALONE, Shape, Trainee, batches, contender, contenders, mean_losses
-from benchmarks.runner.peers import gloo
+from benchmarks.runner.peers import ALONE, Shape, Trainee, batches, contender, contenders, gloo, mean_losses
 from benchmarks.runner.report import markdown
 from benchmarks.runner.training_runs import PeakMemory
 from benchmarks.step import _groups, bytes_needed, flops_of_a_token, main, parser, report
