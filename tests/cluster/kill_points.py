@@ -104,7 +104,7 @@ TRAINING = (
     Moment("all-reduce", _PERFORMED, STEP, ranks=2),
     Moment("optimizer step", "mpitrain.shard.update:optimizer_step", STEP),
     Moment("update", "mpitrain.shard.update:Updater.apply", STEP),
-    Moment("agreement to stop", "mpitrain.trainer.trainer:any_rank", STEP),
+    Moment("agreement to stop", "mpitrain.trainer.trainer:Trainer._agree_to_stop", STEP),
     Moment("sample ids", "mpitrain.trainer.recording.records:gather_ids", STEP),
     Moment("metrics", "mpitrain.monitor.run_files:MetricsWriter.write", STEP, who="first"),
 )

@@ -362,7 +362,9 @@ class Worker:
                 self._queue.popleft()
                 if not self._queue:
                     self.progress.finished(self)
-        work.announce()
+        if work.announce is not None:
+            work.announce()
+            work.announce = None  # the handle that it belongs to holds this: its memory would wait for the collector
         with self._changed:
             self._changed.notify_all()
         return True
@@ -386,7 +388,7 @@ class Queued(Work):
     Attributes:
         name: Name of the operation, for messages to people.
         complete: Whether it was carried out, or was tried and failed.
-        announce: Called when it is complete; the worker goes on with the next one afterwards.
+        announce: Called when it is complete, and then dropped; the worker goes on with the next one afterwards.
     """
 
     def __init__(
@@ -395,7 +397,7 @@ class Queued(Work):
         call: Callable[[], object],
         worker: Worker,
         order: Order | None = None,
-        announce: Callable[[], None] = lambda: None,
+        announce: Callable[[], None] | None = None,
     ) -> None:
         """Submit an operation.
 
