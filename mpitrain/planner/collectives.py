@@ -39,8 +39,7 @@ import numpy as np
 from mpitrain.comm.algorithms import halving, pairwise, ring
 from mpitrain.comm.programs.program import Program
 from mpitrain.comm.programs.simulate import Machine, simulate
-from mpitrain.comm.selection.registry import Setting
-from mpitrain.comm.selection.tables import serving
+from mpitrain.comm.selection import Setting, serving
 from mpitrain.planner.machine import Device, Measured
 
 _LEAST = 1 << 6  # bytes: below, only latencies count

@@ -16,7 +16,7 @@ from mpitrain.comm.programs.goals import all_gather_of, all_reduce_of, broadcast
 from mpitrain.comm.programs.program import NONE, WORK, Collective, Exchange, Finish, Goal, Program, Span, one_node
 from mpitrain.comm.programs.verify import ProgramError, verify
 from mpitrain.comm.runtime.kernels import Reduction
-from mpitrain.comm.selection.registry import Algorithm, Algorithms, never
+from mpitrain.comm.selection import Algorithm, Algorithms, never
 from mpitrain.errors import InputError
 
 # -- an algorithm: all ranks send to rank 0, which adds and answers

@@ -17,8 +17,16 @@ from support import clean_environment
 from benchmarks.runner.report import rank_correlation
 from mpitrain.comm import init
 from mpitrain.comm.collectives import all_reduce
-from mpitrain.comm.selection.registry import Setting
-from mpitrain.comm.selection.tuning import Tuning, describe, keep, key, load, rules_from, table_path
+from mpitrain.comm.selection import (
+    Setting,
+    Tuning,
+    describe_rules,
+    keep_tuning,
+    load_tuning,
+    rules_from,
+    rules_key,
+    table_path,
+)
 from mpitrain.measuring.check import _all_reduce, judged
 from mpitrain.measuring.self_start import byte_sizes
 from mpitrain.speeds.timing import Contender, extents, interleaved
@@ -70,7 +78,7 @@ def test_tuning_writes_a_table_that_later_jobs_choose_by(tmp_path):
     lines = [line for line in told.stdout.splitlines() if " algorithms " in line]
     assert len(lines) == 2 and all("(measured " in line for line in lines)
     rules = [rules for key, rules in written.measured.items() if key.startswith("all_reduce")]
-    assert len(rules) == 2 and all(any(describe(rule) in line for line in lines) for rule in rules)
+    assert len(rules) == 2 and all(any(describe_rules(rule) in line for line in lines) for rule in rules)
 
 
 def test_a_job_that_takes_too_long_is_ended_and_leaves_nothing(tmp_path):
@@ -147,8 +155,8 @@ def test_rules_change_half_way_and_only_for_a_clear_gain():
     }
     rules = rules_from(times)
     assert rules[:-1] == ((8 * KIB, "mpi"),) and rules[-1][1] == "shared"
-    assert describe(rules) == "mpi below 8 KiB, then shared"
-    table = Tuning({key("all_reduce", "node", 2): rules}, "measured")
+    assert describe_rules(rules) == "mpi below 8 KiB, then shared"
+    table = Tuning({rules_key("all_reduce", "node", 2): rules}, "measured")
     assert [chosen(table, 2, n) for n in (0, 8 * KIB - 1, 8 * KIB, 1 << 40)] == ["mpi", "mpi"] + ["shared"] * 2
 
 
@@ -158,11 +166,11 @@ def chosen(table: Tuning, ranks: int, nbytes: int) -> str:
 
 def test_a_kept_table_is_loaded_and_keeps_what_it_had(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert load("x").origin == "built-in"
+    assert load_tuning("x").origin == "built-in"
     first, second = ((1 << 62, "ring"),), ((100, "mpi"), (1 << 62, "tree"))
-    assert keep("x", {key("all_reduce", "node", 2): first}, "one") == table_path("x")
-    keep("x", {key("all_reduce", "node", 4): second}, "two")
-    table = load("x")
+    assert keep_tuning("x", {rules_key("all_reduce", "node", 2): first}, "one") == table_path("x")
+    keep_tuning("x", {rules_key("all_reduce", "node", 4): second}, "two")
+    table = load_tuning("x")
     assert table.origin == "two"
     assert chosen(table, 2, 5) == "ring" and chosen(table, 4, 500) == "tree"
     assert table.is_measured("all_reduce", "node", 2) and not table.is_measured("all_reduce", "node", 8)
@@ -175,7 +183,7 @@ def test_a_table_that_cannot_be_used_is_as_none(text, tmp_path, monkeypatch):
     path = table_path("x")
     path.parent.mkdir()
     path.write_text(text)
-    assert load("x") == Tuning()
+    assert load_tuning("x") == Tuning()
 
 
 def test_rules_of_an_algorithm_that_nobody_has_registered_are_passed_over():

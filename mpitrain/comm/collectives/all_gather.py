@@ -26,7 +26,7 @@ from mpitrain.comm.programs.program import chunk_bounds
 from mpitrain.comm.runtime.executor import Compiled, Layout
 from mpitrain.comm.runtime.kernels import Call
 from mpitrain.comm.runtime.work import Work
-from mpitrain.comm.selection.tables import ALL_GATHER, all_gather_name
+from mpitrain.comm.selection import ALL_GATHER, all_gather_name
 
 ALGORITHMS = ALL_GATHER  # others may add theirs, see `registry`
 

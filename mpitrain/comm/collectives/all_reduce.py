@@ -27,8 +27,7 @@ from mpitrain.comm.programs.rings import even_blocks
 from mpitrain.comm.runtime.executor import Compiled
 from mpitrain.comm.runtime.kernels import Call, Reduction
 from mpitrain.comm.runtime.work import Work
-from mpitrain.comm.selection.registry import always
-from mpitrain.comm.selection.tables import ALL_REDUCE, all_reduce_algorithm
+from mpitrain.comm.selection import ALL_REDUCE, all_reduce_algorithm, always
 from mpitrain.errors import InputError
 
 ALGORITHMS = ALL_REDUCE  # others may add theirs, see `registry`

@@ -25,7 +25,7 @@ from mpitrain.comm.memory.elements import LARGEST_COUNT
 from mpitrain.comm.runtime.executor import Compiled, Layout
 from mpitrain.comm.runtime.kernels import Call
 from mpitrain.comm.runtime.work import Work
-from mpitrain.comm.selection.registry import Algorithm, always
+from mpitrain.comm.selection import Algorithm, always
 from mpitrain.errors import InputError
 
 _DIRECT = Algorithm(lambda s: direct_all_to_all(s.size, s.nodes))

@@ -30,9 +30,7 @@ from mpitrain.comm.runtime.agreement import Register, Signature
 from mpitrain.comm.runtime.compiling import Plan
 from mpitrain.comm.runtime.executor import Compiled, Layout
 from mpitrain.comm.runtime.kernels import Call, Reduction
-from mpitrain.comm.selection.registry import Algorithm, Algorithms, Setting
-from mpitrain.comm.selection.tables import fastest
-from mpitrain.comm.selection.tuning import Tuning
+from mpitrain.comm.selection import Algorithm, Algorithms, Setting, Tuning, fastest
 from mpitrain.errors import InputError
 
 _ORDERED = platform.machine() in ("x86_64", "AMD64")  # stores are seen in order; elsewhere MPI must see to that

@@ -21,8 +21,7 @@ from mpitrain.comm.memory.buffers import bytes_at
 from mpitrain.comm.programs.rings import even_blocks
 from mpitrain.comm.runtime.executor import Compiled
 from mpitrain.comm.runtime.work import Work
-from mpitrain.comm.selection.registry import never
-from mpitrain.comm.selection.tables import BROADCAST
+from mpitrain.comm.selection import BROADCAST, never
 
 ALGORITHMS = BROADCAST  # others may add theirs, see `registry`
 

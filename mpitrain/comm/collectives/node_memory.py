@@ -13,7 +13,7 @@ from mpitrain.comm.memory.arena import Arena
 from mpitrain.comm.memory.buffers import tensor_at
 from mpitrain.comm.runtime.compiling import Plan
 from mpitrain.comm.runtime.executor import Compiled, Layout
-from mpitrain.comm.selection.registry import Algorithm
+from mpitrain.comm.selection import Algorithm
 
 _ALTERNATING = Algorithm(lambda setting: alternating_all_gather(setting.size), one_node=True, reach=True)
 

@@ -25,8 +25,7 @@ from mpitrain.comm.programs.rings import even_blocks
 from mpitrain.comm.runtime.executor import Compiled
 from mpitrain.comm.runtime.kernels import Call, Reduction
 from mpitrain.comm.runtime.work import Work
-from mpitrain.comm.selection.registry import never
-from mpitrain.comm.selection.tables import REDUCE
+from mpitrain.comm.selection import REDUCE, never
 
 ALGORITHMS = REDUCE  # others may add theirs, see `registry`
 

@@ -32,8 +32,7 @@ from mpitrain.comm.runtime.executor import Compiled, Layout
 from mpitrain.comm.runtime.kernels import Reduction
 from mpitrain.comm.runtime.split_phase import Event, SplitPhase
 from mpitrain.comm.runtime.work import Work
-from mpitrain.comm.selection.registry import Algorithm, cache_chunks
-from mpitrain.comm.selection.tables import REDUCE_SCATTER, reduce_scatter_name
+from mpitrain.comm.selection import REDUCE_SCATTER, Algorithm, cache_chunks, reduce_scatter_name
 
 ALGORITHMS = REDUCE_SCATTER  # others may add theirs, see `registry`
 _DEFERRED = Algorithm(lambda s: deferred_reduce_scatter(s.size, cache_chunks(s.block)), one_node=True, reach=True)

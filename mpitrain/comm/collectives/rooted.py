@@ -23,7 +23,7 @@ from mpitrain.comm.memory.buffers import bytes_at
 from mpitrain.comm.memory.elements import LARGEST_COUNT
 from mpitrain.comm.runtime.executor import Compiled, Layout
 from mpitrain.comm.runtime.work import Work
-from mpitrain.comm.selection.registry import Algorithm, never
+from mpitrain.comm.selection import Algorithm, never
 
 _GATHER = Algorithm(lambda s: direct_gather(s.size, s.root, s.nodes))
 _SCATTER = Algorithm(lambda s: direct_scatter(s.size, s.root, s.nodes))
