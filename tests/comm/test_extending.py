@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mpitrain.comm.collectives import all_gather, all_reduce, broadcast, reduce, reduce_scatter
-from mpitrain.comm.collectives.operation import CollectiveOperation
+from mpitrain.comm.collectives.binding import CollectiveOperation
 from mpitrain.comm.memory.board import described
 from mpitrain.comm.memory.buffers import as_tensor
 from mpitrain.comm.programs.goals import all_gather_of, all_reduce_of, broadcast_of, reduce_of, reduce_scatter_of

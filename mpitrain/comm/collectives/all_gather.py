@@ -16,9 +16,8 @@ from torch import Tensor
 
 from mpitrain.comm.collectives import arguments
 from mpitrain.comm.collectives.arguments import overlap, unequal
-from mpitrain.comm.collectives.binding import NOTHING, Binder, copying, offsets
+from mpitrain.comm.collectives.binding import NOTHING, Binder, CollectiveOperation, copying, offsets
 from mpitrain.comm.collectives.dispatch import NOT_READY, Dispatcher
-from mpitrain.comm.collectives.operation import CollectiveOperation
 from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.memory.board import described
 from mpitrain.comm.memory.buffers import bytes_at, tensor_at

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from mpitrain.comm.collectives import all_gather, arguments
-from mpitrain.comm.collectives.binding import NOTHING, Binder, scaling
+from mpitrain.comm.collectives.binding import NOTHING, Binder, CollectiveOperation, Invocation, scaling
 from mpitrain.comm.collectives.dispatch import NOT_READY, Dispatcher
-from mpitrain.comm.collectives.operation import CollectiveOperation, Invocation
 from mpitrain.comm.compression import Bucket, Compression
 from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.memory.board import described

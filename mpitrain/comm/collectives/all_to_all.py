@@ -17,9 +17,8 @@ from torch import Tensor
 from mpitrain.comm.algorithms.pairwise import direct_all_to_all
 from mpitrain.comm.collectives import all_reduce, arguments
 from mpitrain.comm.collectives.arguments import block_sizes
-from mpitrain.comm.collectives.binding import Binder, offsets
+from mpitrain.comm.collectives.binding import Binder, CollectiveOperation, Invocation, offsets
 from mpitrain.comm.collectives.dispatch import NOT_READY, Dispatcher
-from mpitrain.comm.collectives.operation import CollectiveOperation, Invocation
 from mpitrain.comm.memory.board import described
 from mpitrain.comm.memory.elements import LARGEST_COUNT
 from mpitrain.comm.runtime.executor import Compiled, Layout

@@ -13,9 +13,8 @@ from typing import Any
 from torch import Tensor
 
 from mpitrain.comm.collectives import arguments
-from mpitrain.comm.collectives.binding import NOTHING, Binder
+from mpitrain.comm.collectives.binding import NOTHING, Binder, CollectiveOperation
 from mpitrain.comm.collectives.dispatch import NOT_READY, Dispatcher
-from mpitrain.comm.collectives.operation import CollectiveOperation
 from mpitrain.comm.memory.board import described
 from mpitrain.comm.memory.buffers import bytes_at
 from mpitrain.comm.programs.rings import even_blocks

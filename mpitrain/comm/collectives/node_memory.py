@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 
 from mpitrain.comm.algorithms.shared import alternating_all_gather, node_copy
-from mpitrain.comm.collectives.binding import Binder, syncs
+from mpitrain.comm.collectives.binding import Binder, Invocation, syncs
 from mpitrain.comm.collectives.dispatch import Dispatcher
-from mpitrain.comm.collectives.operation import Invocation
 from mpitrain.comm.job.traffic import Moved, clock
 from mpitrain.comm.memory.arena import Arena
 from mpitrain.comm.memory.buffers import tensor_at

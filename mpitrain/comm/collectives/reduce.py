@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from mpitrain.comm.collectives import arguments
-from mpitrain.comm.collectives.binding import NOTHING, Binder, scaling
+from mpitrain.comm.collectives.binding import NOTHING, Binder, CollectiveOperation, scaling
 from mpitrain.comm.collectives.dispatch import NOT_READY, Dispatcher
-from mpitrain.comm.collectives.operation import CollectiveOperation
 from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.memory.board import described
 from mpitrain.comm.memory.elements import HALVES

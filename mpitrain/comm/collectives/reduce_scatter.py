@@ -20,9 +20,8 @@ from torch import Tensor
 from mpitrain.comm.algorithms.shared import COMPLETE, READ, deferred_reduce_scatter
 from mpitrain.comm.collectives import arguments
 from mpitrain.comm.collectives.arguments import block_sizes, overlap, unequal
-from mpitrain.comm.collectives.binding import NOTHING, Binder, copying, offsets, scaling
+from mpitrain.comm.collectives.binding import NOTHING, Binder, CollectiveOperation, copying, offsets, scaling
 from mpitrain.comm.collectives.dispatch import NOT_READY, Dispatcher
-from mpitrain.comm.collectives.operation import CollectiveOperation
 from mpitrain.comm.job.traffic import Moved, Note
 from mpitrain.comm.memory.board import described
 from mpitrain.comm.memory.elements import HALVES

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from mpitrain.comm.algorithms.pairwise import direct_gather, direct_scatter
 from mpitrain.comm.collectives import arguments
-from mpitrain.comm.collectives.binding import Binder
+from mpitrain.comm.collectives.binding import Binder, CollectiveOperation
 from mpitrain.comm.collectives.dispatch import NOT_READY, Dispatcher
-from mpitrain.comm.collectives.operation import CollectiveOperation
 from mpitrain.comm.memory.board import described
 from mpitrain.comm.memory.buffers import bytes_at
 from mpitrain.comm.memory.elements import LARGEST_COUNT

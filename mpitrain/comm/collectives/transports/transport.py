@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from mpitrain.comm.collectives.operation import CollectiveOperation
+from mpitrain.comm.collectives.binding import CollectiveOperation
 from mpitrain.comm.runtime.kernels import Reduction
 
 
