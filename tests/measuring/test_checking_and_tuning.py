@@ -16,8 +16,8 @@ from support import clean_environment
 
 from benchmarks.runner.report import rank_correlation
 from mpitrain.comm import init
-from mpitrain.comm.collectives import all_reduce
 from mpitrain.comm.selection import (
+    ALL_REDUCE,
     Setting,
     Tuning,
     describe_rules,
@@ -48,7 +48,7 @@ def test_check_says_of_each_collective_whether_it_works_here():
 
 def test_a_collective_that_gives_something_wrong_is_named_with_the_place():
     world = init()
-    right = judged(world, "all_reduce", _all_reduce, all_reduce.ALGORITHMS)
+    right = judged(world, "all_reduce", _all_reduce, ALL_REDUCE)
     assert right.line(10) == "  all_reduce  ok (mpi, ring, tree, halving, shared, two_level)"
 
     def one_bit_off(world, elements, dtype, algorithm):
@@ -56,7 +56,7 @@ def test_a_collective_that_gives_something_wrong_is_named_with_the_place():
         got[-1] += elements == 1001
         return got, wanted
 
-    wrong = judged(world, "all_reduce", one_bit_off, all_reduce.ALGORITHMS)
+    wrong = judged(world, "all_reduce", one_bit_off, ALL_REDUCE)
     assert wrong.line(10) == (
         "  all_reduce  failed: rank 0, algorithm auto, 1,001 x float32: element 1000 is 13.0 instead of 12.0"
     )
@@ -161,7 +161,7 @@ def test_rules_change_half_way_and_only_for_a_clear_gain():
 
 
 def chosen(table: Tuning, ranks: int, nbytes: int) -> str:
-    return table.algorithm(all_reduce.ALGORITHMS, Setting(nbytes, nbytes // 4, (0,) * ranks, "private"))
+    return table.algorithm(ALL_REDUCE, Setting(nbytes, nbytes // 4, (0,) * ranks, "private"))
 
 
 def test_a_kept_table_is_loaded_and_keeps_what_it_had(tmp_path, monkeypatch):
