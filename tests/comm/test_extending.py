@@ -15,7 +15,7 @@ from mpitrain.comm.programs.goals import all_gather_of, all_reduce_of, broadcast
 from mpitrain.comm.programs.program import NONE, WORK, Collective, Exchange, Finish, Goal, Program, Span, one_node
 from mpitrain.comm.programs.verify import ProgramError, verify
 from mpitrain.comm.runtime.kernels import Reduction
-from mpitrain.comm.selection import ALL_REDUCE, TABLES, Algorithm, Algorithms, never
+from mpitrain.comm.selection import ALL_REDUCE, TABLES, Algorithm, Algorithms
 from mpitrain.errors import InputError
 
 # -- an algorithm: all ranks send to rank 0, which adds and answers
@@ -66,7 +66,7 @@ def scan_in_words(binder, x, op, algorithm):
     return described("scan", x.numel(), x.dtype, op)
 
 
-SCANNING = CollectiveOperation("scan", 1, bind_scan, scan_in_words, never)
+SCANNING = CollectiveOperation("scan", 1, bind_scan, scan_in_words, together=False)
 
 
 def scan(comm, x, op="sum", algorithm="auto", async_op=False):

@@ -492,9 +492,9 @@ class CollectiveOperation:
         tensors: How many of what it is given are tensors.
         bind: Makes what performs it on a rank's memory, of a binder and what is given.
         said: Tells in words what must be the same on the ranks of a node, of a binder and what is given.
-        together: Whether its ranks wait for each other where there are any elements, of what is given.
         parameters: The names of what it is given besides tensors.
         by_rank: For each tensor, whether it is one block a rank; else it is one block. Empty where it may not be cut.
+        together: Whether its ranks wait for each other where all of them have elements.
         in_place: Whether a tensor that it changes is read as well.
         placed: The tensor that neighbours find in an arena by its offset, of the rank and what is given.
     """
@@ -503,9 +503,9 @@ class CollectiveOperation:
     tensors: int
     bind: Callable[..., Compiled]
     said: Callable[..., str]
-    together: Callable[..., bool]
     parameters: tuple[str, ...] = ()
     by_rank: tuple[bool, ...] = ()
+    together: bool = True
     in_place: bool = False
     placed: Callable[..., torch.Tensor | None] | None = None
 
@@ -518,7 +518,8 @@ class CollectiveOperation:
     def bound(self, binder: Binder, *given: Any) -> Compiled:
         """The operation on a rank's memory, as it was bound before or is now."""
         bind, said = partial(self.bind, binder, *given), partial(self.said, binder, *given)
-        together = self.together(*given)
+        counts = self.value(given[self.tensors :], "counts")
+        together = self.together and (not counts or min(counts) > 0)
         return binder.bound(self.key(*given), bind, *given[: self.tensors], said=said, together=together)
 
     def on(self, tensors: Tensors, written: Sequence[bool], *arguments: Any, **more: Any) -> Invocation:

@@ -27,11 +27,10 @@ from mpitrain.comm.memory.board import described
 from mpitrain.comm.memory.buffers import bytes_at, tensor_at
 from mpitrain.comm.memory.elements import LARGEST_COUNT
 from mpitrain.comm.programs.program import chunk_bounds
-from mpitrain.comm.programs.rings import even_blocks
 from mpitrain.comm.runtime.executor import Compiled, Layout
 from mpitrain.comm.runtime.kernels import Call
 from mpitrain.comm.runtime.work import Work
-from mpitrain.comm.selection import Algorithm, all_gather_name, always, never
+from mpitrain.comm.selection import Algorithm, all_gather_name
 from mpitrain.errors import InputError
 
 
@@ -68,8 +67,7 @@ def _bind_broadcast(binder: Binder, x: Tensor, root: int, algorithm: str) -> Com
     if chosen.program is None:
         pieces = arguments.pieces(setting.nbytes)
         calls = [partial(binder.comm.Bcast, bytes_at(x.data_ptr() + lo, n), root) for lo, n in pieces]
-        shares = even_blocks(x.nbytes, binder.topology.size)
-        return Compiled(calls, moved=arguments.moved_by_library(binder.topology, "broadcast", shares, root))
+        return Compiled(calls, moved=arguments.moved_by_library(binder.topology, "broadcast", x.nbytes, root))
     program = binder.program(chosen, setting)
     arena, neighbours = binder.require_reach(x, selection.BROADCAST, name) if chosen.reach else (None, None)
     said = _said_broadcast(binder, x, root, name, binder.place(x))
@@ -85,9 +83,9 @@ BROADCAST = CollectiveOperation(
     1,
     _bind_broadcast,
     _said_broadcast,
-    never,
     parameters=("root", "algorithm"),
     by_rank=(False,),
+    together=False,
     placed=lambda rank, x, root, algorithm: selection.BROADCAST.placed(algorithm, x),
 )
 
@@ -135,9 +133,7 @@ def _placed_all_gather(
 ) -> Tensor | None:
     before = sum(counts[:rank]) if counts else rank * x.numel()
     in_place = x.data_ptr() == out.data_ptr() + before * x.element_size()
-    by_name = (
-        "mpi" if algorithm == "auto" and counts else algorithm
-    )  # as `_bind_all_gather` has it: nobody reaches anybody
+    by_name = "mpi" if algorithm == "auto" and counts else algorithm  # as in `_bind_all_gather`: nobody reaches anybody
     return selection.ALL_GATHER.placed(by_name, out if in_place else x)
 
 
@@ -190,7 +186,6 @@ ALL_GATHER = CollectiveOperation(
     2,
     _bind_all_gather,
     _said_all_gather,
-    lambda out, x, algorithm, counts: not counts or min(counts) > 0,
     parameters=("algorithm", "counts"),
     by_rank=(True, False),
     placed=_placed_all_gather,
@@ -289,9 +284,9 @@ GATHER, SCATTER = (
         2,
         partial(_bind_rooted, name == "gather"),
         partial(_said_rooted, f"{name} {way}"),
-        never,
         parameters=("root",),
         by_rank=(False, True),
+        together=False,
     )
     for name, way in (("gather", "to"), ("scatter", "from"))
 )
@@ -366,7 +361,6 @@ ALL_TO_ALL = CollectiveOperation(
     2,
     _bind_all_to_all,
     lambda binder, x, out: described("all_to_all", x.numel(), x.dtype),
-    always,
     by_rank=(True, True),
 )
 

@@ -10,7 +10,7 @@ In the shared memory of a node a reduce_scatter can also be begun, and waited fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -40,12 +40,11 @@ from mpitrain.comm.memory.board import described
 from mpitrain.comm.memory.elements import HALVES
 from mpitrain.comm.memory.remote import Neighbours
 from mpitrain.comm.programs.program import Program
-from mpitrain.comm.programs.rings import even_blocks
 from mpitrain.comm.runtime.executor import Compiled, Layout
 from mpitrain.comm.runtime.kernels import Call, Reduction
 from mpitrain.comm.runtime.split_phase import Event, SplitPhase
 from mpitrain.comm.runtime.work import Work
-from mpitrain.comm.selection import Algorithm, all_reduce_algorithm, always, cache_chunks, never, reduce_scatter_name
+from mpitrain.comm.selection import Algorithm, all_reduce_algorithm, cache_chunks, reduce_scatter_name
 from mpitrain.errors import InputError
 
 
@@ -90,24 +89,18 @@ def all_reduce(
     return comm.call(ALL_REDUCE, async_op, (x,), (True,), op, algorithm, reproducible)
 
 
-Perform = Callable[..., None]  # of the tensors, which of them it writes, and what else the operation is given
-
-
 class Channel:
     """Stands for a `Communicator` inside one of its operations, so that all of that stays one operation."""
 
-    def __init__(self, size: int, all_reduce: Perform, all_gather: Perform) -> None:
-        """size: number of ranks. all_reduce, all_gather: perform these operations."""
-        self.size = size
-        self._all_reduce, self._all_gather = all_reduce, all_gather
+    def __init__(self, comm: Dispatcher, binder: Binder) -> None:
+        """comm: The communicator. binder: That of the thread that carries the operation out."""
+        self.size, self._perform = comm.size, partial(comm.perform, binder)
 
-    def all_reduce(
-        self, x: torch.Tensor, op: str = "sum", algorithm: str = "auto", *, reproducible: bool = False
-    ) -> None:
-        self._all_reduce((x,), (True,), op, algorithm, reproducible)
+    def all_reduce(self, x: Tensor, op: str = "sum", algorithm: str = "auto", *, reproducible: bool = False) -> None:
+        self._perform(ALL_REDUCE, (x,), (True,), op, algorithm, reproducible)
 
-    def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> None:
-        self._all_gather((out, x), (True, False), "auto", None)
+    def all_gather(self, out: Tensor, x: Tensor) -> None:
+        self._perform(ALL_GATHER, (out, x), (True, False), "auto", None)
 
 
 def _compressed(
@@ -119,9 +112,7 @@ def _compressed(
         raise InputError("a compressed sum depends on the number of ranks; leave out reproducible or compression")
 
     def bind(binder: Binder, x: Tensor) -> Call:
-        perform = partial(comm.perform, binder)
-        channel = Channel(comm.size, partial(perform, ALL_REDUCE), partial(perform, ALL_GATHER))
-        return partial(compression.all_reduce, channel, x, op, algorithm)
+        return partial(compression.all_reduce, Channel(comm, binder), x, op, algorithm)
 
     alike = op, algorithm, str(compression)
     by = (compression.compression if isinstance(compression, Bucket) else compression).name
@@ -147,10 +138,8 @@ def _bind_all_reduce(
             return _bind_all_reduce(binder, x, op, "halving", False)
         call, pieces = binder.comm.Allreduce, arguments.typed_pieces(x)
         calls = [partial(call, MPI.IN_PLACE, piece, reduction.mpi_op) for piece in pieces]
-        shares = even_blocks(x.nbytes, binder.topology.size)
-        return Compiled(
-            [*calls, *scaling(x, reduction)], moved=arguments.moved_by_library(binder.topology, "all_reduce", shares)
-        )
+        moved = arguments.moved_by_library(binder.topology, "all_reduce", x.nbytes)
+        return Compiled([*calls, *scaling(x, reduction)], moved=moved)
     if chosen.reach:
         arena, neighbours = binder.reach(x)
         if neighbours is not None:
@@ -174,7 +163,6 @@ ALL_REDUCE = CollectiveOperation(
     1,
     _bind_all_reduce,
     _said_all_reduce,
-    always,
     parameters=("op", "algorithm", "reproducible"),
     by_rank=(False,),
     in_place=True,
@@ -223,8 +211,7 @@ def _bind_reduce(binder: Binder, x: Tensor, op: str, root: int, algorithm: str) 
         return _bind_reduce(binder, x, op, root, "tree")
     if chosen.program is None:
         calls = [*_library_reduce(binder, x, root, reduction), *(scaling(x, reduction) if at_root else ())]
-        shares = even_blocks(x.nbytes, binder.topology.size)
-        return Compiled(calls, moved=arguments.moved_by_library(binder.topology, "reduce", shares, root))
+        return Compiled(calls, moved=arguments.moved_by_library(binder.topology, "reduce", x.nbytes, root))
     program = binder.program(chosen, setting)
     if chosen.reach:
         arena, neighbours = binder.require_reach(x, selection.REDUCE, name)
@@ -247,9 +234,9 @@ REDUCE = CollectiveOperation(
     1,
     _bind_reduce,
     _said_reduce,
-    never,
     parameters=("op", "root", "algorithm"),
     by_rank=(False,),
+    together=False,
     in_place=True,
     placed=lambda rank, x, op, root, algorithm: selection.REDUCE.placed(algorithm, x),
 )
@@ -378,7 +365,6 @@ REDUCE_SCATTER = CollectiveOperation(
     2,
     _bind_reduce_scatter,
     lambda binder, x, out, op, counts, *_: described("reduce_scatter", x.numel(), x.dtype, op, unequal(counts)),
-    lambda x, out, op, counts, *_: not counts or min(counts) > 0,
     parameters=("op", "counts", "algorithm", "reproducible"),
     by_rank=(True, False),
     placed=lambda rank, x, out, op, counts, algorithm, reproducible: selection.REDUCE_SCATTER.placed(algorithm, x),
