@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mpitrain.comm import selection
-from mpitrain.comm.algorithms.pairwise import direct_all_to_all, direct_gather, direct_scatter
+from mpitrain.comm.algorithms.messages import direct_all_to_all, direct_gather, direct_scatter
 from mpitrain.comm.collectives import arguments
 from mpitrain.comm.collectives.arguments import block_sizes, overlap, unequal
 from mpitrain.comm.collectives.binding import NOTHING, Binder, CollectiveOperation, Invocation, copying, offsets
