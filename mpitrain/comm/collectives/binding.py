@@ -26,11 +26,10 @@ from mpitrain.comm.memory.device import synchronize
 from mpitrain.comm.memory.remote import Neighbours, probe
 from mpitrain.comm.programs.program import Program, chunk_bounds, even_bounds
 from mpitrain.comm.programs.verify import Proofs
-from mpitrain.comm.runtime import agreement, kernels
+from mpitrain.comm.runtime import agreement, executor
 from mpitrain.comm.runtime.agreement import Register, Signature
 from mpitrain.comm.runtime.compiling import Plan
-from mpitrain.comm.runtime.executor import Compiled, Layout
-from mpitrain.comm.runtime.kernels import Call, Reduction
+from mpitrain.comm.runtime.executor import Call, Compiled, Layout, Reduction
 from mpitrain.comm.selection import Algorithm, Algorithms, Setting, Tuning, fastest
 from mpitrain.errors import InputError
 
@@ -424,12 +423,12 @@ def at_address(x: torch.Tensor) -> torch.Tensor:
 
 def copying(into: torch.Tensor, of: torch.Tensor) -> Call:
     """A call that copies, converting the type where they differ, by address."""
-    return kernels.copying(at_address(into), at_address(of))
+    return executor.copying(at_address(into), at_address(of))
 
 
 def scaling(x: torch.Tensor, reduction: Reduction) -> list[Call]:
     """The division of an average, after the library has summed, by address."""
-    return kernels.scaling(at_address(x), reduction.scale)
+    return executor.scaling(at_address(x), reduction.scale)
 
 
 def offsets(counts: Sequence[int]) -> list[int]:

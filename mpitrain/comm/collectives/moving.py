@@ -27,8 +27,7 @@ from mpitrain.comm.memory.board import described
 from mpitrain.comm.memory.buffers import bytes_at, tensor_at
 from mpitrain.comm.memory.elements import LARGEST_COUNT
 from mpitrain.comm.programs.program import chunk_bounds
-from mpitrain.comm.runtime.executor import Compiled, Layout
-from mpitrain.comm.runtime.kernels import Call
+from mpitrain.comm.runtime.executor import Call, Compiled, Layout
 from mpitrain.comm.runtime.work import Work
 from mpitrain.comm.selection import Algorithm, all_gather_name
 from mpitrain.errors import InputError

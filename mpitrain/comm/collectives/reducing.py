@@ -40,8 +40,7 @@ from mpitrain.comm.memory.board import described
 from mpitrain.comm.memory.elements import HALVES
 from mpitrain.comm.memory.remote import Neighbours
 from mpitrain.comm.programs.program import Program
-from mpitrain.comm.runtime.executor import Compiled, Layout
-from mpitrain.comm.runtime.kernels import Call, Reduction
+from mpitrain.comm.runtime.executor import Call, Compiled, Layout, Reduction
 from mpitrain.comm.runtime.split_phase import Event, SplitPhase
 from mpitrain.comm.runtime.work import Work
 from mpitrain.comm.selection import Algorithm, all_reduce_algorithm, cache_chunks, reduce_scatter_name

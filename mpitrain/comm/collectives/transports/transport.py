@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from mpitrain.comm.collectives.binding import CollectiveOperation
-from mpitrain.comm.runtime.kernels import Reduction
+from mpitrain.comm.runtime.executor import Reduction
 
 
 class DeviceCall(NamedTuple):
