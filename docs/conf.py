@@ -35,7 +35,7 @@ napoleon_use_ivar = True
 # what stands in signatures without a page of its own: types of other packages, and of rooms that nobody imports from
 nitpick_ignore_regex = [
     ("py:.*", r"(?!mpitrain\.).*"),
-    ("py:.*", r"mpitrain\.comm\.(collectives|job|memory|runtime|selection\.registry|mailbox\.Posted).*"),
+    ("py:.*", r"mpitrain\.comm\.(collectives|job|memory|runtime|selection|mailbox\.Posted).*"),
     ("py:.*", r"mpitrain\.(checkpoint\.\w+|config\.\w+|data\.dataset|data\.format|tensor\.(features|styles))\.\w+"),
     ("py:.*", r"mpitrain\.trainer\.(engine|options|own_loop\.checks)\.\w+"),
     ("py:.*", r"mpitrain\.(data\.(on_device\.T|prepare\.MakeSource|sources(\.\w+)+)|layers\.\w+\.\w+)"),

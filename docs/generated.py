@@ -67,7 +67,7 @@ PUBLIC = {  # pages' headings, and the modules whose public names are under them
     "Trained models": ["mpitrain.loading:load_task,load_weights"],
     "Checkpoints": ["mpitrain.checkpoint:Manifest,Store,TensorSpec"],
     "Algorithms of collectives": [
-        "mpitrain.comm.selection.registry:Algorithm,Algorithms",
+        "mpitrain.comm.selection:Algorithm,Algorithms",
         "mpitrain.comm.programs.program",
         "mpitrain.comm.programs.verify:ProgramError,verify",
     ],

@@ -43,8 +43,7 @@ from mpitrain.comm.inspection import all_reduce_seconds, bandwidth, hosts, mpi_f
 from mpitrain.comm.job import launcher
 from mpitrain.comm.job.topology import cores_of, sharing, siblings
 from mpitrain.comm.memory import device as hardware
-from mpitrain.comm.selection.registry import Setting
-from mpitrain.comm.selection.tuning import describe
+from mpitrain.comm.selection import Setting, describe_rules
 from mpitrain.early import VERSION
 from mpitrain.errors import EXIT_DONE, EXIT_FAILED, tell
 from mpitrain.monitor.memory import node_memory_bytes
@@ -236,7 +235,7 @@ def algorithms(world: Communicator) -> list[Line]:
     for memory, words in (("arena", "in an arena"), ("private", "ordinary tensors")):
         place = Setting(0, 0, world.nodes, memory, world.process.spare_cores < 0).place
         origin = table.origin if table.is_measured("all_reduce", place, world.size) else _UNMEASURED
-        rules = describe(table.rules("all_reduce", place, world.size))
+        rules = describe_rules(table.rules("all_reduce", place, world.size))
         lines.append((OK, "algorithms", f"all_reduce, {words}: {rules} ({origin})"))
     return lines
 

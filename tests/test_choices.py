@@ -11,7 +11,7 @@ import torch
 
 from mpitrain import choices
 from mpitrain.comm import compression
-from mpitrain.comm.collectives import all_reduce
+from mpitrain.comm.selection import ALL_REDUCE
 from mpitrain.comm.world import WAYS
 from mpitrain.config.learning_rate import CYCLES, DECAYS, LearningRate
 from mpitrain.data.on_device import Augment
@@ -66,7 +66,7 @@ def test_every_all_reduce_algorithm_sums_and_no_other_one_is_there(world):
         x = torch.full((100,), float(world.rank + 1))
         world.all_reduce(x, algorithm=name)
         assert x.tolist() == [sum(range(1, world.size + 1))] * 100
-    assert set(all_reduce.ALGORITHMS.names) == set(get_args(choices.AllReduce))
+    assert set(ALL_REDUCE.names) == set(get_args(choices.AllReduce))
 
 
 def _listed(message: str) -> set[str]:

@@ -18,7 +18,7 @@ from mpitrain.backend.failures import ArgumentError, translation
 from mpitrain.backend.versions import premultiplier
 from mpitrain.comm import Communicator
 from mpitrain.comm.memory.elements import DTYPES
-from mpitrain.comm.runtime.kernels import Reduction, scaling
+from mpitrain.comm.runtime.executor import Reduction, scaling
 from mpitrain.errors import InputError
 
 _Ops: Any = dist.ReduceOp.RedOpType

@@ -20,15 +20,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from mpitrain.comm.collectives.all_gather import all_gather
-from mpitrain.comm.collectives.all_reduce import OPERATION as ALL_REDUCE
-from mpitrain.comm.collectives.all_reduce import all_reduce
-from mpitrain.comm.collectives.all_to_all import all_to_all
-from mpitrain.comm.collectives.broadcast import broadcast
+from mpitrain.comm.collectives.moving import all_gather, all_to_all, broadcast, gather, scatter
 from mpitrain.comm.collectives.node_memory import Alternating, NodeCopy, allocate_node_copy
-from mpitrain.comm.collectives.reduce import reduce
-from mpitrain.comm.collectives.reduce_scatter import Deferred, reduce_scatter
-from mpitrain.comm.collectives.rooted import gather, scatter
+from mpitrain.comm.collectives.reducing import ALL_REDUCE, Deferred, all_reduce, reduce, reduce_scatter
 from mpitrain.comm.collectives.services import ProcessServices
 from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.job.topology import Topology, ranks_in
@@ -54,7 +48,7 @@ class Communicator(PointToPoint):
         super().__init__(comm, topology, process, label)
         self._deferred = Deferred(self)
 
-    # -- collectives: each in the file of its name in mpitrain.comm.collectives
+    # -- collectives, see mpitrain.comm.collectives
 
     all_reduce = all_reduce
     reduce = reduce

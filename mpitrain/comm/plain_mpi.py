@@ -6,7 +6,7 @@ import torch
 
 from mpitrain.comm.communicator import Communicator
 from mpitrain.comm.job.mpi import MPI
-from mpitrain.comm.runtime.kernels import Call
+from mpitrain.comm.runtime.executor import Call
 
 
 class PlainMPI:

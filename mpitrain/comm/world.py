@@ -19,8 +19,7 @@ from mpitrain.comm.memory.arena import ArenaIndex
 from mpitrain.comm.programs.verify import Proofs
 from mpitrain.comm.runtime.progress import ProgressEngine
 from mpitrain.comm.runtime.watchdog import Watchdog
-from mpitrain.comm.selection import tuning
-from mpitrain.comm.selection.tuning import Tuning
+from mpitrain.comm.selection import Tuning, load_tuning
 from mpitrain.early import RANK_NAMES
 from mpitrain.errors import EXIT_BAD_INPUT, EXIT_FAILED, CommunicationError, InputError, refusal
 
@@ -96,7 +95,7 @@ def _make(given: MPI.Intracomm | None, timeout: float, abort_on_error: bool, deb
     arenas = ArenaIndex()
     progress = ProgressEngine(lambda: watchdog.records)
     faults.before_leaving = partial(_end_together, watchdog, progress, arenas)
-    own_table = tuning.load(this_machine()).to_json() if comm.rank == 0 else ""
+    own_table = load_tuning(this_machine()).to_json() if comm.rank == 0 else ""
     # the first rank's on all: ranks that chose algorithms from different tables would hang
     table = Tuning.from_json(all_gather_bytes(comm, own_table.encode())[0].decode())
     cores = find_share(comm, topology)

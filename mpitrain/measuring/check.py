@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from mpitrain.comm import Communicator, init
-from mpitrain.comm.selection.registry import Algorithms
-from mpitrain.comm.selection.tables import TABLES
+from mpitrain.comm.selection import TABLES, Algorithms
 from mpitrain.errors import EXIT_DONE, EXIT_FAILED, MpitrainError
 from mpitrain.measuring.self_start import launched, parsed, parser, start
 

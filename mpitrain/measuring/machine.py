@@ -35,7 +35,7 @@ import torch
 from mpitrain.comm import Communicator
 from mpitrain.comm.job.topology import processor_name
 from mpitrain.comm.plain_mpi import PlainMPI
-from mpitrain.comm.selection.tables import TABLES
+from mpitrain.comm.selection import TABLES
 from mpitrain.measuring.self_start import measured, parsed, parser, started_here, temporary_folder
 from mpitrain.measuring.tune import MEMORIES, AlgorithmContenders
 from mpitrain.models.gpt import GPT

@@ -14,9 +14,7 @@ import torch
 from mpitrain.comm import Arena, Communicator
 from mpitrain.comm.inspection import reads_neighbours
 from mpitrain.comm.job.topology import this_machine
-from mpitrain.comm.selection import tuning
-from mpitrain.comm.selection.registry import Algorithms, Setting
-from mpitrain.comm.selection.tables import TABLES
+from mpitrain.comm.selection import TABLES, Algorithms, Setting, describe_rules, keep_tuning, rules_from, rules_key
 from mpitrain.errors import InputError
 from mpitrain.measuring.self_start import byte_sizes, measured, parsed, parser
 from mpitrain.speeds.timing import Contender, interleaved
@@ -116,11 +114,11 @@ def _tune(world: Communicator, options: argparse.Namespace) -> str:
                 times = interleaved(world, contenders, repeats, seconds)
             medians[size] = {name: took.median for name, took in times.items()}
         place = Setting(0, 0, world.nodes, memory, world.process.spare_cores < 0).place
-        key = tuning.key(table.operation, place, world.size)
-        rules[key] = tuning.rules_from(medians)
+        key = rules_key(table.operation, place, world.size)
+        rules[key] = rules_from(medians)
         if world.rank == 0:
-            print(f"  {key.rpartition('/')[0]}: {tuning.describe(rules[key])}", flush=True)
-    return str(world.on_root(lambda: str(tuning.keep(this_machine(), rules, origin))))
+            print(f"  {key.rpartition('/')[0]}: {describe_rules(rules[key])}", flush=True)
+    return str(world.on_root(lambda: str(keep_tuning(this_machine(), rules, origin))))
 
 
 def _tell(paths: dict[int, str]) -> None:

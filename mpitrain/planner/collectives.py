@@ -36,11 +36,10 @@ from functools import lru_cache
 
 import numpy as np
 
-from mpitrain.comm.algorithms import halving, pairwise, ring
+from mpitrain.comm.algorithms import messages
 from mpitrain.comm.programs.program import Program
 from mpitrain.comm.programs.simulate import Machine, simulate
-from mpitrain.comm.selection.registry import Setting
-from mpitrain.comm.selection.tables import serving
+from mpitrain.comm.selection import Setting, serving
 from mpitrain.planner.machine import Device, Measured
 
 _LEAST = 1 << 6  # bytes: below, only latencies count
@@ -49,14 +48,14 @@ _LONG = 16  # nodes (or ranks alone on theirs) of a ring from which on its time 
 _RINGS = ("ring", "two_level")
 _Make = Callable[[int, tuple[int, ...]], Program]
 _FEW_STEPS: dict[str, tuple[_Make, ...]] = {  # about log2 of the ranks
-    "all_reduce": (halving.doubling_all_reduce, lambda n, nodes: halving.halving_all_reduce(n, 1, nodes)),
-    "reduce_scatter": (halving.halving_reduce_scatter,),
-    "all_gather": (halving.doubling_all_gather,),
+    "all_reduce": (messages.doubling_all_reduce, lambda n, nodes: messages.halving_all_reduce(n, 1, nodes)),
+    "reduce_scatter": (messages.halving_reduce_scatter,),
+    "all_gather": (messages.doubling_all_gather,),
 }
 _MANY_STEPS: dict[str, tuple[_Make, ...]] = {  # about as many as ranks: not worth it for short messages to thousands
-    "all_reduce": (lambda n, nodes: ring.ring_all_reduce(n, 1, nodes),),
-    "reduce_scatter": (pairwise.pairwise_reduce_scatter, lambda n, nodes: ring.ring_reduce_scatter(n, 1, nodes)),
-    "all_gather": (lambda n, nodes: ring.ring_all_gather(n, 1, nodes),),
+    "all_reduce": (lambda n, nodes: messages.ring_all_reduce(n, 1, nodes),),
+    "reduce_scatter": (messages.pairwise_reduce_scatter, lambda n, nodes: messages.ring_reduce_scatter(n, 1, nodes)),
+    "all_gather": (lambda n, nodes: messages.ring_all_gather(n, 1, nodes),),
 }
 
 

@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from mpitrain.comm.compression.topk import TopK
+from mpitrain.comm.compression import TopK
 from mpitrain.comm.programs.rings import bytes_sent
 from mpitrain.shard.flat import numbered
 from mpitrain.shard.parameters import Gathered

@@ -14,7 +14,7 @@ from typing import Any
 from mpitrain.comm import Communicator
 from mpitrain.comm.job.topology import processor_name, this_machine
 from mpitrain.comm.plain_mpi import PlainMPI
-from mpitrain.comm.selection.tuning import table_path
+from mpitrain.comm.selection import table_path
 from mpitrain.errors import InputError
 from mpitrain.monitor import peak_memory_bytes
 from mpitrain.monitor.memory import node_memory_bytes

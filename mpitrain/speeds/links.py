@@ -17,7 +17,7 @@ import torch
 from mpitrain.comm import Arena, Communicator
 from mpitrain.comm.plain_mpi import PlainMPI
 from mpitrain.comm.programs.simulate import Machine
-from mpitrain.comm.selection.registry import RING_SEGMENT
+from mpitrain.comm.selection import RING_SEGMENT
 from mpitrain.speeds.timing import Contender, Times, interleaved
 
 # -- The figures of `comm.programs.simulate.Machine`, measured by small operations that all ranks make at once

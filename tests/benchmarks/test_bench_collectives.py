@@ -14,8 +14,7 @@ from warm import bench
 from benchmarks.__main__ import names, usage
 from benchmarks.collectives import report
 from benchmarks.runner.report import Report, ReportTable, ReportTarget, markdown
-from mpitrain.comm.algorithms.ring import ring_all_reduce
-from mpitrain.comm.algorithms.tree import tree_all_reduce
+from mpitrain.comm.algorithms.messages import ring_all_reduce, tree_all_reduce
 from mpitrain.comm.plain_mpi import PlainMPI
 from mpitrain.comm.programs.simulate import Machine, simulate
 from mpitrain.speeds.links import Probes

@@ -12,7 +12,7 @@ from mpitrain.comm.communicator import Communicator
 from mpitrain.comm.compression import from_name
 from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.job.topology import Topology
-from mpitrain.comm.programs.rings import blocks_sent, even_blocks
+from mpitrain.comm.programs.rings import blocks_sent, even_shares
 
 MANY = pytest.mark.ranks(2, 3)
 DELAY = 0.2  # seconds
@@ -241,7 +241,7 @@ def test_nothing_is_counted_and_nothing_is_in_the_way_while_off(plain):
 def test_a_ring_sends_all_blocks_but_one_and_one_rank_sends_nothing():
     for size in (1, 2, 3, 8):
         for nbytes in (0, 1, 1001):
-            blocks = even_blocks(nbytes, size)
+            blocks = even_shares(nbytes, size)
             assert sum(blocks) == nbytes and len(blocks) == size
             for operation, times in (("all_reduce", 2), ("all_gather", 1), ("reduce_scatter", 1), ("broadcast", 1)):
                 sent = [to for rank in range(size) for to in blocks_sent(operation, rank, blocks)]

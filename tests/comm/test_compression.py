@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from mpitrain.comm import compression
-from mpitrain.comm.compression import BF16, FP16, PowerSGD, TopK, from_name
-from mpitrain.comm.compression.powersgd import plan
+from mpitrain.comm.compression import BF16, FP16, PowerSGD, TopK, from_name, plan
 from mpitrain.comm.programs.program import tree_order
 from mpitrain.errors import InputError
 

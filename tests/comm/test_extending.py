@@ -8,15 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from mpitrain.comm.collectives import all_gather, all_reduce, broadcast, reduce, reduce_scatter
-from mpitrain.comm.collectives.operation import CollectiveOperation
+from mpitrain.comm.collectives.binding import CollectiveOperation
 from mpitrain.comm.memory.board import described
 from mpitrain.comm.memory.buffers import as_tensor
 from mpitrain.comm.programs.goals import all_gather_of, all_reduce_of, broadcast_of, reduce_of, reduce_scatter_of
 from mpitrain.comm.programs.program import NONE, WORK, Collective, Exchange, Finish, Goal, Program, Span, one_node
 from mpitrain.comm.programs.verify import ProgramError, verify
-from mpitrain.comm.runtime.kernels import Reduction
-from mpitrain.comm.selection.registry import Algorithm, Algorithms, never
+from mpitrain.comm.runtime.executor import Reduction
+from mpitrain.comm.selection import ALL_REDUCE, TABLES, Algorithm, Algorithms
 from mpitrain.errors import InputError
 
 # -- an algorithm: all ranks send to rank 0, which adds and answers
@@ -67,7 +66,7 @@ def scan_in_words(binder, x, op, algorithm):
     return described("scan", x.numel(), x.dtype, op)
 
 
-SCANNING = CollectiveOperation("scan", 1, bind_scan, scan_in_words, never)
+SCANNING = CollectiveOperation("scan", 1, bind_scan, scan_in_words, together=False)
 
 
 def scan(comm, x, op="sum", algorithm="auto", async_op=False):
@@ -76,9 +75,9 @@ def scan(comm, x, op="sum", algorithm="auto", async_op=False):
 
 @pytest.fixture
 def star(world):
-    all_reduce.ALGORITHMS.register("star", STAR)
+    ALL_REDUCE.register("star", STAR)
     yield "star"
-    all_reduce.ALGORITHMS.unregister("star")
+    ALL_REDUCE.unregister("star")
 
 
 @pytest.mark.ranks(2, 3)
@@ -103,14 +102,14 @@ def test_the_debug_mode_proves_a_program_before_it_runs(world):
         half = lambda rank: list(right.steps(rank))[: setting.size]  # noqa: E731
         return replace(right, name="forgetful all_reduce", steps=half)
 
-    all_reduce.ALGORITHMS.register("forgetful", Algorithm(forgets_the_answer))
+    ALL_REDUCE.register("forgetful", Algorithm(forgets_the_answer))
     try:
         x = torch.full((4,), float(world.rank))
         with pytest.raises(ProgramError):
             world.all_reduce(x, algorithm="forgetful")
         assert (x == world.rank).all()
     finally:
-        all_reduce.ALGORITHMS.unregister("forgetful")
+        ALL_REDUCE.unregister("forgetful")
 
 
 @pytest.mark.ranks(2, 3)
@@ -174,13 +173,13 @@ def to_all(size):
 @pytest.mark.ranks(2, 3)
 def test_every_operation_that_takes_an_algorithm_takes_one_from_outside(world):
     direct = {
-        broadcast: Algorithm(lambda s: from_root(s.size, s.root)),
-        reduce: Algorithm(lambda s: to_root(s.size, s.root)),
-        reduce_scatter: Algorithm(lambda s: to_owner(s.size)),
-        all_gather: Algorithm(lambda s: to_all(s.size)),
+        "broadcast": Algorithm(lambda s: from_root(s.size, s.root)),
+        "reduce": Algorithm(lambda s: to_root(s.size, s.root)),
+        "reduce_scatter": Algorithm(lambda s: to_owner(s.size)),
+        "all_gather": Algorithm(lambda s: to_all(s.size)),
     }
     for operation, algorithm in direct.items():
-        operation.ALGORITHMS.register("direct", algorithm)
+        TABLES[operation].register("direct", algorithm)
     size, rank = world.size, world.rank
     x = torch.full((9,), float(rank))
     world.broadcast(x, 1, "direct")
@@ -194,7 +193,7 @@ def test_every_operation_that_takes_an_algorithm_takes_one_from_outside(world):
     world.all_gather(out, torch.full((3,), float(rank)), "direct")
     assert out.view(size, 3)[:, 0].tolist() == list(range(size))
     for operation in direct:
-        operation.ALGORITHMS.unregister("direct")
+        TABLES[operation].unregister("direct")
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8, pytest.param(33, marks=pytest.mark.campaign)])
@@ -211,7 +210,7 @@ def test_the_programs_of_this_file_are_right_at_every_size(size):
 @pytest.mark.parametrize("name", ["ring", "auto"])
 def test_a_name_that_is_taken_is_refused(name):
     with pytest.raises(InputError, match=f"all_reduce has an algorithm '{name}' already; register yours under another"):
-        all_reduce.ALGORITHMS.register(name, STAR)
+        ALL_REDUCE.register(name, STAR)
 
 
 @pytest.mark.ranks(2)

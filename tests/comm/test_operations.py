@@ -12,7 +12,7 @@ from reference import DTYPES, assert_equal, meaningful, reduced, values
 
 import mpitrain
 from mpitrain.comm.collectives import arguments
-from mpitrain.comm.runtime.kernels import OPERATIONS
+from mpitrain.comm.runtime.executor import OPERATIONS
 from mpitrain.errors import InputError
 
 ALL = pytest.mark.ranks(1, 2, 3, 8)

@@ -9,20 +9,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpitrain.comm.algorithms.halving import (
+from mpitrain.comm.algorithms.messages import (
+    direct_all_to_all,
+    direct_gather,
+    direct_scatter,
     doubling_all_gather,
     doubling_all_reduce,
     halving_all_reduce,
     halving_reduce_scatter,
-)
-from mpitrain.comm.algorithms.pairwise import (
-    direct_all_to_all,
-    direct_gather,
-    direct_scatter,
     pairwise_all_reduce,
     pairwise_reduce_scatter,
+    ring_all_gather,
+    ring_all_reduce,
+    ring_reduce_scatter,
+    tree_all_reduce,
+    tree_broadcast,
+    tree_reduce,
 )
-from mpitrain.comm.algorithms.ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
 from mpitrain.comm.algorithms.shared import (
     alternating_all_gather,
     deferred_reduce_scatter,
@@ -34,7 +37,6 @@ from mpitrain.comm.algorithms.shared import (
     shared_reduce_scatter,
     staged_all_reduce,
 )
-from mpitrain.comm.algorithms.tree import tree_all_reduce, tree_broadcast, tree_reduce
 from mpitrain.comm.algorithms.two_level import two_level_all_reduce
 from mpitrain.comm.programs.program import (
     CALLER,

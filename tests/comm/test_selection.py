@@ -7,9 +7,7 @@ import torch
 
 from mpitrain.comm.collectives.binding import Binder
 from mpitrain.comm.programs.program import Program
-from mpitrain.comm.selection.registry import Setting
-from mpitrain.comm.selection.tables import serving
-from mpitrain.comm.selection.tuning import Tuning
+from mpitrain.comm.selection import Setting, Tuning, serving
 from mpitrain.errors import InputError
 
 KIB = 1 << 10

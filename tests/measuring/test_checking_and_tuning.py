@@ -16,9 +16,17 @@ from support import clean_environment
 
 from benchmarks.runner.report import rank_correlation
 from mpitrain.comm import init
-from mpitrain.comm.collectives import all_reduce
-from mpitrain.comm.selection.registry import Setting
-from mpitrain.comm.selection.tuning import Tuning, describe, keep, key, load, rules_from, table_path
+from mpitrain.comm.selection import (
+    ALL_REDUCE,
+    Setting,
+    Tuning,
+    describe_rules,
+    keep_tuning,
+    load_tuning,
+    rules_from,
+    rules_key,
+    table_path,
+)
 from mpitrain.measuring.check import _all_reduce, judged
 from mpitrain.measuring.self_start import byte_sizes
 from mpitrain.speeds.timing import Contender, extents, interleaved
@@ -40,7 +48,7 @@ def test_check_says_of_each_collective_whether_it_works_here():
 
 def test_a_collective_that_gives_something_wrong_is_named_with_the_place():
     world = init()
-    right = judged(world, "all_reduce", _all_reduce, all_reduce.ALGORITHMS)
+    right = judged(world, "all_reduce", _all_reduce, ALL_REDUCE)
     assert right.line(10) == "  all_reduce  ok (mpi, ring, tree, halving, shared, two_level)"
 
     def one_bit_off(world, elements, dtype, algorithm):
@@ -48,7 +56,7 @@ def test_a_collective_that_gives_something_wrong_is_named_with_the_place():
         got[-1] += elements == 1001
         return got, wanted
 
-    wrong = judged(world, "all_reduce", one_bit_off, all_reduce.ALGORITHMS)
+    wrong = judged(world, "all_reduce", one_bit_off, ALL_REDUCE)
     assert wrong.line(10) == (
         "  all_reduce  failed: rank 0, algorithm auto, 1,001 x float32: element 1000 is 13.0 instead of 12.0"
     )
@@ -70,7 +78,7 @@ def test_tuning_writes_a_table_that_later_jobs_choose_by(tmp_path):
     lines = [line for line in told.stdout.splitlines() if " algorithms " in line]
     assert len(lines) == 2 and all("(measured " in line for line in lines)
     rules = [rules for key, rules in written.measured.items() if key.startswith("all_reduce")]
-    assert len(rules) == 2 and all(any(describe(rule) in line for line in lines) for rule in rules)
+    assert len(rules) == 2 and all(any(describe_rules(rule) in line for line in lines) for rule in rules)
 
 
 def test_a_job_that_takes_too_long_is_ended_and_leaves_nothing(tmp_path):
@@ -147,22 +155,22 @@ def test_rules_change_half_way_and_only_for_a_clear_gain():
     }
     rules = rules_from(times)
     assert rules[:-1] == ((8 * KIB, "mpi"),) and rules[-1][1] == "shared"
-    assert describe(rules) == "mpi below 8 KiB, then shared"
-    table = Tuning({key("all_reduce", "node", 2): rules}, "measured")
+    assert describe_rules(rules) == "mpi below 8 KiB, then shared"
+    table = Tuning({rules_key("all_reduce", "node", 2): rules}, "measured")
     assert [chosen(table, 2, n) for n in (0, 8 * KIB - 1, 8 * KIB, 1 << 40)] == ["mpi", "mpi"] + ["shared"] * 2
 
 
 def chosen(table: Tuning, ranks: int, nbytes: int) -> str:
-    return table.algorithm(all_reduce.ALGORITHMS, Setting(nbytes, nbytes // 4, (0,) * ranks, "private"))
+    return table.algorithm(ALL_REDUCE, Setting(nbytes, nbytes // 4, (0,) * ranks, "private"))
 
 
 def test_a_kept_table_is_loaded_and_keeps_what_it_had(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert load("x").origin == "built-in"
+    assert load_tuning("x").origin == "built-in"
     first, second = ((1 << 62, "ring"),), ((100, "mpi"), (1 << 62, "tree"))
-    assert keep("x", {key("all_reduce", "node", 2): first}, "one") == table_path("x")
-    keep("x", {key("all_reduce", "node", 4): second}, "two")
-    table = load("x")
+    assert keep_tuning("x", {rules_key("all_reduce", "node", 2): first}, "one") == table_path("x")
+    keep_tuning("x", {rules_key("all_reduce", "node", 4): second}, "two")
+    table = load_tuning("x")
     assert table.origin == "two"
     assert chosen(table, 2, 5) == "ring" and chosen(table, 4, 500) == "tree"
     assert table.is_measured("all_reduce", "node", 2) and not table.is_measured("all_reduce", "node", 8)
@@ -175,7 +183,7 @@ def test_a_table_that_cannot_be_used_is_as_none(text, tmp_path, monkeypatch):
     path = table_path("x")
     path.parent.mkdir()
     path.write_text(text)
-    assert load("x") == Tuning()
+    assert load_tuning("x") == Tuning()
 
 
 def test_rules_of_an_algorithm_that_nobody_has_registered_are_passed_over():

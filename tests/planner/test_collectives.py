@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mpitrain.comm.programs.simulate import Machine, simulate
-from mpitrain.comm.selection.registry import Setting
-from mpitrain.comm.selection.tables import serving
+from mpitrain.comm.selection import Setting, serving
 from mpitrain.planner.collectives import CollectiveTimes, Group
 
 LINKS = Machine()

@@ -20,7 +20,7 @@ from functools import cached_property
 
 import numpy as np
 
-from mpitrain.comm.algorithms import ring
+from mpitrain.comm.algorithms import messages
 from mpitrain.comm.programs.goals import all_reduce_of
 from mpitrain.comm.programs.program import NONE, Combine, Copy, Exchange, Fence, Finish, Ints, Program, Span, Step
 
@@ -125,7 +125,7 @@ class _Slices:
         node, parts, segments = self.node, self.parts, self.segments
         # a part is summed over the node just before the ring needs it, so that summing overlaps sending
         yield from (self.combine((node - 1) % parts, s) for s in range(segments))
-        for t, step in enumerate(ring.reduce_scatter_steps(node, parts, segments)):
+        for t, step in enumerate(messages.ring_reduce_scatter_steps(node, parts, segments)):
             if isinstance(step, Finish):
                 yield Finish(self.block(node))
                 continue
@@ -135,7 +135,7 @@ class _Slices:
             yield self.on_ring(step)
         for s in range(segments):
             yield from self.publish(node, s)
-        for t, step in enumerate(ring.all_gather_steps(node, parts, segments)):
+        for t, step in enumerate(messages.ring_all_gather_steps(node, parts, segments)):
             assert isinstance(step, Exchange)
             yield self.on_ring(step)
             yield from self.publish((node - t // segments - 1) % parts, t % segments)

@@ -16,7 +16,7 @@ from mpitrain.comm.job.topology import Member, Topology
 from mpitrain.comm.job.traffic import Moved
 from mpitrain.comm.memory.buffers import MPI_TYPES, memory_at
 from mpitrain.comm.memory.elements import LARGEST_COUNT
-from mpitrain.comm.programs.rings import blocks_sent
+from mpitrain.comm.programs.rings import blocks_sent, even_shares
 from mpitrain.errors import InputError
 
 
@@ -103,17 +103,18 @@ def pieces(numel: int) -> list[tuple[int, int]]:
     return [(lo, min(LARGEST_COUNT, numel - lo)) for lo in range(0, numel, LARGEST_COUNT)]
 
 
-def moved_by_library(topology: Topology, operation: str, blocks: Sequence[int], root: int = 0) -> Moved:
+def moved_by_library(topology: Topology, operation: str, blocks: Sequence[int] | int, root: int = 0) -> Moved:
     """What the library moves on this rank, as far as that can be told; see `mpitrain.comm.programs.rings`.
 
     Args:
         topology: The ranks.
         operation: Name of the operation.
-        blocks: Bytes of each rank's block.
+        blocks: Bytes of each rank's block, or of a whole vector that has no blocks.
         root: Of an operation that has one.
     """
     inside = between = 0
-    for other, nbytes in blocks_sent(operation, topology.rank, blocks, root):
+    shares = even_shares(blocks, topology.size) if isinstance(blocks, int) else blocks
+    for other, nbytes in blocks_sent(operation, topology.rank, shares, root):
         here = topology.nodes[other] == topology.nodes[topology.rank]
         inside, between = inside + nbytes * here, between + nbytes * (not here)
     return Moved("mpi", inside, between)

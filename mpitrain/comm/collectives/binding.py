@@ -1,6 +1,7 @@
 """What every operation needs to bind a program to memory: arenas, staging, 16-bit data, and what ranks tell each other.
 
-One instance works on one MPI communicator from one thread.
+A `Binder` works on one MPI communicator from one thread. A `CollectiveOperation` is what is the same in all calls of an
+operation, an `Invocation` a call of it whose arguments have been checked.
 """
 
 from __future__ import annotations
@@ -9,9 +10,9 @@ import platform
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -25,14 +26,11 @@ from mpitrain.comm.memory.device import synchronize
 from mpitrain.comm.memory.remote import Neighbours, probe
 from mpitrain.comm.programs.program import Program, chunk_bounds, even_bounds
 from mpitrain.comm.programs.verify import Proofs
-from mpitrain.comm.runtime import agreement, kernels
+from mpitrain.comm.runtime import agreement, executor
 from mpitrain.comm.runtime.agreement import Register, Signature
 from mpitrain.comm.runtime.compiling import Plan
-from mpitrain.comm.runtime.executor import Compiled, Layout
-from mpitrain.comm.runtime.kernels import Call, Reduction
-from mpitrain.comm.selection.registry import Algorithm, Algorithms, Setting
-from mpitrain.comm.selection.tables import fastest
-from mpitrain.comm.selection.tuning import Tuning
+from mpitrain.comm.runtime.executor import Call, Compiled, Layout, Reduction
+from mpitrain.comm.selection import Algorithm, Algorithms, Setting, Tuning, fastest
 from mpitrain.errors import InputError
 
 _ORDERED = platform.machine() in ("x86_64", "AMD64")  # stores are seen in order; elsewhere MPI must see to that
@@ -425,12 +423,12 @@ def at_address(x: torch.Tensor) -> torch.Tensor:
 
 def copying(into: torch.Tensor, of: torch.Tensor) -> Call:
     """A call that copies, converting the type where they differ, by address."""
-    return kernels.copying(at_address(into), at_address(of))
+    return executor.copying(at_address(into), at_address(of))
 
 
 def scaling(x: torch.Tensor, reduction: Reduction) -> list[Call]:
     """The division of an average, after the library has summed, by address."""
-    return kernels.scaling(at_address(x), reduction.scale)
+    return executor.scaling(at_address(x), reduction.scale)
 
 
 def offsets(counts: Sequence[int]) -> list[int]:
@@ -438,3 +436,111 @@ def offsets(counts: Sequence[int]) -> list[int]:
     for count in counts:
         bounds.append(bounds[-1] + count)
     return bounds
+
+
+Tensors = Sequence["torch.Tensor | None"]
+Bind = Callable[..., Call]
+
+
+class Invocation(NamedTuple):
+    """One call of an operation, whose arguments have been checked.
+
+    Attributes:
+        name: The operation's name in messages.
+        bind: Makes what performs it on a rank's memory, of a binder and the tensors.
+        tensors: What it works on; the first has the operation's size.
+        written: Which of them it changes.
+        key: Under which `bind` has the binder keep what it makes; None where nothing is kept.
+        alike: What must be the same on all ranks besides the type, and, unless uneven, the size.
+        uneven: Whether the sizes of ranks may differ.
+        operation, given: The operation, and what it is given besides tensors; None where bind is all there is.
+        on_device: Whether bind takes tensors on a device as they are.
+        counts: Whether the journal counts it; else whoever makes it enters it.
+        algorithm: By which it is to be known in the journal, where what it is made of does not tell.
+        placed: The tensor that neighbours find in an arena by its offset.
+    """
+
+    name: str
+    bind: Bind
+    tensors: Tensors = ()
+    written: Sequence[bool] = ()
+    key: Hashable = None
+    alike: object = None
+    uneven: bool = False
+    placed: torch.Tensor | None = None
+    operation: CollectiveOperation | None = None
+    given: Sequence[Any] = ()
+    on_device: bool = False
+    counts: bool = True
+    algorithm: str = ""
+
+    @property
+    def first(self) -> torch.Tensor | None:
+        """The tensor that has the operation's size, if it is on any."""
+        return self.tensors[0] if self.tensors else None
+
+
+@dataclass(frozen=True)
+class CollectiveOperation:
+    """What is alike in all calls of an operation.
+
+    It is given one tensor or two, of which the first has its size, and then what else must be the same on all ranks.
+
+    Attributes:
+        name: Its name in messages.
+        tensors: How many of what it is given are tensors.
+        bind: Makes what performs it on a rank's memory, of a binder and what is given.
+        said: Tells in words what must be the same on the ranks of a node, of a binder and what is given.
+        parameters: The names of what it is given besides tensors.
+        by_rank: For each tensor, whether it is one block a rank; else it is one block. Empty where it may not be cut.
+        together: Whether its ranks wait for each other where all of them have elements.
+        in_place: Whether a tensor that it changes is read as well.
+        placed: The tensor that neighbours find in an arena by its offset, of the rank and what is given.
+    """
+
+    name: str
+    tensors: int
+    bind: Callable[..., Compiled]
+    said: Callable[..., str]
+    parameters: tuple[str, ...] = ()
+    by_rank: tuple[bool, ...] = ()
+    together: bool = True
+    in_place: bool = False
+    placed: Callable[..., torch.Tensor | None] | None = None
+
+    def key(self, *given: Any) -> tuple[Hashable, ...]:
+        """Under which what performs it is kept; the operation's function looks for the same in `ready`."""
+        first, rest = given[0], given[self.tensors :]
+        others = (None if x is None else (x.data_ptr(), x.numel(), x.dtype) for x in given[1 : self.tensors])
+        return (self.name, first.data_ptr(), first.numel(), first.dtype, *others, *rest)
+
+    def bound(self, binder: Binder, *given: Any) -> Compiled:
+        """The operation on a rank's memory, as it was bound before or is now."""
+        bind, said = partial(self.bind, binder, *given), partial(self.said, binder, *given)
+        counts = self.value(given[self.tensors :], "counts")
+        together = self.together and (not counts or min(counts) > 0)
+        return binder.bound(self.key(*given), bind, *given[: self.tensors], said=said, together=together)
+
+    def on(self, tensors: Tensors, written: Sequence[bool], *arguments: Any, **more: Any) -> Invocation:
+        """One call of it.
+
+        Args:
+            tensors: The tensors that it is given, in their order.
+            written: Which of them it changes.
+            arguments: What else it is given.
+            more: Further fields of the invocation.
+        """
+
+        def bind(binder: Binder, *tensors: torch.Tensor) -> Compiled:
+            return self.bound(binder, *tensors, *arguments)
+
+        fields = {"key": self.key(*tensors, *arguments), "alike": arguments, **more}
+        return Invocation(self.name, bind, tensors, written, operation=self, given=arguments, **fields)
+
+    def replaced(self, given: Sequence[Any], **values: Any) -> tuple[Any, ...]:
+        """What it is given besides tensors, with other values for some of the parameters that it has."""
+        return tuple(values.get(name, value) for name, value in zip(self.parameters, given, strict=True))
+
+    def value(self, given: Sequence[Any], name: str, otherwise: Any = None) -> Any:
+        """What it is given for a parameter; `otherwise` if it has none of that name."""
+        return given[self.parameters.index(name)] if name in self.parameters else otherwise

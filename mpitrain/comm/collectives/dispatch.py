@@ -18,8 +18,7 @@ from typing import Any, ClassVar
 import torch
 
 from mpitrain.comm.collectives.arguments import block_sizes, check_rank, if_unequal
-from mpitrain.comm.collectives.binding import Binder
-from mpitrain.comm.collectives.operation import CollectiveOperation, Invocation, Tensors
+from mpitrain.comm.collectives.binding import Binder, CollectiveOperation, Invocation, Tensors
 from mpitrain.comm.collectives.services import OwnedCommunicators, ProcessServices
 from mpitrain.comm.collectives.transports.choice import Transports, Way, alone
 from mpitrain.comm.collectives.transports.staged import through_host

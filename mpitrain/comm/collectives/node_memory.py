@@ -5,15 +5,14 @@ from __future__ import annotations
 import torch
 
 from mpitrain.comm.algorithms.shared import alternating_all_gather, node_copy
-from mpitrain.comm.collectives.binding import Binder, syncs
+from mpitrain.comm.collectives.binding import Binder, Invocation, syncs
 from mpitrain.comm.collectives.dispatch import Dispatcher
-from mpitrain.comm.collectives.operation import Invocation
 from mpitrain.comm.job.traffic import Moved, clock
 from mpitrain.comm.memory.arena import Arena
 from mpitrain.comm.memory.buffers import tensor_at
 from mpitrain.comm.runtime.compiling import Plan
 from mpitrain.comm.runtime.executor import Compiled, Layout
-from mpitrain.comm.selection.registry import Algorithm
+from mpitrain.comm.selection import Algorithm
 
 _ALTERNATING = Algorithm(lambda setting: alternating_all_gather(setting.size), one_node=True, reach=True)
 

@@ -14,7 +14,7 @@ from mpitrain.comm.memory.arena import ArenaIndex
 from mpitrain.comm.programs.verify import Proofs
 from mpitrain.comm.runtime.progress import ProgressEngine
 from mpitrain.comm.runtime.watchdog import FailureHandler, Watchdog
-from mpitrain.comm.selection.tuning import Tuning
+from mpitrain.comm.selection import Tuning
 
 
 @dataclass

@@ -26,7 +26,7 @@ def blocks_sent(operation: str, rank: int, blocks: Sequence[int], root: int = 0)
         operation: Name of the collective operation.
         rank: The rank that sends.
         blocks: Bytes of the block of each rank. Of all_to_all: of those that leave this rank, by whom they are for. For
-            all_reduce, reduce and broadcast, whose vector has no blocks, any division of it: see `even_blocks`.
+            all_reduce, reduce and broadcast, whose vector has no blocks, any division of it: see `even_shares`.
         root: Of broadcast, reduce, gather and scatter.
 
     Returns:
@@ -54,7 +54,7 @@ def blocks_sent(operation: str, rank: int, blocks: Sequence[int], root: int = 0)
     return []  # a barrier
 
 
-def even_blocks(nbytes: int, size: int) -> list[int]:
+def even_shares(nbytes: int, size: int) -> list[int]:
     """A vector's bytes, divided evenly over so many ranks."""
     bounds = even_bounds(nbytes, size)
     return [hi - lo for lo, hi in pairwise(bounds)]

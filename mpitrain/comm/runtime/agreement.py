@@ -34,7 +34,7 @@ from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.job.traffic import Record
 from mpitrain.comm.memory.board import is_whole_job
 from mpitrain.comm.memory.buffers import tensor_at
-from mpitrain.comm.runtime.kernels import Call
+from mpitrain.comm.runtime.executor import Call
 from mpitrain.comm.runtime.watchdog import line_of
 from mpitrain.errors import CommunicationError
 

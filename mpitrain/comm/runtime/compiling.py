@@ -39,8 +39,19 @@ from mpitrain.comm.programs.program import (
     Step,
 )
 from mpitrain.comm.runtime import executor
-from mpitrain.comm.runtime.executor import PEER, SCRATCH, SOURCE, TARGET, Compiled, Layout, Maker, Message, Place
-from mpitrain.comm.runtime.kernels import Call, Reduction
+from mpitrain.comm.runtime.executor import (
+    PEER,
+    SCRATCH,
+    SOURCE,
+    TARGET,
+    Call,
+    Compiled,
+    Layout,
+    Maker,
+    Message,
+    Place,
+    Reduction,
+)
 
 Region = tuple[str, int, int]  # memory, first cell, last cell + 1
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from mpitrain.comm.collectives.binding import Binder
-from mpitrain.comm.collectives.operation import CollectiveOperation
+from mpitrain.comm.collectives.binding import Binder, CollectiveOperation
 from mpitrain.comm.collectives.services import DeviceMemory
 from mpitrain.comm.collectives.transports.direct import Direct, takes_addresses
 from mpitrain.comm.collectives.transports.nccl import Nccl

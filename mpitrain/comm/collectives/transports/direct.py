@@ -16,7 +16,7 @@ from mpitrain.comm.collectives.transports.transport import DeviceCall
 from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.memory.device import memory_kind, mpi_reads, recorded
 from mpitrain.comm.memory.elements import HALVES, LARGEST_COUNT
-from mpitrain.comm.runtime.kernels import scaling
+from mpitrain.comm.runtime.executor import scaling
 
 _OVERRIDES = ("MPITRAIN_DEVICE_AWARE", "MPITRAIN_CUDA_AWARE")  # the second is the older name
 

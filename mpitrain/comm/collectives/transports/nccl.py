@@ -20,7 +20,6 @@ from mpitrain.comm.collectives.transports.transport import DeviceCall, flat
 from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.memory.device import current_stream, identity, native_handle, use
 from mpitrain.comm.memory.sharing import all_agree
-from mpitrain.comm.programs.rings import even_blocks
 from mpitrain.comm.runtime.executor import Compiled
 
 _MODULE = "nccl.core"
@@ -104,7 +103,7 @@ class Nccl:
             calls["reduce_scatter"] = partial(comm.reduce_scatter, own[0], own[1], reduction)
         act = partial(calls[operation.name], stream=native_handle(current_stream(first.device)))
         topology, smallest = self._binder.topology, min(tensor.nbytes for tensor in own)
-        blocks = [smallest] * topology.size if any(operation.by_rank) else even_blocks(smallest, topology.size)
+        blocks = [smallest] * topology.size if any(operation.by_rank) else smallest
         moved = moved_by_library(topology, operation.name, blocks, root)._replace(algorithm="nccl")
         self._binder.run(Compiled([act], moved=moved))
 

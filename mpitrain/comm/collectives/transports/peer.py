@@ -22,7 +22,7 @@ from mpitrain.comm.memory.board import described
 from mpitrain.comm.memory.device import current_stream, recorded
 from mpitrain.comm.programs.program import Program
 from mpitrain.comm.runtime.executor import Compiled
-from mpitrain.comm.selection.registry import Algorithm, Setting, always
+from mpitrain.comm.selection import Algorithm, Setting, always
 
 _ROOM = 16 << 20  # bytes of the arena for vectors outside arenas
 

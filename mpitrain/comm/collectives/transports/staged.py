@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mpitrain.comm.collectives.binding import Binder
-from mpitrain.comm.collectives.operation import CollectiveOperation
+from mpitrain.comm.collectives.binding import Binder, CollectiveOperation
 from mpitrain.comm.collectives.transports.transport import DeviceCall, OperationPiece, TensorPart, cut, flat
 from mpitrain.comm.memory.device import current_stream, new_stream, pin, pinned, recorded
 

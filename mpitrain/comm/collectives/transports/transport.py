@@ -17,8 +17,8 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from mpitrain.comm.collectives.operation import CollectiveOperation
-from mpitrain.comm.runtime.kernels import Reduction
+from mpitrain.comm.collectives.binding import CollectiveOperation
+from mpitrain.comm.runtime.executor import Reduction
 
 
 class DeviceCall(NamedTuple):

@@ -1,0 +1,421 @@
+"""Operations that reduce the vectors of all ranks element by element: a = a0 + a1 + a2.
+
+                      all_reduce       reduce to 1      reduce_scatter
+rank 0   a0 b0 c0     a b c            a0 b0 c0         a
+rank 1   a1 b1 c1  -> a b c            a  b  c          b
+rank 2   a2 b2 c2     a b c            a2 b2 c2         c
+
+In the shared memory of a node a reduce_scatter can also be begun, and waited for later, without a thread (`Deferred`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpitrain.comm import selection
+from mpitrain.comm.algorithms.shared import COMPLETE, READ, deferred_reduce_scatter
+from mpitrain.comm.collectives import arguments
+from mpitrain.comm.collectives.arguments import block_sizes, overlap, unequal
+from mpitrain.comm.collectives.binding import (
+    NOTHING,
+    Binder,
+    CollectiveOperation,
+    Invocation,
+    copying,
+    offsets,
+    scaling,
+)
+from mpitrain.comm.collectives.dispatch import NOT_READY, Dispatcher
+from mpitrain.comm.collectives.moving import ALL_GATHER
+from mpitrain.comm.compression import Bucket, Compression
+from mpitrain.comm.job.mpi import MPI
+from mpitrain.comm.job.traffic import Moved, Note
+from mpitrain.comm.memory.board import described
+from mpitrain.comm.memory.elements import HALVES
+from mpitrain.comm.memory.remote import Neighbours
+from mpitrain.comm.programs.program import Program
+from mpitrain.comm.runtime.executor import Call, Compiled, Layout, Reduction
+from mpitrain.comm.runtime.split_phase import Event, SplitPhase
+from mpitrain.comm.runtime.work import Work
+from mpitrain.comm.selection import Algorithm, all_reduce_algorithm, cache_chunks, reduce_scatter_name
+from mpitrain.errors import InputError
+
+
+def all_reduce(
+    comm: Dispatcher,
+    x: Any,
+    op: str = "sum",
+    algorithm: str = "auto",
+    async_op: bool = False,
+    *,
+    compression: Compression | Bucket | None = None,
+    reproducible: bool = False,
+) -> Work | None:
+    """Reduce every rank's x element by element; each gets the result in its x. Collective.
+
+    Args:
+        x: A contiguous tensor or array, of one size and type on all ranks.
+        op: sum, product, min, max or avg. Integers wrap where they overflow; their average is the sum divided toward
+            zero.
+        algorithm: auto, mpi, ring, tree, halving, shared or two_level, or one that was registered. Halving stands in
+            for mpi in sums of 8-bit and 16-bit integers: those of Open MPI saturate.
+        async_op: Return at once with a `Work`; x must not be touched before that is complete.
+        compression: Send fewer bytes for about the sum or avg, see `mpitrain.comm.compression`; alike on all ranks.
+        reproducible: Reduce in the order of a fixed binary tree over the ranks, so that the bits depend neither on
+            the algorithm nor on where the ranks are.
+
+    Raises:
+        InputError: x cannot be communicated, or op or algorithm is not known or not possible for it.
+        CommunicationError: MPI fails, or ranks of a node call different operations.
+    """
+    try:
+        ready = comm.ready["all_reduce", x.data_ptr(), x.numel(), x.dtype, op, algorithm, reproducible]
+    except NOT_READY:
+        pass
+    else:
+        if not async_op and compression is None and x.is_contiguous():
+            ready(x)
+            return None
+    if compression is not None:
+        compressed = partial(_compressed, comm, compression, op, algorithm, reproducible)
+        return comm.begin(compressed, async_op, (x,), (True,))
+    return comm.call(ALL_REDUCE, async_op, (x,), (True,), op, algorithm, reproducible)
+
+
+class Channel:
+    """Stands for a `Communicator` inside one of its operations, so that all of that stays one operation."""
+
+    def __init__(self, comm: Dispatcher, binder: Binder) -> None:
+        """comm: The communicator. binder: That of the thread that carries the operation out."""
+        self.size, self._perform = comm.size, partial(comm.perform, binder)
+
+    def all_reduce(self, x: Tensor, op: str = "sum", algorithm: str = "auto", *, reproducible: bool = False) -> None:
+        self._perform(ALL_REDUCE, (x,), (True,), op, algorithm, reproducible)
+
+    def all_gather(self, out: Tensor, x: Tensor) -> None:
+        self._perform(ALL_GATHER, (out, x), (True, False), "auto", None)
+
+
+def _compressed(
+    comm: Dispatcher, compression: Compression | Bucket, op: str, algorithm: str, reproducible: bool, x: Tensor
+) -> Invocation:
+    """One operation of several collectives, all in the thread that carries it out."""
+    compression.check(x.dtype, op)
+    if reproducible:
+        raise InputError("a compressed sum depends on the number of ranks; leave out reproducible or compression")
+
+    def bind(binder: Binder, x: Tensor) -> Call:
+        return partial(compression.all_reduce, Channel(comm, binder), x, op, algorithm)
+
+    alike = op, algorithm, str(compression)
+    by = (compression.compression if isinstance(compression, Bucket) else compression).name
+    return Invocation("all_reduce", bind, (x,), (True,), alike=alike, on_device=True, algorithm=by)
+
+
+def _bind_all_reduce(
+    binder: Binder, x: Tensor, op: str, algorithm: str, reproducible: bool, said: str | None = None
+) -> Compiled:
+    """said: the caller's arguments, where x is not the caller's."""
+    reduction = Reduction.of(op, x.dtype, binder.topology.size)
+    if binder.topology.size == 1 or x.numel() == 0:
+        return NOTHING
+    setting = binder.setting(x, reproducible=reproducible)
+    if said is None:
+        said = _said_all_reduce(binder, x, op, algorithm, reproducible, binder.place(x))
+    name = binder.choose(selection.ALL_REDUCE, algorithm, setting)
+    chosen, neighbours = all_reduce_algorithm(name, setting), None
+    if chosen.program is None:
+        if x.dtype in HALVES:
+            return binder.widened(x, lambda wide: _bind_all_reduce(binder, wide, op, name, False))
+        if reduction.library_saturates:
+            return _bind_all_reduce(binder, x, op, "halving", False)
+        call, pieces = binder.comm.Allreduce, arguments.typed_pieces(x)
+        calls = [partial(call, MPI.IN_PLACE, piece, reduction.mpi_op) for piece in pieces]
+        moved = arguments.moved_by_library(binder.topology, "all_reduce", x.nbytes)
+        return Compiled([*calls, *scaling(x, reduction)], moved=moved)
+    if chosen.reach:
+        arena, neighbours = binder.reach(x)
+        if neighbours is not None:
+            setting = replace(setting, memory="reachable")
+        elif arena is None and (not chosen.stages or binder.staging() is None):
+            return _bind_all_reduce(binder, x, op, "ring", reproducible)
+    program = binder.program(chosen, setting)
+    if x.dtype in HALVES and program.sends_partial_sums:
+        return binder.widened(x, lambda wide: _bind_all_reduce(binder, wide, op, name, reproducible, said))
+    if chosen.reach and setting.memory == "private" and not program.slots:
+        return binder.through_staging(x, lambda piece: _bind_all_reduce(binder, piece, op, name, reproducible, said))
+    return binder.compile(program, binder.in_place(program, x, neighbours), reduction, binder.arena_of(x), said=said)
+
+
+def _said_all_reduce(binder: Binder, x: Tensor, op: str, algorithm: str, reproducible: bool, place: str = "") -> str:
+    return described("all_reduce", x.numel(), x.dtype, op, "reproducible" * reproducible, place)
+
+
+ALL_REDUCE = CollectiveOperation(
+    "all_reduce",
+    1,
+    _bind_all_reduce,
+    _said_all_reduce,
+    parameters=("op", "algorithm", "reproducible"),
+    by_rank=(False,),
+    in_place=True,
+    placed=lambda rank, x, op, algorithm, reproducible: selection.ALL_REDUCE.placed(algorithm, x),
+)
+
+
+def reduce(
+    comm: Dispatcher, x: Any, root: int, op: str = "sum", algorithm: str = "auto", async_op: bool = False
+) -> Work | None:
+    """Reduce every rank's x element by element; the root gets the result in its x. Collective.
+
+    Args:
+        x: A contiguous tensor or array, of one size and type on all ranks; it stays as it is on all but the root.
+        root: The rank that gets the result.
+        op: sum, product, min, max or avg.
+        algorithm: auto, mpi, tree or shared, or one that was registered. Tree stands in for mpi in sums of 8-bit and
+            16-bit integers, see `all_reduce`.
+        async_op: Return at once with a `Work`; x must not be touched before that is complete.
+
+    Raises:
+        InputError: x cannot be communicated, or root, op or algorithm is not known or not possible for it.
+        CommunicationError: MPI fails, or ranks of a node call different operations.
+    """
+    try:
+        ready = comm.ready["reduce", x.data_ptr(), x.numel(), x.dtype, op, root, algorithm]
+    except NOT_READY:
+        pass
+    else:
+        if not async_op and x.is_contiguous():
+            ready(x)
+            return None
+    return comm.call(REDUCE, async_op, (x,), (comm.rank == root,), op, root, algorithm)
+
+
+def _bind_reduce(binder: Binder, x: Tensor, op: str, root: int, algorithm: str) -> Compiled:
+    reduction = Reduction.of(op, x.dtype, binder.topology.size)
+    if binder.topology.size == 1 or x.numel() == 0:
+        return NOTHING
+    setting, at_root = binder.setting(x, root=root), binder.topology.rank == root
+    name = binder.choose(selection.REDUCE, algorithm, setting)
+    chosen = selection.REDUCE[name]
+    if x.dtype in HALVES and not chosen.reach:
+        return binder.widened(x, lambda wide: _bind_reduce(binder, wide, op, root, name), back=at_root)
+    if chosen.program is None and reduction.library_saturates:
+        return _bind_reduce(binder, x, op, root, "tree")
+    if chosen.program is None:
+        calls = [*_library_reduce(binder, x, root, reduction), *(scaling(x, reduction) if at_root else ())]
+        return Compiled(calls, moved=arguments.moved_by_library(binder.topology, "reduce", x.nbytes, root))
+    program = binder.program(chosen, setting)
+    if chosen.reach:
+        arena, neighbours = binder.require_reach(x, selection.REDUCE, name)
+        said = _said_reduce(binder, x, op, root, name, binder.place(x))
+        return binder.compile(program, binder.in_place(program, x, neighbours), reduction, arena, said=said)
+    layout = binder.in_place(program, x)
+    if at_root:
+        return binder.compile(program, layout, reduction)
+    sums = torch.empty(x.numel(), dtype=x.dtype)  # partial sums of other ranks than the root: their x stays
+    inner = binder.compile(program, replace(layout, target=sums.data_ptr()), reduction)
+    return Compiled([inner], [inner, sums])
+
+
+def _said_reduce(binder: Binder, x: Tensor, op: str, root: int, algorithm: str, place: str = "") -> str:
+    return described(f"reduce to rank {root}", x.numel(), x.dtype, op, place)
+
+
+REDUCE = CollectiveOperation(
+    "reduce",
+    1,
+    _bind_reduce,
+    _said_reduce,
+    parameters=("op", "root", "algorithm"),
+    by_rank=(False,),
+    together=False,
+    in_place=True,
+    placed=lambda rank, x, op, root, algorithm: selection.REDUCE.placed(algorithm, x),
+)
+
+
+def _library_reduce(binder: Binder, x: Tensor, root: int, reduction: Reduction) -> list[Call]:
+    comm, calls = binder.comm, list[Call]()
+    for buffer in arguments.typed_pieces(x):
+        send, receive = (MPI.IN_PLACE, buffer) if comm.rank == root else (buffer, None)
+        calls.append(partial(comm.Reduce, send, receive, reduction.mpi_op, root))
+    return calls
+
+
+_DEFERRED = Algorithm(lambda s: deferred_reduce_scatter(s.size, cache_chunks(s.block)), one_node=True, reach=True)
+
+
+def reduce_scatter(
+    comm: Dispatcher,
+    out: Any,
+    x: Any,
+    op: str = "sum",
+    algorithm: str = "auto",
+    async_op: bool = False,
+    *,
+    counts: Sequence[int] | None = None,
+    reproducible: bool = False,
+) -> Work | None:
+    """Reduce every rank's x element by element; out becomes this rank's block of the result. Collective.
+
+    Args:
+        out: Where the block goes: a contiguous tensor or array.
+        x: A contiguous tensor or array, of one size and type on all ranks: one block a rank, in order of rank.
+        op: sum, product, min, max or avg.
+        algorithm: auto, mpi, ring, halving, pairwise or shared, or one that was registered. Halving stands in for mpi
+            in sums of 8-bit and 16-bit integers, see `all_reduce`.
+        async_op: Return at once with a `Work`; neither tensor may be touched before that is complete.
+        counts: Elements of each rank's block; without it all are of out's length.
+        reproducible: Reduce in the order of a fixed binary tree over the ranks.
+
+    Shape:
+        out: counts[rank] elements. x: sum(counts) elements.
+
+    Raises:
+        InputError: The tensors cannot be communicated or do not fit together, or op or algorithm is not known or not
+            possible for them.
+        CommunicationError: MPI fails, or ranks of a node call different operations.
+    """
+    try:
+        own = out.data_ptr(), out.numel(), out.dtype
+        key = "reduce_scatter", x.data_ptr(), x.numel(), x.dtype, own, op, counts, algorithm, reproducible
+        ready = comm.ready[key]
+    except NOT_READY:
+        pass
+    else:
+        if not async_op and x.is_contiguous() and out.is_contiguous():
+            ready(x)
+            return None
+    return comm.call(REDUCE_SCATTER, async_op, (x, out), (False, True), op, counts, algorithm, reproducible)
+
+
+def _can_defer(binder: Binder, x: Tensor) -> bool:
+    """Whether all ranks share x's memory, the same on all of them."""
+    topology = binder.topology
+    arena = binder.arena_of(x)
+    in_host_memory = arena is not None and arena.mapped is None
+    return topology.size > 1 and topology.num_nodes == 1 and x.numel() > 0 and in_host_memory
+
+
+def _bind_deferred(binder: Binder, x: Tensor, out: Tensor, op: str, events: Mapping[str, Event]) -> Compiled:
+    """Return the operation in phases, which are its parts, on an x that all ranks share, in blocks of out's length."""
+    reduction, arena = Reduction.of(op, x.dtype, binder.topology.size), binder.arena_of(x)
+    program = binder.program(_DEFERRED, binder.setting(x, block=out.numel() * x.element_size()))
+    layout = _layout(binder, program, x, out, [out.numel()] * binder.topology.size, None)
+    layout = replace(layout, events=events, said=(_in_words(binder, x, None, op), ""))
+    return Compiled((), binder.compile_phases(program, layout, reduction, arena))
+
+
+def _in_words(binder: Binder, x: Tensor, counts: Sequence[int] | None, op: str) -> str:
+    """The arguments that must be the same on the ranks that touch each other's memory."""
+    return described("reduce_scatter", x.numel(), x.dtype, op, binder.place(x), unequal(counts))
+
+
+def _layout(
+    binder: Binder, program: Program, x: Tensor, out: Tensor, blocks: Sequence[int], neighbours: Neighbours | None
+) -> Layout:
+    """x as the input, and out as where the own block is the only one written."""
+    bounds = offsets(blocks)
+    layout = binder.in_place(program, x, neighbours, bounds)
+    return replace(layout, target=out.data_ptr() - bounds[binder.topology.rank] * x.element_size())
+
+
+def _bind_reduce_scatter(
+    binder: Binder, x: Tensor, out: Tensor, op: str, counts: Sequence[int] | None, algorithm: str, reproducible: bool
+) -> Compiled:
+    reduction = Reduction.of(op, x.dtype, binder.topology.size)
+    if x.numel() == 0:
+        return NOTHING
+    if binder.topology.size == 1:
+        return Compiled([copying(out, x)])
+    blocks = counts or [out.numel()] * binder.topology.size
+    setting = binder.setting(x, reproducible=reproducible, block=max(blocks) * x.element_size())
+    name = binder.choose(selection.REDUCE_SCATTER, algorithm, setting)
+    name = reduce_scatter_name(name, setting, by_itself=algorithm == "auto", halves=x.dtype in HALVES)
+    chosen = selection.REDUCE_SCATTER[name]
+    program = binder.program(chosen, setting) if chosen.program is not None else None
+    if x.dtype in HALVES and (program is None or program.sends_partial_sums):
+        wide, sums = torch.empty(x.numel(), dtype=torch.float32), torch.empty(out.numel(), dtype=torch.float32)
+        inner = _bind_reduce_scatter(binder, wide, sums, op, counts, name, False)
+        return Compiled([copying(wide, x), inner, copying(out, sums)], [inner, wide, sums])
+    if program is None and reduction.library_saturates:
+        return _bind_reduce_scatter(binder, x, out, op, counts, "halving", False)
+    if program is None:
+        return _library_reduce_scatter(binder, out, x, blocks, reduction)
+    arena, neighbours = binder.require_reach(x, selection.REDUCE_SCATTER, name) if chosen.reach else (None, None)
+    layout = _layout(binder, program, x, out, blocks, neighbours)
+    if not program.sends_partial_sums:
+        return binder.compile(program, layout, reduction, arena, said=_in_words(binder, x, counts, op))
+    whole = torch.empty(x.numel(), dtype=x.dtype)
+    inner = binder.compile(program, replace(layout, target=whole.data_ptr()), reduction)
+    first = offsets(blocks)[binder.topology.rank]
+    return Compiled([inner, copying(out, whole[first : first + out.numel()])], [inner, whole])
+
+
+REDUCE_SCATTER = CollectiveOperation(
+    "reduce_scatter",
+    2,
+    _bind_reduce_scatter,
+    lambda binder, x, out, op, counts, *_: described("reduce_scatter", x.numel(), x.dtype, op, unequal(counts)),
+    parameters=("op", "counts", "algorithm", "reproducible"),
+    by_rank=(True, False),
+    placed=lambda rank, x, out, op, counts, algorithm, reproducible: selection.REDUCE_SCATTER.placed(algorithm, x),
+)
+
+
+def _library_reduce_scatter(
+    binder: Binder, out: Tensor, x: Tensor, blocks: Sequence[int], reduction: Reduction
+) -> Compiled:
+    result = torch.empty_like(out) if overlap(out, x) else out
+    send = arguments.typed(x.data_ptr(), x.numel(), x.dtype)
+    receive = arguments.typed(result.data_ptr(), result.numel(), x.dtype)
+    if min(blocks) == max(blocks):
+        del send[1]  # which would count the elements of one block
+        call = partial(binder.comm.Reduce_scatter_block, send, receive, reduction.mpi_op)
+    else:
+        call = partial(binder.comm.Reduce_scatter, send, receive, list(blocks), reduction.mpi_op)
+    back = [] if result is out else [copying(out, result)]
+    moved = arguments.moved_by_library(binder.topology, "reduce_scatter", [n * x.element_size() for n in blocks])
+    keeps = [] if result is out else [result]
+    return Compiled([call, *scaling(result, reduction), *back], keeps, moved=moved)
+
+
+class Deferred:
+    """The deferred operations of one communicator, and what carries their signals."""
+
+    def __init__(self, comm: Dispatcher) -> None:
+        self._watchdog = comm.process.watchdog
+        self._record = self._watchdog.record(f"{comm.label} (deferred)", comm.world_ranks)
+        self._events: dict[str, Event] = {}
+        self._begun = 0  # operations, for the journal
+
+    def reduce_scatter(self, comm: Dispatcher, out: Tensor, x: Tensor, op: str) -> SplitPhase | None:
+        """Begin one; None, on all ranks, where they do not share x's memory. comm: the communicator."""
+        blocks = block_sizes(comm, "reduce_scatter", out, x, None, "out", "x")
+        if not _can_defer(comm.binder, x):
+            return None
+        comm.compare("reduce_scatter", (x, out), (op, blocks, "deferred", False), placed=x)
+        if not self._events:
+            label = self._record.label
+            self._events = {event: Event(comm.duplicate_of_node(), label) for event in (COMPLETE, READ)}
+        binder, key = comm.binder, ("deferred reduce_scatter", out.data_ptr(), x.data_ptr(), x.dtype, x.numel(), op)
+        phases = binder.bound(key, lambda: _bind_deferred(binder, x, out, op, self._events), out, x).parts
+        note = None
+        if comm.journal.on:
+            self._begun += 1
+            moved = Moved.sum(phase.moved for phase in phases)
+            note = Note(comm.journal, "reduce_scatter", comm.label, moved, self._record.key, self._begun)
+        return SplitPhase("deferred reduce_scatter", phases, (x, out), self._record, note)
+
+    def free(self, *, together: bool) -> None:
+        """Release what they use. together: whether the ranks can still act together; then collective."""
+        for event in self._events.values() if together else ():
+            event.free()
+        self._watchdog.forget(self._record)
