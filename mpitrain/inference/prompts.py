@@ -40,10 +40,6 @@ class TextCodec(ABC):
     def decoder(self) -> TextDecoder:
         """Makes text of tokens that come one after the other."""
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """The text of some tokens."""
-        return self.decoder().decode(tokens)
-
 
 class TextDecoder(ABC):
     """Makes text of tokens that come one after the other."""

@@ -102,8 +102,6 @@ class LinearParts:
 
 def linear_parts(module: nn.Module) -> LinearParts | None:
     """The parts of a plain linear layer; None for any other module, and for subclasses, which may compute otherwise."""
-    from mpitrain.layers.lora import LoraLinear
-
     kind = type(module)
     transposed = kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
     if isinstance(module, LoraLinear):

@@ -22,12 +22,20 @@ SMALL_IMAGE = 64  # pixels, of the longer side
 
 
 class ResidualBlock(nn.Module):
-    """Convolutions beside a shortcut."""
+    """Convolutions beside a shortcut.
 
-    def __init__(self, residual: nn.Sequential, inputs: int, outputs: int, stride: int) -> None:
+    Args:
+        stride: Of all convolutions together.
+        convolutions: (inputs, outputs, kernel, stride) of each; a BatchNorm follows each, and a ReLU all but the last.
+    """
+
+    def __init__(self, stride: int, *convolutions: tuple[int, int, int, int]) -> None:
         super().__init__()
-        self.residual = residual
-        self.shortcut = shortcut(inputs, outputs, stride)
+        layers: list[nn.Module] = []
+        for inputs, outputs, kernel, own_stride in convolutions:
+            layers += [convolution(inputs, outputs, kernel, own_stride), nn.BatchNorm2d(outputs), nn.ReLU(inplace=True)]
+        self.residual = nn.Sequential(*layers[:-1])
+        self.shortcut = shortcut(convolutions[0][0], convolutions[-1][1], stride)
         self.activation = nn.ReLU(inplace=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -40,14 +48,7 @@ class BasicBlock(ResidualBlock):
     expansion = 1
 
     def __init__(self, inputs: int, width: int, stride: int) -> None:
-        residual = nn.Sequential(
-            convolution(inputs, width, 3, stride),
-            nn.BatchNorm2d(width),
-            nn.ReLU(inplace=True),
-            convolution(width, width, 3),
-            nn.BatchNorm2d(width),
-        )
-        super().__init__(residual, inputs, width, stride)
+        super().__init__(stride, (inputs, width, 3, stride), (width, width, 3, 1))
 
 
 class Bottleneck(ResidualBlock):
@@ -56,17 +57,7 @@ class Bottleneck(ResidualBlock):
     expansion = 4
 
     def __init__(self, inputs: int, width: int, stride: int) -> None:
-        residual = nn.Sequential(
-            convolution(inputs, width, 1),
-            nn.BatchNorm2d(width),
-            nn.ReLU(inplace=True),
-            convolution(width, width, 3, stride),
-            nn.BatchNorm2d(width),
-            nn.ReLU(inplace=True),
-            convolution(width, width * self.expansion, 1),
-            nn.BatchNorm2d(width * self.expansion),
-        )
-        super().__init__(residual, inputs, width * self.expansion, stride)
+        super().__init__(stride, (inputs, width, 1, 1), (width, width, 3, stride), (width, 4 * width, 1, 1))
 
 
 STAGES: dict[int, tuple[type[BasicBlock] | type[Bottleneck], tuple[int, int, int, int]]] = {
@@ -107,12 +98,10 @@ class ResNet(BlockModel):
         self.stem = Stem(channels, width, small, channels_last)
         stages, inputs = [], width
         for index, depth in enumerate(depths):
-            blocks = []
-            for position in range(depth):
-                stride = 2 if index > 0 and position == 0 else 1
-                blocks.append(kind(inputs, width * 2**index, stride))
-                inputs = width * 2**index * kind.expansion
-            stages.append(nn.Sequential(*blocks))
+            own = width * 2**index
+            first = kind(inputs, own, 2 if index > 0 else 1)
+            inputs = own * kind.expansion
+            stages.append(nn.Sequential(first, *(kind(inputs, own, 1) for _ in range(depth - 1))))
         self.stages = nn.ModuleList(stages)
         self.pool = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())
         self.head = nn.Linear(inputs, outputs)

@@ -27,7 +27,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 
 from mpitrain.errors import refusal
-from mpitrain.layers.lora import LinearParts, LoraLinear
+from mpitrain.layers.lora import LinearParts, LoraLinear, linear_parts
 from mpitrain.tensor.axis import Axis, all_gather, copy, gather, reduce, reduce_scatter, scatter
 from mpitrain.tensor.features import Features, part_of
 
@@ -208,25 +208,14 @@ class ColumnParallelLora(ColumnParallelLinear):
     """A column layer with an adapter.
 
     Args:
-        parts: Of the whole layer.
         adapter: The whole layer with its adapter, the same on all ranks.
         axis: The ranks.
         features: How the outputs are divided.
-        gather_output: Give the whole output.
-        paired: A row layer takes what becomes of the output.
+        gather_output: Give the whole output; else a row layer takes what becomes of it.
     """
 
-    def __init__(
-        self,
-        parts: LinearParts,
-        adapter: LoraLinear,
-        axis: Axis,
-        features: Features,
-        *,
-        gather_output: bool,
-        paired: bool,
-    ) -> None:
-        super().__init__(parts, axis, features, gather_output=False, paired=paired)
+    def __init__(self, adapter: LoraLinear, axis: Axis, features: Features, *, gather_output: bool) -> None:
+        super().__init__(_parts_of(adapter), axis, features, gather_output=False, paired=not gather_output)
         _refuse_dropout(adapter, axis)
         self.scale, self._whole = adapter.scale, gather_output
         self.lora_a = adapter.lora_a
@@ -242,14 +231,13 @@ class RowParallelLora(RowParallelLinear):
     """A row layer with an adapter.
 
     Args:
-        parts: Of the whole layer.
         adapter: The whole layer with its adapter, the same on all ranks.
         axis: The ranks.
         features: How the inputs are divided.
     """
 
-    def __init__(self, parts: LinearParts, adapter: LoraLinear, axis: Axis, features: Features) -> None:
-        super().__init__(parts, axis, features)
+    def __init__(self, adapter: LoraLinear, axis: Axis, features: Features) -> None:
+        super().__init__(_parts_of(adapter), axis, features)
         _refuse_dropout(adapter, axis)
         self.scale = adapter.scale
         self.lora_a = part_of(adapter.lora_a, 1, features, axis.rank, axis.size)
@@ -264,6 +252,12 @@ class RowParallelLora(RowParallelLinear):
 def refuse_sequence(name: str) -> None:
     """Adapters of layers whose input is a part of the sequence are not made."""
     raise refusal(f"{name} has an adapter, which does not go with parallel.sequence; set that to false")
+
+
+def _parts_of(adapter: LoraLinear) -> LinearParts:
+    parts = linear_parts(adapter)
+    assert parts is not None
+    return parts
 
 
 def _refuse_dropout(adapter: LoraLinear, axis: Axis) -> None:

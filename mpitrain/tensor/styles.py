@@ -96,9 +96,7 @@ class Column(ParallelStyle):
         linear, axis = _linear(planned, "column"), planned.axis
         features = column_features(planned.name, linear, planned.parent, axis.size, self.sections, self.heads)
         if isinstance(planned.module, LoraLinear):
-            return ColumnParallelLora(
-                linear, planned.module, axis, features, gather_output=self.gather, paired=not self.gather
-            )
+            return ColumnParallelLora(planned.module, axis, features, gather_output=self.gather)
         return ColumnParallelLinear(
             linear, axis, features, gather_output=self.gather, sequence=planned.sequence, paired=not self.gather
         )
@@ -122,7 +120,7 @@ class Row(ParallelStyle):
         linear, axis = _linear(planned, "row"), planned.axis
         features = row_features(planned.name, linear, planned.parent, axis.size, self.heads)
         if isinstance(planned.module, LoraLinear) and not self.scatter:
-            return RowParallelLora(linear, planned.module, axis, features)
+            return RowParallelLora(planned.module, axis, features)
         return RowParallelLinear(linear, axis, features, scatter_input=self.scatter, sequence=planned.sequence)
 
 

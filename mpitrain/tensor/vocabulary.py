@@ -103,25 +103,20 @@ def cross_entropy(
 
 
 class VocabularyCrossEntropy(nn.Module):
-    """`cross_entropy` of an axis and a number of classes, in place of a model's own criterion(scores, y)."""
+    """`cross_entropy` of an axis and a number of classes, in place of a model's own criterion(scores, y).
 
-    def __init__(
-        self,
-        axis: Axis,
-        classes: int,
-        ignore_index: int = IGNORED,
-        label_smoothing: float = 0.0,
-        *,
-        by_sample: bool = False,
-    ) -> None:
+    Args:
+        axis: The ranks.
+        classes: Of all ranks together.
+        options: Of `cross_entropy`: ignore_index, label_smoothing, by_sample.
+    """
+
+    def __init__(self, axis: Axis, classes: int, **options: Any) -> None:
         super().__init__()
-        self.axis, self.classes, self.by_sample = axis, classes, by_sample
-        self.ignore_index, self.label_smoothing = ignore_index, label_smoothing
+        self.axis, self.classes, self._options = axis, classes, options
 
     def forward(self, scores: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return cross_entropy(
-            scores, y, self.axis, self.classes, self.ignore_index, self.label_smoothing, by_sample=self.by_sample
-        )
+        return cross_entropy(scores, y, self.axis, self.classes, **self._options)
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -162,11 +157,10 @@ class _CrossEntropy(torch.autograd.Function):
             torch.amax(wide, -1, out=numbers[0])
             shares = (wide - numbers[0].unsqueeze(-1)).exp_()
             torch.sum(shares, -1, out=numbers[1])
+            numbers[2] = wide.gather(-1, column).squeeze(-1).masked_fill_(~here, 0)
         else:
             shares = wide
             numbers[0].fill_(float("-inf"))
-        if stop > start:
-            numbers[2] = wide.gather(-1, column).squeeze(-1).masked_fill_(~here, 0)
         if label_smoothing:
             torch.sum(wide, -1, out=numbers[3])
         told = axis.all_gather(numbers, 0, lengths=[4] * axis.size)[0].view(axis.size, 4, len(y))
