@@ -14,8 +14,7 @@ from mpitrain.errors import EXIT_DONE, InputError, exit_code_of, refusal
 from mpitrain.planner import layouts
 from mpitrain.planner.candidates import LayoutRules, rules_of
 from mpitrain.planner.layouts import ParallelLayout
-from mpitrain.planner.machine import MachineProfile, size_of
-from mpitrain.planner.machine_file import given_machines, read_machine
+from mpitrain.planner.machine import MachineProfile, given_machines, read_machine, size_of
 from mpitrain.planner.model import ModelProfile
 from mpitrain.planner.predictor import Predictor
 from mpitrain.planner.report import HEAD, details, nothing_fits, picture, refused, report, row, scaling

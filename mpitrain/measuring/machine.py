@@ -8,7 +8,7 @@ are those of one rank that has a core for itself while all other cores of its no
     collectives  every algorithm of all_reduce, reduce_scatter, all_gather and broadcast at some sizes
     folder       what ranks write into a folder, until it is on the disk; --folder names the run folder's file system
     a rank       its memory before it has a model, and what a step takes beside its model; see `rank`
-    devices      see `speeds.device`
+    devices      see `speeds.cores`
 
 Started under mpirun or srun it measures the nodes of that job. Started plainly it measures this node: cores, folder,
 rank and devices at the first rank count, messages and collectives at each; those with more ranks than cores tell what
@@ -41,9 +41,8 @@ from mpitrain.measuring.tune import MEMORIES, AlgorithmContenders
 from mpitrain.models.gpt import GPT
 from mpitrain.monitor import memory_bytes, peak_memory_bytes
 from mpitrain.monitor.memory import node_memory_bytes
-from mpitrain.planner.machine import SECTIONS
-from mpitrain.planner.machine_file import Values, write_values
-from mpitrain.speeds import cores, device, kept, links
+from mpitrain.planner.machine import SECTIONS, Values, write_values
+from mpitrain.speeds import cores, kept, links
 from mpitrain.speeds.kept import values_from
 from mpitrain.speeds.timing import interleaved
 from mpitrain.storage.text import aligned, counted
@@ -83,7 +82,7 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
         result["machine"] = processor_name()
         result["memory"] = node_memory_bytes()
         with _told(world, "devices"):
-            result["device"] = device.measure(world, options.device, options.quick)
+            result["device"] = cores.measure_device(world, options.device, options.quick)
         with _told(world, "folder"), temporary_folder(world, options.folder or options.out.parent) as folder:
             result["folder"] = folder_speeds(world, folder, options.quick)
     if world.size > 1:

@@ -25,15 +25,7 @@ from mpitrain.shard.placement import STAGES, node_has_one_copy
 from mpitrain.shard.virtual_workers import VirtualWorkers
 
 _SLICES = (2, 4)
-_OF_PIPELINE = (
-    ("1f1b", 1),
-    ("gpipe", 1),
-    ("interleaved", 2),
-    ("interleaved", 4),
-    ("zero-bubble", 1),
-    ("zero-bubble", 2),
-)
-_PLACED = ("zero", "share_node", "shard_within", "reshard", "offload")
+_OF_PIPELINE = {"1f1b": (1,), "gpipe": (1,), "interleaved": (2, 4), "zero-bubble": (1, 2)}  # chunks of each schedule
 _STEPS = 4  # of the fewest microbatches of a rank, all numbers up to this are looked at
 
 
@@ -115,11 +107,8 @@ def candidates(
     blocks, device = len(model.blocks(1)), machine.device is not None
     for data, pipeline, tensor in shapes(model, nodes * ranks_per_node, blocks, rules):
         base = ParallelLayout(data, pipeline, tensor)
-        placed = [
-            {key: getattr(each, key) for key in _PLACED} for each in placements(base, nodes, ranks_per_node, device)
-        ]
         for cut in passes(model, base, blocks):
-            layouts = (replace(cut, **placement) for placement in placed)
+            layouts = placements(cut, nodes, ranks_per_node, device)
             yield from (layout for layout in layouts if rules.allow(layout, model, ranks_per_node, device))
 
 
@@ -163,7 +152,7 @@ def passes(model: ModelProfile, base: ParallelLayout, blocks: int) -> Iterator[P
     sequences = [False]
     if base.tensor > 1 and model.takes(replace(divided, sequence=True)):
         sequences.append(True)
-    schedules = [each for each in _OF_PIPELINE if base.pipeline * each[1] <= blocks]
+    schedules = [(name, n) for name, chunks in _OF_PIPELINE.items() for n in chunks if base.pipeline * n <= blocks]
     sliced = [1]
     if base.pipeline > 1:
         sliced += [n for n in _SLICES if model.takes(replace(divided, slices=n))]

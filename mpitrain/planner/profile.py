@@ -20,12 +20,11 @@ from mpitrain.data import Description
 from mpitrain.errors import InputError
 from mpitrain.layout import is_replicated
 from mpitrain.planner import counted
-from mpitrain.planner.counted import CountedOperation
+from mpitrain.planner.counted import CountedOperation, Observed, between, observe
 from mpitrain.planner.machine import MachineProfile
 from mpitrain.planner.measured import MeasuringFailed, Timed, Workers
 from mpitrain.planner.memory import ITEMSIZE
 from mpitrain.planner.model import BlockCost, Divided, ModelProfile, Weight
-from mpitrain.planner.passes import Observed, between, observe
 from mpitrain.planner.subject import Cut, Subject
 from mpitrain.shard.flat import blocks_of
 from mpitrain.shard.in_place import LEAST

@@ -18,9 +18,8 @@ from mpitrain.comm.selection.tuning import table_path
 from mpitrain.errors import InputError
 from mpitrain.monitor import peak_memory_bytes
 from mpitrain.monitor.memory import node_memory_bytes
-from mpitrain.planner.machine import SECTIONS, Measured
-from mpitrain.planner.machine_file import Values, collective_values, merged, read_values, write_values
-from mpitrain.speeds import cores, device, links
+from mpitrain.planner.machine import SECTIONS, Values, merged, read_values, write_values
+from mpitrain.speeds import cores, links
 from mpitrain.speeds.cores import COPY, COPY_ALONE, PRECISIONS, THREADS, UPDATE
 from mpitrain.storage.text import counted
 
@@ -51,9 +50,7 @@ def values_from(results: dict[int, Any], quick: bool) -> Values:
         values["device"] = {key: device[key] for key in SECTIONS["device"] if key in device}
         matrix = device["matrix"].items()  # whose sizes have become text on the way here
         values["device"]["matrix"] = {name: {int(n): rate for n, rate in table.items()} for name, table in matrix}
-    rows = [Measured(*row) for of in results.values() for row in of.get("collectives", [])]
-    if rows:
-        values["collectives"] = collective_values(rows)
+    values["collectives"] = {tuple(row): s for of in results.values() for *row, s in of.get("collectives", [])}
     return values
 
 
@@ -139,7 +136,7 @@ def measured(world: Communicator, on_device: bool, kind: str) -> Values:
     found["machine"] = processor_name()
     found["memory"] = node_memory_bytes()
     if on_device:
-        found["device"] = device.measure(world, kind, False)
+        found["device"] = cores.measure_device(world, kind, quick=False)
     if world.size > 1:
         plain = PlainMPI(world)
         found["links"] = links.measure(world, plain, False)

@@ -15,7 +15,7 @@ from mpitrain.data import Description
 from mpitrain.errors import InputError
 from mpitrain.planner import layouts
 from mpitrain.planner.machine import SECONDS, SECTIONS, derived
-from mpitrain.planner.machine_file import profile_of as machine_of
+from mpitrain.planner.machine import profile_of as machine_of
 from mpitrain.planner.predictor import Predictor
 from mpitrain.planner.profile import BlockProfile, profile_of
 from mpitrain.trainer.settings import fitting

@@ -21,8 +21,7 @@ from mpitrain.planner import refine as refine_module
 from mpitrain.planner.bounds import Bounds
 from mpitrain.planner.candidates import LayoutRules, candidates, microbatches, shapes
 from mpitrain.planner.layouts import ParallelLayout
-from mpitrain.planner.machine import MachineProfile
-from mpitrain.planner.machine_file import read_machine
+from mpitrain.planner.machine import MachineProfile, read_machine
 from mpitrain.planner.model import Divided
 from mpitrain.planner.predictor import Predictor
 from mpitrain.planner.profile import profile_of

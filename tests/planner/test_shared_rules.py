@@ -16,7 +16,7 @@ from mpitrain.mesh import mesh_shape
 from mpitrain.models import build_model
 from mpitrain.pipe import schedules
 from mpitrain.planner.layouts import ParallelLayout, layout_of
-from mpitrain.planner.machine_file import read_machine
+from mpitrain.planner.machine import read_machine
 from mpitrain.planner.model import AxisExchange
 from mpitrain.planner.predictor import Predictor, StepSimulation
 from mpitrain.planner.profile import profile_of
