@@ -2,8 +2,7 @@
 
 layouts                a layout: how a model is spread over ranks, as a line of text and as settings; what is predicted
 machine                a machine's speeds and sizes; `machine.toml`, read, merged, written; machines/: some are given
-model, profile         a model profile: what each block costs in time and memory
-subject                the model as one rank has it, divided without the other ranks
+subject, profile       a model profile: what each block costs; the model as one rank has it, divided without the others
 counted                sizes and operations of blocks, from passes without values, and seconds reckoned from them
 measured               seconds of blocks, measured in processes side by side
 collectives            seconds of the collective that would run, simulated; between devices, in closed form

@@ -19,7 +19,7 @@ from mpitrain.errors import InputError, refusal
 from mpitrain.mesh import conflict, uncompiled
 from mpitrain.planner.layouts import ParallelLayout
 from mpitrain.planner.machine import MachineProfile
-from mpitrain.planner.model import Divided, ModelProfile
+from mpitrain.planner.subject import Divided, ModelProfile
 from mpitrain.shard import placement
 from mpitrain.shard.placement import STAGES, node_has_one_copy
 from mpitrain.shard.virtual_workers import VirtualWorkers

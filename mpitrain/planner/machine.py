@@ -202,9 +202,8 @@ _UP, _LARGE = {p: _DECIMAL[p] for p in ("", "k", "M", "G", "T")}, {p: _DECIMAL[p
 BYTES = Unit(_BYTES, _DECIMAL | _BINARY, ("B", {"": 1.0} | _BINARY), '"256 GiB"')
 BYTE_RATE = Unit(_per_second(_BYTES | _BITS), _DECIMAL | _BINARY, ("B/s", _UP), '"200 GB/s" or "100 Gbit/s"')
 BIT_RATE = Unit(BYTE_RATE.bases, BYTE_RATE.prefixes, ("bit/s", _UP), BYTE_RATE.example)
-SECONDS = Unit(
-    {"seconds": 1.0, "second": 1.0, "s": 1.0}, _SMALL, ("s", {p: _SMALL[p] for p in ("", "m", "u", "n")}), '"2 us"'
-)
+_TIMES = {"seconds": 1.0, "second": 1.0, "s": 1.0}
+SECONDS = Unit(_TIMES, _SMALL, ("s", {p: _SMALL[p] for p in ("", "m", "u", "n")}), '"2 us"')
 OPERATIONS = Unit(_OPERATIONS, _DECIMAL, ("flop/s", _LARGE), '"60 Gflop/s"')
 ELEMENTS = Unit(_ELEMENTS, _DECIMAL, ("elements/s", {p: _DECIMAL[p] for p in ("", "M")}), '"300 Melements/s"')
 FRACTION = Unit({"%": 0.01}, {"": 1.0}, ("%", {"": 1.0}), '0.9 or "90 %"')
@@ -479,7 +478,7 @@ def profile_of(values: Values, where: str) -> MachineProfile:
 
 def write_values(values: Values, path: Path) -> None:
     """Write what values say, and nothing that is derived."""
-    write_whole(path, "\n".join(_lines(values)) + "\n")
+    write_whole(path, "\n".join(lines_of(values)) + "\n")
 
 
 # -- reading
@@ -552,7 +551,8 @@ def _unknown(path: str, name: str) -> InputError:
 # -- writing
 
 
-def _lines(values: Values) -> Iterator[str]:
+def lines_of(values: Values) -> Iterator[str]:
+    """The lines of a file."""
     yield _ON_TOP
     for name in HEAD:
         if name in values:

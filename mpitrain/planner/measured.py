@@ -30,8 +30,7 @@ from mpitrain.config.settings import Config
 from mpitrain.data import Description
 from mpitrain.errors import MpitrainError
 from mpitrain.pipe.wire import as_tuple
-from mpitrain.planner.model import Divided
-from mpitrain.planner.subject import Cut, Subject, signature
+from mpitrain.planner.subject import Cut, Divided, Subject, signature
 from mpitrain.shard.in_place import InPlace
 
 if TYPE_CHECKING:
@@ -149,7 +148,7 @@ def time_blocks(cut: Cut, samples: int, device: torch.device) -> list[Timed]:
     places = _Places(cut.module)
     alone = not devices.is_accelerator(device) and torch.get_num_threads() == 1
     now = time.thread_time if alone else time.perf_counter
-    wait = partial(devices.synchronize, device) if devices.is_accelerator(device) else _nothing
+    wait = partial(devices.synchronize, device) if devices.is_accelerator(device) else lambda: None
     x, y = cut.samples(samples)
     rounds: list[list[tuple[float, float]]] = []
     again: list[list[tuple[float, float]]] = []  # where gradients are there already
@@ -252,10 +251,6 @@ class _Places:
             if gradient.data_ptr() != place.data_ptr():
                 place.copy_(gradient)
             parameter.grad = place
-
-
-def _nothing() -> None:
-    return
 
 
 def _told(description: Description) -> dict[str, Any]:

@@ -24,8 +24,7 @@ from mpitrain.planner.counted import CountedOperation, Observed, between, observ
 from mpitrain.planner.machine import MachineProfile
 from mpitrain.planner.measured import MeasuringFailed, Timed, Workers
 from mpitrain.planner.memory import ITEMSIZE
-from mpitrain.planner.model import BlockCost, Divided, ModelProfile, Weight
-from mpitrain.planner.subject import Cut, Subject
+from mpitrain.planner.subject import BlockCost, Cut, Divided, ModelProfile, Subject, Weight
 from mpitrain.shard.flat import blocks_of
 from mpitrain.shard.in_place import LEAST
 

@@ -101,11 +101,11 @@ _QUIET = 0.25  # quantile of the times of messages: what other work of the machi
 _PROBED, _MOST = 16 * MIB, 64 * MIB  # bytes of the vector that probes take blocks of
 
 
-def measure(world: Communicator, plain: PlainMPI, quick: bool) -> dict[str, Any]:
+def measure(world: Communicator, quick: bool) -> dict[str, Any]:
     """The speeds of `comm.programs.simulate.Machine` that messages give. Collective."""
     size = 1 * MIB if quick else min(_MOST, max(_PROBED, world.size * RING_SEGMENT))
     repeats, seconds = (5, 0.3) if quick else (21, 3.0)
-    arena = world.arena(max(world.size, size // 4))
+    plain, arena = PlainMPI(world), world.arena(max(world.size, size // 4))
     try:
         probes = Probes(world, plain, arena)
         times = interleaved(world, probes.contenders(), repeats, seconds)
@@ -119,6 +119,7 @@ def measure(world: Communicator, plain: PlainMPI, quick: bool) -> dict[str, Any]
         found["latency"] = max(_LEAST, tiny - found["step"])
         waits = 3 if Machine().eager < RING_SEGMENT else 1  # the latencies of a long message
         found["bandwidth"] = RING_SEGMENT / max(segment / 10, segment - waits * tiny)
+    plain.free()
     return found
 
 

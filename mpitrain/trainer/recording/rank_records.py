@@ -12,8 +12,7 @@ from mpitrain.comm.programs.rings import bytes_sent
 from mpitrain.monitor.memory import host_memory_bytes
 from mpitrain.monitor.run_files import RankWriter
 from mpitrain.planner.counted import Observed, observe
-from mpitrain.planner.model import AxisExchange, Divided
-from mpitrain.planner.subject import Subject
+from mpitrain.planner.subject import AxisExchange, Divided, Subject
 from mpitrain.shard.sharding import Sharding
 from mpitrain.shard.traffic import data_bytes
 from mpitrain.trainer.callback import Callback, Step
