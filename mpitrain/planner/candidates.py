@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 
 from mpitrain.config.settings import Config
 from mpitrain.errors import InputError, refusal
@@ -156,16 +157,15 @@ def passes(model: ModelProfile, base: ParallelLayout, blocks: int) -> Iterator[P
     sliced = [1]
     if base.pipeline > 1:
         sliced += [n for n in _SLICES if model.takes(replace(divided, slices=n))]
-    for sequence in sequences:
-        for microbatch in microbatches(model.batch, base.data):
-            for recompute in (False, True)[: 1 + (model.has_units or base.pipeline > 1)]:
-                layout = replace(base, microbatch=microbatch, sequence=sequence, recompute=recompute)
-                if base.pipeline == 1:
-                    yield layout
-                    continue
-                for schedule, chunks in schedules:
-                    for slices in sliced if schedule != "zero-bubble" else [1]:
-                        yield replace(layout, schedule=schedule, chunks=chunks, slices=slices)
+    recomputes = (False, True)[: 1 + (model.has_units or base.pipeline > 1)]
+    for sequence, microbatch, recompute in product(sequences, microbatches(model.batch, base.data), recomputes):
+        layout = replace(base, microbatch=microbatch, sequence=sequence, recompute=recompute)
+        if base.pipeline == 1:
+            yield layout
+            continue
+        for (schedule, chunks), slices in product(schedules, sliced):
+            if slices == 1 or schedule != "zero-bubble":
+                yield replace(layout, schedule=schedule, chunks=chunks, slices=slices)
 
 
 def microbatches(batch: int, data: int) -> list[int]:

@@ -208,6 +208,7 @@ OPERATIONS = Unit(_OPERATIONS, _DECIMAL, ("flop/s", _LARGE), '"60 Gflop/s"')
 ELEMENTS = Unit(_ELEMENTS, _DECIMAL, ("elements/s", {p: _DECIMAL[p] for p in ("", "M")}), '"300 Melements/s"')
 FRACTION = Unit({"%": 0.01}, {"": 1.0}, ("%", {"": 1.0}), '0.9 or "90 %"')
 COUNT = Unit({}, {}, ("", {"": 1.0}), "128")
+TEXT = Unit({}, {}, ("", {}), "text")  # is no quantity
 
 
 def size_of(text: str, option: str) -> float:
@@ -228,14 +229,14 @@ class MachineKey:
     """A key of a section.
 
     Attributes:
-        unit: Of its value; None: text.
+        unit: Of its value.
         attribute: Of `MachineProfile`, of its `links` or of its `device` that it sets.
         meaning: For the comment behind it.
         factor: What the value is multiplied with to be the attribute.
         table: Whether it is a section of its own: by precision a value, or a table of values by size.
     """
 
-    unit: Unit | None
+    unit: Unit
     attribute: str
     meaning: str
     factor: float = 1.0
@@ -280,7 +281,7 @@ SECTIONS: Mapping[str, Mapping[str, MachineKey]] = {
         "write_limit": MachineKey(BYTE_RATE, "write_limit", "all nodes together"),
     },
     "device": {
-        "kind": MachineKey(None, "device.kind", "as PyTorch names it"),
+        "kind": MachineKey(TEXT, "device.kind", "as PyTorch names it"),
         "count": MachineKey(COUNT, "device.count", "of a node"),
         "memory": MachineKey(BYTES, "device.memory", "of one"),
         "memory_bandwidth": MachineKey(BYTE_RATE, "device.memory_rate", "of its own memory, reads and writes together"),
@@ -452,8 +453,7 @@ def profile_of(values: Values, where: str) -> MachineProfile:
     needed = REQUIRED + (REQUIRED_OF_DEVICE if "device" in values else ("core.matrix",))
     for name in needed:
         if name not in flat:
-            section, unit = name.partition(".")[0], KEYS[name].unit
-            example = unit.example if unit else "text"
+            section, example = name.partition(".")[0], KEYS[name].unit.example
             raise refusal(f"{where}: {name} is missing; write it under [{section}], as {example}")
     numbers = derived({name: value for name, value in flat.items() if isinstance(value, int | float)})
     top, links, device = dict[str, Any](), dict[str, Any](), dict[str, Any]()
@@ -492,7 +492,7 @@ def _section(section: str, said: object, path: str) -> Iterator[tuple[str, Any]]
         if key not in SECTIONS[section]:
             raise _unknown(path, f"{section}.{key}")
         of = SECTIONS[section][key]
-        if of.unit is None:
+        if of.unit is TEXT:
             yield key, str(value)
         elif of.table:
             yield key, dict(_tables(of, value, where))
@@ -502,7 +502,6 @@ def _section(section: str, said: object, path: str) -> Iterator[tuple[str, Any]]
 
 def _tables(of: MachineKey, said: object, where: str) -> Iterator[tuple[str, dict[int, float]]]:
     """By precision: by size of matrices the speed; by 0: the speed at the best size."""
-    assert of.unit is not None
     for precision, value in (said if isinstance(said, Mapping) else {"fp32": said}).items():
         if precision not in PRECISIONS:
             raise refusal(f"{where}.{precision} is no precision; there are {', '.join(PRECISIONS)}")
@@ -583,14 +582,13 @@ def lines_of(values: Values) -> Iterator[str]:
 
 
 def _value(of: MachineKey, value: Any) -> str:
-    if of.unit is None:
+    if of.unit is TEXT:
         return _quoted(value)
     text = of.unit.text(value)
     return text if text.isdigit() else _quoted(text)
 
 
 def _table(of: MachineKey, table: Mapping[int, float]) -> str:
-    assert of.unit is not None
     if 0 in table:
         return _quoted(of.unit.text(table[0]))
     return f"{{ {', '.join(f'{n} = {_quoted(of.unit.text(table[n]))}' for n in sorted(table))} }}"

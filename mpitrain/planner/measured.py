@@ -269,10 +269,7 @@ def _ended(processes: Sequence[subprocess.Popen[bytes]]) -> None:
     for process in processes:
         process.kill()
     for process in processes:
-        process.wait()
-        for pipe in (process.stdin, process.stdout):
-            if pipe is not None:
-                pipe.close()
+        process.communicate()  # waits, and closes its pipes
 
 
 def serve(asked: IO[bytes], answers: IO[bytes]) -> None:

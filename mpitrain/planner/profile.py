@@ -155,21 +155,17 @@ class BlockProfile(ModelProfile):
     def _observe(self, samples: int, divided: Divided) -> list[Observed]:
         if samples > _EXACT or (self._times is None and samples not in _POINTS):
             return self._in_line(samples, divided)
-        try:
-            return observe(self._cut(divided, True), samples)
-        except InputError:
-            raise
-        except Exception:  # of whatever the model does without values
-            pass
-        try:
-            return observe(self._cut(divided, False), samples)
-        except InputError:
-            raise
-        except Exception as error:  # a batch norm has no variance of one value
-            if samples == 1:
-                return self._in_line(samples, divided)
-            text = " ".join(f"{type(error).__name__}: {error}".split())
-            raise InputError(f"a pass through the model fails for {samples} samples: {text}") from error
+        for fake in (True, False):
+            try:
+                return observe(self._cut(divided, fake), samples)
+            except InputError:
+                raise
+            except Exception as error:  # of whatever the model does without values
+                failed = error
+        if samples == 1:  # a batch norm has no variance of one value
+            return self._in_line(samples, divided)
+        text = " ".join(f"{type(failed).__name__}: {failed}".split())
+        raise InputError(f"a pass through the model fails for {samples} samples: {text}") from failed
 
     def _in_line(self, samples: int, divided: Divided) -> list[Observed]:
         few, more = (self._observed(size, divided) for size in _POINTS)

@@ -268,33 +268,6 @@ class DataStandIn:
         self.noted.append(AxisExchange("all_reduce", x.nbytes, "data"))
 
 
-def synchronize(model: nn.Module, axis: DataStandIn) -> nn.Module:
-    """The model with batch norms that sum up over the axis, in place; a new module where it is a batch norm itself."""
-    return SyncBatchNorm.convert(model, cast("Communicator", axis))
-
-
-def divide(model: nn.Module, divided: Divided, *, times: bool = False) -> StandIn | None:
-    """Divide a model in place, as tensor rank 0 has it.
-
-    Args:
-        model: The whole model.
-        divided: How.
-        times: Whether passes through it are to be timed.
-
-    Returns:
-        The axis; None where there is one rank alone.
-
-    Raises:
-        InputError: The model cannot be divided so.
-    """
-    if divided.tensor == 1:
-        return None
-    plan = plan_for(model, sequence=divided.sequence)
-    axis = StandIn(divided.tensor, times=times)
-    parallelize(model, axis, plan, sequence=divided.sequence, whole=divided.whole)
-    return axis
-
-
 def _resized(shape: Sequence[int], dim: int, length: int) -> tuple[int, ...]:
     changed = list(shape)
     changed[dim] = length
@@ -462,8 +435,12 @@ class Subject:
             task = self._copied(mode, like)
             module, data = task.module, DataStandIn()
             if divided.synchronized:
-                module = synchronize(module, data)
-            axis = divide(module, divided, times=device is not None)
+                module = SyncBatchNorm.convert(module, cast("Communicator", data))
+            axis = None
+            if divided.tensor > 1:
+                plan = plan_for(module, sequence=divided.sequence)
+                axis = StandIn(divided.tensor, times=device is not None)
+                parallelize(module, axis, plan, sequence=divided.sequence, whole=divided.whole)
             precision = self.config.train.precision
             convert(module, precision)
             if device is not None and device.type != "cpu":
