@@ -26,7 +26,8 @@ from mpitrain.shard.placement import STAGES, node_has_one_copy
 from mpitrain.shard.virtual_workers import VirtualWorkers
 
 _SLICES = (2, 4)
-_OF_PIPELINE = {"1f1b": (1,), "gpipe": (1,), "interleaved": (2, 4), "zero-bubble": (1, 2)}  # chunks of each schedule
+_CHUNKS = {"1f1b": (1,), "gpipe": (1,), "interleaved": (2, 4), "zero-bubble": (1, 2)}
+_OF_PIPELINE = [(schedule, n) for schedule, chunks in _CHUNKS.items() for n in chunks]
 _STEPS = 4  # of the fewest microbatches of a rank, all numbers up to this are looked at
 
 
@@ -153,7 +154,7 @@ def passes(model: ModelProfile, base: ParallelLayout, blocks: int) -> Iterator[P
     sequences = [False]
     if base.tensor > 1 and model.takes(replace(divided, sequence=True)):
         sequences.append(True)
-    schedules = [(name, n) for name, chunks in _OF_PIPELINE.items() for n in chunks if base.pipeline * n <= blocks]
+    schedules = [each for each in _OF_PIPELINE if base.pipeline * each[1] <= blocks]
     sliced = [1]
     if base.pipeline > 1:
         sliced += [n for n in _SLICES if model.takes(replace(divided, slices=n))]
