@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from copy import copy
 from functools import partial
 from pathlib import Path
 
@@ -14,13 +15,11 @@ from mpitrain.errors import EXIT_DONE, InputError, exit_code_of, refusal
 from mpitrain.planner import layouts
 from mpitrain.planner.candidates import LayoutRules, rules_of
 from mpitrain.planner.layouts import ParallelLayout
-from mpitrain.planner.machine import MachineProfile, size_of
-from mpitrain.planner.machine_file import given_machines, read_machine
-from mpitrain.planner.model import ModelProfile
+from mpitrain.planner.machine import MachineProfile, given_machines, read_machine, size_of
 from mpitrain.planner.predictor import Predictor
-from mpitrain.planner.report import HEAD, details, nothing_fits, picture, refused, report, row, scaling
+from mpitrain.planner.report import HEAD, Point, details, nothing_fits, picture, refused, report, row
 from mpitrain.planner.search import COUNT, SIMULATED, best, excess_of
-from mpitrain.planner.subject import description_of
+from mpitrain.planner.subject import ModelProfile, description_of
 from mpitrain.storage.disk import write_whole
 
 OWN = "config"  # --explain: the layout that the configuration asks for
@@ -122,20 +121,16 @@ def scaled(
     out: Path | None,
 ) -> None:
     """Print the best layouts at several numbers of nodes, and draw them. Raises InputError where that is impossible."""
-    lines = {}
-    for weak in (False, True):
+    lines: dict[bool, list[Point]] = {False: [], True: []}
+    for weak, points in lines.items():
         print(f"{'weak' if weak else 'strong'} scaling on {machine.name} ({machine.origin})\n{HEAD}")
-        lines[weak] = scaling(
-            model,
-            machine,
-            options.ranks_per_node,
-            nodes,
-            weak=weak,
-            memory=options.memory,
-            rules=rules,
-            seconds=options.seconds,
-            told=lambda points: print(row(points), flush=True),
-        )
+        for count in nodes:
+            larger = copy(model)
+            larger.batch = model.batch * count // nodes[0] if weak else model.batch
+            predictor = Predictor(larger, machine, count, options.ranks_per_node, options.memory)
+            found = best(predictor, rules, 1, seconds=options.seconds).found
+            points.append(Point(predictor.ranks, found[0] if found else None))
+            print(row(points), flush=True)
         print()
     if out is not None:
         try:

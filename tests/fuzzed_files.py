@@ -47,7 +47,7 @@ from mpitrain.monitor.timeline.merging import merge, told
 from mpitrain.monitor.timeline.spans import write_rank
 from mpitrain.monitor.watch import frame, line
 from mpitrain.monitor.watched import Watched
-from mpitrain.planner.machine_file import read_machine
+from mpitrain.planner.machine import read_machine
 
 ODD = (
     "null", "true", "-1", "0", "1e999", "NaN", "-Infinity", "1" * 400, "9" * 5000, str(2**63), str(2**64 - 1), '""',

@@ -8,7 +8,7 @@ are those of one rank that has a core for itself while all other cores of its no
     collectives  every algorithm of all_reduce, reduce_scatter, all_gather and broadcast at some sizes
     folder       what ranks write into a folder, until it is on the disk; --folder names the run folder's file system
     a rank       its memory before it has a model, and what a step takes beside its model; see `rank`
-    devices      see `speeds.device`
+    devices      see `speeds.cores`
 
 Started under mpirun or srun it measures the nodes of that job. Started plainly it measures this node: cores, folder,
 rank and devices at the first rank count, messages and collectives at each; those with more ranks than cores tell what
@@ -33,20 +33,16 @@ import numpy as np
 import torch
 
 from mpitrain.comm import Communicator
-from mpitrain.comm.job.topology import processor_name
-from mpitrain.comm.plain_mpi import PlainMPI
 from mpitrain.comm.selection import TABLES
 from mpitrain.measuring.self_start import measured, parsed, parser, started_here, temporary_folder
 from mpitrain.measuring.tune import MEMORIES, AlgorithmContenders
 from mpitrain.models.gpt import GPT
 from mpitrain.monitor import memory_bytes, peak_memory_bytes
-from mpitrain.monitor.memory import node_memory_bytes
-from mpitrain.planner.machine import SECTIONS
-from mpitrain.planner.machine_file import Values, write_values
-from mpitrain.speeds import cores, device, kept, links
+from mpitrain.planner.machine import lines_of, write_values
+from mpitrain.speeds import kept, links
 from mpitrain.speeds.kept import values_from
 from mpitrain.speeds.timing import interleaved
-from mpitrain.storage.text import aligned, counted
+from mpitrain.storage.text import counted
 from mpitrain.trainer.callback import Callback, Step
 from mpitrain.trainer.trainer import Trainer
 
@@ -78,19 +74,13 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
     result: dict[str, Any] = {"nodes": list(world.nodes), "process": peak_memory_bytes()}
     whole = not started_here() or world.size == options.ranks[0]
     if whole:
-        with _told(world, "cores"):
-            result["cores"] = cores.measure(world, "quick" if options.quick else "full")
-        result["machine"] = processor_name()
-        result["memory"] = node_memory_bytes()
-        with _told(world, "devices"):
-            result["device"] = device.measure(world, options.device, options.quick)
+        with _told(world, "cores and devices"):
+            result |= kept.of_nodes(world, "quick" if options.quick else "full", options.device)
         with _told(world, "folder"), temporary_folder(world, options.folder or options.out.parent) as folder:
             result["folder"] = folder_speeds(world, folder, options.quick)
     if world.size > 1:
-        plain = PlainMPI(world)
         with _told(world, "messages"):
-            result["links"] = links.measure(world, plain, options.quick)
-        plain.free()
+            result["links"] = links.measure(world, options.quick)
         with _told(world, "collectives"):
             result["collectives"] = _collectives(world, options.quick)
     if whole:
@@ -104,30 +94,11 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
 def keep(results: dict[int, Any], options: argparse.Namespace) -> None:
     """Print what was found at each rank count, and write it; where all was measured, also for `parallel.auto`."""
     values = values_from(results, options.quick)
-    print(shown_values(values))
+    print("\n".join(lines_of({name: said for name, said in values.items() if name != "collectives"})))
     write_values(values, options.out)
     print(f"written: {options.out}")
     if not options.quick and (at := kept.keep(values)):
         print(f"written: {at}, for parallel.auto")
-
-
-def shown_values(values: Values) -> str:
-    """The figures, a line each, but for those of collectives."""
-    lines = [values["name"]]
-    for section, keys in SECTIONS.items():
-        rows = []
-        for key, of in keys.items():
-            value = values.get(section, {}).get(key)
-            if value is None or of.unit is None:
-                continue
-            if of.table:
-                for precision, table in value.items():
-                    told = ", ".join(f"{of.unit.text(rate)} ({n})" for n, rate in sorted(table.items()))
-                    rows.append((f"{section} matrix {precision}", told))
-            else:
-                rows.append((f"{section} {key.replace('_', ' ')}", f"{of.unit.text(value):20} {of.meaning}"))
-        lines += [aligned(rows)] if rows else []
-    return "\n".join(lines)
 
 
 @contextmanager

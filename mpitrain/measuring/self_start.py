@@ -90,7 +90,7 @@ def at_each(command: Sequence[str], options: argparse.Namespace, name: str) -> t
         name: What people are told is running.
 
     Returns:
-        What rank 0 has left by `leave`, by rank count, and the exit code.
+        What rank 0 has left, by rank count, and the exit code.
     """
     found: dict[int, Any] = {}
     with tempfile.TemporaryDirectory(prefix="mpitrain-") as folder:
@@ -131,7 +131,7 @@ def measured(
     world = init()
     result = measure(world)
     if world.rank == 0 and started_here():
-        leave(result)
+        Path(os.environ[_RESULT]).write_text(json.dumps(result), encoding="utf-8")
     elif world.rank == 0:
         keep({world.size: result})
     return EXIT_DONE
@@ -140,11 +140,6 @@ def measured(
 def started_here() -> bool:
     """Whether `at_each` has started this job."""
     return _RESULT in os.environ
-
-
-def leave(result: Any) -> None:
-    """Leave what JSON can hold for `at_each`, which has started this job. Rank 0 calls it."""
-    Path(os.environ[_RESULT]).write_text(json.dumps(result), encoding="utf-8")
 
 
 def start(command: Sequence[str], ranks: int, limit: float, environment: dict[str, str] | None = None) -> int:

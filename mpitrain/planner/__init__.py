@@ -1,12 +1,10 @@
 """Which layout of a training job is fastest on a machine, and what it takes, before the job is started. Loads no MPI.
 
 layouts                a layout: how a model is spread over ranks, as a line of text and as settings; what is predicted
-machine                a machine profile: speeds and sizes; the keys of `machine.toml`; "100 Gbit/s"
-machine_file           `machine.toml`: read, merged, written; machines/: some that are given
-model, profile         a model profile: what each block costs in time and memory
-subject                the model as one rank has it, divided without the other ranks
-passes                 sizes of blocks, from passes without values
-measured, counted      seconds of blocks, measured in processes side by side or reckoned from operations
+machine                a machine's speeds and sizes; `machine.toml`, read, merged, written; machines/: some are given
+subject, profile       a model profile: what each block costs; the model as one rank has it, divided without the others
+counted                sizes and operations of blocks, from passes without values, and seconds reckoned from them
+measured               seconds of blocks, measured in processes side by side
 collectives            seconds of the collective that would run, simulated; between devices, in closed form
 memory                 what each rank holds, which ranks communicate with each other, and bytes by category
 flow                   microbatches through a pipeline's stages: when ranks are done, what they hold

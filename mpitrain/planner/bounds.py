@@ -24,9 +24,9 @@ from mpitrain.planner.collectives import Group
 from mpitrain.planner.flow import estimate
 from mpitrain.planner.layouts import ParallelLayout
 from mpitrain.planner.memory import ITEMSIZE, LayoutPlaces, is_unit
-from mpitrain.planner.model import AxisExchange, BlockCost, Divided
 from mpitrain.planner.predictor import Predictor, StepSimulation
 from mpitrain.planner.refine import held_at_most
+from mpitrain.planner.subject import AxisExchange, BlockCost, Divided
 from mpitrain.shard.flat import MIB
 from mpitrain.shard.placement import STAGES
 

@@ -13,27 +13,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 
 from mpitrain.config.settings import Config
 from mpitrain.errors import InputError, refusal
 from mpitrain.mesh import conflict, uncompiled
 from mpitrain.planner.layouts import ParallelLayout
 from mpitrain.planner.machine import MachineProfile
-from mpitrain.planner.model import Divided, ModelProfile
+from mpitrain.planner.subject import Divided, ModelProfile
 from mpitrain.shard import placement
 from mpitrain.shard.placement import STAGES, node_has_one_copy
 from mpitrain.shard.virtual_workers import VirtualWorkers
 
 _SLICES = (2, 4)
-_OF_PIPELINE = (
-    ("1f1b", 1),
-    ("gpipe", 1),
-    ("interleaved", 2),
-    ("interleaved", 4),
-    ("zero-bubble", 1),
-    ("zero-bubble", 2),
-)
-_PLACED = ("zero", "share_node", "shard_within", "reshard", "offload")
+_CHUNKS = {"1f1b": (1,), "gpipe": (1,), "interleaved": (2, 4), "zero-bubble": (1, 2)}
+_OF_PIPELINE = [(schedule, n) for schedule, chunks in _CHUNKS.items() for n in chunks]
 _STEPS = 4  # of the fewest microbatches of a rank, all numbers up to this are looked at
 
 
@@ -115,11 +109,8 @@ def candidates(
     blocks, device = len(model.blocks(1)), machine.device is not None
     for data, pipeline, tensor in shapes(model, nodes * ranks_per_node, blocks, rules):
         base = ParallelLayout(data, pipeline, tensor)
-        placed = [
-            {key: getattr(each, key) for key in _PLACED} for each in placements(base, nodes, ranks_per_node, device)
-        ]
         for cut in passes(model, base, blocks):
-            layouts = (replace(cut, **placement) for placement in placed)
+            layouts = placements(cut, nodes, ranks_per_node, device)
             yield from (layout for layout in layouts if rules.allow(layout, model, ranks_per_node, device))
 
 
@@ -167,16 +158,15 @@ def passes(model: ModelProfile, base: ParallelLayout, blocks: int) -> Iterator[P
     sliced = [1]
     if base.pipeline > 1:
         sliced += [n for n in _SLICES if model.takes(replace(divided, slices=n))]
-    for sequence in sequences:
-        for microbatch in microbatches(model.batch, base.data):
-            for recompute in (False, True)[: 1 + (model.has_units or base.pipeline > 1)]:
-                layout = replace(base, microbatch=microbatch, sequence=sequence, recompute=recompute)
-                if base.pipeline == 1:
-                    yield layout
-                    continue
-                for schedule, chunks in schedules:
-                    for slices in sliced if schedule != "zero-bubble" else [1]:
-                        yield replace(layout, schedule=schedule, chunks=chunks, slices=slices)
+    recomputes = (False, True)[: 1 + (model.has_units or base.pipeline > 1)]
+    for sequence, microbatch, recompute in product(sequences, microbatches(model.batch, base.data), recomputes):
+        layout = replace(base, microbatch=microbatch, sequence=sequence, recompute=recompute)
+        if base.pipeline == 1:
+            yield layout
+            continue
+        for (schedule, chunks), slices in product(schedules, sliced):
+            if slices == 1 or schedule != "zero-bubble":
+                yield replace(layout, schedule=schedule, chunks=chunks, slices=slices)
 
 
 def microbatches(batch: int, data: int) -> list[int]:

@@ -208,15 +208,8 @@ class CollectiveTimes:
 
     def _shared_with(self, groups: int) -> Machine:
         """What one of several groups has of a node's cores, memory and link."""
-        if groups == 1:
-            return self._links
-        links = self._links
-        return replace(
-            links,
-            bandwidth=links.bandwidth / groups,
-            memory_rate=links.memory_rate / groups,
-            cores=links.cores / groups,
-        )
+        shared = {name: getattr(self._links, name) / groups for name in ("bandwidth", "memory_rate", "cores")}
+        return replace(self._links, **shared)
 
 
 def _run(program: Program, nbytes: float, links: Machine) -> float:

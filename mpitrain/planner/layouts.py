@@ -27,7 +27,7 @@ from mpitrain.layout import split
 from mpitrain.mesh import mesh_shape
 from mpitrain.pipe.partition import partition
 from mpitrain.pipe.schedules import default_microbatches
-from mpitrain.planner.model import BlockCost, Divided
+from mpitrain.planner.subject import BlockCost, Divided
 
 
 @dataclass(frozen=True)

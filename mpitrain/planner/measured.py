@@ -30,8 +30,7 @@ from mpitrain.config.settings import Config
 from mpitrain.data import Description
 from mpitrain.errors import MpitrainError
 from mpitrain.pipe.wire import as_tuple
-from mpitrain.planner.model import Divided
-from mpitrain.planner.subject import Cut, Subject, signature
+from mpitrain.planner.subject import Cut, Divided, Subject, signature
 from mpitrain.shard.in_place import InPlace
 
 if TYPE_CHECKING:
@@ -149,7 +148,7 @@ def time_blocks(cut: Cut, samples: int, device: torch.device) -> list[Timed]:
     places = _Places(cut.module)
     alone = not devices.is_accelerator(device) and torch.get_num_threads() == 1
     now = time.thread_time if alone else time.perf_counter
-    wait = partial(devices.synchronize, device) if devices.is_accelerator(device) else _nothing
+    wait = partial(devices.synchronize, device) if devices.is_accelerator(device) else lambda: None
     x, y = cut.samples(samples)
     rounds: list[list[tuple[float, float]]] = []
     again: list[list[tuple[float, float]]] = []  # where gradients are there already
@@ -254,10 +253,6 @@ class _Places:
             parameter.grad = place
 
 
-def _nothing() -> None:
-    return
-
-
 def _told(description: Description) -> dict[str, Any]:
     told = asdict(replace(description, columns=None))  # which make no difference to a block
     return told | {key: told[key].str for key in ("x_dtype", "y_dtype")}
@@ -274,10 +269,7 @@ def _ended(processes: Sequence[subprocess.Popen[bytes]]) -> None:
     for process in processes:
         process.kill()
     for process in processes:
-        process.wait()
-        for pipe in (process.stdin, process.stdout):
-            if pipe is not None:
-                pipe.close()
+        process.communicate()  # waits, and closes its pipes
 
 
 def serve(asked: IO[bytes], answers: IO[bytes]) -> None:

@@ -7,7 +7,7 @@ what a step needs beside them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -18,7 +18,7 @@ from mpitrain.pipe.schedule import BackwardInput, Schedule
 from mpitrain.planner.collectives import Group
 from mpitrain.planner.flow import Flow
 from mpitrain.planner.layouts import ParallelLayout
-from mpitrain.planner.model import BlockCost, Weight
+from mpitrain.planner.subject import BlockCost, Weight
 from mpitrain.shard.flat import MULTIPLE, lay_in_buckets
 from mpitrain.shard.offload import HOST
 from mpitrain.shard.placement import SCRATCH, STAGES, Account, bucket_size, formula, node_has_one_copy, slot_count
@@ -243,35 +243,31 @@ class Means:
     whole: int = 0
 
     @property
-    def layout(self) -> ParallelLayout:
-        """The layout of the ranks."""
-        return self.places.layout
-
-    @property
     def shared(self) -> bool:
         """Whether the ranks of a node have one copy of the parameters between them."""
-        layout = self.layout
+        layout = self.places.layout
         return node_has_one_copy(STAGES[layout.zero], layout.share_node, self.device, self.places.even)
 
     @property
     def gathers(self) -> bool:
         """Whether parameters are gathered unit by unit while they are needed."""
-        return STAGES[self.layout.zero].parameters and not self.shared and self.places.shards()[0].size > 1
+        return STAGES[self.places.layout.zero].parameters and not self.shared and self.places.shards()[0].size > 1
 
     def bucket_size(self, bucket_mb: float) -> float:
         """MiB of a bucket, where `bucket_mb` are asked for."""
-        sharded, nodes = STAGES[self.layout.zero].gradients, self.places.shards()[0].spans
+        sharded, nodes = STAGES[self.places.layout.zero].gradients, self.places.shards()[0].spans
         return bucket_size(bucket_mb, sharded, self.places.overlaps, nodes, self.device)
 
     def slots(self) -> int:
         """Slots that gradients pass through where each rank keeps its share of them."""
-        shard, staged = self.places.shards()[0], self.layout.pipeline > 1  # stages add in a fixed order
+        shard, staged = self.places.shards()[0], self.places.layout.pipeline > 1  # stages add in a fixed order
         return slot_count(self.places.overlaps, staged, shard.size > 1 and not self.device, shard.spans)
 
     def stored(self, numel: float, itemsize: int) -> Account:
         """Parameters, gradients and states of so many elements on a rank."""
-        stage, shards, data = STAGES[self.layout.zero], self.places.shards()[0].size, self.places.data.nodes
-        copied, sharing = bool(self.layout.offload) and self.device, data.count(data[0]) * self.shared
+        layout, data = self.places.layout, self.places.data.nodes
+        stage, shards = STAGES[layout.zero], self.places.shards()[0].size
+        copied, sharing = bool(layout.offload) and self.device, data.count(data[0]) * self.shared
         return formula(stage, shards, numel, itemsize, self.moments, copied=copied, sharing=sharing)
 
 
@@ -287,7 +283,7 @@ def account(
         rank: The pipeline position.
         flying: Of a pipeline, the bytes of activations between forward and backward (`in_flight`).
     """
-    layout, places = means.layout, means.places
+    layout, places = means.places.layout, means.places
     stage = STAGES[layout.zero]
     elements = held.flat.numel if stage.states else held.numel  # gradients lie flat at every stage
     stored, flat = means.stored(elements, held.itemsize), means.stored(held.flat.numel, held.itemsize)
@@ -310,7 +306,7 @@ def account(
     }
     # a rank builds the whole model in fp32 in the host's memory, and then moves or copies its part of it
     building = 4.0 * (held.numel if means.device else means.whole + held.numel * (means.whole > held.numel))
-    found["working"] += max(0.0, building - total(found) + means.process)
+    found["working"] += max(0.0, building - sum(found.values()) + means.process)
     return found
 
 
@@ -324,14 +320,14 @@ def host_account(means: Means, held: StageHoldings, data: float) -> dict[str, fl
         held: What the rank holds.
         data: Bytes of batches that are read ahead.
     """
-    layout, sharded = means.layout, STAGES[means.layout.zero].states
+    layout, sharded = means.places.layout, STAGES[means.places.layout.zero].states
     elements = held.flat.numel if sharded else held.numel
     stored, own = means.stored(elements, held.itemsize), elements / (means.places.shards()[0].size if sharded else 1)
     building, training = {"model": 4.0 * means.whole}, {"data": data}
     if layout.offload:  # gradients and, where they are rounded, parameters pass through pinned memory
         training["pinned"] = own * held.itemsize * (2 if held.itemsize < 4 else 1)
         training["states"] = stored.states if layout.offload == HOST else 0.0
-    return {"process": float(means.process)} | (building if total(building) > total(training) else training)
+    return {"process": float(means.process)} | max(training, building, key=lambda each: sum(each.values()))
 
 
 def _gradients_apart(layout: ParallelLayout, held: StageHoldings, schedule: Schedule, rank: int) -> float:
@@ -390,8 +386,3 @@ def _activations(layout: ParallelLayout, held: StageHoldings, flying: float) -> 
         once = float(max((sum(block.kept for block in stage) for stage in held.stages), default=0))
     ends = max((stage[-1].given for stage in held.stages if stage), default=0)
     return flying + 2.0 * ends, working + once
-
-
-def total(memory: Mapping[str, float]) -> float:
-    """Bytes of all categories."""
-    return sum(memory.values())

@@ -35,9 +35,8 @@ from mpitrain.planner.memory import (
     host_account,
     in_flight,
     is_unit,
-    total,
 )
-from mpitrain.planner.model import AxisExchange, BlockCost, ModelProfile
+from mpitrain.planner.subject import AxisExchange, BlockCost, ModelProfile
 from mpitrain.shard.offload import HOST
 from mpitrain.shard.placement import STAGES, formula
 from mpitrain.tensor.axis import sums_directly
@@ -423,7 +422,7 @@ class Predictor:
         holds = [self.held(layout, places, rank) for rank in range(layout.pipeline)]
         flying = in_flight(layout, flow, holds) if flow is not None else [0.0]
         accounts = [account(means, holds[rank], flow, rank, flying[rank]) for rank in range(layout.pipeline)]
-        return max(accounts, key=total)
+        return max(accounts, key=lambda each: sum(each.values()))
 
     def host_memory(self, layout: ParallelLayout) -> Mapping[str, float]:
         """Bytes by category in the host's memory, of the rank that takes most there; empty without devices."""
@@ -432,7 +431,8 @@ class Predictor:
         places = self.places(layout)
         data = _READ_AHEAD * -(-self.model.batch // layout.data) * float(self.model.sample_bytes)
         holds = (self.held(layout, places, rank) for rank in range(layout.pipeline))
-        return max((host_account(self.means(places), held, data) for held in holds), key=total)
+        accounts = [host_account(self.means(places), held, data) for held in holds]
+        return max(accounts, key=lambda each: sum(each.values()))
 
     def host_room(self) -> float:
         """Bytes of its node's memory that a rank may take."""

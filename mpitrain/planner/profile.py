@@ -20,13 +20,11 @@ from mpitrain.data import Description
 from mpitrain.errors import InputError
 from mpitrain.layout import is_replicated
 from mpitrain.planner import counted
-from mpitrain.planner.counted import CountedOperation
+from mpitrain.planner.counted import CountedOperation, Observed, between, observe
 from mpitrain.planner.machine import MachineProfile
 from mpitrain.planner.measured import MeasuringFailed, Timed, Workers
 from mpitrain.planner.memory import ITEMSIZE
-from mpitrain.planner.model import BlockCost, Divided, ModelProfile, Weight
-from mpitrain.planner.passes import Observed, between, observe
-from mpitrain.planner.subject import Cut, Subject
+from mpitrain.planner.subject import BlockCost, Cut, Divided, ModelProfile, Subject, Weight
 from mpitrain.shard.flat import blocks_of
 from mpitrain.shard.in_place import LEAST
 
@@ -157,21 +155,17 @@ class BlockProfile(ModelProfile):
     def _observe(self, samples: int, divided: Divided) -> list[Observed]:
         if samples > _EXACT or (self._times is None and samples not in _POINTS):
             return self._in_line(samples, divided)
-        try:
-            return observe(self._cut(divided, True), samples)
-        except InputError:
-            raise
-        except Exception:  # of whatever the model does without values
-            pass
-        try:
-            return observe(self._cut(divided, False), samples)
-        except InputError:
-            raise
-        except Exception as error:  # a batch norm has no variance of one value
-            if samples == 1:
-                return self._in_line(samples, divided)
-            text = " ".join(f"{type(error).__name__}: {error}".split())
-            raise InputError(f"a pass through the model fails for {samples} samples: {text}") from error
+        for fake in (True, False):
+            try:
+                return observe(self._cut(divided, fake), samples)
+            except InputError:
+                raise
+            except Exception as error:  # of whatever the model does without values
+                failed = error
+        if samples == 1:  # a batch norm has no variance of one value
+            return self._in_line(samples, divided)
+        text = " ".join(f"{type(failed).__name__}: {failed}".split())
+        raise InputError(f"a pass through the model fails for {samples} samples: {text}") from failed
 
     def _in_line(self, samples: int, divided: Divided) -> list[Observed]:
         few, more = (self._observed(size, divided) for size in _POINTS)

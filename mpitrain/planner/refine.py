@@ -49,8 +49,8 @@ import numpy.typing as npt
 from mpitrain.errors import InputError
 from mpitrain.planner.layouts import ParallelLayout, sizes
 from mpitrain.planner.memory import ITEMSIZE
-from mpitrain.planner.model import AxisExchange, BlockCost, Divided, ModelProfile, Weight
 from mpitrain.planner.predictor import Predictor
+from mpitrain.planner.subject import AxisExchange, BlockCost, Divided, ModelProfile, Weight
 
 _Array = npt.NDArray[np.float64]
 _EVEN = 1e-9  # share of a stage's seconds that decides between cuts that are equally good otherwise

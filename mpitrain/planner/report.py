@@ -7,18 +7,13 @@ against that at the smallest number of ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from copy import copy
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mpitrain.planner.candidates import LayoutRules
 from mpitrain.planner.layouts import Prediction, text
-from mpitrain.planner.machine import MachineProfile
-from mpitrain.planner.model import ModelProfile
-from mpitrain.planner.predictor import Predictor
-from mpitrain.planner.search import Excess, LayoutPlan, best
+from mpitrain.planner.search import Excess, LayoutPlan
 from mpitrain.storage.disk import replacing
 from mpitrain.storage.text import aligned, bytes_text, seconds_text, short
 
@@ -152,12 +147,10 @@ class Point:
     """The best layout at one number of ranks.
 
     Attributes:
-        nodes: How many.
         ranks: Of all nodes.
         prediction: Of the best layout that fits; None where none does.
     """
 
-    nodes: int
     ranks: int
     prediction: Prediction | None
 
@@ -166,42 +159,6 @@ class Point:
         """Samples per second of one rank."""
         found = self.prediction
         return found.samples / found.seconds / self.ranks if found is not None else 0.0
-
-
-def scaling(
-    model: ModelProfile,
-    machine: MachineProfile,
-    ranks_per_node: int,
-    nodes: Sequence[int],
-    *,
-    weak: bool,
-    memory: float | None = None,
-    rules: LayoutRules = LayoutRules(),
-    seconds: float = float("inf"),
-    told: Callable[[Sequence[Point]], None] = lambda points: None,
-) -> list[Point]:
-    """The best layout at each number of nodes.
-
-    Args:
-        model: What is trained; its batch is that of the first number of nodes.
-        machine: Where.
-        ranks_per_node: Ranks of each node.
-        nodes: From least to most.
-        weak: Whether the batch grows with the nodes.
-        memory: Bytes that a rank may take.
-        rules: What the rest of the configuration allows.
-        seconds: Seconds for each number of nodes, as `search.best` says.
-        told: Called with the points so far, once another is known.
-    """
-    points = []
-    for count in nodes:
-        scaled = copy(model)
-        scaled.batch = model.batch * count // nodes[0] if weak else model.batch
-        predictor = Predictor(scaled, machine, count, ranks_per_node, memory)
-        found = best(predictor, rules, 1, seconds=seconds).found
-        points.append(Point(count, predictor.ranks, found[0] if found else None))
-        told(points)
-    return points
 
 
 def efficiency_of(points: Sequence[Point]) -> float:
@@ -223,10 +180,15 @@ def row(points: Sequence[Point]) -> str:
     return f"{point.ranks:7,}  {told}  {memory:>10}  {found.samples:6,}  {text(found.layout)}"
 
 
-def draw(figure: Any, strong: Sequence[Point], weak: Sequence[Point], title: str = "") -> None:
-    """Step time, efficiency and memory over ranks, on a matplotlib figure."""
+def picture(path: Path, strong: Sequence[Point], weak: Sequence[Point], title: str) -> None:
+    """Draw step time, efficiency and memory over ranks into a file, whose name says the format.
+
+    Raises ImportError without matplotlib (extra `monitor`).
+    """
+    from matplotlib.figure import Figure
+
+    figure: Any = Figure(figsize=(13, 4.2), layout="constrained")
     figure.suptitle(title, fontsize=10)
-    figure.set_size_inches(13, 4.2)
     time, efficiency, memory = figure.subplots(1, 3)
     for points, name, style in ((strong, "strong", "o-"), (weak, "weak", "s--")):
         fits = [point for point in points if point.prediction is not None]
@@ -245,13 +207,5 @@ def draw(figure: Any, strong: Sequence[Point], weak: Sequence[Point], title: str
         axis.set_xticks([point.ranks for point in strong], [str(point.ranks) for point in strong], rotation=45)
         axis.grid(alpha=0.3)
         axis.legend()
-
-
-def picture(path: Path, strong: Sequence[Point], weak: Sequence[Point], title: str = "") -> None:
-    """Draw into a file, whose name says the format. Raises ImportError without matplotlib (extra `monitor`)."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(layout="constrained")
-    draw(figure, strong, weak, title)
     with replacing(path) as aside:
         figure.savefig(aside, dpi=120)

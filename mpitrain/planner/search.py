@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpitrain.config.settings import Config
 from mpitrain.errors import InputError, refusal
@@ -24,10 +24,6 @@ from mpitrain.planner.candidates import LayoutRules, candidates
 from mpitrain.planner.layouts import SECTION_OF, ParallelLayout, Prediction
 from mpitrain.planner.predictor import Predictor
 from mpitrain.planner.refine import Refinement
-
-if TYPE_CHECKING:
-    from mpitrain.planner.predictor import Predictor
-
 
 COUNT = 10
 SIMULATED = 200  # layouts and variants that a search simulates at most
@@ -234,12 +230,12 @@ class _Search:
         if self.hopeless:
             self.excess, self.waiting = [each for each in self.excess if each.host], []
             return
-        entries: list[tuple[float, int, ParallelLayout]] = []
+        entries: list[tuple[float, ParallelLayout]] = []
         for layout in self._layouts:
             with suppress(InputError):
-                entries.append((sum(self._predictor.least_memory(layout).values()), len(entries), layout))
+                entries.append((sum(self._predictor.least_memory(layout).values()), layout))
         self.excess, least_missing = [], float("inf")
-        for least, _, layout in sorted(entries, key=lambda entry: entry[:2]):
+        for least, layout in sorted(entries, key=lambda entry: entry[0]):
             if least - self._room >= least_missing:
                 break
             self._look(layout, tuple(dict.fromkeys(self._variants(layout))), 0.0)

@@ -13,15 +13,13 @@ from typing import Any
 
 from mpitrain.comm import Communicator
 from mpitrain.comm.job.topology import processor_name, this_machine
-from mpitrain.comm.plain_mpi import PlainMPI
 from mpitrain.comm.selection import table_path
 from mpitrain.errors import InputError
 from mpitrain.monitor import peak_memory_bytes
 from mpitrain.monitor.memory import node_memory_bytes
-from mpitrain.planner.machine import SECTIONS, Measured
-from mpitrain.planner.machine_file import Values, collective_values, merged, read_values, write_values
-from mpitrain.speeds import cores, device, links
-from mpitrain.speeds.cores import COPY, COPY_ALONE, PRECISIONS, THREADS, UPDATE
+from mpitrain.planner.machine import SECTIONS, Values, merged, read_values, write_values
+from mpitrain.speeds import cores, links
+from mpitrain.speeds.cores import COPY, COPY_ALONE, PRECISIONS, THREADS, UPDATE, Effort
 from mpitrain.storage.text import counted
 
 _LEAST_SHARE = 0.2  # of a core that a thread adds: where it seems to be less, other work had the cores meanwhile
@@ -51,9 +49,7 @@ def values_from(results: dict[int, Any], quick: bool) -> Values:
         values["device"] = {key: device[key] for key in SECTIONS["device"] if key in device}
         matrix = device["matrix"].items()  # whose sizes have become text on the way here
         values["device"]["matrix"] = {name: {int(n): rate for n, rate in table.items()} for name, table in matrix}
-    rows = [Measured(*row) for of in results.values() for row in of.get("collectives", [])]
-    if rows:
-        values["collectives"] = collective_values(rows)
+    values["collectives"] = {tuple(row): s for of in results.values() for *row, s in of.get("collectives", [])}
     return values
 
 
@@ -126,6 +122,16 @@ def tells(values: Values, world: Communicator, on_device: bool) -> bool:
     return all(section in values for section in needed)
 
 
+def of_nodes(world: Communicator, effort: Effort, kind: str) -> dict[str, Any]:
+    """Return the speeds and sizes that a node has by itself. kind: of its devices, as for run.device. Collective."""
+    return {
+        "cores": cores.measure(world, effort),
+        "machine": processor_name(),
+        "memory": node_memory_bytes(),
+        "device": cores.measure_device(world, kind, effort == "quick"),
+    }
+
+
 def measured(world: Communicator, on_device: bool, kind: str) -> Values:
     """A short measurement of the nodes of these ranks, added to what is kept; rank 0 keeps it. Collective.
 
@@ -135,15 +141,9 @@ def measured(world: Communicator, on_device: bool, kind: str) -> Values:
         kind: Of these, as for run.device.
     """
     found: dict[str, Any] = {"nodes": list(world.nodes), "process": peak_memory_bytes()}
-    found["cores"] = cores.measure(world, "short")
-    found["machine"] = processor_name()
-    found["memory"] = node_memory_bytes()
-    if on_device:
-        found["device"] = device.measure(world, kind, False)
+    found |= of_nodes(world, "short", kind if on_device else "cpu")
     if world.size > 1:
-        plain = PlainMPI(world)
-        found["links"] = links.measure(world, plain, False)
-        plain.free()
+        found["links"] = links.measure(world, quick=False)
     values = values_from({world.size: found}, quick=False)
     values["origin"] = f"measured {time.strftime('%Y-%m-%d')} at the start of a job"
     if world.rank == 0:

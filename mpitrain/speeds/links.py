@@ -20,12 +20,12 @@ from mpitrain.comm.programs.simulate import Machine
 from mpitrain.comm.selection import RING_SEGMENT
 from mpitrain.speeds.timing import Contender, Times, interleaved
 
-# -- The figures of `comm.programs.simulate.Machine`, measured by small operations that all ranks make at once
+# -- The figures of `comm.programs.simulate.Machine` inside a node, by small operations that all ranks make at once
 # Probes, made by all ranks at once with a block of the size the algorithms handle (vector / ranks, at most a ring
 # segment), give the machine's figures; more ranks than cores take turns, which the simulator counts on its own:
 #
-#     exchange of 8 bytes       = local_latency + step; across nodes: latency + step
-#     exchange of a block       = that + block / local_bandwidth; across nodes: block * senders of a node / bandwidth
+#     exchange of 8 bytes       = local_latency + step
+#     exchange of a block       = that + block / local_bandwidth
 #     adding two numbers        = step, the cost of starting anything in Python
 #     adding a neighbour's block to the own, copying it: reduce_rate, copy_rate
 #     barrier of a node         = fence, per doubling of its ranks
@@ -52,7 +52,6 @@ class Probes:
         near = [r for r in range(world.size) if world.nodes[r] == world.node]
         place = near.index(world.rank)
         self.near = near[(place + 1) % len(near)], near[place - 1]  # the ring inside the node
-        self.far = (world.rank + 1) % world.size, (world.rank - 1) % world.size  # the ring of all
         other = world.world_ranks[self.near[0]]
         self.block = arena.tensor[mine]
         self.neighbour = (arena.peer(other) if arena.kind == "shared" else arena.tensor)[mine]
@@ -71,13 +70,10 @@ class Probes:
             "copy": partial(np.copyto, theirs, mine),
             "barrier": self.plain.node_barrier(),
         }
-        if self.world.num_nodes > 1:
-            calls["far tiny"] = self.plain.exchange(landing, tiny, *self.far)
-            calls["far exchange"] = self.plain.exchange(self.landing, self.message, *self.far)
         return {name: Contender(call) for name, call in calls.items()}
 
     def machine(self, times: dict[str, Times]) -> Machine:
-        """The speeds of one rank that has a core for itself."""
+        """The speeds of one rank that has a core for itself, inside a node."""
         t = {name: value.median for name, value in times.items()}
         nodes, cores = self.world.nodes, os.cpu_count() or 1
         local = max(nodes.count(node) for node in set(nodes))
@@ -88,14 +84,6 @@ class Probes:
         def rate(nbytes: int, seconds: float) -> float:
             return min(_FASTEST, nbytes / max(seconds, _LEAST))
 
-        between = {}
-        if "far tiny" in t:
-            leaving = [nodes[r] for r in range(len(nodes)) if nodes[(r + 1) % len(nodes)] != nodes[r]]
-            senders = max(map(leaving.count, leaving))
-            between = {
-                "latency": max(_LEAST, t["far tiny"] - t["step"]),
-                "bandwidth": rate(message * senders, t["far exchange"] - t["far tiny"]),
-            }
         return Machine(
             local_latency=max(_LEAST, t["tiny"] - t["step"]),
             local_bandwidth=turns * rate(message, t["exchange"] - t["tiny"]),
@@ -105,7 +93,6 @@ class Probes:
             step=step,
             fence=t["barrier"] / turns / max(1, math.ceil(math.log2(max(2, local)))),
             cores=cores,
-            **between,
         )
 
 
@@ -114,11 +101,11 @@ _QUIET = 0.25  # quantile of the times of messages: what other work of the machi
 _PROBED, _MOST = 16 * MIB, 64 * MIB  # bytes of the vector that probes take blocks of
 
 
-def measure(world: Communicator, plain: PlainMPI, quick: bool) -> dict[str, Any]:
+def measure(world: Communicator, quick: bool) -> dict[str, Any]:
     """The speeds of `comm.programs.simulate.Machine` that messages give. Collective."""
     size = 1 * MIB if quick else min(_MOST, max(_PROBED, world.size * RING_SEGMENT))
     repeats, seconds = (5, 0.3) if quick else (21, 3.0)
-    arena = world.arena(max(world.size, size // 4))
+    plain, arena = PlainMPI(world), world.arena(max(world.size, size // 4))
     try:
         probes = Probes(world, plain, arena)
         times = interleaved(world, probes.contenders(), repeats, seconds)
@@ -129,9 +116,10 @@ def measure(world: Communicator, plain: PlainMPI, quick: bool) -> dict[str, Any]
         arena.free()
     if world.num_nodes > 1:
         tiny, segment = (_between_nodes(world, plain, nbytes, quick) for nbytes in (8, RING_SEGMENT))
-        found["latency"] = max(1e-8, tiny - found["step"])
+        found["latency"] = max(_LEAST, tiny - found["step"])
         waits = 3 if Machine().eager < RING_SEGMENT else 1  # the latencies of a long message
         found["bandwidth"] = RING_SEGMENT / max(segment / 10, segment - waits * tiny)
+    plain.free()
     return found
 
 

@@ -22,9 +22,8 @@ from mpitrain.config.settings import Config
 from mpitrain.errors import refusal
 from mpitrain.planner.candidates import rules_of
 from mpitrain.planner.layouts import text as layout_text
-from mpitrain.planner.machine import MachineProfile
-from mpitrain.planner.machine_file import profile_of as profile_of_values
-from mpitrain.planner.machine_file import read_machine
+from mpitrain.planner.machine import MachineProfile, read_machine
+from mpitrain.planner.machine import profile_of as profile_of_values
 from mpitrain.planner.subject import description_of
 from mpitrain.speeds import kept
 from mpitrain.speeds.cores import all_cores

@@ -9,8 +9,7 @@ import sys
 import pytest
 from support import job
 
-from mpitrain.measuring.machine import shown_values
-from mpitrain.planner.machine_file import read_machine
+from mpitrain.planner.machine import lines_of, read_machine
 from mpitrain.speeds.kept import values_from
 
 GIB = 1 << 30
@@ -21,7 +20,7 @@ def test_a_quick_run_writes_a_profile_with_plausible_figures(tmp_path):
     command = [sys.executable, "-m", "mpitrain.plan", "--measure", "--quick", "--ranks", "2", "--device", "cpu"]
     done = job(0, [*command, "--out", str(tmp_path / "machine.toml")], timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "core matrix fp32" in done.stdout
+    assert "[core.matrix]" in done.stdout
     machine, links = read_machine(tmp_path / "machine.toml"), read_machine(tmp_path / "machine.toml").links
     assert machine.cores == links.cores == len(os.sched_getaffinity(0)) and machine.memory > GIB / 4
     assert all(1e7 < rate < 1e14 for table in machine.matrix.values() for _, rate in table)
@@ -73,7 +72,7 @@ def test_several_rank_counts_make_one_profile():
     assert values["node"]["memory_bandwidth"] == 2 * 4 * 100 / 0.5
     assert values["core"]["threads"] == pytest.approx(1 / 3) and values["core"]["copy_rate"] == 5
     assert values["core"]["matrix"]["fp32"] == {64: 2 * 64**3 / 0.5}
-    assert len(values["collectives"]["all_reduce ring"]) == 3
+    assert len(values["collectives"]) == 3
     assert values_from({8: at(8, 2) | whole}, quick=False)["network"] == {"latency": 1.0, "bandwidth": 2.0}
     assert values_from({8: at(8, 1) | whole}, quick=True)["inside"]["latency"] == 8  # there is no better
-    assert re.search("node cores  .* 4 .*that ranks run on", shown_values(values))
+    assert re.search("cores = 4 .*that ranks run on", "\n".join(lines_of(values)))

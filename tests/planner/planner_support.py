@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 
 from mpitrain.errors import refusal
 from mpitrain.planner.layouts import ParallelLayout, Prediction
-from mpitrain.planner.model import AxisExchange, BlockCost, Divided, ModelProfile, Weight
+from mpitrain.planner.subject import AxisExchange, BlockCost, Divided, ModelProfile, Weight
 
 WORD, WIDTH, TOKENS = 4, 256, 64
 

@@ -11,7 +11,7 @@ from mpitrain.data import Description
 from mpitrain.errors import InputError
 from mpitrain.planner.bounds import Bounds
 from mpitrain.planner.candidates import candidates
-from mpitrain.planner.machine_file import read_machine
+from mpitrain.planner.machine import read_machine
 from mpitrain.planner.predictor import Predictor
 from mpitrain.planner.profile import profile_of
 from mpitrain.planner.refine import Refinement

@@ -15,9 +15,6 @@ from mpitrain.planner.machine import (
     OPERATIONS,
     SECONDS,
     Measured,
-)
-from mpitrain.planner.machine_file import (
-    collective_values,
     given_machines,
     merged,
     profile_of,
@@ -85,7 +82,7 @@ def test_a_data_sheet_is_enough_and_the_rest_follows_from_it(sheet):
 def test_what_is_written_is_read_again(tmp_path):
     rows = [Measured("all_reduce", "ring", 4, 2, "private", 1 << 16, 2e-5)]
     rows.append(Measured("broadcast", "mpi", 2, 1, "arena", 16, 1e-6))
-    values = merged(read_values("gpu-4"), {"name": 'a "b"\\', "collectives": collective_values(rows)})
+    values = merged(read_values("gpu-4"), {"name": 'a "b"\\', "collectives": {row[:-1]: row.seconds for row in rows}})
     machine = profile_of(values, "here")
     first, second = tmp_path / "1.toml", tmp_path / "2.toml"
     write_values(values, first)
@@ -107,9 +104,9 @@ def test_the_later_file_wins_key_by_key_and_need_not_be_whole(sheet, tmp_path):
     machine = read_machine(f"{sheet},{network}")
     assert machine.links.bandwidth == 25e9 and machine.links.latency == 1.5e-6 and machine.cores == 32
     assert machine.collectives == (Measured("all_reduce", "ring", 4, 2, "arena", 65536, 2e-5),)
-    more = {"collectives": {"all_reduce ring": {"4 ranks on 2 nodes, arena": {65536: 3e-5, 4096: 1e-6}}}}
-    both = merged(read_values(str(network)), more)["collectives"]["all_reduce ring"]
-    assert both == {"4 ranks on 2 nodes, arena": {65536: 3e-5, 4096: 1e-6}}
+    ring = ("all_reduce", "ring", 4, 2, "arena")
+    more = {"collectives": {(*ring, 65536): 3e-5, (*ring, 4096): 1e-6}}
+    assert merged(read_values(str(network)), more)["collectives"] == more["collectives"]
     rows = profile_of(merged(read_values(str(sheet)), more), "here").collectives
     assert [(row.nbytes, row.seconds) for row in rows] == [(65536, 3e-5), (4096, 1e-6)]
     write_values(read_values(str(network)), tmp_path / "again.toml")  # nothing that is derived gets in

@@ -14,8 +14,8 @@ from mpitrain.config.settings import Config
 from mpitrain.data import Description
 from mpitrain.errors import InputError
 from mpitrain.planner import layouts
-from mpitrain.planner.machine import SECONDS, SECTIONS, derived
-from mpitrain.planner.machine_file import profile_of as machine_of
+from mpitrain.planner.machine import SECONDS, SECTIONS, TEXT, derived
+from mpitrain.planner.machine import profile_of as machine_of
 from mpitrain.planner.predictor import Predictor
 from mpitrain.planner.profile import BlockProfile, profile_of
 from mpitrain.trainer.settings import fitting
@@ -45,7 +45,7 @@ MACHINES: dict[str, dict[str, Any]] = {
 }
 LAYOUTS = ["4x1x1 zero1 mb2", "4x1x1 zero3 private mb2 offload:host", "4x1x1 zero1 mb2 offload:/scratch"]
 LAYOUTS += ["2x1x2 mb2", "2x2x1 mb2", "1x4x1 mb2", "1x2x2 mb1"]
-KEYS = [(section, key) for section, keys in SECTIONS.items() for key, of in keys.items() if of.unit is not None]
+KEYS = [(section, key) for section, keys in SECTIONS.items() for key, of in keys.items() if of.unit is not TEXT]
 BIGGER_IS_WORSE = {
     "node.seen_cores",
     "rank.process",

@@ -15,10 +15,9 @@ from mpitrain.planner.layouts import ParallelLayout
 from mpitrain.planner.machine import MachineProfile
 from mpitrain.planner.measured import MeasuringFailed, Workers, time_blocks
 from mpitrain.planner.memory import _gradients_apart
-from mpitrain.planner.model import AxisExchange, Divided
 from mpitrain.planner.predictor import Predictor
 from mpitrain.planner.profile import profile_of
-from mpitrain.planner.subject import StandIn, Subject
+from mpitrain.planner.subject import AxisExchange, Divided, StandIn, Subject
 from mpitrain.tensor import parallelize, plan_for
 from mpitrain.trainer.memory import ActivationMeter
 

@@ -25,8 +25,7 @@ from mpitrain.planner import candidates as candidates_module
 from mpitrain.planner import search as search_module
 from mpitrain.planner.candidates import microbatches, rules_of
 from mpitrain.planner.layouts import ParallelLayout, settings
-from mpitrain.planner.machine import MachineProfile
-from mpitrain.planner.machine_file import read_machine
+from mpitrain.planner.machine import MachineProfile, read_machine
 from mpitrain.planner.predictor import Predictor
 from mpitrain.planner.profile import BlockProfile, profile_of
 from mpitrain.planner.search import given, offered

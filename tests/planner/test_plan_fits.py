@@ -14,8 +14,7 @@ from support import MACHINE, clean_environment, launcher
 from mpitrain.config.settings import Config
 from mpitrain.plan import description_of
 from mpitrain.planner.layouts import ParallelLayout, layout_of
-from mpitrain.planner.machine_file import read_machine
-from mpitrain.planner.memory import total
+from mpitrain.planner.machine import read_machine
 from mpitrain.planner.predictor import Predictor
 from mpitrain.planner.profile import profile_of
 
@@ -32,7 +31,8 @@ def test_a_model_that_does_not_fit_trains_within_the_predicted_bytes(tmp_path: P
     config = Config.from_args(FLAGS)
     machine = read_machine(str(tmp_path / "machine.toml"))
     predictor = Predictor(profile_of(config, description_of(config), machine, measure=False), machine, 1, 2)
-    least, most = (total(predictor.memory(ParallelLayout(2, zero=zero, microbatch=2))) for zero in (3, 0))
+    sharded, plain = (ParallelLayout(2, zero=zero, microbatch=2) for zero in (3, 0))
+    least, most = (sum(predictor.memory(layout).values()) for layout in (sharded, plain))
     assert most - least > 100 * MIB
     room = int((least + most) / 2)
     command = [sys.executable, "-m", "mpitrain.plan", *FLAGS, "--ranks-per-node", "2", "--memory", str(room)]
@@ -47,7 +47,7 @@ def test_a_model_that_does_not_fit_trains_within_the_predicted_bytes(tmp_path: P
     assert told.returncode == 0, told.stdout + told.stderr
     assert re.search(r"2x1x1 mb\d .*too much", told.stdout.replace("\n", " ")), told.stdout
     layout = layout_of(Config.from_args([str(tmp_path / "plan.toml")]), 2)
-    predicted = total(predictor.memory(layout))
+    predicted = sum(predictor.memory(layout).values())
     assert predicted <= room
     most_used = _most_used(tmp_path)
     print(f"{layout}: {most_used / MIB:.0f} MiB of {predicted / MIB:.0f} predicted, {room / MIB:.0f} allowed")

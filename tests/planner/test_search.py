@@ -21,9 +21,7 @@ from mpitrain.planner import refine as refine_module
 from mpitrain.planner.bounds import Bounds
 from mpitrain.planner.candidates import LayoutRules, candidates, microbatches, shapes
 from mpitrain.planner.layouts import ParallelLayout
-from mpitrain.planner.machine import MachineProfile
-from mpitrain.planner.machine_file import read_machine
-from mpitrain.planner.model import Divided
+from mpitrain.planner.machine import MachineProfile, read_machine
 from mpitrain.planner.predictor import Predictor
 from mpitrain.planner.profile import profile_of
 from mpitrain.planner.refine import (
@@ -41,6 +39,7 @@ from mpitrain.planner.refine import (
 )
 from mpitrain.planner.report import nothing_fits
 from mpitrain.planner.search import best_of, ranked
+from mpitrain.planner.subject import Divided
 
 MACHINE = MachineProfile("made up", "specification", 8, 64 << 30)
 MIB = 1 << 20

@@ -16,10 +16,10 @@ from mpitrain.mesh import mesh_shape
 from mpitrain.models import build_model
 from mpitrain.pipe import schedules
 from mpitrain.planner.layouts import ParallelLayout, layout_of
-from mpitrain.planner.machine_file import read_machine
-from mpitrain.planner.model import AxisExchange
+from mpitrain.planner.machine import read_machine
 from mpitrain.planner.predictor import Predictor, StepSimulation
 from mpitrain.planner.profile import profile_of
+from mpitrain.planner.subject import AxisExchange
 from mpitrain.shard import flat, placement
 from mpitrain.shard.gradients import _slots
 from mpitrain.shard.placement import STAGES

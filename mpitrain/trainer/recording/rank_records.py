@@ -11,9 +11,8 @@ from mpitrain.comm.memory.device import is_accelerator, memory_bytes
 from mpitrain.comm.programs.rings import bytes_sent
 from mpitrain.monitor.memory import host_memory_bytes
 from mpitrain.monitor.run_files import RankWriter
-from mpitrain.planner.model import AxisExchange, Divided
-from mpitrain.planner.passes import Observed, observe
-from mpitrain.planner.subject import Subject
+from mpitrain.planner.counted import Observed, observe
+from mpitrain.planner.subject import AxisExchange, Divided, Subject
 from mpitrain.shard.sharding import Sharding
 from mpitrain.shard.traffic import data_bytes
 from mpitrain.trainer.callback import Callback, Step
@@ -125,7 +124,7 @@ def expected_bytes(trainer: Run, samples: int) -> dict[str, float]:
                 output in forward, and one of the gradient of its input in backward; 2 (T-1)/T of their bytes each
 
     How large outputs are, and what layers exchange, is found as the planner finds it: by a pass without values through
-    the blocks (`mpitrain.planner.passes`). Where more than two ranks, T, of a tensor axis share memory,
+    the blocks (`mpitrain.planner.counted`). Where more than two ranks, T, of a tensor axis share memory,
     little is summed by each from all: T/2 times what the formula says.
 
     Not told is what depends on how ranks run beside each other: parallel.mode server, the meetings of groups in
