@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from mpitrain.checkpoint import folders
-from mpitrain.checkpoint.files import Part, PlannedPiece, Structure, make_structure, write_parts
+from mpitrain.checkpoint.files import VIEW, Part, PlannedPiece, Structure, make_structure, make_view, write_parts
 from mpitrain.checkpoint.manifest import (
     Extent,
     Manifest,
@@ -27,7 +27,6 @@ from mpitrain.checkpoint.manifest import (
     write_manifest,
 )
 from mpitrain.checkpoint.reading import covered
-from mpitrain.checkpoint.view import VIEW, make_view
 from mpitrain.errors import CheckpointError, InputError, refusal
 from mpitrain.storage.commit import begin_folder, temporary_name
 from mpitrain.storage.disk import write_durably

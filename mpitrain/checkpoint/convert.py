@@ -27,9 +27,8 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from mpitrain.checkpoint import folders
 from mpitrain.checkpoint.commit import finish_folder
 from mpitrain.checkpoint.contents import load_tensor, whole
-from mpitrain.checkpoint.files import Part, bytes_of, make_structure, write_parts
+from mpitrain.checkpoint.files import Part, bytes_of, make_structure, make_view, write_parts
 from mpitrain.checkpoint.manifest import DTYPES, MODEL, Manifest, Shape, Size, TensorSpec, Values
-from mpitrain.checkpoint.view import make_view
 from mpitrain.errors import InputError, first_problem
 from mpitrain.layout import Piece
 from mpitrain.storage.disk import open_plain, reason, replacing

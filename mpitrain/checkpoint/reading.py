@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mpitrain.checkpoint.files import Part, bytes_of
-from mpitrain.checkpoint.manifest import HASHED, Extent, Manifest, TensorSpec
+from mpitrain.checkpoint.manifest import HASHED, Extent, Manifest, TensorSpec, distinct
 from mpitrain.errors import CheckpointError
 from mpitrain.layout import Piece, stretches
 from mpitrain.storage.disk import opened
@@ -345,11 +345,6 @@ def read_exactly(descriptor: int, into: memoryview, offset: int, path: Path) -> 
     done = read_at(descriptor, into, offset)
     if done < len(into):
         raise CheckpointError(f"{path} ends at byte {offset + done}; it was cut short")
-
-
-def distinct(extents: Iterable[Extent]) -> list[Extent]:
-    """The extents without those whose pieces were written twice."""
-    return list({extent.piece: extent for extent in reversed(list(extents))}.values())
 
 
 def union(firsts: np.ndarray, lengths: np.ndarray) -> int:
