@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from itertools import cycle
 from typing import NamedTuple
 
 import numpy as np
@@ -53,7 +54,7 @@ def host_pieces(tensors: Sequence[torch.Tensor]) -> Iterator[HostPiece]:
 
     They must not change before the last piece has come; what the caller's current stream was asked before is in them.
     """
-    loads = _loads([t.numel() * t.element_size() for t in tensors])
+    loads = _loads([t.nbytes for t in tensors])
     if not loads:
         return
     raws = [t.detach().view(torch.uint8) for t in tensors]
@@ -163,23 +164,15 @@ def _evenly(
         begin = end
 
 
-class ReadBuffers:
-    """Two pinned buffers of a thread that reads blocks for a device, by turns."""
+def read_buffers(nbytes: int, arrivals: Arrivals) -> Iterator[np.ndarray]:
+    """Give a thread that reads blocks for a device two pinned buffers to read into, by turns.
 
-    def __init__(self, nbytes: int, arrivals: Arrivals) -> None:
-        self._arrivals = arrivals
-        self._memory = [devices.pinned((nbytes,), torch.uint8, arrivals.device).numpy() for _ in range(2)]
-        self._left: list[torch.Event | None] = [None, None]  # when what was last put from each has left it
-        self._turn = 0
-
-    def next(self) -> np.ndarray:
-        """The buffer to read into, once it is free."""
-        self._turn ^= 1
-        left, self._left[self._turn] = self._left[self._turn], None
-        if left is not None:
-            left.synchronize()
-        return self._memory[self._turn]
-
-    def put(self) -> None:
-        """Told when everything that is to go to the device from the buffer of this turn has been begun."""
-        self._left[self._turn] = devices.recorded(self._arrivals.device, self._arrivals.stream)
+    Whoever asks for the next one has begun everything that is to go to the device from the last.
+    """
+    memory = [devices.pinned((nbytes,), torch.uint8, arrivals.device).numpy() for _ in range(2)]
+    left: deque[torch.Event] = deque()  # when what was put from each has left it, the older one first
+    for buffer in cycle(memory):
+        if len(left) == len(memory):
+            left.popleft().synchronize()
+        yield buffer
+        left.append(devices.recorded(arrivals.device, arrivals.stream))

@@ -198,7 +198,9 @@ class _Writing:
         write_at(self._descriptor, data, offset)
         end = offset + len(data)
         if end - self._begun >= _WRITTEN:
-            _start_writeback(self._descriptor, self._begun, end - self._begun)
+            if _sync_file_range is not None:  # only a hint to the kernel
+                stretch = ctypes.c_int64(self._begun), ctypes.c_int64(end - self._begun)
+                _sync_file_range(self._descriptor, *stretch, _WRITE)
             self._begun = end
 
 
@@ -212,12 +214,6 @@ def block_hashes(raw: memoryview) -> tuple[int, ...]:
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The bytes of a flat contiguous CPU tensor, shared with it."""
     return tensor.detach().view(torch.uint8).numpy().data if tensor.numel() else memoryview(b"")
-
-
-def _start_writeback(descriptor: int, offset: int, nbytes: int) -> None:
-    """Let the kernel begin to write these bytes to the disk; only a hint."""
-    if _sync_file_range is not None:
-        _sync_file_range(descriptor, ctypes.c_int64(offset), ctypes.c_int64(nbytes), _WRITE)
 
 
 def _link(file: h5py.File, name: str, dataset: h5py.h5d.DatasetID) -> None:

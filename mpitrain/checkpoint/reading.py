@@ -24,7 +24,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,7 +38,7 @@ from mpitrain.storage.disk import opened
 from mpitrain.storage.extents import crc32, read_at
 
 if TYPE_CHECKING:
-    from mpitrain.checkpoint.device_memory import Arrivals, DeviceBytes, ReadBuffers
+    from mpitrain.checkpoint.device_memory import Arrivals, DeviceBytes
     from mpitrain.comm import Communicator
     from mpitrain.comm.collectives.node_memory import Alternating
 
@@ -256,12 +256,11 @@ def read(folder: Path, blocks: Sequence[Block]) -> None:
                 read_block(folder, block, descriptor, direct)
                 return
             if not hasattr(scratch, "buffers"):
-                scratch.buffers = _Scratch() if arrivals is None else _buffers_for(arrivals)
-            memory = scratch.buffers.next()[: block.size]
+                scratch.buffers = _buffers(arrivals)
+            memory = next(scratch.buffers)[: block.size]
             read_block(folder, block, descriptor, memory.data)
             for use in block.uses:
                 use.copy(memory)
-            scratch.buffers.put()
 
         futures = [pool.submit(fill, block) for block in blocks]
         try:
@@ -274,24 +273,13 @@ def read(folder: Path, blocks: Sequence[Block]) -> None:
     settle(blocks)
 
 
-class _Scratch:
-    """Memory of a thread that reads blocks out of which it copies."""
+def _buffers(arrivals: Arrivals | None) -> Iterator[np.ndarray]:
+    """Memory of a thread to read each block into, out of which it then copies."""
+    if arrivals is None:
+        return repeat(np.empty(HASHED, dtype=np.uint8))
+    from mpitrain.checkpoint.device_memory import read_buffers
 
-    def __init__(self) -> None:
-        self._memory = np.empty(HASHED, dtype=np.uint8)
-
-    def next(self) -> np.ndarray:
-        """The memory to read into."""
-        return self._memory
-
-    def put(self) -> None:
-        """Nothing is to be done: what was copied is in its place."""
-
-
-def _buffers_for(arrivals: Arrivals) -> ReadBuffers:
-    from mpitrain.checkpoint.device_memory import ReadBuffers
-
-    return ReadBuffers(HASHED, arrivals)
+    return read_buffers(HASHED, arrivals)
 
 
 def check(folder: Path, manifest: Manifest, extent: Extent, descriptor: int, scratch: memoryview) -> list[str]:

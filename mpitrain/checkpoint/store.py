@@ -190,8 +190,9 @@ class Store:
         return None if step is None else self.folder(step)
 
     def at(self, path: Path) -> list[Path]:
-        """The checkpoint folders that a path means, newest first. Raises InputError where there are none."""
-        return [Path(found) for found in self.comm.on_root(lambda: list(map(str, folders.require(path))))]
+        """Return the checkpoint folders that checkpoint.resume means, newest first. Raises InputError without one."""
+        found = self.comm.on_root(lambda: list(map(str, folders.require(path, "checkpoint.resume"))))
+        return list(map(Path, found))
 
     def folder(self, step: int) -> Path:
         """The folder of a step's checkpoint in the run's checkpoint folder."""
@@ -429,7 +430,7 @@ class Snapshot:
             self._make_room(nbytes, away)
         copies, begin = [], 0
         for part in parts:
-            end = begin + part.data.numel() * part.data.element_size()
+            end = begin + part.data.nbytes
             into = self._memory[begin:end].view(part.data.dtype)
             into.copy_(part.data, non_blocking=True)
             copies.append(replace(part, data=into))
@@ -456,7 +457,7 @@ class Snapshot:
 
 def needed(parts: Sequence[Part]) -> int:
     """How many bytes a snapshot of these parts takes."""
-    return sum(-(-p.data.numel() * p.data.element_size() // _ALIGNMENT) * _ALIGNMENT for p in parts)
+    return sum(-(-p.data.nbytes // _ALIGNMENT) * _ALIGNMENT for p in parts)
 
 
 def require_threads(comm: Communicator) -> None:

@@ -95,8 +95,17 @@ def config_json(model: Mapping[str, Any], vocabulary: int, dtype: str) -> Values
             "activation_function": "gelu_new",
             **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), model["dropout"]),
         }
+    own: dict[str, Values] = {
+        "llama": {"attention_bias": model["bias"], "mlp_bias": model["bias"]},
+        "qwen2": {"use_sliding_window": False},
+        "qwen3": {"use_sliding_window": False, "attention_bias": False},
+    }
+    if family != "qwen2":
+        own[family]["head_dim"] = model["width"] // model["heads"]
     return common | {
-        **_keys_of(family, model),
+        "model_type": family,
+        "architectures": [f"{family.capitalize()}ForCausalLM"],
+        **own[family],
         "num_hidden_layers": model["layers"],
         "hidden_size": model["width"],
         "num_attention_heads": model["heads"],
@@ -109,28 +118,6 @@ def config_json(model: Mapping[str, Any], vocabulary: int, dtype: str) -> Values
         "hidden_act": "silu",
         "attention_dropout": model["dropout"],
     }
-
-
-def _keys_of(family: str, model: Mapping[str, Any]) -> Values:
-    """Return what the config.json of a family says that the others of Llama's kind do not."""
-    own: dict[str, Values] = {
-        "llama": {
-            "model_type": "llama",
-            "architectures": ["LlamaForCausalLM"],
-            "attention_bias": model["bias"],
-            "mlp_bias": model["bias"],
-            "head_dim": model["width"] // model["heads"],
-        },
-        "qwen2": {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "use_sliding_window": False},
-        "qwen3": {
-            "model_type": "qwen3",
-            "architectures": ["Qwen3ForCausalLM"],
-            "use_sliding_window": False,
-            "attention_bias": False,
-            "head_dim": model["width"] // model["heads"],
-        },
-    }
-    return own[family]
 
 
 def form_of(model: Mapping[str, Any]) -> str:

@@ -55,7 +55,7 @@ class MappedFiles:
 
     def move(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of the same values, shape and dtype in a mapped file. Raises InputError when the disk is full."""
-        nbytes = tensor.numel() * tensor.element_size()
+        nbytes = tensor.nbytes
         descriptor, name = tempfile.mkstemp(dir=self._folder)
         try:
             os.posix_fallocate(descriptor, 0, max(1, nbytes))  # a hole that cannot be filled later is a bus error

@@ -247,15 +247,15 @@ class Findings:
             if key in taken:
                 continue
             near = number < _MOST_COMPARED and key not in known
+            off = is_off(section[key]) or section[key] == ONE_IS_OFF.get(key)
+            unseen = refused is not None and key not in refused  # by DeepSpeed, too
             meant = difflib.get_close_matches(key[:_LONGEST], known, n=1, cutoff=_NEAR) if near else []
             if meant and meant[0] not in harmless:
                 self.wrong(f"{name}{key} is unknown", f"did you mean {meant[0]!r}?")
-            elif key in harmless or meant or is_off(section[key]) or section[key] == ONE_IS_OFF.get(key):
+            elif key in harmless or meant or off or unseen:
                 self.ignored.append(name + key)
-            elif refused is None or key in refused:
-                self.unsupported(name + key)
             else:
-                self.ignored.append(name + key)  # DeepSpeed does not look at it either
+                self.unsupported(name + key)
 
     def tell(self) -> None:
         """Raise an InputError of all that is wrong, if anything is."""

@@ -1,9 +1,16 @@
-"""From the values of a DeepSpeed configuration to our settings, and to what no setting of ours says."""
+"""From a DeepSpeed configuration to our settings, and to what no setting of ours says.
+
+Its file is JSON, also with comments and commas at an end, as DeepSpeed reads it.
+"""
 
 from __future__ import annotations
 
+import json
+import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from mpitrain.choices import Precision
@@ -12,8 +19,15 @@ from mpitrain.config.deepspeed.keys import AUTO, AUTO_OF, BATCH, DTYPES, MANAGED
 from mpitrain.config.deepspeed.optimizing import OfDeepSpeed, read_optimizer, read_schedule
 from mpitrain.config.parallel import CommSection
 from mpitrain.config.settings import Config
-from mpitrain.errors import refusing
+from mpitrain.errors import refusal, refusing
+from mpitrain.storage.disk import read_plain
 
+_LARGEST = 1 << 20  # bytes of a file
+# A string, or a comment, that has no end is one match up to where it breaks off: tried again from each of its
+# characters, it would take quadratic time.
+_STRING = r'"(?:[^"\\\n]|\\.)*"?'
+_COMMENTS = re.compile(rf"({_STRING})|//[^\n]*|#[^\n]*|/\*.*?\*/|(/\*.*)", re.DOTALL)
+_LAST_COMMAS = re.compile(rf"({_STRING})|,(?=\s*[}}\]])")
 _LARGEST_POWER = 1000  # of 2
 _LEAST_BUCKET = 1.0  # MiB: some ask for buckets of nothing, so that each tensor goes by itself
 
@@ -43,6 +57,38 @@ class DeepSpeedConfig:
     trackers: Mapping[str, str]
     without_effect: tuple[str, ...]
     filled: tuple[str, ...]
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises InputError where there is none, or a key twice."""
+    try:
+        text = read_plain(path, _LARGEST).decode("utf-8-sig")
+        try:
+            values = json.loads(text, object_pairs_hook=_once)
+        except json.JSONDecodeError as error:
+            plain = _kept_strings(_LAST_COMMAS, _kept_strings(_COMMENTS, text))
+            try:
+                values = json.loads(plain, object_pairs_hook=_once)
+            except json.JSONDecodeError:
+                raise error from None  # whose place is one of the file
+    except (OSError, ValueError, RecursionError) as error:
+        raise refusal(f"{path} cannot be read as JSON: {error}; mend the file") from None
+    if not isinstance(values, dict):
+        raise refusal(f"{path} holds no JSON object; give a DeepSpeed configuration")
+    return values
+
+
+def _kept_strings(pattern: re.Pattern[str], text: str) -> str:
+    """The text without what the pattern matches, but for its groups: strings, and a comment without an end."""
+    return pattern.sub(lambda match: match[match.lastindex] if match.lastindex else "", text)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"the key {twice!r:.80} is there twice")
+    return found
 
 
 def looks_like_deepspeed(values: Mapping[str, Any]) -> bool:
