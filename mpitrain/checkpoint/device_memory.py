@@ -26,20 +26,6 @@ _BUFFERS = 3  # in the way to a file
 _ALIGNMENT = 64  # bytes
 
 
-class HostPiece(NamedTuple):
-    """Bytes of a tensor that have come to the host.
-
-    Attributes:
-        number: Of the tensor.
-        first: The first of the bytes in the tensor.
-        data: The bytes, until the next piece is asked for.
-    """
-
-    number: int
-    first: int
-    data: memoryview
-
-
 class _Stretch(NamedTuple):
     """Bytes [first, last) of a tensor, and where they lie in a buffer."""
 
@@ -49,10 +35,13 @@ class _Stretch(NamedTuple):
     at: int
 
 
-def host_pieces(tensors: Sequence[torch.Tensor]) -> Iterator[HostPiece]:
+def host_pieces(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, int, memoryview]]:
     """Bring flat tensors that lie on one device to the host, piece by piece in their order.
 
     They must not change before the last piece has come; what the caller's current stream was asked before is in them.
+
+    Yields:
+        (number of the tensor, the first byte of the piece in it, the bytes, until the next piece is asked for).
     """
     loads = _loads([t.nbytes for t in tensors])
     if not loads:
@@ -77,7 +66,7 @@ def host_pieces(tensors: Sequence[torch.Tensor]) -> Iterator[HostPiece]:
         copied.synchronize()
         memory = buffer.numpy().data
         for number, first, last, at in load:
-            yield HostPiece(number, first, memory[at : at + last - first])
+            yield number, first, memory[at : at + last - first]
         free.append(buffer)
 
 
@@ -105,10 +94,6 @@ class Arrivals:
         self.device, self.stream = device, devices.new_stream(device)
         self.stream.wait_event(devices.recorded(device))
 
-    def settle(self) -> None:
-        """Return when all has arrived."""
-        self.stream.synchronize()
-
 
 class DeviceBytes:
     """The bytes of a flat tensor on a device, as those who read a checkpoint fill them.
@@ -132,16 +117,13 @@ class DeviceBytes:
         source = torch.from_numpy(block[begin:end])
         with devices.on_stream(self.arrivals.stream):  # of which several threads ask
             if len(firsts) == 1:
-                self._at(places[0], lengths[0]).copy_(source, non_blocking=True)
+                self._bytes.narrow(0, int(places[0]), int(lengths[0])).copy_(source, non_blocking=True)
                 return
             there = source.to(self.arrivals.device, non_blocking=True)
             for rows in _evenly(firsts - begin, places, lengths):
                 first, place, height, width, from_step, to_step = rows
                 into = self._bytes.as_strided((height, width), (to_step, 1), place)
                 into.copy_(there.as_strided((height, width), (from_step, 1), first))
-
-    def _at(self, place: int, length: int) -> torch.Tensor:
-        return self._bytes[int(place) : int(place) + int(length)]
 
 
 def _evenly(

@@ -78,8 +78,8 @@ def require(path: Path, key: str = "") -> list[Path]:
     if found := find(path):
         return found
     named, other = (f"{key} {path}", "auto, never or ") if key else (path, "")
-    what = "is no checkpoint and no run folder with one" if path.exists() else "does not exist"
-    raise InputError(f"{named} {what}; give {other}the path of a checkpoint or a run folder")
+    what = "" if path.exists() else "does not exist: it "
+    raise InputError(f"{named} {what}is no checkpoint and no run folder with one; give {other}the path of either")
 
 
 def best_step(root: Path) -> int | None:

@@ -137,12 +137,12 @@ def plan(folder: Path, manifest: Manifest, parts: Sequence[Part]) -> list[Block]
         CheckpointError: The checkpoint lacks a tensor, has it in another shape or type, or lacks elements of it.
     """
     blocks: dict[tuple[str, int, int], Block] = {}
-    memory_of = _Memories()
+    arrivals: Arrivals | None = None  # of parts on a device, which all come there on one stream
     overlaps: dict[tuple[object, ...], Overlap] = {}  # many layers of a model overlap alike
     for part in parts:
         _check_spec(folder, manifest, part.spec)
         item, wanted = part.spec.itemsize, part.piece
-        memory = memory_of(part)
+        memory, arrivals = _memory_of(part, arrivals)
         filled = []
         for extent in distinct(manifest.extents_of.get(part.spec.name, ())):
             held = extent.piece
@@ -168,21 +168,14 @@ def plan(folder: Path, manifest: Manifest, parts: Sequence[Part]) -> list[Block]
     return [blocks[key] for key in sorted(blocks)]
 
 
-class _Memories:
-    """The bytes of parts; those on a device all come there on one stream."""
+def _memory_of(part: Part, arrivals: Arrivals | None) -> tuple[np.ndarray | DeviceBytes, Arrivals | None]:
+    """The bytes of a part, and the stream on which what lies on a device comes there, made by the first that does."""
+    if part.data.is_cpu:
+        return np.frombuffer(bytes_of(part.data), dtype=np.uint8), arrivals
+    from mpitrain.checkpoint.device_memory import Arrivals, DeviceBytes
 
-    def __init__(self) -> None:
-        self._arrivals: Arrivals | None = None
-
-    def __call__(self, part: Part) -> np.ndarray | DeviceBytes:
-        """The bytes of a part."""
-        if part.data.is_cpu:
-            return np.frombuffer(bytes_of(part.data), dtype=np.uint8)
-        from mpitrain.checkpoint.device_memory import Arrivals, DeviceBytes
-
-        if self._arrivals is None:
-            self._arrivals = Arrivals(part.data.device)
-        return DeviceBytes(part.data, self._arrivals)
+    arrivals = arrivals or Arrivals(part.data.device)
+    return DeviceBytes(part.data, arrivals), arrivals
 
 
 def arrivals_of(blocks: Iterable[Block]) -> Arrivals | None:
@@ -195,7 +188,7 @@ def settle(blocks: Iterable[Block]) -> None:
     """Return when what was copied out of these blocks has arrived, on whichever device."""
     arrivals = arrivals_of(blocks)
     if arrivals is not None:
-        arrivals.settle()
+        arrivals.stream.synchronize()
 
 
 def _overlap(source: Piece, target: Piece, item: int) -> Overlap:

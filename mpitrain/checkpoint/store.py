@@ -355,18 +355,20 @@ class Store:
             CheckpointError: On every rank, where a byte that any of them needs is missing or damaged.
         """
         self.finish()
-        local = self._local is not None and self._local.owns(folder)
+        local = self._local if self._local is not None and self._local.owns(folder) else None
         try:
             manifest = self._read(folder, parts_for, local)
         except CheckpointError:
-            if not local and folder.parent == self.root:
+            if local is None and folder.parent == self.root:
                 self._unusable.update(s for s in folders.finished_steps(self.root) if self.folder(s) == folder)
             raise
         if folder.parent == self.root:
             self._verified.add(manifest.step)
         return manifest
 
-    def _read(self, folder: Path, parts_for: Callable[[Manifest], Sequence[Part]], local: bool) -> Manifest:
+    def _read(
+        self, folder: Path, parts_for: Callable[[Manifest], Sequence[Part]], local: LocalFolders | None
+    ) -> Manifest:
         def look() -> Manifest:
             manifest = read_manifest(folder)
             if self.comm.rank == 0:
@@ -375,12 +377,12 @@ class Store:
 
         def prepare(manifest: Manifest) -> list[Block]:
             blocks = plan(folder, manifest, parts_for(manifest))
-            if not local:
+            if local is None:
                 require_files(folder, [(name, manifest.files[name]) for name in sorted(files_of(blocks))])
             return blocks
 
-        if local and self._local is not None:
-            manifest: Manifest | None = self._local.manifest(self.comm, folder)
+        if local is not None:
+            manifest: Manifest | None = local.manifest(self.comm, folder)
         else:  # first of all, since how much memory is taken for the plan depends on how large the files say they are
             manifest = attempt(self.comm, look, folder)
         assert manifest is not None
@@ -389,8 +391,8 @@ class Store:
             self._node = self.comm.split(self._nodes[self.comm.rank], self.comm.rank, label="checkpoint node")
             assert self._node is not None
         fill = partial(cooperative_read, self._node, folder, manifest, blocks)
-        if local and self._local is not None:
-            self._fill_local(self._local, folder, manifest, blocks, fill)
+        if local is not None:
+            self._fill_local(local, folder, manifest, blocks, fill)
         else:
             attempt(self.comm, fill, folder)
         return manifest

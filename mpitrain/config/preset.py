@@ -351,8 +351,9 @@ def completed(values: Mapping[str, Any]) -> Mapping[str, Any]:
     Where the optimizer is chosen, its other settings have their general defaults, since a rate that suits one optimizer
     suits no other.
     """
-    given = _BY_MODEL.get(_model(values.get("model")), {})
-    made = dict(values)
+    model, made = values.get("model"), dict(values)
+    name: Any = model.get("name") if isinstance(model, Mapping) and not model.get("factory") else None
+    given = _BY_MODEL[name] if isinstance(name, str) and name in _BY_MODEL else {}
     for section, defaults in given.items():
         known = made.get(section, {})
         if isinstance(known, Mapping) and not (section == "optim" and "name" in known):
@@ -364,11 +365,3 @@ def defaults_by_model(section: str, key: str) -> str:
     """Return the other defaults of a setting, for people: "resnet: 18"."""
     of_models = ((name, sections.get(section, {})) for name, sections in _BY_MODEL.items())
     return ", ".join(f"{name}: {defaults[key]!r}" for name, defaults in of_models if key in defaults)
-
-
-def _model(section: Any) -> Any:
-    """The name of the model that is built, which model.factory replaces."""
-    if not isinstance(section, Mapping) or section.get("factory"):
-        return None
-    name = section.get("name")
-    return name if isinstance(name, str) else None

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from mpitrain.choices import (
     RESNET_LAYERS,
@@ -207,6 +207,16 @@ class ModelSection(Section):
         return self
 
 
+def _known_metrics(given: Any) -> Any:
+    known = (*get_args(Measured), *get_args(OfClasses))
+    for name in given if isinstance(given, (list, tuple)) else ():
+        if isinstance(name, str) and ":" not in name and name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"choose {', '.join(known)}, or package.module:function"
+            raise ValueError(f"train.metrics has no {name!r}; {hint}")
+    return given
+
+
 class TrainSection(Section):
     """[train]"""
 
@@ -276,7 +286,7 @@ class TrainSection(Section):
         ge=0,
         also=["max_skipped_steps", "skip_limit"],
     )
-    metrics: tuple[Named | Measured | OfClasses, ...] = setting(
+    metrics: Annotated[tuple[Named | Measured | OfClasses, ...], BeforeValidator(_known_metrics)] = setting(
         (),
         'more metrics: ["f1", "auroc", ...], or your own, "package.module:function", called as function(output, y)',
         also=["compute_metrics"],
@@ -301,19 +311,6 @@ class TrainSection(Section):
     min_delta: float = setting(
         0.0, "by how much more than this train.monitor must be better", ge=0.0, also=["early_stopping_threshold"]
     )
-
-    @field_validator("metrics", mode="before")
-    @classmethod
-    def _known_metrics(cls, given: Any) -> Any:
-        known = (*get_args(Measured), *get_args(OfClasses))
-        for name in given if isinstance(given, (list, tuple)) else ():
-            if isinstance(name, str) and ":" not in name and name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
-                hint = (
-                    f"did you mean {near[0]!r}?" if near else f"choose {', '.join(known)}, or package.module:function"
-                )
-                raise ValueError(f"train.metrics has no {name!r}; {hint}")
-        return given
 
     @model_validator(mode="after")
     def _says_each_thing_once(self) -> TrainSection:

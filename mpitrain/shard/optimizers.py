@@ -389,7 +389,7 @@ class TrustRatios(torch.optim.Optimizer):
 
     def _update(self, value: torch.Tensor, measured: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
         """Return what the ratio scales, a tensor that may be written."""
-        raise NotImplementedError
+        return measured
 
     def _apply(self, value: torch.Tensor, update: torch.Tensor, group: Mapping[str, Any]) -> None:
         """Update the parameter with what is scaled."""
@@ -439,9 +439,6 @@ class Lamb(TrustRatios):
 
     def _ratio(self, weight: torch.Tensor, other: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
         return (weight / other).clamp(group["least"], group["most"])
-
-    def _update(self, value: torch.Tensor, measured: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
-        return measured
 
     def _apply(self, value: torch.Tensor, update: torch.Tensor, group: Mapping[str, Any]) -> None:
         value.add_(update, alpha=-group["lr"])

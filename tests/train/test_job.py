@@ -247,7 +247,7 @@ BAD = {
     "no such config": (["nothing.toml"], "config file nothing.toml does not exist"),
     "no such data": (["--data.path", "nowhere"], "nowhere"),
     "too few samples": (["--train.batch", "100000"], "fewer than train.batch 100000"),
-    "no such checkpoint": (["--checkpoint.resume", "nowhere"], "nowhere does not exist; give auto, never or"),
+    "no such checkpoint": (["--checkpoint.resume", "nowhere"], "is no checkpoint and no run folder"),
     "no such factory": (["--model.factory", "nowhere:model"], "nowhere"),
     "wrong model": (["--model.name", "mlp"], "takes arrays, but the data are tokens"),
     "no such optimizer": (["--optim.name", "adamv"], "did you mean 'Adam'"),

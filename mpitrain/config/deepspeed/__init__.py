@@ -1,8 +1,7 @@
 """A DeepSpeed configuration (ds_config.json), read into our settings.
 
-    keys         every key by what becomes of it, and what "auto" stands for
-    reading      the file, as a `DeepSpeedConfig`: a `Config`, and what no setting of ours says
-    optimizing   optimizer and schedule
+    keys         every key by what becomes of it, and notes of what is wrong
+    reading      the file, as a `DeepSpeedConfig`: a `Config`, and what no setting of ours says; what "auto" stands for
 
 What has a counterpart is taken over; what only tunes DeepSpeed's own machinery, only reports, or is switched off, is
 named in `DeepSpeedConfig.without_effect`; all the rest is told in one error.
