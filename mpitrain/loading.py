@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from mpitrain.checkpoint import Manifest, Part, TensorSpec, contents
-from mpitrain.checkpoint.folders import find, marked_best, unreadable
+from mpitrain.checkpoint.folders import find, marked_best, require, unreadable
 from mpitrain.checkpoint.manifest import DTYPES, MODEL, source_of
 from mpitrain.checkpoint.reading import plan, read
 from mpitrain.config.named import require_outside
@@ -251,7 +251,7 @@ def candidates(path: str | Path, *, best: bool = False) -> list[Path]:
         return [marked_best(path)]
     if (path / CONFIG).is_file() and not find(path):
         raise InputError(f"run {path} has no checkpoint yet; wait for its first (checkpoint.every), or give another")
-    return contents.found(path)
+    return require(path)
 
 
 def first_whole(folders: Sequence[Path], act: Callable[[Path], T], say: Say = warnings.warn) -> T:

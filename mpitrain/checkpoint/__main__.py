@@ -87,7 +87,7 @@ def _show(arguments: argparse.Namespace) -> int:
 
 def _verify(arguments: argparse.Namespace) -> int:
     bad = 0
-    for folder in contents.found(arguments.path):
+    for folder in folders.require(arguments.path):
         problems = list(damages(folder))
         tell(f"{folder}: {counted(len(problems), 'damaged place') if problems else 'all right'}")
         for problem in problems:
@@ -120,14 +120,10 @@ def _export(arguments: argparse.Namespace) -> int:
 def _import(arguments: argparse.Namespace) -> int:
     arguments.run.mkdir(parents=True, exist_ok=True)
     with _occupied(arguments.run):
-        if arguments.format == "hf":
-            from mpitrain.trainer.weights import import_folder
+        from mpitrain.trainer.weights import import_folder, import_plain
 
-            folder = import_folder(arguments.file, arguments.run, arguments.settings)
-        else:
-            from mpitrain.trainer.weights import import_plain
-
-            folder = import_plain(arguments.file, arguments.run, arguments.settings)
+        take = import_folder if arguments.format == "hf" else import_plain
+        folder = take(arguments.file, arguments.run, arguments.settings)
     settings = arguments.run / CONFIG
     how = f"python -m mpitrain.train {settings}" if settings.exists() else f"--run.dir {arguments.run}"
     tell(f"{folder}; train on from it with {how}")
@@ -137,7 +133,7 @@ def _import(arguments: argparse.Namespace) -> int:
 def _prune(arguments: argparse.Namespace) -> int:
     if arguments.keep < 1:
         raise InputError(f"--keep {arguments.keep} would keep nothing; give 1 or more")
-    listed = contents.found(arguments.path)
+    listed = folders.require(arguments.path)
     root = listed[0].parent
     if listed == [arguments.path]:
         raise InputError(f"{arguments.path} is one checkpoint; give its run folder")

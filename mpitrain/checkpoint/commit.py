@@ -6,13 +6,14 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from mpitrain.checkpoint import folders
-from mpitrain.checkpoint.files import Part, PlannedPiece, Structure, make_structure, write_parts
+from mpitrain.checkpoint.files import VIEW, Part, PlannedPiece, Structure, make_structure, make_view, write_parts
 from mpitrain.checkpoint.manifest import (
     Extent,
     Manifest,
@@ -27,8 +28,7 @@ from mpitrain.checkpoint.manifest import (
     write_manifest,
 )
 from mpitrain.checkpoint.reading import covered
-from mpitrain.checkpoint.view import VIEW, make_view
-from mpitrain.errors import CheckpointError, InputError, refusal
+from mpitrain.errors import CheckpointError
 from mpitrain.storage.commit import begin_folder, temporary_name
 from mpitrain.storage.disk import write_durably
 from mpitrain.storage.hdf5 import begin_file, image_bytes
@@ -158,27 +158,27 @@ class FileLayout:
         Returns:
             The offsets of the parts; the bytes of the file; and its CRC-32 outside of all parts.
         """
-        places = [(part.spec, part.piece) for part in parts]
         if self.group is None:
-            structure = self._made(places)
-            begin_file(path, structure.image)
-            return structure.offsets, structure.image.size, structure.rest
-        told = self.group.gather_objects([[spec.shape, spec.dtype, *encode_piece(piece)] for spec, piece in places])
+            return self._make(path, [(part.spec, part.piece) for part in parts])
+        told = self.group.gather_objects([[p.spec.shape, p.spec.dtype, *encode_piece(p.piece)] for p in parts])
 
-        def make() -> list[Any]:
-            structure = self._made([_planned(*values) for of in told for values in of])
-            begin_file(path, structure.image)
-            return [structure.offsets, structure.image.size, structure.rest]
+        def make() -> tuple[Sequence[int], int, int]:
+            places = [
+                (TensorSpec(name, tuple(shape), dtype), decode_piece(name, numbers))
+                for shape, dtype, name, numbers in chain.from_iterable(told)
+            ]
+            return self._make(path, places)
 
         offsets, size, rest = self.group.on_root(make)
-        counts = self.group.all_gather_object(len(places))
+        counts = self.group.all_gather_object(len(parts))
         first = sum(counts[: self.group.rank])
-        return offsets[first : first + len(places)], size, rest
+        return offsets[first : first + len(parts)], size, rest
 
-    def _made(self, places: list[PlannedPiece]) -> Structure:
+    def _make(self, path: Path, places: list[PlannedPiece]) -> tuple[Sequence[int], int, int]:
         if self._structure is None or places != self._places:
             self._places, self._structure = places, make_structure(places)
-        return self._structure
+        begin_file(path, self._structure.image)
+        return self._structure.offsets, self._structure.image.size, self._structure.rest
 
     def view(self, tensors: dict[str, TensorSpec], extents: Sequence[Extent], tied: dict[str, str]) -> bytes:
         """The bytes of model.h5. Raises CheckpointError where the ranks together lack elements of a tensor."""
@@ -247,22 +247,15 @@ def write_checkpoint(
 
 def _begin(comm: Communicator, target: Target) -> Path:
     """Make the folder to write into, under a temporary name."""
-    if not target.alone:
-        temporary = target.final.parent / comm.broadcast_object(temporary_name(target.final.name))
-        attempt(comm, partial(begin_folder, temporary) if target.leader else None, target.final, saving=True)
-        return temporary
-    name = why = ""
-    if target.leader:
-        try:
-            name = folders.begin(target.final).name
-        except OSError as error:
-            why = str(folders.unwritable(target.final, error))
-        except InputError as error:
-            why = str(error)
-    name, why = comm.broadcast_object([name, why])
-    if why:
-        raise refusal(why)
-    return target.final.parent / name
+    temporary = target.final.parent / comm.broadcast_object(temporary_name(target.final.name))
+
+    def make() -> None:
+        if target.alone:
+            folders.require_free(target.final)
+        begin_folder(temporary)
+
+    attempt(comm, make if target.leader else None, target.final, saving=True)
+    return temporary
 
 
 def _write_own(layout: FileLayout, temporary: Path, parts: Sequence[Part]) -> list[Any]:
@@ -304,7 +297,3 @@ def finish_folder(temporary: Path, final: Path, manifest: Manifest, view: bytes 
         manifest = replace(manifest, views={VIEW: (len(view), zlib.crc32(view))})
     write_manifest(temporary, manifest)
     folders.publish(temporary, final, trusted=view is None)
-
-
-def _planned(shape: Sequence[int], dtype: str, name: str, numbers: Sequence[int]) -> PlannedPiece:
-    return TensorSpec(name, tuple(shape), dtype), decode_piece(name, numbers)

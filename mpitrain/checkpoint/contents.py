@@ -30,24 +30,15 @@ from mpitrain.checkpoint.manifest import (
     require_files,
 )
 from mpitrain.checkpoint.reading import check, covered, plan, read, read_exactly
-from mpitrain.errors import CheckpointError, InputError, printable
+from mpitrain.errors import CheckpointError, printable
 from mpitrain.layout import Piece
 from mpitrain.storage.disk import opened
 from mpitrain.storage.text import bytes_text, counted
 
 
-def found(path: Path) -> list[Path]:
-    """The checkpoint folders that a path means, newest first. Raises InputError where there are none."""
-    if not path.exists():
-        raise InputError(f"{path} does not exist; give a checkpoint folder or a run folder")
-    if listed := folders.find(path):
-        return listed
-    raise InputError(f"{path} is no checkpoint and no run folder with one; give the path of either")
-
-
 def only(path: Path) -> Path:
     """The checkpoint that a path means: itself, or the newest whole one of a run folder."""
-    listed = found(path)
+    listed = folders.require(path)
     return next((folder for folder in listed if state(folder) == "whole"), listed[0])
 
 
@@ -94,7 +85,7 @@ def whole(folder: Path) -> Manifest:
 def listing(path: Path) -> Iterator[str]:
     """What `ls` prints of a run folder: a line for each checkpoint."""
     yield f"{'step':>10}  {'size':>11}  {'files':>5}  {'written':19}  state"
-    listed = found(path)
+    listed = folders.require(path)
     best = folders.best_folder(listed[0].parent)
     for folder in listed:
         manifest: Manifest | None = None

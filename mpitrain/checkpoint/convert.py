@@ -27,11 +27,11 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from mpitrain.checkpoint import folders
 from mpitrain.checkpoint.commit import finish_folder
 from mpitrain.checkpoint.contents import load_tensor, whole
-from mpitrain.checkpoint.files import Part, bytes_of, make_structure, write_parts
+from mpitrain.checkpoint.files import Part, bytes_of, make_structure, make_view, write_parts
 from mpitrain.checkpoint.manifest import DTYPES, MODEL, Manifest, Shape, Size, TensorSpec, Values
-from mpitrain.checkpoint.view import make_view
 from mpitrain.errors import InputError, first_problem
 from mpitrain.layout import Piece
+from mpitrain.storage.commit import begin_folder, temporary_name
 from mpitrain.storage.disk import open_plain, reason, replacing
 from mpitrain.storage.hdf5 import begin_file, image_bytes
 from mpitrain.storage.text import bytes_text
@@ -177,7 +177,9 @@ def _unusable(name: str, spec: TensorSpec) -> str:
 
 def _make_checkpoint(final: Path, parts: list[Part], values: Values) -> None:
     """A checkpoint of whole tensors in one file, written by this process alone."""
-    temporary = folders.begin(final)
+    folders.require_free(final)
+    temporary = final.with_name(temporary_name(final.name))
+    begin_folder(temporary)
     try:
         path = temporary / "rank-00000.h5"
         structure = make_structure([(part.spec, part.piece) for part in parts])

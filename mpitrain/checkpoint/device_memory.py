@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from itertools import cycle
 from typing import NamedTuple
 
 import numpy as np
@@ -25,20 +26,6 @@ _BUFFERS = 3  # in the way to a file
 _ALIGNMENT = 64  # bytes
 
 
-class HostPiece(NamedTuple):
-    """Bytes of a tensor that have come to the host.
-
-    Attributes:
-        number: Of the tensor.
-        first: The first of the bytes in the tensor.
-        data: The bytes, until the next piece is asked for.
-    """
-
-    number: int
-    first: int
-    data: memoryview
-
-
 class _Stretch(NamedTuple):
     """Bytes [first, last) of a tensor, and where they lie in a buffer."""
 
@@ -48,12 +35,15 @@ class _Stretch(NamedTuple):
     at: int
 
 
-def host_pieces(tensors: Sequence[torch.Tensor]) -> Iterator[HostPiece]:
+def host_pieces(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, int, memoryview]]:
     """Bring flat tensors that lie on one device to the host, piece by piece in their order.
 
     They must not change before the last piece has come; what the caller's current stream was asked before is in them.
+
+    Yields:
+        (number of the tensor, the first byte of the piece in it, the bytes, until the next piece is asked for).
     """
-    loads = _loads([t.numel() * t.element_size() for t in tensors])
+    loads = _loads([t.nbytes for t in tensors])
     if not loads:
         return
     raws = [t.detach().view(torch.uint8) for t in tensors]
@@ -76,7 +66,7 @@ def host_pieces(tensors: Sequence[torch.Tensor]) -> Iterator[HostPiece]:
         copied.synchronize()
         memory = buffer.numpy().data
         for number, first, last, at in load:
-            yield HostPiece(number, first, memory[at : at + last - first])
+            yield number, first, memory[at : at + last - first]
         free.append(buffer)
 
 
@@ -104,10 +94,6 @@ class Arrivals:
         self.device, self.stream = device, devices.new_stream(device)
         self.stream.wait_event(devices.recorded(device))
 
-    def settle(self) -> None:
-        """Return when all has arrived."""
-        self.stream.synchronize()
-
 
 class DeviceBytes:
     """The bytes of a flat tensor on a device, as those who read a checkpoint fill them.
@@ -131,16 +117,13 @@ class DeviceBytes:
         source = torch.from_numpy(block[begin:end])
         with devices.on_stream(self.arrivals.stream):  # of which several threads ask
             if len(firsts) == 1:
-                self._at(places[0], lengths[0]).copy_(source, non_blocking=True)
+                self._bytes.narrow(0, int(places[0]), int(lengths[0])).copy_(source, non_blocking=True)
                 return
             there = source.to(self.arrivals.device, non_blocking=True)
             for rows in _evenly(firsts - begin, places, lengths):
                 first, place, height, width, from_step, to_step = rows
                 into = self._bytes.as_strided((height, width), (to_step, 1), place)
                 into.copy_(there.as_strided((height, width), (from_step, 1), first))
-
-    def _at(self, place: int, length: int) -> torch.Tensor:
-        return self._bytes[int(place) : int(place) + int(length)]
 
 
 def _evenly(
@@ -163,23 +146,15 @@ def _evenly(
         begin = end
 
 
-class ReadBuffers:
-    """Two pinned buffers of a thread that reads blocks for a device, by turns."""
+def read_buffers(nbytes: int, arrivals: Arrivals) -> Iterator[np.ndarray]:
+    """Give a thread that reads blocks for a device two pinned buffers to read into, by turns.
 
-    def __init__(self, nbytes: int, arrivals: Arrivals) -> None:
-        self._arrivals = arrivals
-        self._memory = [devices.pinned((nbytes,), torch.uint8, arrivals.device).numpy() for _ in range(2)]
-        self._left: list[torch.Event | None] = [None, None]  # when what was last put from each has left it
-        self._turn = 0
-
-    def next(self) -> np.ndarray:
-        """The buffer to read into, once it is free."""
-        self._turn ^= 1
-        left, self._left[self._turn] = self._left[self._turn], None
-        if left is not None:
-            left.synchronize()
-        return self._memory[self._turn]
-
-    def put(self) -> None:
-        """Told when everything that is to go to the device from the buffer of this turn has been begun."""
-        self._left[self._turn] = devices.recorded(self._arrivals.device, self._arrivals.stream)
+    Whoever asks for the next one has begun everything that is to go to the device from the last.
+    """
+    memory = [devices.pinned((nbytes,), torch.uint8, arrivals.device).numpy() for _ in range(2)]
+    left: deque[torch.Event] = deque()  # when what was put from each has left it, the older one first
+    for buffer in cycle(memory):
+        if len(left) == len(memory):
+            left.popleft().synchronize()
+        yield buffer
+        left.append(devices.recorded(arrivals.device, arrivals.stream))

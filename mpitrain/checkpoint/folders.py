@@ -22,7 +22,7 @@ from pathlib import Path
 
 from mpitrain.checkpoint.manifest import FORMAT, MANIFEST, is_fruitful
 from mpitrain.errors import CheckpointError, InputError
-from mpitrain.storage.commit import MARK, begin_folder, end_folder, leftovers, remove_folder, temporary_name
+from mpitrain.storage.commit import MARK, end_folder, leftovers, remove_folder, temporary_name
 from mpitrain.storage.disk import free_name, lack_of_room, reason, replacing, sync
 from mpitrain.storage.hdf5 import SIGNATURE
 from mpitrain.storage.locks import LOCK
@@ -70,13 +70,16 @@ def find(path: Path) -> list[Path]:
     return []
 
 
-def require(path: Path) -> list[Path]:
-    """Return the checkpoint folders that a path means. Raises InputError where there are none."""
+def require(path: Path, key: str = "") -> list[Path]:
+    """Return the checkpoint folders that a path means. Raises InputError where there are none.
+
+    key: The setting that the path is the value of, for which it may also be auto or never.
+    """
     if found := find(path):
         return found
-    raise InputError(
-        f"checkpoint.resume {path} is no checkpoint and no run folder with one; give auto, never or the path of either"
-    )
+    named, other = (f"{key} {path}", "auto, never or ") if key else (path, "")
+    what = "" if path.exists() else "does not exist: it "
+    raise InputError(f"{named} {what}is no checkpoint and no run folder with one; give {other}the path of either")
 
 
 def best_step(root: Path) -> int | None:
@@ -176,25 +179,6 @@ def require_free(final: Path) -> None:
         f"{what} is in the way of a checkpoint and not known as mpitrain's: it {lacks}; move it away, or save into "
         "another folder"
     )
-
-
-def begin(final: Path) -> Path:
-    """Make a folder that is to become a checkpoint.
-
-    Args:
-        final: The name that the folder will get.
-
-    Returns:
-        The folder, which has a temporary name.
-
-    Raises:
-        InputError: Something that is not ours has the final name.
-        OSError: The folder cannot be made.
-    """
-    require_free(final)
-    temporary = final.with_name(temporary_name(final.name))
-    begin_folder(temporary)
-    return temporary
 
 
 def publish(temporary: Path, final: Path, *, trusted: bool = False) -> None:

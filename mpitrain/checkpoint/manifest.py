@@ -170,6 +170,11 @@ def grouped(extents: Iterable[Extent], key: Callable[[Extent], str]) -> dict[str
     return found
 
 
+def distinct(extents: Iterable[Extent]) -> list[Extent]:
+    """The extents without those whose pieces were written twice."""
+    return list({extent.piece: extent for extent in reversed(list(extents))}.values())
+
+
 def encode_piece(piece: Piece) -> list[Any]:
     """A piece as JSON has it: the name of its tensor, and numbers."""
     box = piece.box

@@ -24,21 +24,21 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mpitrain.checkpoint.files import Part, bytes_of
-from mpitrain.checkpoint.manifest import HASHED, Extent, Manifest, TensorSpec
+from mpitrain.checkpoint.manifest import HASHED, Extent, Manifest, TensorSpec, distinct
 from mpitrain.errors import CheckpointError
 from mpitrain.layout import Piece, stretches
 from mpitrain.storage.disk import opened
 from mpitrain.storage.extents import crc32, read_at
 
 if TYPE_CHECKING:
-    from mpitrain.checkpoint.device_memory import Arrivals, DeviceBytes, ReadBuffers
+    from mpitrain.checkpoint.device_memory import Arrivals, DeviceBytes
     from mpitrain.comm import Communicator
     from mpitrain.comm.collectives.node_memory import Alternating
 
@@ -137,12 +137,12 @@ def plan(folder: Path, manifest: Manifest, parts: Sequence[Part]) -> list[Block]
         CheckpointError: The checkpoint lacks a tensor, has it in another shape or type, or lacks elements of it.
     """
     blocks: dict[tuple[str, int, int], Block] = {}
-    memory_of = _Memories()
+    arrivals: Arrivals | None = None  # of parts on a device, which all come there on one stream
     overlaps: dict[tuple[object, ...], Overlap] = {}  # many layers of a model overlap alike
     for part in parts:
         _check_spec(folder, manifest, part.spec)
         item, wanted = part.spec.itemsize, part.piece
-        memory = memory_of(part)
+        memory, arrivals = _memory_of(part, arrivals)
         filled = []
         for extent in distinct(manifest.extents_of.get(part.spec.name, ())):
             held = extent.piece
@@ -168,21 +168,14 @@ def plan(folder: Path, manifest: Manifest, parts: Sequence[Part]) -> list[Block]
     return [blocks[key] for key in sorted(blocks)]
 
 
-class _Memories:
-    """The bytes of parts; those on a device all come there on one stream."""
+def _memory_of(part: Part, arrivals: Arrivals | None) -> tuple[np.ndarray | DeviceBytes, Arrivals | None]:
+    """The bytes of a part, and the stream on which what lies on a device comes there, made by the first that does."""
+    if part.data.is_cpu:
+        return np.frombuffer(bytes_of(part.data), dtype=np.uint8), arrivals
+    from mpitrain.checkpoint.device_memory import Arrivals, DeviceBytes
 
-    def __init__(self) -> None:
-        self._arrivals: Arrivals | None = None
-
-    def __call__(self, part: Part) -> np.ndarray | DeviceBytes:
-        """The bytes of a part."""
-        if part.data.is_cpu:
-            return np.frombuffer(bytes_of(part.data), dtype=np.uint8)
-        from mpitrain.checkpoint.device_memory import Arrivals, DeviceBytes
-
-        if self._arrivals is None:
-            self._arrivals = Arrivals(part.data.device)
-        return DeviceBytes(part.data, self._arrivals)
+    arrivals = arrivals or Arrivals(part.data.device)
+    return DeviceBytes(part.data, arrivals), arrivals
 
 
 def arrivals_of(blocks: Iterable[Block]) -> Arrivals | None:
@@ -195,7 +188,7 @@ def settle(blocks: Iterable[Block]) -> None:
     """Return when what was copied out of these blocks has arrived, on whichever device."""
     arrivals = arrivals_of(blocks)
     if arrivals is not None:
-        arrivals.settle()
+        arrivals.stream.synchronize()
 
 
 def _overlap(source: Piece, target: Piece, item: int) -> Overlap:
@@ -256,12 +249,11 @@ def read(folder: Path, blocks: Sequence[Block]) -> None:
                 read_block(folder, block, descriptor, direct)
                 return
             if not hasattr(scratch, "buffers"):
-                scratch.buffers = _Scratch() if arrivals is None else _buffers_for(arrivals)
-            memory = scratch.buffers.next()[: block.size]
+                scratch.buffers = _buffers(arrivals)
+            memory = next(scratch.buffers)[: block.size]
             read_block(folder, block, descriptor, memory.data)
             for use in block.uses:
                 use.copy(memory)
-            scratch.buffers.put()
 
         futures = [pool.submit(fill, block) for block in blocks]
         try:
@@ -274,24 +266,13 @@ def read(folder: Path, blocks: Sequence[Block]) -> None:
     settle(blocks)
 
 
-class _Scratch:
-    """Memory of a thread that reads blocks out of which it copies."""
+def _buffers(arrivals: Arrivals | None) -> Iterator[np.ndarray]:
+    """Memory of a thread to read each block into, out of which it then copies."""
+    if arrivals is None:
+        return repeat(np.empty(HASHED, dtype=np.uint8))
+    from mpitrain.checkpoint.device_memory import read_buffers
 
-    def __init__(self) -> None:
-        self._memory = np.empty(HASHED, dtype=np.uint8)
-
-    def next(self) -> np.ndarray:
-        """The memory to read into."""
-        return self._memory
-
-    def put(self) -> None:
-        """Nothing is to be done: what was copied is in its place."""
-
-
-def _buffers_for(arrivals: Arrivals) -> ReadBuffers:
-    from mpitrain.checkpoint.device_memory import ReadBuffers
-
-    return ReadBuffers(HASHED, arrivals)
+    return read_buffers(HASHED, arrivals)
 
 
 def check(folder: Path, manifest: Manifest, extent: Extent, descriptor: int, scratch: memoryview) -> list[str]:
@@ -345,11 +326,6 @@ def read_exactly(descriptor: int, into: memoryview, offset: int, path: Path) -> 
     done = read_at(descriptor, into, offset)
     if done < len(into):
         raise CheckpointError(f"{path} ends at byte {offset + done}; it was cut short")
-
-
-def distinct(extents: Iterable[Extent]) -> list[Extent]:
-    """The extents without those whose pieces were written twice."""
-    return list({extent.piece: extent for extent in reversed(list(extents))}.values())
 
 
 def union(firsts: np.ndarray, lengths: np.ndarray) -> int:

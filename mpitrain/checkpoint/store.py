@@ -190,8 +190,9 @@ class Store:
         return None if step is None else self.folder(step)
 
     def at(self, path: Path) -> list[Path]:
-        """The checkpoint folders that a path means, newest first. Raises InputError where there are none."""
-        return [Path(found) for found in self.comm.on_root(lambda: list(map(str, folders.require(path))))]
+        """Return the checkpoint folders that checkpoint.resume means, newest first. Raises InputError without one."""
+        found = self.comm.on_root(lambda: list(map(str, folders.require(path, "checkpoint.resume"))))
+        return list(map(Path, found))
 
     def folder(self, step: int) -> Path:
         """The folder of a step's checkpoint in the run's checkpoint folder."""
@@ -354,18 +355,20 @@ class Store:
             CheckpointError: On every rank, where a byte that any of them needs is missing or damaged.
         """
         self.finish()
-        local = self._local is not None and self._local.owns(folder)
+        local = self._local if self._local is not None and self._local.owns(folder) else None
         try:
             manifest = self._read(folder, parts_for, local)
         except CheckpointError:
-            if not local and folder.parent == self.root:
+            if local is None and folder.parent == self.root:
                 self._unusable.update(s for s in folders.finished_steps(self.root) if self.folder(s) == folder)
             raise
         if folder.parent == self.root:
             self._verified.add(manifest.step)
         return manifest
 
-    def _read(self, folder: Path, parts_for: Callable[[Manifest], Sequence[Part]], local: bool) -> Manifest:
+    def _read(
+        self, folder: Path, parts_for: Callable[[Manifest], Sequence[Part]], local: LocalFolders | None
+    ) -> Manifest:
         def look() -> Manifest:
             manifest = read_manifest(folder)
             if self.comm.rank == 0:
@@ -374,12 +377,12 @@ class Store:
 
         def prepare(manifest: Manifest) -> list[Block]:
             blocks = plan(folder, manifest, parts_for(manifest))
-            if not local:
+            if local is None:
                 require_files(folder, [(name, manifest.files[name]) for name in sorted(files_of(blocks))])
             return blocks
 
-        if local and self._local is not None:
-            manifest: Manifest | None = self._local.manifest(self.comm, folder)
+        if local is not None:
+            manifest: Manifest | None = local.manifest(self.comm, folder)
         else:  # first of all, since how much memory is taken for the plan depends on how large the files say they are
             manifest = attempt(self.comm, look, folder)
         assert manifest is not None
@@ -388,8 +391,8 @@ class Store:
             self._node = self.comm.split(self._nodes[self.comm.rank], self.comm.rank, label="checkpoint node")
             assert self._node is not None
         fill = partial(cooperative_read, self._node, folder, manifest, blocks)
-        if local and self._local is not None:
-            self._fill_local(self._local, folder, manifest, blocks, fill)
+        if local is not None:
+            self._fill_local(local, folder, manifest, blocks, fill)
         else:
             attempt(self.comm, fill, folder)
         return manifest
@@ -429,7 +432,7 @@ class Snapshot:
             self._make_room(nbytes, away)
         copies, begin = [], 0
         for part in parts:
-            end = begin + part.data.numel() * part.data.element_size()
+            end = begin + part.data.nbytes
             into = self._memory[begin:end].view(part.data.dtype)
             into.copy_(part.data, non_blocking=True)
             copies.append(replace(part, data=into))
@@ -456,7 +459,7 @@ class Snapshot:
 
 def needed(parts: Sequence[Part]) -> int:
     """How many bytes a snapshot of these parts takes."""
-    return sum(-(-p.data.numel() * p.data.element_size() // _ALIGNMENT) * _ALIGNMENT for p in parts)
+    return sum(-(-p.data.nbytes // _ALIGNMENT) * _ALIGNMENT for p in parts)
 
 
 def require_threads(comm: Communicator) -> None:

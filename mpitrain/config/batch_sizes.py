@@ -101,16 +101,6 @@ def checked_warmup(given: Any) -> Any:
     return given
 
 
-def require_no_larger(warmup: Sequence[tuple[int, int]], batch: int) -> None:
-    """Raise ValueError where a batch of the warm-up is larger than those that it leads to."""
-    largest = max((size for _, size in warmup), default=0)
-    if largest > batch:
-        raise ValueError(
-            f"train.batch_warmup has a batch of {largest} samples, more than train.batch {batch}, which all later "
-            "steps take; raise train.batch, or make it smaller"
-        )
-
-
 def require_multiples(sizes: BatchSizes, groups: int) -> None:
     """Raise InputError where groups of ranks would not have the same part of each of several batches."""
     uneven = next((size for size in sizes.after(0) if size % groups), None)

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Annotated, Any, Literal, get_args
 
 from annotated_types import Ge
-from pydantic import field_validator, model_validator
+from pydantic import BeforeValidator, model_validator
 
 from mpitrain.choices import AllReduce, Compression, DeviceWay, Mode, Outer, PipelineSchedule, one_of
 from mpitrain.config.section import Named, Section, declared, followed, followed_apart, followed_folder, setting
@@ -17,6 +17,17 @@ _of_local = partial(setting, mode="local")
 
 _Cut = Literal["uniform", "parameters", "time"]
 _CUTS: Sequence[str] = get_args(_Cut)
+
+
+def _blocks_of_stages(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        if not value or not all(type(each) is int and each > 0 for each in value):
+            raise ValueError(f"parallel.cut {list(value)} is no list of the blocks of each stage; give each 1 or more")
+    elif value not in _CUTS:
+        raise ValueError(
+            f"parallel.cut {value!r} is unknown; set it to {one_of(_CUTS)}, or to each stage's blocks, as [5, 7]"
+        )
+    return value
 
 
 class ParallelSection(Section):
@@ -41,7 +52,7 @@ class ParallelSection(Section):
     schedule: PipelineSchedule | Named = followed(
         "1f1b", "pipeline schedule, or package.module:function of your own", also=["pipeline_schedule"]
     )
-    cut: _Cut | tuple[int, ...] = followed(
+    cut: Annotated[_Cut | tuple[int, ...], BeforeValidator(_blocks_of_stages)] = followed(
         "uniform",
         "what stages have equally much of (uniform: of blocks), or how many blocks each has, as [5, 7]",
     )
@@ -94,20 +105,6 @@ class ParallelSection(Section):
     local_compression: Literal["none", Compression] = _of_local(
         "none", "mode local: compression of the differences that are averaged"
     )
-
-    @field_validator("cut", mode="before")
-    @classmethod
-    def _gives_each_stage_blocks(cls, value: Any) -> Any:
-        if isinstance(value, (list, tuple)):
-            if not value or not all(type(each) is int and each > 0 for each in value):
-                raise ValueError(
-                    f"parallel.cut {list(value)} is no list of the blocks of each stage; give each 1 or more"
-                )
-        elif value not in _CUTS:
-            raise ValueError(
-                f"parallel.cut {value!r} is unknown; set it to {one_of(_CUTS)}, or to each stage's blocks, as [5, 7]"
-            )
-        return value
 
     @model_validator(mode="after")
     def _goes_with_what_is_divided(self) -> ParallelSection:

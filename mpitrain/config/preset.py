@@ -95,8 +95,17 @@ def config_json(model: Mapping[str, Any], vocabulary: int, dtype: str) -> Values
             "activation_function": "gelu_new",
             **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), model["dropout"]),
         }
+    own: dict[str, Values] = {
+        "llama": {"attention_bias": model["bias"], "mlp_bias": model["bias"]},
+        "qwen2": {"use_sliding_window": False},
+        "qwen3": {"use_sliding_window": False, "attention_bias": False},
+    }
+    if family != "qwen2":
+        own[family]["head_dim"] = model["width"] // model["heads"]
     return common | {
-        **_keys_of(family, model),
+        "model_type": family,
+        "architectures": [f"{family.capitalize()}ForCausalLM"],
+        **own[family],
         "num_hidden_layers": model["layers"],
         "hidden_size": model["width"],
         "num_attention_heads": model["heads"],
@@ -109,28 +118,6 @@ def config_json(model: Mapping[str, Any], vocabulary: int, dtype: str) -> Values
         "hidden_act": "silu",
         "attention_dropout": model["dropout"],
     }
-
-
-def _keys_of(family: str, model: Mapping[str, Any]) -> Values:
-    """Return what the config.json of a family says that the others of Llama's kind do not."""
-    own: dict[str, Values] = {
-        "llama": {
-            "model_type": "llama",
-            "architectures": ["LlamaForCausalLM"],
-            "attention_bias": model["bias"],
-            "mlp_bias": model["bias"],
-            "head_dim": model["width"] // model["heads"],
-        },
-        "qwen2": {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "use_sliding_window": False},
-        "qwen3": {
-            "model_type": "qwen3",
-            "architectures": ["Qwen3ForCausalLM"],
-            "use_sliding_window": False,
-            "attention_bias": False,
-            "head_dim": model["width"] // model["heads"],
-        },
-    }
-    return own[family]
 
 
 def form_of(model: Mapping[str, Any]) -> str:
@@ -364,8 +351,9 @@ def completed(values: Mapping[str, Any]) -> Mapping[str, Any]:
     Where the optimizer is chosen, its other settings have their general defaults, since a rate that suits one optimizer
     suits no other.
     """
-    given = _BY_MODEL.get(_model(values.get("model")), {})
-    made = dict(values)
+    model, made = values.get("model"), dict(values)
+    name: Any = model.get("name") if isinstance(model, Mapping) and not model.get("factory") else None
+    given = _BY_MODEL[name] if isinstance(name, str) and name in _BY_MODEL else {}
     for section, defaults in given.items():
         known = made.get(section, {})
         if isinstance(known, Mapping) and not (section == "optim" and "name" in known):
@@ -377,11 +365,3 @@ def defaults_by_model(section: str, key: str) -> str:
     """Return the other defaults of a setting, for people: "resnet: 18"."""
     of_models = ((name, sections.get(section, {})) for name, sections in _BY_MODEL.items())
     return ", ".join(f"{name}: {defaults[key]!r}" for name, defaults in of_models if key in defaults)
-
-
-def _model(section: Any) -> Any:
-    """The name of the model that is built, which model.factory replaces."""
-    if not isinstance(section, Mapping) or section.get("factory"):
-        return None
-    name = section.get("name")
-    return name if isinstance(name, str) else None

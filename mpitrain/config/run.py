@@ -6,7 +6,7 @@ import re
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt
-from pydantic import AllowInfNan, field_validator, model_validator
+from pydantic import AfterValidator, AllowInfNan, model_validator
 
 from mpitrain.choices import Augmentation
 from mpitrain.config.section import Named, Section, followed_apart, setting
@@ -98,6 +98,22 @@ class ElasticSection(Section):
     copy_every: int = setting(1, "steps between the copies of each rank's state in others' memory", ge=1)
 
 
+def timeline_steps(value: str) -> tuple[int, int]:
+    """The first and the last step of monitor.timeline; (0, 0) where it is no A:B of digits."""
+    match = re.fullmatch(r"([0-9]{1,18}):([0-9]{1,18})", value)
+    return (int(match[1]), int(match[2])) if match else (0, 0)
+
+
+def _from_a_step_to_a_later_one(value: str) -> str:
+    if value:
+        first, last = timeline_steps(value)
+        if not 1 <= first <= last:
+            raise ValueError(
+                f"monitor.timeline {value!r} is no A:B with 1 <= A <= B, the first and the last step to record"
+            )
+    return value
+
+
 class MonitorSection(Section):
     """[monitor]"""
 
@@ -111,26 +127,9 @@ class MonitorSection(Section):
     )
     project: str = setting("mpitrain", "W&B's project and MLflow's experiment of the run", also=["wandb_project"])
     name: str = setting("", "the run's name in W&B and MLflow; empty: that of the run folder", also=["run_name"])
-    timeline: str = setting(
+    timeline: Annotated[str, AfterValidator(_from_a_step_to_a_later_one)] = setting(
         "",
         "A:B records what every rank computes and communicates in steps A to B, as a trace and a picture; empty: none",
         also=["profile"],
     )
     every: int = setting(10, "steps between plain progress lines", ge=1, also=["log_every", "log_interval"])
-
-    @field_validator("timeline")
-    @classmethod
-    def _from_a_step_to_a_later_one(cls, value: str) -> str:
-        if value:
-            first, last = timeline_steps(value)
-            if not 1 <= first <= last:
-                raise ValueError(
-                    f"monitor.timeline {value!r} is no A:B with 1 <= A <= B, the first and the last step to record"
-                )
-        return value
-
-
-def timeline_steps(value: str) -> tuple[int, int]:
-    """The first and the last step of monitor.timeline; (0, 0) where it is no A:B of digits."""
-    match = re.fullmatch(r"([0-9]{1,18}):([0-9]{1,18})", value)
-    return (int(match[1]), int(match[2])) if match else (0, 0)

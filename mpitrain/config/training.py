@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from mpitrain.choices import (
     RESNET_LAYERS,
@@ -22,7 +22,7 @@ from mpitrain.choices import (
     Rates,
     one_of,
 )
-from mpitrain.config.batch_sizes import BatchSizes, Stages, checked_warmup, require_no_larger
+from mpitrain.config.batch_sizes import BatchSizes, Stages, checked_warmup
 from mpitrain.config.preset import with_base, with_preset
 from mpitrain.config.section import ClassName, Named, Section, followed, followed_apart, for_optimizer, setting
 
@@ -32,6 +32,37 @@ INSTEAD = (
     ("epochs", "steps", "how long the run is"),
     ("accumulation", "microbatch", "how a rank's samples are divided"),
 )
+
+
+OWN = ("match", "optimizer", "lr", "lr_scale")  # keys that are no options of an optimizer
+
+
+def _checked_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The groups as they were given. Raises ValueError with a line for people where one of them cannot be meant."""
+    for number, group in enumerate(groups):
+        where = f"optim.groups, entry {number + 1}"
+        if not patterns_of(group):
+            raise ValueError(f'{where}: match = {group.get("match")!r} is no pattern; write match = "*.norm.*"')
+        if not group.keys() - {"match"}:
+            raise ValueError(f"{where}: nothing but match; say what is another way: lr_scale = 0.1, weight_decay = 0.0")
+        if {"lr", "lr_scale"} <= group.keys():
+            raise ValueError(f"{where}: lr and lr_scale are two ways to say one thing; give one")
+        for key in {"lr", "lr_scale", "weight_decay"} & group.keys():
+            value = group[key]
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
+                raise ValueError(f"{where}: {key} = {value!r} is wrong; give a number of at least 0")
+        if not isinstance(group.get("optimizer", ""), str):
+            raise ValueError(f'{where}: optimizer = {group["optimizer"]!r} is no name; write optimizer = "sgd"')
+    return groups
+
+
+def patterns_of(group: Mapping[str, Any]) -> list[str]:
+    """The patterns of a group; none where they are not text."""
+    match = group.get("match")
+    found = [match] if isinstance(match, str) else match
+    if not isinstance(found, (list, tuple)) or not all(isinstance(pattern, str) and pattern for pattern in found):
+        return []
+    return list(found)
 
 
 class ModelSection(Section):
@@ -176,6 +207,16 @@ class ModelSection(Section):
         return self
 
 
+def _known_metrics(given: Any) -> Any:
+    known = (*get_args(Measured), *get_args(OfClasses))
+    for name in given if isinstance(given, (list, tuple)) else ():
+        if isinstance(name, str) and ":" not in name and name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"choose {', '.join(known)}, or package.module:function"
+            raise ValueError(f"train.metrics has no {name!r}; {hint}")
+    return given
+
+
 class TrainSection(Section):
     """[train]"""
 
@@ -196,7 +237,7 @@ class TrainSection(Section):
         alias=["global_batch_size", "train_batch_size"],
         also=["batch_size"],
     )
-    batch_warmup: Stages = setting(
+    batch_warmup: Annotated[Stages, BeforeValidator(checked_warmup)] = setting(
         (),
         "smaller global batches of the first steps: [[100, 8], [100, 16]] for 100 steps of 8 samples, then 100 of 16",
         also=["rampup_batch_size", "batch_size_warmup", "batch_rampup"],
@@ -245,7 +286,7 @@ class TrainSection(Section):
         ge=0,
         also=["max_skipped_steps", "skip_limit"],
     )
-    metrics: tuple[Named | Measured | OfClasses, ...] = setting(
+    metrics: Annotated[tuple[Named | Measured | OfClasses, ...], BeforeValidator(_known_metrics)] = setting(
         (),
         'more metrics: ["f1", "auroc", ...], or your own, "package.module:function", called as function(output, y)',
         also=["compute_metrics"],
@@ -271,24 +312,6 @@ class TrainSection(Section):
         0.0, "by how much more than this train.monitor must be better", ge=0.0, also=["early_stopping_threshold"]
     )
 
-    @field_validator("metrics", mode="before")
-    @classmethod
-    def _known_metrics(cls, given: Any) -> Any:
-        known = (*get_args(Measured), *get_args(OfClasses))
-        for name in given if isinstance(given, (list, tuple)) else ():
-            if isinstance(name, str) and ":" not in name and name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
-                hint = (
-                    f"did you mean {near[0]!r}?" if near else f"choose {', '.join(known)}, or package.module:function"
-                )
-                raise ValueError(f"train.metrics has no {name!r}; {hint}")
-        return given
-
-    @field_validator("batch_warmup", mode="before")
-    @classmethod
-    def _pairs(cls, given: Any) -> Any:
-        return checked_warmup(given)
-
     @model_validator(mode="after")
     def _says_each_thing_once(self) -> TrainSection:
         for key, other, what in INSTEAD:
@@ -303,7 +326,12 @@ class TrainSection(Section):
 
     @model_validator(mode="after")
     def _warms_up_to_the_batch(self) -> TrainSection:
-        require_no_larger(self.batch_warmup, self.batch)
+        largest = max((size for _, size in self.batch_warmup), default=0)
+        if largest > self.batch:
+            raise ValueError(
+                f"train.batch_warmup has a batch of {largest} samples, more than train.batch {self.batch}, which all "
+                "later steps take; raise train.batch, or make it smaller"
+            )
         return self
 
 
@@ -348,45 +376,9 @@ class OptimSection(Section):
     options: dict[str, Any] = for_optimizer(
         {}, "further keyword arguments of the optimizer: {betas = [0.9, 0.95]}", also=["betas", "momentum"]
     )
-    groups: list[dict[str, Any]] = for_optimizer(
+    groups: Annotated[list[dict[str, Any]], AfterValidator(_checked_groups)] = for_optimizer(
         [],
         'parameters with options of their own, the first match counts: [{match = "*.norm.*", weight_decay = 0.0}]; '
         "lr, lr_scale, weight_decay, optimizer and the options of that",
         also=["param_groups", "parameter_groups"],
     )
-
-    @field_validator("groups")
-    @classmethod
-    def _can_be_matched(cls, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        return checked_groups(groups)
-
-
-OWN = ("match", "optimizer", "lr", "lr_scale")  # keys that are no options of an optimizer
-
-
-def checked_groups(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The groups as they were given. Raises ValueError with a line for people where one of them cannot be meant."""
-    for number, group in enumerate(groups):
-        where = f"optim.groups, entry {number + 1}"
-        if not patterns_of(group):
-            raise ValueError(f'{where}: match = {group.get("match")!r} is no pattern; write match = "*.norm.*"')
-        if not group.keys() - {"match"}:
-            raise ValueError(f"{where}: nothing but match; say what is another way: lr_scale = 0.1, weight_decay = 0.0")
-        if {"lr", "lr_scale"} <= group.keys():
-            raise ValueError(f"{where}: lr and lr_scale are two ways to say one thing; give one")
-        for key in {"lr", "lr_scale", "weight_decay"} & group.keys():
-            value = group[key]
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
-                raise ValueError(f"{where}: {key} = {value!r} is wrong; give a number of at least 0")
-        if not isinstance(group.get("optimizer", ""), str):
-            raise ValueError(f'{where}: optimizer = {group["optimizer"]!r} is no name; write optimizer = "sgd"')
-    return [dict(group) for group in groups]
-
-
-def patterns_of(group: Mapping[str, Any]) -> list[str]:
-    """The patterns of a group; none where they are not text."""
-    match = group.get("match")
-    found = [match] if isinstance(match, str) else match
-    if not isinstance(found, (list, tuple)) or not all(isinstance(pattern, str) and pattern for pattern in found):
-        return []
-    return list(found)

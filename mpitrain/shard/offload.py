@@ -55,7 +55,7 @@ class MappedFiles:
 
     def move(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of the same values, shape and dtype in a mapped file. Raises InputError when the disk is full."""
-        nbytes = tensor.numel() * tensor.element_size()
+        nbytes = tensor.nbytes
         descriptor, name = tempfile.mkstemp(dir=self._folder)
         try:
             os.posix_fallocate(descriptor, 0, max(1, nbytes))  # a hole that cannot be filled later is a bus error
@@ -149,14 +149,16 @@ class HostUpdate:
             if gradient is None:
                 self._gradients.pop(id(flat_parameter), None)
                 continue
-            into = self._gradients.get(id(flat_parameter))
-            if into is None:
-                into = self._gradients[id(flat_parameter)] = devices.pinned(
-                    gradient.shape, gradient.dtype, self._device
-                )
+            into = self._like(gradient, self._gradients, flat_parameter)
             with self._leaving:
                 into.copy_(gradient, non_blocking=True)
             self._arrived[id(flat_parameter)] = devices.recorded(self._device, self._leaving)
+
+    def _like(self, tensor: torch.Tensor, kept: dict[int, torch.Tensor], of: FlatParameter) -> torch.Tensor:
+        """Return the pinned memory of a flat parameter that is kept for tensors like this one."""
+        if id(of) not in kept:
+            kept[id(of)] = devices.pinned(tensor.shape, tensor.dtype, self._device)
+        return kept[id(of)]
 
     def gradient(self, flat_parameter: FlatParameter) -> torch.Tensor | None:
         """A flat parameter's gradient on the host, in its value's dtype, once it is there; it may be overwritten."""
@@ -182,10 +184,7 @@ class HostUpdate:
         if stored is None:  # the update was made in place
             return
         if value.dtype != stored.dtype:
-            rounded = self._rounded.get(id(flat_parameter))
-            if rounded is None:
-                rounded = self._rounded[id(flat_parameter)] = devices.pinned(stored.shape, stored.dtype, self._device)
-            value = rounded.copy_(value)
+            value = self._like(stored, self._rounded, flat_parameter).copy_(value)
         with self._returning:
             stored.copy_(value, non_blocking=True)
 

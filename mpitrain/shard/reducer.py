@@ -160,7 +160,8 @@ class Reducer:
         if self.static and not self.passes and not alone:
             self._expected = {p: self._came.get(p, 0) for p in self._bucket}
         if self._forget:
-            self._forget_unused()
+            for parameter in self._unused_by_all(self._touched, self.gradients.reduction.comm):
+                parameter.grad = None
         if self.used is not None:
             self.used |= self._touched
         self._touched.clear()
@@ -173,11 +174,6 @@ class Reducer:
         """
         self._touched |= {p for p in self._bucket if p.grad is not None}
         return self._touched
-
-    def _forget_unused(self) -> None:
-        """Remove the gradients of parameters that no rank used. Collective."""
-        for parameter in self._unused_by_all(self._touched, self.gradients.reduction.comm):
-            parameter.grad = None
 
     def take_unused(self, comm: Communicator) -> set[nn.Parameter]:
         """Return the parameters that no rank of `comm` used since the last call. Collective, where anybody asks."""

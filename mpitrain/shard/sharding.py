@@ -256,14 +256,7 @@ class Sharding:
         if self.stage.states:
             own, gradient = self.parameters.own, gradients.own
             return sharded_flat_parameters(
-                self.optimizer,
-                self.groups,
-                self.shard.rank,
-                own,
-                gradient,
-                counted,
-                on_host=on_host,
-                gathered=True,
+                self.optimizer, self.groups, self.shard.rank, own, gradient, counted, on_host=on_host, gathered=True
             )
         gradient_of: GradientOf = attrgetter("grad")
         if self.options.reduce_dtype is not None:  # gradients in another dtype lie apart

@@ -16,11 +16,10 @@ from mpitrain.comm import Communicator
 from mpitrain.comm.memory.device import is_accelerator
 from mpitrain.layout import split
 from mpitrain.shard.flat_parameters import FlatParameter
-from mpitrain.shard.muon import MatrixGather, Muon
 from mpitrain.shard.offload import MappedFiles
+from mpitrain.shard.optimizers import MatrixGather, Muon, SquaresSum, TrustRatios
 from mpitrain.shard.placement import SCRATCH
 from mpitrain.shard.sharding import EXACT_BLOCK, Sharding
-from mpitrain.shard.trust_ratio import SquaresSum, TrustRatios
 
 SCALE = "lr_scale"  # in a parameter group: its learning rate over that of the step
 

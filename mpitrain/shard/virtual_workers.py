@@ -131,19 +131,15 @@ class VirtualWorkers:
         counts = [-(-(hi - lo) // (microbatch or max(1, hi - lo))) for lo, hi in pairwise(bounds)]
         return [sum(counts[r * each : (r + 1) * each]) for r in range(self.ranks)]
 
-    def total(self, comm: Communicator, values: torch.Tensor) -> float:
-        """The sum of one number of every virtual worker, rounded once; NaN if one is not finite. Collective.
-
-        values: of this rank's workers, float64 [workers].
-        """
-        return self.begin_total(comm, values)()
-
     def totals(self, comm: Communicator, values: torch.Tensor) -> list[float]:
-        """As `total`, of several numbers of every virtual worker at once, float64 [workers, numbers]. Collective."""
+        """As `begin_total`, of several numbers of every worker at once, float64 [workers, numbers]. Waits itself."""
         return [_sum(numbers) for numbers in self._of_all(comm, values)().T.tolist()]
 
     def begin_total(self, comm: Communicator, values: torch.Tensor) -> Callable[[], float]:
-        """As `total`, but what is returned waits for the device that the values are on. Collective, too."""
+        """Begin to sum one number of every virtual worker, rounded once; NaN if one is not finite. Collective.
+
+        values: of this rank's workers, float64 [workers]. What is returned waits for the device that they are on.
+        """
         told = self._of_all(comm, values)
         return lambda: _sum(told().tolist())
 

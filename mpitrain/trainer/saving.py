@@ -129,7 +129,7 @@ def require_given(trainer: Run) -> None:
     """Raise InputError where checkpoint.resume names a checkpoint and there is none. Collective."""
     resume = trainer.config.checkpoint.resume
     if resume not in ("auto", "never"):
-        trainer.world.on_root(lambda: len(folders.require(Path(resume))))
+        trainer.world.on_root(lambda: len(folders.require(Path(resume), "checkpoint.resume")))
 
 
 def load_newest(trainer: Run) -> Restored:

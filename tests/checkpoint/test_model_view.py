@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpitrain.checkpoint import Store
-from mpitrain.checkpoint.view import rectangles
+from mpitrain.checkpoint.files import rectangles
 from mpitrain.layout import Box, Piece
 
 

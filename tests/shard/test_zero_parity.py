@@ -16,9 +16,8 @@ from mpitrain.checkpoint import Store
 from mpitrain.comm.job.topology import Member, Topology
 from mpitrain.errors import InputError
 from mpitrain.layers.sync_batchnorm import SyncBatchNorm
-from mpitrain.shard.muon import Muon
+from mpitrain.shard.optimizers import Lamb, Lars, Muon
 from mpitrain.shard.sharding import Options
-from mpitrain.shard.trust_ratio import Lamb, Lars
 from mpitrain.trainer.engine import Engine
 
 PLACEMENTS = {

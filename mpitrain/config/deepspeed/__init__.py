@@ -1,15 +1,12 @@
 """A DeepSpeed configuration (ds_config.json), read into our settings.
 
-    json_file    the file, also with comments
-    keys         every key by what becomes of it, and what "auto" stands for
-    reading      `DeepSpeedConfig`: a `Config`, and what no setting of ours says; optimizing: optimizer and schedule
+    keys         every key by what becomes of it, and notes of what is wrong
+    reading      the file, as a `DeepSpeedConfig`: a `Config`, and what no setting of ours says; what "auto" stands for
 
 What has a counterpart is taken over; what only tunes DeepSpeed's own machinery, only reports, or is switched off, is
 named in `DeepSpeedConfig.without_effect`; all the rest is told in one error.
 """
 
-from mpitrain.config.deepspeed.json_file import read_json
-from mpitrain.config.deepspeed.reading import DeepSpeedConfig, looks_like_deepspeed, read_deepspeed
-from mpitrain.config.learning_rate import WarmUp
+from mpitrain.config.deepspeed.reading import DeepSpeedConfig, looks_like_deepspeed, read_deepspeed, read_json
 
-__all__ = ["DeepSpeedConfig", "WarmUp", "looks_like_deepspeed", "read_deepspeed", "read_json"]
+__all__ = ["DeepSpeedConfig", "looks_like_deepspeed", "read_deepspeed", "read_json"]

@@ -1,7 +1,6 @@
 """The keys of a DeepSpeed configuration, by what becomes of them, and notes of all that is wrong with one.
 
-See the "DeepSpeed Configuration JSON" page of DeepSpeed's documentation, and for "auto" the "DeepSpeed" page of Hugging
-Face's transformers.
+See the "DeepSpeed Configuration JSON" page of DeepSpeed's documentation.
 """
 
 from __future__ import annotations
@@ -13,10 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from mpitrain.choices import Precision
 from mpitrain.errors import InputError, refusal
 
-AUTO = "auto"
 MONITORS = {  # what there is in a configuration of ours instead of each
     "tensorboard": "monitor.tensorboard = true",
     "wandb": "monitor.wandb = true",
@@ -47,7 +44,7 @@ def _keys(taken: str = "", harmless: str = "", refused: str | None = None) -> Ke
     return Keys(taken.split(), harmless.split(), None if refused is None else refused.split())
 
 
-_SCALING = "loss_scale initial_scale_power loss_scale_window min_loss_scale hysteresis consecutive_hysteresis"
+SCALING = "loss_scale initial_scale_power loss_scale_window min_loss_scale hysteresis consecutive_hysteresis"
 _OFFLOAD = _keys(
     taken="device nvme_path",
     harmless="pin_memory buffer_count buffer_size fast_init pipeline pipeline_read pipeline_write max_in_cpu",
@@ -80,13 +77,13 @@ SECTIONS = {
     "zero_optimization.offload_optimizer": _OFFLOAD,
     "zero_optimization.offload_param": _OFFLOAD,
     "fp16": _keys(
-        taken=f"enabled {_SCALING}",
+        taken=f"enabled {SCALING}",
         # masters stay fp32 here, and inputs always become 16-bit numbers; DeepSpeed does not look at the last three
         harmless="fp16_master_weights_and_grads auto_cast opt_level fp16_scale_tolerance scale_tolerance",
     ),
     "bf16": _keys(
         taken="enabled check_grad_overflow",
-        harmless=f"immediate_grad_update bf16_master_weights_and_grads {_SCALING}",
+        harmless=f"immediate_grad_update bf16_master_weights_and_grads {SCALING}",
     ),
     "activation_checkpointing": _keys(
         harmless="""number_checkpoints profile synchronize_checkpoint_boundary partition_activations
@@ -98,28 +95,6 @@ SECTIONS = {
     # of DeepSpeed's own checkpoints, and of torch.compile where its engine is told to call it
     "checkpoint": _keys(harmless="tag_validation load_universal use_node_local_storage parallel_write writer"),
     "compile": _keys(harmless="disable backend kwargs offload_activation double_buffer symmetric_memory"),
-}
-# our setting that an "auto" stands for; empty: it is left out, since DeepSpeed has a default
-AUTO_OF = {
-    "train_batch_size": "train.batch",
-    "train_micro_batch_size_per_gpu": "train.microbatch",
-    "gradient_accumulation_steps": "",  # what the two leave over
-    "gradient_clipping": "train.clip",
-    "fp16.enabled": "train.precision",
-    "bf16.enabled": "train.precision",
-    "bfloat16.enabled": "train.precision",
-    "optimizer.params.lr": "optim.lr",
-    "optimizer.params.weight_decay": "optim.weight_decay",
-    "optimizer.params.betas": "optim.options",
-    "optimizer.params.eps": "optim.options",
-    "scheduler.params.warmup_max_lr": "optim.lr",
-    "scheduler.params.warmup_num_steps": "optim.warmup",
-    "scheduler.params.total_num_steps": "train.steps",
-    "zero_optimization.reduce_bucket_size": "",
-    "amp.enabled": "",  # ours is what stands at fp16 and bf16
-    "amp.opt_level": "",
-    **{f"fp16.{key}": "" for key in _SCALING.split()},
-    **{f"scheduler.params.{key}": "" for key in ("warmup_min_lr", "warmup_type", "warmup_min_ratio", "cos_min_ratio")},
 }
 # the only value of a key that asks for nothing, beside false
 ONE_IS_OFF = {
@@ -162,8 +137,6 @@ INSTEAD = {
     "zero_optimization.elastic_checkpoint": "remove it; checkpoints are read by any number of ranks here",
     "activation_checkpointing.cpu_checkpointing": "remove it; activations are recomputed, and not kept on the host",
 }
-
-DTYPES: dict[str, Precision] = {"fp32": "fp32", "fp16": "fp16", "bfp16": "bf16", "bf16": "bf16"}
 
 
 _NEAR = 0.8  # of a misspelled key and the one that is meant
@@ -247,15 +220,15 @@ class Findings:
             if key in taken:
                 continue
             near = number < _MOST_COMPARED and key not in known
+            off = is_off(section[key]) or section[key] == ONE_IS_OFF.get(key)
+            unseen = refused is not None and key not in refused  # by DeepSpeed, too
             meant = difflib.get_close_matches(key[:_LONGEST], known, n=1, cutoff=_NEAR) if near else []
             if meant and meant[0] not in harmless:
                 self.wrong(f"{name}{key} is unknown", f"did you mean {meant[0]!r}?")
-            elif key in harmless or meant or is_off(section[key]) or section[key] == ONE_IS_OFF.get(key):
+            elif key in harmless or meant or off or unseen:
                 self.ignored.append(name + key)
-            elif refused is None or key in refused:
-                self.unsupported(name + key)
             else:
-                self.ignored.append(name + key)  # DeepSpeed does not look at it either
+                self.unsupported(name + key)
 
     def tell(self) -> None:
         """Raise an InputError of all that is wrong, if anything is."""

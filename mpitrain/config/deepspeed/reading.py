@@ -1,19 +1,58 @@
-"""From the values of a DeepSpeed configuration to our settings, and to what no setting of ours says."""
+"""From a DeepSpeed configuration to our settings, and to what no setting of ours says.
+
+Its file is JSON, also with comments and commas at an end, as DeepSpeed reads it. For "auto" see the
+"DeepSpeed" page of Hugging Face's transformers.
+"""
 
 from __future__ import annotations
 
+import json
+import re
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
-from mpitrain.choices import Precision
+from mpitrain.choices import Decay, Precision
 from mpitrain.config.batch_sizes import accumulation
-from mpitrain.config.deepspeed.keys import AUTO, AUTO_OF, BATCH, DTYPES, MANAGED, MONITORS, SECTIONS, Findings, is_off
-from mpitrain.config.deepspeed.optimizing import OfDeepSpeed, read_optimizer, read_schedule
+from mpitrain.config.deepspeed.keys import BATCH, MANAGED, MONITORS, SCALING, SECTIONS, Findings, Keys, is_off
+from mpitrain.config.learning_rate import OneCycle, RangeTest, WarmUp, made
 from mpitrain.config.parallel import CommSection
 from mpitrain.config.settings import Config
-from mpitrain.errors import refusing
+from mpitrain.errors import refusal, refusing
+from mpitrain.storage.disk import read_plain
 
+_LARGEST = 1 << 20  # bytes of a file
+# A string, or a comment, that has no end is one match up to where it breaks off: tried again from each of its
+# characters, it would take quadratic time.
+_STRING = r'"(?:[^"\\\n]|\\.)*"?'
+_COMMENTS = re.compile(rf"({_STRING})|//[^\n]*|#[^\n]*|/\*.*?\*/|(/\*.*)", re.DOTALL)
+_LAST_COMMAS = re.compile(rf"({_STRING})|,(?=\s*[}}\]])")
+_DTYPES: dict[str, Precision] = {"fp32": "fp32", "fp16": "fp16", "bfp16": "bf16", "bf16": "bf16"}
+_AUTO = "auto"
+# our setting that an "auto" stands for; empty: it is left out, since DeepSpeed has a default
+_AUTO_OF = {
+    "train_batch_size": "train.batch",
+    "train_micro_batch_size_per_gpu": "train.microbatch",
+    "gradient_accumulation_steps": "",  # what the two leave over
+    "gradient_clipping": "train.clip",
+    "fp16.enabled": "train.precision",
+    "bf16.enabled": "train.precision",
+    "bfloat16.enabled": "train.precision",
+    "optimizer.params.lr": "optim.lr",
+    "optimizer.params.weight_decay": "optim.weight_decay",
+    "optimizer.params.betas": "optim.options",
+    "optimizer.params.eps": "optim.options",
+    "scheduler.params.warmup_max_lr": "optim.lr",
+    "scheduler.params.warmup_num_steps": "optim.warmup",
+    "scheduler.params.total_num_steps": "train.steps",
+    "zero_optimization.reduce_bucket_size": "",
+    "amp.enabled": "",  # ours is what stands at fp16 and bf16
+    "amp.opt_level": "",
+    **{f"fp16.{key}": "" for key in SCALING.split()},
+    **{f"scheduler.params.{key}": "" for key in ("warmup_min_lr", "warmup_type", "warmup_min_ratio", "cos_min_ratio")},
+}
 _LARGEST_POWER = 1000  # of 2
 _LEAST_BUCKET = 1.0  # MiB: some ask for buckets of nothing, so that each tensor goes by itself
 
@@ -43,6 +82,38 @@ class DeepSpeedConfig:
     trackers: Mapping[str, str]
     without_effect: tuple[str, ...]
     filled: tuple[str, ...]
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises InputError where there is none, or a key twice."""
+    try:
+        text = read_plain(path, _LARGEST).decode("utf-8-sig")
+        try:
+            values = json.loads(text, object_pairs_hook=_once)
+        except json.JSONDecodeError as error:
+            plain = _kept_strings(_LAST_COMMAS, _kept_strings(_COMMENTS, text))
+            try:
+                values = json.loads(plain, object_pairs_hook=_once)
+            except json.JSONDecodeError:
+                raise error from None  # whose place is one of the file
+    except (OSError, ValueError, RecursionError) as error:
+        raise refusal(f"{path} cannot be read as JSON: {error}; mend the file") from None
+    if not isinstance(values, dict):
+        raise refusal(f"{path} holds no JSON object; give a DeepSpeed configuration")
+    return values
+
+
+def _kept_strings(pattern: re.Pattern[str], text: str) -> str:
+    """The text without what the pattern matches, but for its groups: strings, and a comment without an end."""
+    return pattern.sub(lambda match: match[match.lastindex] if match.lastindex else "", text)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"the key {twice!r:.80} is there twice")
+    return found
 
 
 def looks_like_deepspeed(values: Mapping[str, Any]) -> bool:
@@ -93,8 +164,8 @@ def _read(given: Mapping[str, Any], ranks: int, findings: Findings, auto: Config
     params = dict(findings.section("optimizer.params", section.get("params")))
     clip = values.get("gradient_clipping", params.pop("max_grad_norm", None))
     clip = 1.0 if clip is None else findings.number("gradient_clipping", clip or 0.0)  # DeepSpeed's default is 1
-    optim = read_optimizer(section, params, findings)
-    schedule, torch_schedule = read_schedule(findings.section("scheduler", values.get("scheduler")), optim, findings)
+    optim = _optimizer(section, params, findings)
+    schedule, torch_schedule = _schedule(findings.section("scheduler", values.get("scheduler")), optim, findings)
     trackers = _monitors(values, findings)
     ours = {
         "train": {
@@ -138,12 +209,12 @@ def _filled(
             findings.wrong(f"{prefix}{key!r:.80} is no name", "write keys as texts")
         elif isinstance(value, Mapping):
             found[key] = _filled(value, name, auto, findings, told)
-        elif not isinstance(value, str) or value != AUTO:
+        elif not isinstance(value, str) or value != _AUTO:
             found[key] = value
         elif (ours := _setting(name, auto)) is not None:
             found[key] = ours
-            told.append(f"{name} {ours} ({AUTO_OF[name]})")
-        elif name in AUTO_OF:
+            told.append(f"{name} {ours} ({_AUTO_OF[name]})")
+        elif name in _AUTO_OF:
             continue
         elif name.partition(".")[0] in MONITORS or any(key in keys.harmless for keys in SECTIONS.values()):
             found[key] = value
@@ -154,7 +225,7 @@ def _filled(
 
 def _setting(name: str, auto: Config) -> Any:
     """Return what an "auto" stands for; None: there is no such setting, or it says nothing."""
-    section, _, key = AUTO_OF.get(name, "").partition(".")
+    section, _, key = _AUTO_OF.get(name, "").partition(".")
     if not section:
         return None
     settings = getattr(auto, section)
@@ -180,7 +251,7 @@ def _monitors(values: Mapping[str, Any], findings: Findings) -> dict[str, str]:
     findings.ignored += [key for key in MONITORS if key in values and key not in on]
     wandb = values.get("wandb")
     project = wandb.get("project") if "wandb" in on and isinstance(wandb, Mapping) else None
-    if project and project != AUTO:
+    if project and project != _AUTO:
         on["wandb"] += f', monitor.project = "{project}"'
     return on
 
@@ -200,10 +271,10 @@ def _reduce_dtype(values: Mapping[str, Any], findings: Findings) -> Precision | 
     found: set[Precision] = set()
     sent = values.get("communication_data_type", "fp32" if values.get("fp32_allreduce") else None)
     for name in (sent, section.get("grad_accum_dtype")):
-        if name is not None and (not isinstance(name, str) or name not in DTYPES):
-            findings.wrong(f"{name!r:.80} is no type to reduce in", f"use one of {sorted(DTYPES)}")
+        if name is not None and (not isinstance(name, str) or name not in _DTYPES):
+            findings.wrong(f"{name!r:.80} is no type to reduce in", f"use one of {sorted(_DTYPES)}")
         elif name is not None:
-            found.add(DTYPES[name])
+            found.add(_DTYPES[name])
     if len(found) > 1:
         findings.wrong(
             "gradients are added up and sent in one type, but communication_data_type and data_types.grad_accum_dtype "
@@ -273,3 +344,185 @@ def _precision(values: Mapping[str, Any], findings: Findings) -> tuple[Precision
         "spare": findings.whole("fp16.hysteresis", fp16.get("hysteresis", 2)) - 1,
         "refill": bool(fp16.get("consecutive_hysteresis", False)),
     }
+
+
+# -- the optimizer, and its schedule: one of DeepSpeed's, or a class of torch
+
+_ADAM = ("adam", "adamw")
+# what each takes over; torch says what it does not know of its other classes
+_KNOWN = {
+    **{name: {"betas", "eps", "amsgrad", "foreach", "fused", "maximize"} for name in _ADAM},
+    "lion": {"betas"},
+    "muon": {"momentum", "nesterov", "ns_steps", "betas", "eps"},
+    "lamb": {"betas", "eps", "bias_correction", "min_coeff", "max_coeff"},
+}
+_LAMB = {"eps": 1e-8, "min_coeff": 0.01, "max_coeff": 10.0}  # DeepSpeed's defaults where ours are others
+_OURS = {"lion": "Lion", "muon": "Muon", "lamb": "lamb"}
+_ADAMS_OWN = {"adam_w_mode", "bias_correction"}
+# that say how DeepSpeed computes, and not what
+_HARMLESS = {"torch_adam", "set_grad_none", "fp32_optimizer_states", "legacy_fusion", "capturable"}
+_COMPRESSED = (
+    'use "AdamW", whose updates it approximates; fewer bytes go with communication_data_type "bf16", or '
+    "comm.compression of a configuration of ours"
+)
+_BY_WIDTH = 'use {} and "optim.groups" of a configuration of ours, which give parameters rates of their own'
+_INSTEAD = {
+    **dict.fromkeys(("fusedadam", "cpuadam", "deepspeedcpuadam"), 'use "Adam", which is fused'),
+    "onebitadam": _COMPRESSED,
+    "zerooneadam": _COMPRESSED,
+    "onebitlamb": _COMPRESSED.replace("AdamW", "Lamb"),
+    "fusedlamb": 'use "Lamb"',
+    "muadam": _BY_WIDTH.format('"Adam"'),
+    "muadamw": _BY_WIDTH.format('"AdamW"'),
+    "musgd": _BY_WIDTH.format('"SGD"'),
+}
+
+
+def _optimizer(section: Mapping[str, Any], params: Mapping[str, Any], findings: Findings) -> dict[str, Any]:
+    """Return the keys of [optim], none where there is no optimizer. DeepSpeed's Adam is AdamW unless told otherwise."""
+    findings.look(section, "optimizer")
+    if not section:
+        return {}
+    if "type" not in section:
+        findings.wrong("optimizer.type is missing", "name a class of torch.optim")
+        return {}
+    name = str(section["type"])
+    kind = name.lower()
+    if kind in _INSTEAD:
+        findings.wrong(f"optimizer.type {name} has no counterpart here", _INSTEAD[kind])
+        return {}
+    decay = findings.number("optimizer.params.weight_decay", params.get("weight_decay", 0.0))
+    rates = {"lr": findings.number("optimizer.params.lr", params["lr"])} if "lr" in params else {}
+    options = {key: value for key, value in params.items() if key not in ("lr", "weight_decay")}
+    if kind in _KNOWN:
+        taken = _KNOWN[kind] | (_ADAMS_OWN if kind in _ADAM else set())
+        findings.look(options, "optimizer.params", Keys({*taken, "lr", "weight_decay"}, _HARMLESS))
+        options = {key: value for key, value in options.items() if key in taken}
+    if kind in _ADAM:
+        name, options = _adam(kind, options, findings)
+    elif kind == "lamb":
+        options = _lamb(options, findings)
+    return {"name": _OURS.get(kind, name), "weight_decay": decay, "options": options, **rates}
+
+
+def _adam(kind: str, options: dict[str, Any], findings: Findings) -> tuple[str, dict[str, Any]]:
+    decoupled = bool(options.pop("adam_w_mode", True)) or kind == "adamw"
+    if options.pop("bias_correction", True):
+        return "AdamW" if decoupled else "Adam", options
+    for key in sorted(set(options) - {"betas", "eps"}):
+        if options.pop(key):
+            findings.wrong(f"optimizer.params.{key} does not go with bias_correction false", "leave one of them out")
+    return "UncorrectedAdamW", options if decoupled else options | {"decoupled": False}
+
+
+def _lamb(options: dict[str, Any], findings: Findings) -> dict[str, Any]:
+    options = _LAMB | options
+    for key in _LAMB:
+        options[key] = findings.number(f"optimizer.params.{key}", options[key])
+    least, most = options.pop("min_coeff"), options.pop("max_coeff")
+    if not 0.0 <= least <= most:
+        findings.wrong(
+            f"optimizer.params.min_coeff {least:g} and max_coeff {most:g} are no range from 0 on",
+            "give the smaller one as min_coeff",
+        )
+    return options | {"least": least, "most": most, "correct": bool(options.pop("bias_correction", True))}
+
+
+def _has_betas(optim: Mapping[str, Any]) -> bool:
+    """Return whether a schedule that moves the momentum finds betas; an optimizer of the caller may have them."""
+    return not optim or "adam" in optim["name"].lower() or optim["name"] in ("Lion", "lamb")
+
+
+_WARMUPS: dict[str, Decay] = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+_TAKEN = {"warmup_num_steps", "warmup_type", "total_num_steps"}
+_TAKEN_OF_RATES = _TAKEN | {"warmup_min_lr", "warmup_max_lr"}
+_TAKEN_OF_COSINE = _TAKEN | {"warmup_min_ratio", "cos_min_ratio"}
+_TYPES = ("log", "linear")
+
+
+@dataclass(frozen=True)
+class DeepSpeedCycle(OneCycle):
+    """One cycle, whose first update DeepSpeed makes with the momentum of the peak."""
+
+    def momentum(self, step: int) -> float | None:
+        """The first beta of update `step`; None where the optimizer's own stays."""
+        return self.cycle_min_mom if self.cycle_momentum and not step else super().momentum(step)
+
+
+_CYCLES: dict[str, type[OneCycle] | type[RangeTest]] = {"OneCycle": DeepSpeedCycle, "LRRangeTest": RangeTest}
+OfDeepSpeed = WarmUp | OneCycle | RangeTest
+
+
+def _schedule(
+    section: Mapping[str, Any], optim: Mapping[str, Any], findings: Findings
+) -> tuple[OfDeepSpeed | None, tuple[str, dict[str, Any]] | None]:
+    """(one of DeepSpeed's schedules, one of torch's); a configuration has at most one."""
+    findings.look(section, "scheduler")
+    if not section or section.get("type") is None:  # as DeepSpeed takes a null
+        return None, None
+    name, params = str(section["type"]), dict(findings.section("scheduler.params", section.get("params")))
+    if name in _CYCLES:
+        return _cycle(name, params, optim, findings), None
+    if name in _WARMUPS:
+        return _warmup(name, params, optim, findings), None
+    if not name:
+        names = ", ".join((*_WARMUPS, *_CYCLES))
+        findings.wrong("scheduler.type is empty", f"use {names}, or a class of torch.optim.lr_scheduler")
+    elif name == "ReduceLROnPlateau":
+        findings.wrong(
+            "scheduler.type ReduceLROnPlateau follows held-out losses, which a loop of your own has",
+            "leave it out, and step torch's with engine.optimizer and what engine.evaluate returns",
+        )
+    elif name in ("LambdaLR", "MultiplicativeLR"):
+        findings.wrong(
+            f"scheduler.type {name} calls a function, which a file cannot hold",
+            "leave it out, and give mt.initialize scheduler = a function that makes it of the optimizer",
+        )
+    return None, (name, params)
+
+
+def _warmup(name: str, params: dict[str, Any], optim: Mapping[str, Any], findings: Findings) -> WarmUp:
+    kind = _WARMUPS[name]
+    taken = _TAKEN_OF_COSINE if kind == "cosine" else _TAKEN_OF_RATES
+    findings.look(params, "scheduler.params", Keys(taken - ({"total_num_steps"} if kind == "constant" else set())))
+    numbers = {
+        key: findings.number(f"scheduler.params.{key}", value)
+        for key, value in params.items()
+        if key in taken - {"warmup_type"} and value is not None
+    }
+    if kind != "constant" and "total_num_steps" not in numbers:
+        findings.wrong(f"scheduler.params has no total_num_steps for {name}", "give the steps of the whole training")
+    if (curve := params.get("warmup_type") or "log") not in _TYPES:
+        findings.wrong(f"scheduler.params.warmup_type {curve!r:.80} is unknown", "give log or linear")
+    peak = optim.get("lr")
+    if kind == "linear" and "warmup_max_lr" not in params:
+        peak = 1e-3  # which is DeepSpeed's default of this one alone
+    return WarmUp(
+        kind,
+        peak=numbers.get("warmup_max_lr", peak),
+        first=numbers.get("warmup_min_ratio" if kind == "cosine" else "warmup_min_lr", 0.0),
+        last=numbers.get("cos_min_ratio", 0.0001),
+        warmup=max(2, int(numbers.get("warmup_num_steps", 1000))),
+        steps=int(numbers.get("total_num_steps", 0)),
+        logarithmic=curve == "log",
+    )
+
+
+def _cycle(
+    name: str, params: dict[str, Any], optim: Mapping[str, Any], findings: Findings
+) -> OneCycle | RangeTest | None:
+    kind = _CYCLES[name]
+    known = {field.name for field in fields(kind)}
+    findings.look(params, "scheduler.params", Keys(known))
+    schedule = None
+    with findings.noting(f"scheduler.params of {name}: "):
+        schedule = made(kind, {key: value for key, value in params.items() if key in known})
+    if params.get("cycle_second_step_size") == 0:
+        findings.wrong(
+            "scheduler.params.cycle_second_step_size 0 leaves the cycle no second half",
+            "leave it out for as many steps as the first has",
+        )
+    if isinstance(schedule, OneCycle) and schedule.cycle_momentum and not _has_betas(optim):
+        findings.ignored.append("scheduler.params.cycle_momentum")  # DeepSpeed moves betas alone, too
+        return replace(schedule, cycle_momentum=False)
+    return schedule

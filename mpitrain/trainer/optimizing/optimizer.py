@@ -19,8 +19,7 @@ from mpitrain.config.named import find
 from mpitrain.config.training import OWN, OptimSection, patterns_of
 from mpitrain.errors import refusal
 from mpitrain.shard.flat_parameters import begin_states
-from mpitrain.shard.muon import Muon
-from mpitrain.shard.trust_ratio import Lamb, Lars
+from mpitrain.shard.optimizers import Lamb, Lars, Muon
 from mpitrain.shard.update import SCALE, optimizer_step
 from mpitrain.storage.text import counted
 from mpitrain.trainer.optimizing.element_wise import Lion, UncorrectedAdamW

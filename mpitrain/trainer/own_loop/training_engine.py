@@ -12,7 +12,7 @@ from torch import nn
 
 from mpitrain.checkpoint import Manifest, Part, Store
 from mpitrain.comm.memory.device import CPU, fetched
-from mpitrain.config.deepspeed import WarmUp
+from mpitrain.config.learning_rate import WarmUp
 from mpitrain.errors import CheckpointError, InputError, refusal
 from mpitrain.mesh import Mesh
 from mpitrain.trainer.device import full_told, moved
