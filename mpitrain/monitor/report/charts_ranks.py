@@ -316,19 +316,10 @@ def _course_layers(bars: list[dict[str, Any]], marks: list[dict[str, Any]], x: a
     legend = alt.Legend(symbolFillColor="@ink", symbolStrokeColor="@ink", symbolType=alt.Undefined)
     for name in names:
         of = data([mark for mark in marks if mark["event"] == name])
-        points = alt.Chart(of).mark_point(
-            filled=True,
-            color="@ink",
-            size=50,
-            opacity=1,
-            stroke="@paper",
-            strokeWidth=0.7,
-            yOffset=MARK_SHAPES[name][1],
-        )
-        told = ["event:N", style.STEP, "told:N"]
-        layers.append(
-            points.encode(x, y, alt.Shape("event:N", title="event", scale=shapes, legend=legend), tooltip=told)
-        )
+        look = {"filled": True, "color": "@ink", "size": 50, "opacity": 1, "stroke": "@paper", "strokeWidth": 0.7}
+        points = alt.Chart(of).mark_point(**look, yOffset=MARK_SHAPES[name][1])
+        shape = alt.Shape("event:N", title="event", scale=shapes, legend=legend)
+        layers.append(points.encode(x, y, shape, tooltip=["event:N", style.STEP, "told:N"]))
     return alt.layer(*layers)
 
 

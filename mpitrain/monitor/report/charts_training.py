@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,9 +55,10 @@ def positions(columns: StepColumns, steps: Column) -> dict[str, Column]:
 
 
 def _lines(
-    title: str, curves: Sequence[_Curve], y: alt.Y, *, number: str, unit: str, extra: Sequence[alt.Chart] = ()
-) -> alt.LayerChart:
-    """Curves over each other. number: how d3 writes a value. unit: what follows it where the pointer is."""
+    name: str, title: str, note: str, curves: Sequence[_Curve], y: alt.Y, number: str, unit: str,
+    *, extra: Sequence[alt.Chart] = (), wide: bool = False,
+) -> Drawing:  # fmt: skip
+    """Draw curves over each other. number: how d3 writes a value. unit: what follows it where the pointer is."""
     names = [curve.name for curve in curves]
     several = len({id(curve.columns) for curve in curves}) > 1  # of one run, dashes are for events
     colour, dash = style.run_colour(names, "run" if several else "series"), style.run_dash(names)
@@ -83,7 +83,8 @@ def _lines(
     if points:
         layers.append(alt.Chart(data(points)).mark_point(size=90, opacity=0).encode(x, y, colour, tooltip=tooltip))
     layers[-1] = layers[-1].add_params(style.zoom())
-    return style.framed(alt.layer(*layers), title).properties(usermeta={"axes": True})
+    chart = style.framed(alt.layer(*layers), title).properties(usermeta={"axes": True})
+    return Drawing(name, title, note, chart, wide)
 
 
 def _y(title: str, values: Sequence[Column], *, zero: bool = False, log_from: float = np.inf) -> alt.Y:
@@ -99,20 +100,19 @@ def _y(title: str, values: Sequence[Column], *, zero: bool = False, log_from: fl
     return alt.Y("value:Q", title=title, scale=alt.Scale(zero=zero), stack=None)
 
 
-def _of(runs: Sequence[Named], column: str, single: str) -> list[_Curve]:
-    """A column of each run, where it has values. single: its name where there is one run."""
-    curves = []
-    for named in runs:
-        values = getattr(named.run.columns, column)
-        if np.isfinite(values).any():
-            curves.append(_Curve(named.name if len(runs) > 1 else single, named.run.columns, values))
-    return curves
+def _of(runs: Sequence[Named], column: Callable[[StepColumns], Column], single: str, **kind: bool) -> list[_Curve]:
+    """Return a column of each run, where it has values. single: its name where there is one run."""
+    return [
+        _Curve(named.name if len(runs) > 1 else single, named.run.columns, values, **kind)
+        for named in runs
+        if np.isfinite(values := column(named.run.columns)).any()
+    ]
 
 
 def losses(runs: Sequence[Named]) -> list[Drawing]:
     """The loss and the held-out loss: one chart for one run, two for several."""
-    trained, held_out = _of(runs, "loss", "training"), _of(runs, "held_out_loss", "held out")
-    held_out = [dataclasses.replace(curve, marked=True) for curve in held_out]
+    trained = _of(runs, lambda columns: columns.loss, "training")
+    held_out = _of(runs, lambda columns: columns.held_out_loss, "held out", marked=True)
     why = "No step has a finite loss." if not trained else "Nothing was held out (data.held_out), or not evaluated yet."
     label, single = loss_label(runs), len(runs) == 1
     charts = [("loss", "Loss", trained + held_out)]
@@ -131,7 +131,7 @@ def losses(runs: Sequence[Named]) -> list[Drawing]:
             note += " Thin upright lines are events of the run." if marks else ""
             note += "" if held_out else " " + why
         y = _y(label, [curve.values for curve in curves])
-        drawings.append(Drawing(name, title, note, _lines(title, curves, y, number=".4f", unit=label, extra=marks)))
+        drawings.append(_lines(name, title, note, curves, y, ".4f", label, extra=marks, wide=True))
     return drawings
 
 
@@ -150,7 +150,7 @@ def metrics(runs: Sequence[Named]) -> list[Drawing]:
         y, title = _y(label, [curve.values for curve in curves]), f"Held-out {told}"
         place = re.sub(r"\W", "_", f"held_out_{name}")  # the name of its file: metrics are called as users like
         note = f"The {told} of held-out samples at each evaluation."
-        drawings.append(Drawing(place, title, note, _lines(title, curves, y, number=".4g", unit=told), wide=False))
+        drawings.append(_lines(place, title, note, curves, y, ".4g", told))
     return drawings
 
 
@@ -180,52 +180,43 @@ def event_rules(run: RunRecord) -> list[alt.Chart]:
 
 def learning_rate(runs: Sequence[Named]) -> Drawing:
     """The learning rate."""
-    curves = [dataclasses.replace(curve, exact=True) for curve in _of(runs, "lr", "learning rate")]
+    curves = _of(runs, lambda columns: columns.lr, "learning rate", exact=True)
     if not curves:
         return Drawing("learning_rate", "Learning rate", "The metrics say no learning rate.")
     y = alt.Y("value:Q", title="learning rate (per step)", scale=alt.Scale(zero=True), axis=alt.Axis(format="~g"))
-    chart = _lines("Learning rate", curves, y, number=".3e", unit="learning rate")
-    return Drawing("learning_rate", "Learning rate", "What the optimizer multiplied its steps with.", chart, wide=False)
+    note = "What the optimizer multiplied its steps with."
+    return _lines("learning_rate", "Learning rate", note, curves, y, ".3e", "learning rate")
 
 
 def gradient_norm(runs: Sequence[Named]) -> Drawing:
     """The norm of the gradients."""
-    curves = _of(runs, "grad_norm", "gradient norm")
-    title = "Gradient norm"
+    curves = _of(runs, lambda columns: columns.grad_norm, "gradient norm")
     if not curves:
-        return Drawing("gradient_norm", title, "No norm was taken: train.clip was 0.")
+        return Drawing("gradient_norm", "Gradient norm", "No norm was taken: train.clip was 0.")
     y = _y("L2 norm before clipping (no unit)", [c.values for c in curves], log_from=20)
-    chart = _lines(title, curves, y, number=".3f", unit="L2 norm")
-    return Drawing("gradient_norm", title, "The L2 norm of all gradients, before they were clipped.", chart, wide=False)
+    note = "The L2 norm of all gradients, before they were clipped."
+    return _lines("gradient_norm", "Gradient norm", note, curves, y, ".3f", "L2 norm")
 
 
 def throughput(runs: Sequence[Named]) -> Drawing:
     """Tokens a second, or samples where they are not tokens."""
     unit = "tokens" if any(named.run.columns.tokens.any() for named in runs) else "samples"
-    curves = [
-        _Curve(named.name if len(runs) > 1 else f"{unit}/s", named.run.columns,
-               getattr(named.run.columns, unit) / named.run.columns.seconds)
-        for named in runs
-    ]  # fmt: skip
+    curves = _of(runs, lambda columns: getattr(columns, unit) / columns.seconds, f"{unit}/s")
     y = alt.Y("value:Q", title=f"throughput ({unit}/s)", scale=alt.Scale(zero=True), axis=alt.Axis(format="~s"))
     rates = [f"{n.run.columns.rate(n.run.columns.samples):,.1f}" for n in runs]
     note = f"All ranks together, step by step. On the whole {', '.join(rates)} samples/s" + (
         " (in the order of the runs)." if len(runs) > 1 else "."
     )
-    chart = _lines("Throughput", curves, y, number=",.0f", unit=f"{unit}/s")
-    return Drawing("throughput", "Throughput", note, chart)
+    return _lines("throughput", "Throughput", note, curves, y, ",.0f", f"{unit}/s", wide=True)
 
 
 def step_time(runs: Sequence[Named]) -> Drawing:
     """Seconds of each step."""
     size, unit = _unit(runs)
-    curves = [
-        _Curve(n.name if len(runs) > 1 else "step time", n.run.columns, n.run.columns.seconds / size) for n in runs
-    ]
+    curves = _of(runs, lambda columns: columns.seconds / size, "step time")
     y = _y(f"step time ({unit})", [c.values for c in curves], zero=True, log_from=8)
-    chart = _lines("Step time", curves, y, number=",.2f", unit=unit)
     note = "How long each step took, without evaluation and saving."
-    return Drawing("step_time", "Step time", note, chart, wide=False)
+    return _lines("step_time", "Step time", note, curves, y, ",.2f", unit)
 
 
 def _unit(runs: Sequence[Named]) -> tuple[float, str]:

@@ -11,16 +11,7 @@ from statistics import median, median_low
 import numpy as np
 from numpy.typing import NDArray
 
-from mpitrain.monitor.report.reading import (
-    CATEGORIES,
-    OWN,
-    PARTS,
-    Column,
-    MeasuredRank,
-    RunRecord,
-    SentRecord,
-    StartRecord,
-)
+from mpitrain.monitor.report.reading import CATEGORIES, OWN, PARTS, Column, MeasuredRank, RunRecord, StartRecord
 from mpitrain.monitor.run_files import axis_of
 
 MOST_POINTS = 1500  # of a line
@@ -184,33 +175,13 @@ class Straggler:
 
     Attributes:
         rank: Its number.
-        host: Its machine.
-        own: Seconds a step of its data, forward, backward and optimizer.
-        usual: Those of the median rank with the same part of the model.
-        part: The part of a step in which it loses most.
-        lost: Seconds a step that it loses there.
-        waited: Seconds a step that it waits in communication itself.
-        others: Those that the median rank waits.
+        slowness: Seconds that it computes, divided by those of the median rank with the same part of the model.
+        sentence: Text for the person who reads the report.
     """
 
     rank: int
-    host: str
-    own: float
-    usual: float
-    part: str
-    lost: float
-    waited: float
-    others: float
-
-    def sentence(self) -> str:
-        """What a person is told."""
-        host = f" on {self.host}" if self.host else ""
-        return (
-            f"Rank {self.rank}{host} is a straggler: it computes {self.own * 1e3:.1f} ms a step, "
-            f"{self.own / self.usual - 1:.0%} longer than the median rank ({self.usual * 1e3:.1f} ms). It loses "
-            f"most in {self.part} ({self.lost * 1e3:+.1f} ms). It waits {self.waited * 1e3:.1f} ms for communication, "
-            f"the median rank {self.others * 1e3:.1f} ms."
-        )
+    slowness: float
+    sentence: str
 
 
 @dataclass(frozen=True)
@@ -238,13 +209,22 @@ class MemoryUse:
 
 
 @dataclass(frozen=True)
-class SentRow(SentRecord):
+class SentRow:
     """What one operation sends along one axis, a step and rank, as the mean over ranks.
 
     Attributes:
+        operation, axis, algorithm: Names of the operation, of its communicator, and of the algorithm.
+        calls: Calls of the operation.
+        inside, between: Bytes to ranks of the same node, and of others.
         most: Bytes of the rank that sends most.
     """
 
+    operation: str
+    axis: str
+    algorithm: str
+    calls: float
+    inside: float
+    between: float
     most: float
 
 
@@ -280,13 +260,16 @@ def stragglers(run: RunRecord) -> list[Straggler]:
         for rank, mine, seconds in zip(ranks, parts, own, strict=True):
             if seconds > SLOWER * usual > 0:
                 part = max(OWN, key=lambda name, mine=mine, typical=typical: mine[name] - typical[name])  # type: ignore[misc]
-                found.append(
-                    Straggler(
-                        rank.rank, rank.header.host, seconds, usual, part, mine[part] - typical[part],
-                        mine["communication"], typical["communication"],
-                    )
-                )  # fmt: skip
-    return sorted(found, key=lambda s: -s.own / s.usual)
+                host = f" on {rank.header.host}" if rank.header.host else ""
+                sentence = (
+                    f"Rank {rank.rank}{host} is a straggler: it computes {seconds * 1e3:.1f} ms a step, "
+                    f"{seconds / usual - 1:.0%} longer than the median rank ({usual * 1e3:.1f} ms). It loses most in "
+                    f"{part} ({(mine[part] - typical[part]) * 1e3:+.1f} ms). "
+                    f"It waits {mine['communication'] * 1e3:.1f} ms for communication, "
+                    f"the median rank {typical['communication'] * 1e3:.1f} ms."
+                )
+                found.append(Straggler(rank.rank, seconds / usual, sentence))
+    return sorted(found, key=lambda straggler: -straggler.slowness)
 
 
 def memory_use(run: RunRecord) -> list[MemoryUse]:
@@ -309,14 +292,12 @@ def traffic(run: RunRecord) -> list[SentRow]:
     by_kind: dict[tuple[str, str, str], list[list[float]]] = {}
     for rank in run.ranks:
         steps = float(rank.steps.sum())
-        for sent in rank.sent:
-            figures = [sent.calls, sent.inside, sent.between, sent.seconds]
-            key = (sent.operation, sent.axis, sent.algorithm)
-            by_kind.setdefault(key, []).append([value / steps for value in figures])
+        for kind, figures in rank.sent.items():
+            by_kind.setdefault(kind, []).append((figures / steps).tolist())
     found = []
     for kind, of in by_kind.items():
-        calls, inside, between, seconds = (sum(column) / len(run.ranks) for column in zip(*of, strict=True))
-        found.append(SentRow(*kind, calls, inside, between, seconds, max(f[1] + f[2] for f in of)))
+        calls, inside, between = (sum(column) / len(run.ranks) for column in zip(*of, strict=True))
+        found.append(SentRow(*kind, calls, inside, between, max(f[1] + f[2] for f in of)))
     return sorted(found, key=lambda t: -(t.inside + t.between))
 
 
@@ -367,7 +348,7 @@ def _times(run: RunRecord) -> list[str]:
     if not run.ranks:
         return []
     late = stragglers(run)
-    told = [straggler.sentence() for straggler in late[:5]]
+    told = [straggler.sentence for straggler in late[:5]]
     if len(late) > 5:
         told.append(f"{len(late) - 5} more ranks are slower than the median by a tenth or more.")
     if not told and len(run.workers) > 1:

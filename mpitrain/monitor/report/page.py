@@ -21,7 +21,6 @@ from mpitrain.monitor.report import charts_ranks, charts_training, style
 from mpitrain.monitor.report.compare import Named, changed_settings, differing_settings, flat, key_figures, spelled
 from mpitrain.monitor.report.findings import (
     PERCENTILES,
-    SentRow,
     expected_traffic,
     findings,
     last_finite,
@@ -62,12 +61,8 @@ def sections(runs: Sequence[Named]) -> list[PageSection]:
         PageSection("Course", (ranks.course(runs),)),
         PageSection(
             "Training",
-            (
-                *training.losses(runs),
-                *training.metrics(runs),
-                training.learning_rate(runs),
-                training.gradient_norm(runs),
-            ),
+            (*training.losses(runs), *training.metrics(runs), training.learning_rate(runs),
+             training.gradient_norm(runs)),
         ),
         PageSection(
             "Speed",
@@ -241,12 +236,8 @@ def _tiles(run: RunRecord) -> list[tuple[str, str]]:
 
 def _percentile_table(runs: Sequence[Named]) -> str:
     header = ["step time", *(f"p{p}" if p < 100 else "largest" for p in PERCENTILES), "mean"]
-    rows = []
-    for named in runs:
-        seconds = named.run.columns.seconds
-        rows.append(
-            [named.name, *(seconds_text(v) for v in percentiles(seconds).values()), seconds_text(float(seconds.mean()))]
-        )
+    steps = [(named.name, named.run.columns.seconds) for named in runs]
+    rows = [[name, *map(seconds_text, [*percentiles(each).values(), float(each.mean())])] for name, each in steps]
     return _table(header, rows)
 
 
@@ -255,7 +246,11 @@ def _traffic_table(named: Named, single: bool) -> str:
     if not rows:
         return ""
     header = ["operation", "axis", "algorithm", "calls", "inside a node", "between nodes", "most of a rank"]
-    cells = [_traffic_row(row) for row in rows]
+    cells = [
+        [row.operation, row.axis, row.algorithm, f"{row.calls:,.3g}",
+         *map(style.bytes_text, (row.inside, row.between, row.most))]
+        for row in rows
+    ]  # fmt: skip
     for axis in sorted({axis_of(row.axis) for row in rows} | set(expected)):
         of = [row for row in rows if axis_of(row.axis) == axis]
         formula = f"{style.bytes_text(expected[axis])} by formula" if axis in expected else ""
@@ -263,11 +258,6 @@ def _traffic_table(named: Named, single: bool) -> str:
         cells.append([f"all along {axis}", axis, "", f"{sum(row.calls for row in of):,.3g}", *sums, formula])
     title = "" if single else f"<h3>{html.escape(named.name)}</h3>"
     return f"{title}<p>Calls and bytes sent, a step and rank, as means over the ranks:</p>" + _table(header, cells)
-
-
-def _traffic_row(row: SentRow) -> list[str]:
-    bytes_ = [style.bytes_text(value) for value in (row.inside, row.between, row.most)]
-    return [row.operation, row.axis, row.algorithm, f"{row.calls:,.3g}", *bytes_]
 
 
 def _facts(runs: Sequence[Named]) -> str:

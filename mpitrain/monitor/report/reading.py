@@ -108,19 +108,6 @@ class StartRecord:
 
 
 @dataclass(frozen=True)
-class SentRecord:
-    """What a rank sent by one algorithm, since its job began: calls, bytes to its own node and to others, seconds."""
-
-    operation: str
-    axis: str
-    algorithm: str
-    calls: float
-    inside: float
-    between: float
-    seconds: float
-
-
-@dataclass(frozen=True)
 class MeasuredRank:
     """What a rank measured in its last job, by groups of consecutive steps.
 
@@ -131,7 +118,7 @@ class MeasuredRank:
         steps: How many steps each group has.
         seconds: Sums of each group by part of a step, see `PARTS`.
         memory: Bytes by category at the end of each group, also host and device; NaN where not taken.
-        sent: By all groups together.
+        sent: Calls, bytes to its own node and bytes to others, by operation, axis and algorithm.
         signs: Of each job that the rank took part in: when it began, when it last wrote (unix seconds), steps done.
     """
 
@@ -141,7 +128,7 @@ class MeasuredRank:
     steps: Column
     seconds: Mapping[str, Column]
     memory: Mapping[str, Column]
-    sent: tuple[SentRecord, ...]
+    sent: Mapping[tuple[str, str, str], Column]
     signs: tuple[tuple[float, float, int], ...]
 
     @property
@@ -264,13 +251,12 @@ def _reduced(header: RankStart, rows: list[RankLine], signs: tuple[tuple[float, 
         name: np.fmax.reduceat(np.array([(row.memory or {}).get(name, math.nan) for row in rows]), cuts)
         for name in MEMORY
     }
-    sent: dict[tuple[str, str, str], np.ndarray[Any, Any]] = {}
+    sent: dict[tuple[str, str, str], Column] = {}
     for row in rows:
-        for operation, axis, algorithm, *figures in row.sent:
+        for operation, axis, algorithm, *figures, _ in row.sent:
             key = (operation, axis, algorithm)
-            sent[key] = sent.get(key, np.zeros(4)) + figures
-    records = tuple(SentRecord(*key, *(float(v) for v in figures)) for key, figures in sorted(sent.items()))
-    return MeasuredRank(header.rank, header, last, steps, seconds, memory, records, signs)
+            sent[key] = sent.get(key, np.zeros(3)) + figures
+    return MeasuredRank(header.rank, header, last, steps, seconds, memory, dict(sorted(sent.items())), signs)
 
 
 def _read_config(folder: Path, facts: Any) -> dict[str, Any]:

@@ -256,10 +256,8 @@ def _stragglers(ranks: Sequence[RankTimeline]) -> list[dict[str, Any]]:
         for one in timeline.operations:
             if one.last != timeline.rank and one.last in workers:
                 caused[one.last] = caused.get(one.last, 0.0) + one.wait
-    others, most = (
-        max(1, len(ranks) - 1),
-        _LATE * sum(steps) / max(1, len(ranks)),
-    )  # of the time that is recorded of a rank
+    others = max(1, len(ranks) - 1)
+    most = _LATE * sum(steps) / max(1, len(ranks))  # of the time that is recorded of a rank
     late = [(seconds / others, rank) for rank, seconds in caused.items() if steps and seconds / others > most]
     return [{"rank": rank, "others_waited_s": seconds} for seconds, rank in sorted(late, reverse=True)]
 
