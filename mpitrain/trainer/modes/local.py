@@ -37,7 +37,7 @@ from mpitrain.config.settings import Config
 from mpitrain.data import Batch
 from mpitrain.data.on_device import on_device
 from mpitrain.errors import refusal
-from mpitrain.layout import Slice, split
+from mpitrain.layout import split
 from mpitrain.loose.averaging import Averaging, FlatSlice, Grouping, OuterOptimizer, by_kind
 from mpitrain.mesh import Mesh
 from mpitrain.ownership import Axes
@@ -50,7 +50,7 @@ from mpitrain.trainer.engine import Engine, StepResult
 from mpitrain.trainer.memory import MemoryAccount
 from mpitrain.trainer.modes.synchronous import require_samples
 from mpitrain.trainer.run import Run, Strategy
-from mpitrain.trainer.state import MASTER, OPTIMIZER, Holding
+from mpitrain.trainer.state import MASTER, OPTIMIZER, Holding, LeftOut
 
 REPLICA, MOMENTUM, LEFT_OUT = "replica/", "outer/momentum/", "local_compression/"
 
@@ -103,13 +103,14 @@ class LocalEngine(Engine):
         self.meeting, self._peers = meeting, peers
         self._flats, slices = [], []
         parameters = self.sharding.flat_parameters
-        holders = self.sharding.replicas if self.sharding.stage.states else self.comm
+        self._holders = self.sharding.replicas if self.sharding.stage.states else self.comm
         for numbers in by_kind([f.value for f in parameters]):
             self._flats.append([parameters[n] for n in numbers])
-            slices.append(FlatSlice([parameters[n].value for n in numbers], holders))
+            slices.append(FlatSlice([parameters[n].value for n in numbers], self._holders))
         settings = among.parallel
         name = settings.local_compression
         self._compression = None if name == "none" else from_name(name)
+        self._left_out = LeftOut(f"{LEFT_OUT}{among.world.rank}/", self._compression)
         outer = OuterOptimizer(settings.outer, [s.empty() for s in slices], settings.outer_lr, settings.outer_momentum)
         self.averaging = Averaging(
             slices,
@@ -121,7 +122,6 @@ class LocalEngine(Engine):
             reproducible=self.cut,  # copies of a parameter on several stages or tensor ranks must stay equal
             wrote=self._wrote,
         )
-        self._loading: dict[str, torch.Tensor] = {}
 
     def _require_alike(self, axes: Axes) -> int:
         """This rank's place in its group. Raises InputError, on all ranks, where groups keep their parts unlike."""
@@ -219,7 +219,7 @@ class LocalEngine(Engine):
                 "parallel.offload sends gradients to the host before groups have summed them; set parallel.warm to 0 "
                 "and parallel.local_steps to more than 1"
             )
-        holders = sharding.replicas if sharding.stage.states else self.comm
+        holders = self._holders
         ranks, rank = (holders.size, holders.rank) if holders is not None else (1, 0)
         self._remember_used()
         for bucket in self._reduced():
@@ -263,22 +263,20 @@ class LocalEngine(Engine):
         if not self.together:
             return self.averaging.bytes_sent()
         ranks = self._peers.size
-        holders = self.sharding.replicas if self.sharding.stage.states else self.comm
-        parts = holders.size if holders is not None else 1
+        parts = self._holders.size if self._holders is not None else 1
         return sum(2 * (ranks - 1) / ranks * b.numel() * b.element_size() / parts for b in self._reduced())
 
     # -- checkpoints
 
-    def parts(self) -> tuple[list[Part], dict[str, Any]]:
-        parts, values = super().parts()
+    def parts(self, *, alone: bool = False) -> tuple[list[Part], dict[str, Any]]:
+        parts, values = super().parts(alone=alone)
         number = self.among.grouping.number
         if number:
-            parts = [_renamed(p, self._prefix) for p in parts if p.spec.name.startswith(OPTIMIZER)] + [
-                p for p in parts if p.spec.name.startswith("compression/")
-            ]
+            kept = [p for p in parts if p.spec.name.startswith("compression/")]
+            parts = [_renamed(p, self._prefix) for p in parts if p.spec.name.startswith(OPTIMIZER)] + kept
         own = [h for h in self._outer() if not number] + self._ahead()
         parts += [part for h in own if h.written for part in h.parts(h.data, 0, h.last - h.first)]
-        parts += [part for h in self._left_out(self._memory()) for part in h.parts(h.data.view(-1), 0, h.last)]
+        parts += self._left_out.parts()
         keys = ("optimizer", "loss_scale")
         of_groups = self.meeting.all_gather_object({key: values[key] for key in keys})
         local = {"groups": self.among.grouping.count, "ahead": self.averaging.ahead is not None}
@@ -287,13 +285,6 @@ class LocalEngine(Engine):
     @property
     def _prefix(self) -> str:
         return f"{REPLICA}{self.among.grouping.number}/"
-
-    def _memory(self) -> dict[str, torch.Tensor]:
-        return self._compression.state_dict() if self._compression is not None else {}
-
-    def _left_out(self, tensors: dict[str, torch.Tensor]) -> list[Holding]:
-        own = f"{LEFT_OUT}{self.among.world.rank}/"
-        return [Holding(own + n, Slice.whole(t.shape), 0, t.numel(), t, True) for n, t in tensors.items()]
 
     def _outer(self) -> list[Holding]:
         return self._holdings(MOMENTUM, self.averaging.outer.momenta)
@@ -321,7 +312,8 @@ class LocalEngine(Engine):
         saved = manifest.values.get("local") or {}
         alike = self._alike(manifest)
         prefix = self._prefix if alike and grouping.number else ""
-        found = [_prefixed(p, prefix) for p in super().parts_to_load(self._of_group(manifest, alike))]
+        found = super().parts_to_load(self._of_group(manifest, alike))
+        found = [_renamed(p, prefix) if p.spec.name.startswith(OPTIMIZER) else p for p in found]
         for momentum in averaging.outer.momenta:
             momentum.zero_()
         ahead = alike and saved.get("ahead") and self.among.parallel.overlap
@@ -329,12 +321,7 @@ class LocalEngine(Engine):
         for h in self._outer() + self._ahead():
             if h.name in manifest.tensors:
                 found += h.parts(h.data, 0, h.last - h.first)
-        own = f"{LEFT_OUT}{self.among.world.rank}/"
-        specs = {n.removeprefix(own): spec for n, spec in manifest.tensors.items() if n.startswith(own) and alike}
-        made = {n: torch.empty(s.shape, dtype=getattr(torch, s.dtype), device=self.device) for n, s in specs.items()}
-        self._loading = made if self._compression is not None else {}
-        found += [part for h in self._left_out(self._loading) for part in h.parts(h.data.view(-1), 0, h.last)]
-        return found
+        return found + self._left_out.parts_to_load(manifest, self.device, alike=alike)
 
     def _alike(self, manifest: Manifest) -> bool:
         """Return whether the checkpoint was written by as many groups."""
@@ -361,9 +348,7 @@ class LocalEngine(Engine):
         self.note = "" if alike else self.note
         if not alike and not self.note and any(name.startswith(OPTIMIZER) for name in manifest.tensors):
             self.note = f"{self.among.grouping.count} groups begin with the one optimizer's state that was saved"
-        if self._compression is not None:
-            self._compression.load_state_dict(self._loading)
-        self._loading = {}
+        self._left_out.finish_load()
 
     def close(self) -> None:
         super().close()
@@ -372,14 +357,9 @@ class LocalEngine(Engine):
 
 
 def _renamed(part: Part, prefix: str) -> Part:
-    """The part under a longer name."""
+    """The part under a longer name, as the optimizer's states of a group have in the checkpoint."""
     name = prefix + part.spec.name
     return Part(replace(part.spec, name=name), replace(part.piece, name=name), part.data)
-
-
-def _prefixed(part: Part, prefix: str) -> Part:
-    """A part that is to be filled, under the name it has in the checkpoint: optimizer's states of a group, longer."""
-    return _renamed(part, prefix) if prefix and part.spec.name.startswith(OPTIMIZER) else part
 
 
 class Local(Strategy):

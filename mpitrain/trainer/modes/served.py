@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from mpitrain.checkpoint import Part
 from mpitrain.comm import Communicator
 from mpitrain.config.settings import Config
 from mpitrain.data import Batch
@@ -43,10 +42,9 @@ from mpitrain.trainer.data import GroupPlaces, augment_of
 from mpitrain.trainer.elastic import Survivors, TooFewLeft
 from mpitrain.trainer.engine import Engine, StepResult
 from mpitrain.trainer.memory import MemoryAccount
-from mpitrain.trainer.optimizing.optimizer import state_bytes
 from mpitrain.trainer.run import Run, Strategy
 from mpitrain.trainer.saving import SaveSchedule
-from mpitrain.trainer.state import EngineState, merged
+from mpitrain.trainer.state import EngineState
 
 _PATIENCE = 10.0  # seconds at most that a server's thread takes to end
 
@@ -68,7 +66,7 @@ class ServedEngine(Engine):
         self._world, self._roles, self._bulk, self.inbox = world, roles, bulk, {}
         broadcast_state(args[0], world)
         super().__init__(*args, **kwargs)
-        self._axes = [world]
+        self._axes, self._updating = [world], len(roles.servers)
 
     def _place(self, axes: Axes) -> ServedSharding:
         return ServedSharding(self.module, self.optimizer, self.comm, self.options, self._world, self._roles)
@@ -133,18 +131,6 @@ class ServedEngine(Engine):
         unused = self.sharding.reducer.take_unused(self.comm)
         every = [p for group in self.sharding.groups for p in group.parameters]
         return torch.tensor([p in unused for p in every], dtype=torch.uint8)
-
-    def parts(self) -> tuple[list[Part], dict[str, Any]]:
-        parts, values = self._state.parts()
-        values["optimizer"] = merged(self._world.all_gather_object(values["optimizer"]))
-        return parts, values | self._settings()
-
-    def checkpoint_bytes(self) -> int:
-        parts, _ = self._state.parts()
-        nbytes = sum(part.data.nbytes for part in parts)
-        if any(self.optimizer.state.values()) or self.sharding.share is None:
-            return nbytes
-        return nbytes + self._state.trained() * state_bytes(self.optimizer) // len(self._roles.servers)
 
 
 class Served(Strategy):

@@ -25,7 +25,25 @@ from mpitrain.shard.update import SCALE, optimizer_step
 from mpitrain.storage.text import counted
 
 
-class Lion(torch.optim.Optimizer):
+class _Elementwise(torch.optim.Optimizer):
+    """An optimizer that updates each element by itself, so that it can be sharded."""
+
+    elementwise = True
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """One update."""
+        for group in self.param_groups:
+            for value in group["params"]:
+                if value.grad is not None:
+                    self._update(value, value.grad, group, self.state[value])
+
+    def _update(self, value: Any, gradient: Any, group: Any, state: Any) -> None:
+        """Update one parameter, with the options of its group and its own state."""
+        raise NotImplementedError
+
+
+class Lion(_Elementwise):
     """Steps of one size in the direction of a momentum's sign (Chen et al. 2023, "Symbolic discovery of optimization
     algorithms", algorithm 2); one state an element.
 
@@ -33,8 +51,6 @@ class Lion(torch.optim.Optimizer):
         params: As of torch.optim.AdamW, as all the rest.
         betas: How much of the momentum is in the direction, and how much of it stays.
     """
-
-    elementwise = True
 
     def __init__(
         self,
@@ -45,24 +61,17 @@ class Lion(torch.optim.Optimizer):
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": _checked(betas), "weight_decay": weight_decay})
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One update."""
-        for group in self.param_groups:
-            first, second = group["betas"]
-            for value in group["params"]:
-                if value.grad is None:
-                    continue
-                state = self.state[value]
-                if not state:
-                    state["exp_avg"] = torch.zeros_like(value)
-                momentum = state["exp_avg"]
-                direction = momentum.mul(first).add_(value.grad, alpha=1 - first).sign_()
-                value.mul_(1 - group["lr"] * group["weight_decay"]).add_(direction, alpha=-group["lr"])
-                momentum.mul_(second).add_(value.grad, alpha=1 - second)
+    def _update(self, value: Any, gradient: Any, group: Any, state: Any) -> None:
+        first, second = group["betas"]
+        if not state:
+            state["exp_avg"] = torch.zeros_like(value)
+        momentum = state["exp_avg"]
+        direction = momentum.mul(first).add_(gradient, alpha=1 - first).sign_()
+        value.mul_(1 - group["lr"] * group["weight_decay"]).add_(direction, alpha=-group["lr"])
+        momentum.mul_(second).add_(gradient, alpha=1 - second)
 
 
-class UncorrectedAdamW(torch.optim.Optimizer):
+class UncorrectedAdamW(_Elementwise):
     """AdamW without the division of its averages by what they lack in the first steps, as BERT was trained (Devlin et
     al. 2019).
 
@@ -70,8 +79,6 @@ class UncorrectedAdamW(torch.optim.Optimizer):
         params: As of torch.optim.AdamW, as all the rest.
         decoupled: Whether weight decay is apart from the gradient; else it is added to that, as in Adam.
     """
-
-    elementwise = True
 
     def __init__(
         self,
@@ -85,25 +92,17 @@ class UncorrectedAdamW(torch.optim.Optimizer):
         given = {"lr": lr, "betas": _checked(betas), "eps": eps, "weight_decay": weight_decay, "decoupled": decoupled}
         super().__init__(params, given)
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One update."""
-        for group in self.param_groups:
-            first, second = group["betas"]
-            for value in group["params"]:
-                gradient = value.grad
-                if gradient is None:
-                    continue
-                state = self.state[value]
-                if not state:
-                    state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(value), torch.zeros_like(value)
-                if group["decoupled"]:
-                    value.mul_(1 - group["lr"] * group["weight_decay"])
-                elif group["weight_decay"]:
-                    gradient = gradient.add(value, alpha=group["weight_decay"])
-                state["exp_avg"].lerp_(gradient, 1 - first)
-                state["exp_avg_sq"].mul_(second).addcmul_(gradient, gradient, value=1 - second)
-                value.addcdiv_(state["exp_avg"], state["exp_avg_sq"].sqrt().add_(group["eps"]), value=-group["lr"])
+    def _update(self, value: Any, gradient: Any, group: Any, state: Any) -> None:
+        first, second = group["betas"]
+        if not state:
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(value), torch.zeros_like(value)
+        if group["decoupled"]:
+            value.mul_(1 - group["lr"] * group["weight_decay"])
+        elif group["weight_decay"]:
+            gradient = gradient.add(value, alpha=group["weight_decay"])
+        state["exp_avg"].lerp_(gradient, 1 - first)
+        state["exp_avg_sq"].mul_(second).addcmul_(gradient, gradient, value=1 - second)
+        value.addcdiv_(state["exp_avg"], state["exp_avg_sq"].sqrt().add_(group["eps"]), value=-group["lr"])
 
 
 def _checked(betas: Sequence[float]) -> tuple[float, float]:

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from mpitrain.comm.memory.device import is_accelerator
 from mpitrain.config.run import timeline_steps
@@ -27,7 +28,7 @@ from mpitrain.monitor.timeline.merging import merge, told
 from mpitrain.monitor.timeline.spans import Spans, recording_folder, write_rank
 from mpitrain.trainer.callback import Callback, Step
 from mpitrain.trainer.folder import together
-from mpitrain.trainer.recording.clock_offsets import Offset, measure
+from mpitrain.trainer.recording.clock_offsets import measure
 from mpitrain.trainer.recording.rank_records import memory
 from mpitrain.trainer.run import Run
 
@@ -105,7 +106,7 @@ class ModuleHooks:
         call = _Call(name, self._forward[-1] if self._forward else None, time.perf_counter())
         self._forward.append(call)
         if torch.is_grad_enabled():
-            x: Any = args[0] if args and isinstance(args[0], torch.Tensor) else next(_tensors(args), None)
+            x = _first_tensor(args)
             if x is not None and x.requires_grad and not self._tells(x, call):
                 x.register_hook(partial(self._input_ready, call))
                 x._watched = (self, call, False)
@@ -116,7 +117,7 @@ class ModuleHooks:
         call = self._forward.pop()
         self._tell(call.name, "forward", call.begin, time.perf_counter())
         if torch.is_grad_enabled():
-            y: Any = output if isinstance(output, torch.Tensor) else next(_tensors(output), None)
+            y = _first_tensor((output,))
             if y is not None and y.grad_fn is not None:
                 y.register_hook(partial(self._output_ready, call))
                 y._watched = (self, call, True)
@@ -174,16 +175,11 @@ class ModuleHooks:
 _NONE = nn.Module()
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in what a module takes or gives."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for each in value.values():
-            yield from _tensors(each)
-    elif isinstance(value, (tuple, list)):
-        for each in value:
-            yield from _tensors(each)
+def _first_tensor(values: tuple[Any, ...]) -> Any:
+    """Return the first tensor in what a module takes or gives; None where there is none."""
+    if values and isinstance(values[0], torch.Tensor):
+        return values[0]
+    return next((leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)), None)
 
 
 def levels_of(module: nn.Module) -> list[list[tuple[str, nn.Module]]]:
@@ -250,7 +246,7 @@ class Recording:
         )
         depth = affordable(levels, calls, _HOOKS_MAY_COST * step_seconds)
         self.depth = min(world.all_gather_object(depth))
-        self._offsets = [self._measured()]
+        self._offsets = [self.offset()]
         modules = [named for level in levels[: self.depth] for named in level]
         self._hooks = ModuleHooks(modules, self.spans.module)
         self.spans.after_backward = self._hooks.end_of_backward
@@ -259,8 +255,10 @@ class Recording:
         engine.clock.steps, engine.clock.listener = [], self.spans
         world.journal.record(True)
 
-    def _measured(self) -> Offset:
-        return measure(self._trainer.world, lambda: self._clock(time.perf_counter()))
+    def offset(self) -> list[float]:
+        """Compare clocks; return this rank's time, what is to be added, and how far off that may be. Collective."""
+        offset = measure(self._trainer.world, lambda: self._clock(time.perf_counter()))
+        return [offset.at, offset.seconds, offset.within]
 
     def _held(self) -> tuple[float, dict[str, int]]:
         return time.perf_counter(), memory(self._trainer)
@@ -297,16 +295,8 @@ class Recording:
             "communication": [[*one[:5], at(one.begin), at(one.end), *one[7:]] for one in operations],
             "waited": self.spans.waited,
             "memory": [[at(when), figures] for when, figures in self._memory],
-            "offsets": self._told_offsets(),
+            "offsets": self._offsets,
         }
-
-    def compare_clocks(self) -> list[list[float]]:
-        """Compare clocks for the second time; returns all offsets. Collective."""
-        self._offsets.append(self._measured())
-        return self._told_offsets()
-
-    def _told_offsets(self) -> list[list[float]]:
-        return [[offset.at, offset.seconds, offset.within] for offset in self._offsets]
 
 
 class TimelineRecorder(Callback):
@@ -371,7 +361,7 @@ class TimelineRecorder(Callback):
         """Write what was recorded, and have rank 0 make one timeline of it. Collective."""
         self._recording, self._done = None, True
         recorded = recording.stop()
-        recorded["offsets"] = recording.compare_clocks()
+        recorded["offsets"].append(recording.offset())
         folder = recording_folder(trainer.folder.path, self._wanted)
         together(trainer.world, lambda: write_rank(folder, recorded))
         if trainer.world.rank == 0:
