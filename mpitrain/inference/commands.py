@@ -87,7 +87,7 @@ class Job:
             return device.of_rank(kind, 0)
         from mpitrain.trainer.device import choose
 
-        return choose(kind, self.mesh.world).device
+        return choose(kind, self.mesh.world)[0]
 
     def say(self, text: str) -> None:
         """Tell the person something on standard error, once."""

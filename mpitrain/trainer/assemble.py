@@ -185,8 +185,22 @@ def divide(
     pipeline, elsewhere, module = None, set[str](), model
     if mesh.pipeline.size > 1:
         listed = listed_blocks(model, blocks)
-        pipeline = make_pipeline(parallel, mesh, model, listed, criterion(), cut, recompute, device)
+        require_look_back(model, listed, parallel.slices)
+        pipeline = Pipeline(
+            listed,
+            criterion(),
+            mesh,
+            schedule=parallel.schedule,
+            chunks=parallel.chunks,
+            slices=parallel.slices,
+            cut=cut,
+            blocks=() if isinstance(parallel.cut, str) else parallel.cut,
+            microbatches=default_microbatches(mesh.pipeline.size),
+            recompute=recompute,
+            device=device,
+        )
         elsewhere, module = pipeline.counted_elsewhere(), pipeline.module
+        _require_parameters(mesh, module)
     elif recompute:
         recompute_blocks(module)
     move(module, device)
@@ -194,38 +208,14 @@ def divide(
     return DividedModel(module, Axes((mesh.pipeline, mesh.tensor), owners, pipeline, aliases), found)
 
 
-def make_pipeline(
-    parallel: ParallelSection,
-    mesh: Mesh,
-    model: nn.Module,
-    listed: Sequence[tuple[str, nn.Module]],
-    criterion: Criterion,
-    cut: Cut,
-    recompute: bool,
-    device: torch.device,
-) -> Pipeline:
-    """The stages of a model whose blocks are listed. Raises InputError where one would have nothing to train."""
-    require_look_back(model, listed, parallel.slices)
-    pipeline = Pipeline(
-        listed,
-        criterion,
-        mesh,
-        schedule=parallel.schedule,
-        chunks=parallel.chunks,
-        slices=parallel.slices,
-        cut=cut,
-        blocks=() if isinstance(parallel.cut, str) else parallel.cut,
-        microbatches=default_microbatches(mesh.pipeline.size),
-        recompute=recompute,
-        device=device,
-    )
-    trains = mesh.pipeline.all_gather_object(any(p.requires_grad for p in pipeline.module.parameters()))
+def _require_parameters(mesh: Mesh, stage: nn.Module) -> None:
+    """Raise InputError where a stage would have nothing to train. Collective."""
+    trains = mesh.pipeline.all_gather_object(any(p.requires_grad for p in stage.parameters()))
     if not all(trains):
         raise refusal(
             f"rank {trains.index(False)} of the pipeline would have no parameter to train; use fewer stages "
             "(parallel.pipeline x parallel.chunks), or set parallel.cut to parameters"
         )
-    return pipeline
 
 
 def refuse_divisions(

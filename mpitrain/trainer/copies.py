@@ -101,7 +101,7 @@ class Copies:
         key: of the set it may stand in for. rank: in the world that made the engine.
         """
         copy = PeerCopy()
-        parts, rest = engine.parts_alone()
+        parts, rest = engine.parts(alone=True)
         copy.fill(Snapshot(), parts, values | rest, rank)
         copy.key = key
         self._alone = Alone(copy, columns, crc32(copy.memory.numpy()))

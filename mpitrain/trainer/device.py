@@ -8,7 +8,6 @@ import socket
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,25 +25,15 @@ class DeviceFull(MpitrainError):
     """A device has not the memory that was asked of it."""
 
 
-@dataclass(frozen=True)
-class RankDevice:
-    """The devices of a run.
-
-    Attributes:
-        device: This rank's.
-        text: All ranks' devices, for people: "CPU", or "2 x NVIDIA H100 (2 ranks share each)".
-    """
-
-    device: torch.device
-    text: str
-
-
-def choose(kind: str, world: Communicator) -> RankDevice:
+def choose(kind: str, world: Communicator) -> tuple[torch.device, str]:
     """Choose this rank's device, and make it the current one of its kind. Collective.
 
     Args:
         kind: As `run.device` says it.
         world: All ranks.
+
+    Returns:
+        The device; and those of all ranks, for people: "CPU", or "2 x NVIDIA H100 (2 ranks share each)".
 
     Raises:
         InputError: On all ranks, where any of them has no device of the kind, or where `auto` finds other kinds on
@@ -67,7 +56,7 @@ def choose(kind: str, world: Communicator) -> RankDevice:
     if len(hosts) > 1:
         found_where = ", ".join(f"{of} on {_some(set(where))}" for of, where in sorted(hosts.items()))
         raise refusal(f"run.device {kind} finds {found_where}; set run.device to one kind that all hosts have")
-    return RankDevice(chosen, _text(chosen, [tuple(each) for _, _, *each in told]))
+    return chosen, _text(chosen, [tuple(each) for _, _, *each in told])
 
 
 def _some(hosts: set[str]) -> str:
@@ -108,19 +97,11 @@ def move(module: nn.Module, to: torch.device) -> None:
         )
 
 
-def place(module: nn.Module, kind: str, world: Communicator) -> None:
-    """Leave a module of the user's where it is, or move it from the CPU to a device of the kind. Collective.
-
-    Raises:
-        InputError: It is on several devices, or on one of another kind, or there is none of the kind.
-    """
-    move(module, found_on(module, kind, world))
-
-
 def found_on(module: nn.Module, kind: str, world: Communicator) -> torch.device:
     """Return where a module of the user's is to compute: where it is, or on a device of the kind. Collective.
 
-    Raises what `place` raises.
+    Raises:
+        InputError: It is on several devices, or on one of another kind, or there is none of the kind.
     """
     found = {t.device for t in (*module.parameters(), *module.buffers())} or {device.CPU}
     if len(found) > 1:
@@ -129,7 +110,7 @@ def found_on(module: nn.Module, kind: str, world: Communicator) -> torch.device:
     if kind not in ("auto", on.type):
         if device.is_accelerator(on):
             raise refusal(f"run.device is {kind}, and the model is on {on}; move it, or leave run.device out")
-        on = choose(kind, world).device
+        on, _ = choose(kind, world)
     device.use(on)
     return on
 

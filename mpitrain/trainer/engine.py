@@ -60,8 +60,8 @@ class LossScale:
     passed: int = 0
 
     @staticmethod
-    def of(precision: Precision, initial: float = 2.0**16) -> LossScale:
-        return LossScale(initial, dynamic=True) if precision == "fp16" else LossScale()
+    def of(precision: Precision) -> LossScale:
+        return LossScale(2.0**16, dynamic=True) if precision == "fp16" else LossScale()
 
     def update(self, overflowed: bool) -> None:
         if not self.dynamic:
@@ -156,6 +156,7 @@ class Engine:
         files = MappedFiles(Path(folder)) if folder not in ("", HOST) else None
         self._updater = Updater(self.sharding, others, files)
         self._axes = [self.sharding.shard, *others]
+        self._updating = comm.size  # ranks that divide the optimizer's states between them, or could
         self._state = self._make_state(axes)
         self.synchronous = any(isinstance(m, SyncBatchNorm) for m in module.modules())
         self._meter: ActivationMeter | PipelineMeter = ActivationMeter(module)
@@ -375,29 +376,23 @@ class Engine:
 
     # -- checkpoints
 
-    def parts(self) -> tuple[list[Part], dict[str, Any]]:
-        """Return what this rank writes into a checkpoint, and the values that go with it. Collective."""
-        parts, values = self._state.parts()
-        for axis in self._axes:
+    def parts(self, *, alone: bool = False) -> tuple[list[Part], dict[str, Any]]:
+        """Return what this rank writes into a checkpoint, and the values that go with it. Collective, unless alone.
+
+        alone: The parts of all data-parallel ranks, where each of them has everything (stage 0).
+        """
+        parts, values = self._state.parts(alone=alone)
+        for axis in () if alone else self._axes:
             values["optimizer"] = merged(axis.all_gather_object(values["optimizer"]))
-        return parts, values | self._settings()
-
-    def parts_alone(self) -> tuple[list[Part], dict[str, Any]]:
-        """Return the parts of all data-parallel ranks, where each of them has everything (stage 0). Not collective."""
-        parts, values = self._state.parts(alone=True)
-        return parts, values | self._settings()
-
-    def _settings(self) -> dict[str, Any]:
-        """The values that the engine adds to those of a checkpoint."""
-        return {"loss_scale": self.scale.state(), "precision": self.precision}
+        return parts, values | {"loss_scale": self.scale.state(), "precision": self.precision}
 
     def checkpoint_bytes(self) -> int:
         """Bytes of what this rank writes into a checkpoint, with the optimizer's states that the first step makes."""
         parts, _ = self._state.parts()
         nbytes = sum(part.data.nbytes for part in parts)
-        if any(self.optimizer.state.values()):
+        if any(self.optimizer.state.values()) or self.sharding.share is None:
             return nbytes
-        return nbytes + self._state.trained() * state_bytes(self.optimizer) // self.sharding.comm.size
+        return nbytes + self._state.trained() * state_bytes(self.optimizer) // self._updating
 
     def parts_to_load(self, manifest: Manifest) -> list[Part]:
         """Return the parts that this rank fills from a checkpoint; `finish_load` then puts them in place."""

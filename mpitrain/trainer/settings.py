@@ -72,27 +72,21 @@ def planned(config: Config, world: Communicator, device: torch.device) -> Config
 
 def while_others_sleep(world: Communicator, act: Callable[[], Any]) -> Any:
     """Call `act` on rank 0 as `world.on_root` does, while the other ranks sleep and leave it the cores. Collective."""
-    found, error = None, None
     word = torch.zeros(1)
-    if world.rank == 0:
+
+    def wake_after() -> Any:
         try:
-            found = act()
-        except Exception as caught:  # raised on all ranks below
-            error = caught
-        for sent in [world.isend(word, rank, _TAG) for rank in range(1, world.size)]:
-            sent.wait()
-    else:
+            return act()
+        finally:
+            for sent in [world.isend(word, rank, _TAG) for rank in range(1, world.size)]:
+                sent.wait()
+
+    if world.rank:
         arriving = world.irecv(word, 0, _TAG)
         while not arriving.done():
             time.sleep(_PAUSE)
         arriving.wait()
-
-    def told() -> Any:
-        if error is not None:
-            raise error
-        return found
-
-    return world.on_root(told)
+    return world.on_root(wake_after)
 
 
 def _chosen(

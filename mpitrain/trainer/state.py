@@ -11,7 +11,7 @@ where the holding is the same on all data-parallel ranks, each of them writes a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ from torch import nn
 
 from mpitrain.checkpoint import MASTER, MODEL, Manifest, Part, TensorSpec
 from mpitrain.checkpoint.manifest import source_of
+from mpitrain.comm.compression import Compression
 from mpitrain.errors import CheckpointError
 from mpitrain.layers.base_weights import require_whole
 from mpitrain.layout import Piece, Slice, shares
@@ -79,8 +80,8 @@ class EngineState:
         self._names = {p: self._aliases.get(name, name) for name, p in sharding.module.named_parameters()}
         self._pending: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._states: list[tuple[FlatParameter, dict[str, torch.Tensor], list[dict[str, Any]]]] = []
-        self._memories: dict[str, torch.Tensor] = {}
-        self._own = f"{COMPRESSION}{sharding.comm.world_ranks[sharding.comm.rank]}/"  # begins names of its tensors
+        rank = sharding.comm.world_ranks[sharding.comm.rank]
+        self._left_out = LeftOut(f"{COMPRESSION}{rank}/", sharding.options.compression)
 
     # -- what there is
 
@@ -121,15 +122,14 @@ class EngineState:
                 found.append(self.holding(prefix, p, first, last, data))
         return found
 
-    def _masters(self) -> list[Holding]:
-        """The optimizer's copies of parameters."""
-        return self._of_optimizer(MASTER, lambda s: s.value.detach() if s.stored is not None else None)
+    def _masters(self, *, wider: bool) -> list[Holding]:
+        """The optimizer's copies of parameters; wider: those alone that have more digits than the parameters."""
 
-    def _wide_masters(self) -> list[Holding]:
-        """Those that have more digits than the parameters."""
-        return self._of_optimizer(
-            MASTER, lambda s: s.value.detach() if s.stored is not None and s.stored.dtype != s.value.dtype else None
-        )
+        def master(flat: FlatParameter) -> torch.Tensor | None:
+            kept = flat.stored is not None and not (wider and flat.stored.dtype == flat.value.dtype)
+            return flat.value.detach() if kept else None
+
+        return self._of_optimizer(MASTER, master)
 
     def _elementwise(self, key: str, flat_parameter: FlatParameter) -> torch.Tensor | None:
         """An optimizer state that has one number per element; None for any other."""
@@ -162,17 +162,18 @@ class EngineState:
         states = [h for key in keys for h in self._of_optimizer(f"{OPTIMIZER}{key}/", partial(self._elementwise, key))]
         small, values = self._odd_states()
         alike, own = self._alike(), self._shares()
-        (own if sharding.stage.states else alike).extend([*self._wide_masters(), *states, *small])
+        (own if sharding.stage.states else alike).extend([*self._masters(wider=True), *states, *small])
         first = sharding.replicas is None or sharding.replicas.rank == 0
         alike = [h for h in alike if h.written and self._writes_copies]
-        found = list(_divided(alike, rank, size))
+        ranges = shares([h.last - h.first for h in alike], size, rank)  # of what every rank has
+        found = [part for n, lo, hi in ranges for part in alike[n].parts(_flat(alike[n].data), lo, hi)]
         for holding in own if first else ():
             if holding.written:
                 found += holding.parts(_flat(holding.data), 0, holding.last - holding.first)
         if rank == 0 and self._writes_copies:  # what has no elements is in nobody's share
             empty = [self.holding(MODEL, p, 0, 0, p.detach()) for p in self._names if not p.numel()]
             found += [Part(h.spec, Piece.whole(h.name, 0), h.data.reshape(-1)) for h in empty if h.written]
-        found += [part for h in self._left_out() for part in h.parts(_flat(h.data), 0, h.last)]
+        found += self._left_out.parts()
         return found, {"optimizer": values, "data_ranks": sharding.comm.size} | self._saved_names()
 
     def _saved_names(self) -> dict[str, Any]:
@@ -205,26 +206,6 @@ class EngineState:
                         )
         return tensors, values
 
-    def _left_out(self) -> list[Holding]:
-        """What this rank's compression left out so far; it differs from rank to rank."""
-        compression = self._sharding.options.compression
-        return self._memory(compression.state_dict() if compression is not None else {})
-
-    def _memory(self, tensors: Mapping[str, torch.Tensor]) -> list[Holding]:
-        """The buffers of this rank's compression."""
-        return [Holding(self._own + name, Slice.whole(t.shape), 0, t.numel(), t, True) for name, t in tensors.items()]
-
-    def _left_out_before(self, manifest: Manifest) -> list[Holding]:
-        """The same to be filled, where the checkpoint was written by as many data-parallel ranks."""
-        self._memories = {}
-        if self._sharding.options.compression is None or manifest.values.get("data_ranks") != self._sharding.comm.size:
-            return []
-        for name, spec in manifest.tensors.items():
-            if name.startswith(self._own):
-                kind, device = getattr(torch, spec.dtype), self._sharding.groups[0].device
-                self._memories[name.removeprefix(self._own)] = torch.empty(spec.shape, dtype=kind, device=device)
-        return self._memory(self._memories)
-
     # -- reading
 
     def parts_to_load(self, manifest: Manifest) -> list[Part]:
@@ -233,8 +214,7 @@ class EngineState:
             self._base.require(manifest.values.get("base"))
         else:
             require_whole(manifest.values.get("base"))
-        wanted = [*self._alike(), *self._shares(), *self._masters(), *self._empty_states(manifest)]
-        wanted += self._left_out_before(manifest)
+        wanted = [*self._alike(), *self._shares(), *self._masters(wider=False), *self._empty_states(manifest)]
         self._pending = []
         found: list[Part] = []
         for holding in wanted:
@@ -245,7 +225,8 @@ class EngineState:
             if not direct:
                 self._pending.append((holding.data, flat))
             found += replace(holding, name=source, data=flat).parts(flat, 0, holding.last - holding.first)
-        return found
+        alike = manifest.values.get("data_ranks") == self._sharding.comm.size
+        return found + self._left_out.parts_to_load(manifest, self._sharding.groups[0].device, alike=alike)
 
     def _empty_states(self, manifest: Manifest) -> list[Holding]:
         """Optimizer states to fill, as the checkpoint has them for the parameters of each flat parameter."""
@@ -310,8 +291,44 @@ class EngineState:
                     }
         begin_states(optimizer)
         self._states = []
-        if self._sharding.options.compression is not None:
-            self._sharding.options.compression.load_state_dict(self._memories)
+        self._left_out.finish_load()
+
+
+class LeftOut:
+    """What a rank's compression left out so far, which differs from rank to rank.
+
+    Args:
+        prefix: What the names of its tensors in a checkpoint begin with.
+        compression: Remembers it; None where nothing is compressed.
+    """
+
+    def __init__(self, prefix: str, compression: Compression | None) -> None:
+        self._prefix, self._compression = prefix, compression
+        self._loading: dict[str, torch.Tensor] = {}
+
+    def parts(self) -> list[Part]:
+        """Return what is written into a checkpoint."""
+        return self._parts(self._compression.state_dict() if self._compression is not None else {})
+
+    def parts_to_load(self, manifest: Manifest, device: torch.device, *, alike: bool) -> list[Part]:
+        """Return the parts to be filled. alike: Whether as many ranks wrote the checkpoint; else there are none."""
+        own = {n: s for n, s in manifest.tensors.items() if n.startswith(self._prefix)}
+        self._loading = {
+            name.removeprefix(self._prefix): torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=device)
+            for name, spec in own.items()
+            if alike and self._compression is not None
+        }
+        return self._parts(self._loading)
+
+    def finish_load(self) -> None:
+        """Go on from what was filled."""
+        if self._compression is not None:
+            self._compression.load_state_dict(self._loading)
+        self._loading = {}
+
+    def _parts(self, tensors: Mapping[str, torch.Tensor]) -> list[Part]:
+        held = [Holding(self._prefix + n, Slice.whole(t.shape), 0, t.numel(), t, True) for n, t in tensors.items()]
+        return [part for h in held for part in h.parts(_flat(h.data), 0, h.last)]
 
 
 def _source(manifest: Manifest, holding: Holding) -> tuple[str, torch.dtype]:
@@ -321,13 +338,6 @@ def _source(manifest: Manifest, holding: Holding) -> tuple[str, torch.dtype]:
     spec = manifest.tensors.get(name)
     stored = getattr(torch, spec.dtype) if spec is not None else own
     return name, stored if stored.is_floating_point and own.is_floating_point else own
-
-
-def _divided(alike: Sequence[Holding], rank: int, size: int) -> Iterator[Part]:
-    """This rank's share of what every rank has."""
-    sizes = [h.last - h.first for h in alike]
-    for number, lo, hi in shares(sizes, size, rank):
-        yield from alike[number].parts(_flat(alike[number].data), lo, hi)
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -78,8 +78,7 @@ class Trainer(Run):
         """
         self.world = world if world is not None else init()
         asked = shared_config(self.world, lambda: Config.of(config))
-        place = choose(asked.run.device, self.world)
-        self.device, self.devices = place.device, place.text
+        self.device, self.devices = choose(asked.run.device, self.world)
         self.config = with_microbatch(planned(asked, self.world, self.device), self.world.size)
         self.strategy = STRATEGIES[self.config.parallel.mode](self.config, self.world)
         self.folder = RunFolder(self.config, self.world)

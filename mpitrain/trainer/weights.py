@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -66,9 +66,7 @@ def import_plain(file: Path, run: Path, arguments: Sequence[str]) -> Path:
         if config is not None:
             require_model_of(config, {name: tensor.shape for name, tensor in tensors.items()}, str(file))
 
-    with ExitStack() as stack:
-        if config is not None:
-            stack.enter_context(kept_settings(run, config))
+    with kept_settings(run, config) if config is not None else nullcontext():
         return import_weights(file, run / CHECKPOINTS, check)
 
 

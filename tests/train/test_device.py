@@ -76,7 +76,7 @@ def test_losses_are_those_of_the_cpu(world, place, text, wanted, device, case):
     ids=str,
 )
 def test_losses_are_those_of_the_cpu_where_ranks_share_devices(world, place, text, wanted, device, parallel):
-    assert placement.choose("auto", world).text == "1 x Pretend 0, 1 x Pretend 1 (2 ranks share each)"
+    assert placement.choose("auto", world)[1] == "1 x Pretend 0, 1 x Pretend 1 (2 ranks share each)"
     _same(train(world, place / str(parallel), device.type, text, parallel=parallel), wanted)
 
 
@@ -127,8 +127,8 @@ def test_a_batch_may_be_changed_as_soon_as_it_was_given(world, device):
 @ON_IT
 @pytest.mark.ranks(2)
 def test_the_banner_says_which_devices(world, device):
-    assert placement.choose("auto", world).text == "1 x Pretend 0, 1 x Pretend 1"
-    assert placement.choose("cpu", world).text == "CPU"
+    assert placement.choose("auto", world)[1] == "1 x Pretend 0, 1 x Pretend 1"
+    assert placement.choose("cpu", world)[1] == "CPU"
 
 
 @ON_IT

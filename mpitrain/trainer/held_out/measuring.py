@@ -393,13 +393,9 @@ def _reduced(state: Any, reduce: Any, gather: Gather) -> Any:
         stacked = torch.stack([part.to(state.device) for part in gather(state)])
         return reduce(stacked) if reduce is not None else stacked
     counts = [int(count) for count in gather(torch.tensor([len(state)]))]
-    items: list[list[torch.Tensor]] = [[] for _ in counts]
-    for number in range(max(counts)):
-        parts = gather(state[number] if number < len(state) else torch.empty(0))
-        for of_rank, part, count in zip(items, parts, counts, strict=True):
-            if number < count:
-                of_rank.append(part)
-    flat = [item for of_rank in items for item in of_rank]
+    padded = [*state, *[torch.empty(0)] * (max(counts) - len(state))]
+    items = [gather(item) for item in padded]
+    flat = [items[number][rank] for rank, count in enumerate(counts) for number in range(count)]
     if reduce is None or not flat:
         return flat
     return [torch.cat([item.reshape(1) if item.dim() == 0 else item for item in flat])]

@@ -5,35 +5,361 @@
 
 The last period is as long as the steps that are left. With local_steps 1 and a plain average all steps are taken as
 one, since an average of updates is the update with the average of gradients for plain SGD alone.
+
+In a checkpoint, beside what every engine writes, which is here of group 0 or shared by all groups:
+
+    replica/<group>/optimizer/<state>/<parameter>    of the other groups, whose optimizers have seen other samples
+    replica/<group>/master/<parameter>               parallel.overlap: a group's own parameters, beside the shared ones
+    outer/momentum/<parameter>                       of the outer optimizer
+    local_compression/<rank>/<buffer>                what compression of differences left out so far
 """
 
 from __future__ import annotations
 
 import math
 import time
+import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
+from torch import nn
 
+from mpitrain.checkpoint import Manifest, Part
 from mpitrain.comm import Communicator
+from mpitrain.comm.compression import Bucket, from_name
 from mpitrain.config.batch_sizes import require_multiples
+from mpitrain.config.parallel import ParallelSection
 from mpitrain.config.settings import Config
 from mpitrain.data import Batch
 from mpitrain.data.on_device import on_device
 from mpitrain.errors import refusal
 from mpitrain.layout import split
-from mpitrain.loose.averaging import Grouping
+from mpitrain.loose.averaging import Averaging, FlatSlice, Grouping, OuterOptimizer, by_kind
 from mpitrain.mesh import Mesh
+from mpitrain.ownership import Axes
+from mpitrain.shard.ddp import broadcast_state
+from mpitrain.shard.flat import numbered
 from mpitrain.shard.virtual_workers import VirtualWorkers
 from mpitrain.trainer.callback import Step
 from mpitrain.trainer.data import GroupPlaces, batches
-from mpitrain.trainer.modes.local_engine import Among, LocalEngine
+from mpitrain.trainer.engine import Engine, StepResult
+from mpitrain.trainer.memory import MemoryAccount
 from mpitrain.trainer.modes.synchronous import require_samples
 from mpitrain.trainer.run import Run, Strategy
+from mpitrain.trainer.state import MASTER, OPTIMIZER, Holding, LeftOut
+
+REPLICA, MOMENTUM, LEFT_OUT = "replica/", "outer/momentum/", "local_compression/"
+
+
+@dataclass(frozen=True)
+class Among:
+    """A group among others.
+
+    Attributes:
+        world: The ranks of all groups.
+        everyone: Those of them that have the same part of the model as this one.
+        grouping: How they are divided.
+        parallel: The settings.
+    """
+
+    world: Communicator
+    everyone: Communicator
+    grouping: Grouping
+    parallel: ParallelSection
+
+
+class LocalEngine(Engine):
+    """The engine of one group of several. Collective to make, over all groups.
+
+    In steps that all groups take as one, gradients are summed over the groups before norm, clipping and update. In
+    steps that each takes by itself nothing is exchanged; parameters are averaged when a period has ended.
+
+    Args:
+        module: As of `Engine`; all groups get the first one's values.
+        rest: As of `Engine`, for this group.
+        among: The other groups.
+        axes: As of `Engine`.
+        more: As of `Engine`.
+
+    Attributes:
+        together: Whether the next steps are taken by all groups as one.
+        averaging: Of the parameters over the groups.
+        meeting: The ranks that stand at this one's place in the other groups, in the order of the groups.
+    """
+
+    def __init__(self, module: nn.Module, *rest: Any, among: Among, axes: Axes | None = None, **more: Any) -> None:
+        broadcast_state(module, among.everyone)
+        super().__init__(module, *rest, axes=axes, **more)
+        self.among, self.together = among, False
+        axes = axes or Axes()
+        self.cut = any(other.size > 1 for other in axes.others)
+        place = self._require_alike(axes)
+        meeting, peers = (among.world.split(place, among.grouping.number, label=n) for n in ("meeting", "peers"))
+        assert meeting is not None and peers is not None
+        self.meeting, self._peers = meeting, peers
+        self._flats, slices = [], []
+        parameters = self.sharding.flat_parameters
+        self._holders = self.sharding.replicas if self.sharding.stage.states else self.comm
+        for numbers in by_kind([f.value for f in parameters]):
+            self._flats.append([parameters[n] for n in numbers])
+            slices.append(FlatSlice([parameters[n].value for n in numbers], self._holders))
+        settings = among.parallel
+        name = settings.local_compression
+        self._compression = None if name == "none" else from_name(name)
+        self._left_out = LeftOut(f"{LEFT_OUT}{among.world.rank}/", self._compression)
+        outer = OuterOptimizer(settings.outer, [s.empty() for s in slices], settings.outer_lr, settings.outer_momentum)
+        self.averaging = Averaging(
+            slices,
+            peers,
+            among.grouping.weight,
+            outer,
+            self._buckets(slices),
+            overlap=settings.overlap,
+            reproducible=self.cut,  # copies of a parameter on several stages or tensor ranks must stay equal
+            wrote=self._wrote,
+        )
+
+    def _require_alike(self, axes: Axes) -> int:
+        """This rank's place in its group. Raises InputError, on all ranks, where groups keep their parts unlike."""
+        sharding = self.sharding
+        names = {p: name for name, p in self.module.named_parameters()}
+        kept = [(names[p], lo, hi, at) for f in sharding.flat_parameters for p, lo, hi, at in f.contents]
+        replica = sharding.replicas.rank if sharding.replicas is not None else 0
+        place = [*(other.rank for other in axes.others), sharding.shard.rank, replica]
+        mine = [self.among.grouping.number, place, sharding.shard.size, zlib.crc32(repr(kept).encode())]
+        everyone = self.among.world.all_gather_object(mine)
+        groups: list[list[Any]] = [[] for _ in range(self.among.grouping.count)]
+        for number, *rest in everyone:
+            groups[number].append(rest)
+        first = sorted(groups[0])
+        if any(sorted(group) != first for group in groups):
+            raise refusal(
+                f"parallel.zero {self.sharding.options.zero} lays shares out otherwise in some groups than in others, "
+                "because they lie otherwise on the nodes; let parallel.local_group divide the ranks of each node"
+            )
+        return [rest[0] for rest in first].index(place)
+
+    def _buckets(self, slices: Sequence[FlatSlice]) -> list[Bucket]:
+        """The compression of each slice's differences; empty for none."""
+        compression = self._compression
+        if compression is None:
+            return []
+        return [compression.bucket(str(n), self._shapes(n, s)) for n, s in enumerate(slices)]
+
+    def _shapes(self, number: int, part: FlatSlice) -> list[tuple[int, tuple[int, ...]]]:
+        """The offset and shape of each parameter that lies whole in a slice."""
+        return [
+            (place, tuple(p.shape))
+            for p, first, last, place in self._contents(number, part)
+            if first == 0 and last == p.numel()
+        ]
+
+    def _contents(self, number: int, part: FlatSlice) -> Iterator[tuple[nn.Parameter, int, int, int]]:
+        """(parameter, first, last, place in the slice) of what lies in a slice."""
+        for flat, lo, hi, place in part.stretches:
+            for p, first, last, at in self._flats[number][flat].contents:
+                begin, end = max(lo, at), min(hi, at + last - first)
+                if begin < end:
+                    yield p, first + begin - at, first + end - at, place + begin - lo
+
+    def _wrote(self) -> None:
+        """Round what was averaged into the parameters, and show it to the group."""
+        with torch.no_grad():
+            for flat_parameter in self.sharding.flat_parameters:
+                flat_parameter.store()
+        self.sharding.parameters.publish()
+
+    # -- steps
+
+    def begin_period(self, *, together: bool) -> None:
+        """Steps up to the next meeting of the groups begin. Collective over all groups.
+
+        together: All groups take them as one; if not, each by itself.
+        """
+        self.together = together
+        if not together:
+            self.averaging.begin()
+
+    def end_period(self, *, final: bool) -> None:
+        """The groups meet; they have the same model afterwards. Collective over all groups.
+
+        final: No further period follows.
+        """
+        self._average_buffers()
+        if not self.together:
+            self.averaging.end(final=final)
+
+    @torch.no_grad()
+    def _average_buffers(self) -> None:
+        """Average the module's floating-point buffers, such as the statistics of BatchNorm."""
+        kept = self.module.state_dict()
+        buffers = [b for n, b in self.module.named_buffers() if n in kept and b.is_floating_point() and b.numel()]
+        if not buffers:
+            return
+        together = torch.cat([b.reshape(-1).double() for b in buffers])  # so that what is equal stays so to the bit
+        self.meeting.all_reduce(together.mul_(self.among.grouping.weight), reproducible=self.cut)
+        for buffer, values in zip(buffers, together.split([b.numel() for b in buffers]), strict=True):
+            buffer.copy_(values.view(buffer.shape))
+
+    def step(self, lr: float | None = None) -> StepResult:
+        if self.together:
+            self._sum_gradients()
+        return super().step(lr)
+
+    @torch.no_grad()
+    def _sum_gradients(self) -> None:
+        """Make the group's gradients those of the global batch."""
+        sharding, weight = self.sharding, self.among.grouping.weight
+        if sharding.host is not None:
+            raise refusal(
+                "parallel.offload sends gradients to the host before groups have summed them; set parallel.warm to 0 "
+                "and parallel.local_steps to more than 1"
+            )
+        holders = self._holders
+        ranks, rank = (holders.size, holders.rank) if holders is not None else (1, 0)
+        self._remember_used()
+        for bucket in self._reduced():
+            each = bucket.numel() // ranks
+            mine, rest = bucket[rank * each : (rank + 1) * each], bucket[ranks * each :]
+            for part in (mine, rest):
+                if part.numel():
+                    self._peers.all_reduce(part.mul_(weight), reproducible=self.cut)
+            if holders is not None and ranks > 1 and each:
+                holders.all_gather(bucket[: ranks * each], mine)
+
+    def _reduced(self) -> Iterator[torch.Tensor]:
+        """The reduced gradients that this rank has, bucket by bucket."""
+        sharding = self.sharding
+        for g, b in numbered(sharding.groups):
+            lo, hi = sharding.groups[g].layout.share(b, sharding.shard.rank if sharding.stage.states else 0)
+            if lo < hi:
+                yield sharding.gradients.own(g, lo, hi)
+
+    def _remember_used(self) -> None:
+        """Give back their gradients to parameters that were used in other groups alone (see `Reducer`, stage 0)."""
+        sharding = self.sharding
+        if sharding.stage.states or sharding.options.reduce_dtype is not None:
+            return
+        pairs = zip(sharding.groups, sharding.gradients.flat, strict=True)
+        views = [
+            (p, view) for group, flat in pairs for p, view in zip(group.parameters, group.views(flat), strict=True)
+        ]
+        used = torch.tensor([p.grad is not None for p, _ in views], dtype=torch.uint8)
+        self.meeting.all_reduce(used, "max")
+        for (p, view), anywhere in zip(views, used.tolist(), strict=True):
+            if anywhere and p.grad is None:
+                p.grad = view
+
+    def memory(self) -> MemoryAccount:
+        account = super().memory()
+        return replace(account, buffers=account.buffers + self.averaging.nbytes())
+
+    def bytes_sent(self) -> float:
+        """Bytes that this rank sends to other groups for one period, by formula."""
+        if not self.together:
+            return self.averaging.bytes_sent()
+        ranks = self._peers.size
+        parts = self._holders.size if self._holders is not None else 1
+        return sum(2 * (ranks - 1) / ranks * b.numel() * b.element_size() / parts for b in self._reduced())
+
+    # -- checkpoints
+
+    def parts(self, *, alone: bool = False) -> tuple[list[Part], dict[str, Any]]:
+        parts, values = super().parts(alone=alone)
+        number = self.among.grouping.number
+        if number:
+            kept = [p for p in parts if p.spec.name.startswith("compression/")]
+            parts = [_renamed(p, self._prefix) for p in parts if p.spec.name.startswith(OPTIMIZER)] + kept
+        own = [h for h in self._outer() if not number] + self._ahead()
+        parts += [part for h in own if h.written for part in h.parts(h.data, 0, h.last - h.first)]
+        parts += self._left_out.parts()
+        keys = ("optimizer", "loss_scale")
+        of_groups = self.meeting.all_gather_object({key: values[key] for key in keys})
+        local = {"groups": self.among.grouping.count, "ahead": self.averaging.ahead is not None}
+        return parts, values | of_groups[0] | {"replicas": of_groups, "local": local}
+
+    @property
+    def _prefix(self) -> str:
+        return f"{REPLICA}{self.among.grouping.number}/"
+
+    def _outer(self) -> list[Holding]:
+        return self._holdings(MOMENTUM, self.averaging.outer.momenta)
+
+    def _ahead(self) -> list[Holding]:
+        return self._holdings(self._prefix + MASTER, self.averaging.ahead or [])
+
+    def _holdings(self, prefix: str, tensors: Sequence[torch.Tensor]) -> list[Holding]:
+        """Return the pieces of logical tensors that lie in tensors laid out like the slices."""
+        return [
+            self._state.holding(prefix, p, first, last, tensor[place : place + last - first])
+            for number, (part, tensor) in enumerate(zip(self.averaging.slices, tensors, strict=False))
+            for p, first, last, place in self._contents(number, part)
+        ]
+
+    def checkpoint_bytes(self) -> int:
+        more = [h for h in self._outer() if not self.among.grouping.number]
+        if self.among.parallel.overlap:
+            more += self._holdings("", [s.empty() for s in self.averaging.slices])
+        return super().checkpoint_bytes() + sum(h.data.nbytes for h in more)
+
+    def parts_to_load(self, manifest: Manifest) -> list[Part]:
+        averaging, grouping = self.averaging, self.among.grouping
+        averaging.forget()
+        saved = manifest.values.get("local") or {}
+        alike = self._alike(manifest)
+        prefix = self._prefix if alike and grouping.number else ""
+        found = super().parts_to_load(self._of_group(manifest, alike))
+        found = [_renamed(p, prefix) if p.spec.name.startswith(OPTIMIZER) else p for p in found]
+        for momentum in averaging.outer.momenta:
+            momentum.zero_()
+        ahead = alike and saved.get("ahead") and self.among.parallel.overlap
+        averaging.ahead = [s.empty() for s in averaging.slices] if ahead else None
+        for h in self._outer() + self._ahead():
+            if h.name in manifest.tensors:
+                found += h.parts(h.data, 0, h.last - h.first)
+        return found + self._left_out.parts_to_load(manifest, self.device, alike=alike)
+
+    def _alike(self, manifest: Manifest) -> bool:
+        """Return whether the checkpoint was written by as many groups."""
+        return (manifest.values.get("local") or {}).get("groups") == self.among.grouping.count
+
+    def _of_group(self, manifest: Manifest, alike: bool) -> Manifest:
+        """The checkpoint as this group sees it: its own optimizer's states under their plain names."""
+        number = self.among.grouping.number
+        if not alike:
+            return manifest
+        tensors = dict(manifest.tensors)
+        if number:
+            own = self._prefix + OPTIMIZER
+            tensors = {n: s for n, s in tensors.items() if not n.startswith(OPTIMIZER)}
+            for name, spec in manifest.tensors.items():
+                if name.startswith(own):
+                    plain = name.removeprefix(self._prefix)
+                    tensors[plain] = replace(spec, name=plain)
+        return replace(manifest, tensors=tensors, values=manifest.values | manifest.value("replicas")[number])
+
+    def finish_load(self, manifest: Manifest) -> None:
+        alike = self._alike(manifest)
+        super().finish_load(self._of_group(manifest, alike))
+        self.note = "" if alike else self.note
+        if not alike and not self.note and any(name.startswith(OPTIMIZER) for name in manifest.tensors):
+            self.note = f"{self.among.grouping.count} groups begin with the one optimizer's state that was saved"
+        self._left_out.finish_load()
+
+    def close(self) -> None:
+        super().close()
+        for comm in (self._peers, self.meeting):
+            comm.free()
+
+
+def _renamed(part: Part, prefix: str) -> Part:
+    """The part under a longer name, as the optimizer's states of a group have in the checkpoint."""
+    name = prefix + part.spec.name
+    return Part(replace(part.spec, name=name), replace(part.piece, name=name), part.data)
 
 
 class Local(Strategy):

@@ -1,4 +1,4 @@
-"""The optimizer a configuration names."""
+"""The optimizer a configuration names, and those that torch lacks and that update each element by itself."""
 
 from __future__ import annotations
 
@@ -22,7 +22,93 @@ from mpitrain.shard.flat_parameters import begin_states
 from mpitrain.shard.optimizers import Lamb, Lars, Muon
 from mpitrain.shard.update import SCALE, optimizer_step
 from mpitrain.storage.text import counted
-from mpitrain.trainer.optimizing.element_wise import Lion, UncorrectedAdamW
+
+
+class _Elementwise(torch.optim.Optimizer):
+    """An optimizer that updates each element by itself, so that it can be sharded."""
+
+    elementwise = True
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """One update."""
+        for group in self.param_groups:
+            for value in group["params"]:
+                if value.grad is not None:
+                    self._update(value, value.grad, group, self.state[value])
+
+    def _update(self, value: Any, gradient: Any, group: Any, state: Any) -> None:
+        """Update one parameter, with the options of its group and its own state."""
+        raise NotImplementedError
+
+
+class Lion(_Elementwise):
+    """Steps of one size in the direction of a momentum's sign (Chen et al. 2023, "Symbolic discovery of optimization
+    algorithms", algorithm 2); one state an element.
+
+    Args:
+        params: As of torch.optim.AdamW, as all the rest.
+        betas: How much of the momentum is in the direction, and how much of it stays.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-4,
+        betas: Sequence[float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": _checked(betas), "weight_decay": weight_decay})
+
+    def _update(self, value: Any, gradient: Any, group: Any, state: Any) -> None:
+        first, second = group["betas"]
+        if not state:
+            state["exp_avg"] = torch.zeros_like(value)
+        momentum = state["exp_avg"]
+        direction = momentum.mul(first).add_(gradient, alpha=1 - first).sign_()
+        value.mul_(1 - group["lr"] * group["weight_decay"]).add_(direction, alpha=-group["lr"])
+        momentum.mul_(second).add_(gradient, alpha=1 - second)
+
+
+class UncorrectedAdamW(_Elementwise):
+    """AdamW without the division of its averages by what they lack in the first steps, as BERT was trained (Devlin et
+    al. 2019).
+
+    Args:
+        params: As of torch.optim.AdamW, as all the rest.
+        decoupled: Whether weight decay is apart from the gradient; else it is added to that, as in Adam.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: Sequence[float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        decoupled: bool = True,
+    ) -> None:
+        given = {"lr": lr, "betas": _checked(betas), "eps": eps, "weight_decay": weight_decay, "decoupled": decoupled}
+        super().__init__(params, given)
+
+    def _update(self, value: Any, gradient: Any, group: Any, state: Any) -> None:
+        first, second = group["betas"]
+        if not state:
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(value), torch.zeros_like(value)
+        if group["decoupled"]:
+            value.mul_(1 - group["lr"] * group["weight_decay"])
+        elif group["weight_decay"]:
+            gradient = gradient.add(value, alpha=group["weight_decay"])
+        state["exp_avg"].lerp_(gradient, 1 - first)
+        state["exp_avg_sq"].mul_(second).addcmul_(gradient, gradient, value=1 - second)
+        value.addcdiv_(state["exp_avg"], state["exp_avg_sq"].sqrt().add_(group["eps"]), value=-group["lr"])
+
+
+def _checked(betas: Sequence[float]) -> tuple[float, float]:
+    if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
+        raise ValueError(f"betas {list(betas)} are not two numbers from 0 to below 1")
+    return betas[0], betas[1]
+
 
 _Kind = type[torch.optim.Optimizer]
 _NEED_A_CLOSURE = ("LBFGS",)

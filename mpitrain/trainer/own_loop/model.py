@@ -20,7 +20,7 @@ from mpitrain.shard.flat import blocks_of
 from mpitrain.shard.flat_parameters import has_stepped
 from mpitrain.tensor import plan_for
 from mpitrain.trainer.assemble import DividedModel, Plan, divide, recompute_blocks, refuse_divisions
-from mpitrain.trainer.device import found_on, move, place
+from mpitrain.trainer.device import found_on, move
 from mpitrain.trainer.engine import Loss
 
 
@@ -63,7 +63,7 @@ def place_on_mesh(
     own = getattr(model, "loss", None)
     own = own if callable(own) else None
     if mesh.pipeline.size * mesh.tensor.size == 1:
-        place(model, config.run.device, mesh.world)
+        move(model, found_on(model, config.run.device, mesh.world))
         found = blocks_of(model)
         if config.train.recompute:
             recompute_blocks(model)

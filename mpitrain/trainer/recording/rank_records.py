@@ -13,7 +13,6 @@ from mpitrain.monitor.memory import host_memory_bytes
 from mpitrain.monitor.run_files import RankWriter
 from mpitrain.planner.counted import Observed, observe
 from mpitrain.planner.subject import AxisExchange, Divided, Subject
-from mpitrain.shard.sharding import Sharding
 from mpitrain.shard.traffic import data_bytes
 from mpitrain.trainer.callback import Callback, Step
 from mpitrain.trainer.data import microbatch_size
@@ -137,8 +136,6 @@ def expected_bytes(trainer: Run, samples: int) -> dict[str, float]:
     """
     found: dict[str, float] = {}
     engine, mesh, workers = trainer.engine, trainer.mesh, trainer.places.workers
-    if not isinstance(engine.sharding, Sharding):
-        return found
     microbatch = microbatch_size(trainer.config, mesh, samples)
     staged = mesh.pipeline.size > 1
     if mesh.data.size > 1:

@@ -12,8 +12,13 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from mpitrain.comm.memory.device import is_accelerator
 from mpitrain.config.run import timeline_steps
@@ -23,13 +28,202 @@ from mpitrain.monitor.timeline.merging import merge, told
 from mpitrain.monitor.timeline.spans import Spans, recording_folder, write_rank
 from mpitrain.trainer.callback import Callback, Step
 from mpitrain.trainer.folder import together
-from mpitrain.trainer.recording.clock_offsets import Offset, measure
-from mpitrain.trainer.recording.module_hooks import ModuleHooks, affordable, levels_of
+from mpitrain.trainer.recording.clock_offsets import measure
 from mpitrain.trainer.recording.rank_records import memory
 from mpitrain.trainer.run import Run
 
+_Tell = Callable[[str, str, float, float], None]  # name, "forward" or "backward", begin, end
 _HOOKS_MAY_COST = 0.01  # of what forward and backward take
 _UNKNOWN = 0.05  # seconds of forward and backward, where no step was taken yet
+_CALL_COST = 35e-6  # seconds that a call with its backward takes longer at most
+_TRANSPARENT = (nn.ModuleList, nn.ModuleDict)  # they are not called themselves
+_OTHERWISE = (
+    nn.TransformerEncoderLayer,
+    nn.MultiheadAttention,
+)  # compute otherwise, in evaluation, where there are hooks
+
+
+class _Call:
+    """A call of a module, in the call of the module around it."""
+
+    __slots__ = ("begin", "name", "parent")
+
+    def __init__(self, name: str, parent: _Call | None, begin: float) -> None:
+        self.name, self.parent, self.begin = name, parent, begin
+
+    def inside(self, other: _Call) -> bool:
+        """Return whether this call is in the other one."""
+        at = self.parent
+        while at is not None and at is not other:
+            at = at.parent
+        return at is not None
+
+
+class ModuleHooks:
+    """Hooks on some modules, which tell when these compute, forward and backward.
+
+    Forward is what lies between the hooks before and after a module's call. Backward of that call begins when the
+    gradient of its output is there, and ends when that of its input is, or when that of another call's output is,
+    whatever comes first: hooks on these tensors look on, and neither the graph nor what is computed changes. (A full
+    backward hook of the module would put functions of its own into the graph, after which tensors cannot be changed in
+    place.)
+
+    Args:
+        modules: Their names, and they.
+        tell: Is told of each call and each backward pass.
+    """
+
+    def __init__(self, modules: Sequence[tuple[str, nn.Module]], tell: _Tell) -> None:
+        self._tell, self._on = tell, True
+        self._forward: list[_Call] = []  # calls under way
+        self._backward: list[tuple[_Call, float]] = []  # whose backward is under way, and since when
+        self._handles: list[Any] = []
+        self._compiled: list[tuple[nn.Module, Any]] = []
+        for name, module in modules:
+            compiled = getattr(module, "_compiled_call_impl", None)
+            if compiled is not None:  # hooks would be compiled with it
+                self._compiled.append((module, compiled))
+                module._compiled_call_impl = partial(self._around, name, compiled)
+                continue
+            before = partial(self._before, name)
+            self._handles.append(module.register_forward_pre_hook(before, prepend=True))
+            self._handles.append(module.register_forward_hook(self._after, always_call=True))
+
+    def remove(self) -> None:
+        """Take all hooks away."""
+        self._on = False
+        for handle in self._handles:
+            handle.remove()
+        for module, compiled in self._compiled:
+            module._compiled_call_impl = compiled
+        self._handles, self._compiled = [], []
+
+    def end_of_backward(self, end: float) -> None:
+        """A backward pass is over, and so is that of all modules."""
+        self._end_down_to(0, end)
+
+    def _before(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
+        call = _Call(name, self._forward[-1] if self._forward else None, time.perf_counter())
+        self._forward.append(call)
+        if torch.is_grad_enabled():
+            x = _first_tensor(args)
+            if x is not None and x.requires_grad and not self._tells(x, call):
+                x.register_hook(partial(self._input_ready, call))
+                x._watched = (self, call, False)
+
+    def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if not self._forward:
+            return
+        call = self._forward.pop()
+        self._tell(call.name, "forward", call.begin, time.perf_counter())
+        if torch.is_grad_enabled():
+            y = _first_tensor((output,))
+            if y is not None and y.grad_fn is not None:
+                y.register_hook(partial(self._output_ready, call))
+                y._watched = (self, call, True)
+
+    def _tells(self, x: Any, call: _Call) -> bool:
+        """Return whether a hook is there that ends this call's backward when the gradient of its input comes.
+
+        It is that of the call whose output the input is, or of a call around this one with the same input. A hook more
+        takes microseconds, which adds up over all modules.
+        """
+        by, other, output = getattr(x, "_watched", (None, call, False))
+        return by is self and (output or call.inside(other))
+
+    def _around(self, name: str, compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A call of a compiled module."""
+        self._before(name, _NONE, args)
+        output = None
+        try:
+            output = compiled(*args, **kwargs)
+        finally:
+            self._after(_NONE, args, output)
+        return output
+
+    def _output_ready(self, call: _Call, gradient: torch.Tensor) -> None:
+        """Backward of a call begins."""
+        if not self._on:
+            return
+        now, under_way = time.perf_counter(), self._backward
+        kept = len(under_way)
+        while kept and not (call.inside(under_way[kept - 1][0]) or under_way[kept - 1][0].inside(call)):
+            kept -= 1
+        self._end_down_to(kept, now)
+        begin = now
+        while kept and under_way[kept - 1][0].inside(
+            call
+        ):  # the last of its modules has the same output, and told it first
+            kept -= 1
+            begin = under_way[kept][1]
+        under_way.insert(kept, (call, begin))
+
+    def _input_ready(self, call: _Call, gradient: torch.Tensor) -> None:
+        """Backward of a call is over."""
+        for number, (other, _) in enumerate(self._backward):
+            if other is call:
+                self._end_down_to(number, time.perf_counter())
+                return
+
+    def _end_down_to(self, kept: int, end: float) -> None:
+        while len(self._backward) > kept:
+            call, begin = self._backward.pop()
+            if self._on:
+                self._tell(call.name, "backward", begin, end)
+
+
+_NONE = nn.Module()
+
+
+def _first_tensor(values: tuple[Any, ...]) -> Any:
+    """Return the first tensor in what a module takes or gives; None where there is none."""
+    if values and isinstance(values[0], torch.Tensor):
+        return values[0]
+    return next((leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)), None)
+
+
+def levels_of(module: nn.Module) -> list[list[tuple[str, nn.Module]]]:
+    """The modules of a model by how deep they lie in it, the outermost first.
+
+    A module that is a part of a compiled one is left out, and so is one that computes otherwise where there are hooks.
+    """
+    levels: list[list[tuple[str, nn.Module]]] = []
+    seen: set[nn.Module] = set()
+
+    def visit(name: str, at: nn.Module, depth: int) -> None:
+        for key, child in at.named_children():
+            if isinstance(child, _OTHERWISE) or child in seen:
+                continue
+            seen.add(child)
+            full = f"{name}.{key}" if name else key
+            if isinstance(child, _TRANSPARENT):
+                visit(full, child, depth)
+                continue
+            if len(levels) == depth:
+                levels.append([])
+            levels[depth].append((full, child))
+            if getattr(child, "_compiled_call_impl", None) is None:
+                visit(full, child, depth + 1)
+
+    visit("", module, 0)
+    return levels
+
+
+def affordable(levels: Sequence[Sequence[object]], calls: int, seconds: float) -> int:
+    """Return how many levels can be watched for so many seconds a step; at least the first one.
+
+    Args:
+        levels: As of `levels_of`.
+        calls: Of each module in a step.
+        seconds: What the hooks may cost in a step.
+    """
+    number, count = 0, 0
+    for level in levels:
+        count += len(level)
+        if number and count * calls * _CALL_COST > seconds:
+            break
+        number += 1
+    return number
 
 
 class Recording:
@@ -52,7 +246,7 @@ class Recording:
         )
         depth = affordable(levels, calls, _HOOKS_MAY_COST * step_seconds)
         self.depth = min(world.all_gather_object(depth))
-        self._offsets = [self._measured()]
+        self._offsets = [self.offset()]
         modules = [named for level in levels[: self.depth] for named in level]
         self._hooks = ModuleHooks(modules, self.spans.module)
         self.spans.after_backward = self._hooks.end_of_backward
@@ -61,8 +255,10 @@ class Recording:
         engine.clock.steps, engine.clock.listener = [], self.spans
         world.journal.record(True)
 
-    def _measured(self) -> Offset:
-        return measure(self._trainer.world, lambda: self._clock(time.perf_counter()))
+    def offset(self) -> list[float]:
+        """Compare clocks; return this rank's time, what is to be added, and how far off that may be. Collective."""
+        offset = measure(self._trainer.world, lambda: self._clock(time.perf_counter()))
+        return [offset.at, offset.seconds, offset.within]
 
     def _held(self) -> tuple[float, dict[str, int]]:
         return time.perf_counter(), memory(self._trainer)
@@ -99,16 +295,8 @@ class Recording:
             "communication": [[*one[:5], at(one.begin), at(one.end), *one[7:]] for one in operations],
             "waited": self.spans.waited,
             "memory": [[at(when), figures] for when, figures in self._memory],
-            "offsets": self._told_offsets(),
+            "offsets": self._offsets,
         }
-
-    def compare_clocks(self) -> list[list[float]]:
-        """Compare clocks for the second time; returns all offsets. Collective."""
-        self._offsets.append(self._measured())
-        return self._told_offsets()
-
-    def _told_offsets(self) -> list[list[float]]:
-        return [[offset.at, offset.seconds, offset.within] for offset in self._offsets]
 
 
 class TimelineRecorder(Callback):
@@ -173,7 +361,7 @@ class TimelineRecorder(Callback):
         """Write what was recorded, and have rank 0 make one timeline of it. Collective."""
         self._recording, self._done = None, True
         recorded = recording.stop()
-        recorded["offsets"] = recording.compare_clocks()
+        recorded["offsets"].append(recording.offset())
         folder = recording_folder(trainer.folder.path, self._wanted)
         together(trainer.world, lambda: write_rank(folder, recorded))
         if trainer.world.rank == 0:
