@@ -65,6 +65,7 @@ def _generators(family: str, sizes: dict[str, int]) -> dict[str, Callable[[torch
     """What lets prompts [count, positions] go on, by contender; the weights of both are the same."""
     import transformers
 
+    from mpitrain.inference.commands import Job
     from mpitrain.inference.generation import Draws, Generation, Sampling
     from mpitrain.inference.placing import placed
     from mpitrain.models.hugging_face.folder import quiet
@@ -77,7 +78,7 @@ def _generators(family: str, sizes: dict[str, int]) -> dict[str, Callable[[torch
         model = transformers.AutoModelForCausalLM.from_config(_configuration(family, sizes)).float().eval()
         model.save_pretrained(folder / "model")
         import_folder(folder / "model", folder / "run", ["--model.sequence", str(sizes["prompt"] + tokens)])
-        own = placed(folder / "run", None, torch.device("cpu"), print)
+        own = placed(folder / "run", Job(), torch.device("cpu"))
     generation = Generation(own, Sampling(temperature=0), tokens)
 
     def ours(prompts: torch.Tensor) -> Tokens:

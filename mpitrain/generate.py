@@ -71,7 +71,7 @@ def _run(arguments: argparse.Namespace, job: Job) -> int:
         raise refusal(f"--tokens {arguments.tokens}: give 1 or more")
     texts: list[str] = job.decided(lambda: _texts(arguments))
     device = job.device(arguments.device)
-    model = placing.placed(arguments.run, job.mesh, device, job.say, best=arguments.best, trust=arguments.trust)
+    model = placing.placed(arguments.run, job, device, best=arguments.best, trust=arguments.trust)
     if model.remark:
         job.say(model.remark)
     codec, prompts = job.agreed(lambda: _encoded(texts, model))

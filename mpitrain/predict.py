@@ -74,14 +74,13 @@ def _run(arguments: argparse.Namespace, job: Job) -> int:
     import torch
 
     from mpitrain.inference.predictions import new_file, require_file, told_of
-    from mpitrain.loading import candidates, first_whole, load_folder
+    from mpitrain.loading import load_folder
 
     if arguments.batch < 1:
         raise refusal(f"--batch {arguments.batch}: give 1 or more")
     job.decided(lambda: require_file(arguments.out))
-    found = job.decided(lambda: [str(each) for each in candidates(arguments.run, best=arguments.best)])
     load = partial(load_folder, trust=arguments.trust)
-    task, saved = first_whole(list(map(Path, found)), lambda folder: job.agreed(lambda: load(folder)), job.say)
+    task, saved = job.first_whole(arguments.run, lambda folder: job.agreed(partial(load, folder)), best=arguments.best)
     samples = job.agreed(lambda: _samples(arguments, saved))
     told, device = told_of(saved.description), job.device(arguments.device)
     module = task.module.to(device)

@@ -63,6 +63,19 @@ class Job:
 
         return together(self.mesh.world, make)
 
+    def first_whole(self, path: Path, load: Callable[[Path], T], *, best: bool) -> T:
+        """Return what `load` makes of the newest whole checkpoint that a path means. Collective.
+
+        Args:
+            path: A run's folder, or a checkpoint's.
+            load: Loads a checkpoint; collective.
+            best: Take the checkpoint that checkpoint.best keeps.
+        """
+        from mpitrain.loading import candidates, first_whole
+
+        folders = self.decided(lambda: [str(folder) for folder in candidates(path, best=best)])
+        return first_whole([Path(folder) for folder in folders], load, self.say)
+
     def gathered(self, items: list[Any]) -> list[Any]:
         """The items of all ranks that differ along the data axis, on the first of them. Collective."""
         if self.mesh is None:

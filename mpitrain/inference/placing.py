@@ -16,18 +16,20 @@ import torch
 from torch import nn
 
 from mpitrain.errors import InputError
+from mpitrain.inference.commands import Job
 from mpitrain.inference.decoders import (
     Blocks,
     CachedBlocks,
     Decoder,
     RecomputedBlocks,
     Transformers,
+    alone,
     longest_text,
     of_transformers,
     remembering,
     require_text,
 )
-from mpitrain.loading import SavedModel, Say, candidates, first_whole, saved_in
+from mpitrain.loading import SavedModel, saved_in
 from mpitrain.pipe.partition import check_slices, listed_blocks, parameter_costs, stage_bounds
 from mpitrain.pipe.wire import OutputSpec, Wire, as_tuple
 from mpitrain.tensor import parallelize, plan_for
@@ -74,82 +76,62 @@ class LanguageModel:
         return self.saved.description.document_end
 
 
-def placed(
-    path: Path, mesh: Mesh | None, device: torch.device, say: Say, *, best: bool = False, trust: bool = False
-) -> LanguageModel:
-    """The model of a run or a checkpoint. Collective over the mesh's ranks.
+def placed(path: Path, job: Job, device: torch.device, *, best: bool = False, trust: bool = False) -> LanguageModel:
+    """The model of a run or a checkpoint. Collective over the job's ranks.
 
     Args:
         path: The run's folder, or the checkpoint's.
-        mesh: Of several ranks; None: this process has the whole model, and starts no MPI.
+        job: The ranks that have the model between them; one process has all of it, and starts no MPI.
         device: What this rank computes on.
-        say: Told where an older checkpoint than the newest was taken.
         best: Take the checkpoint that checkpoint.best keeps.
         trust: Run code that lies in the run's folder, where the run names it.
     """
-
-    def load(folder: Path) -> LanguageModel:
-        if mesh is None:
-            return _undivided(saved_in(folder, trust=trust), device)
-        return _divided(folder, mesh, device, trust)
-
-    if mesh is None:
-        return first_whole(candidates(path, best=best), load, say)
-    folders = mesh.world.on_root(lambda: [str(folder) for folder in candidates(path, best=best)])
-    return first_whole([Path(folder) for folder in folders], load, say)
+    return job.first_whole(path, lambda folder: _loaded(folder, job, device, trust), best=best)
 
 
-def _undivided(saved: SavedModel, device: torch.device) -> LanguageModel:
-    """The model of a checkpoint, all of it on this rank."""
-    vocabulary = require_text(saved.description.kind, saved.description.vocabulary)
-    module = saved.build().module.eval()
-    known = of_transformers(module)
-    blocks, last, remark = ([], "", "") if known is not None else _memories(module, vocabulary)
-    saved.fill(module)
-    module.to(device)
+def _loaded(folder: Path, job: Job, device: torch.device, trust: bool) -> LanguageModel:
+    """Load this rank's part of a checkpoint's model. Collective."""
+    mesh = job.mesh
+    saved = job.agreed(lambda: saved_in(folder, trust=trust))
+    vocabulary = job.agreed(lambda: require_text(saved.description.kind, saved.description.vocabulary))
+    module = job.agreed(saved.build).module.eval()
+    longest, known = longest_text(module), of_transformers(module) if mesh is None else None
+    last, remark = ("", "") if known is not None else _memories(module, vocabulary)
+    blocks = _part_of(module, mesh, listed=bool(last))
+    part, through, settle = module, alone, settled_here
+    if mesh is not None:
+        from mpitrain.pipe.pipeline import named_tree
+
+        line = _Line(mesh, device, vocabulary)
+        through, settle = line.through, line.settle
+        part = module if blocks == [("", module)] else named_tree(blocks)
+    del module
+    job.agreed(lambda: saved.fill(part))
+    part.to(device)
     decoder: Decoder
     if known is not None:
         decoder = Transformers(known)
-    elif last:
-        decoder = CachedBlocks(blocks, last)
     else:
-        decoder = RecomputedBlocks([("", module)])
-    return LanguageModel(saved, decoder, vocabulary, longest_text(module), device, remark=remark)
+        decoder = CachedBlocks(blocks, last, through) if last else RecomputedBlocks(blocks, through)
+    return LanguageModel(saved, decoder, vocabulary, longest, device, settle, remark)
 
 
-def _divided(folder: Path, mesh: Mesh, device: torch.device, trust: bool) -> LanguageModel:
-    """The same, divided over the axes pipeline and tensor. Collective."""
-    from mpitrain.pipe.pipeline import named_tree
-    from mpitrain.trainer.folder import together
-
-    world = mesh.world
-    saved = together(world, lambda: saved_in(folder, trust=trust))
-    vocabulary = together(world, lambda: require_text(saved.description.kind, saved.description.vocabulary))
-    module = together(world, saved.build).module.eval()
-    longest, (_, last, remark) = longest_text(module), _memories(module, vocabulary)
-    blocks = _part_of(module, mesh, listed=bool(last))
-    part = blocks[0][1] if blocks == [("", module)] else named_tree(blocks)
-    del module
-    together(world, lambda: saved.fill(part))
-    part.to(device)
-    line = _Line(mesh, device, vocabulary)
-    decoder = CachedBlocks(blocks, last, line.through) if last else RecomputedBlocks(blocks, line.through)
-    return LanguageModel(saved, decoder, vocabulary, longest, device, line.settle, remark)
-
-
-def _part_of(module: nn.Module, mesh: Mesh, listed: bool) -> Blocks:
+def _part_of(module: nn.Module, mesh: Mesh | None, listed: bool) -> Blocks:
     """This rank's blocks of a model, as training divides it, or all of it as one. listed: as blocks in any case."""
-    if mesh.tensor.size > 1:
+    if mesh is not None and mesh.tensor.size > 1:
         parallelize(module, mesh.tensor, plan_for(module))
-    if mesh.pipeline.size == 1 and not listed:
+    staged = mesh is not None and mesh.pipeline.size > 1
+    if not staged and not listed:
         return [("", module)]
     blocks = listed_blocks(module)
+    if mesh is None:
+        return blocks
     bounds = stage_bounds(blocks, mesh.pipeline.size, costs=parameter_costs(blocks))
     return blocks[bounds[mesh.pipeline.rank] : bounds[mesh.pipeline.rank + 1]]
 
 
-def _memories(module: nn.Module, vocabulary: int) -> tuple[Blocks, str, str]:
-    """How a model remembers earlier positions: its blocks, the name of the last that does, and a remark if none does.
+def _memories(module: nn.Module, vocabulary: int) -> tuple[str, str]:
+    """How a model remembers earlier positions: the name of the last block that does, and a remark if none does.
 
     A model of one's own is tried, as before its sequences are sliced in training.
     """
@@ -166,7 +148,7 @@ def _memories(module: nn.Module, vocabulary: int) -> tuple[Blocks, str, str]:
         except InputError as error:
             looking, why = [], str(error)
     remark = "" if looking else f"{why}, so the whole text is computed again for each token"
-    return blocks, looking[-1] if looking else "", remark
+    return looking[-1] if looking else "", remark
 
 
 class _Line:

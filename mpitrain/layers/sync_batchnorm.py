@@ -33,7 +33,7 @@ class SyncBatchNorm(_BatchNorm):
     def __init__(self, features: int, comm: Communicator, **options: Any) -> None:
         super().__init__(features, **options)
         self.comm = comm
-        self._sums = _Sums()
+        self._sums: _Sums = {}
 
     @staticmethod
     def convert(module: nn.Module, comm: Communicator) -> nn.Module:
@@ -83,18 +83,14 @@ class SyncBatchNorm(_BatchNorm):
         self.running_var.lerp_(unbiased.to(self.running_var.dtype), rate)
 
 
-class _Sums:
-    """Where one layer's sums are, memory that stays: a collective is prepared for an address once."""
+_Sums = dict[tuple[int, torch.device], torch.Tensor]  # one layer's, memory that stays: prepared for an address once
 
-    def __init__(self) -> None:
-        self._memory: dict[tuple[int, torch.device], torch.Tensor] = {}
 
-    def of(self, numel: int, device: torch.device) -> torch.Tensor:
-        """A vector of float64 for own sums; the same again and again."""
-        memory = self._memory.get((numel, device))
-        if memory is None:
-            memory = self._memory[numel, device] = torch.empty(numel, dtype=torch.float64, device=device)
-        return memory
+def _own_sums(memory: _Sums, numel: int, device: torch.device) -> torch.Tensor:
+    """Return a vector of float64 for a rank's own sums; the same one each time."""
+    if (numel, device) not in memory:
+        memory[numel, device] = torch.empty(numel, dtype=torch.float64, device=device)
+    return memory[numel, device]
 
 
 class _SyncBatchNormFunction(torch.autograd.Function):
@@ -115,7 +111,7 @@ class _SyncBatchNormFunction(torch.autograd.Function):
         memory: _Sums,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         features = x.shape[1]
-        sums = _moments(x, memory.of(2 * features + 1, x.device))
+        sums = _moments(x, _own_sums(memory, 2 * features + 1, x.device))
         comm.all_reduce(sums)
         count = sums[-1].clone()
         means = sums / count
@@ -132,7 +128,7 @@ class _SyncBatchNormFunction(torch.autograd.Function):
         x, weight, count, mean, variance = ctx.saved_tensors
         features = x.shape[1]
         own = sums_of_weight, sums_of_bias = _gradient_sums(grad, x, mean, variance, ctx.eps)
-        sums = torch.cat(own, out=ctx.memory.of(2 * features, x.device))
+        sums = torch.cat(own, out=_own_sums(ctx.memory, 2 * features, x.device))
         ctx.comm.all_reduce(sums)
         factor = (variance + ctx.eps).rsqrt_()
         factor = factor if weight is None else factor * weight
@@ -178,10 +174,7 @@ def _affine(
     """x less the mean, over the deviation, times weight, plus bias."""
     if x.numel() == 0:
         return torch.zeros_like(x)
-    if weight is not None and weight.dtype != mean.dtype:
-        weight = weight.to(mean.dtype)
-    if bias is not None and bias.dtype != mean.dtype:
-        bias = bias.to(mean.dtype)
+    weight, bias = (None if t is None else t.to(mean.dtype) for t in (weight, bias))
     return torch.batch_norm(x, weight, bias, mean, variance, False, 0.0, eps, False)
 
 

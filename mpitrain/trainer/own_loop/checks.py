@@ -80,11 +80,6 @@ def whole_steps(what: str) -> InputError:
     )
 
 
-def not_alone() -> InputError:
-    """The error of an engine that is taken for DeepSpeed's tuple of four."""
-    return InputError("mt.initialize returns the engine alone, which has .optimizer; write engine = mt.initialize(...)")
-
-
 _IN_USE: WeakSet[nn.Module] = WeakSet()  # modules with parameters of their own
 
 

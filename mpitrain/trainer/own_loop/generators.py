@@ -49,7 +49,7 @@ class Generators:
 
     def part(self) -> Part:
         """This rank's generators, as a part of a checkpoint."""
-        text = json.dumps(_states(self._device)).encode()
+        text = json.dumps(_states(self._device), default=_encoded).encode()
         text += b" " * (-len(text) % _MULTIPLE)
         data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         return Part(TensorSpec(self._name, tuple(data.shape), "uint8"), Piece.whole(self._name, data.numel()), data)
@@ -73,7 +73,7 @@ class Generators:
             return
         self.seed = int(told["seed"])
         if self._filled is not None:
-            _restore(json.loads(self._filled.numpy().tobytes()), self._device)
+            _restore(json.loads(self._filled.numpy().tobytes(), object_hook=_decoded), self._device)
             return
         seed_worker(self.seed, manifest.step, self._mesh.data.rank)
         drawn = torch.initial_seed()
@@ -126,7 +126,7 @@ def _states(device: torch.device) -> dict[str, Any]:
     numbers: Mapping[str, Any] = np.random.get_state(legacy=False)
     return {
         "python": [version, _text(np.array(words, dtype=np.uint32)), gauss],
-        "numpy": _encoded(numbers),
+        "numpy": numbers,
         "torch": [_text(devices.generator_state(of).numpy()) for of in _devices(device)],
     }
 
@@ -134,26 +134,23 @@ def _states(device: torch.device) -> dict[str, Any]:
 def _restore(states: Mapping[str, Any], device: torch.device) -> None:
     version, words, gauss = states["python"]
     random.setstate((version, tuple(_array(words, np.uint32).tolist()), gauss))
-    np.random.set_state(_decoded(states["numpy"]))
+    np.random.set_state(states["numpy"])
     for of, state in zip(
         _devices(device), states["torch"], strict=False
     ):  # a run may have gone from the CPU to a device
         devices.set_generator_state(of, torch.from_numpy(_array(state, np.uint8).copy()))
 
 
-def _encoded(value: Any) -> Any:
-    """Return what NumPy says of a generator, with arrays as text."""
-    if isinstance(value, Mapping):
-        return {key: _encoded(each) for key, each in value.items()}
-    return {"array": _text(value), "dtype": str(value.dtype)} if isinstance(value, np.ndarray) else value
+def _encoded(value: np.ndarray) -> dict[str, str]:
+    """Return an array in what NumPy says of a generator, as JSON has it."""
+    return {"array": _text(value), "dtype": str(value.dtype)}
 
 
-def _decoded(value: Any) -> Any:
-    if not isinstance(value, dict):
+def _decoded(value: dict[str, Any]) -> Any:
+    """Return the array that an object of JSON is, or else the object."""
+    if set(value) != {"array", "dtype"}:
         return value
-    if set(value) == {"array", "dtype"}:
-        return _array(value["array"], np.dtype(value["dtype"])).copy()
-    return {key: _decoded(each) for key, each in value.items()}
+    return _array(value["array"], np.dtype(value["dtype"])).copy()
 
 
 def _text(array: np.ndarray) -> str:

@@ -30,21 +30,13 @@ from mpitrain.config.training import OptimSection
 from mpitrain.errors import refusal
 from mpitrain.mesh import Mesh
 from mpitrain.shard.ddp import DistributedDataParallel
-from mpitrain.trainer.assemble import Plan, compile_blocks
+from mpitrain.trainer.assemble import DividedModel, Plan, compile_blocks
 from mpitrain.trainer.engine import Engine, Loss, LossScale
 from mpitrain.trainer.optimizing.optimizer import ParameterRoles, make_optimizer, optimizer_class
 from mpitrain.trainer.optimizing.schedules import make_scheduler
 from mpitrain.trainer.options import Settings, every_setting, from_config, from_deepspeed, options_of
 from mpitrain.trainer.own_loop.checks import GivenModel
-from mpitrain.trainer.own_loop.model import (
-    OptimizerOf,
-    PlacedModel,
-    following,
-    names_of,
-    place_on_mesh,
-    places,
-    scheduling,
-)
+from mpitrain.trainer.own_loop.model import OptimizerOf, following, names_of, place_on_mesh, places, scheduling
 from mpitrain.trainer.own_loop.training_engine import PipelineEngine, TrainingEngine
 
 
@@ -98,29 +90,31 @@ def initialize(
     _begin(settings, comm)
     make = _optimizing(optimizer, settings, model, comm)
     mesh = places(comm, ours.parallel)
-    placed = place_on_mesh(model, mesh, ours, loss=loss, plan=plan, blocks=blocks)
-    made = make(placed.divided.module)  # stages may have other groups of the configuration's, which has been compared
+    divided, loss = place_on_mesh(model, mesh, ours, loss=loss, plan=plan, blocks=blocks)
+    made = make(divided.module)  # stages may have other groups of the configuration's, which has been compared
     require_alike(comm, [] if optimizer is None else [*groups_told(made, whole=mesh.world.size == mesh.data.size)])
-    engine = _engine(placed, made, mesh, settings)
+    engine = _engine(divided, loss, made, mesh, settings)
     if ours.model.compile:
-        compile_blocks(placed.divided.blocks, engine, comm)
+        compile_blocks(divided.blocks, engine, comm)
     if read is not None and read.torch_schedule is not None:
         scheduler = partial(make_scheduler, *read.torch_schedule)
     kind = TrainingEngine if engine.pipeline is None else PipelineEngine
-    return kind(engine, settings, placed.loss, scheduling(scheduler, made), mesh, given)
+    return kind(engine, settings, loss, scheduling(scheduler, made), mesh, given)
 
 
-def _engine(placed: PlacedModel, optimizer: torch.optim.Optimizer, mesh: Mesh, settings: Settings) -> Engine:
+def _engine(
+    divided: DividedModel, loss: Loss | None, optimizer: torch.optim.Optimizer, mesh: Mesh, settings: Settings
+) -> Engine:
     train, read = settings.config.train, settings.deepspeed
     return Engine(
-        placed.divided.module,
-        placed.loss or (lambda output, y: output),
+        divided.module,
+        loss or (lambda output, y: output),
         optimizer,
         mesh.data,
         options_of(settings.config, read),
         clip=train.clip,
         precision=train.precision,
-        axes=placed.divided.axes,
+        axes=divided.axes,
         scale=LossScale(**read.scale) if read is not None and read.scale is not None else None,
     )
 

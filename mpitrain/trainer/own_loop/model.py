@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,14 +21,6 @@ from mpitrain.tensor import plan_for
 from mpitrain.trainer.assemble import DividedModel, Plan, divide, recompute_blocks, refuse_divisions
 from mpitrain.trainer.device import found_on, move
 from mpitrain.trainer.engine import Loss
-
-
-@dataclass(frozen=True)
-class PlacedModel:
-    """This rank's part of a model, and the loss of an output and a target; None where there is none."""
-
-    divided: DividedModel
-    loss: Loss | None
 
 
 def places(comm: Communicator, parallel: ParallelSection) -> Mesh:
@@ -54,8 +45,11 @@ def places(comm: Communicator, parallel: ParallelSection) -> Mesh:
 
 def place_on_mesh(
     model: nn.Module, mesh: Mesh, config: Config, *, loss: Loss | None, plan: Plan | None, blocks: Sequence[str]
-) -> PlacedModel:
+) -> tuple[DividedModel, Loss | None]:
     """Divide a model as the configuration says, and move this rank's part to its device. Collective.
+
+    Returns:
+        This rank's part, and the loss of an output and a target; None where there is none.
 
     Raises:
         InputError: It cannot be divided so, or there is no loss that a pipeline could have.
@@ -69,7 +63,7 @@ def place_on_mesh(
             recompute_blocks(model)
         if own is None and (blocks or plan is not None or hasattr(model, "pipeline_blocks")):
             own = getattr(model, "criterion", None)  # as it would be with stages
-        return PlacedModel(DividedModel(model, Axes(), found), loss if loss is not None else own)
+        return DividedModel(model, Axes(), found), loss if loss is not None else own
     parallel, before = config.parallel, getattr(model, "criterion", None)
     device = found_on(model, config.run.device, mesh.world)
     broadcast_state(model, mesh.world)  # parts are to be those of one model
@@ -98,7 +92,7 @@ def place_on_mesh(
     chosen = _loss_of(model, loss, own, before, staged=staged)
     if isinstance(chosen, nn.Module):
         move(chosen, device)
-    return PlacedModel(divided, chosen)
+    return divided, chosen
 
 
 def _loss_of(model: nn.Module, given: Loss | None, own: Loss | None, before: Any, *, staged: bool) -> Loss | None:

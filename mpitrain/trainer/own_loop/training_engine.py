@@ -24,7 +24,6 @@ from mpitrain.trainer.own_loop.checks import (
     ClosedEngine,
     GivenModel,
     instead_of,
-    not_alone,
     pair,
     require_scalar,
     samples_in,
@@ -63,7 +62,9 @@ class TrainingEngine:
         raise AttributeError(instead_of(name, type(self).__name__))
 
     def __iter__(self) -> Iterator[Any]:
-        raise not_alone()
+        raise InputError(  # an engine that is taken for DeepSpeed's tuple of four
+            "mt.initialize returns the engine alone, which has .optimizer; write engine = mt.initialize(...)"
+        )
 
     @property
     def module(self) -> nn.Module:
@@ -251,13 +252,10 @@ class TrainingEngine:
         return float(total / samples)
 
     def _require_loss(self, method: str) -> None:
-        if self._loss is None or self._passes or self._pending:
-            why = (
-                "a step has been begun; end it"
-                if self._passes or self._pending
-                else "it needs a loss; give mt.initialize one"
-            )
-            raise refusal(f"{method}: {why}")
+        if self._passes or self._pending:
+            raise refusal(f"{method}: a step has been begun; end it")
+        if self._loss is None:
+            raise refusal(f"{method}: it needs a loss; give mt.initialize one")
 
     def _next(self, batches: Iterator[tuple[Any, Any]], number: int) -> tuple[Any, Any]:
         """The next microbatch, that with this number of its step."""
