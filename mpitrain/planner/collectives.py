@@ -110,7 +110,7 @@ class CollectiveTimes:
             operation: all_reduce, reduce_scatter or all_gather.
             nbytes: Of the whole vector, which reduce_scatter takes and all_gather gives.
             group: The ranks.
-            memory: Where the vectors lie: "arena" or "private", as in `comm.selection.registry.Setting`.
+            memory: Where the vectors lie: "arena" or "private", as in `comm.selection.Setting`.
         """
         if group.size == 1 or nbytes <= 0:
             return 0.0
