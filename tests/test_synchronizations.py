@@ -49,6 +49,7 @@ MESSAGES = "mpitrain/comm/point_to_point.py"
 WORK = "mpitrain/backend/work.py"
 HOST_UPDATE = "mpitrain/shard/offload.py"
 STATE, SNAPSHOT = "mpitrain/checkpoint/device_memory.py", "mpitrain/checkpoint/store.py"
+READING = "mpitrain/checkpoint/reading.py"
 BATCHES, PLACED = "mpitrain/data/on_device.py", "mpitrain/trainer/device.py"
 DEVICE = "mpitrain/comm/memory/device.py"
 _BESIDE_OR_NOT = "with self._order.beside() if self._order is not None else nullcontext():"
@@ -129,8 +130,8 @@ MUTATIONS = {
     "a save, for the device": (STATE, "    stream.wait_event(devices.recorded(device))", "    pass", SAVED),
     "the file, for what is copied": (STATE, "copied.synchronize()", "pass", SAVED),
     "a load, for the device": (STATE, "self.stream.wait_event(devices.recorded(device))", "pass", SAVED),
-    "whoever loads, for the last copy": (STATE, "self.stream.synchronize()", "pass", SAVED),
-    "who reads a file, until the buffer is free": (STATE, "left.synchronize()", "pass", RESUMED),
+    "whoever loads, for the last copy": (READING, "arrivals.stream.synchronize()", "pass", SAVED),
+    "who reads a file, until the buffer is free": (STATE, "left.popleft().synchronize()", "pass", RESUMED),
     "the background save, for its copy": (SNAPSHOT, "recorded(away[0].device).synchronize()", "pass", SAVED_BESIDE),
     "the model, for its batch": (BATCHES, "device.current_stream(to).wait_event(copied)", "pass", LOADER),
     "who gives a batch, until it is copied": (PLACED, "copied.synchronize()", "pass", BATCH),

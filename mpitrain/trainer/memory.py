@@ -93,13 +93,17 @@ class ActivationMeter:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._module, self._seen, self.nbytes = module, set[int](), 0
+        self._module = module
+        self._begin()
+
+    def _begin(self) -> None:
+        self._seen = {p.untyped_storage().data_ptr() for p in self._module.parameters()}
+        self.nbytes = 0
 
     @contextmanager
     def counting(self, parameters: Parameters) -> Iterator[None]:
         """Count what autograd keeps, anew. parameters: the module's, as they are placed."""
-        self._seen = {p.untyped_storage().data_ptr() for p in self._module.parameters()}
-        self.nbytes = 0
+        self._begin()
         with parameters.watch_saved(self.add), saved_tensors_hooks(self.add, lambda kept: kept):
             yield
 

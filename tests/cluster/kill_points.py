@@ -71,7 +71,7 @@ _OWN = r"/(rank|node)-\d+\.h5$"
 COMMIT = (
     Moment("snapshot", "mpitrain.checkpoint.store:Snapshot.copy", "mpitrain.checkpoint.store:Snapshot.copy"),
     Moment("save", SAVE, SAVE),
-    Moment("folder marked", "mpitrain.checkpoint.folders:begin_folder", SAVE, who="first"),
+    Moment("folder marked", "mpitrain.checkpoint.commit:begin_folder", SAVE, who="first"),
     Moment("temporary folder", "pathlib:Path.mkdir", SAVE, _path, _TEMPORARY + "$", "first"),
     Moment("own file begun", "mpitrain.checkpoint.commit:begin_file", SAVE, who="owner"),
     Moment("own file written", "mpitrain.checkpoint.commit:write_parts", SAVE),

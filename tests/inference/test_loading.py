@@ -145,7 +145,7 @@ def test_adapters_on_a_run_are_merged_into_its_weights_and_refused_without_them(
         one_line(forked.run(*again, "--model.base", base, cwd=place), told)
     (place / "text").rename(place / "away")
     try:
-        one_line(command("adapters merge on_text again.pt"), "model.base: text does not exist; give")
+        one_line(command("adapters merge on_text again.pt"), "model.base: text does not exist: it is no checkpoint")
     finally:
         (place / "away").rename(place / "text")
 
