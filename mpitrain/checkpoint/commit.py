@@ -28,7 +28,7 @@ from mpitrain.checkpoint.manifest import (
     write_manifest,
 )
 from mpitrain.checkpoint.reading import covered
-from mpitrain.errors import CheckpointError
+from mpitrain.errors import CheckpointError, InputError, refusal
 from mpitrain.storage.commit import begin_folder, temporary_name
 from mpitrain.storage.disk import write_durably
 from mpitrain.storage.hdf5 import begin_file, image_bytes
@@ -247,15 +247,23 @@ def write_checkpoint(
 
 def _begin(comm: Communicator, target: Target) -> Path:
     """Make the folder to write into, under a temporary name."""
-    temporary = target.final.parent / comm.broadcast_object(temporary_name(target.final.name))
-
-    def make() -> None:
-        if target.alone:
+    name, why = temporary_name(target.final.name), ""
+    if not target.alone:
+        temporary = target.final.parent / comm.broadcast_object(name)
+        attempt(comm, partial(begin_folder, temporary) if target.leader else None, target.final, saving=True)
+        return temporary
+    if target.leader:
+        try:
             folders.require_free(target.final)
-        begin_folder(temporary)
-
-    attempt(comm, make if target.leader else None, target.final, saving=True)
-    return temporary
+            begin_folder(target.final.with_name(name))
+        except OSError as error:
+            why = str(folders.unwritable(target.final, error))
+        except InputError as error:
+            why = str(error)
+    name, why = comm.broadcast_object([name, why])
+    if why:
+        raise refusal(why)
+    return target.final.parent / name
 
 
 def _write_own(layout: FileLayout, temporary: Path, parts: Sequence[Part]) -> list[Any]:
