@@ -280,7 +280,7 @@ class TopK(Remembering):
     Each rank sends its k elements of largest magnitude with their places; every rank adds up what it gets (Stich,
     Cordonnier and Jaggi 2018, "Sparsified SGD with memory"):
 
-        acc = x + error;  S = places of the k largest |acc|;  error = acc outside S, 0 in S
+        acc = x + error;  S = places of the k largest abs(acc);  error = acc outside S, 0 in S
             x = sum over ranks of acc[S]
 
     error_feedback: remember what was not sent and add it the next time. Worth it where ratio * ranks is well
