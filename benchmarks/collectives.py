@@ -61,7 +61,7 @@ _CONTENDERS = ("arena", "tensor", "library", "gloo", "memcpy")  # of all_reduce
 _OTHERS = ("reduce_scatter", "all_gather")
 _NOISE = 0.95  # what is called "not slower": two runs of the same thing differ by as much
 _ARENA, _TENSOR = "all_reduce in an arena", "all_reduce of ordinary tensors"
-# what geometric means are over: (operation, slower, faster, from so many bytes), and what they must reach
+# by target: (operation, slower contender, faster one, least bytes), and the least mean of slower / faster
 _MEANS: dict[str, tuple[tuple[str, str, str, int], float]] = {
     f"{_ARENA}, library / ours": (("all_reduce", "library", "arena", _LARGE), 3),
     f"{_ARENA}, gloo / ours": (("all_reduce", "gloo", "arena", _LARGE), 15),

@@ -273,7 +273,7 @@ def _measure(world: Communicator, shape: Shape, samples: int, options: argparse.
 
 
 def _asked(names: Iterable[str], options: argparse.Namespace) -> list[str]:
-    """Those of the contenders that `--only` asks for, and one process."""
+    """Return the contenders that `--only` names, and one process."""
     return [name for name in names if name == ALONE or not options.only or name in options.only]
 
 
@@ -398,13 +398,13 @@ def flops_of_a_token(shape: Shape) -> float:
 
 
 def _place(world: Communicator, device: torch.device) -> str:
-    """What is the same for ranks that share a device; one that has no name and is a rank's only one is not shared."""
+    """Return a name of the rank's device, equal for ranks that share it; an unnamed only device counts as unshared."""
     found = hardware.identity(device)
     return f"rank {world.rank}" if found == str(device) and hardware.count(device.type) == 1 else found
 
 
 def _several(trainee: Trainee, device: torch.device) -> None:
-    """What is measured: a few steps, until the device has done them."""
+    """Take a few steps, and wait until the device has done them."""
     for _ in range(_STEPS):
         trainee.step()
         trainee.prepare()

@@ -124,7 +124,7 @@ class BenchmarkParser:
 
 
 def asked_for_device(options: argparse.Namespace) -> bool:
-    """Whether to measure on a device: a kind was named, or "auto" and there is an accelerator."""
+    """Return True if --device names an accelerator, or is "auto" and there is one."""
     kind: str = options.device
     return kind != "cpu" and (kind != "auto" or bool(hardware.accelerator()))
 

@@ -151,7 +151,7 @@ class PlainCollectives(PlainMPI):
 
     @property
     def adds_fp16(self) -> bool:
-        """Whether the library can sum fp16 at all. Collective: it is tried."""
+        """True if the MPI library can sum fp16. Collective: a small sum is tried."""
         if MPI.FLOAT16_T == MPI.DATATYPE_NULL:
             return False
         x = torch.full((4,), 1.5, dtype=torch.float16)
@@ -313,13 +313,13 @@ class Shape:
     tokens: int
 
     def build(self) -> GPT:
-        """The same weights at each call."""
+        """Make the model, with the same weights at each call."""
         torch.manual_seed(1)
         return GPT(self.vocabulary, self.layers, self.width, max(1, self.width // 64))
 
     @property
     def numel(self) -> int:
-        """How many parameters it has."""
+        """The number of parameters."""
         return self.layers * (12 * self.width**2 + 13 * self.width) + (self.vocabulary + 2) * self.width
 
 

@@ -1,4 +1,4 @@
-"""What a benchmark has found: statistics, tables, targets and a plot, as files for people and for programs."""
+"""The report of a benchmark: tables, targets and a plot, written as Markdown, JSON and PNG."""
 
 from __future__ import annotations
 

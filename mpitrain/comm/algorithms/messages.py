@@ -394,7 +394,7 @@ class _Fold:
         return place + np.minimum(place, self.extra)
 
     def blocks(self, place: Ints, places: int) -> Span:
-        """The blocks of so many places, this one the first."""
+        """Return the span of the blocks of `places` places, from `place` on."""
         return Span(self.first_block(place), self.first_block(place + places))
 
     def hand_over(self, given: Span, *, reduce: bool) -> Iterator[Step]:

@@ -482,7 +482,7 @@ class Invocation(NamedTuple):
 
 @dataclass(frozen=True)
 class CollectiveOperation:
-    """What is alike in all calls of an operation.
+    """A collective operation: what all of its calls have in common.
 
     It is given one tensor or two, of which the first has its size, and then what else must be the same on all ranks.
 
@@ -538,9 +538,9 @@ class CollectiveOperation:
         return Invocation(self.name, bind, tensors, written, operation=self, given=arguments, **fields)
 
     def replaced(self, given: Sequence[Any], **values: Any) -> tuple[Any, ...]:
-        """What it is given besides tensors, with other values for some of the parameters that it has."""
+        """Return the arguments besides tensors, with `values` in place of those of the same name."""
         return tuple(values.get(name, value) for name, value in zip(self.parameters, given, strict=True))
 
     def value(self, given: Sequence[Any], name: str, otherwise: Any = None) -> Any:
-        """What it is given for a parameter; `otherwise` if it has none of that name."""
+        """Return the argument for a parameter, or `otherwise` if the operation has no parameter of that name."""
         return given[self.parameters.index(name)] if name in self.parameters else otherwise
