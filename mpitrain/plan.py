@@ -56,30 +56,36 @@ def _plan(argv: Sequence[str]) -> int:
     options, rest = _parser().parse_known_args(list(argv))
     config = Config.from_args(rest)
     rules = rules_of(config)
-    counts = nodes_of(options) if options.scale else []
+    nodes, each, ranks = options.nodes, options.ranks_per_node, sorted(set(options.scale))
+    if wrong := [count for count in ranks if count % each]:
+        raise refusal(f"--scale {wrong[0]}: {each} ranks a node do not make {wrong[0]}; give multiples of {each}")
+    if ranks and (options.explain or nodes != 1):
+        raise refusal("--scale goes through numbers of ranks itself; leave out --nodes and --explain")
     asked = layouts.read(options.explain) if options.explain not in ("", OWN) else None
-    out = Path(options.out or "plan.toml") if options.out or not (options.explain or counts) else None
+    out = Path(options.out or "plan.toml") if options.out or not (options.explain or ranks) else None
     if out is not None and any(Path(word) == out for word in rest if not word.startswith("-")):
         raise refusal(f"--out {out} is the configuration that is planned for; give another file")
     from mpitrain.planner.profile import profile_of  # loads what takes seconds
 
-    machine = read_machine(options.machine or _default_machine())
-    model = profile_of(
-        config,
-        description_of(config),
-        machine,
-        measure=_measures(options, machine),
-        ranks_per_node=options.ranks_per_node,
-    )
-    if counts:
-        scaled(options, model, machine, counts, rules, out)
+    if not options.machine and not Path(MACHINE).is_file():
+        raise refusal(
+            f"there is no {MACHINE} here; give --machine one of {', '.join(given_machines())} or a file, or measure "
+            "one with python -m mpitrain.plan --measure"
+        )
+    machine = read_machine(options.machine or MACHINE)
+    like_here = machine.origin.startswith("measured") and machine.device is None
+    measure = options.measured or (like_here and not options.counted)
+    model = profile_of(config, description_of(config), machine, measure=measure, ranks_per_node=each)
+    if ranks:
+        scaled(options, model, machine, [count // each for count in ranks], rules, out)
         return EXIT_DONE
-    nodes, each = options.nodes, options.ranks_per_node
-    bucket_mb = config.comm.bucket_mb
-    predictor = Predictor(model, machine, nodes, each, options.memory, bucket_mb=bucket_mb)
+    predictor = Predictor(model, machine, nodes, each, options.memory, bucket_mb=config.comm.bucket_mb)
     if options.explain:
         chosen = asked or layouts.layout_of(config, nodes * each, model.blocks(1))
-        print(explained(predictor, chosen))
+        told = details(predictor.predict(chosen), predictor.room())  # raises InputError where it is impossible
+        if (excess := excess_of(predictor, chosen)) is not None:
+            told += f"\n\ndoes not fit:\n{refused([excess])}"
+        print(told)
     else:
         plan = best(predictor, rules, options.top, seconds=options.seconds)
         title = f"{nodes * each:,} ranks on {nodes:,} x {machine.name} ({machine.origin})"
@@ -91,25 +97,6 @@ def _plan(argv: Sequence[str]) -> int:
         write(config, chosen, out)
         print(f"\nwritten: {out}; train with\n  {command(out, nodes, each)}")
     return EXIT_DONE
-
-
-def explained(predictor: Predictor, layout: ParallelLayout) -> str:
-    """What is predicted of one layout, or why it does not fit. Raises InputError where it is impossible."""
-    told = details(predictor.predict(layout), predictor.room())
-    excess = excess_of(predictor, layout, predictor.memory(layout))
-    if excess is not None:
-        told += f"\n\ndoes not fit:\n{refused([excess])}"
-    return told
-
-
-def nodes_of(options: argparse.Namespace) -> list[int]:
-    """Nodes of each number of ranks that --scale names. Raises InputError for what is no whole number of nodes."""
-    each, ranks = options.ranks_per_node, sorted(set(options.scale))
-    if wrong := [count for count in ranks if count % each]:
-        raise refusal(f"--scale {wrong[0]}: {each} ranks a node do not make {wrong[0]}; give multiples of {each}")
-    if options.explain or options.nodes != 1:
-        raise refusal("--scale goes through numbers of ranks itself; leave out --nodes and --explain")
-    return [count // each for count in ranks]
 
 
 def scaled(
@@ -162,23 +149,6 @@ def command(out: Path, nodes: int, ranks_per_node: int) -> str:
     return f"srun --nodes {nodes} --ntasks-per-node {ranks_per_node} python -m mpitrain.train {out}"
 
 
-def _measures(options: argparse.Namespace, machine: MachineProfile) -> bool:
-    """Whether blocks are timed here: as said, else where this is a machine like the one that was measured."""
-    if options.measured or options.counted:
-        return bool(options.measured)
-    return machine.origin.startswith("measured") and machine.device is None
-
-
-def _default_machine() -> str:
-    """The profile that was measured here."""
-    if Path(MACHINE).is_file():
-        return MACHINE
-    raise refusal(
-        f"there is no {MACHINE} here; give --machine one of {', '.join(given_machines())} or a file, or measure one "
-        "with python -m mpitrain.plan --measure"
-    )
-
-
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
@@ -193,10 +163,6 @@ def _seconds(text: str) -> float:
     if not 0 < seconds < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} must be a number of seconds above 0")
     return seconds
-
-
-def _counts(text: str) -> list[int]:
-    return [_count(each) for each in text.split(",")]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -221,27 +187,13 @@ def _parser() -> argparse.ArgumentParser:
     ways.add_argument("--measured", action="store_true", help="time each block here [for a measured CPU profile]")
     ways.add_argument("--counted", action="store_true", help="count operations and bytes [for all others]")
     add("--explain", default="", metavar="LAYOUT", help=f"tell about this one alone; {OWN}: the configuration's own")
-    add(
-        "--scale",
-        type=_counts,
-        default=[],
-        metavar="N,N...",
-        help="numbers of ranks: how the best layouts go with them",
-    )
-    add(
-        "--seconds",
-        type=_seconds,
-        default=float("inf"),
-        metavar="S",
-        help=f"end the search early, whose answer then depends on the load here [{SIMULATED} simulations]",
-    )
+    counts = "numbers of ranks: how the best layouts go with them"
+    add("--scale", type=lambda text: [*map(_count, text.split(","))], default=[], metavar="N,N...", help=counts)
+    early = f"end the search early, whose answer then depends on the load here [{SIMULATED} simulations]"
+    add("--seconds", type=_seconds, default=float("inf"), metavar="S", help=early)
     add("--top", type=_count, default=COUNT, metavar="K", help=f"how many layouts are told [{COUNT}]")
-    add(
-        "--out",
-        default="",
-        metavar="FILE",
-        help="file for the best layout's configuration [plan.toml]; with --scale, for a picture",
-    )
+    out = "file for the best layout's configuration [plan.toml]; with --scale, for a picture"
+    add("--out", default="", metavar="FILE", help=out)
     return parser
 
 

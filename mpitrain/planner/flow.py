@@ -32,7 +32,7 @@ class Flow:
         self._count = microbatches
         self.microbatches = microbatches * slices
         self._shape = ranks, chunks, slices
-        self.held = lru_cache(maxsize=64)(self._find_held)
+        self.held = lru_cache(maxsize=64)(lambda kept: self._extended(_FULL, lambda prepared: prepared.held(kept)))
 
     @property
     def shape(self) -> Schedule:
@@ -54,9 +54,6 @@ class Flow:
         ranks, chunks, slices = self._shape
         prepared = _prepared(self._name, ranks, self._count, chunks, slices)
         return prepared.ends_on_shared_cores(costs, nodes, cores, message)
-
-    def _find_held(self, activations: tuple[float, ...]) -> list[float]:
-        return self._extended(_FULL, lambda prepared: prepared.held(activations))
 
     def _rounds(self, most: int) -> tuple[PreparedSchedule, PreparedSchedule, int]:
         """The schedule with fewer microbatches, with a round more, and how many more rounds the whole one has."""

@@ -14,7 +14,7 @@ import difflib
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -149,30 +149,17 @@ class Unit:
         Raises:
             InputError: It is no such quantity, or not above 0.
         """
-        found = self._number(value)
-        if found is None or not math.isfinite(found) or found <= 0:
+        found = 0.0
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            found = float(value) if value < _TOO_LARGE else 0.0
+        elif isinstance(value, str) and (match := _NUMBER.fullmatch(value.strip())):
+            units = {"": 1.0} | {p + b: self.bases[b] * self.prefixes[p] for b in self.bases for p in self.prefixes}
+            factor = units.get("".join(match[2].split()), 0.0)
+            found = float(match[1].replace(",", "").replace("_", ""))
+            found = found / round(1 / factor) if 0 < factor < 1 else found * factor  # 20 us are 2e-5 s to the last bit
+        if not math.isfinite(found) or found <= 0:
             raise refusal(f"{where} = {value!r:.100} is no quantity of this kind above 0; write {self.example}")
         return found
-
-    def _number(self, value: object) -> float | None:
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            return float(value) if value < _TOO_LARGE else None
-        match = _NUMBER.fullmatch(value.strip()) if isinstance(value, str) else None
-        if match is None:
-            return None
-        factor = self._factor(match[2].strip())
-        if factor is None:
-            return None
-        number = float(match[1].replace(",", "").replace("_", ""))
-        return number * factor if factor >= 1 else number / round(1 / factor)  # 20 us are 2e-5 s to the last bit
-
-    def _factor(self, unit: str) -> float | None:
-        if not unit:
-            return 1.0
-        for base, counts in self.bases.items():
-            if unit.endswith(base) and (prefix := unit[: -len(base) or None].strip()) in self.prefixes:
-                return counts * self.prefixes[prefix]
-        return None
 
     def text(self, value: float) -> str:
         """The value as a file tells it, with four digits, in the largest unit of which it is one or more."""
@@ -189,23 +176,22 @@ def _plain(number: float) -> str:
     return f"{rounded:.0f}" if rounded == int(rounded) and abs(rounded) < 1e6 else f"{rounded:.{_DIGITS}g}"
 
 
-def _per_second(bases: Mapping[str, float]) -> dict[str, float]:
-    return {f"{base}{per}": counts for base, counts in bases.items() for per in ("/s", "ps")}
-
-
 _BYTES = {"bytes": 1.0, "byte": 1.0, "B": 1.0}
 _BITS = {"bits": 1 / 8, "bit": 1 / 8, "b": 1 / 8}
 _OPERATIONS = dict.fromkeys(("flop/s", "flops", "FLOP/s", "FLOPS", "FLOPs", "flop", "Flop/s", "Flops", "/s"), 1.0)
-_ELEMENTS = {"elements/s": 1.0, "element/s": 1.0, "/s": 1.0}
+_RATES = {f"{base}{per}": counts for base, counts in (_BYTES | _BITS).items() for per in ("/s", "ps")}
 _UP, _LARGE = {p: _DECIMAL[p] for p in ("", "k", "M", "G", "T")}, {p: _DECIMAL[p] for p in ("M", "G", "T")}
 
 BYTES = Unit(_BYTES, _DECIMAL | _BINARY, ("B", {"": 1.0} | _BINARY), '"256 GiB"')
-BYTE_RATE = Unit(_per_second(_BYTES | _BITS), _DECIMAL | _BINARY, ("B/s", _UP), '"200 GB/s" or "100 Gbit/s"')
-BIT_RATE = Unit(BYTE_RATE.bases, BYTE_RATE.prefixes, ("bit/s", _UP), BYTE_RATE.example)
+BYTE_RATE = Unit(_RATES, _DECIMAL | _BINARY, ("B/s", _UP), '"200 GB/s" or "100 Gbit/s"')
+BIT_RATE = replace(BYTE_RATE, written=("bit/s", _UP))
 _TIMES = {"seconds": 1.0, "second": 1.0, "s": 1.0}
 SECONDS = Unit(_TIMES, _SMALL, ("s", {p: _SMALL[p] for p in ("", "m", "u", "n")}), '"2 us"')
 OPERATIONS = Unit(_OPERATIONS, _DECIMAL, ("flop/s", _LARGE), '"60 Gflop/s"')
-ELEMENTS = Unit(_ELEMENTS, _DECIMAL, ("elements/s", {p: _DECIMAL[p] for p in ("", "M")}), '"300 Melements/s"')
+_ONES = {"": 1.0, "M": 1e6}
+ELEMENTS = Unit(
+    dict.fromkeys(("elements/s", "element/s", "/s"), 1.0), _DECIMAL, ("elements/s", _ONES), '"300 Melements/s"'
+)
 FRACTION = Unit({"%": 0.01}, {"": 1.0}, ("%", {"": 1.0}), '0.9 or "90 %"')
 COUNT = Unit({}, {}, ("", {"": 1.0}), "128")
 TEXT = Unit({}, {}, ("", {}), "text")  # is no quantity
@@ -334,13 +320,7 @@ def derived(given: Mapping[str, float]) -> dict[str, float]:
     return found | dict(given)
 
 
-def core_matrix(given: Mapping[str, Table]) -> dict[str, list[tuple[int, float]]]:
-    """Speed of a core by precision and size; one not given is reckoned to be as fast as fp32."""
-    best = given.get("fp32") or given.get("bf16") or given.get("fp16") or {0: _CORE}
-    return {name: _sized(given.get(name) or best, _CORE_SIZES, _CORE_CALL, 0.0) for name in PRECISIONS}
-
-
-def device_matrix(given: Mapping[str, Table], memory_rate: float) -> dict[str, list[tuple[int, float]]]:
+def _device_matrix(given: Mapping[str, Table], memory_rate: float) -> dict[str, list[tuple[int, float]]]:
     """Speed of a device by precision and size.
 
     Of the 16-bit precisions one is as fast as the other; fp32 is reckoned an eighth of them, or they as fast as fp32,
@@ -464,12 +444,14 @@ def profile_of(values: Values, where: str) -> MachineProfile:
         whole |= {name: round(whole[name]) for name in ("memory", "process", "count") if name in whole}
     if "device" in values:
         device["kind"] = str(flat["device.kind"])
-        device["matrix"] = device_matrix(flat["device.matrix"], device["memory_rate"])
+        device["matrix"] = _device_matrix(flat["device.matrix"], device["memory_rate"])
+    core = flat.get("core.matrix", {})
+    best = next((core[name] for name in PRECISIONS if core.get(name)), {0: _CORE})  # for precisions not given
     return MachineProfile(
         name=values.get("name", "machine"),
         origin=values.get("origin", "written by hand"),
         links=Machine(cores=top["cores"], **links),
-        matrix=core_matrix(flat.get("core.matrix", {})),
+        matrix={name: _sized(core.get(name) or best, _CORE_SIZES, _CORE_CALL, 0.0) for name in PRECISIONS},
         device=Device(**device) if device else None,
         collectives=tuple(Measured._make((*key, seconds)) for key, seconds in values.get(_COLLECTIVES, {}).items()),
         **top,
@@ -561,13 +543,14 @@ def lines_of(values: Values) -> Iterator[str]:
         if not said:
             continue
         yield f"\n[{section}]"
-        for key, of in keys.items():
-            if key in said and not of.table:
-                yield f"{f'{key} = {_value(of, said[key])}':34}  # {of.meaning}"
-        for key, of in keys.items():
+        for key, of in keys.items():  # tables are the last keys of their sections
             if key in said and of.table:
                 yield f"\n[{section}.{key}]  # {of.meaning}; by the size of square matrices"
                 yield from (f"{precision} = {_table(of, table)}" for precision, table in said[key].items())
+            elif key in said:
+                text = said[key] if of.unit is TEXT else of.unit.text(said[key])
+                value = text if text.isdigit() and of.unit is not TEXT else _quoted(text)
+                yield f"{f'{key} = {value}':34}  # {of.meaning}"
     tables: dict[str, dict[str, dict[int, float]]] = {}
     for (operation, algorithm, ranks, nodes, memory, nbytes), seconds in values.get(_COLLECTIVES, {}).items():
         place = f"{ranks} rank{'s' * (ranks > 1)} on {nodes} node{'s' * (nodes > 1)}, {memory}"
@@ -579,13 +562,6 @@ def lines_of(values: Values) -> Iterator[str]:
         for place, times in places.items():
             cells = (f"{_quoted(BYTES.text(n))} = {_quoted(SECONDS.text(times[n]))}" for n in sorted(times))
             yield f"{_quoted(place)} = {{ {', '.join(cells)} }}"
-
-
-def _value(of: MachineKey, value: Any) -> str:
-    if of.unit is TEXT:
-        return _quoted(value)
-    text = of.unit.text(value)
-    return text if text.isdigit() else _quoted(text)
 
 
 def _table(of: MachineKey, table: Mapping[int, float]) -> str:

@@ -74,7 +74,9 @@ class Workers:
     """
 
     def __init__(self, config: Config, description: Description, count: int, threads: int) -> None:
-        subject = {"config": config.to_dict(), "description": _told(description), "threads": threads}
+        told = asdict(replace(description, columns=None))  # which make no difference to a block
+        told |= {key: told[key].str for key in ("x_dtype", "y_dtype")}
+        subject = {"config": config.to_dict(), "description": told, "threads": threads}
         environment = unlaunched_environment() | {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
         command = [sys.executable, "-m", "mpitrain.planner.measured"]
         # what they say for people, of which the end is told if one fails
@@ -97,7 +99,12 @@ class Workers:
             MeasuringFailed: It cannot be measured, as for want of memory.
         """
         self._say({"samples": samples, **asdict(divided)})
-        answers = [self._answer(process) for process in self._processes]
+        answers = []
+        for process in self._processes:
+            assert process.stdout is not None
+            if not (line := process.stdout.readline()):
+                raise self._failed(process)
+            answers.append(json.loads(line))
         for answer in answers:  # all of them have been read
             if "error" in answer:
                 raise MeasuringFailed(f"blocks cannot be measured: {answer['error']}")
@@ -116,14 +123,6 @@ class Workers:
                 process.stdin.flush()
             except BrokenPipeError:
                 raise self._failed(process) from None
-
-    def _answer(self, process: subprocess.Popen[bytes]) -> dict[str, Any]:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        if not line:
-            raise self._failed(process)
-        answer: dict[str, Any] = json.loads(line)
-        return answer
 
     def _failed(self, process: subprocess.Popen[bytes]) -> MeasuringFailed:
         self.close()
@@ -205,7 +204,7 @@ def _round(
     over = now()
     forward = [end - begin for begin, end in zip(begins, ends, strict=True)]
     backward = [0.0] * count
-    for number in range(count - 1, -1, -1):
+    for number in reversed(range(count)):
         arrived = reached[number - 1] if number else None
         until = over if arrived is None else max(arrived, back)  # what two blocks share arrives at both in any order
         backward[number], back = until - back, until
@@ -253,18 +252,6 @@ class _Places:
             parameter.grad = place
 
 
-def _told(description: Description) -> dict[str, Any]:
-    told = asdict(replace(description, columns=None))  # which make no difference to a block
-    return told | {key: told[key].str for key in ("x_dtype", "y_dtype")}
-
-
-def _understood(told: Mapping[str, Any]) -> Description:
-    lists = {key: tuple(told[key]) for key in ("x_shape", "y_shape")}
-    dtypes = {key: np.dtype(told[key]) for key in ("x_dtype", "y_dtype")}
-    classes = tuple(told["classes"]) if told["classes"] is not None else None
-    return Description(**{**told, **lists, **dtypes, "classes": classes})
-
-
 def _ended(processes: Sequence[subprocess.Popen[bytes]]) -> None:
     for process in processes:
         process.kill()
@@ -277,7 +264,10 @@ def serve(asked: IO[bytes], answers: IO[bytes]) -> None:
     subject = json.loads(asked.readline())
     torch.set_num_threads(subject["threads"])
     config = Config.from_dict(subject["config"])
-    whole = Subject(config, _understood(subject["description"]), real=True)
+    told = subject["description"]
+    told |= {key: tuple(told[key]) for key in ("x_shape", "y_shape", "classes") if told[key] is not None}
+    told |= {key: np.dtype(told[key]) for key in ("x_dtype", "y_dtype")}
+    whole = Subject(config, Description(**told), real=True)
     device = devices.of_rank(config.run.device, 0)
     cuts: dict[Divided, Cut] = {}
     for line in asked:

@@ -197,23 +197,21 @@ def held(
             found.setdefault(name, (weight, number))
     places = {name: number for number, name in enumerate(order)}
     names = sorted(found, key=lambda name: places.get(name, len(places)))
-    trained = [name for name in reversed(names) if found[name][0].trained]
+    trained = [found[name] for name in reversed(names) if found[name][0].trained]
     itemsize = ITEMSIZE[precision]
-    every = [block for stage in stages for block in stage]
-    sizes = [found[name][0].numel for name in trained]
-    ordered = list(range(len(trained)))
     if by_unit:
+        every = [block for stage in stages for block in stage]
         units = [n for n in range(len(every) - 1, -1, -1) if is_unit(every[n])]
-        inside = [[i for i, name in enumerate(trained) if found[name][1] == n] for n in units]
-        rest = [i for i, name in enumerate(trained) if not is_unit(every[found[name][1]])]
-        ordered = [i for bucket in (*inside, rest) for i in bucket]
-        flat = lay_out([[sizes[i] for i in bucket] for bucket in (*inside, rest)], itemsize, parts, MULTIPLE)
+        buckets = [[each for each in trained if each[1] == n] for n in units]
+        buckets.append([each for each in trained if not is_unit(every[each[1]])])
+        trained = [each for bucket in buckets for each in bucket]
+        flat = lay_out([[weight.numel for weight, _ in bucket] for bucket in buckets], itemsize, parts, MULTIPLE)
     else:
-        flat = lay_in_buckets(sizes, itemsize, bucket_mb, parts)
+        flat = lay_in_buckets([weight.numel for weight, _ in trained], itemsize, bucket_mb, parts)
     return StageHoldings(
         tuple(map(tuple, stages)),
-        tuple(found[trained[i]][0] for i in ordered),
-        tuple(found[trained[i]][1] for i in ordered),
+        tuple(weight for weight, _ in trained),
+        tuple(block for _, block in trained),
         flat,
         sum(weight.numel for weight, _ in found.values() if not weight.trained),
         itemsize,
@@ -288,7 +286,12 @@ def account(
     elements = held.flat.numel if stage.states else held.numel  # gradients lie flat at every stage
     stored, flat = means.stored(elements, held.itemsize), means.stored(held.flat.numel, held.itemsize)
     slots = means.slots() * max(held.buckets, default=0) if stage.gradients else 0
-    gathered = _gathered(layout, held) if means.gathers else 0.0
+    gathered = 0.0
+    if means.gathers:  # into the root, and the unit that computes and the next, or all if they are kept
+        *units, root = held.buckets
+        gathered = root + (2.0 * max(units, default=0) if layout.reshard else float(sum(units)))
+    exchanged = (e.nbytes for s in held.stages for b in s for e in (*b.forwards, *b.backwards) if e.axis == "tensor")
+    tensor_slots = 2.0 * max(exchanged, default=0) if layout.tensor > 1 else 0.0  # two of the largest, in shared memory
     activations, peak = _activations(layout, held, flying)
     if flow is not None:
         peak += _gradients_apart(layout, held, flow.shape, rank)
@@ -299,7 +302,7 @@ def account(
         "gradients": flat.gradients,
         "states": stored.states if not (layout.offload and means.device) else 0.0,
         "activations": activations,
-        "buffers": slots + gathered + _tensor_slots(layout, held),
+        "buffers": slots + gathered + tensor_slots,
         "working": max(peak, scratch - activations),
         "allocator": 0.0 if means.device else _HOLES * max((b.working for s in held.stages for b in s), default=0),
         "process": float(means.process),
@@ -345,20 +348,6 @@ def _gradients_apart(layout: ParallelLayout, held: StageHoldings, schedule: Sche
     }
     stay = sum(sum(each) for number, each in sizes.items() if halves and number > 0)
     return float(stay + max((n for each in sizes.values() for n in each), default=0)) * held.itemsize
-
-
-def _tensor_slots(layout: ParallelLayout, held: StageHoldings) -> float:
-    """Bytes of the shared memory that exchanges of the tensor axis pass through: two slots of the largest."""
-    if layout.tensor == 1:
-        return 0.0
-    blocks = (block for stage in held.stages for block in stage)
-    return 2.0 * max((e.nbytes for b in blocks for e in (*b.forwards, *b.backwards) if e.axis == "tensor"), default=0)
-
-
-def _gathered(layout: ParallelLayout, held: StageHoldings) -> float:
-    """Bytes that units are gathered into: the root, and the one that computes and the next, or all if they are kept."""
-    *units, root = held.buckets
-    return root + (2.0 * max(units, default=0) if layout.reshard else float(sum(units)))
 
 
 def in_flight(layout: ParallelLayout, flow: Flow, holds: Sequence[StageHoldings]) -> list[float]:

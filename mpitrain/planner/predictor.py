@@ -97,23 +97,16 @@ class StepSimulation:
         full, rest = divmod(share, layout.microbatch)
         sizes = [layout.microbatch] * full + [rest] * (rest > 0)
         holds = self.predictor.held(layout, self.places, 0)
-        pace = self._pace(share)
+        # how much longer than alone this rank computes: others of its node may have fewer samples, but ranks that wait
+        # keep their cores, so that three ranks on two cores take two turns
+        even = self.model.batch / layout.data / share
+        pace = 1.0 if self.turns == 1.0 else max(1.0, math.ceil(self.turns - 1e-3) * even)
         for number, samples in enumerate(sizes):
             blocks = self.model.blocks(samples, layout.divided, self.places.threads)
             self._one_pass(blocks, holds, pace, first=number == 0, last=number == len(sizes) - 1)
         if self.layout.zero < 2 and not self.places.overlaps:  # nothing was reduced under backward
             self.parts["gradients"] += self._reduced(holds)
         self._among_replicas(holds)
-
-    def _pace(self, share: int) -> float:
-        """How much longer than alone the rank with most samples computes: the others of its node may have fewer.
-
-        Ranks that wait for the last ones keep their cores, so that three ranks on two cores take two turns.
-        """
-        if self.turns == 1.0:
-            return 1.0
-        even = self.model.batch / self.layout.data / share
-        return max(1.0, math.ceil(self.turns - 1e-3) * even)
 
     def meeting(self, group: Group) -> float:
         """What it costs ranks that share cores to come together once more, beside what an exchange takes."""
@@ -326,9 +319,13 @@ class StepSimulation:
             squared: Elements whose squares it adds up.
             values: Tensors that the optimizer is given.
         """
-        device, seconds = self.machine.device, values * _VALUE + elements / self._update_rate()
+        machine, device = self.machine, self.machine.device
+        rate = machine.update_rate * (1 + (self.places.threads - 1) * machine.threads)  # elements per second
+        if device is not None and not self.layout.offload:
+            rate = device.memory_rate / 28  # AdamW reads value, gradient and two moments, and writes three
+        seconds = values * _VALUE + elements / rate
         if device is None:  # gradients are clipped by a pass over them
-            seconds += (squared + elements) * 4 / self.machine.links.copy_rate
+            seconds += (squared + elements) * 4 / machine.links.copy_rate
         else:
             seconds += squared * 4 / device.memory_rate
         return seconds * self.turns + self._offloading(elements)
@@ -346,14 +343,6 @@ class StepSimulation:
             node, every = machine.write_rate / self.places.each, machine.write_limit / layout.ranks
             seconds += states / min(machine.rank_write_rate, node, every)
         return seconds
-
-    def _update_rate(self) -> float:
-        """Elements per second of one rank."""
-        machine = self.machine
-        if machine.device is not None and not self.layout.offload:
-            return machine.device.memory_rate / 28  # AdamW reads value, gradient and two moments, and writes three
-        more = 1 + (self.places.threads - 1) * machine.threads
-        return machine.update_rate * more
 
 
 _READ_AHEAD = 3  # batches that a rank has read and not yet used, with the one on its way to the device

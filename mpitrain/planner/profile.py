@@ -238,10 +238,15 @@ class _Times:
             if found is not None:
                 return found
         if divided == plain:
-            self._say_counted()
+            if not self._said:
+                self._said, why = True, self._failed or "there was no time"
+                warnings.warn(f"seconds are counted, not measured, which is less exact: {why}", stacklevel=2)
             return list(reckoned)
         base = self.of(samples, plain, threads, undivided, undivided)
-        return [Timed(*map(_scaled, t, a, b)) for t, a, b in zip(base, reckoned, undivided, strict=True)]
+        return [
+            Timed(*(seconds * part / whole if whole else part for seconds, part, whole in zip(*each, strict=True)))
+            for each in zip(base, reckoned, undivided, strict=True)
+        ]
 
     def _along(self, samples: int, divided: Divided, threads: int) -> list[Timed] | None:
         """In a straight line through the nearest two of the powers of two that are measured; None without any."""
@@ -278,7 +283,8 @@ class _Times:
             if threads not in self._workers:
                 least = max(1, _cores() // threads)
                 count = max(least, min(self._ranks, _MOST * _cores()))
-                count = 1 if devices.accelerator() and self._on_device() else count
+                if devices.accelerator() and devices.of_rank(self._config.run.device, 0).type != "cpu":
+                    count = 1
                 self._workers[threads] = Workers(self._config, self._description, count, threads)
             begin = time.perf_counter()
             try:
@@ -288,28 +294,12 @@ class _Times:
             self._left -= time.perf_counter() - begin
         return self._points[key]
 
-    def _say_counted(self) -> None:
-        """Warn, once, that nothing could be measured."""
-        if not self._said:
-            self._said = True
-            warnings.warn(
-                f"seconds are counted, not measured, which is less exact: {self._failed or 'there was no time'}",
-                stacklevel=2,
-            )
-
-    def _on_device(self) -> bool:
-        return devices.of_rank(self._config.run.device, 0).type != "cpu"
-
 
 def _line(a: Timed, b: Timed, along: float) -> Timed:
     """From a (0) to b (1) and beyond; never less than a part of b, should noise have made a longer than b."""
     forward = max(a.forward + (b.forward - a.forward) * along, b.forward * min(1.0, along) / 2)
     backward = max(a.backward + (b.backward - a.backward) * along, b.backward * min(1.0, along) / 2)
     return Timed(forward, backward, (a.later + b.later) / 2)  # it does not depend on samples
-
-
-def _scaled(seconds: float, part: float, whole: float) -> float:
-    return seconds * part / whole if whole else part
 
 
 def _cores() -> int:
@@ -323,7 +313,9 @@ def moments(section: OptimSection) -> int:
     if section.name.lower() in own:
         return own[section.name.lower()]
     try:
-        kind = find("optim.name", section.name) if ":" in section.name else _torch_optimizer(section.name)
+        kinds = {key.lower(): kind for key, kind in vars(torch.optim).items() if isinstance(kind, type)}
+        name = section.name
+        kind = find("optim.name", name) if ":" in name else kinds[name.lower()]
         tensor = torch.zeros(32, 32, requires_grad=True)
         tensor.grad = torch.ones(32, 32)
         optimizer = kind([tensor], **{"lr": section.lr, **section.options})
@@ -332,8 +324,3 @@ def moments(section: OptimSection) -> int:
         return round(sum(value.nbytes for value in kept) / tensor.nbytes)
     except Exception:  # the job itself will tell what is wrong with it
         return 2
-
-
-def _torch_optimizer(name: str) -> type[torch.optim.Optimizer]:
-    kinds = {key.lower(): kind for key, kind in vars(torch.optim).items() if isinstance(kind, type)}
-    return kinds[name.lower()]

@@ -39,7 +39,7 @@ the ACM 22 (4), 1975, pages 463-468: of each 1 / 16,384 of the range of seconds 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -342,7 +342,7 @@ class Refinement:
         self._whole = lru_cache(maxsize=None)(self._find_whole)
         self._cut = lru_cache(maxsize=None)(self._find_cut)
 
-    def __call__(self, layout: ParallelLayout) -> Iterable[ParallelLayout]:
+    def __call__(self, layout: ParallelLayout) -> list[ParallelLayout]:
         found = [layout]
         if layout.tensor > 1 and not layout.sequence:
             whole = self._whole(_plain(layout))

@@ -7,7 +7,7 @@ against that at the smallest number of ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,10 +38,16 @@ def table(found: Sequence[Prediction]) -> str:
 
 def details(prediction: Prediction, room: float) -> str:
     """Everything that is predicted of one layout."""
+    parts = [
+        f"{name} {seconds_text(seconds)} ({seconds / prediction.seconds:.0%})"
+        for name, seconds in prediction.parts.items()
+        if seconds > prediction.seconds * _SHARES
+    ]
+    large = [f"{name} {bytes_text(nbytes)}" for name, nbytes in prediction.memory.items() if nbytes >= 1024]
     rows = [
-        ("step", f"{seconds_text(prediction.seconds)}: {_parts(prediction)}"),
+        ("step", f"{seconds_text(prediction.seconds)}: {', '.join(parts)}"),
         ("throughput", f"{short(prediction.samples / prediction.seconds)} samples/s"),
-        ("memory", f"{bytes_text(prediction.total_memory)} of {bytes_text(room)} a rank: {_bytes(prediction.memory)}"),
+        ("memory", f"{bytes_text(prediction.total_memory)} of {bytes_text(room)} a rank: {', '.join(large)}"),
     ]
     return "\n".join([f"layout {text(prediction.layout)}", _wrapped(rows)])
 
@@ -89,19 +95,6 @@ def nothing_fits(plan: LayoutPlan) -> str:
     )
 
 
-def _parts(prediction: Prediction) -> str:
-    told = [
-        f"{name} {seconds_text(seconds)} ({seconds / prediction.seconds:.0%})"
-        for name, seconds in prediction.parts.items()
-        if seconds > prediction.seconds * _SHARES
-    ]
-    return ", ".join(told)
-
-
-def _bytes(memory: Mapping[str, float]) -> str:
-    return ", ".join(f"{name} {bytes_text(nbytes)}" for name, nbytes in memory.items() if nbytes >= 1024)
-
-
 def _blame(excess: Excess) -> str:
     """The category that takes most, and what makes it smaller."""
     layout, blame = excess.layout, excess.blame
@@ -124,13 +117,13 @@ def _wrapped(rows: Sequence[tuple[str, str]]) -> str:
     broken = []
     width = _WIDTH - 5 - max(len(label) for label, _ in rows)
     for label, told in rows:
-        line = ""
-        for part in told.split(", "):
-            if line and len(line) + len(part) + 2 > width:
+        line, *parts = told.split(", ")
+        for part in parts:
+            if len(line) + len(part) + 2 > width:
                 broken.append((label, f"{line},"))
                 label, line = "", part
             else:
-                line = f"{line}, {part}" if line else part
+                line = f"{line}, {part}"
         broken.append((label, line))
     return aligned(broken)
 
@@ -191,14 +184,11 @@ def picture(path: Path, strong: Sequence[Point], weak: Sequence[Point], title: s
     figure.suptitle(title, fontsize=10)
     time, efficiency, memory = figure.subplots(1, 3)
     for points, name, style in ((strong, "strong", "o-"), (weak, "weak", "s--")):
-        fits = [point for point in points if point.prediction is not None]
-        if not fits:
-            continue
-        ranks = [point.ranks for point in fits]
-        predictions = [point.prediction for point in fits if point.prediction is not None]
-        time.plot(ranks, [each.seconds for each in predictions], style, label=name)
-        efficiency.plot(ranks, [efficiency_of(fits[: n + 1]) for n in range(len(fits))], style, label=name)
-        memory.plot(ranks, [each.total_memory / GIB for each in predictions], style, label=name)
+        fits = [(point, point.prediction) for point in points if point.prediction is not None]
+        ranks, own = [point.ranks for point, _ in fits], [point for point, _ in fits]
+        time.plot(ranks, [found.seconds for _, found in fits], style, label=name)
+        efficiency.plot(ranks, [efficiency_of(own[: n + 1]) for n in range(len(own))], style, label=name)
+        memory.plot(ranks, [found.total_memory / GIB for _, found in fits], style, label=name)
     time.set(ylabel="seconds a step", yscale="log")
     efficiency.set(ylabel="efficiency", ylim=(0, 1.1))
     memory.set(ylabel="GiB a rank", ylim=(0, None))

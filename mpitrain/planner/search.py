@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from mpitrain.config.settings import Config
@@ -91,8 +92,8 @@ def best(
     predictor: Predictor,
     rules: LayoutRules = LayoutRules(),
     count: int = COUNT,
-    limit: int = SIMULATED,
     seconds: float = float("inf"),
+    wanted: Mapping[str, Any] = MappingProxyType({}),
 ) -> LayoutPlan:
     """Return the best layouts of all that a model can be trained in.
 
@@ -100,11 +101,22 @@ def best(
         predictor: Of seconds and bytes on so many ranks of a machine.
         rules: What the rest of the configuration allows.
         count: How many are wanted.
-        limit: Simulations at most.
         seconds: Seconds after which the search ends, too, if it has found a layout.
+        wanted: Settings that the layouts must have, as `given` finds them.
+
+    Raises:
+        InputError: There is no layout with these settings.
     """
-    layouts = candidates(predictor.model, predictor.machine, predictor.nodes, predictor.ranks_per_node, rules)
-    return best_of(Bounds(predictor), layouts, count, Refinement(predictor), limit, seconds)
+    layouts = offered(predictor, rules, wanted)
+    if wanted and not layouts:
+        said = ", ".join(f"{SECTION_OF[key]}.{key} {value}" for key, value in wanted.items())
+        raise refusal(f"parallel.auto finds no layout of {predictor.ranks} ranks with {said}; leave some of these out")
+    variants, fixed = Refinement(predictor), [key for key in ("cut", "whole") if key in wanted]
+
+    def refined(layout: ParallelLayout) -> list[ParallelLayout]:
+        return [replace(variant, **{key: getattr(layout, key) for key in fixed}) for variant in variants(layout)]
+
+    return best_of(Bounds(predictor), layouts, count, refined, seconds=seconds)
 
 
 def best_of(
@@ -126,7 +138,11 @@ def best_of(
         limit: Simulations at most.
         seconds: Seconds after which the search ends, too, if it has found a layout.
     """
-    entries = _guessed(predictor, layouts)
+    guesses = []
+    for layout in layouts:
+        with suppress(InputError):  # where the layout is impossible
+            guesses.append((predictor.guess(layout), simplicity(layout), layout))
+    entries = [(guess, layout) for guess, _, layout in sorted(guesses, key=lambda entry: entry[:2])]
     search = _Search(predictor, entries, count, variants)
     search.run(limit, seconds)
     if not search.best:
@@ -135,18 +151,6 @@ def best_of(
     search.excess = [each for each in search.excess if replace(each.layout, cut=(), whole=()) not in fit]
     beyond, left = (search.waiting[0][0], len(search.waiting)) if search.waiting else (float("inf"), 0)
     return LayoutPlan(search.best, search.nearest(), predictor.room(), len(entries), search.predicted, beyond, left)
-
-
-def _guessed(predictor: Bounds, layouts: Iterable[ParallelLayout]) -> list[tuple[float, ParallelLayout]]:
-    """Return possible layouts with guesses of their seconds, the fastest first."""
-    entries = []
-    for layout in layouts:
-        try:
-            entries.append((predictor.guess(layout), simplicity(layout), layout))
-        except InputError:
-            continue
-    entries.sort(key=lambda entry: entry[:2])
-    return [(guess, layout) for guess, _, layout in entries]
 
 
 class _Search:
@@ -200,9 +204,9 @@ class _Search:
         too_large = []
         for number, variant in enumerate(variants, 1):
             try:
-                memory = self._predictor.memory(variant)
-                excess = self._excess(variant, memory, at_least)
+                excess = excess_of(self._predictor, variant, at_least)
                 if excess is not None:
+                    self.hopeless = self.hopeless or (excess.host and not layout.offload)
                     too_large.append(excess)
                     self.refused += 1
                     continue
@@ -218,12 +222,6 @@ class _Search:
             return
         if too_large and layout not in self._fitting:
             self.excess.append(min(too_large, key=lambda each: each.missing))
-
-    def _excess(self, layout: ParallelLayout, memory: Mapping[str, float], at_least: float) -> Excess | None:
-        """Return by how much a layout exceeds the memory of the device or the host; None if it fits."""
-        excess = excess_of(self._predictor, layout, memory, at_least)
-        self.hopeless = self.hopeless or (excess is not None and excess.host and not layout.offload)
-        return excess
 
     def look_for_the_smallest(self) -> None:
         """Find the layout that takes the fewest bytes, and simulate it if it fits."""
@@ -263,19 +261,17 @@ class _Search:
         return len(self.best) >= self._count and _rounded(at_least) > _rounded(self.best[-1].seconds)
 
 
-def excess_of(
-    predictor: Bounds | Predictor, layout: ParallelLayout, memory: Mapping[str, float], at_least: float = 0.0
-) -> Excess | None:
+def excess_of(predictor: Bounds | Predictor, layout: ParallelLayout, at_least: float = 0.0) -> Excess | None:
     """Return by how much a layout exceeds the memory of the device or the host; None if it fits.
 
     Args:
         predictor: Of bytes.
         layout: The layout.
-        memory: Bytes of the rank that needs most, by category.
         at_least: Seconds of a step at least.
     """
-    if sum(memory.values()) > predictor.room():
-        return Excess(layout, memory, predictor.room(), at_least)
+    memory, room = predictor.memory(layout), predictor.room()
+    if sum(memory.values()) > room:
+        return Excess(layout, memory, room, at_least)
     host, room = predictor.host_memory(layout), predictor.host_room()
     return Excess(layout, host, room, at_least, host=True) if sum(host.values()) > room else None
 
@@ -311,38 +307,13 @@ def given(config: Config) -> dict[str, Any]:
     return {key: value for key, value in found.items() if key not in _OPEN or value != _OPEN[key]}
 
 
-def best_with(predictor: Predictor, rules: LayoutRules, wanted: Mapping[str, Any], count: int) -> LayoutPlan:
-    """The best layouts with given settings.
-
-    Args:
-        predictor: Of seconds and bytes on so many ranks of a machine.
-        rules: What the rest of the configuration allows.
-        wanted: What the layouts must have, as `given` finds it.
-        count: How many are wanted.
-
-    Raises:
-        InputError: There is no such layout.
-    """
-    layouts = list(offered(predictor, rules, wanted))
-    if not layouts:
-        said = ", ".join(f"{SECTION_OF[key]}.{key} {value}" for key, value in wanted.items())
-        raise refusal(
-            f"parallel.auto finds no layout of {predictor.ranks} ranks "
-            + (f"with {said}; leave some of these out" if said else "for this model; set parallel.auto to false")
-        )
-    variants = Refinement(predictor)
-
-    def refined(layout: ParallelLayout) -> Iterable[ParallelLayout]:
-        for variant in variants(layout):
-            yield replace(variant, **{key: getattr(layout, key) for key in ("cut", "whole") if key in wanted})
-
-    return best_of(Bounds(predictor), layouts, count, refined)
-
-
 def offered(predictor: Predictor, rules: LayoutRules, wanted: Mapping[str, Any]) -> dict[ParallelLayout, None]:
     """The layouts with given settings that a job takes, in order."""
     model, machine, nodes, each = predictor.model, predictor.machine, predictor.nodes, predictor.ranks_per_node
-    layouts = _with(candidates(model, machine, nodes, each, rules), wanted)
+    layouts = candidates(model, machine, nodes, each, rules)
+    if not wanted:
+        return dict.fromkeys(layouts)
+    layouts = _with(layouts, wanted)
     return {layout: None for layout in layouts if rules.allow(layout, model, each, machine.device is not None)}
 
 

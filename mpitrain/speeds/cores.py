@@ -11,12 +11,14 @@ else takes its turn on a core meanwhile does not count (but for several threads:
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TextIO, cast
 
 import numpy as np
@@ -83,13 +85,25 @@ def measure(world: Communicator, effort: Effort) -> dict[str, Any]:
     beside = [rank for rank in range(world.size) if world.nodes[rank] == world.node]
     groups = [(beside[ranks[0]], sorted(cores)) for ranks, cores in sharing([allowed[rank] for rank in beside])]
     plan, told = _Plan(effort), ""
-    job = next((_start(cores, effort) for leader, cores in groups if leader == world.rank), None)
+    job = None
+    for leader, cores in groups:
+        if leader == world.rank:
+            job = subprocess.Popen(
+                [sys.executable, "-m", "mpitrain.speeds.cores", ",".join(map(str, cores)), effort],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env=unlaunched_environment() | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+            )
     ready = job is not None and job.stdout is not None and job.stdout.readline() == "ready\n"
     world.barrier()
     if job is None:
         time.sleep(_LEAD + plan.seconds)
     elif ready:
-        told = _told(job, plan)
+        with suppress(subprocess.TimeoutExpired):
+            told, _ = job.communicate(f"{time.time() + _LEAD}\n", timeout=10 * (10 + plan.seconds))
+        told = told if job.poll() == 0 else ""
+        job.kill()
     if job is not None and not told:
         raise CommunicationError("the processes that measure this node's cores have failed; see what they said above")
     found = [part for part in world.all_gather_object(json.loads(told) if told else {}) if part]
@@ -111,26 +125,6 @@ def all_cores() -> Iterator[None]:
         os.sched_setaffinity(0, bound)
 
 
-def _told(job: subprocess.Popen[str], plan: _Plan) -> str:
-    """What the processes have found; empty where they have failed."""
-    try:
-        told, _ = job.communicate(f"{time.time() + _LEAD}\n", timeout=10 * (10 + plan.seconds))
-    except subprocess.TimeoutExpired:
-        job.kill()
-        return ""
-    return "" if job.returncode else told
-
-
-def _start(cores: list[int], effort: Effort) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "mpitrain.speeds.cores", ",".join(map(str, cores)), effort],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=unlaunched_environment() | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
-    )
-
-
 # -- in the process that a rank starts, and in those that it forks
 
 
@@ -148,7 +142,7 @@ def _lead(cores: list[int], plan: _Plan) -> int:
                     file.close()  # so that each worker's pipe ends with the one that holds its other end
                 os.sched_setaffinity(0, [core])
                 with os.fdopen(listen) as told, os.fdopen(say, "w") as answer:
-                    _work(number == 0, core, cores, plan, told, answer)
+                    _work(number == 0, cores, plan, told, answer)
                 code = 0
             finally:
                 os._exit(code)
@@ -170,38 +164,31 @@ def _lead(cores: list[int], plan: _Plan) -> int:
     return max(os.waitstatus_to_exitcode(os.wait()[1]) for _ in workers)
 
 
-def _work(first: bool, core: int, cores: list[int], plan: _Plan, orders: TextIO, answers: TextIO) -> None:
+def _work(first: bool, cores: list[int], plan: _Plan, orders: TextIO, answers: TextIO) -> None:
     """What one core does. first: whether it also does what is done alone."""
-    copy = _copies(plan)  # its memory is touched before the clock runs
+    source, dest = (np.ones(plan.copied // 8) for _ in range(2))  # memory that is touched before the clock runs
     print("ready", file=answers, flush=True)
     begin, found = float(orders.readline()), dict[str, float]()
-    for turn, (name, prepare) in enumerate(_tasks(plan, copy, core, cores)):
+    for turn, (name, prepare) in enumerate(_tasks(plan, partial(np.copyto, dest, source), cores)):
         time.sleep(max(0.0, begin + turn * (plan.interval + _REST) - time.time()))
         if name in (COPY_ALONE, THREADS) and not first:
             continue
-        if _fits(name, found, plan):
+        precision, _, size = name.partition(" ")
+        smaller = [n for n in plan.sizes if size.isdigit() and n < int(size)]
+        before = found.get(f"{precision} {smaller[-1]}", math.inf) * (int(size) / smaller[-1]) ** 3 if smaller else 0.0
+        if before <= _LONGEST * plan.interval:  # it will be done in time, going by the product of the size before
             taken = _seconds(prepare(), plan.interval, time.perf_counter if name == THREADS else time.process_time)
             found[name] = min(taken) if name == THREADS else float(np.median(taken))
     print(json.dumps(found), file=answers, flush=True)
 
 
-def _fits(name: str, found: dict[str, float], plan: _Plan) -> bool:
-    """Whether a product of that size will be done in time, going by the one of the size before."""
-    precision, _, size = name.partition(" ")
-    smaller = [n for n in plan.sizes if size.isdigit() and n < int(size)]
-    if not smaller:
-        return True
-    before = found.get(f"{precision} {smaller[-1]}")
-    return before is not None and before * (int(size) / smaller[-1]) ** 3 <= _LONGEST * plan.interval
-
-
-def _tasks(plan: _Plan, copy: Callable[[], object], core: int, cores: list[int]) -> Iterator[Task]:
+def _tasks(plan: _Plan, copy: Callable[[], object], cores: list[int]) -> Iterator[Task]:
     yield COPY_ALONE, lambda: copy
     yield COPY, lambda: copy
-    yield UPDATE, lambda: _update(plan.updated)
+    yield UPDATE, partial(_update, plan.updated)
     for precision in PRECISIONS:
         for size in plan.sizes:
-            yield f"{precision} {size}", lambda precision=precision, size=size: product(precision, size)  # type: ignore[misc]
+            yield f"{precision} {size}", partial(product, precision, size)
 
     def threaded() -> Callable[[], object]:
         os.sched_setaffinity(0, cores)
@@ -225,11 +212,6 @@ def _seconds(call: Callable[[], object], interval: float, clock: Callable[[], fl
             continue
         taken.append(lasted / count)
     return taken
-
-
-def _copies(plan: _Plan) -> Callable[[], object]:
-    source, dest = (np.ones(plan.copied // 8) for _ in range(2))
-    return lambda: np.copyto(dest, source)
 
 
 def product(precision: str, size: int, device: torch.device | str = "cpu") -> Callable[[], object]:
@@ -303,21 +285,19 @@ def _device_speeds(device: torch.device, quick: bool) -> dict[str, Any]:
 
 def _each(device: torch.device, call: Callable[[], object], seconds: float) -> float:
     """Seconds of a call among many that the device works off one after the other, for about so many seconds."""
-    count, took = 1, 0.0
-    while took < seconds / 4:
+
+    def took(count: int) -> float:
         began = time.perf_counter()
         for _ in range(count):
             call()
         hardware.synchronize(device)
-        took = time.perf_counter() - began
-        per = took / count
+        return time.perf_counter() - began
+
+    count = 1
+    while (lasted := took(count)) < seconds / 4:
         count *= 4
-    count = max(1, round(seconds / per))
-    began = time.perf_counter()
-    for _ in range(count):
-        call()
-    hardware.synchronize(device)
-    return (time.perf_counter() - began) / count
+    count = max(1, round(seconds * count / lasted))
+    return took(count) / count
 
 
 if __name__ == "__main__":

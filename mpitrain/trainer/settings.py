@@ -4,7 +4,7 @@ With `parallel.auto` rank 0 plans: it reads the profile of the machine, measures
 own where ranks compute on the processors, and searches; the other ranks sleep meanwhile, so that what is measured has
 all cores. Its choice is that of all ranks, and is what config.toml in the run folder says.
 
-What the configuration sets explicitly is kept (see `planner.search.best_with`).
+What the configuration sets explicitly is kept (see `planner.search.best`).
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _chosen(
     from mpitrain.planner.predictor import Predictor
     from mpitrain.planner.profile import profile_of
     from mpitrain.planner.report import nothing_fits
-    from mpitrain.planner.search import best_with, given
+    from mpitrain.planner.search import best, given
 
     measure = not on_device and machine.origin.startswith("measured")
     wanted = given(config)
@@ -107,17 +107,17 @@ def _chosen(
         closing(profile_of(config, description, machine, measure, _MEASURING, ranks_per_node)) as model,
     ):
         predictor = Predictor(model, machine, nodes, ranks_per_node, bucket_mb=config.comm.bucket_mb)
-        plan = best_with(predictor, rules_of(config), wanted, 1)
+        plan = best(predictor, rules_of(config), 1, wanted=wanted)
     if not plan.found:
         raise refusal(f"parallel.auto: {nothing_fits(plan)}; take a smaller model or more nodes")
-    best = plan.found[0]
+    chosen = plan.found[0]
     values = config.to_dict()
-    for section, keys in settings(best.layout, wanted).items():
+    for section, keys in settings(chosen.layout, wanted).items():
         values[section].update(keys)
     if config.elastic.mode == "shrink" and "data" not in wanted:
         values["parallel"]["data"] = "auto"  # ranks that are left make fewer
     values["parallel"]["auto"] = False
-    return values, f"{layout_text(best.layout)}, predicted {lasting(best.seconds)} a step"
+    return values, f"{layout_text(chosen.layout)}, predicted {lasting(chosen.seconds)} a step"
 
 
 def _machine(config: Config, world: Communicator, device: torch.device) -> Callable[[], MachineProfile]:
