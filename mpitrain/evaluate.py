@@ -13,7 +13,7 @@ import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mpitrain import early
 from mpitrain.errors import EXIT_DONE, InputError, refusal, tell
@@ -39,11 +39,14 @@ def main(argv: Sequence[str] | None = None, world: Communicator | None = None) -
     words, flags = _divided(list(sys.argv[1:] if argv is None else argv))
     read = early.read_arguments(lambda: _options(words)) if world is None else None
     from mpitrain.comm import init
-    from mpitrain.trainer.held_out.evaluating import Asked, Evaluator
+    from mpitrain.trainer.held_out.evaluating import Asked, Evaluator, checkpoint_of
 
     world = world or init()
     options = read or _options(words)
-    found = world.on_root(lambda: _found(options))
+    # as texts, which go to all ranks; "": the run as a whole
+    found = world.on_root(
+        lambda: [str(p or "") for p in checkpoint_of(options.run, best=options.best, step=options.step)]
+    )
     run, checkpoint = Path(found[0]), Path(found[1]) if found[1] else None
     samples, confusion = options.samples or 0, options.confusion is not None
     asked = Asked(run, checkpoint, options.data, options.split, samples, confusion, options.trust)
@@ -99,42 +102,26 @@ def _divided(words: list[str]) -> tuple[list[str], list[str]]:
     return own, flags
 
 
-def _found(options: argparse.Namespace) -> tuple[str, str]:
-    from mpitrain.trainer.held_out.evaluating import checkpoint_of
-
-    run, checkpoint = checkpoint_of(options.run, best=options.best, step=options.step)
-    return str(run), str(checkpoint or "")
-
-
 def _tell(told: Evaluation, options: argparse.Namespace) -> None:
     """Print the figures and write the files that are asked for. By one rank."""
     split = options.split.replace("_", "-")
     tell(f"{told.checkpoint} on {counted(told.samples, f'{split} sample')} of {told.data or 'data.path'}")
     tell(aligned([(spoken(name), f"{value:.6g}") for name, value in told.figures.items()]))
+    counts: list[list[int]] = told.confusion.tolist() if told.confusion is not None else []
+    values = {"checkpoint": str(told.checkpoint), "step": told.step, "data": told.data, "split": options.split}
+    values |= {"samples": told.samples}
+    values |= {name: value if math.isfinite(value) else None for name, value in told.figures.items()}
+    values |= {"classes": list(told.classes), "confusion": counts} if told.confusion is not None else {}
     try:
         if options.confusion is not None:
-            _write_confusion(options.confusion, told)
+            with replacing(options.confusion) as aside, open(aside, "w", newline="", encoding="utf-8") as file:
+                table = csv.writer(file)  # a line for each right class, a column for each that was found
+                table.writerow(["right \\ found", *told.classes])
+                table.writerows([name, *row] for name, row in zip(told.classes, counts, strict=True))
         if options.json is not None:
-            write_whole(options.json, json.dumps(_values(told, options), allow_nan=False) + "\n")
+            write_whole(options.json, json.dumps(values, allow_nan=False) + "\n")
     except OSError as error:
         raise InputError(f"{error.filename} cannot be written: {reason(error)}; choose another file") from None
-
-
-def _write_confusion(path: Path, told: Evaluation) -> None:
-    """A line for each right class, a column for each that was found."""
-    assert told.confusion is not None
-    with replacing(path) as aside, open(aside, "w", newline="", encoding="utf-8") as file:
-        table = csv.writer(file)
-        table.writerow(["right \\ found", *told.classes])
-        for name, row in zip(told.classes, told.confusion.tolist(), strict=True):
-            table.writerow([name, *row])
-
-
-def _values(told: Evaluation, options: argparse.Namespace) -> dict[str, Any]:
-    figures = {name: value if math.isfinite(value) else None for name, value in told.figures.items()}
-    known = {"checkpoint": str(told.checkpoint), "step": told.step, "data": told.data, "split": options.split}
-    more = {"classes": list(told.classes), "confusion": told.confusion.tolist()} if told.confusion is not None else {}
-    return known | {"samples": told.samples} | figures | more
 
 
 if __name__ == "__main__":

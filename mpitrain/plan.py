@@ -37,19 +37,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 2 for wrong input, also where no layout fits.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    return measured(arguments) if MEASURE in arguments else exit_code_of(lambda: _plan(arguments))
-
-
-def measured(arguments: list[str]) -> int:
-    """Measure a machine with ranks of its own, or as one of a job's; returns the exit code."""
+    if MEASURE not in arguments:
+        return exit_code_of(lambda: _plan(arguments))
     from mpitrain.measuring import self_start
 
-    def act() -> int:
+    def measure() -> int:
         from mpitrain.measuring import machine  # loads MPI
 
         return machine.main([each for each in arguments if each != MEASURE])
 
-    return self_start.command(act)
+    return self_start.command(measure)
 
 
 def _plan(argv: Sequence[str]) -> int:

@@ -41,16 +41,18 @@ def _parser() -> argparse.ArgumentParser:
     bad = "leave out images that cannot be read and rows of tables that do not fit, and count them"
     add("--skip-bad", action="store_true", help=bad)
     keep = "tables: columns that the output has as they are, such as an id"
-    add("--keep", type=_names, default=(), metavar="A,B", help=keep)
+    add(
+        "--keep",
+        type=lambda text: tuple(dict.fromkeys(map(str.strip, text.split(",")))),
+        default=(),
+        metavar="A,B",
+        help=keep,
+    )
     add("--text", default="text", metavar="FIELD", help="JSON lines: the field of the text [text]")
     prompt = "JSON lines: the field of a prompt, and of what follows it, which alone is foretold"
     add("--prompt", metavar="FIELD", help=prompt)
     add("--completion", metavar="FIELD", help="with --prompt: the field of what follows [completion]")
     return parser
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(name.strip() for name in text.split(",")))
 
 
 def _samples(arguments: argparse.Namespace, saved: SavedModel) -> Samples:
@@ -87,7 +89,7 @@ def _run(arguments: argparse.Namespace, job: Job) -> int:
 
     def rows_of(lo: int, hi: int) -> np.ndarray:
         """Of each sample but those left out its number, and what is told of it."""
-        numbers, x, y = samples.read_good(lo, hi) if lo < hi else (np.empty(0), np.empty(0), None)
+        numbers, x, y = samples.read(lo, hi) if lo < hi else (np.empty(0), np.empty(0), None)
         if len(numbers) == 0:
             return np.empty((0, 1 + told.width))
         with torch.no_grad():
@@ -102,23 +104,16 @@ def _run(arguments: argparse.Namespace, job: Job) -> int:
             end = min(first + together, len(samples))
             lo = min(first + arguments.batch * job.column, end)
             hi = min(lo + arguments.batch, end)
-            mine = job.agreed(partial(rows_of, lo, hi))
-            found = job.rows(mine)
+            found = job.rows(job.agreed(partial(rows_of, lo, hi)))
             count += len(found)
             if write is not None:
                 write(found[:, 0].astype(np.int64).tolist(), found[:, 1:])
         if count == 0 and arguments.skip_bad:
             raise refusal(f"{arguments.input} has nothing but {samples.called}; give others")
-    _tell(job, samples, f"{count} samples in {arguments.out}")
-    return EXIT_DONE
-
-
-def _tell(job: Job, samples: Samples, done: str) -> None:
-    """Say what was left out, by any rank, and what was done. Collective."""
-    bad = sorted({(number, told) for number, told in job.gathered(samples.left_out)})
-    if bad:
+    if bad := sorted(set(job.gathered(samples.left_out))):  # every rank reads all of a table
         job.say(f"left out {len(bad)} {samples.called}, such as {bad[0][1]}")
-    job.say(done)
+    job.say(f"{count} samples in {arguments.out}")
+    return EXIT_DONE
 
 
 if __name__ == "__main__":

@@ -60,12 +60,12 @@ class Samples(ABC):
     def __len__(self) -> int: ...
 
     @abstractmethod
-    def read(self, lo: int, hi: int) -> tuple[Array, Array | None]:
-        """x of samples lo to hi - 1, and what follows each token of those that are tokens."""
+    def read(self, lo: int, hi: int) -> tuple[Array, Array, Array | None]:
+        """Read samples lo to hi - 1 but those left out.
 
-    def read_good(self, lo: int, hi: int) -> tuple[Array, Array, Array | None]:
-        """The numbers of samples lo to hi - 1 but those left out, and what `read` gives of them."""
-        return np.arange(lo, hi), *self.read(lo, hi)
+        Returns:
+            Their numbers, their x, and what follows each token of those that are tokens.
+        """
 
 
 def open_samples(path: Path, description: Description, *, skip_bad: bool = False, keep: Sequence[str] = ()) -> Samples:
@@ -126,14 +126,14 @@ class _Prepared(Samples):
     def __len__(self) -> int:
         return self._bounds[-1]
 
-    def read(self, lo: int, hi: int) -> tuple[Array, Array | None]:
+    def read(self, lo: int, hi: int) -> tuple[Array, Array, Array | None]:
         found = []
         for begin, part in zip(self._bounds, self._parts, strict=False):
             first, last = max(lo - begin, 0), min(hi - begin, len(part))
             if first < last:
                 found.append(part.read(np.arange(first, last)))
         x, y = (np.concatenate([pair[i] for pair in found]) for i in (0, 1))
-        return x, y if self._tokens else None
+        return np.arange(lo, hi), x, y if self._tokens else None
 
 
 class _Array(Samples):
@@ -160,9 +160,9 @@ class _Array(Samples):
     def __len__(self) -> int:
         return len(self._x)
 
-    def read(self, lo: int, hi: int) -> tuple[Array, Array | None]:
-        x = self._x[lo:hi]
-        return x.astype(self.dtype) * np.float32(1 / 255) if x.dtype == np.uint8 else x.astype(self.dtype), None
+    def read(self, lo: int, hi: int) -> tuple[Array, Array, Array | None]:
+        x = self._x[lo:hi].astype(self.dtype)
+        return np.arange(lo, hi), x * np.float32(1 / 255) if self._x.dtype == np.uint8 else x, None
 
 
 class _Rows(Samples):
@@ -199,8 +199,8 @@ class _Rows(Samples):
     def __len__(self) -> int:
         return len(self._x)
 
-    def read(self, lo: int, hi: int) -> tuple[Array, Array | None]:
-        return self._x[lo:hi], None
+    def read(self, lo: int, hi: int) -> tuple[Array, Array, Array | None]:
+        return np.arange(lo, hi), self._x[lo:hi], None
 
 
 class _Images(Samples):
@@ -220,10 +220,7 @@ class _Images(Samples):
     def __len__(self) -> int:
         return len(self._images)
 
-    def read(self, lo: int, hi: int) -> tuple[Array, Array | None]:
-        return self.read_good(lo, hi)[1], None
-
-    def read_good(self, lo: int, hi: int) -> tuple[Array, Array, Array | None]:
+    def read(self, lo: int, hi: int) -> tuple[Array, Array, Array | None]:
         numbers, pixels = [], []
         for number, path in enumerate(self._images[lo:hi], lo):
             try:
@@ -301,13 +298,13 @@ class Texts(Samples):
     def __len__(self) -> int:
         return len(self._texts)
 
-    def read(self, lo: int, hi: int) -> tuple[Array, Array | None]:
+    def read(self, lo: int, hi: int) -> tuple[Array, Array, Array | None]:
         x = np.zeros((hi - lo, *self.shape), self.dtype)
         y = np.full_like(x, UNCOUNTED)
         for row, (tokens, given) in enumerate(self._texts[lo:hi]):
             x[row, : len(tokens) - 1] = tokens[:-1]
             y[row, given - 1 : len(tokens) - 1] = tokens[given:]
-        return x, y
+        return np.arange(lo, hi), x, y
 
 
 def _texts_of(path: Path, fields: TextFields) -> Iterator[Sequence[str]]:

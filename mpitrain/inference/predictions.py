@@ -162,21 +162,16 @@ def new_file(
     with ExitStack() as stack:
         aside = stack.enter_context(whole_file(path))
         if path.suffix == ".npz":
-            parts: list[Array] = []
-            taken_numbers: list[Sequence[int]] = []
-            written: list[Any] = []
+            parts, order = [np.empty((0, told.width))], list[int]()
 
             def keep(numbers: Sequence[int], rows: Array) -> None:
                 parts.append(rows)
-                taken_numbers.append(numbers)
-                written.extend(named(numbers))
+                order.extend(numbers)
 
             yield keep
-            rows = np.concatenate(parts) if parts else np.empty((0, told.width))
-            arrays: dict[str, Any] = told.arrays(rows)
+            arrays: dict[str, Any] = told.arrays(np.concatenate(parts))
             if names is not None:
-                arrays["sample"] = np.array(written)
-            order = [number for numbers in taken_numbers for number in numbers]
+                arrays["sample"] = np.array(named(order))
             arrays |= {name: _array([values[number] for number in order]) for name, values in kept.items()}
             np.savez(aside, **arrays)
             return

@@ -114,19 +114,17 @@ class _TokensDecoder(TextDecoder):
 
     def add(self, token: int) -> str:
         self._new.append(token)
-        text = self._text()
-        if text.endswith(_HALF):
-            return ""
-        return self._give(text)
+        text = self._text(self._told + self._new)
+        return "" if text.endswith(_HALF) else self._give(text)
 
     def finish(self) -> str:
-        return self._give(self._text()) if self._new else ""
+        return self._give(self._text(self._told + self._new)) if self._new else ""
 
-    def _text(self) -> str:
-        return str(self._tokenizer.decode(self._told + self._new, skip_special_tokens=True))
+    def _text(self, tokens: list[int]) -> str:
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
 
     def _give(self, text: str) -> str:
-        before = str(self._tokenizer.decode(self._told, skip_special_tokens=True)) if self._told else ""
+        before = self._text(self._told) if self._told else ""
         self._told, self._new = (self._told + self._new)[-_WINDOW:], []
         return text[len(before) :]
 

@@ -6,8 +6,7 @@ and any other number is an error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -27,26 +26,6 @@ Made = tuple[torch.Tensor, torch.Tensor]  # what a rank got, and what it should 
 Case = Callable[[Communicator, int, torch.dtype, str], Made]
 
 
-@dataclass(frozen=True)
-class CollectiveVerdict:
-    """What was found of an operation.
-
-    Attributes:
-        name: The operation.
-        algorithms: By which it was asked for.
-        wrong: The first thing that was wrong on the first rank that found one; "" where all is right.
-    """
-
-    name: str
-    algorithms: tuple[str, ...]
-    wrong: str
-
-    def line(self, width: int) -> str:
-        """One line for people."""
-        by = f" ({', '.join(self.algorithms)})" if self.algorithms else ""
-        return f"  {self.name:{width}}  " + (f"failed: {self.wrong}" if self.wrong else f"ok{by}")
-
-
 def main(arguments: Sequence[str]) -> int:
     """`mpitrain.doctor --check`: the arguments after it; returns the exit code."""
     options = parsed(parser("mpitrain.doctor --check", __doc__ or "", "2,3", 600), arguments)
@@ -57,25 +36,28 @@ def main(arguments: Sequence[str]) -> int:
 
 def check(world: Communicator) -> int:
     """Try every collective, and print a line for each; the exit code. Collective."""
-    cases = _cases()
-    width = max(map(len, cases))
+    width = max(map(len, _CASES))
     if world.rank == 0:
         nodes = f", {world.num_nodes} nodes" if world.num_nodes > 1 else ""
         print(f"collectives of {world.size} ranks{nodes}: right or wrong, not how fast", flush=True)
     failed = 0
-    for name, case in cases.items():
-        verdict = judged(world, name, case, TABLES.get(name))
-        failed += bool(verdict.wrong)
+    for name, case in _CASES.items():
+        right, verdict = judged(world, case, TABLES.get(name))
+        failed += not right
         if world.rank == 0:
-            print(verdict.line(width), flush=True)
+            print(f"  {name:{width}}  {verdict}", flush=True)
     if world.rank == 0:
-        print(f"{failed} of {len(cases)} failed" if failed else f"all {len(cases)} work here", flush=True)
+        print(f"{failed} of {len(_CASES)} failed" if failed else f"all {len(_CASES)} work here", flush=True)
     return EXIT_FAILED if failed else EXIT_DONE
 
 
-def judged(world: Communicator, name: str, case: Case, table: Algorithms | None) -> CollectiveVerdict:
-    """Try an operation by all of its algorithms that can run here. Collective."""
-    names = tuple(_possible(world, table)) if table else ()
+def judged(world: Communicator, case: Case, table: Algorithms | None) -> tuple[bool, str]:
+    """Try an operation by all of its algorithms that can run here. Collective.
+
+    Returns:
+        Whether all is right, and the algorithms, or the first thing that is wrong on the first rank that found one.
+    """
+    names = tuple(n for n in table.names if world.num_nodes == 1 or not table[n].one_node) if table else ()
     wrong = ""
     for dtype, lengths in ELEMENTS.items():
         for elements in lengths:
@@ -83,12 +65,10 @@ def judged(world: Communicator, name: str, case: Case, table: Algorithms | None)
                 found = _tried(world, case, elements, dtype, algorithm)
                 by = f"algorithm {algorithm}, " if algorithm else ""
                 wrong = wrong or (f"{by}{elements:,} x {str(dtype)[6:]}: {found}" if found else "")
-    told = [(rank, text) for rank, text in enumerate(world.all_gather_object(wrong)) if text]
-    return CollectiveVerdict(name, names, f"rank {told[0][0]}, {told[0][1]}" if told else "")
-
-
-def _possible(world: Communicator, table: Algorithms) -> Iterator[str]:
-    return (name for name in table.names if world.num_nodes == 1 or not table[name].one_node)
+    for rank, text in enumerate(world.all_gather_object(wrong)):
+        if text:
+            return False, f"failed: rank {rank}, {text}"
+    return True, f"ok ({', '.join(names)})" if names else "ok"
 
 
 def _tried(world: Communicator, case: Case, elements: int, dtype: torch.dtype, algorithm: str) -> str:
@@ -195,17 +175,16 @@ def _barrier(world: Communicator, elements: int, dtype: torch.dtype, _: str) -> 
     return torch.ones(1), torch.ones(1)
 
 
-def _cases() -> dict[str, Case]:
-    return {
-        "all_reduce": _all_reduce,
-        "all_reduce in an arena": _all_reduce_in_arena,
-        "reduce_scatter": _reduce_scatter,
-        "all_gather": _all_gather,
-        "broadcast": _broadcast,
-        "reduce": _reduce,
-        "gather": _gather,
-        "scatter": _scatter,
-        "all_to_all": _all_to_all,
-        "send and recv": _send,
-        "barrier": _barrier,
-    }
+_CASES: dict[str, Case] = {
+    "all_reduce": _all_reduce,
+    "all_reduce in an arena": _all_reduce_in_arena,
+    "reduce_scatter": _reduce_scatter,
+    "all_gather": _all_gather,
+    "broadcast": _broadcast,
+    "reduce": _reduce,
+    "gather": _gather,
+    "scatter": _scatter,
+    "all_to_all": _all_to_all,
+    "send and recv": _send,
+    "barrier": _barrier,
+}

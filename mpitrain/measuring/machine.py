@@ -198,10 +198,9 @@ def folder_speeds(world: Communicator, folder: Path, quick: bool) -> dict[str, f
     free = world.on_root(lambda: shutil.disk_usage(folder).free)
     if free < _ROOM * nbytes * world.size:
         return {}
-    first = min(rank for rank in range(world.size) if world.nodes[rank] == world.nodes[0])
     writers = {
-        "rank_write_rate": [first],
-        "write_rate": [r for r in range(world.size) if world.nodes[r] == world.nodes[0]],
+        "rank_write_rate": [0],
+        "write_rate": [r for r, node in enumerate(world.nodes) if node == world.nodes[0]],
     }
     if world.num_nodes > 1:
         writers["write_limit"] = list(range(world.size))
@@ -218,15 +217,11 @@ def _together(world: Communicator, folder: Path, data: bytes, nbytes: int, ranks
     world.barrier()
     began = time.perf_counter()
     if world.rank in ranks:
-        _write(folder / f"{world.rank}", data, nbytes)
+        with (folder / f"{world.rank}").open("wb", buffering=0) as file:
+            for _ in range(nbytes // len(data)):
+                file.write(data)
+            os.fsync(file.fileno())
+        (folder / f"{world.rank}").unlink()
     lasted = np.array([time.perf_counter() - began if world.rank in ranks else 0.0])
     world.all_reduce(lasted, "max")
     return nbytes * len(ranks) / float(lasted[0])
-
-
-def _write(path: Path, data: bytes, nbytes: int) -> None:
-    with path.open("wb", buffering=0) as file:
-        for _ in range(nbytes // len(data)):
-            file.write(data)
-        os.fsync(file.fileno())
-    path.unlink()

@@ -62,12 +62,10 @@ class AlgorithmContenders:
             "reduce_scatter": lambda name: partial(world.reduce_scatter, block, x, "sum", name),
             "all_gather": lambda name: partial(world.all_gather, x, block, name),
         }
-        return contenders(size, **{name: calls[table.operation](name) for name in self._usable(table, memory)})
-
-    def _usable(self, table: Algorithms, memory: str) -> list[str]:
-        one_node, reached = self.world.num_nodes == 1, memory == "arena" or self._reads_neighbours
+        one_node, reached = world.num_nodes == 1, memory == "arena" or self._reads_neighbours
         known = {name: table[name] for name in table.names if not (one_node and name == "two_level")}
-        return [n for n, a in known.items() if (one_node or not a.one_node) and (reached or a.stages or not a.reach)]
+        usable = [n for n, a in known.items() if (one_node or not a.one_node) and (reached or a.stages or not a.reach)]
+        return contenders(size, **{name: calls[table.operation](name) for name in usable})
 
 
 @contextmanager

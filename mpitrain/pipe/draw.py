@@ -11,10 +11,9 @@ from __future__ import annotations
 import argparse
 import shutil
 from pathlib import Path
-from typing import Any
 
 from mpitrain.errors import InputError
-from mpitrain.pipe.schedule import Backward, BackwardInput, BackwardWeight, Compute, Forward
+from mpitrain.pipe.schedule import Backward, BackwardInput, BackwardWeight, Forward
 from mpitrain.pipe.schedules import SCHEDULES, make_schedule
 from mpitrain.pipe.simulate import Costs, Simulation, simulate
 from mpitrain.storage.disk import replacing
@@ -52,7 +51,9 @@ def text(simulation: Simulation, width: int) -> str:
         row = ["."] * columns
         for run in runs:
             begin, end = (round(t / span * columns) for t in (run.begin, run.end))
-            letter, number = _letter(run.step, simulation), str(run.step.microbatch)
+            letter, number = _LOOKS[type(run.step)][0], str(run.step.microbatch)
+            if simulation.schedule.stages_of(rank).index(run.step.stage) % 2:
+                letter = letter.lower()
             label = letter + number if len(number) < end - begin else letter
             row[begin:end] = label.ljust(end - begin, "-")[: end - begin]
         lines.append(f"{f'rank {rank}':{margin}}" + "".join(row))
@@ -73,8 +74,13 @@ def picture(simulation: Simulation, path: Path) -> None:
     axes = figure.add_subplot()
     room = simulation.makespan * 0.06 / 15  # a digit's width: 0.06 of 15 inches
     for rank, runs in enumerate(simulation.runs):
+        stages = simulation.schedule.stages_of(rank)
         for run in runs:
-            _block(axes, simulation, rank, run.step, run.begin, run.end, room)
+            lasts, colour, label = run.end - run.begin, _LOOKS[type(run.step)][1], str(run.step.microbatch)
+            paler = 1.0 - 0.5 * stages.index(run.step.stage) / max(1, len(stages) - 1)  # later stages of a rank
+            axes.barh(rank, lasts, left=run.begin, height=0.86, color=colour, alpha=paler, edgecolor="white", lw=0.4)
+            if lasts > room * len(label):
+                axes.text((run.begin + run.end) / 2, rank, label, ha="center", va="center", fontsize=6)
     axes.set_ylim(ranks - 0.5, -0.5)
     axes.set_xlim(0, simulation.makespan)
     axes.set_yticks(range(ranks), [f"rank {r}" for r in range(ranks)])
@@ -90,26 +96,6 @@ def picture(simulation: Simulation, path: Path) -> None:
             figure.savefig(aside, dpi=150)
     except (OSError, ValueError) as error:
         raise InputError(f"the picture cannot be written to {path}: {error}") from None
-
-
-def _block(axes: Any, simulation: Simulation, rank: int, step: Compute, begin: float, end: float, room: float) -> None:
-    """One step; later stages of a rank are paler."""
-    schedule = simulation.schedule
-    chunk = schedule.stages_of(rank).index(step.stage)
-    paler = 1.0 - 0.5 * chunk / max(1, schedule.chunks - 1)
-    colour = _LOOKS[type(step)][1]
-    axes.barh(rank, end - begin, left=begin, height=0.86, color=colour, alpha=paler, edgecolor="white", lw=0.4)
-    label = str(step.microbatch)
-    if end - begin > room * len(label):
-        axes.text((begin + end) / 2, rank, label, ha="center", va="center", fontsize=6)
-
-
-def _letter(step: Compute, simulation: Simulation) -> str:
-    """The letter of a step: small for odd stages of a rank."""
-    schedule = simulation.schedule
-    chunk = schedule.stages_of(schedule.rank_of[step.stage]).index(step.stage)
-    letter = _LOOKS[type(step)][0]
-    return letter.lower() if chunk % 2 else letter
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -18,7 +18,6 @@ less.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 from mpitrain.pipe.schedule import (
@@ -57,7 +56,11 @@ def with_messages(schedule: Schedule, costs: Costs = Costs()) -> PipelineProgram
             _append(steps, pending)
             pending, now = [], end
         steps[rank].append(step)
-        pending += [(message, rank) for message in _messages(schedule, rank, step)]
+        gradient = not isinstance(step, Forward)
+        to = step.stage - 1 if gradient else step.stage + 1
+        sends = not isinstance(step, BackwardWeight) and 0 <= to < schedule.stages
+        if sends and schedule.rank_of[to] != rank:
+            pending.append((Send(step.stage, step.microbatch, gradient, schedule.rank_of[to]), rank))
     _append(steps, pending)
     return PipelineProgram(schedule, tuple(tuple(s) for s in steps))
 
@@ -66,16 +69,6 @@ def forward_only(schedule: Schedule) -> Schedule:
     """The forward steps of a schedule alone, for an evaluation."""
     steps = tuple(tuple(s for s in steps if isinstance(s, Forward)) for steps in schedule.steps)
     return replace(schedule, name=f"{schedule.name} forward", steps=steps)
-
-
-def _messages(schedule: Schedule, rank: int, step: Compute) -> Iterator[Send]:
-    """What leaves the rank when a step has ended."""
-    if isinstance(step, BackwardWeight):
-        return
-    gradient = not isinstance(step, Forward)
-    neighbour = step.stage - 1 if gradient else step.stage + 1
-    if 0 <= neighbour < schedule.stages and schedule.rank_of[neighbour] != rank:
-        yield Send(step.stage, step.microbatch, gradient, schedule.rank_of[neighbour])
 
 
 def _append(steps: list[list[Step]], pending: list[tuple[Send, int]]) -> None:

@@ -209,22 +209,18 @@ class Pipeline:
         if slices > 1:
             microbatches, weights = slice_sequences(microbatches, weights, slices)
         self._wire.device = self._device or next((p.device for p in self.module.parameters()), self._wire.device)
-        executor = self._executor(len(microbatches) // slices, training)
+        key = len(microbatches) // slices, training
+        if key not in self._executors:
+            schedule = self._schedule(key[0])
+            program = with_messages(schedule if training else forward_only(schedule))
+            self._executors[key] = Executor(program, self.comm.rank, self._stages, self._loss, self._wire, self.watched)
+        executor = self._executors[key]
         known, headers = self._shapes(microbatches, training)
         inputs, targets = [x for x, _ in microbatches], [y for _, y in microbatches]
         losses = executor.run(PipelineBatch(inputs, targets, weights, known, seen), headers)
         self.peak_in_flight = executor.most_kept / executor.schedule.chunks / slices
         numbers = torch.stack(losses).tolist() if losses else []  # the one wait of a batch for the device
         return self._wire.share_loss(sum(numbers), self.last_rank)
-
-    def _executor(self, microbatches: int, training: bool) -> Executor:
-        """The compiled program of so many microbatches."""
-        key = microbatches, training
-        if key not in self._executors:
-            schedule = self._schedule(microbatches)
-            program = with_messages(schedule if training else forward_only(schedule))
-            self._executors[key] = Executor(program, self.comm.rank, self._stages, self._loss, self._wire, self.watched)
-        return self._executors[key]
 
     def _schedule(self, microbatches: int) -> Schedule:
         """The schedule that was asked for, of so many microbatches."""
@@ -310,19 +306,17 @@ def find_tied(
     Raises:
         InputError: A shared parameter is on the meta device.
     """
-    holders: dict[int, dict[int, str]] = {}  # parameter -> rank -> its first name there
-    parameters: dict[int, nn.Parameter] = {}
-    uses: Counter[int] = Counter()
+    holders: dict[nn.Parameter, dict[int, str]] = {}  # by rank its first name there
+    uses: Counter[nn.Parameter] = Counter()
     for rank, blocks in zip(rank_of, stages, strict=True):
         for prefix, block in blocks:
             for name, parameter in block.named_parameters(prefix=prefix, remove_duplicate=False):
-                uses[id(parameter)] += 1
-                parameters[id(parameter)] = parameter
-                holders.setdefault(id(parameter), {}).setdefault(rank, name)
+                uses[parameter] += 1
+                holders.setdefault(parameter, {}).setdefault(rank, name)
     found: list[Tied] = []
     groups: dict[tuple[int, ...], Communicator | None] = {}
-    for key, names in holders.items():
-        if parameters[key].is_meta and uses[key] > 1:
+    for parameter, names in holders.items():
+        if parameter.is_meta and uses[parameter] > 1:
             raise InputError(
                 f"parameter {next(iter(names.values()))} is shared and has no memory yet, and would get one per use; "
                 "build a model with shared parameters on the CPU"
@@ -335,6 +329,6 @@ def find_tied(
             group = comm.subgroup(ranks, label=f"{comm.label} tied {ranks}")
             assert group is not None
             groups[tuple(ranks)] = group
-        group.broadcast(parameters[key].detach(), root=0)
-        found.append(Tied(names[comm.rank], parameters[key], group))
+        group.broadcast(parameter.detach(), root=0)
+        found.append(Tied(names[comm.rank], parameter, group))
     return found

@@ -21,7 +21,7 @@ Idle fraction with F = I = W = 1 and no communication, and microbatches held at 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
@@ -44,8 +44,7 @@ def gpipe(ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
         f, b = _entries(rank, Forward, Backward)
         return [f] * microbatches + [b] * microbatches
 
-    steps = tuple(_numbered(order(r), microbatches) for r in range(ranks))
-    return Schedule("gpipe", ranks, microbatches, tuple(range(ranks)), steps)
+    return _scheduled("gpipe", microbatches, range(ranks), map(order, range(ranks)))
 
 
 def one_f_one_b(ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
@@ -57,8 +56,7 @@ def one_f_one_b(ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
         ahead = min(ranks - 1 - rank, microbatches)
         return [f] * ahead + [f, b] * (microbatches - ahead) + [b] * ahead
 
-    steps = tuple(_numbered(order(r), microbatches) for r in range(ranks))
-    return Schedule("1f1b", ranks, microbatches, tuple(range(ranks)), steps)
+    return _scheduled("1f1b", microbatches, range(ranks), map(order, range(ranks)))
 
 
 def interleaved(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
@@ -99,8 +97,7 @@ def zb_h1(ranks: int, microbatches: int) -> Schedule:
         steady = [f, i] * late + [f, i, w] * (microbatches - ahead - late)
         return [f] * ahead + steady + [i, w] * ahead + [w] * late
 
-    steps = tuple(_numbered(order(r), microbatches) for r in range(ranks))
-    return Schedule("zero-bubble", ranks, microbatches, tuple(range(ranks)), steps)
+    return _scheduled("zero-bubble", microbatches, range(ranks), map(order, range(ranks)))
 
 
 def zb_v(ranks: int, microbatches: int) -> Schedule:
@@ -120,9 +117,8 @@ def zb_v(ranks: int, microbatches: int) -> Schedule:
         cool = [i0, i1] * rank + [i0, w0] * below + [w1] * rank + [w0] * rank
         return warm + steady + cool
 
-    steps = tuple(_numbered(order(r), microbatches) for r in range(ranks))
     rank_of = (*range(ranks), *reversed(range(ranks)))
-    return Schedule("zero-bubble", ranks, microbatches, rank_of, steps)
+    return _scheduled("zero-bubble", microbatches, rank_of, map(order, range(ranks)))
 
 
 def terapipe(ranks: int, microbatches: int, slices: int = 4) -> Schedule:
@@ -192,16 +188,27 @@ def _entries(stage: int, *kinds: Kind) -> list[Entry]:
     return [(kind, stage) for kind in kinds]
 
 
-def _numbered(order: Iterable[Entry], microbatches: int) -> tuple[Compute, ...]:
-    """Each kind of step on each stage takes the microbatches in turn; those beyond the last are left out."""
-    taken: Counter[Entry] = Counter()
-    steps: list[Compute] = []
-    for kind, stage in order:
-        number = taken[kind, stage]
-        taken[kind, stage] += 1
-        if number < microbatches:
-            steps.append(kind(stage, number))
-    return tuple(steps)
+def _scheduled(name: str, microbatches: int, rank_of: Iterable[int], orders: Iterable[Sequence[Entry]]) -> Schedule:
+    """Return the schedule in which each kind of step on each stage takes the microbatches in turn.
+
+    Steps beyond the last microbatch are left out.
+
+    Args:
+        name: The schedule's name.
+        microbatches: How many there are.
+        rank_of: The rank of each stage.
+        orders: The kinds of steps of each rank, in order.
+    """
+    steps: list[tuple[Compute, ...]] = []
+    for order in orders:
+        taken: Counter[Entry] = Counter()
+        own: list[Compute] = []
+        for kind, stage in order:
+            if taken[kind, stage] < microbatches:
+                own.append(kind(stage, taken[kind, stage]))
+            taken[kind, stage] += 1
+        steps.append(tuple(own))
+    return Schedule(name, len(steps), microbatches, tuple(rank_of), tuple(steps))
 
 
 def _check(name: str, ranks: int, microbatches: int, chunks: int, possible: Iterable[int]) -> None:

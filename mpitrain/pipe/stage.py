@@ -100,10 +100,13 @@ class Stage:
         if past is not None:
             kept.past = {number: list(states) for number, states in past.items()}
         if self.recompute and torch.is_grad_enabled():
-            kept.random = _random_state(kept.inputs)
+            on = {t.device for t in kept.inputs if isinstance(t, torch.Tensor) and devices.is_accelerator(t.device)}
+            kept.random = [(device, devices.generator_state(device)) for device in (devices.CPU, *on)]
             with torch.no_grad():
                 output, states = self._run(x, kept, past is not None)
-            output = self._as_in_graph(output, kept)
+            # without a graph, and requiring gradients where its recomputation will
+            if self._inputs(kept) or any(p.requires_grad for block in self.blocks for p in block.parameters()):
+                output = _mapped(lambda t: t.detach().requires_grad_(t.is_floating_point()), output)
         else:
             output, states = self._run(x, kept, past is not None)
             kept.outputs = as_tuple(output)
@@ -169,13 +172,6 @@ class Stage:
                 x, states[number] = look_back(x, kept.past.get(number, []))
         return (x if kept.ending is None else kept.ending(x)), states
 
-    def _as_in_graph(self, output: Any, kept: Kept) -> Any:
-        """The output of a forward pass without a graph, requiring gradients where its recomputation will."""
-        trained = any(p.requires_grad for block in self.blocks for p in block.parameters())
-        if trained or self._inputs(kept):
-            return _mapped(lambda t: t.detach().requires_grad_(t.is_floating_point()), output)
-        return output
-
     def _roots(self, kept: Kept, gradients: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The tensors that backward starts from (outputs and states), and their gradients."""
         if kept.random is not None:
@@ -207,12 +203,6 @@ class Stage:
     def _inputs(self, kept: Kept) -> list[torch.Tensor]:
         """The inputs whose gradients the stage before waits for."""
         return [] if self.first else [t for t in kept.inputs if t.requires_grad]
-
-
-def _random_state(inputs: Sequence[Any]) -> RandomState:
-    """The state of the generators that a stage with these inputs draws from: the CPU's, then the device's."""
-    on = {t.device for t in inputs if isinstance(t, torch.Tensor) and devices.is_accelerator(t.device)}
-    return [(device, devices.generator_state(device)) for device in (devices.CPU, *on)]
 
 
 def _complete(gradient: torch.Tensor | None, of: torch.Tensor) -> torch.Tensor:

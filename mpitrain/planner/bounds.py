@@ -23,7 +23,7 @@ from functools import lru_cache
 from mpitrain.planner.collectives import Group
 from mpitrain.planner.flow import estimate
 from mpitrain.planner.layouts import ParallelLayout
-from mpitrain.planner.memory import ITEMSIZE, LayoutPlaces, is_unit
+from mpitrain.planner.memory import ITEMSIZE, is_unit
 from mpitrain.planner.predictor import Predictor, StepSimulation
 from mpitrain.planner.refine import held_at_most
 from mpitrain.planner.subject import AxisExchange, BlockCost, Divided
@@ -122,12 +122,14 @@ class Bounds:
 
         They are those of the variant of the layout that takes least.
         """
-        waited = self._waited(layout)
+        waited = 0.0  # the share of a stage's seconds that later stages wait for, where a bound is known
         work, stages = self._work_of(layout), layout.pipeline
         turns = self._of.turns(self._of.places(layout))
         each = (work.seconds + work.least_again * layout.recompute) * turns + sum(work.exchanged)
         if layout.tensor > 1 and not layout.sequence:
             each = (work.least + work.least_again * layout.recompute) * turns
+        if layout.chunks == layout.slices == 1 and turns == 1.0:
+            waited = {"1f1b": 1.0, "gpipe": 1.0, "zero-bubble": work.forward}.get(layout.schedule, 0.0)
         count = self._of.model.batch / layout.data / layout.microbatch
         each *= layout.slices
         if stages == 1 or waited == 0.0:
@@ -209,14 +211,6 @@ class Bounds:
 
     # -- what they are made of
 
-    def _waited(self, layout: ParallelLayout) -> float:
-        """The share of a stage's seconds that later stages wait for; 0 where no bound is known."""
-        if layout.chunks > 1 or layout.slices > 1 or self._of.turns(self._of.places(layout)) > 1.0:
-            return 0.0
-        if layout.schedule in ("1f1b", "gpipe"):
-            return 1.0
-        return self._work_of(layout).forward if layout.schedule == "zero-bubble" else 0.0
-
     def _work_of(self, layout: ParallelLayout) -> _Work:
         alone = layout.data == 1
         return self._work(layout.microbatch, layout.tensor, layout.sequence, layout.slices, layout.whole, alone)
@@ -229,23 +223,19 @@ class Bounds:
         shape = (1, rest, tensor) if alone else (rest, 1, tensor)
         layout = ParallelLayout(*shape, microbatch=microbatch, sequence=sequence, slices=slices, whole=whole)
         places = self._of.places(layout)
-        blocks = self._blocks(layout, places)
+        # a pass through each division of the model would take long, and few of these layouts are worth it: the blocks
+        # of tensor ranks on several nodes are those of one node's ranks made thinner
+        near = max(n for n in range(1, min(tensor, places.each) + 1) if tensor % n == 0)
+        divided = replace(layout.divided, tensor=near)
+        if near in (1, tensor) or not self._of.model.takes(divided):
+            blocks = self._of.blocks(layout, places)
+        else:
+            thick = self._of.model.blocks(microbatch, divided, places.threads)
+            blocks = tuple(_thinner(block, near / tensor) for block in thick)
         undivided = blocks
         if tensor > 1 and not sequence:
             undivided = self._of.model.blocks(microbatch, Divided(slices=slices), places.threads)
         return _Work(blocks, undivided, StepSimulation(self._of, places).exchanges)
-
-    def _blocks(self, layout: ParallelLayout, places: LayoutPlaces) -> tuple[BlockCost, ...]:
-        """The blocks of a layout; of tensor ranks on several nodes, those of one node's ranks made thinner.
-
-        A pass through each division of the model would take long, and few of these layouts are worth it.
-        """
-        near = max(n for n in range(1, min(layout.tensor, places.each) + 1) if layout.tensor % n == 0)
-        divided = replace(layout.divided, tensor=near)
-        if near in (1, layout.tensor) or not self._of.model.takes(divided):
-            return self._of.blocks(layout, places)
-        blocks = self._of.model.blocks(layout.microbatch, divided, places.threads)
-        return tuple(_thinner(block, near, layout.tensor) for block in blocks)
 
     def _beside(
         self, data: int, pipeline: int, tensor: int, zero: int, share_node: bool, within: str, offload: str
@@ -282,9 +272,8 @@ class Bounds:
         )
 
 
-def _thinner(block: BlockCost, ranks: int, more: int) -> BlockCost:
-    """A block that is divided over some ranks as if it were over more, with the same exchanges."""
-    part = ranks / more
+def _thinner(block: BlockCost, part: float) -> BlockCost:
+    """Return a block with the same exchanges of which a rank has only this part."""
     return replace(
         block,
         **{name: getattr(block, name) * part for name in ("forward", "input", "weight", "later")},
@@ -299,15 +288,10 @@ def _slowest(work: _Work, recompute: bool, stages: int) -> float:
     low, high = max(max(each), sum(each) / stages), sum(each)
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
-        low, high = (low, middle) if _stages_of(each, middle) <= stages else (middle, high)
+        count, now = 1, 0.0  # stages, if none may take longer than the middle
+        for seconds in each:
+            if now + seconds > middle:
+                count, now = count + 1, 0.0
+            now += seconds
+        low, high = (low, middle) if count <= stages else (middle, high)
     return high
-
-
-def _stages_of(each: Sequence[float], most: float) -> int:
-    """How many stages there are if none may take longer."""
-    count, now = 1, 0.0
-    for seconds in each:
-        if now + seconds > most:
-            count, now = count + 1, 0.0
-        now += seconds
-    return count

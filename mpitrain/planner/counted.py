@@ -122,27 +122,24 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _flops(operation: Any, args: Any, kwargs: Any, out: Any) -> tuple[float, float]:
     """Floating-point operations, and how many products of one size they are."""
-    if operation is _ATEN._scaled_dot_product_flash_attention_for_cpu:  # the registry has those of devices alone
-        q, k, v = args[:3]
-        flops = sdpa_flop_count(q.shape, k.shape, v.shape)  # type: ignore[no-untyped-call]
-        return float(flops), 2.0 * q.shape[0] * q.shape[1]
-    if operation is _ATEN._scaled_dot_product_flash_attention_for_cpu_backward:
-        gradient, q, k, v = args[:4]
-        flops = sdpa_backward_flop_count(gradient.shape, q.shape, k.shape, v.shape)  # type: ignore[no-untyped-call]
-        return float(flops), 5.0 * q.shape[0] * q.shape[1]
     count = flop_registry.get(operation)
-    if count is None:
+    if operation is _ATEN._scaled_dot_product_flash_attention_for_cpu:  # the registry has those of devices alone
+        flops = sdpa_flop_count(*(t.shape for t in args[:3]))  # type: ignore[no-untyped-call]
+    elif operation is _ATEN._scaled_dot_product_flash_attention_for_cpu_backward:
+        flops = sdpa_backward_flop_count(*(t.shape for t in args[:4]))  # type: ignore[no-untyped-call]
+    elif count is not None:
+        flops = count(*args, **kwargs, out_val=out)
+    else:
         return 0.0, 1.0
-    flops = float(count(*args, **kwargs, out_val=out))
-    if operation in (_ATEN.bmm, _ATEN.baddbmm):
-        return flops, float(args[-1].shape[0])
-    if operation is _ATEN.convolution_backward:
-        return flops, float(max(1, sum(args[-1][:2])))
-    name = operation.__name__
-    if "attention" in name:
-        query = args[1] if "backward" in name else args[0]
-        return flops, (5.0 if "backward" in name else 2.0) * query.shape[0] * query.shape[1]
-    return flops, 1.0
+    products = 1
+    if "attention" in operation.__name__:
+        query, passes = (args[1], 5) if "backward" in operation.__name__ else (args[0], 2)
+        products = passes * query.shape[0] * query.shape[1]
+    elif operation in (_ATEN.bmm, _ATEN.baddbmm):
+        products = args[-1].shape[0]
+    elif operation is _ATEN.convolution_backward:
+        products = max(1, sum(args[-1][:2]))
+    return float(flops), float(products)
 
 
 _FALLBACK = 4e10  # operations per second of a core or device whose profile says nothing
@@ -190,7 +187,7 @@ def seconds(operations: Sequence[CountedOperation], machine: MachineProfile, pre
         threads: That the rank computes with, on the CPU.
     """
     on_core = machine.device is None
-    gain, start = (_gain(machine, threads), _START) if on_core else (1.0, _LAUNCH)
+    gain, start = _gain(machine, threads), _START if on_core else _LAUNCH
     heavy, prepared, reached = (_HEAVY, _PREPARED, _REACHED) if on_core else ({}, {}, {})
     rate = _memory_rate(machine)
     table = sorted((machine.device or machine).matrix.get(precision, ()))
@@ -204,11 +201,11 @@ def seconds(operations: Sequence[CountedOperation], machine: MachineProfile, pre
 
 def moving(nbytes: float, machine: MachineProfile, threads: int = 1) -> float:
     """How long a rank takes to read or write so many bytes, beside what else an operation does."""
-    return nbytes / _memory_rate(machine) / (_gain(machine, threads) if machine.device is None else 1.0)
+    return nbytes / _memory_rate(machine) / _gain(machine, threads)
 
 
 def _gain(machine: MachineProfile, threads: int) -> float:
-    return 1.0 + (threads - 1) * machine.threads
+    return 1.0 + (threads - 1) * machine.threads if machine.device is None else 1.0
 
 
 def _memory_rate(machine: MachineProfile) -> float:
@@ -315,7 +312,10 @@ class _Once:
             values = [torch.empty(each.shape, dtype=each.dtype) for each in inputs]
         self.leaves = [v.detach().requires_grad_(e.gradient) for v, e in zip(values, inputs, strict=True)]
         in_place = _begins_in_place(block) and any(e.gradient for e in inputs)
-        self.given = [_ended(v) if v.requires_grad else v for v in self.leaves]
+        self.given = [
+            _Sink.apply(v) if v.requires_grad else v  # type: ignore[no-untyped-call]
+            for v in self.leaves
+        ]
         if in_place:
             self.given = [v.clone() for v in self.given]
         self.parameters = [p for p in block.parameters() if p.requires_grad]
@@ -396,12 +396,6 @@ class _Once:
         """What has been noted since this was last asked."""
         operations, self.recorder.operations = tuple(self.recorder.operations), []
         return operations, self.cut.exchanged()
-
-
-def _ended(x: torch.Tensor) -> torch.Tensor:
-    """x, whose gradient ends here."""
-    sunk: torch.Tensor = _Sink.apply(x)  # type: ignore[no-untyped-call]
-    return sunk
 
 
 class _Sink(torch.autograd.Function):

@@ -54,10 +54,6 @@ class Timed(NamedTuple):
     backward: float
     later: float = 0.0
 
-    def over(self, gain: float) -> Timed:
-        """All of it so many times as fast."""
-        return Timed(*(seconds / gain for seconds in self))
-
 
 class MeasuringFailed(MpitrainError):
     """A process that measures came to an end, or could not do what it was asked."""
@@ -144,20 +140,19 @@ def time_blocks(cut: Cut, samples: int, device: torch.device) -> list[Timed]:
         samples: Of the microbatch.
         device: Where the model is.
     """
-    places = _Places(cut.module)
-    alone = not devices.is_accelerator(device) and torch.get_num_threads() == 1
-    now = time.thread_time if alone else time.perf_counter
-    wait = partial(devices.synchronize, device) if devices.is_accelerator(device) else lambda: None
+    places, on_device = _Places(cut.module), devices.is_accelerator(device)
+    now = time.thread_time if not on_device and torch.get_num_threads() == 1 else time.perf_counter
+    wait = partial(devices.synchronize, device) if on_device else lambda: None
     x, y = cut.samples(samples)
     rounds: list[list[tuple[float, float]]] = []
     again: list[list[tuple[float, float]]] = []  # where gradients are there already
     try:
-        _round(cut, x, y, places, wait, now)
+        _round(cut, x, y, wait, now)
         end = time.perf_counter() + _SECONDS
         while len(rounds) < _LEAST or (len(rounds) < _MOST and time.perf_counter() < end):
             places.zero()
-            rounds.append(_round(cut, x, y, places, wait, now))
-            again.append(_round(cut, x, y, places, wait, now))
+            rounds.append(_round(cut, x, y, wait, now))
+            again.append(_round(cut, x, y, wait, now))
     finally:
         places.remove()
     first, second = np.array(rounds), np.array(again)  # [rounds, blocks, 2]
@@ -173,9 +168,7 @@ def time_blocks(cut: Cut, samples: int, device: torch.device) -> list[Timed]:
     return [Timed(*map(float, each)) for each in seconds]
 
 
-def _round(
-    cut: Cut, x: Any, y: Any, places: _Places, wait: Callable[[], object], now: Callable[[], float]
-) -> list[tuple[float, float]]:
+def _round(cut: Cut, x: Any, y: Any, wait: Callable[[], object], now: Callable[[], float]) -> list[tuple[float, float]]:
     """(forward, backward) of each block, in one pass of a microbatch through all."""
     count = len(cut.blocks)
     begins, ends = [0.0] * count, [0.0] * count  # of forward

@@ -9,6 +9,7 @@ from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
+from math import prod
 
 import torch
 
@@ -70,7 +71,7 @@ class BlockProfile(ModelProfile):
         config = subject.config
         self.batch, self.precision = config.train.batch, config.train.precision
         self.moments = moments(config.optim)
-        self.sample_bytes = subject.sample_bytes
+        self.sample_bytes = sum(prod(shape) * dtype.itemsize for shape, dtype in subject.shapes)
         self.listed, self.divisible, self.synchronous = subject.listed, subject.divisible, subject.synchronous
         self.has_units = bool(blocks_of(subject.module))
         self.order = [name for name, _ in subject.module.named_parameters()]
@@ -232,7 +233,7 @@ class _Times:
         plain = Divided()
         if threads > 1 and (self._left <= 0 or threads > _cores()):
             gain = 1 + (threads - 1) * self._machine.threads
-            return [t.over(gain) for t in self.of(samples, divided, 1, reckoned, undivided)]
+            return [Timed(*(s / gain for s in t)) for t in self.of(samples, divided, 1, reckoned, undivided)]
         if divided == plain or (self._left > 0 and not divided.whole):
             found = self._along(samples, divided, threads)
             if found is not None:
@@ -249,14 +250,11 @@ class _Times:
         ]
 
     def _along(self, samples: int, divided: Divided, threads: int) -> list[Timed] | None:
-        """In a straight line through the nearest two of the powers of two that are measured; None without any."""
+        """In a straight line through the nearest two of the powers of two that are measured; None without these."""
         known = self._powers(samples, divided, threads)
-        if samples in known or not known:
+        if samples in known or len(known) < 2:
             return known.get(samples)
         sizes = sorted(known)
-        if len(sizes) == 1:
-            grow = samples / sizes[0]
-            return [t.over(1 / grow)._replace(later=t.later) for t in known[sizes[0]]]
         at = min(max(1, bisect(sizes, samples)), len(sizes) - 1)
         low, high = sizes[at - 1], sizes[at]
         along = (samples - low) / (high - low)

@@ -50,7 +50,7 @@ from mpitrain.errors import InputError
 from mpitrain.planner.layouts import ParallelLayout, sizes
 from mpitrain.planner.memory import ITEMSIZE
 from mpitrain.planner.predictor import Predictor
-from mpitrain.planner.subject import AxisExchange, BlockCost, Divided, ModelProfile, Weight
+from mpitrain.planner.subject import AxisExchange, BlockCost, Divided, ModelProfile
 
 _Array = npt.NDArray[np.float64]
 _EVEN = 1e-9  # share of a stage's seconds that decides between cuts that are equally good otherwise
@@ -188,21 +188,6 @@ class Pairs:
     nbytes: float
 
 
-@dataclass(frozen=True)
-class Prices:
-    """What a rank's part of a model costs, beyond what its profile says.
-
-    Attributes:
-        exchange: Seconds of a collective of the tensor axis.
-        microbatches: Of a step.
-        per_element: Bytes of a parameter with its gradient and states on one rank.
-    """
-
-    exchange: Callable[[AxisExchange], float]
-    microbatches: int = 1
-    per_element: float = 16.0
-
-
 def choose(pairs: Sequence[Pairs], limit: float) -> tuple[int, ...] | None:
     """Return how many of each class stay whole, so that it takes the least seconds.
 
@@ -245,7 +230,15 @@ def whole_patterns(pairs: Sequence[Pairs], counts: Sequence[int]) -> tuple[str, 
     return tuple(found)
 
 
-def pairs_of(model: ModelProfile, samples: int, divided: Divided, prices: Prices, threads: int = 1) -> list[Pairs]:
+def pairs_of(
+    model: ModelProfile,
+    samples: int,
+    divided: Divided,
+    exchange: Callable[[AxisExchange], float],
+    microbatches: int,
+    per_element: float,
+    threads: int = 1,
+) -> list[Pairs]:
     """The classes of pairs that a model's plan divides, with what each costs if it is whole instead.
 
     Compares profiles: with everything divided, and with all pairs of one class whole. Layers belong together that have
@@ -255,28 +248,29 @@ def pairs_of(model: ModelProfile, samples: int, divided: Divided, prices: Prices
         model: The model's profile.
         samples: Of a microbatch.
         divided: How it is divided otherwise; `whole` is not looked at.
-        prices: Of exchanges and bytes.
+        exchange: Seconds of a collective of the tensor axis.
+        microbatches: Of a step.
+        per_element: Bytes of a parameter with its gradient and states on one rank.
         threads: That a rank computes with.
     """
+
+    def cost(blocks: Sequence[BlockCost]) -> tuple[float, float]:
+        """(seconds of a step, bytes) of blocks."""
+        seconds = sum(block.seconds for block in blocks)
+        seconds += sum(exchange(each) for block in blocks for each in (*block.forwards, *block.backwards))
+        numel, kept = sum(block.numel for block in blocks), sum(block.kept for block in blocks)
+        return seconds * microbatches, kept + numel * per_element
+
     base = replace(divided, whole=())
     blocks = model.blocks(samples, base, threads)
-    before = _cost(blocks, prices)
+    before = cost(blocks)
     found: list[Pairs] = []
     for patterns in _classes(model, base, _units(blocks)):
         whole = replace(base, whole=tuple(name for each in patterns for name in each))
-        seconds, nbytes = _cost(model.blocks(samples, whole, threads), prices)
+        seconds, nbytes = cost(model.blocks(samples, whole, threads))
         count = len(patterns)
         found.append(Pairs(tuple(patterns), (seconds - before[0]) / count, (nbytes - before[1]) / count))
     return found
-
-
-def _cost(blocks: Sequence[BlockCost], prices: Prices) -> tuple[float, float]:
-    """(seconds of a step, bytes) of blocks."""
-    seconds = sum(block.seconds for block in blocks)
-    seconds += sum(prices.exchange(each) for block in blocks for each in (*block.forwards, *block.backwards))
-    numel = sum(block.numel for block in blocks)
-    kept = sum(block.kept for block in blocks)
-    return seconds * prices.microbatches, kept + numel * prices.per_element
 
 
 def _units(blocks: Sequence[BlockCost]) -> list[tuple[str, ...]]:
@@ -286,7 +280,9 @@ def _units(blocks: Sequence[BlockCost]) -> list[tuple[str, ...]]:
     unit_of: dict[str, str] = {}
     for weight in weights:
         layer = weight.name.rpartition(".")[0]
-        key = unit_of.get(weight.same_as) or _parent(weight, blocks)
+        around = layer.rpartition(".")[0]  # of a layer that is a block, or outside of all, the layer itself
+        inside = any(around == block.name or around.startswith(f"{block.name}.") for block in blocks)
+        key = unit_of.get(weight.same_as) or (around if inside else layer)
         unit_of[weight.name] = key
         if layer not in units.setdefault(key, []):
             units[key].append(layer)
@@ -296,32 +292,20 @@ def _units(blocks: Sequence[BlockCost]) -> list[tuple[str, ...]]:
     ]
 
 
-def _parent(weight: Weight, blocks: Sequence[BlockCost]) -> str:
-    """The module around a weight's layer; of a layer that is a block, or outside of all, the layer itself."""
-    layer = weight.name.rpartition(".")[0]
-    around = layer.rpartition(".")[0]
-    inside = any(around == block.name or around.startswith(f"{block.name}.") for block in blocks)
-    return around if inside else layer
-
-
 def _classes(model: ModelProfile, base: Divided, units: Sequence[tuple[str, ...]]) -> list[list[tuple[str, ...]]]:
     """Units in classes of equal ones, each of which can be whole by itself; what cannot is left out."""
     classes: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
     for unit in units:
         classes.setdefault(tuple(map(_class_of, unit)), []).append(unit)
-
-    def possible(whole: tuple[str, ...]) -> bool:
-        return model.takes(replace(base, whole=whole))
-
     found: list[list[tuple[str, ...]]] = []
     waiting: list[tuple[str, ...]] = []
     for alike in classes.values():
         by_two = [(*first, *second) for first, second in zip(alike[::2], alike[1::2], strict=False)]
         with_last = [(*first, *second) for first, second in zip(waiting, alike, strict=False)]
-        fitting = (each for each in (alike, by_two, with_last) if each and possible(each[0]))
-        chosen = next(fitting, None)
-        waiting = alike if chosen is None else []
-        found += [] if chosen is None else [chosen]
+        fitting = (each for each in (alike, by_two, with_last) if each and model.takes(replace(base, whole=each[0])))
+        chosen = next(fitting, [])
+        waiting = [] if chosen else alike
+        found += [chosen] if chosen else []
     return found
 
 
@@ -377,11 +361,10 @@ class Refinement:
         def exchange(each: AxisExchange) -> float:
             return self._of.collectives.seconds(each.operation, each.nbytes, places.axis(each.axis))
 
-        per_element = self._per_element(layout) / layout.pipeline
-        prices = Prices(exchange, self._of.microbatches(layout), per_element)
+        count, per_element = self._of.microbatches(layout), self._per_element(layout) / layout.pipeline
         divided = Divided(layout.tensor, slices=layout.slices, synchronized=layout.data > 1)
         try:
-            pairs = pairs_of(self._of.model, layout.microbatch, divided, prices, places.threads)
+            pairs = pairs_of(self._of.model, layout.microbatch, divided, exchange, count, per_element, places.threads)
             taken = sum(self._of.memory(layout).values())
         except InputError:
             return ()

@@ -147,17 +147,11 @@ class Point:
     ranks: int
     prediction: Prediction | None
 
-    @property
-    def rate(self) -> float:
-        """Samples per second of one rank."""
-        found = self.prediction
-        return found.samples / found.seconds / self.ranks if found is not None else 0.0
-
 
 def efficiency_of(points: Sequence[Point]) -> float:
-    """Throughput of a rank at the last of some points, against that at the first that has a layout; 0 without any."""
-    first = next((point.rate for point in points if point.rate), 0.0)
-    return points[-1].rate / first if first else 0.0
+    """Throughput of a rank at the last point that has a layout, against that at the first."""
+    rates = [of.samples / of.seconds / point.ranks for point in points if (of := point.prediction) is not None]
+    return rates[-1] / rates[0]
 
 
 HEAD = "  ranks       step   samples/s  efficiency      memory   batch  layout"

@@ -185,10 +185,7 @@ class _Search:
             if self.refused > _REFUSED * limit or (self.best and time.monotonic() > end):
                 return
             _, _, layout, left = heapq.heappop(self.waiting)
-            try:
-                at_least = self._predictor.at_least(layout)
-            except InputError:
-                continue
+            at_least = self._predictor.at_least(layout)
             if self._slower_than_best(at_least) or (layout.offload and replace(layout, offload="") in self._fitting):
                 continue
             if left is None:
@@ -228,10 +225,7 @@ class _Search:
         if self.hopeless:
             self.excess, self.waiting = [each for each in self.excess if each.host], []
             return
-        entries: list[tuple[float, ParallelLayout]] = []
-        for layout in self._layouts:
-            with suppress(InputError):
-                entries.append((sum(self._predictor.least_memory(layout).values()), layout))
+        entries = [(sum(self._predictor.least_memory(layout).values()), layout) for layout in self._layouts]
         self.excess, least_missing = [], float("inf")
         for least, layout in sorted(entries, key=lambda entry: entry[0]):
             if least - self._room >= least_missing:

@@ -19,7 +19,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
-from math import prod
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -386,6 +385,7 @@ class Subject:
 
     Attributes:
         config: The configuration.
+        module: The whole model.
         listed: Whether the model lists its blocks.
         divisible: Whether it says how its layers are divided.
         synchronous: Whether it has batch norms.
@@ -396,7 +396,7 @@ class Subject:
         self.config, self._description = config, description
         self._fake: FakeTensorMode | None = None
         self._task = self._build(real)
-        module = self._task.module
+        module = self.module = self._task.module
         self.listed = callable(getattr(module, "pipeline_blocks", None)) or isinstance(module, nn.Sequential)
         self.divisible = callable(getattr(module, "tensor_plan", None))
         self.synchronous = any(isinstance(layer, _BatchNorm) for layer in module.modules())
@@ -407,16 +407,6 @@ class Subject:
             (tuple(x_shape), getattr(torch, description.x_dtype.name)),
             (tuple(y_shape), getattr(torch, description.y_dtype.name)),
         ]
-
-    @property
-    def module(self) -> nn.Module:
-        """The whole model."""
-        return self._task.module
-
-    @property
-    def sample_bytes(self) -> int:
-        """Of a sample's x and y."""
-        return sum(prod(shape) * dtype.itemsize for shape, dtype in self.shapes)
 
     def cut(self, divided: Divided, *, fake: bool, device: torch.device | None = None) -> Cut:
         """A copy of the model, divided.
@@ -431,7 +421,10 @@ class Subject:
         """
         mode = (self._fake or FakeTensorMode()) if fake else None
         with mode if mode is not None else nullcontext():
-            like = self._alike(divided) if fake else []
+            like: list[int] = []
+            if fake and self.listed:
+                patterns = [*(plan_for(self.module) if divided.tensor > 1 else {}), *divided.whole]
+                like = alike(self.module, listed_blocks(self.module), patterns)
             task = self._copied(mode, like)
             module, data = task.module, DataStandIn()
             if divided.synchronized:
@@ -448,7 +441,10 @@ class Subject:
             blocks = listed_blocks(module) if self.listed else [("", module)]
             like = like or list(range(len(blocks)))
             blocks = [(name, blocks[first][1]) for (name, _), first in zip(blocks, like, strict=True)]
-            self._check_slices(blocks, divided.slices)
+            if divided.slices > 1:
+                x, y = (torch.empty(1, *shape, device="meta") for shape, _ in self.shapes)
+                slice_sequences([(x, y)], [1.0], divided.slices)
+            require_look_back(self.module, blocks, divided.slices)
             on = device or torch.device("cpu")
             samples = partial(self._samples, divided.slices, on)
         module.train()
@@ -472,13 +468,6 @@ class Subject:
 
     def _built(self) -> Task:
         return build_model(self.config.model, self._description)
-
-    def _alike(self, divided: Divided) -> list[int]:
-        """See `Cut.like`."""
-        if not self.listed:
-            return []
-        plan = plan_for(self.module) if divided.tensor > 1 else {}
-        return alike(self.module, listed_blocks(self.module), [*plan, *divided.whole])
 
     def _copied(self, mode: FakeTensorMode | None, like: Sequence[int]) -> Task:
         """A copy of the task, with a `Double` in the place of each block that is like an earlier one."""
@@ -511,12 +500,6 @@ class Subject:
             )
         x, y = made
         return x.to(DTYPES[self.config.train.precision]) if x.is_floating_point() else x, y
-
-    def _check_slices(self, blocks: list[tuple[str, nn.Module]], slices: int) -> None:
-        if slices > 1:
-            x, y = (torch.empty(1, *shape, device="meta") for shape, _ in self.shapes)
-            slice_sequences([(x, y)], [1.0], slices)
-        require_look_back(self.module, blocks, slices)
 
 
 def description_of(config: Config) -> Description:

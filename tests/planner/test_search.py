@@ -27,7 +27,6 @@ from mpitrain.planner.profile import profile_of
 from mpitrain.planner.refine import (
     Limits,
     Pairs,
-    Prices,
     Refinement,
     best_cut,
     choose,
@@ -156,8 +155,7 @@ def test_many_classes_take_no_longer_than_a_search_can_wait():
 
 def test_pairs_that_are_small_stay_whole():
     model = MadeUpModel(blocks=4, vocabulary=10)
-    prices = Prices(exchange=lambda each: 1e-4, microbatches=2, per_element=16.0)
-    pairs = pairs_of(model, 2, Divided(4), prices)
+    pairs = pairs_of(model, 2, Divided(4), exchange=lambda each: 1e-4, microbatches=2, per_element=16.0)
     assert [len(each.patterns) for each in pairs] == [1, 4, 4, 1]
     assert pairs[1].patterns[0] == ("blocks.0.attention.*",) and pairs[0].patterns == (("embedding",),)
     counts = choose(pairs, 1e12)
