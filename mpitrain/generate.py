@@ -62,11 +62,13 @@ def _parser() -> argparse.ArgumentParser:
 def _run(arguments: argparse.Namespace, job: Job) -> int:
     """Let all prompts go on. Collective over the ranks of the job."""
     from mpitrain.inference import placing
-    from mpitrain.inference.generation import Draws, Generation, Sampling, StopWatch, require_stops
+    from mpitrain.inference.generation import Draws, Generation, Sampling, StopWatch
 
     given = arguments
     sampling = Sampling(given.temperature, given.top_k, given.top_p, given.min_p, given.repetition_penalty)
-    stops = require_stops(arguments.stop)
+    stops = tuple(given.stop)
+    if "" in stops:
+        raise refusal("--stop '': an empty text is at once there; give a text to stop at, or leave it out")
     if arguments.tokens < 1:
         raise refusal(f"--tokens {arguments.tokens}: give 1 or more")
     texts: list[str] = job.decided(lambda: _texts(arguments))

@@ -146,13 +146,6 @@ class Draws:
         return torch.stack(drawn) if drawn else torch.empty(0, dtype=torch.float64)
 
 
-def require_stops(stops: Sequence[str]) -> tuple[str, ...]:
-    """Return the stop strings. Raises InputError for an empty one."""
-    if "" in stops:
-        raise refusal("--stop '': an empty text is at once there; give a text to stop at, or leave it out")
-    return tuple(stops)
-
-
 class StopWatch(TextDecoder):
     """A decoder of one continuation that looks for stop strings.
 

@@ -3,7 +3,7 @@
     before = earlier.length                  positions so far
     every = earlier.add(own)                 the state of all of them and the new ones, [batch, heads, positions, ...]
 
-Slices keep the graph for backward. A cache of generated text (`inference.decoders.StateCache`) writes
+Slices keep the graph for backward. A cache of generated text (`inference.placing.StateCache`) writes
 into memory of its own.
 """
 

@@ -16,8 +16,8 @@ from mpitrain.config.settings import Config
 from mpitrain.data import open_dataset
 from mpitrain.inference import placing
 from mpitrain.inference.commands import Job
-from mpitrain.inference.decoders import CachedBlocks, RecomputedBlocks
 from mpitrain.inference.generation import Draws, Generation, Sampling
+from mpitrain.inference.placing import CachedBlocks, RecomputedBlocks
 from mpitrain.loading import load_model, load_task, load_weights
 from mpitrain.mesh import Mesh
 from mpitrain.monitor import read_metrics

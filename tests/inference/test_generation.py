@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from mpitrain.errors import InputError
-from mpitrain.inference.decoders import CachedBlocks, RecomputedBlocks, Transformers, of_transformers
-from mpitrain.inference.generation import BATCH, Draws, Generation, Sampling, StopWatch, require_stops
-from mpitrain.inference.placing import LanguageModel
+from mpitrain.generate import main as generate
+from mpitrain.inference.generation import BATCH, Draws, Generation, Sampling, StopWatch
+from mpitrain.inference.placing import CachedBlocks, LanguageModel, RecomputedBlocks, Transformers, of_transformers
 from mpitrain.inference.prompts import BytesCodec, TokenizerCodec, read_prompts
 from mpitrain.models.gpt import GPT
 
@@ -155,8 +155,11 @@ def test_a_text_ends_before_a_stop_string_and_what_may_be_one_is_held_back(gpt):
         at = bytes(tokens).find(stop.encode())
         assert one.tokens == (tokens if at < 0 else tokens[: at + 2]) and one.ended == (at >= 0)
     assert made[0].ended
-    with pytest.raises(InputError, match="--stop"):
-        require_stops(["a", ""])
+
+
+def test_an_empty_stop_string_is_refused(capsys):
+    assert generate(["nowhere", "--prompt", "a", "--stop", ""]) == 2
+    assert "--stop ''" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
