@@ -167,13 +167,10 @@ class Unit:
         value /= self.bases.get(base, 1.0)
         fitting = [prefix for prefix, factor in prefixes.items() if value >= factor * (1 - 1e-9)]
         prefix = max(fitting or prefixes, key=lambda p: prefixes[p] * (1 if fitting else -1))
-        return f"{_plain(value / prefixes[prefix])} {prefix}{base}".strip()
-
-
-def _plain(number: float) -> str:
-    """Four digits, and no exponent where it can be read without."""
-    rounded = float(f"{number:.{_DIGITS}g}")
-    return f"{rounded:.0f}" if rounded == int(rounded) and abs(rounded) < 1e6 else f"{rounded:.{_DIGITS}g}"
+        rounded = float(f"{value / prefixes[prefix]:.{_DIGITS}g}")
+        exact = rounded == int(rounded) and abs(rounded) < 1e6  # then it needs no exponent
+        number = f"{rounded:.0f}" if exact else f"{rounded:.{_DIGITS}g}"
+        return f"{number} {prefix}{base}".strip()
 
 
 _BYTES = {"bytes": 1.0, "byte": 1.0, "B": 1.0}

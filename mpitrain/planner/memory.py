@@ -78,10 +78,6 @@ class LayoutPlaces:
         """The first tensor-parallel group."""
         return self._group(range(self.layout.tensor))
 
-    def axis(self, name: str) -> Group:
-        """The first group of an axis, tensor or data."""
-        return self.data if name == "data" else self.tensor
-
     @property
     def pipeline(self) -> tuple[int, ...]:
         """The node of each rank of the first pipeline."""

@@ -359,7 +359,8 @@ class Refinement:
         places = self._of.places(layout)
 
         def exchange(each: AxisExchange) -> float:
-            return self._of.collectives.seconds(each.operation, each.nbytes, places.axis(each.axis))
+            group = places.data if each.axis == "data" else places.tensor
+            return self._of.collectives.seconds(each.operation, each.nbytes, group)
 
         count, per_element = self._of.microbatches(layout), self._per_element(layout) / layout.pipeline
         divided = Divided(layout.tensor, slices=layout.slices, synchronized=layout.data > 1)

@@ -132,9 +132,6 @@ def _shortened(line: str, width: int) -> str:
     return line if len(line) <= width else f"{line[: width - 1]}…"
 
 
-GIB = 1 << 30
-
-
 @dataclass(frozen=True)
 class Point:
     """The best layout at one number of ranks.
@@ -182,7 +179,7 @@ def picture(path: Path, strong: Sequence[Point], weak: Sequence[Point], title: s
         ranks, own = [point.ranks for point, _ in fits], [point for point, _ in fits]
         time.plot(ranks, [found.seconds for _, found in fits], style, label=name)
         efficiency.plot(ranks, [efficiency_of(own[: n + 1]) for n in range(len(own))], style, label=name)
-        memory.plot(ranks, [found.total_memory / GIB for _, found in fits], style, label=name)
+        memory.plot(ranks, [found.total_memory / 2**30 for _, found in fits], style, label=name)
     time.set(ylabel="seconds a step", yscale="log")
     efficiency.set(ylabel="efficiency", ylim=(0, 1.1))
     memory.set(ylabel="GiB a rank", ylim=(0, None))
