@@ -75,8 +75,10 @@ def make_dataset(
                 os.rename(target, target.parent / f"{prefix}{os.getpid()}-{secrets.token_hex(4)}")
             if os.path.lexists(target):
                 raise InputError(f"output folder {target} exists already; give another --out, or remove it")
-            if held:
-                _remove_leftovers(target.parent, prefix)
+            if held:  # so that temporary folders of other makers on this node are of makers that died
+                made = re.compile(re.escape(prefix) + r"\d+-[0-9a-f]{8}")
+                for path in list(leftovers(target.parent, made, is_dataset)):
+                    remove_folder(path, (MANIFEST, MARK))
             temporary = target.parent / f"{prefix}{os.getpid()}-{secrets.token_hex(4)}"
             begin_folder(temporary)
             try:
@@ -131,13 +133,6 @@ def _rename(temporary: Path, target: Path, once: bool) -> None:
             raise
         if not once:
             raise InputError(f"output folder {target} was made by another process meanwhile; use that one") from None
-
-
-def _remove_leftovers(parent: Path, prefix: str) -> None:
-    """Temporary folders of makers that died on this node: we hold the lock, so none of them is alive."""
-    made = re.compile(re.escape(prefix) + r"\d+-[0-9a-f]{8}")
-    for path in list(leftovers(parent, made, is_dataset)):
-        remove_folder(path, (MANIFEST, MARK))
 
 
 DIGITS = "digits"
@@ -200,11 +195,9 @@ def python_files(library: Path) -> list[Path]:
 
 
 def _fill_digits(folder: Path) -> None:
-    import numpy as np
-
     from mpitrain.data.format import FieldSpec
-    from mpitrain.data.sources.split import partition
-    from mpitrain.data.writer import Source, write_dataset
+    from mpitrain.data.sources import Source, partition
+    from mpitrain.data.writer import write_dataset
 
     with needing("data.path digits needs", "scikit-learn", "digits"):
         from sklearn.datasets import load_digits
@@ -304,12 +297,7 @@ def _copy(source: Path, manifest: DatasetManifest, into: Path) -> None:
             "room, give another folder, or leave data.stage empty to read the shared one"
         )
     for name in [shard.file for shard in manifest.shards] + [TOKENIZER] * (source / TOKENIZER).exists():
-        _copy_file(source / name, into / name)
+        sync(Path(shutil.copyfile(source / name, into / name)))
     for problem in verify(into, manifest):
         raise InputError(f"{problem.replace(str(into), str(source))} (found in its copy for data.stage {into.parent})")
-    _copy_file(source / MANIFEST, into / MANIFEST)
-
-
-def _copy_file(source: Path, target: Path) -> None:
-    shutil.copyfile(source, target)
-    sync(target)
+    sync(Path(shutil.copyfile(source / MANIFEST, into / MANIFEST)))

@@ -30,7 +30,7 @@ from mpitrain.config.settings import Config
 from mpitrain.data.dataset import Dataset, Description, Ids, open_dataset
 from mpitrain.data.folders import resolve
 from mpitrain.data.format import TRAIN, DatasetManifest, read_manifest
-from mpitrain.data.order import SampleOrder
+from mpitrain.data.order import Ordering, SampleOrder
 from mpitrain.errors import InputError
 
 
@@ -127,7 +127,7 @@ class Weights:
         return found
 
 
-class MixedOrder:
+class MixedOrder(Ordering):
     """The endless sequence of the samples of several data sets: each set in the order that it has by itself.
 
     Args:
@@ -145,12 +145,7 @@ class MixedOrder:
         for number, part in enumerate(weights.parts):
             self._before[pattern == number] = np.arange(part)
 
-    def ids(self, position: int, count: int) -> Ids:
-        """The sample ids at `count` running positions from `position` on, int64 [count]."""
-        return self.at(np.arange(position, position + count, dtype=np.int64))
-
     def at(self, positions: npt.NDArray[np.int64]) -> Ids:
-        """The sample ids at running positions in ascending order, int64 and as many."""
         periods, within = np.divmod(positions, self._weights.period)
         sets = self._weights.pattern[within]
         ids = np.empty(len(positions), np.int64)

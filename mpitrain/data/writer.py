@@ -9,11 +9,9 @@ Memory in use: a few blocks of the source and of 4 MiB, whatever the size of the
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +21,6 @@ from mpitrain.data.format import (
     HELD_OUT,
     TOKENIZER,
     TRAIN,
-    ColumnSpec,
     DatasetManifest,
     FieldSpec,
     Origin,
@@ -32,50 +29,11 @@ from mpitrain.data.format import (
     write_manifest,
 )
 from mpitrain.data.shards import ShardWriter
+from mpitrain.data.sources import GATHER_BYTES, MOST_CLASSES, Columns, Source
 from mpitrain.errors import InputError
 from mpitrain.storage.disk import write_durably
 
-Columns = tuple[npt.NDArray[Any], ...]
-Block = tuple[str, Columns]
 Progress = Callable[[str, int, int], None]  # split, rows and bytes written so far
-
-GATHER_BYTES = 4 << 20
-MOST_CLASSES = 65536
-MOST_DIMENSIONS = 32  # of a field with all its rows, as HDF5 has them
-
-
-@dataclass(frozen=True)
-class Source:
-    """An input that is described but not yet read.
-
-    Attributes:
-        kind: "tokens" or "arrays".
-        fields: The fields of a row.
-        blocks: Gives (split, one array `[k, *shape]` for each field) again and again, k at least 1, in an order that is
-            always the same; it is called with the fraction of rows to hold out.
-        files: How many files the input has.
-        classes: The names of the classes 0, 1, ...; None where y's own numbers are to be counted.
-        vocabulary: The size of the vocabulary; None where the integers of x or tokens are to be counted.
-        tokenizer: A tokenizer's file, which is kept with the data.
-        notes: Sentences about the input, for people.
-        document_end: The token after each document.
-        pack: The tokens of a sample that documents were packed into.
-        columns: Gives the columns of the table that x is made of, when the blocks have been read.
-        found: Gives further sentences, when the blocks have been read.
-    """
-
-    kind: Literal["tokens", "arrays"]
-    fields: tuple[FieldSpec, ...]
-    blocks: Callable[[float], Iterator[Block]]
-    files: int
-    classes: tuple[str, ...] | None = None
-    vocabulary: int | None = None
-    tokenizer: Path | None = None
-    notes: tuple[str, ...] = ()
-    document_end: int | None = None
-    pack: int | None = None
-    columns: Callable[[], tuple[ColumnSpec, ...]] | None = None
-    found: Callable[[], tuple[str, ...]] = tuple
 
 
 def write_dataset(
@@ -117,6 +75,9 @@ def write_dataset(
             writer.abandon()
         raise
     _check_splits(splits, held_out, source.kind, names)
+    if source.tokenizer is not None:
+        tokenizer = source.tokenizer.read_bytes()
+        write_durably(folder / TOKENIZER, tokenizer)
     write_manifest(
         folder,
         DatasetManifest(
@@ -124,7 +85,7 @@ def write_dataset(
             fields=source.fields,
             extent_bytes=EXTENT_BYTES,
             vocabulary=tally.vocabulary(),
-            tokenizer_crc32=_keep_tokenizer(source.tokenizer, folder),
+            tokenizer_crc32=None if source.tokenizer is None else zlib.crc32(tokenizer),
             document_end=source.document_end,
             pack=source.pack,
             classes=tally.classes(),
@@ -152,14 +113,6 @@ def _check_splits(splits: dict[str, SplitSpec], held_out: float, kind: str, name
             f"source {label} has too few {'tokens' if kind == 'tokens' else 'rows'} ({rows}) to hold out {held_out:g} "
             "of them; give more data, a larger --held-out, or --held-out 0"
         )
-
-
-def _keep_tokenizer(tokenizer: Path | None, folder: Path) -> int | None:
-    if tokenizer is None:
-        return None
-    text = tokenizer.read_bytes()
-    write_durably(folder / TOKENIZER, text)
-    return zlib.crc32(text)
 
 
 class _SplitWriter:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mpitrain.data import open_dataset
 from mpitrain.data.format import read_manifest
-from mpitrain.data.sources.split import held_out_mask
+from mpitrain.data.sources import held_out_mask
 
 
 def everything(folder, split="train"):

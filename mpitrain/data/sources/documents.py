@@ -13,20 +13,18 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from mpitrain.data.format import HELD_OUT, MASK, TOKENS, TRAIN, FieldSpec
-from mpitrain.data.sources import PrepareOptions, TextFields
+from mpitrain.data.format import HELD_OUT, TRAIN
+from mpitrain.data.sources import Block, PrepareOptions, Source, TextFields, held_out_mask, token_source
 from mpitrain.data.sources.encoder import Encoder, Packer, Tokens, make_encoder
-from mpitrain.data.sources.split import held_out_mask
 from mpitrain.data.sources.streams import CHUNK, LONGEST, head, lines_of, opened, plain_stem, plain_suffix
 from mpitrain.data.sources.table_files import parquet_columns, parquet_schema
-from mpitrain.data.writer import Block, Source
 from mpitrain.errors import InputError
 
 LINES = frozenset((".jsonl", ".ndjson"))
@@ -51,7 +49,10 @@ def is_documents(path: Path, fields: TextFields) -> bool:
                 return isinstance(json.loads(file.readline(CHUNK)), dict)
             except ValueError:
                 return False
-    return suffix == ".parquet" and _has_text(path, fields)
+    if suffix != ".parquet":
+        return False
+    schema = parquet_schema(path)
+    return all(name in schema.names and _is_text(schema.field(name).type) for name in fields.names)
 
 
 def documents_of(path: Path, fields: TextFields, encoding: str | None = None) -> Iterator[tuple[str, ...]]:
@@ -89,9 +90,8 @@ def documents_source(files: Sequence[Path], options: PrepareOptions, read: Read 
 
     def blocks(held_out: float) -> Iterator[Block]:
         packers.clear()
-        for held, documents in _by_split(
-            files, splits, lambda path: read(path, fields, options.encoding), held_out, encoder
-        ):
+        texts = ((path, read(path, fields, options.encoding)) for path in files)
+        for held, documents in _by_split(texts, splits, held_out, encoder):
             split = HELD_OUT if held else TRAIN
             if pack:
                 assert encoder.end is not None
@@ -109,23 +109,8 @@ def documents_source(files: Sequence[Path], options: PrepareOptions, read: Read 
         named = ((split.replace("_", " "), packer) for split, packer in packers.items())
         return tuple(f"{split}: {note}" for split, packer in named for note in packer.notes())
 
-    return Source(
-        "tokens",
-        _token_fields(encoder.dtype, masked=pack is not None),
-        blocks,
-        files=len(files),
-        vocabulary=encoder.vocabulary,
-        tokenizer=options.tokenizer,
-        document_end=encoder.end,
-        pack=pack,
-        found=notes,
-    )
-
-
-def _token_fields(dtype: str, *, masked: bool) -> tuple[FieldSpec, ...]:
-    tokens = FieldSpec(name=TOKENS, dtype=dtype, shape=(), given="integer")
-    mask = FieldSpec(name=MASK, dtype="uint8", shape=(), given="integer")
-    return (tokens, mask) if masked else (tokens,)
+    dtype, vocabulary, end = encoder.dtype, encoder.vocabulary, encoder.end
+    return token_source(len(files), blocks, options, dtype, vocabulary, end, pack=pack, found=notes)
 
 
 def splits_by_name(files: Sequence[Path]) -> dict[Path, str] | None:
@@ -147,16 +132,14 @@ def splits_by_name(files: Sequence[Path]) -> dict[Path, str] | None:
 
 
 def _by_split(
-    files: Sequence[Path],
+    texts: Iterable[tuple[Path, Iterator[tuple[str, ...]]]],
     splits: dict[Path, str] | None,
-    documents_in: Callable[[Path], Iterator[tuple[str, ...]]],
     held_out: float,
     encoder: Encoder,
 ) -> Iterator[tuple[bool, list[tuple[Tokens, int]]]]:
     """(held out, documents of (tokens, how many of them are of the prompt)), each time of some documents."""
     number = 0
-    for path in files:
-        documents = documents_in(path)
+    for path, documents in texts:
         while together := list(islice(documents, _AT_ONCE)):
             if splits is None:
                 held = held_out_mask(number, len(together), held_out)
@@ -259,11 +242,6 @@ def _rows(path: Path, fields: TextFields) -> Iterator[tuple[str, ...]]:
             for name, text in zip(fields.names, texts, strict=True):
                 _text_in({name: text}, name, f"{path}, row {row}")
             yield texts
-
-
-def _has_text(path: Path, fields: TextFields) -> bool:
-    schema = parquet_schema(path)
-    return all(name in schema.names and _is_text(schema.field(name).type) for name in fields.names)
 
 
 def _is_text(kind: Any) -> bool:

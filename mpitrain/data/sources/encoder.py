@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpitrain.data.folders import needing
-from mpitrain.data.writer import Columns
+from mpitrain.data.sources import Columns
 from mpitrain.errors import InputError
 
 BYTES = 256  # numbers of them, and the number of the token after a document of bytes

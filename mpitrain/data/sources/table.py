@@ -22,8 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpitrain.data.format import ColumnSpec, DatasetManifest, FieldSpec, read_manifest
-from mpitrain.data.sources import PrepareOptions
-from mpitrain.data.sources.split import held_out_mask, partition
+from mpitrain.data.sources import MOST_CLASSES, Block, Columns, PrepareOptions, Source, held_out_mask, partition
 from mpitrain.data.sources.table_files import (
     Cell,
     Floats,
@@ -32,15 +31,13 @@ from mpitrain.data.sources.table_files import (
     category,
     encoded,
     is_missing,
-    is_nonfinite,
     is_number,
-    is_odd,
     is_plain,
     look,
     places,
+    value_of,
     width,
 )
-from mpitrain.data.writer import MOST_CLASSES, Block, Columns, Source
 from mpitrain.errors import InputError
 
 MOST_CATEGORIES = 1024  # of a column: more are a name or a number of something
@@ -62,14 +59,7 @@ def table_source(files: Sequence[Path], options: PrepareOptions) -> Source:
     y = FieldSpec(name="y", dtype=y_dtype, shape=(), given=given)
     columns, notes = (lambda: tuple(reader.specs)), reader.notes()
     return Source(
-        "arrays",
-        (x, y),
-        reader.blocks,
-        files=len(files),
-        classes=classes,
-        notes=notes,
-        columns=columns,
-        found=reader.found,
+        "arrays", (x, y), reader.blocks, len(files), classes, notes=notes, columns=columns, found=reader.found
     )
 
 
@@ -104,7 +94,10 @@ class _TableReader:
         if self._options.missing in ("mean", "median"):
             self._fill(held_out)
         if self._options.scale:
-            self._standardise(held_out)
+            numbers = [number for number, spec in enumerate(self.specs) if spec.categories is None]
+            _, mean, deviation = moments(self._trained(numbers, _AS_IT_IS, held_out), len(numbers))
+            for number, shift, scale in zip(numbers, mean.tolist(), deviation.tolist(), strict=True):
+                self._update(number, {"shift": shift, "scale": scale or 1.0})  # a column of one value becomes 0
         self._dropped = 0
         self._ragged.clear()
         yield from partition(lambda _: self._rows(), None)(held_out)
@@ -113,7 +106,8 @@ class _TableReader:
         """Sentences about the label, and columns of texts."""
         label = f"label: column {self._tables[0].name(self._at)}"
         texts = [spec for spec in self.specs if spec.categories is not None]
-        told = (f"column {spec.name}: {len(spec.categories or ())} texts as {_how(spec)}" for spec in texts)
+        how = {True: "one number each, of which one is 1", False: "numbers from 0"}
+        told = (f"column {s.name}: {len(s.categories or ())} texts as {how[s.onehot]}" for s in texts)
         return (label, *told)
 
     def found(self) -> tuple[str, ...]:
@@ -196,11 +190,20 @@ class _TableReader:
         return self._kind_of_labels(list(found), numbers), gap
 
     def _kind_of_labels(self, found: list[str], numbers: bool) -> Labels:
-        path = self._tables[0].path
+        path, like = self._tables[0].path, self._like
         if not found:
             raise InputError(f"{path}: the label column is empty; choose another --label")
-        if self._like is not None:
-            return labels_like(self._like, found, path)
+        if like is not None:
+            classes = like.classes
+            codes = {name: code for code, name in enumerate(classes or ())}
+            odd = next((cell for cell in found if (cell not in codes if codes else not is_number(cell))), None)
+            if odd is not None:
+                known = ", ".join(map(repr, list(codes)[:8]))
+                what = (
+                    f"none of the classes of --like ({known})" if codes else "not a number, which those of --like are"
+                )
+                raise InputError(f"{path}: label {odd!r:.100} is {what}; mend it")
+            return codes, classes
         if numbers and not all(cell.lstrip("+-").isdecimal() for cell in found):
             return {}, None
         if len(found) > MOST_CLASSES:
@@ -240,7 +243,7 @@ class _TableReader:
         leave = f"leave the column out (--drop {spec.name})"
         what = f"{cell!r:.100} is not a number"
         others = f"; {column.odd} cells are like it" if column.odd > 1 else ""
-        if is_nonfinite(cell):
+        if value_of(cell) is not None:
             return InputError(
                 f"{place}, column {spec.name}: {what} that float32 holds{others}; mend it, {leave}, or take it as it "
                 "is with --allow-nonfinite"
@@ -273,13 +276,6 @@ class _TableReader:
                     f"{self._tables[0].path}, column {name}: all its values are missing; leave it out (--drop {name})"
                 )
             self._update(number, {"fill": value})
-
-    def _standardise(self, held_out: float) -> None:
-        """Have each column of numbers become one with the mean 0 and the deviation 1."""
-        numbers = [number for number, spec in enumerate(self.specs) if spec.categories is None]
-        _, mean, deviation = moments(self._trained(numbers, _AS_IT_IS, held_out), len(numbers))
-        for number, shift, scale in zip(numbers, mean.tolist(), deviation.tolist(), strict=True):
-            self._update(number, {"shift": shift, "scale": scale or 1.0})  # a column of one value becomes 0
 
     def _update(self, number: int, values: dict[str, Any]) -> None:
         self.specs[number] = self.specs[number].model_copy(update=values)
@@ -315,7 +311,7 @@ class _ColumnSurvey:
             if is_missing(cell):
                 self.gaps += 1
                 self.first_gap = self.first_gap or table.place(line)
-            elif is_odd(cell, nonfinite=options.allow_nonfinite):
+            elif not is_number(cell) and (value_of(cell) is None or not options.allow_nonfinite):
                 self.odd += 1
                 self.first_odd = self.first_odd if self.first_odd[0] else (table.place(line), cell)
 
@@ -328,10 +324,6 @@ def _refused(with_gaps: Sequence[tuple[ColumnSpec, _ColumnSurvey]]) -> InputErro
         f"{column.first_gap}, column {spec.name}: {values}{also}; mend it, say what to make of them with --missing "
         f"mean, median, zero or drop, or leave the column out with --drop {spec.name}"
     )
-
-
-def _how(spec: ColumnSpec) -> str:
-    return "one number each, of which one is 1" if spec.onehot else "numbers from 0"
 
 
 def _label(cell: Cell) -> str:
@@ -427,29 +419,3 @@ def manifest_of_table(folder: Path, options: PrepareOptions) -> DatasetManifest:
     if manifest.columns is None:
         raise InputError(f"--like {folder}: that data set was not made of a table; give one that was")
     return manifest
-
-
-def labels_like(
-    manifest: DatasetManifest, found: Iterable[str], path: Path
-) -> tuple[dict[str, int], tuple[str, ...] | None]:
-    """The number of each class, and their names; ({}, None) where the labels are numbers to predict.
-
-    Args:
-        manifest: Of the other data set.
-        found: The labels that there are.
-        path: The file that they are in.
-
-    Raises:
-        InputError: There is a label of another kind, or a class that the other data set has not.
-    """
-    if manifest.classes is None:
-        for name in found:
-            if not is_number(name):
-                raise InputError(f"{path}: label {name!r:.100} is not a number, which those of --like are; mend it")
-        return {}, None
-    numbers = {name: i for i, name in enumerate(manifest.classes)}
-    for name in found:
-        if name not in numbers:
-            known = ", ".join(map(repr, manifest.classes[:8]))
-            raise InputError(f"{path}: label {name!r:.100} is none of the classes of --like ({known}); mend it")
-    return numbers, tuple(manifest.classes)

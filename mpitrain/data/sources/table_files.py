@@ -29,6 +29,7 @@ import numpy.typing as npt
 
 from mpitrain.data.folders import needing, os_errors
 from mpitrain.data.format import ColumnSpec
+from mpitrain.data.sources import finite
 from mpitrain.data.sources.streams import opened, plain_suffix
 from mpitrain.errors import InputError
 
@@ -164,12 +165,17 @@ def is_missing(cell: Cell) -> bool:
     return cell is None or math.isnan(cell)
 
 
+def value_of(cell: Cell) -> float | None:
+    """Return the number that a cell is; None where it is none."""
+    try:
+        return None if cell is None else float(cell)
+    except ValueError:
+        return None
+
+
 def is_number(cell: Cell) -> bool:
     """Whether a cell is a number that float32 can hold (nan and inf are not either)."""
-    try:
-        return cell is not None and -LARGEST <= float(cell) <= LARGEST
-    except ValueError:
-        return False
+    return (value := value_of(cell)) is not None and abs(value) <= LARGEST
 
 
 def _lines(path: Path, delimiter: str, *, skip: bool) -> Iterator[tuple[int, list[str]]]:
@@ -411,25 +417,19 @@ def _numbers(spec: ColumnSpec, cells: Sequence[Cell], column: int) -> npt.NDArra
     try:
         values = np.array(list(map(float, cells)), np.float64)  # type: ignore[arg-type]  # None is a TypeError
     except (TypeError, ValueError):
-        values = np.array([_number(cell, row, column) for row, cell in enumerate(cells)], np.float64)
+        found = [math.nan if is_missing(cell) else value_of(cell) for cell in cells]
+        if None in found:
+            row = found.index(None)
+            raise UnfitCell(column, row, f"{cells[row]!r} is not a number") from None
+        values = np.array(found, np.float64)
     gaps = np.isnan(values)
     if gaps.any() and spec.fill is not None:
         values[gaps] = spec.fill
-    with np.errstate(over="ignore"):
-        wrong = ~np.isfinite(values.astype(np.float32))
+    wrong = ~finite(values)
     if wrong.any() and not spec.nonfinite:
         row = int(wrong.argmax())
         raise UnfitCell(column, row, "empty" if is_missing(cells[row]) else f"{cells[row]!r} is not a number")
     return values
-
-
-def _number(cell: Cell, row: int, column: int) -> float:
-    if is_missing(cell):
-        return float("nan")
-    try:
-        return float(cell)  # type: ignore[arg-type]
-    except ValueError:
-        raise UnfitCell(column, row, f"{cell!r} is not a number") from None
 
 
 def _codes(spec: ColumnSpec, cells: Sequence[Cell], column: int) -> npt.NDArray[np.int64]:
@@ -456,18 +456,4 @@ def is_plain(cells: Sequence[Cell]) -> bool:
         values = np.array(list(map(float, cells)), np.float64)  # type: ignore[arg-type]
     except (TypeError, ValueError):
         return False
-    with np.errstate(over="ignore"):
-        return bool(np.isfinite(values.astype(np.float32)).all())
-
-
-def is_odd(cell: Cell, *, nonfinite: bool) -> bool:
-    """Whether a cell has a value that is no number. nonfinite: infinite ones are numbers too."""
-    return not (is_missing(cell) or is_number(cell) or (nonfinite and is_nonfinite(cell)))
-
-
-def is_nonfinite(cell: Cell) -> bool:
-    """Whether a cell is a number that is infinite, or as good as that for float32."""
-    try:
-        return cell is not None and not -LARGEST <= float(cell) <= LARGEST
-    except ValueError:
-        return False
+    return bool(finite(values).all())
