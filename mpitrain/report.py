@@ -91,7 +91,14 @@ def _report(arguments: argparse.Namespace) -> int | None:
     from mpitrain.monitor.report.reading import read_run
 
     if arguments.out or arguments.png:
-        _require_charts()
+        try:
+            import altair  # noqa: F401
+            import vl_convert  # noqa: F401
+        except ImportError as error:
+            raise InputError(
+                f'charts need a package that is not there ({error}); pip install "mpitrain[monitor]", '
+                "or leave --out and --png out for the text"
+            ) from None
     runs = [Named(name, read_run(folder)) for name, folder in zip(short_names(folders), folders, strict=True)]
     if arguments.out:
         from mpitrain.monitor.report.page import write_page
@@ -105,17 +112,6 @@ def _report(arguments: argparse.Namespace) -> int | None:
     if not (arguments.out or arguments.png):
         tell(comparison(runs))
     return None
-
-
-def _require_charts() -> None:
-    try:
-        import altair  # noqa: F401
-        import vl_convert  # noqa: F401
-    except ImportError as error:
-        raise InputError(
-            f'charts need a package that is not there ({error}); pip install "mpitrain[monitor]", '
-            "or leave --out and --png out for the text"
-        ) from None
 
 
 def _merge_timelines(arguments: argparse.Namespace) -> None:

@@ -186,29 +186,31 @@ def _info(arguments: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
+_CLEARED = "\r\x1b[K"  # the line of a terminal, from its beginning
+
+
 @contextmanager
 def _progress() -> Iterator[Callable[[str, int, int], None]]:
     """One line on a terminal, rewritten twice a second and cleared at the end."""
     start = shown = time.monotonic()
     of_splits: dict[str, int] = {}  # bytes
-    width = 0
 
     def show(split: str, rows: int, written: int) -> None:
-        nonlocal shown, width
+        nonlocal shown
         of_splits[split] = written
         now = time.monotonic()
         if now - shown >= 0.5:
             shown = now
             total = sum(of_splits.values()) / 2**20
-            line = f"{total:,.0f} MiB, {total / (now - start):,.0f} MiB/s"
-            print("\r" + line.ljust(width), end="", file=sys.stderr, flush=True)
-            width = max(width, len(line))
+            print(
+                f"{_CLEARED}{total:,.0f} MiB, {total / (now - start):,.0f} MiB/s", end="", file=sys.stderr, flush=True
+            )
 
     try:
         yield show
     finally:
-        if width:
-            print("\r" + " " * width, end="\r", file=sys.stderr, flush=True)
+        if shown > start:
+            print(_CLEARED, end="", file=sys.stderr, flush=True)
 
 
 # -- What a person wants to know about a data set, as lines of text

@@ -96,7 +96,9 @@ def os_errors(what: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise InputError(f"{what}: {_reason(error)}") from error
+        reason = error.strerror or str(error).splitlines()[0]
+        reason = _MENDS.get(error.errno or 0, f"{reason} ({error.filename})" if error.filename else reason)
+        raise InputError(f"{what}: {reason}") from error
 
 
 @contextmanager
@@ -108,21 +110,16 @@ def needing(what: str, package: str, extra: str = "data") -> Iterator[None]:
         raise InputError(f'{what} the package {package}; pip install "mpitrain[{extra}]"') from None
 
 
-def _reason(error: OSError) -> str:
-    mends = {
-        errno.ENOSPC: "the disk is full; free some space, or use another place",
-        errno.EDQUOT: "the disk quota is used up; free some space, or use another place",
-        errno.EFBIG: "a file grew over the allowed size (ulimit -f); use a smaller --shard-mb",
-        errno.EACCES: "no permission; ask its owner for access, or use another place",
-        errno.EPERM: "no permission; ask its owner for access, or use another place",
-        errno.EEXIST: "a file lies where a folder is needed; use another place",
-        errno.ENOTDIR: "a file lies where a folder is needed; use another place",
-        errno.EROFS: "the file system is read-only; use another place",
-    }
-    if error.errno in mends:
-        return mends[error.errno]
-    text = error.strerror or str(error).splitlines()[0]
-    return f"{text} ({error.filename})" if error.filename else text
+_MENDS = {
+    errno.ENOSPC: "the disk is full; free some space, or use another place",
+    errno.EDQUOT: "the disk quota is used up; free some space, or use another place",
+    errno.EFBIG: "a file grew over the allowed size (ulimit -f); use a smaller --shard-mb",
+    errno.EACCES: "no permission; ask its owner for access, or use another place",
+    errno.EPERM: "no permission; ask its owner for access, or use another place",
+    errno.EEXIST: "a file lies where a folder is needed; use another place",
+    errno.ENOTDIR: "a file lies where a folder is needed; use another place",
+    errno.EROFS: "the file system is read-only; use another place",
+}
 
 
 def _rename(temporary: Path, target: Path, once: bool) -> None:
@@ -203,7 +200,6 @@ def _fill_digits(folder: Path) -> None:
         from sklearn.datasets import load_digits
     digits = load_digits()
     x = (digits.images / 16.0).astype(np.float32)[:, None]  # grey values are 0 to 16
-    y = digits.target.astype(np.int32)
 
     fields = (
         FieldSpec(name="x", dtype="float32", shape=x.shape[1:], given="float"),
@@ -211,7 +207,7 @@ def _fill_digits(folder: Path) -> None:
     )
     write_dataset(
         folder,
-        Source("arrays", fields, partition(iter, [(x, y)]), files=1),
+        Source("arrays", fields, partition(iter, [(x, digits.target.astype(np.int32))]), files=1),
         names=("scikit-learn's bundled digits (UCI optical recognition of handwritten digits)",),
         held_out=_HELD_OUT_DIGITS,
         shard_bytes=_SHARD_BYTES,

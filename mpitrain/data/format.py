@@ -313,8 +313,7 @@ def _parse(text: bytes, folder: Path) -> DatasetManifest:
             f"data set {folder} has format version {content.get('version')!r:.40}, this mpitrain reads {VERSION}; "
             "prepare the data set again"
         )
-    stated = content.pop("crc32", None)
-    if stated != zlib.crc32(_canonical(content)):
+    if content.pop("crc32", None) != zlib.crc32(_canonical(content)):
         raise InputError(f"data set {folder}: {MANIFEST} was changed or damaged (its hash does not match); {again}")
     try:
         return DatasetManifest.model_validate(content)

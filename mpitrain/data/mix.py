@@ -235,9 +235,8 @@ def open_mix(
     if not there:
         return None
     parts = [open_dataset(folders[path], split, sequence=sequence, apart=apart) for path in there]
-    first = parts[0].description
     for path, part in zip(there, parts, strict=True):
-        one, other = _form(first), _form(part.description)
+        one, other = _form(parts[0].description), _form(part.description)
         if one != other:
             raise InputError(
                 f"data.mix: samples of {folders[there[0]]} and {folders[path]} have different forms ({one} and "

@@ -81,8 +81,7 @@ class SampleOrder(Ordering):
         while filled < len(positions):
             epoch = int(epochs[filled])
             end = int(np.searchsorted(epochs, epoch, side="right"))
-            index = (positions[filled:end] - epoch * self.samples).astype(np.uint64)
-            ids[filled:end] = self._permuted(epoch, index)
+            ids[filled:end] = self._permuted(epoch, (positions[filled:end] - epoch * self.samples).astype(np.uint64))
             filled = end
         return ids
 

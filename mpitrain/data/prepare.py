@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from mpitrain.data.folders import make_dataset, needing, os_errors
 from mpitrain.data.format import DatasetManifest, read_manifest
@@ -30,8 +31,7 @@ _KNOWN = "text, JSON lines, .npy/.npz, images, archives of images, IDX (MNIST), 
 _LARGEST_ROW = 1 << 30  # bytes of a sample, which must fit into memory several times
 
 
-@dataclass(frozen=True)
-class Found:
+class Found(NamedTuple):
     """A file that was found.
 
     Attributes:
@@ -214,49 +214,30 @@ def _kind_of(path: Path, among: Sequence[Kind]) -> Kind | None:
     return next((kind for kind in among if kind.matches(path)), None)
 
 
+def _kind(
+    name: str, matches: Callable[[Path], bool], source: Callable[[Sequence[Path], PrepareOptions], Source], *takes: str
+) -> Kind:
+    """Return a kind of files that need not be known by the folders that they lie in."""
+    return Kind(name, matches, lambda found, options: source([one.path for one in found], options), None, takes)
+
+
 def _documents(named: TextFields) -> Kind:
-    return Kind(
-        "JSON lines or parquet of text",
-        lambda path: is_documents(path, named),
-        _from_paths(documents_source),
-        "tokenizer",
-        ("text", "prompt", "completion", "pack", "encoding", "end_token"),
-    )
+    takes = "tokenizer", "text", "prompt", "completion", "pack", "encoding", "end_token"
+    return _kind("JSON lines or parquet of text", lambda path: is_documents(path, named), documents_source, *takes)
 
 
-def _from_paths(source: Callable[[Sequence[Path], PrepareOptions], Source]) -> MakeSource:
-    return lambda found, options: source([one.path for one in found], options)
-
-
+_OF_TOKENS = "dtype", "tokenizer", "vocabulary", "end_token"
+_OF_TABLES = "label", "columns", "drop", "missing", "categories", "scale", "like", "allow_nonfinite", "skip_bad"
+_OF_TEXT = "tokenizer", "encoding", "end_token", "pack", "blank_lines"
 KINDS = (
-    Kind("IDX files", arrays.is_idx, _from_paths(arrays.idx_source), "allow_nonfinite"),
-    Kind(
-        "tokens", tokens.is_tokens, _from_paths(tokens.tokens_source), "dtype", ("tokenizer", "vocabulary", "end_token")
-    ),
-    Kind("arrays", arrays.is_array, _from_paths(arrays.arrays_source), "allow_nonfinite"),
-    Kind(
-        "images",
-        images.is_image,
-        lambda found, options: images.images_source([(one.path, one.root) for one in found], options),
-        "size",
-        ("skip_bad",),
-    ),
-    Kind("archives of images", images.is_archive, _from_paths(images.archives_source), "size", ("skip_bad", "classes")),
-    Kind(
-        "tables",
-        is_table,
-        _from_paths(table.table_source),
-        "label",
-        ("columns", "drop", "missing", "categories", "scale", "like", "allow_nonfinite", "skip_bad"),
-    ),
+    _kind("IDX files", arrays.is_idx, arrays.idx_source, "allow_nonfinite"),
+    _kind("tokens", tokens.is_tokens, tokens.tokens_source, *_OF_TOKENS),
+    _kind("arrays", arrays.is_array, arrays.arrays_source, "allow_nonfinite"),
+    Kind("images", images.is_image, images.images_source, "size", ("skip_bad",)),
+    _kind("archives of images", images.is_archive, images.archives_source, "size", "skip_bad", "classes"),
+    _kind("tables", is_table, table.table_source, *_OF_TABLES),
     _documents(TextFields()),
-    Kind(
-        _TEXT,
-        text.is_text,
-        _from_paths(text.text_source),
-        "tokenizer",
-        ("encoding", "end_token", "pack", "blank_lines"),
-    ),
+    _kind(_TEXT, text.is_text, text.text_source, *_OF_TEXT),
 )
 
 

@@ -171,8 +171,6 @@ class OpenShard:
         try:
             with open_plain(path) as file:
                 self._descriptor = os.dup(file.fileno())
-        except FileNotFoundError:
-            raise self._error("is missing") from None
         except PermissionError:
             raise InputError(f"{self._label}: no permission to read it; ask its owner for access") from None
         except OSError as error:

@@ -59,17 +59,15 @@ def write_dataset(
         InputError: The source cannot be read, has no rows, or too few of them for the fraction to hold out.
         OSError: The disk is full.
     """
-    writers: dict[str, _SplitWriter] = {}
+    writers = {split: _SplitWriter(folder, split, source.fields, shard_bytes) for split in (TRAIN, HELD_OUT)}
     tally = _Tally(source)
     try:
         for split, columns in source.blocks(held_out):
-            if split not in writers:
-                writers[split] = _SplitWriter(folder, split, source.fields, shard_bytes)
             tally.add(split, columns)
             writers[split].append(columns)
             if progress:
-                progress(split, writers[split].rows, writers[split].bytes)
-        splits = {split: writers[split].finish() for split in (TRAIN, HELD_OUT) if split in writers}
+                progress(split, writers[split].rows, writers[split].rows * writers[split].row_bytes)
+        splits = {split: writer.finish() for split, writer in writers.items() if writer.rows}
     except BaseException:
         for writer in writers.values():
             writer.abandon()
@@ -78,6 +76,7 @@ def write_dataset(
     if source.tokenizer is not None:
         tokenizer = source.tokenizer.read_bytes()
         write_durably(folder / TOKENIZER, tokenizer)
+    now, notes = datetime.now(timezone.utc).isoformat(timespec="seconds"), (*source.notes, *source.found())
     write_manifest(
         folder,
         DatasetManifest(
@@ -91,12 +90,7 @@ def write_dataset(
             classes=tally.classes(),
             splits={name: split.model_copy(update=tally.counts(name)) for name, split in splits.items()},
             columns=source.columns() if source.columns else None,
-            origin=Origin(
-                sources=tuple(names),
-                files=source.files,
-                prepared=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-                notes=(*source.notes, *source.found()),
-            ),
+            origin=Origin(sources=tuple(names), files=source.files, prepared=now, notes=notes),
         ),
     )
 
@@ -120,23 +114,19 @@ class _SplitWriter:
 
     def __init__(self, folder: Path, split: str, fields: Sequence[FieldSpec], shard_bytes: int) -> None:
         self._folder, self._split, self._fields = folder, split, fields
-        self._row_bytes = sum(field.row_bytes for field in fields)
-        self._capacity = max(1, shard_bytes // max(1, self._row_bytes))
+        self.row_bytes = sum(field.row_bytes for field in fields)
+        self._capacity = max(1, shard_bytes // max(1, self.row_bytes))
         self._waiting: list[Columns] = []
         self._waiting_rows = 0
         self._shard: ShardWriter | None = None
         self._done: list[ShardSpec] = []
         self.rows = 0
 
-    @property
-    def bytes(self) -> int:
-        return self.rows * self._row_bytes
-
     def append(self, columns: Columns) -> None:
         self._waiting.append(columns)
         self._waiting_rows += len(columns[0])
         self.rows += len(columns[0])
-        if self._waiting_rows * self._row_bytes >= GATHER_BYTES:
+        if self._waiting_rows * self.row_bytes >= GATHER_BYTES:
             self._flush()
 
     def finish(self) -> SplitSpec:
@@ -207,9 +197,7 @@ class _Tally:
         if self._codes_at is not None:
             codes = columns[self._codes_at]
             if int(codes.min()) < 0:
-                raise InputError(
-                    "source: x holds negative whole numbers, which cannot be codes; give x as floating point"
-                )
+                raise InputError("source: x holds negative integers, which cannot be codes; give x as floating point")
             self._largest_code = max(self._largest_code, int(codes.max()))
 
     def vocabulary(self) -> int | None:

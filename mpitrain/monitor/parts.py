@@ -122,9 +122,9 @@ class StepClock:
         """Count what is over. wait: the device is to be waited for, so that all of it is."""
         device = self._device_times
         if device is not None and wait:
-            device.wait()
+            device.synchronize()
         pending = self._pending
-        while pending and (device is None or device.over(pending[0][1])):
+        while pending and (device is None or pending[0][1].query()):
             part, stamp, waited = pending.popleft()
             since, before = self._at
             if device is None:
@@ -163,8 +163,7 @@ class StepClock:
         self._at = (self._stamp(), self._waited())
 
     def _until_now(self) -> None:
-        part = self._open[-1][0] if self._open else "other"
-        self._pending.append((part, self._stamp(), self._waited()))
+        self._pending.append((self._open[-1][0] if self._open else "other", self._stamp(), self._waited()))
 
     def _add(self, part: str, seconds: float) -> None:
         self._seconds[part] += seconds
@@ -173,7 +172,7 @@ class StepClock:
     def _tell(self) -> None:
         """Tell the listener of the parts that are over."""
         told, device = self._told, self._device_times
-        while told and (device is None or device.over(told[0][2])):
+        while told and (device is None or told[0][2].query()):
             name, begin, end, waited = told.popleft()
             if self.listener is not None:
                 if device is not None:
@@ -196,10 +195,6 @@ class _DeviceTimes:
         """An event behind what the device was asked so far."""
         return self._devices.recorded(self._device, timed=True)
 
-    def over(self, event: torch.Event) -> bool:
-        """Whether the device has come to an event."""
-        return event.query()
-
     def seconds(self, first: torch.Event, last: torch.Event) -> float:
         """From one event to another, both of which are over."""
         return first.elapsed_time(last) / 1e3
@@ -208,6 +203,6 @@ class _DeviceTimes:
         """When the device came to it, on the host's clock."""
         return self._began + self.seconds(self._origin, event)
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         """Return when the device has done what it was asked."""
         self._devices.synchronize(self._device)

@@ -130,14 +130,10 @@ def _pairs(arrays: dict[str, Array], label: str) -> tuple[Pair, Pair | None]:
     def pair(x: str, y: str) -> Pair:
         if x not in arrays or y not in arrays:
             missing = y if x in arrays else x
-            raise InputError(
-                f"source {label} holds {', '.join(arrays)}: {missing} is missing; name the arrays {_NAMES}"
-            )
+            raise InputError(f"source {label} holds {', '.join(arrays)}: {missing} is missing; name arrays {_NAMES}")
         xs, ys = arrays[x], arrays[y]
         if not xs.shape or not ys.shape or xs.shape[0] != ys.shape[0]:
-            raise InputError(
-                f"{xs.label} has the shape {xs.shape}, {ys.label} has {ys.shape}; both need the same number of rows"
-            )
+            raise InputError(f"{xs.label} has the shape {xs.shape}, {ys.label} has {ys.shape}; give both as many rows")
         if 0 in xs.shape + ys.shape:
             raise InputError(f"{xs.label} is empty (shape {xs.shape}, y {ys.shape}); give at least one row")
         return xs, ys
@@ -281,9 +277,7 @@ def _idx_pairs(files: Sequence[Path]) -> tuple[Pair, Pair | None]:
                 raise InputError(f"IDX file {path} has no images beside it; give both files")
             continue
         if key.replace("images", "labels") not in by_key or "images" not in key:
-            raise InputError(
-                f"IDX file {path} has no labels beside it; give both files, named ...images... and ...labels..."
-            )
+            raise InputError(f"IDX file {path} has no labels beside it; give both, named ...images... and ...labels...")
         own_test = bool(_IDX_TEST.search(path.name))
         if own_test in pairs:
             raise InputError(f"IDX files {pairs[own_test][0].label} and {path} are two sets of images; give one")

@@ -82,9 +82,7 @@ def documents_source(files: Sequence[Path], options: PrepareOptions, read: Read 
     encoder, fields = make_encoder(options.tokenizer, options.end_token, documents=True), options.text_fields
     pack = options.pack or (PAIRS_PACK if fields.prompt is not None else None)
     if pack and encoder.end is None:
-        raise InputError(
-            "packed documents need a token that ends each of them; name one of the tokenizer's with --end-token"
-        )
+        raise InputError("packed documents need a token that ends each; name one of the tokenizer's with --end-token")
     splits = splits_by_name(files)
     packers: dict[str, Packer] = {}
 
@@ -161,8 +159,7 @@ def _encoded(documents: Sequence[tuple[str, ...]], encoder: Encoder) -> list[tup
     for document in documents:
         tokens = [next(parts) for _ in document]
         prompt = len(tokens[0]) if len(tokens) > 1 else 0
-        whole = np.concatenate([*tokens, end]) if any(map(len, tokens)) else end[:0]
-        found.append((whole, prompt))
+        found.append((np.concatenate([*tokens, end]) if any(map(len, tokens)) else end[:0], prompt))
     return found
 
 

@@ -94,9 +94,7 @@ def images_source(files: Sequence[tuple[Path, Path]], options: PrepareOptions) -
     train, test = _labelled(files)
     classes = sorted({image.label or "" for image in (*train, *test)})
     if len(classes) < 2:
-        raise InputError(
-            f"source {files[0][1]} has only the class {classes[0]}; put the images of each class into their own folder"
-        )
+        raise InputError(f"source {files[0][1]} has only the class {classes[0]}; put each class into its own folder")
     size = options.size or _first_size([*train, *test], skip_bad=options.skip_bad)
     number = {label: i for i, label in enumerate(classes)}
     return _pixels_source(
@@ -341,9 +339,7 @@ class _ArchiveSurvey:
         number = {label: int(label) for label in self.labels} if numbers else {name: i for i, name in enumerate(names)}
         for label in sorted(self.labels):
             if not 0 <= number.get(label, -1) < len(names):
-                raise InputError(
-                    f"archive {first}: has the class {label!a}, and {file} {len(names)} names; add it there"
-                )
+                raise InputError(f"archive {first}: has class {label!a}, and {file} {len(names)} names; add it there")
         return number, names
 
     def notes(self) -> tuple[str, ...]:

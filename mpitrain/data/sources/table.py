@@ -47,7 +47,7 @@ _EMPTY = {"fill": None, "nonfinite": True, **_AS_IT_IS}  # what is missing becom
 _MISTAKES = 0.1  # of a column's cells may be texts before the column is one of texts
 
 Labels = tuple[dict[str, int], tuple[str, ...] | None]  # number of each label and class names, or ({}, None)
-Chosen = tuple[Sequence[int], list[Sequence[Cell]], Sequence[Cell]]  # lines, cells of each column, labels
+Kept = tuple[TableFile, Sequence[int], list[Sequence[Cell]], Sequence[Cell]]  # table, lines, columns' cells, labels
 
 
 def table_source(files: Sequence[Path], options: PrepareOptions) -> Source:
@@ -72,7 +72,7 @@ class _TableReader:
         for table in self._tables[1:]:
             if (table.header, table.columns) != (first.header, first.columns):
                 raise InputError(f"{table.path} has other columns than {first.path}; prepare them apart")
-        self._at = _label_column(first, options.label)
+        self._at = _column(first, options.label)
         self._like = None if options.like is None else manifest_of_table(options.like, options)
         self._dropped, self._largest = 0, 0.0  # rows, and of all numbers without their sign
         self._ragged: list[str] = []  # what is wrong with each row that was left out, in one pass
@@ -87,7 +87,7 @@ class _TableReader:
         (self._numbers, self.classes), self._gap = self._look_at_labels()
         self._with_gaps: list[int] = []
         if options.missing or options.categories:
-            self._learn(self._survey())
+            self._learn()
 
     def blocks(self, held_out: float) -> Iterator[Block]:
         """Rows by split, as a `Source` gives them."""
@@ -104,11 +104,10 @@ class _TableReader:
 
     def notes(self) -> tuple[str, ...]:
         """Sentences about the label, and columns of texts."""
-        label = f"label: column {self._tables[0].name(self._at)}"
         texts = [spec for spec in self.specs if spec.categories is not None]
         how = {True: "one number each, of which one is 1", False: "numbers from 0"}
         told = (f"column {s.name}: {len(s.categories or ())} texts as {how[s.onehot]}" for s in texts)
-        return (label, *told)
+        return (f"label: column {self._tables[0].name(self._at)}", *told)
 
     def found(self) -> tuple[str, ...]:
         """Sentences about what the rows have shown."""
@@ -126,12 +125,10 @@ class _TableReader:
 
     def _rows(self) -> Iterator[Columns]:
         classes, to_number = self.classes, (self._numbers.__getitem__ if self.classes else float)
-        for table in self._tables:
-            for lines, columns, labels in self._kept(table):
-                x = self._encoded(self.specs, table, lines, columns)
-                y = [to_number(_label(cell)) for cell in labels]
-                self._largest = max(self._largest, float(np.abs(x).max(initial=0, where=np.isfinite(x))))
-                yield x, np.array(y, np.int32 if classes else np.float32)
+        for table, lines, columns, labels in self._kept():
+            x = self._encoded(self.specs, table, lines, columns)
+            self._largest = max(self._largest, float(np.abs(x).max(initial=0, where=np.isfinite(x))))
+            yield x, np.array([to_number(_label(cell)) for cell in labels], np.int32 if classes else np.float32)
 
     def _encoded(
         self, specs: Sequence[ColumnSpec], table: TableFile, lines: Sequence[int], columns: Sequence[Sequence[Cell]]
@@ -141,12 +138,12 @@ class _TableReader:
         except UnfitCell as error:
             told = error.of(table, lines, specs)
             if self._like is None:
-                self._learn(self._survey())  # which counts what is wrong, and raises that
+                self._learn()  # which counts what is wrong, and raises that
             raise told from None
 
-    def _kept(self, table: TableFile) -> Iterator[Chosen]:
-        """The rows of a table, without those that --missing drop leaves out."""
-        for lines, (labels, *columns) in self._blocks(table, [self._at, *self._chosen]):
+    def _kept(self) -> Iterator[Kept]:
+        """The rows of all tables, without those that --missing drop leaves out."""
+        for table, lines, (labels, *columns) in self._blocks([self._at, *self._chosen]):
             kept = np.ones(len(lines), np.bool_)
             if self._options.missing == "drop":
                 kept = ~np.array([self._gap(cell) for cell in labels], np.bool_)
@@ -155,13 +152,15 @@ class _TableReader:
                         kept &= ~np.array([is_missing(cell) for cell in cells], np.bool_)
             self._dropped += int((~kept).sum())
             if kept.all():
-                yield lines, columns, labels
+                yield table, lines, columns, labels
             elif kept.any():
-                rows = np.flatnonzero(kept).tolist()
-                yield [lines[i] for i in rows], [[c[i] for i in rows] for c in columns], [labels[i] for i in rows]
+                at = np.flatnonzero(kept).tolist()
+                yield table, [lines[i] for i in at], [[c[i] for i in at] for c in columns], [labels[i] for i in at]
 
-    def _blocks(self, table: TableFile, chosen: Sequence[int]) -> Iterator[tuple[Sequence[int], list[Sequence[Cell]]]]:
-        return table.blocks(chosen, self._ragged.append if self._options.skip_bad else None)
+    def _blocks(self, chosen: Sequence[int]) -> Iterator[tuple[TableFile, Sequence[int], list[Sequence[Cell]]]]:
+        for table in self._tables:
+            for lines, columns in table.blocks(chosen, self._ragged.append if self._options.skip_bad else None):
+                yield table, lines, columns
 
     # -- the label
 
@@ -170,16 +169,15 @@ class _TableReader:
         found: dict[str, None] = {}
         words: dict[str, tuple[TableFile, int]] = {}  # that stand for missing values, and the first place of each
         empty, dropping = [], self._options.missing == "drop"
-        for table in self._tables:
-            for lines, (labels,) in self._blocks(table, [self._at]):
-                for line, given in zip(lines, labels, strict=True):
-                    cell = _label(given)
-                    if is_missing(given):
-                        words.setdefault(cell, (table, line))
-                    if not cell:
-                        empty.append(table.place(line))
-                    elif cell not in found and len(found) <= MOST_CLASSES:  # one more shows that there are too many
-                        found[cell] = None
+        for table, lines, (labels,) in self._blocks([self._at]):
+            for line, given in zip(lines, labels, strict=True):
+                cell = _label(given)
+                if is_missing(given):
+                    words.setdefault(cell, (table, line))
+                if not cell:
+                    empty.append(table.place(line))
+                elif cell not in found and len(found) <= MOST_CLASSES:  # one more shows that there are too many
+                    found[cell] = None
         numbers = all(is_number(cell) for cell in found if not is_missing(cell))
         if numbers:
             found = {cell: None for cell in found if not is_missing(cell)}
@@ -199,10 +197,8 @@ class _TableReader:
             odd = next((cell for cell in found if (cell not in codes if codes else not is_number(cell))), None)
             if odd is not None:
                 known = ", ".join(map(repr, list(codes)[:8]))
-                what = (
-                    f"none of the classes of --like ({known})" if codes else "not a number, which those of --like are"
-                )
-                raise InputError(f"{path}: label {odd!r:.100} is {what}; mend it")
+                others = f"none of the classes of --like ({known})" if codes else "no number, which those of --like are"
+                raise InputError(f"{path}: label {odd!r:.100} is {others}; mend it")
             return codes, classes
         if numbers and not all(cell.lstrip("+-").isdecimal() for cell in found):
             return {}, None
@@ -216,22 +212,24 @@ class _TableReader:
 
     # -- the columns
 
-    def _survey(self) -> list[_ColumnSurvey]:
+    def _learn(self) -> None:
+        """What becomes of each column, by what a survey of all rows shows."""
         seen = [_ColumnSurvey() for _ in self._chosen]
-        for table in self._tables:
-            for lines, columns, _ in self._kept(table):
-                for column, cells in zip(seen, columns, strict=True):
-                    column.add(table, lines, cells, self._options)
-        return seen
-
-    def _learn(self, seen: Sequence[_ColumnSurvey]) -> None:
-        """What becomes of each column, by what a survey has seen."""
+        for table, lines, columns, _ in self._kept():
+            for column, cells in zip(seen, columns, strict=True):
+                column.add(table, lines, cells, self._options)
         for number, (spec, column) in enumerate(zip(self.specs, seen, strict=True)):
             texts = column.odd > (_MISTAKES * column.cells if self._options.categories else column.cells)
             if column.odd and not texts:
                 raise self._odd(spec, column)
             if texts:
-                self.specs[number] = self._of_texts(spec, column)
+                if len(column.names) > MOST_CATEGORIES:
+                    raise InputError(
+                        f"{self._tables[0].path}, column {spec.name}: more than {MOST_CATEGORIES} different texts; "
+                        f"leave the column out with --drop {spec.name}"
+                    )
+                onehot = self._options.categories == "onehot"
+                self._update(number, {"categories": tuple(sorted(column.names)), "onehot": onehot, "fill": None})
             elif column.gaps:
                 self._with_gaps.append(number)
         with_gaps = [(self.specs[number], seen[number]) for number in self._with_gaps]
@@ -240,29 +238,15 @@ class _TableReader:
 
     def _odd(self, spec: ColumnSpec, column: _ColumnSurvey) -> InputError:
         place, cell = column.first_odd
-        leave = f"leave the column out (--drop {spec.name})"
-        what = f"{cell!r:.100} is not a number"
+        leave, holds = f"leave the column out (--drop {spec.name})", ""
         others = f"; {column.odd} cells are like it" if column.odd > 1 else ""
         if value_of(cell) is not None:
-            return InputError(
-                f"{place}, column {spec.name}: {what} that float32 holds{others}; mend it, {leave}, or take it as it "
-                "is with --allow-nonfinite"
-            )
-        if self._options.categories:
-            return InputError(f"{place}, column {spec.name}: {what}{others}; mend it, or {leave}")
-        return InputError(
-            f"{place}, column {spec.name}: {what}{others}; mend it, {leave}, or have texts become numbers with "
-            "--categories onehot or codes"
-        )
-
-    def _of_texts(self, spec: ColumnSpec, column: _ColumnSurvey) -> ColumnSpec:
-        if len(column.names) > MOST_CATEGORIES:
-            raise InputError(
-                f"{self._tables[0].path}, column {spec.name}: more than {MOST_CATEGORIES} different texts; leave the "
-                f"column out with --drop {spec.name}"
-            )
-        how = {"categories": tuple(sorted(column.names)), "onehot": self._options.categories == "onehot", "fill": None}
-        return spec.model_copy(update=how)
+            holds, mend = " that float32 holds", f"{leave}, or take it as it is with --allow-nonfinite"
+        elif self._options.categories:
+            mend = f"or {leave}"
+        else:
+            mend = f"{leave}, or have texts become numbers with --categories onehot or codes"
+        return InputError(f"{place}, column {spec.name}: {cell!r:.100} is not a number{holds}{others}; mend it, {mend}")
 
     def _fill(self, held_out: float) -> None:
         """Have the mean or the median of each column with gaps fill them."""
@@ -272,9 +256,7 @@ class _TableReader:
         for number, count, value in zip(numbers, counts, values.tolist(), strict=True):
             if not count:
                 name = self.specs[number].name
-                raise InputError(
-                    f"{self._tables[0].path}, column {name}: all its values are missing; leave it out (--drop {name})"
-                )
+                raise InputError(f"{self._tables[0].path}, column {name}: it is empty; leave it out (--drop {name})")
             self._update(number, {"fill": value})
 
     def _update(self, number: int, values: dict[str, Any]) -> None:
@@ -283,11 +265,10 @@ class _TableReader:
     def _trained(self, numbers: Sequence[int], changed: dict[str, Any], held_out: float) -> Iterator[Floats]:
         """Some columns of the rows that are not held out, in blocks. changed: of what becomes of them."""
         specs, start = [self.specs[number].model_copy(update=changed) for number in numbers], 0
-        for table in self._tables if numbers else ():
-            for lines, columns, _ in self._kept(table):
-                x = self._encoded(specs, table, lines, [columns[number] for number in numbers])
-                yield x[~held_out_mask(start, len(x), held_out)]
-                start += len(x)
+        for table, lines, columns, _ in self._kept() if numbers else ():
+            x = self._encoded(specs, table, lines, [columns[number] for number in numbers])
+            yield x[~held_out_mask(start, len(x), held_out)]
+            start += len(x)
 
 
 @dataclass
@@ -330,21 +311,17 @@ def _label(cell: Cell) -> str:
     return "" if cell is None else str(cell).strip()
 
 
-def _column(table: TableFile, name: str) -> int:
+def _column(table: TableFile, name: str | None) -> int:
+    """The column of this name or number; of none, the one called label, or else the last."""
     names = table.header or ()
+    if name is None:
+        return names.index("label") if "label" in names else table.columns - 1
     if name in names:
         return names.index(name)
     if name.isdecimal() and 1 <= int(name) <= table.columns:
         return int(name) - 1
     known = ", ".join(names[:20]) if names else f"1 to {table.columns}"
     raise InputError(f"{table.path} has no column {name}; its columns are {known}")
-
-
-def _label_column(table: TableFile, label: str | None) -> int:
-    if label is None:
-        names = table.header or ()
-        return names.index("label") if "label" in names else table.columns - 1
-    return _column(table, label)
 
 
 def _chosen(table: TableFile, at: int, options: PrepareOptions) -> list[int]:

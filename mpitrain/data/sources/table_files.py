@@ -119,8 +119,7 @@ def _block(rows: Iterator[tuple[int, list[str]]], most: int) -> list[tuple[int, 
 
 def is_table(path: Path) -> bool:
     """Whether a file is a table: by its name, and one of Parquet that has a column of texts called text is not."""
-    suffix = plain_suffix(path)
-    if suffix in CSV:
+    if plain_suffix(path) in CSV:
         return True
     if path.suffix.lower() not in PARQUET:
         return False
@@ -138,9 +137,7 @@ def look(path: Path, *, least: int = 2) -> TableFile:
     with opened(path) as file:
         top = io.TextIOWrapper(file, "utf-8-sig", "replace").readline(_LONGEST_LINE)
     if len(top) == _LONGEST_LINE:
-        raise InputError(
-            f"table {path}: its first line is longer than {_LONGEST_LINE >> 20} Mi characters; is it a table?"
-        )
+        raise InputError(f"table {path}: its first line has over {_LONGEST_LINE >> 20} Mi characters; is it a table?")
     delimiter = max(",;\t", key=top.count)
     lines = [cells for _, cells in islice(_lines(path, delimiter, skip=False), 2)]
     if not lines:
@@ -231,9 +228,8 @@ def parquet_schema(path: Path) -> Any:
 
 def parquet_columns(path: Path, names: Sequence[str], rows: int) -> Iterator[list[Any]]:
     """Yield some columns of a file of Parquet, each a list of Python values, in blocks of at most so many rows."""
-    file = _parquet(path)
     with _arrow_errors(path, "damaged"):
-        for batch in file.iter_batches(rows, columns=list(names)):
+        for batch in _parquet(path).iter_batches(rows, columns=list(names)):
             yield [batch.column(name).to_pylist() for name in names]
 
 
@@ -252,8 +248,7 @@ def _arrow_errors(path: Path, what: str) -> Iterator[None]:
             yield
         except Exception as error:
             if type(error).__module__.startswith("pyarrow") or (isinstance(error, OSError) and error.errno is None):
-                reason = str(error).splitlines()[0]
-                raise InputError(f"{path} is {what} ({reason:.120}); restore that file") from None
+                raise InputError(f"{path} is {what} ({str(error).splitlines()[0]:.120}); restore that file") from None
             raise
 
 
@@ -288,7 +283,12 @@ def encoded(specs: Sequence[ColumnSpec], columns: Sequence[Sequence[Cell]]) -> F
         if spec.categories is None:
             x[:, at] = (_numbers(spec, cells, number) - spec.shift) / spec.scale
         else:
-            codes = _codes(spec, cells, number)
+            code_of = {name: code for code, name in enumerate(spec.categories)}
+            codes = np.array([code_of.get(category(cell), -1) for cell in cells], np.int64)
+            if (codes < 0).any():
+                row, known = int((codes < 0).argmax()), ", ".join(map(repr, spec.categories[:8]))
+                what = f"{category(cells[row])!r:.100} is none of the column's values ({known})"
+                raise UnfitCell(number, row, what)
             if spec.onehot:
                 x[np.arange(len(cells)), at + codes] = 1
             else:
@@ -310,8 +310,7 @@ def rows_of_table(path: Path, specs: Sequence[ColumnSpec], unfit: Unfit | None =
         InputError: A column is missing, or, without `unfit`, a row does not fit.
     """
     table = look(path, least=1)
-    chosen = places(table, specs, "the model was trained with")
-    for first, lines, columns in _numbered(table, chosen, unfit):
+    for first, lines, columns in _numbered(table, places(table, specs, "the model was trained with"), unfit):
         for found in _fitting(specs, columns, range(len(lines))):
             if not isinstance(found, UnfitCell):
                 yield found
@@ -430,17 +429,6 @@ def _numbers(spec: ColumnSpec, cells: Sequence[Cell], column: int) -> npt.NDArra
         row = int(wrong.argmax())
         raise UnfitCell(column, row, "empty" if is_missing(cells[row]) else f"{cells[row]!r} is not a number")
     return values
-
-
-def _codes(spec: ColumnSpec, cells: Sequence[Cell], column: int) -> npt.NDArray[np.int64]:
-    assert spec.categories is not None
-    number = {name: code for code, name in enumerate(spec.categories)}
-    codes = np.array([number.get(category(cell), -1) for cell in cells], np.int64)
-    if (codes < 0).any():
-        row = int((codes < 0).argmax())
-        known = ", ".join(map(repr, spec.categories[:8]))
-        raise UnfitCell(column, row, f"{category(cells[row])!r:.100} is none of the column's values ({known})")
-    return codes
 
 
 def category(cell: Cell) -> str:

@@ -279,8 +279,7 @@ def _sibling(path: Path, suffix: str, other: str) -> Path | None:
         return None
     stem = path.with_suffix("") if not is_compressed(path) else path.with_suffix("").with_suffix("")
     beside = Path(f"{stem}{other}")
-    packed = beside.with_name(beside.name + path.suffix)
-    return next((each for each in (beside, packed) if each.is_file()), None)
+    return next((each for each in (beside, beside.with_name(beside.name + path.suffix)) if each.is_file()), None)
 
 
 def common_end(pairs: Sequence[Pair]) -> int | None:
@@ -304,9 +303,7 @@ def _read_index(index: Path, data: Path) -> Pair:
             raise InputError(f"{index} is not an index of Megatron's; restore that file")
         version, code, sequences, borders = _HEADER.unpack_from(head, len(_MAGIC))
         if version != 1 or code not in _DTYPES:
-            raise InputError(
-                f"{index} has version {version} and type {code} of tokens; give version 1 of whole numbers"
-            )
+            raise InputError(f"{index} has version {version} and type {code} of tokens; give version 1 with integers")
         content = read_up_to(file, 12 * sequences + 8 * borders)
     if len(content) < 12 * sequences + 8 * borders:
         raise InputError(f"{index} ends too early; restore that file")

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from mpitrain.choices import one_of
 from mpitrain.errors import refusal
@@ -40,7 +39,8 @@ class HuggingFaceModel(Facade):
         super().__init__(module)
         self.named = named
         self.criterion = cross_entropy
-        self._constant = {"use_cache": False} if "use_cache" in _accepted(module) else {}
+        accepted = inspect.signature(type(module).forward).parameters
+        self._constant = {"use_cache": False} if "use_cache" in accepted else {}
 
     @property
     def undivided(self) -> str:
@@ -137,11 +137,6 @@ class SequenceClassifier(HuggingFaceModel):
         return scores
 
 
-def _accepted(module: nn.Module) -> set[str]:
-    """The arguments of a module's forward."""
-    return set(inspect.signature(type(module).forward).parameters)
-
-
 _HEADS = ("classifier", "score", "head", "cls_classifier", "fc")  # how classifiers of transformers name their heads
 
 
@@ -218,8 +213,7 @@ def _image_classifier(folder: ModelFolder, description: Description) -> HuggingF
             f"{folder.named} takes images of {size} x {size}, but the data's are {sides[0]} x {sides[1]}; give others, "
             f"or set model.options.image_size to {sides[0]} for new weights"
         )
-    model = folder.make("AutoModelForImageClassification", new=_HEADS)
-    return ImageClassifier(model, folder.named, wanted, last)
+    return ImageClassifier(folder.make("AutoModelForImageClassification", new=_HEADS), folder.named, wanted, last)
 
 
 def _sequence_classifier(folder: ModelFolder, description: Description) -> HuggingFaceModel:
@@ -232,8 +226,7 @@ def _sequence_classifier(folder: ModelFolder, description: Description) -> Huggi
             f"{folder.named}: its config.json has no pad_token_id, by which the end of a sample is found; set "
             "model.options.pad_token_id"
         )
-    model = folder.make("AutoModelForSequenceClassification", new=_HEADS)
-    return SequenceClassifier(model, folder.named, padding)
+    return SequenceClassifier(folder.make("AutoModelForSequenceClassification", new=_HEADS), folder.named, padding)
 
 
 def _require_architecture(folder: ModelFolder, *endings: str, data: str) -> None:

@@ -41,11 +41,6 @@ class ModelFolder:
     config: Any
     named: str
 
-    @property
-    def has_weights(self) -> bool:
-        """Whether weights lie beside the configuration; else they are drawn at random."""
-        return any((self.path / name).is_file() for name in _WEIGHTS)
-
     def make(self, kind: str, new: tuple[str, ...] = ()) -> nn.Module:
         """The model in fp32, with the folder's weights or random ones, of torch's generator.
 
@@ -60,7 +55,7 @@ class ModelFolder:
 
         auto = getattr(transformers, kind)
         with quiet(), refused(self.named, "give another folder, or mend it"):
-            if not self.has_weights:
+            if not any((self.path / name).is_file() for name in _WEIGHTS):
                 return auto.from_config(self.config, trust_remote_code=False).float()
             model, found = auto.from_pretrained(
                 str(self.path),
