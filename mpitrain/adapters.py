@@ -120,8 +120,7 @@ def write_peft(run: Path, out: Path, *, trust: bool = False) -> str:
     turned = {layer.transposed for layer in layers.values()}
     if len(turned) > 1:
         raise InputError(
-            f"{run} has adapters of layers that keep their weights in both orders, which peft has one setting for; "
-            "use merge"
+            f"{run} has adapters of layers with weights in both orders, which peft has one setting for; use merge"
         )
     factory = section.factory
     settings = {

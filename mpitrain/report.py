@@ -31,10 +31,7 @@ def main(argv: list[str] | None = None) -> int:
         The exit code.
     """
     argv = sys.argv[1:] if argv is None else argv
-    makers: dict[str, Callable[[], tuple[argparse.ArgumentParser, Run]]] = {
-        "schedule": _of_schedules,
-        "timeline": _of_timelines,
-    }
+    makers = {"schedule": _of_schedules, "timeline": _of_timelines}
     parser, run = makers.get(argv[0] if argv else "", _of_runs)()
     arguments = parser.parse_args(argv[1:] if argv[:1] and argv[0] in makers else argv)
     return exit_code_of(lambda: run(arguments) or EXIT_DONE)

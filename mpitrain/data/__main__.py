@@ -201,10 +201,8 @@ def _progress() -> Iterator[Callable[[str, int, int], None]]:
         now = time.monotonic()
         if now - shown >= 0.5:
             shown = now
-            total = sum(of_splits.values()) / 2**20
-            print(
-                f"{_CLEARED}{total:,.0f} MiB, {total / (now - start):,.0f} MiB/s", end="", file=sys.stderr, flush=True
-            )
+            done = sum(of_splits.values()) / 2**20
+            print(f"{_CLEARED}{done:,.0f} MiB, {done / (now - start):,.0f} MiB/s", end="", file=sys.stderr, flush=True)
 
     try:
         yield show

@@ -46,6 +46,7 @@ from mpitrain.storage.disk import free_bytes, sync
 
 if TYPE_CHECKING:
     from mpitrain.comm import Communicator
+    from mpitrain.data.sources import Source
 
 
 def make_dataset(
@@ -136,8 +137,6 @@ DIGITS = "digits"
 PYTHON_SOURCE = "python-source"
 
 _SHARD_BYTES = 256 << 20
-_HELD_OUT_TEXT = 0.05
-_HELD_OUT_DIGITS = 0.1
 # other people's packages, and tests: half of the tree, and mostly tables
 _NOT_TEXT = frozenset(("site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"))
 
@@ -153,11 +152,18 @@ def resolve(data_path: str, root: Path = Path("data")) -> Path:
     Raises:
         InputError: There is no data set, or the embedded one cannot be made.
     """
-    embedded = {"": (PYTHON_SOURCE, _fill_python_source), DIGITS: (DIGITS, _fill_digits)}
+    embedded = {"": (PYTHON_SOURCE, _python_source, 0.05), DIGITS: (DIGITS, _digits, 0.1)}
     if data_path not in embedded:
         read_manifest(Path(data_path))
         return Path(data_path)
-    name, fill = embedded[data_path]
+    name, describe, held_out = embedded[data_path]
+
+    def fill(folder: Path) -> None:
+        from mpitrain.data.writer import write_dataset
+
+        source, title = describe()
+        write_dataset(folder, source, names=(title,), held_out=held_out, shard_bytes=_SHARD_BYTES)
+
     make_dataset(root / name, fill, once=True)
     return root / name
 
@@ -168,18 +174,15 @@ def tokenizer_of(data_path: str) -> Path | None:
     return path if data_path not in ("", DIGITS) and path.is_file() else None
 
 
-def _fill_python_source(folder: Path) -> None:
+def _python_source() -> tuple[Source, str]:
     from mpitrain.data.sources import PrepareOptions
     from mpitrain.data.sources.text import text_source
-    from mpitrain.data.writer import write_dataset
 
     library = Path(sysconfig.get_paths()["stdlib"])
     files = python_files(library)
     if not files:
         raise InputError(f"Python's standard library has no source in {library}; give data.path")
-    name = f"Python {sys.version.split()[0]} standard library"
-    source = text_source(files, PrepareOptions())
-    write_dataset(folder, source, names=(name,), held_out=_HELD_OUT_TEXT, shard_bytes=_SHARD_BYTES)
+    return text_source(files, PrepareOptions()), f"Python {sys.version.split()[0]} standard library"
 
 
 def python_files(library: Path) -> list[Path]:
@@ -191,27 +194,19 @@ def python_files(library: Path) -> list[Path]:
     return sorted(path for path in found if path.is_file())
 
 
-def _fill_digits(folder: Path) -> None:
+def _digits() -> tuple[Source, str]:
     from mpitrain.data.format import FieldSpec
     from mpitrain.data.sources import Source, partition
-    from mpitrain.data.writer import write_dataset
 
     with needing("data.path digits needs", "scikit-learn", "digits"):
         from sklearn.datasets import load_digits
     digits = load_digits()
     x = (digits.images / 16.0).astype(np.float32)[:, None]  # grey values are 0 to 16
-
-    fields = (
-        FieldSpec(name="x", dtype="float32", shape=x.shape[1:], given="float"),
-        FieldSpec(name="y", dtype="int32", shape=(), given="integer"),
-    )
-    write_dataset(
-        folder,
-        Source("arrays", fields, partition(iter, [(x, digits.target.astype(np.int32))]), files=1),
-        names=("scikit-learn's bundled digits (UCI optical recognition of handwritten digits)",),
-        held_out=_HELD_OUT_DIGITS,
-        shard_bytes=_SHARD_BYTES,
-    )
+    y = digits.target.astype(np.int32)
+    x_field = FieldSpec(name="x", dtype="float32", shape=x.shape[1:], given="float")
+    y_field = FieldSpec(name="y", dtype="int32", shape=(), given="integer")
+    source = Source("arrays", (x_field, y_field), partition(iter, [(x, y)]), files=1)
+    return source, "scikit-learn's bundled digits (UCI optical recognition of handwritten digits)"
 
 
 _LEFT = 64 << 20  # bytes that stay free

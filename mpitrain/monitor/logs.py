@@ -64,9 +64,8 @@ def open_rank_log(run_dir: str | Path, rank: int, level: int = logging.INFO) -> 
         raise InputError(
             f"log {path} cannot be written: {reason(error)}; make room, or choose a run.dir you may write to"
         ) from error
-    handler.setFormatter(
-        logging.Formatter(f"%(asctime)s.%(msecs)03d rank {rank} %(levelname)s %(message)s", "%Y-%m-%dT%H:%M:%S")
-    )
+    form = f"%(asctime)s.%(msecs)03d rank {rank} %(levelname)s %(message)s"
+    handler.setFormatter(logging.Formatter(form, "%Y-%m-%dT%H:%M:%S"))
     for kept in logging.getLogger(NAME).handlers:
         if isinstance(kept, MemoryHandler):
             kept.setTarget(handler)

@@ -122,8 +122,7 @@ class WeightsAndBiases(Tracker):
         mode = os.environ.get("WANDB_MODE") or "offline"
         if mode in _ELSEWHERE and not self._wandb.api.api_key:  # it would ask for one at the terminal
             raise InputError(
-                f"monitor.wandb: WANDB_MODE is {mode} and nobody is logged in; set WANDB_API_KEY, or leave "
-                "WANDB_MODE out"
+                f"monitor.wandb: WANDB_MODE is {mode} and nobody is logged in; set WANDB_API_KEY, or leave it out"
             )
         project, name = names(run_dir, config)
         kept = run_dir / WANDB / IDENTITY

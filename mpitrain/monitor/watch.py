@@ -227,13 +227,11 @@ def _machine(run: Watched) -> str:
     hosts = [printable(host, _NAME) for host in start.get("hosts") or []]
     more = f" and {len(hosts) - _HOSTS} more" if len(hosts) > _HOSTS else ""
     where = f" on {', '.join(hosts[:_HOSTS])}{more}" if hosts else ""
-    more_of_it = "".join(f", {printable(start[key])}" for key in ("device", "parallel") if start.get(key))
+    means = "".join(f", {printable(start[key])}" for key in ("device", "parallel") if start.get(key))
     began = datetime.fromtimestamp(start["time"])
     ended = run.end.get("time")
     took = f"{duration((ended or time.time()) - start['time'])}{'' if ended else ' ago'}"
-    return (
-        f"{counted(int(start.get('ranks') or 0), 'rank')}{where}, started {began:%Y-%m-%d %H:%M} ({took}){more_of_it}"
-    )
+    return f"{counted(int(start.get('ranks') or 0), 'rank')}{where}, started {began:%Y-%m-%d %H:%M} ({took}){means}"
 
 
 def _progress(run: Watched, width: int, plain: bool) -> RenderableType:

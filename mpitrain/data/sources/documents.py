@@ -176,9 +176,7 @@ def _lines(path: Path, fields: TextFields, encoding: str | None) -> Iterator[tup
             except (ValueError, RecursionError) as error:
                 reason = getattr(error, "msg", "nested too deeply")
                 raise InputError(f"{where}: not JSON ({reason}); mend or remove the line") from None
-            if not isinstance(content, dict):
-                raise InputError(f'{where}: not an object with fields; each line must be one, as {{"text": ...}}')
-            yield tuple(_text_in(content, name, where) for name in fields.names)
+            yield _texts(content, fields, where)
 
 
 def _is_array(path: Path) -> bool:
@@ -204,9 +202,7 @@ def _elements(path: Path, fields: TextFields, encoding: str | None) -> Iterator[
                         reason = getattr(error, "msg", "nested too deeply")
                         raise InputError(f"{where}: not JSON ({reason}); mend or remove the element") from None
                     where = f"{path}, line {line + rest.count(chr(10), at, start.end())}"
-                    if not isinstance(content, dict):
-                        raise InputError(f"{where}: not an object with fields; mend or remove the element")
-                    yield tuple(_text_in(content, name, where) for name in fields.names)
+                    yield _texts(content, fields, where)
                     line, at = line + rest.count("\n", at, end), end
                 rest = rest[at:]
         except UnicodeDecodeError:
@@ -215,30 +211,29 @@ def _elements(path: Path, fields: TextFields, encoding: str | None) -> Iterator[
         raise InputError(f"{path} ends after line {line} without the ] of its array; restore that file")
 
 
-def _text_in(content: dict[str, Any], name: str, where: str) -> str:
-    if name not in content:
-        raise InputError(
-            f"{where}: no field {name!r} (there: {', '.join(map(str, content))[:200]}); "
-            "name the field with --text, or --prompt and --completion"
-        )
-    value = content[name]
-    if not isinstance(value, str):
-        raise InputError(f"{where}: field {name!r} is {_KINDS.get(type(value), 'null')}, not text; mend or remove it")
-    return value
+def _texts(content: Any, fields: TextFields, where: str) -> tuple[str, ...]:
+    """Return the texts of a document."""
+    if not isinstance(content, dict):
+        raise InputError(f'{where}: not an object with fields, such as {{"text": ...}}; mend or remove it')
+    for name in fields.names:
+        if name not in content:
+            raise InputError(
+                f"{where}: no field {name!r} (there: {', '.join(map(str, content))[:200]}); "
+                "name the field with --text, or --prompt and --completion"
+            )
+        if not isinstance(value := content[name], str):
+            kind = _KINDS.get(type(value), "null")
+            raise InputError(f"{where}: field {name!r} is {kind}, not text; mend or remove it")
+    return tuple(content[name] for name in fields.names)
 
 
 def _rows(path: Path, fields: TextFields) -> Iterator[tuple[str, ...]]:
-    there = parquet_schema(path).names
-    missing = next((name for name in fields.names if name not in there), None)
-    if missing is not None:
-        _text_in(dict.fromkeys(there), missing, str(path))
+    _texts(dict.fromkeys(parquet_schema(path).names, ""), fields, str(path))
     row = 0
     for columns in parquet_columns(path, fields.names, _ROWS_AT_ONCE):
         for texts in zip(*columns, strict=True):
             row += 1
-            for name, text in zip(fields.names, texts, strict=True):
-                _text_in({name: text}, name, f"{path}, row {row}")
-            yield texts
+            yield _texts(dict(zip(fields.names, texts, strict=True)), fields, f"{path}, row {row}")
 
 
 def _is_text(kind: Any) -> bool:

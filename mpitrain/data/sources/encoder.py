@@ -98,8 +98,7 @@ def make_encoder(file: Path | None, end_token: str | None, *, documents: bool) -
         if end_token not in (None, NO_END):
             if not end_token.isdecimal() or int(end_token) > BYTES:
                 raise InputError(
-                    f"--end-token {end_token} is for a tokenizer; without one give the number of a byte, {BYTES}, or "
-                    "none"
+                    f"--end-token {end_token} is for a tokenizer; without one give a byte's number, {BYTES}, or none"
                 )
             end = int(end_token)
         return Encoder(None, BYTES + (end == BYTES), end)

@@ -25,7 +25,7 @@ import re
 import tarfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby, islice
 from pathlib import Path
@@ -284,66 +284,53 @@ def archives_source(files: Sequence[Path], options: PrepareOptions) -> Source:
     own_test = [path for path in files if _ARCHIVE_OF_TEST.match(path.name)]
     test = own_test if len(own_test) < len(files) else []
     train = [path for path in files if path not in test]
-    seen = _ArchiveSurvey(options.size, options.skip_bad)
-    for path in files:
-        seen.look_into(path)
-    number, names = seen.classes(options.classes, files[0])
-    if seen.size is None:
+    size, labels, passed_over = _survey(files, options)
+    number, names = _classes(labels, options.classes, files[0])
+    if size is None:
         raise InputError(f"archive {files[0]} holds no images with classes; give pairs such as 0001.jpg and 0001.cls")
 
     def samples(archives: Sequence[Path]) -> Iterator[_Sample]:
         return (one for path in archives for one in _samples(path) if one.image is not None or one.label is not None)
 
-    held_out = partial(samples, test) if test else None
-    return _pixels_source(
-        partial(samples, train), held_out, number, seen.size, options, len(files), names, seen.notes()
-    )
+    others = partial(samples, test) if test else None
+    return _pixels_source(partial(samples, train), others, number, size, options, len(files), names, passed_over)
 
 
-@dataclass
-class _ArchiveSurvey:
-    """What the first reading has seen."""
-
-    size: tuple[int, int] | None
-    skip_bad: bool
-    labels: set[str] = field(default_factory=set)
-    others: int = 0
-    other: str = ""
-
-    def look_into(self, path: Path) -> None:
+def _survey(files: Sequence[Path], options: PrepareOptions) -> tuple[tuple[int, int] | None, set[str], tuple[str, ...]]:
+    """Read archives for the size of the first image, all labels, and what is passed over, in words."""
+    size, labels, others = options.size, set[str](), list[str]()
+    for path in files:
         for sample in _samples(path):
-            self.others += len(sample.others)
-            self.other = self.other or next(iter(sample.others), "")
+            others += sample.others
             if sample.image is None and sample.label is None:
                 continue
             try:
                 image, label = sample.parts()
-                if self.size is None:
-                    self.size = decoded(image, sample.place).shape[:2]
+                size = size or decoded(image, sample.place).shape[:2]
             except BadImage:
-                if not self.skip_bad:
+                if not options.skip_bad:
                     raise
                 continue
-            self.labels.add(label)
-            if len(self.labels) > MOST_CLASSES:
+            labels.add(label)
+            if len(labels) > MOST_CLASSES:
                 raise InputError(f"archive {path}: more than {MOST_CLASSES} different classes; are these captions?")
+    return size, labels, (f"passed over {len(others)} other members, such as {others[0]}",) if others else ()
 
-    def classes(self, file: Path | None, first: Path) -> tuple[dict[str, int], tuple[str, ...] | None]:
-        """The number of each label, and the names of the classes."""
-        numbers = all(label.isdecimal() and label.isascii() for label in self.labels)
-        names = _names(file) if file else None
-        if numbers and names is None:
-            return {label: int(label) for label in self.labels}, None
+
+def _classes(labels: set[str], file: Path | None, first: Path) -> tuple[dict[str, int], tuple[str, ...] | None]:
+    """The number of each label, and the names of the classes."""
+    numbers = {label: int(label) for label in labels if label.isdecimal() and label.isascii()}
+    names = _names(file) if file else None
+    if len(numbers) == len(labels):
         if names is None:
-            names = tuple(sorted(self.labels))
-        number = {label: int(label) for label in self.labels} if numbers else {name: i for i, name in enumerate(names)}
-        for label in sorted(self.labels):
-            if not 0 <= number.get(label, -1) < len(names):
-                raise InputError(f"archive {first}: has class {label!a}, and {file} {len(names)} names; add it there")
-        return number, names
-
-    def notes(self) -> tuple[str, ...]:
-        return (f"passed over {self.others} other members, such as {self.other}",) if self.others else ()
+            return numbers, None
+    else:
+        names = names or tuple(sorted(labels))
+        numbers = {name: number for number, name in enumerate(names)}
+    for label in sorted(labels):
+        if not 0 <= numbers.get(label, -1) < len(names):
+            raise InputError(f"archive {first}: has class {label!a}, and {file} {len(names)} names; add it there")
+    return numbers, names
 
 
 def _label(content: bytes, is_json: bool) -> str:

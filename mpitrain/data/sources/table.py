@@ -52,15 +52,13 @@ Kept = tuple[TableFile, Sequence[int], list[Sequence[Cell]], Sequence[Cell]]  # 
 
 def table_source(files: Sequence[Path], options: PrepareOptions) -> Source:
     """Describe tables, each of whose rows is a sample."""
-    reader = _TableReader(files, options)
-    classes = reader.classes
-    x = FieldSpec(name="x", dtype="float32", shape=(width(reader.specs),), given="float")
+    table = _TableReader(files, options)
+    classes = table.classes
+    x = FieldSpec(name="x", dtype="float32", shape=(width(table.specs),), given="float")
     y_dtype, given = ("int32", "integer") if classes else ("float32", "float")
     y = FieldSpec(name="y", dtype=y_dtype, shape=(), given=given)
-    columns, notes = (lambda: tuple(reader.specs)), reader.notes()
-    return Source(
-        "arrays", (x, y), reader.blocks, len(files), classes, notes=notes, columns=columns, found=reader.found
-    )
+    columns, notes = (lambda: tuple(table.specs)), table.notes()
+    return Source("arrays", (x, y), table.blocks, len(files), classes, notes=notes, columns=columns, found=table.found)
 
 
 class _TableReader:

@@ -35,6 +35,7 @@ from mpitrain.errors import InputError
 
 Cell = str | float | None
 Ragged = Callable[[str], object]
+Blocks = Iterator[tuple[Sequence[int], list[Sequence[Cell]]]]  # the lines that rows stand in, cells of each column
 Unfit = Callable[[int, str], object]  # number of a row, and what is wrong with it
 CSV, PARQUET = (".csv", ".tsv"), (".parquet",)
 LARGEST = float(np.finfo(np.float32).max)
@@ -69,9 +70,7 @@ class TableFile:
         """What messages call a row."""
         return f"{self.path}, {'line' if self.delimiter else 'row'} {number}"
 
-    def blocks(
-        self, chosen: Sequence[int], ragged: Ragged | None = None
-    ) -> Iterator[tuple[Sequence[int], list[Sequence[Cell]]]]:
+    def blocks(self, chosen: Sequence[int], ragged: Ragged | None = None) -> Blocks:
         """(the lines that rows stand in, the cells of each chosen column), again and again.
 
         Args:
@@ -79,11 +78,9 @@ class TableFile:
             ragged: Called for each row with another number of columns, between the blocks before and after it, with
                 what is wrong and where; the row is left out. None: such a row is refused.
         """
-        return self._lines(chosen, ragged) if self.delimiter else _groups(self.path, chosen)
-
-    def _lines(
-        self, chosen: Sequence[int], ragged: Ragged | None
-    ) -> Iterator[tuple[Sequence[int], list[Sequence[Cell]]]]:
+        if not self.delimiter:
+            yield from _groups(self.path, chosen)
+            return
         rows = _lines(self.path, self.delimiter, skip=self.header is not None)
         while block := _block(rows, max(1, _CELLS // self.columns)):
             start = 0
@@ -201,7 +198,7 @@ def _lines(path: Path, delimiter: str, *, skip: bool) -> Iterator[tuple[int, lis
             raise InputError(f"table {path} is not UTF-8 after line {reader.line_num}; convert it") from None
 
 
-def _groups(path: Path, chosen: Sequence[int]) -> Iterator[tuple[Sequence[int], list[Sequence[Cell]]]]:
+def _groups(path: Path, chosen: Sequence[int]) -> Blocks:
     from pyarrow import types
 
     schema, start = parquet_schema(path), 1

@@ -23,15 +23,7 @@ from mpitrain.data.format import HELD_OUT, TRAIN
 from mpitrain.data.sources import Block, PrepareOptions, Source, TextFields, held_out_files, token_source
 from mpitrain.data.sources.documents import documents_source
 from mpitrain.data.sources.encoder import Encoder, make_encoder
-from mpitrain.data.sources.streams import (
-    LONGEST,
-    head,
-    opened,
-    plain_suffix,
-    size_of,
-    skip,
-    wide_encoding,
-)
+from mpitrain.data.sources.streams import LONGEST, head, opened, plain_suffix, size_of, skip, wide_encoding
 from mpitrain.errors import InputError
 
 _CHUNK = 1 << 20

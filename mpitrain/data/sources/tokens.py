@@ -33,16 +33,7 @@ from mpitrain.data.sources import Block, PrepareOptions, Source, held_out_mask, 
 from mpitrain.data.sources.arrays import npy_header
 from mpitrain.data.sources.documents import splits_by_name
 from mpitrain.data.sources.encoder import NO_END, end_of_vocabulary, load_tokenizer, smallest_dtype
-from mpitrain.data.sources.streams import (
-    CHUNK,
-    is_compressed,
-    opened,
-    plain_stem,
-    plain_suffix,
-    read_up_to,
-    size_of,
-    skip,
-)
+from mpitrain.data.sources.streams import CHUNK, opened, plain_stem, plain_suffix, read_up_to, size_of, skip
 from mpitrain.errors import InputError
 
 Tokens = np.ndarray[Any, Any]
@@ -277,7 +268,7 @@ def _sibling(path: Path, suffix: str, other: str) -> Path | None:
     """The file of the same name with another suffix, compressed or not."""
     if plain_suffix(path) != suffix:
         return None
-    stem = path.with_suffix("") if not is_compressed(path) else path.with_suffix("").with_suffix("")
+    stem = path.with_suffix("") if path.suffix.lower() == suffix else path.with_suffix("").with_suffix("")
     beside = Path(f"{stem}{other}")
     return next((each for each in (beside, beside.with_name(beside.name + path.suffix)) if each.is_file()), None)
 

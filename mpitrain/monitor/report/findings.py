@@ -70,10 +70,8 @@ def trend(x: Column, values: Column, points: int = TREND) -> tuple[Column, Colum
     """
     (finite,) = np.nonzero(np.isfinite(values))
     stretches = [s for s in np.array_split(finite, points) if len(s)]
-    return (
-        np.array([float(np.median(x[s])) for s in stretches]),
-        np.array([float(np.median(values[s])) for s in stretches]),
-    )
+    middles, medians = (np.array([float(np.median(of[s])) for s in stretches]) for of in (x, values))
+    return middles, medians
 
 
 def histogram(values: Column, bins: int = 40, among: Sequence[Column] = ()) -> tuple[Column, Column, int]:

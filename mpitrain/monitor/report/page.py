@@ -17,17 +17,8 @@ import numpy as np
 import vl_convert
 
 from mpitrain.errors import InputError
-from mpitrain.monitor.report import charts_ranks, charts_training, style
+from mpitrain.monitor.report import charts_ranks, charts_training, findings, style
 from mpitrain.monitor.report.compare import Named, changed_settings, differing_settings, flat, key_figures, spelled
-from mpitrain.monitor.report.findings import (
-    PERCENTILES,
-    expected_traffic,
-    findings,
-    last_finite,
-    percentiles,
-    sent_along,
-    traffic,
-)
 from mpitrain.monitor.report.reading import RunRecord
 from mpitrain.monitor.report.style import Drawing
 from mpitrain.monitor.run_files import axis_of
@@ -56,8 +47,11 @@ def sections(runs: Sequence[Named]) -> list[PageSection]:
     training, ranks = charts_training, charts_ranks
     single = len(runs) == 1
     memory = ranks.memory_over_time(runs[0]) if single else ranks.memory_categories(runs)
-    steps = [(named.name, named.run.columns.seconds) for named in runs]
-    spent = [[name, *map(seconds_text, [*percentiles(each).values(), float(each.mean())])] for name, each in steps]
+    header = ["step time", *(f"p{p}" if p < 100 else "largest" for p in findings.PERCENTILES), "mean"]
+    spent = []
+    for named in runs:
+        seconds = named.run.columns.seconds
+        spent.append([named.name, *map(seconds_text, [*findings.percentiles(seconds).values(), float(seconds.mean())])])
     times = [ranks.part_bars(runs)] + ([ranks.parts_over_time(runs[0])] if single else [])
     return [
         PageSection("Course", (ranks.course(runs),)),
@@ -69,7 +63,7 @@ def sections(runs: Sequence[Named]) -> list[PageSection]:
         PageSection(
             "Speed",
             (training.throughput(runs), training.step_time(runs), training.step_histogram(runs)),
-            after=_table(["step time", *(f"p{p}" if p < 100 else "largest" for p in PERCENTILES), "mean"], spent),
+            after=_table(header, spent),
         ),
         PageSection("Where the time goes", tuple(times)),
         PageSection("Memory", (memory, ranks.memory_bars(runs))),
@@ -213,13 +207,14 @@ def _top(runs: Sequence[Named]) -> str:
 
 
 def _found(run: RunRecord) -> str:
-    told = findings(run)
+    told = findings.findings(run)
     return "<ul class=findings>" + "".join(f"<li>{escape(t)}</li>" for t in told) + "</ul>" if told else ""
 
 
 def _tiles(run: RunRecord) -> list[tuple[str, str]]:
     columns = run.columns
-    loss, held, tokens = last_finite(columns.loss), last_finite(columns.held_out_loss), columns.rate(columns.tokens)
+    loss, held = (findings.last_finite(each) for each in (columns.loss, columns.held_out_loss))
+    tokens = columns.rate(columns.tokens)
     tiles = [
         ("steps", f"{int(columns.step[-1]):,}"),
         ("loss", f"{loss:.4f}" if math.isfinite(loss) else "not finite"),
@@ -234,7 +229,7 @@ def _tiles(run: RunRecord) -> list[tuple[str, str]]:
 
 
 def _traffic_table(named: Named, single: bool) -> str:
-    rows, expected = traffic(named.run), expected_traffic(named.run)
+    rows, expected = findings.traffic(named.run), findings.expected_traffic(named.run)
     if not rows:
         return ""
     header = ["operation", "axis", "algorithm", "calls", "inside a node", "between nodes", "most of a rank"]
@@ -246,7 +241,7 @@ def _traffic_table(named: Named, single: bool) -> str:
     for axis in sorted({axis_of(row.axis) for row in rows} | set(expected)):
         of = [row for row in rows if axis_of(row.axis) == axis]
         formula = f"{style.bytes_text(expected[axis])} by formula" if axis in expected else ""
-        sums = map(style.bytes_text, sent_along(named.run, axis))
+        sums = map(style.bytes_text, findings.sent_along(named.run, axis))
         cells.append([f"all along {axis}", axis, "", f"{sum(row.calls for row in of):,.3g}", *sums, formula])
     title = "" if single else f"<h3>{escape(named.name)}</h3>"
     return f"{title}<p>Calls and bytes sent, a step and rank, as means over the ranks:</p>" + _table(header, cells)

@@ -279,8 +279,6 @@ def _starts(
         elif limit == math.inf and now - max(signs) < _RUNNING:
             outcome, message = "running", "still at work as this was read"
         end = ends[-1].time if ends else max(signs)
-        ranks_then = begin.told.get("ranks") or 0
-        starts.append(
-            StartRecord(number, begin.time, end, ranks_then, begin.step, max(done), outcome, message, begin.told)
-        )
+        size = begin.told.get("ranks") or 0
+        starts.append(StartRecord(number, begin.time, end, size, begin.step, max(done), outcome, message, begin.told))
     return tuple(starts)
