@@ -86,7 +86,11 @@ def write_merged(run: Path, out: Path, *, trust: bool = False) -> str:
     folder = section.factory.startswith(PREFIX) and not out.suffix
     if not folder and out.suffix not in _FILES:
         raise InputError(f"{out}: what to write is told by its ending; use .safetensors or .pt, or for hf: a folder")
-    state = merged_state(task.module)
+    layers = adapted_layers(task.module)
+    added = {f"{name}.{key}" for name in layers for key in ("lora_a", "lora_b")}
+    state = {name: tensor for name, tensor in task.module.state_dict().items() if name not in added}
+    with torch.no_grad():
+        state |= {f"{name}.weight": layer.merged().contiguous() for name, layer in layers.items()}
     out.parent.mkdir(parents=True, exist_ok=True)
     with new_folder(out) if folder else replacing(out) as temporary:
         if folder:
@@ -96,16 +100,7 @@ def write_merged(run: Path, out: Path, *, trust: bool = False) -> str:
             save_torch(state, temporary)
         else:
             _write(state, temporary)
-    return f"{out}: {len(state)} tensors, with {len(adapted_layers(task.module))} adapters of {run} merged"
-
-
-def merged_state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The state of a model with adapters, as the same model without adapters that computes the same has it."""
-    layers = adapted_layers(module)
-    added = {f"{name}.{key}" for name in layers for key in ("lora_a", "lora_b")}
-    state = {name: tensor for name, tensor in module.state_dict().items() if name not in added}
-    with torch.no_grad():
-        return state | {f"{name}.weight": layer.merged().contiguous() for name, layer in layers.items()}
+    return f"{out}: {len(state)} tensors, with {len(layers)} adapters of {run} merged"
 
 
 def write_peft(run: Path, out: Path, *, trust: bool = False) -> str:
@@ -125,8 +120,7 @@ def write_peft(run: Path, out: Path, *, trust: bool = False) -> str:
     turned = {layer.transposed for layer in layers.values()}
     if len(turned) > 1:
         raise InputError(
-            f"{run} has adapters of layers that keep their weights in both orders, which peft has one setting for; "
-            "use merge"
+            f"{run} has adapters of layers with weights in both orders, which peft has one setting for; use merge"
         )
     factory = section.factory
     settings = {

@@ -10,9 +10,9 @@ from collections.abc import Iterable
 from typing import Literal
 
 Model = Literal["gpt", "resnet", "mlp"]  # models.build
-Norm = Literal["layernorm", "rmsnorm"]  # models.gpt.block
+Norm = Literal["layernorm", "rmsnorm"]  # models.gpt.model
 Positions = Literal["rotary", "learned"]  # models.gpt.positions
-FeedForward = Literal["gelu", "swiglu"]  # models.gpt.block
+FeedForward = Literal["gelu", "swiglu"]  # models.gpt.model
 RESNET_LAYERS = (18, 34, 50, 101)  # models.resnet
 Precision = Literal["fp32", "bf16", "fp16"]  # layers.precision
 # of the learning rate after its warm-up: config.learning_rate

@@ -31,10 +31,7 @@ def main(argv: list[str] | None = None) -> int:
         The exit code.
     """
     argv = sys.argv[1:] if argv is None else argv
-    makers: dict[str, Callable[[], tuple[argparse.ArgumentParser, Run]]] = {
-        "schedule": _of_schedules,
-        "timeline": _of_timelines,
-    }
+    makers = {"schedule": _of_schedules, "timeline": _of_timelines}
     parser, run = makers.get(argv[0] if argv else "", _of_runs)()
     arguments = parser.parse_args(argv[1:] if argv[:1] and argv[0] in makers else argv)
     return exit_code_of(lambda: run(arguments) or EXIT_DONE)
@@ -91,7 +88,14 @@ def _report(arguments: argparse.Namespace) -> int | None:
     from mpitrain.monitor.report.reading import read_run
 
     if arguments.out or arguments.png:
-        _require_charts()
+        try:
+            import altair  # noqa: F401
+            import vl_convert  # noqa: F401
+        except ImportError as error:
+            raise InputError(
+                f'charts need a package that is not there ({error}); pip install "mpitrain[monitor]", '
+                "or leave --out and --png out for the text"
+            ) from None
     runs = [Named(name, read_run(folder)) for name, folder in zip(short_names(folders), folders, strict=True)]
     if arguments.out:
         from mpitrain.monitor.report.page import write_page
@@ -105,17 +109,6 @@ def _report(arguments: argparse.Namespace) -> int | None:
     if not (arguments.out or arguments.png):
         tell(comparison(runs))
     return None
-
-
-def _require_charts() -> None:
-    try:
-        import altair  # noqa: F401
-        import vl_convert  # noqa: F401
-    except ImportError as error:
-        raise InputError(
-            f'charts need a package that is not there ({error}); pip install "mpitrain[monitor]", '
-            "or leave --out and --png out for the text"
-        ) from None
 
 
 def _merge_timelines(arguments: argparse.Namespace) -> None:

@@ -223,7 +223,7 @@ def _dataset(folder: Path) -> list[Path]:
 @contextmanager
 def without_pictures() -> Iterator[None]:
     """As if matplotlib were not installed: a picture takes seconds."""
-    with patch.dict(sys.modules, {"mpitrain.monitor.timeline.picture": None}):
+    with patch.dict(sys.modules, {"matplotlib.figure": None}):
         yield
 
 

@@ -13,17 +13,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import get_args
 
-from mpitrain.data.format import (
-    HELD_OUT,
-    TOKENIZER,
-    TRAIN,
-    Categories,
-    DatasetManifest,
-    FieldSpec,
-    Missing,
-    Scale,
-    SplitSpec,
-)
+from mpitrain.data.format import HELD_OUT, TOKENIZER, TRAIN, Categories, DatasetManifest, Missing, Scale
 from mpitrain.early import VERSION
 from mpitrain.errors import EXIT_DONE, InputError, exit_code_of, printable, tell
 from mpitrain.storage.text import bytes_text, counted
@@ -171,8 +161,7 @@ def _settings(manifest: DatasetManifest) -> str:
 
 
 def _tokenizer(arguments: argparse.Namespace) -> int:
-    from mpitrain.data.prepare import PrepareOptions
-    from mpitrain.data.tokenizer import train_tokenizer
+    from mpitrain.data.prepare import PrepareOptions, train_tokenizer
 
     named = {key: getattr(arguments, key) for key in ("text", "prompt", "completion", "encoding")}
     made = train_tokenizer(arguments.sources, arguments.out, arguments.vocabulary, PrepareOptions(**named))
@@ -197,29 +186,29 @@ def _info(arguments: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
+_CLEARED = "\r\x1b[K"  # the line of a terminal, from its beginning
+
+
 @contextmanager
 def _progress() -> Iterator[Callable[[str, int, int], None]]:
     """One line on a terminal, rewritten twice a second and cleared at the end."""
     start = shown = time.monotonic()
     of_splits: dict[str, int] = {}  # bytes
-    width = 0
 
     def show(split: str, rows: int, written: int) -> None:
-        nonlocal shown, width
+        nonlocal shown
         of_splits[split] = written
         now = time.monotonic()
         if now - shown >= 0.5:
             shown = now
-            total = sum(of_splits.values()) / 2**20
-            line = f"{total:,.0f} MiB, {total / (now - start):,.0f} MiB/s"
-            print("\r" + line.ljust(width), end="", file=sys.stderr, flush=True)
-            width = max(width, len(line))
+            done = sum(of_splits.values()) / 2**20
+            print(f"{_CLEARED}{done:,.0f} MiB, {done / (now - start):,.0f} MiB/s", end="", file=sys.stderr, flush=True)
 
     try:
         yield show
     finally:
-        if width:
-            print("\r" + " " * width, end="\r", file=sys.stderr, flush=True)
+        if shown > start:
+            print(_CLEARED, end="", file=sys.stderr, flush=True)
 
 
 # -- What a person wants to know about a data set, as lines of text
@@ -242,10 +231,12 @@ def _facts(folder: Path, manifest: DatasetManifest) -> Iterator[tuple[str, str]]
     yield "data set", str(folder)
     yield "kind", _kind(manifest)
     for name, split in manifest.splits.items():
-        yield _TITLES.get(name, name), _split(split, unit)
+        size = bytes_text(sum(shard.bytes for shard in split.shards))
+        yield _TITLES[name], f"{split.rows:,} {unit}, {size} in {counted(len(split.shards), 'shard')}"
     if manifest.kind == "arrays":
         for field in manifest.fields:
-            yield field.name, _field(field)
+            shape = " x ".join(str(n) for n in field.shape) or "one number"
+            yield field.name, f"{shape}, stored as {field.dtype}, read as {_GIVEN[field.given]}"
     if manifest.vocabulary is not None:
         yield "vocabulary", f"{manifest.vocabulary:,}"
     if manifest.kind == "tokens":
@@ -274,26 +265,13 @@ def _kind(manifest: DatasetManifest) -> str:
     return "tokens (bytes)" if manifest.vocabulary in (256, 257) else "tokens"
 
 
-def _split(split: SplitSpec, unit: str) -> str:
-    size = sum(shard.bytes for shard in split.shards)
-    return f"{split.rows:,} {unit}, {bytes_text(size)} in {counted(len(split.shards), 'shard')}"
-
-
-def _field(field: FieldSpec) -> str:
-    shape = " x ".join(str(n) for n in field.shape) or "one number"
-    return f"{shape}, stored as {field.dtype}, read as {_GIVEN[field.given]}"
-
-
 def _classes(manifest: DatasetManifest, classes: tuple[str, ...]) -> Iterator[tuple[str, str]]:
     counts = [split.class_counts or (0,) * len(classes) for split in manifest.splits.values()]
-    headings = ", ".join(_TITLES.get(name, name) for name in manifest.splits)
+    headings = ", ".join(_TITLES[name] for name in manifest.splits)
     yield "classes", f"{len(classes):,}; samples of each ({headings}):"
     for number, name in list(enumerate(classes))[:_MOST_CLASSES]:
-        yield (
-            "",
-            f"{number:>3}  {printable(name, _LONGEST_NAME):<20} "
-            + " ".join(f"{count[number]:>9,}" for count in counts),
-        )
+        of_each = " ".join(f"{count[number]:>9,}" for count in counts)
+        yield "", f"{number:>3}  {printable(name, _LONGEST_NAME):<20} {of_each}"
     if len(classes) > _MOST_CLASSES:
         yield "", f"...  and {len(classes) - _MOST_CLASSES:,} more"
 

@@ -3,20 +3,24 @@
 Dataset.read(ids)      samples: shapes, dtypes, neighbours read together     (TokenDataset, ArrayDataset)
 RowReader.read_into    rows of a split, across the borders of shards
 OpenShard.read_into    rows of one file, hashes checked                      (shards.py)
+
+`Loader` makes batches of them, in the order of `order.py`.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections import OrderedDict
-from collections.abc import Iterator
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +30,9 @@ from mpitrain.data.format import TRAIN, UNCOUNTED, ColumnSpec, DatasetManifest, 
 from mpitrain.data.order import Ordering, SampleOrder
 from mpitrain.data.shards import OpenShard
 from mpitrain.errors import InputError
+
+if TYPE_CHECKING:
+    import torch
 
 OPEN_FILES = 64
 
@@ -94,9 +101,7 @@ def open_dataset(path: str | Path, split: str = TRAIN, *, sequence: int | None =
     there = set(os.listdir(folder))  # one look finds missing shards at once; their content is checked when it is read
     for shard in spec.shards:
         if shard.file not in there:
-            raise InputError(
-                f"data set {folder}: shard {shard.file} is missing; restore that file or prepare the data set again"
-            )
+            raise InputError(f"data set {folder}: shard {shard.file} is missing; restore that file or prepare it again")
     reader = RowReader(folder, spec, manifest)
     reader.shard(0)  # so that a first file that cannot be read is told at once
     if apart and manifest.document_end is None:
@@ -172,11 +177,13 @@ class Dataset(ABC):
         if 1 not in (ordered[1:] - ordered[:-1]).tolist():  # no two are neighbours
             self._reader.gather(number, ordered * step, out, places)
             return out
-        for start, first, count in _runs(ordered):
-            stretch = np.empty(((count - 1) * step + length, *spec.shape), spec.stored)
-            self._reader.read_into(number, first * step, stretch)
+        start = 0  # of neighbouring samples, which are read together
+        for end in [*(np.flatnonzero(np.diff(ordered) != 1) + 1).tolist(), len(ordered)]:
+            stretch = np.empty(((end - start - 1) * step + length, *spec.shape), spec.stored)
+            self._reader.read_into(number, int(ordered[start]) * step, stretch)
             windows = np.lib.stride_tricks.sliding_window_view(stretch, length, 0)[::step]
-            out[places[start : start + count]] = np.moveaxis(windows, -1, 1)
+            out[places[start:end]] = np.moveaxis(windows, -1, 1)
+            start = end
         return out
 
 
@@ -269,15 +276,6 @@ def _handed(field: FieldSpec, stored: npt.NDArray[Any]) -> npt.NDArray[Any]:
     return values
 
 
-def _runs(ordered: Ids) -> Iterator[tuple[int, int, int]]:
-    """Neighbouring samples, to be read together: (place of the first in ordered, the first sample, how many)."""
-    ends = [*(np.flatnonzero(np.diff(ordered) != 1) + 1).tolist(), len(ordered)]
-    start = 0
-    for end in ends:
-        yield start, int(ordered[start]), end - start
-        start = end
-
-
 class RowReader:
     """The rows of one split, over all of its shards, with at most OPEN_FILES of them open.
 
@@ -358,3 +356,146 @@ class RowReader:
         """Close the files. A later read opens them again."""
         with self._lock:
             self._open_shards.clear()
+
+
+# -- From a data set and an order to the batches of one rank, read ahead by threads
+#
+#   running position   p          p+B          p+2B                B: the global batch
+#   this rank's share  [start, stop) of each, decided by `share`
+#   reader threads     batch 1    batch 2  ... at most max(prefetch, workers) ahead, given out in order
+#
+# Threads, never processes: a fork after MPI has started corrupts it. The state of the stream is the position of
+# the next batch; nothing else needs to be saved to go on, on any number of ranks.
+
+
+Share = Callable[[int], tuple[int, int]]
+
+_AHEAD = 2048  # ids that are looked up in the order at once
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One rank's share of a global batch, in host memory.
+
+    Attributes:
+        ids: The numbers of the samples, int64 [n].
+        x: Their inputs, `[n, *x_shape]`.
+        y: Their targets, `[n, *y_shape]`.
+        position: The running position of the global batch's first sample. The next batch begins at this position plus
+            the size of the global batch.
+        first: Where in the global batch this share begins.
+    """
+
+    ids: Ids
+    x: torch.Tensor
+    y: torch.Tensor
+    position: int
+    first: int = 0
+
+
+class Loader:
+    """An endless iterator over consecutive global batches, which gives this rank's share of each.
+
+    An error in a reader thread is raised by the `next` that asks for its batch. Close it, or use it in `with`.
+
+    Args:
+        dataset: What is read.
+        order: The order of its samples.
+        batch: How many samples a global batch has.
+        share: Gives (start, stop) of this rank's samples within a global batch of the given size. Where both are the
+            same, the tensors are empty.
+        position: The running position of the first sample.
+        warmup: (batches, samples of each) that come before those of `batch` samples.
+        workers: How many threads read; with 0 the caller does.
+        prefetch: How many batches are kept ready ahead of the caller.
+        finish: What a reader makes of each batch: for `on_device`, one in pinned memory.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        order: Ordering,
+        *,
+        batch: int,
+        share: Share,
+        position: int = 0,
+        warmup: Sequence[tuple[int, int]] = (),
+        workers: int = 1,
+        prefetch: int = 2,
+        finish: Callable[[Batch], Batch] = lambda batch: batch,
+    ) -> None:
+        self._dataset, self._order, self._share, self._finish = dataset, order, share, finish
+        self._sizes = deque([*warmup, (sys.maxsize, batch)])  # (batches, samples of each) to come
+        self._position = position
+        self._ahead: deque[tuple[int, int, Ids]] = deque()
+        self._depth = max(prefetch, workers)
+        self._pending: deque[Future[Batch]] = deque()
+        self._threads = ThreadPoolExecutor(workers, "data-reader") if workers else None
+
+    def __iter__(self) -> Loader:
+        return self
+
+    def __next__(self) -> Batch:
+        if self._threads is None:
+            return self._read(*self._advance())
+        while len(self._pending) <= self._depth:
+            self._pending.append(self._threads.submit(self._read, *self._advance()))
+        return self._pending.popleft().result()
+
+    def close(self) -> None:
+        """Stop the threads. Waits for the reads that they are in, not for those that have not begun."""
+        if self._threads is not None:
+            self._threads.shutdown(wait=True, cancel_futures=True)
+        self._pending.clear()
+
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _read(self, position: int, first: int, ids: Ids) -> Batch:
+        return self._finish(_batch(self._dataset, position, first, ids))
+
+    def _advance(self) -> tuple[int, int, Ids]:
+        """The position of the next batch, where this rank's share of it begins, and the sample ids of the share."""
+        if not self._ahead:
+            left, size = self._sizes.popleft()
+            start, stop = self._share(size)
+            share = stop - start
+            count = min(left, max(1, _AHEAD // max(1, share)))
+            if left > count:
+                self._sizes.appendleft((left - count, size))
+            firsts = self._position + size * np.arange(count, dtype=np.int64)
+            places = firsts[:, None] + np.arange(start, stop, dtype=np.int64)
+            ids = self._order.at(places.reshape(-1)).reshape(-1, share) if share else places
+            self._ahead.extend((first, start, own) for first, own in zip(firsts.tolist(), ids, strict=True))
+            self._position += size * count
+        return self._ahead.popleft()
+
+
+def evaluation_batches(dataset: Dataset, *, samples: int, batch: int, share: Share) -> Iterator[Batch]:
+    """Choose samples that are spread evenly over a split, or all of them where there are no more.
+
+    Args:
+        dataset: The split.
+        samples: How many samples are chosen, at most.
+        batch: How many samples a global batch has; the last one may have fewer.
+        share: As of `Loader`.
+
+    Yields:
+        This rank's share of each batch, in order, with positions that count the chosen samples from 0. Every rank gets
+        the same number of batches, and a share may be empty.
+    """
+    chosen = min(samples, len(dataset))
+    for position in range(0, chosen, batch):
+        start, stop = share(min(batch, chosen - position))
+        places = np.arange(position + start, position + stop, dtype=np.int64)
+        yield _batch(dataset, position, start, dataset.spread(places, chosen))
+
+
+def _batch(dataset: Dataset, position: int, first: int, ids: Ids) -> Batch:
+    import torch
+
+    x, y = dataset.read(ids)
+    return Batch(ids, torch.from_numpy(x), torch.from_numpy(y), position, first)

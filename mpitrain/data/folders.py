@@ -46,6 +46,7 @@ from mpitrain.storage.disk import free_bytes, sync
 
 if TYPE_CHECKING:
     from mpitrain.comm import Communicator
+    from mpitrain.data.sources import Source
 
 
 def make_dataset(
@@ -75,8 +76,10 @@ def make_dataset(
                 os.rename(target, target.parent / f"{prefix}{os.getpid()}-{secrets.token_hex(4)}")
             if os.path.lexists(target):
                 raise InputError(f"output folder {target} exists already; give another --out, or remove it")
-            if held:
-                _remove_leftovers(target.parent, prefix)
+            if held:  # so that temporary folders of other makers on this node are of makers that died
+                made = re.compile(re.escape(prefix) + r"\d+-[0-9a-f]{8}")
+                for path in list(leftovers(target.parent, made, is_dataset)):
+                    remove_folder(path, (MANIFEST, MARK))
             temporary = target.parent / f"{prefix}{os.getpid()}-{secrets.token_hex(4)}"
             begin_folder(temporary)
             try:
@@ -94,7 +97,9 @@ def os_errors(what: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise InputError(f"{what}: {_reason(error)}") from error
+        reason = error.strerror or str(error).splitlines()[0]
+        reason = _MENDS.get(error.errno or 0, f"{reason} ({error.filename})" if error.filename else reason)
+        raise InputError(f"{what}: {reason}") from error
 
 
 @contextmanager
@@ -106,21 +111,16 @@ def needing(what: str, package: str, extra: str = "data") -> Iterator[None]:
         raise InputError(f'{what} the package {package}; pip install "mpitrain[{extra}]"') from None
 
 
-def _reason(error: OSError) -> str:
-    mends = {
-        errno.ENOSPC: "the disk is full; free some space, or use another place",
-        errno.EDQUOT: "the disk quota is used up; free some space, or use another place",
-        errno.EFBIG: "a file grew over the allowed size (ulimit -f); use a smaller --shard-mb",
-        errno.EACCES: "no permission; ask its owner for access, or use another place",
-        errno.EPERM: "no permission; ask its owner for access, or use another place",
-        errno.EEXIST: "a file lies where a folder is needed; use another place",
-        errno.ENOTDIR: "a file lies where a folder is needed; use another place",
-        errno.EROFS: "the file system is read-only; use another place",
-    }
-    if error.errno in mends:
-        return mends[error.errno]
-    text = error.strerror or str(error).splitlines()[0]
-    return f"{text} ({error.filename})" if error.filename else text
+_MENDS = {
+    errno.ENOSPC: "the disk is full; free some space, or use another place",
+    errno.EDQUOT: "the disk quota is used up; free some space, or use another place",
+    errno.EFBIG: "a file grew over the allowed size (ulimit -f); use a smaller --shard-mb",
+    errno.EACCES: "no permission; ask its owner for access, or use another place",
+    errno.EPERM: "no permission; ask its owner for access, or use another place",
+    errno.EEXIST: "a file lies where a folder is needed; use another place",
+    errno.ENOTDIR: "a file lies where a folder is needed; use another place",
+    errno.EROFS: "the file system is read-only; use another place",
+}
 
 
 def _rename(temporary: Path, target: Path, once: bool) -> None:
@@ -133,19 +133,10 @@ def _rename(temporary: Path, target: Path, once: bool) -> None:
             raise InputError(f"output folder {target} was made by another process meanwhile; use that one") from None
 
 
-def _remove_leftovers(parent: Path, prefix: str) -> None:
-    """Temporary folders of makers that died on this node: we hold the lock, so none of them is alive."""
-    made = re.compile(re.escape(prefix) + r"\d+-[0-9a-f]{8}")
-    for path in list(leftovers(parent, made, is_dataset)):
-        remove_folder(path, (MANIFEST, MARK))
-
-
 DIGITS = "digits"
 PYTHON_SOURCE = "python-source"
 
 _SHARD_BYTES = 256 << 20
-_HELD_OUT_TEXT = 0.05
-_HELD_OUT_DIGITS = 0.1
 # other people's packages, and tests: half of the tree, and mostly tables
 _NOT_TEXT = frozenset(("site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"))
 
@@ -161,11 +152,18 @@ def resolve(data_path: str, root: Path = Path("data")) -> Path:
     Raises:
         InputError: There is no data set, or the embedded one cannot be made.
     """
-    embedded = {"": (PYTHON_SOURCE, _fill_python_source), DIGITS: (DIGITS, _fill_digits)}
+    embedded = {"": (PYTHON_SOURCE, _python_source, 0.05), DIGITS: (DIGITS, _digits, 0.1)}
     if data_path not in embedded:
         read_manifest(Path(data_path))
         return Path(data_path)
-    name, fill = embedded[data_path]
+    name, describe, held_out = embedded[data_path]
+
+    def fill(folder: Path) -> None:
+        from mpitrain.data.writer import write_dataset
+
+        source, title = describe()
+        write_dataset(folder, source, names=(title,), held_out=held_out, shard_bytes=_SHARD_BYTES)
+
     make_dataset(root / name, fill, once=True)
     return root / name
 
@@ -176,18 +174,15 @@ def tokenizer_of(data_path: str) -> Path | None:
     return path if data_path not in ("", DIGITS) and path.is_file() else None
 
 
-def _fill_python_source(folder: Path) -> None:
+def _python_source() -> tuple[Source, str]:
     from mpitrain.data.sources import PrepareOptions
     from mpitrain.data.sources.text import text_source
-    from mpitrain.data.writer import write_dataset
 
     library = Path(sysconfig.get_paths()["stdlib"])
     files = python_files(library)
     if not files:
         raise InputError(f"Python's standard library has no source in {library}; give data.path")
-    name = f"Python {sys.version.split()[0]} standard library"
-    source = text_source(files, PrepareOptions())
-    write_dataset(folder, source, names=(name,), held_out=_HELD_OUT_TEXT, shard_bytes=_SHARD_BYTES)
+    return text_source(files, PrepareOptions()), f"Python {sys.version.split()[0]} standard library"
 
 
 def python_files(library: Path) -> list[Path]:
@@ -199,30 +194,19 @@ def python_files(library: Path) -> list[Path]:
     return sorted(path for path in found if path.is_file())
 
 
-def _fill_digits(folder: Path) -> None:
-    import numpy as np
-
+def _digits() -> tuple[Source, str]:
     from mpitrain.data.format import FieldSpec
-    from mpitrain.data.sources.split import partition
-    from mpitrain.data.writer import Source, write_dataset
+    from mpitrain.data.sources import Source, partition
 
     with needing("data.path digits needs", "scikit-learn", "digits"):
         from sklearn.datasets import load_digits
     digits = load_digits()
     x = (digits.images / 16.0).astype(np.float32)[:, None]  # grey values are 0 to 16
     y = digits.target.astype(np.int32)
-
-    fields = (
-        FieldSpec(name="x", dtype="float32", shape=x.shape[1:], given="float"),
-        FieldSpec(name="y", dtype="int32", shape=(), given="integer"),
-    )
-    write_dataset(
-        folder,
-        Source("arrays", fields, partition(iter, [(x, y)]), files=1),
-        names=("scikit-learn's bundled digits (UCI optical recognition of handwritten digits)",),
-        held_out=_HELD_OUT_DIGITS,
-        shard_bytes=_SHARD_BYTES,
-    )
+    x_field = FieldSpec(name="x", dtype="float32", shape=x.shape[1:], given="float")
+    y_field = FieldSpec(name="y", dtype="int32", shape=(), given="integer")
+    source = Source("arrays", (x_field, y_field), partition(iter, [(x, y)]), files=1)
+    return source, "scikit-learn's bundled digits (UCI optical recognition of handwritten digits)"
 
 
 _LEFT = 64 << 20  # bytes that stay free
@@ -304,12 +288,7 @@ def _copy(source: Path, manifest: DatasetManifest, into: Path) -> None:
             "room, give another folder, or leave data.stage empty to read the shared one"
         )
     for name in [shard.file for shard in manifest.shards] + [TOKENIZER] * (source / TOKENIZER).exists():
-        _copy_file(source / name, into / name)
+        sync(Path(shutil.copyfile(source / name, into / name)))
     for problem in verify(into, manifest):
         raise InputError(f"{problem.replace(str(into), str(source))} (found in its copy for data.stage {into.parent})")
-    _copy_file(source / MANIFEST, into / MANIFEST)
-
-
-def _copy_file(source: Path, target: Path) -> None:
-    shutil.copyfile(source, target)
-    sync(target)
+    sync(Path(shutil.copyfile(source / MANIFEST, into / MANIFEST)))

@@ -104,9 +104,9 @@ class FieldSpec(_Part):
         """How many rows an extent of about so many bytes has."""
         return max(1, extent_bytes // max(1, self.row_bytes))
 
-    def table_bytes(self, rows: int, extent_bytes: int) -> int:
-        """How many bytes the hashes of so many rows take."""
-        return 4 * -(-rows // self.extent_rows(extent_bytes))
+    def extents(self, rows: int, extent_bytes: int) -> int:
+        """How many extents so many rows have."""
+        return -(-rows // self.extent_rows(extent_bytes))
 
 
 class ShardSpec(_Part):
@@ -211,7 +211,7 @@ class DatasetManifest(_Part):
     document_end: Count | None = None
     pack: Annotated[StrictInt, Field(ge=1, lt=1 << 32)] | None = None
     classes: tuple[StrictStr, ...] | None
-    splits: dict[str, SplitSpec]
+    splits: dict[Annotated[StrictStr, Field(pattern=f"^({TRAIN}|{HELD_OUT})$")], SplitSpec]
     columns: tuple[ColumnSpec, ...] | None = None
     origin: Origin
 
@@ -226,15 +226,13 @@ class DatasetManifest(_Part):
         if self.document_end is not None and self.document_end >= (self.vocabulary or 0):
             raise ValueError(f"document_end {self.document_end} is beyond the vocabulary")
         for name, split in self.splits.items():
-            if name not in (TRAIN, HELD_OUT):
-                raise ValueError(f"there is no split {name!r:.40}")
             if split.rows != sum(shard.rows for shard in split.shards):
                 raise ValueError(f"split {name} has {split.rows} rows, its shards have others")
             if self.pack and split.rows % (self.pack + 1):
                 raise ValueError(f"split {name} has {split.rows} rows, which are no samples of {self.pack + 1}")
             for shard in split.shards:
                 nbytes = sum(
-                    shard.rows * f.row_bytes + f.table_bytes(shard.rows, self.extent_bytes) for f in self.fields
+                    shard.rows * f.row_bytes + 4 * f.extents(shard.rows, self.extent_bytes) for f in self.fields
                 )
                 if nbytes > shard.bytes or list(shard.tables) != names:
                     raise ValueError(f"shard {shard.file} of {shard.bytes} bytes cannot hold its {shard.rows} rows")
@@ -315,8 +313,7 @@ def _parse(text: bytes, folder: Path) -> DatasetManifest:
             f"data set {folder} has format version {content.get('version')!r:.40}, this mpitrain reads {VERSION}; "
             "prepare the data set again"
         )
-    stated = content.pop("crc32", None)
-    if stated != zlib.crc32(_canonical(content)):
+    if content.pop("crc32", None) != zlib.crc32(_canonical(content)):
         raise InputError(f"data set {folder}: {MANIFEST} was changed or damaged (its hash does not match); {again}")
     try:
         return DatasetManifest.model_validate(content)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fractions import Fraction
 from functools import cached_property
 from itertools import accumulate
@@ -30,7 +30,7 @@ from mpitrain.config.settings import Config
 from mpitrain.data.dataset import Dataset, Description, Ids, open_dataset
 from mpitrain.data.folders import resolve
 from mpitrain.data.format import TRAIN, DatasetManifest, read_manifest
-from mpitrain.data.order import SampleOrder
+from mpitrain.data.order import Ordering, SampleOrder
 from mpitrain.errors import InputError
 
 
@@ -75,38 +75,31 @@ def check_data(config: Config, data: Dataset) -> None:
 _LONGEST_PERIOD = 100_000  # samples; what looking for a pattern of so many takes is a part of a second
 
 
-@dataclass(frozen=True)
 class Weights:
-    """Whole numbers in the ratio of the weights.
+    """Whole numbers in the ratio of weights.
+
+    Args:
+        weights: As they are written in decimals: 0.7 and 0.3 are 7 and 3.
 
     Attributes:
         parts: One for each data set, without a common divisor.
+        period: After how many samples the pattern begins anew.
+
+    Raises:
+        InputError: Their ratio needs numbers that are too large.
     """
 
-    parts: tuple[int, ...]
-
-    @staticmethod
-    def of(weights: Sequence[float]) -> Weights:
-        """The weights as they are written in decimals: 0.7 and 0.3 are 7 and 3.
-
-        Raises:
-            InputError: Their ratio needs numbers that are too large.
-        """
+    def __init__(self, weights: Sequence[float]) -> None:
         exact = [Fraction(str(weight)) for weight in weights]
         scale = math.lcm(*(weight.denominator for weight in exact))
         whole = [int(weight * scale) for weight in exact]
-        parts = tuple(part // math.gcd(*whole) for part in whole)
-        if sum(parts) > _LONGEST_PERIOD:
+        self.parts = tuple(part // math.gcd(*whole) for part in whole)
+        self.period = sum(self.parts)
+        if self.period > _LONGEST_PERIOD:
             raise InputError(
-                f"data.mix: weights in the ratio {' : '.join(map(str, parts))} repeat after {sum(parts):,} samples; "
-                f"write weights with fewer digits, so that it is at most {_LONGEST_PERIOD:,}"
+                f"data.mix: weights in the ratio {' : '.join(map(str, self.parts))} repeat after {self.period:,} "
+                f"samples; write weights with fewer digits, so that it is at most {_LONGEST_PERIOD:,}"
             )
-        return Weights(parts)
-
-    @property
-    def period(self) -> int:
-        """After how many samples the pattern begins anew."""
-        return sum(self.parts)
 
     @cached_property
     def pattern(self) -> npt.NDArray[np.int64]:
@@ -127,7 +120,7 @@ class Weights:
         return found
 
 
-class MixedOrder:
+class MixedOrder(Ordering):
     """The endless sequence of the samples of several data sets: each set in the order that it has by itself.
 
     Args:
@@ -145,12 +138,7 @@ class MixedOrder:
         for number, part in enumerate(weights.parts):
             self._before[pattern == number] = np.arange(part)
 
-    def ids(self, position: int, count: int) -> Ids:
-        """The sample ids at `count` running positions from `position` on, int64 [count]."""
-        return self.at(np.arange(position, position + count, dtype=np.int64))
-
     def at(self, positions: npt.NDArray[np.int64]) -> Ids:
-        """The sample ids at running positions in ascending order, int64 and as many."""
         periods, within = np.divmod(positions, self._weights.period)
         sets = self._weights.pattern[within]
         ids = np.empty(len(positions), np.int64)
@@ -240,15 +228,14 @@ def open_mix(
     if not there:
         return None
     parts = [open_dataset(folders[path], split, sequence=sequence, apart=apart) for path in there]
-    first = parts[0].description
     for path, part in zip(there, parts, strict=True):
-        one, other = _form(first), _form(part.description)
+        one, other = _form(parts[0].description), _form(part.description)
         if one != other:
             raise InputError(
                 f"data.mix: samples of {folders[there[0]]} and {folders[path]} have different forms ({one} and "
                 f"{other}); mix data sets of the same form"
             )
-    return MixedDataset(parts, Weights.of([mix[path] for path in there]), there)
+    return MixedDataset(parts, Weights([mix[path] for path in there]), there)
 
 
 def _form(facts: Description) -> str:

@@ -21,12 +21,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from mpitrain.choices import Augmentation
@@ -145,7 +144,7 @@ class Augment:
         if data.kind != "arrays" or not is_image(data.x_shape) or data.x_dtype != np.float32:
             shape = "tokens" if data.kind == "tokens" else f"{data.x_dtype} of shape {tuple(data.x_shape)}"
             raise InputError(f"data.augment is for images, and the data are {shape}; leave it out")
-        sides = _sides(data.x_shape)
+        sides = data.x_shape[:2] if channels_last(data.x_shape) else data.x_shape[-2:]
         if "crop" in self.names and self.padding >= min(sides):
             raise InputError(
                 f"data.augment_padding {self.padding} moves images of {sides[0]}x{sides[1]} out of sight; set it to "
@@ -168,7 +167,7 @@ class Augment:
         images = x.numpy()
         images = images if channels_last(x.shape[1:]) else images.reshape(len(x), -1, *x.shape[-2:])
         height_at, width_at = (0, 1) if channels_last(x.shape[1:]) else (1, 2)
-        down, right, mirrored = (word.tolist() for word in self._drawn(ids, epochs))
+        down, right, mirrored = self._drawn(ids, epochs)
         out = np.zeros_like(images)
         for number, image in enumerate(images):
             place, source = [slice(None)] * 3, [slice(None)] * 3
@@ -178,23 +177,17 @@ class Augment:
             moved[tuple(place)] = image[tuple(source)]
         return torch.from_numpy(out.reshape(x.shape))
 
-    def _drawn(
-        self, ids: Ids, epochs: Ids
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+    def _drawn(self, ids: Ids, epochs: Ids) -> tuple[list[int], list[int], list[bool]]:
         """By how many pixels each image moves down and to the right, and whether it is mirrored."""
         seed = mix64(np.array([self.seed], np.uint64) ^ _NOT_THE_ORDER)
         key = mix64(mix64(seed + epochs.astype(np.uint64) * _STEP) ^ mix64(ids.astype(np.uint64) + _STEP))
         words = [mix64(key + step) for step in _STEP * np.arange(1, 4, dtype=np.uint64)]
         reach = self.padding if "crop" in self.names else 0
         down, right = ((word % np.uint64(2 * reach + 1)).astype(np.int64) - reach for word in words[:2])
-        return down, right, (words[2] >> np.uint64(63)).astype(np.bool_) & ("flip" in self.names)
+        mirrored = (words[2] >> np.uint64(63)).astype(np.bool_) & ("flip" in self.names)
+        return down.tolist(), right.tolist(), mirrored.tolist()
 
 
 def _overlap(shift: int, length: int) -> tuple[slice, slice]:
     """(where pixels of an axis come to lie, where they come from) if they are moved by `shift`."""
     return slice(max(0, shift), length + min(0, shift)), slice(max(0, -shift), length - max(0, shift))
-
-
-def _sides(shape: Sequence[int]) -> tuple[int, int]:
-    height, width = shape[:2] if channels_last(shape) else shape[-2:]
-    return height, width

@@ -17,8 +17,8 @@ OOPSLA 2014).
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -34,18 +34,26 @@ def mix64(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return values ^ (values >> np.uint64(31))
 
 
-class Ordering(Protocol):
+class Ordering(ABC):
     """Which sample comes at each running position."""
 
-    def ids(self, position: int, count: int) -> npt.NDArray[np.int64]:
-        """The sample ids at `count` running positions from `position` on, int64 [count]."""
-
+    @abstractmethod
     def at(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """The sample ids at running positions in ascending order, int64 and as many."""
+        """The sample ids at running positions in ascending order, int64 and as many.
+
+        One call for many positions costs a fraction of many calls.
+        """
+
+    def ids(self, position: int, count: int) -> npt.NDArray[np.int64]:
+        """The sample ids at `count` running positions from `position` on, int64 [count].
+
+        They may cross the ends of epochs, and cost the time and the memory of so many ids alone.
+        """
+        return self.at(np.arange(position, position + count, dtype=np.int64))
 
 
 @dataclass(frozen=True)
-class SampleOrder:
+class SampleOrder(Ordering):
     """The endless, shuffled sequence of the ids 0 to samples - 1, each of which comes once per epoch.
 
     Attributes:
@@ -66,31 +74,20 @@ class SampleOrder:
         """The epoch that a running position lies in."""
         return position // self.samples
 
-    def ids(self, position: int, count: int) -> npt.NDArray[np.int64]:
-        """The sample ids at `count` running positions from `position` on, int64 [count].
-
-        They may cross the ends of epochs, and cost the time and the memory of so many ids alone.
-        """
-        return self.at(np.arange(position, position + count, dtype=np.int64))
-
     def at(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """The sample ids at running positions in ascending order, int64 and as many.
-
-        One call for many positions costs a fraction of many calls.
-        """
         epochs = positions // self.samples
         ids = np.empty(len(positions), np.int64)
         filled = 0
         while filled < len(positions):
             epoch = int(epochs[filled])
             end = int(np.searchsorted(epochs, epoch, side="right"))
-            index = (positions[filled:end] - epoch * self.samples).astype(np.uint64)
-            ids[filled:end] = self._permuted(epoch, index)
+            ids[filled:end] = self._permuted(epoch, (positions[filled:end] - epoch * self.samples).astype(np.uint64))
             filled = end
         return ids
 
     def _permuted(self, epoch: int, index: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-        keys = self._round_keys(epoch)
+        key = mix64(mix64(np.array([self.seed], np.uint64) + _GOLDEN) + np.array([epoch], np.uint64))
+        keys = mix64(key + _GOLDEN * np.arange(1, ROUNDS + 1, dtype=np.uint64))
         radix = np.uint64(math.isqrt(self.samples - 1) + 1)  # the smallest with radix * radix >= samples
         index = _feistel(index, radix, keys)
         # The network permutes radix * radix values, a few more than there are samples: who lands outside walks on
@@ -98,10 +95,6 @@ class SampleOrder:
         while (outside := index >= np.uint64(self.samples)).any():
             index[outside] = _feistel(index[outside], radix, keys)
         return index
-
-    def _round_keys(self, epoch: int) -> npt.NDArray[np.uint64]:
-        key = mix64(mix64(np.array([self.seed], np.uint64) + _GOLDEN) + np.array([epoch], np.uint64))
-        return mix64(key + _GOLDEN * np.arange(1, ROUNDS + 1, dtype=np.uint64))
 
 
 def _feistel(index: npt.NDArray[np.uint64], radix: np.uint64, keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

@@ -10,17 +10,20 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import NamedTuple
 
-from mpitrain.data.folders import make_dataset, os_errors
+from mpitrain.data.folders import make_dataset, needing, os_errors
 from mpitrain.data.format import DatasetManifest, read_manifest
-from mpitrain.data.sources import PrepareOptions, TextFields, arrays, images, table, text, tokens
-from mpitrain.data.sources.documents import documents_source, is_documents
+from mpitrain.data.sources import PrepareOptions, Source, TextFields, arrays, images, table, text, tokens
+from mpitrain.data.sources.documents import documents_of, documents_source, is_documents
+from mpitrain.data.sources.encoder import BYTES, ENDS, without_surrogates
 from mpitrain.data.sources.table_files import is_table
-from mpitrain.data.writer import Progress, Source, write_dataset
+from mpitrain.data.writer import Progress, write_dataset
 from mpitrain.errors import InputError
+from mpitrain.storage.disk import write_whole
 
 _TEXT = "text"
 _OTHERS = 0.1  # of a folder's files may be of another kind and are skipped
@@ -28,8 +31,7 @@ _KNOWN = "text, JSON lines, .npy/.npz, images, archives of images, IDX (MNIST), 
 _LARGEST_ROW = 1 << 30  # bytes of a sample, which must fit into memory several times
 
 
-@dataclass(frozen=True)
-class Found:
+class Found(NamedTuple):
     """A file that was found.
 
     Attributes:
@@ -96,7 +98,14 @@ def prepare(
     if os.path.lexists(out):
         raise InputError(f"output folder {out} exists already; give another --out, or remove it")
     options = options or PrepareOptions()
-    source = recognise(sources, options, (*more, *_documents_with(options), *KINDS))
+    named = options.text_fields
+    if options.prompt is None and options.completion is not None:
+        raise InputError("--completion is the answer to --prompt; name the field of the prompt too")
+    if options.prompt is not None and options.text is not None:
+        raise InputError("--text names the whole text and --prompt a part of it; give one of the two")
+    # documents with the fields that a person has named come before any other kind of table
+    documents = [_documents(named)] if named != TextFields() else []
+    source = recognise(sources, options, (*more, *documents, *KINDS))
 
     def fill(folder: Path) -> None:
         write_dataset(folder, source, names=sources, held_out=held_out, shard_bytes=shard_bytes, progress=progress)
@@ -136,19 +145,6 @@ def recognise(sources: Sequence[str], options: PrepareOptions, among: Sequence[K
     return replace(source, notes=(*source.notes, note))
 
 
-def text_files(sources: Sequence[str], options: PrepareOptions) -> tuple[bool, list[Found]]:
-    """Find the files of text among the sources: whether they are JSON lines or parquet, and all of them.
-
-    Raises:
-        InputError: The sources are of several kinds, or not text.
-    """
-    documents = _documents(options.text_fields)
-    kind, found, _ = _sorted_out(sources, (documents, *KINDS))
-    if kind is not documents and kind.name != _TEXT:
-        raise InputError(f"source {found[0].path} is of the kind {kind.name}; give text, JSON lines or parquet of text")
-    return kind is documents, found
-
-
 def _sorted_out(sources: Sequence[str], among: Sequence[Kind]) -> tuple[Kind, list[Found], list[Path]]:
     """The one kind that all sources are of, their files of that kind, and others that lie beside these in folders."""
     chosen: dict[Kind, list[Found]] = defaultdict(list)
@@ -182,7 +178,7 @@ def _look(path: Path, among: Sequence[Kind]) -> tuple[Kind, list[Found], list[Pa
 def _look_into(folder: Path, among: Sequence[Kind]) -> tuple[Kind, list[Found], list[Path]]:
     by_kind: dict[Kind, list[Path]] = defaultdict(list)
     unknown: list[Path] = []
-    for path in _walk(folder):
+    for path in _files_below(folder):
         if path.stat().st_size or path.suffix.lower() in images.SUFFIXES:  # an empty image is one that is broken
             kind = _kind_of(path, among)
             (unknown if kind is None else by_kind[kind]).append(path)
@@ -201,72 +197,117 @@ def _look_into(folder: Path, among: Sequence[Kind]) -> tuple[Kind, list[Found], 
     return most, [Found(path, folder) for path in paths], others + unknown
 
 
-def _walk(folder: Path) -> list[Path]:
+def _files_below(folder: Path) -> list[Path]:
     """Every file below, sorted, without hidden ones; folders are not followed through links."""
+
+    def failed(error: OSError) -> None:
+        raise error
+
     found = []
-    for top, folders, files in os.walk(folder, onerror=_raise):
+    for top, folders, files in os.walk(folder, onerror=failed):
         folders[:] = [name for name in folders if not name.startswith(".")]
         found += [Path(top, name) for name in files if not name.startswith(".")]
     return sorted(path for path in found if path.is_file())
-
-
-def _raise(error: OSError) -> None:
-    raise error
 
 
 def _kind_of(path: Path, among: Sequence[Kind]) -> Kind | None:
     return next((kind for kind in among if kind.matches(path)), None)
 
 
-def _documents_with(options: PrepareOptions) -> tuple[Kind, ...]:
-    """JSON lines and parquet with the fields that a person has named, before any other kind of table."""
-    named = options.text_fields
-    if options.prompt is None and options.completion is not None:
-        raise InputError("--completion is the answer to --prompt; name the field of the prompt too")
-    if options.prompt is not None and options.text is not None:
-        raise InputError("--text names the whole text and --prompt a part of it; give one of the two")
-    return (_documents(named),) if named != TextFields() else ()
+def _kind(
+    name: str, matches: Callable[[Path], bool], source: Callable[[Sequence[Path], PrepareOptions], Source], *takes: str
+) -> Kind:
+    """Return a kind of files that need not be known by the folders that they lie in."""
+    return Kind(name, matches, lambda found, options: source([one.path for one in found], options), None, takes)
 
 
 def _documents(named: TextFields) -> Kind:
-    return Kind(
-        "JSON lines or parquet of text",
-        lambda path: is_documents(path, named),
-        _from_paths(documents_source),
-        "tokenizer",
-        ("text", "prompt", "completion", "pack", "encoding", "end_token"),
-    )
+    takes = "tokenizer", "text", "prompt", "completion", "pack", "encoding", "end_token"
+    return _kind("JSON lines or parquet of text", lambda path: is_documents(path, named), documents_source, *takes)
 
 
-def _of_images(found: Sequence[Found], options: PrepareOptions) -> Source:
-    return images.images_source([(one.path, one.root) for one in found], options)
-
-
-def _from_paths(source: Callable[[Sequence[Path], PrepareOptions], Source]) -> MakeSource:
-    return lambda found, options: source([one.path for one in found], options)
-
-
+_OF_TOKENS = "dtype", "tokenizer", "vocabulary", "end_token"
+_OF_TABLES = "label", "columns", "drop", "missing", "categories", "scale", "like", "allow_nonfinite", "skip_bad"
+_OF_TEXT = "tokenizer", "encoding", "end_token", "pack", "blank_lines"
 KINDS = (
-    Kind("IDX files", arrays.is_idx, _from_paths(arrays.idx_source), "allow_nonfinite"),
-    Kind(
-        "tokens", tokens.is_tokens, _from_paths(tokens.token_source), "dtype", ("tokenizer", "vocabulary", "end_token")
-    ),
-    Kind("arrays", arrays.is_array, _from_paths(arrays.arrays_source), "allow_nonfinite"),
-    Kind("images", images.is_image, _of_images, "size", ("skip_bad",)),
-    Kind("archives of images", images.is_archive, _from_paths(images.archives_source), "size", ("skip_bad", "classes")),
-    Kind(
-        "tables",
-        is_table,
-        _from_paths(table.table_source),
-        "label",
-        ("columns", "drop", "missing", "categories", "scale", "like", "allow_nonfinite", "skip_bad"),
-    ),
+    _kind("IDX files", arrays.is_idx, arrays.idx_source, "allow_nonfinite"),
+    _kind("tokens", tokens.is_tokens, tokens.tokens_source, *_OF_TOKENS),
+    _kind("arrays", arrays.is_array, arrays.arrays_source, "allow_nonfinite"),
+    Kind("images", images.is_image, images.images_source, "size", ("skip_bad",)),
+    _kind("archives of images", images.is_archive, images.archives_source, "size", "skip_bad", "classes"),
+    _kind("tables", is_table, table.table_source, *_OF_TABLES),
     _documents(TextFields()),
-    Kind(
-        _TEXT,
-        text.is_text,
-        _from_paths(text.text_source),
-        "tokenizer",
-        ("encoding", "end_token", "pack", "blank_lines"),
-    ),
+    _kind(_TEXT, text.is_text, text.text_source, *_OF_TEXT),
 )
+
+
+# -- A tokenizer.json of byte-level BPE (Sennrich et al. 2016; Radford et al. 2019) from a person's text
+#
+#   token 0                  <|endoftext|>, which ends documents
+#   tokens 1 to 256          the bytes, so that any text can be encoded, and decoded to what it was
+#   the others               merges of two earlier tokens, the most frequent pair first
+#
+# The same text gives the same file. Memory in use: the different words of the text with their numbers, not the text.
+
+
+def train_tokenizer(sources: Sequence[str], out: Path, vocabulary: int, options: PrepareOptions | None = None) -> int:
+    """Train a tokenizer on text, JSON lines or parquet, and write its file.
+
+    Args:
+        sources: Files and folders of text, as of `prepare`.
+        out: The file to make.
+        vocabulary: How many tokens there are to be.
+        options: Which fields hold the text, and its encoding.
+
+    Returns:
+        How many tokens there are: fewer than asked for, where the text gives no more.
+
+    Raises:
+        InputError: The sources hold no text, the file exists, or the vocabulary is too small.
+    """
+    with needing("a tokenizer needs", "tokenizers"):
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    if vocabulary <= BYTES:
+        raise InputError(
+            f"--vocabulary {vocabulary} has no room for {BYTES} bytes and {ENDS[0]}; give {BYTES + 1} or more"
+        )
+    if os.path.lexists(out):
+        raise InputError(f"output file {out} exists already; give another --out, or remove it")
+    options = options or PrepareOptions()
+    documents = _documents(options.text_fields)
+    kind, found, _ = _sorted_out(sources, (documents, *KINDS))
+    if kind is not documents and kind.name != _TEXT:
+        raise InputError(f"source {found[0].path} is of the kind {kind.name}; give text, JSON lines or parquet of text")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=[ENDS[0]],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    failure: list[BaseException] = []
+    tokenizer.train_from_iterator(_texts([one.path for one in found], options, kind is documents, failure), trainer)
+    if failure:
+        raise failure[0]
+    with os_errors(f"output file {out} cannot be written"):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(out, f"{tokenizer.to_str(pretty=True)}\n")
+    return int(tokenizer.get_vocab_size())
+
+
+def _texts(
+    paths: Sequence[Path], options: PrepareOptions, documents: bool, failure: list[BaseException]
+) -> Iterator[str]:
+    """Yield the text of files; an error goes into `failure`, as the library would raise one of its own instead."""
+    try:
+        encoding = options.encoding if documents else text.encoding_of(paths, options.encoding)
+        for path in paths:
+            if documents:
+                for texts in documents_of(path, options.text_fields, encoding):
+                    yield from map(without_surrogates, texts)
+            else:
+                yield from text.text_pieces(path, encoding)
+    except BaseException as error:
+        failure.append(error)

@@ -133,7 +133,7 @@ def create_structure(path: Path, fields: Sequence[FieldSpec], rows: int) -> list
         places = [
             FieldPlace(
                 _create_data_set(shard, field.name, (rows, *field.shape), field.stored),
-                _create_data_set(shard, f"crc32/{field.name}", (-(-rows // field.extent_rows(EXTENT_BYTES)),), _TABLE),
+                _create_data_set(shard, f"crc32/{field.name}", (field.extents(rows, EXTENT_BYTES),), _TABLE),
             )
             for field in fields
         ]
@@ -171,13 +171,14 @@ class OpenShard:
         try:
             with open_plain(path) as file:
                 self._descriptor = os.dup(file.fileno())
-        except FileNotFoundError:
-            raise self._error("is missing") from None
         except PermissionError:
             raise InputError(f"{self._label}: no permission to read it; ask its owner for access") from None
         except OSError as error:
             raise self._error(f"cannot be read ({error.strerror})") from None
-        self._check_file(spec)
+        if os.pread(self._descriptor, len(SIGNATURE), 0) != SIGNATURE:
+            raise self._error("is not an HDF5 file")
+        if (size := os.fstat(self._descriptor).st_size) != spec.bytes:
+            raise self._error(f"has {size} bytes where the manifest says {spec.bytes}")
         self._offsets, self._tables = self._read_structure(path, spec)
 
     def __del__(self) -> None:
@@ -261,13 +262,6 @@ class OpenShard:
             raise self._error(f"cannot be read ({error.strerror})") from error
         if done < out.nbytes:
             raise self._error("ends too early")
-
-    def _check_file(self, spec: ShardSpec) -> None:
-        if os.pread(self._descriptor, len(SIGNATURE), 0) != SIGNATURE:
-            raise self._error("is not an HDF5 file")
-        size = os.fstat(self._descriptor).st_size
-        if size != spec.bytes:
-            raise self._error(f"has {size} bytes where the manifest says {spec.bytes}")
 
     def _read_structure(self, path: Path, spec: ShardSpec) -> tuple[list[int], list[npt.NDArray[np.uint32]]]:
         offsets, tables = [], []

@@ -9,11 +9,9 @@ Memory in use: a few blocks of the source and of 4 MiB, whatever the size of the
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +21,6 @@ from mpitrain.data.format import (
     HELD_OUT,
     TOKENIZER,
     TRAIN,
-    ColumnSpec,
     DatasetManifest,
     FieldSpec,
     Origin,
@@ -32,50 +29,11 @@ from mpitrain.data.format import (
     write_manifest,
 )
 from mpitrain.data.shards import ShardWriter
+from mpitrain.data.sources import GATHER_BYTES, MOST_CLASSES, Columns, Source
 from mpitrain.errors import InputError
 from mpitrain.storage.disk import write_durably
 
-Columns = tuple[npt.NDArray[Any], ...]
-Block = tuple[str, Columns]
 Progress = Callable[[str, int, int], None]  # split, rows and bytes written so far
-
-GATHER_BYTES = 4 << 20
-MOST_CLASSES = 65536
-MOST_DIMENSIONS = 32  # of a field with all its rows, as HDF5 has them
-
-
-@dataclass(frozen=True)
-class Source:
-    """An input that is described but not yet read.
-
-    Attributes:
-        kind: "tokens" or "arrays".
-        fields: The fields of a row.
-        blocks: Gives (split, one array `[k, *shape]` for each field) again and again, k at least 1, in an order that is
-            always the same; it is called with the fraction of rows to hold out.
-        files: How many files the input has.
-        classes: The names of the classes 0, 1, ...; None where y's own numbers are to be counted.
-        vocabulary: The size of the vocabulary; None where the integers of x or tokens are to be counted.
-        tokenizer: A tokenizer's file, which is kept with the data.
-        notes: Sentences about the input, for people.
-        document_end: The token after each document.
-        pack: The tokens of a sample that documents were packed into.
-        columns: Gives the columns of the table that x is made of, when the blocks have been read.
-        found: Gives further sentences, when the blocks have been read.
-    """
-
-    kind: Literal["tokens", "arrays"]
-    fields: tuple[FieldSpec, ...]
-    blocks: Callable[[float], Iterator[Block]]
-    files: int
-    classes: tuple[str, ...] | None = None
-    vocabulary: int | None = None
-    tokenizer: Path | None = None
-    notes: tuple[str, ...] = ()
-    document_end: int | None = None
-    pack: int | None = None
-    columns: Callable[[], tuple[ColumnSpec, ...]] | None = None
-    found: Callable[[], tuple[str, ...]] = tuple
 
 
 def write_dataset(
@@ -101,22 +59,24 @@ def write_dataset(
         InputError: The source cannot be read, has no rows, or too few of them for the fraction to hold out.
         OSError: The disk is full.
     """
-    writers: dict[str, _SplitWriter] = {}
+    writers = {split: _SplitWriter(folder, split, source.fields, shard_bytes) for split in (TRAIN, HELD_OUT)}
     tally = _Tally(source)
     try:
         for split, columns in source.blocks(held_out):
-            if split not in writers:
-                writers[split] = _SplitWriter(folder, split, source.fields, shard_bytes)
             tally.add(split, columns)
             writers[split].append(columns)
             if progress:
-                progress(split, writers[split].rows, writers[split].bytes)
-        splits = {split: writers[split].finish() for split in (TRAIN, HELD_OUT) if split in writers}
+                progress(split, writers[split].rows, writers[split].rows * writers[split].row_bytes)
+        splits = {split: writer.finish() for split, writer in writers.items() if writer.rows}
     except BaseException:
         for writer in writers.values():
             writer.abandon()
         raise
     _check_splits(splits, held_out, source.kind, names)
+    if source.tokenizer is not None:
+        tokenizer = source.tokenizer.read_bytes()
+        write_durably(folder / TOKENIZER, tokenizer)
+    now, notes = datetime.now(timezone.utc).isoformat(timespec="seconds"), (*source.notes, *source.found())
     write_manifest(
         folder,
         DatasetManifest(
@@ -124,18 +84,13 @@ def write_dataset(
             fields=source.fields,
             extent_bytes=EXTENT_BYTES,
             vocabulary=tally.vocabulary(),
-            tokenizer_crc32=_keep_tokenizer(source.tokenizer, folder),
+            tokenizer_crc32=None if source.tokenizer is None else zlib.crc32(tokenizer),
             document_end=source.document_end,
             pack=source.pack,
             classes=tally.classes(),
             splits={name: split.model_copy(update=tally.counts(name)) for name, split in splits.items()},
             columns=source.columns() if source.columns else None,
-            origin=Origin(
-                sources=tuple(names),
-                files=source.files,
-                prepared=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-                notes=(*source.notes, *source.found()),
-            ),
+            origin=Origin(sources=tuple(names), files=source.files, prepared=now, notes=notes),
         ),
     )
 
@@ -154,36 +109,24 @@ def _check_splits(splits: dict[str, SplitSpec], held_out: float, kind: str, name
         )
 
 
-def _keep_tokenizer(tokenizer: Path | None, folder: Path) -> int | None:
-    if tokenizer is None:
-        return None
-    text = tokenizer.read_bytes()
-    write_durably(folder / TOKENIZER, text)
-    return zlib.crc32(text)
-
-
 class _SplitWriter:
     """The shards of one split, one after the other."""
 
     def __init__(self, folder: Path, split: str, fields: Sequence[FieldSpec], shard_bytes: int) -> None:
         self._folder, self._split, self._fields = folder, split, fields
-        self._row_bytes = sum(field.row_bytes for field in fields)
-        self._capacity = max(1, shard_bytes // max(1, self._row_bytes))
+        self.row_bytes = sum(field.row_bytes for field in fields)
+        self._capacity = max(1, shard_bytes // max(1, self.row_bytes))
         self._waiting: list[Columns] = []
         self._waiting_rows = 0
         self._shard: ShardWriter | None = None
         self._done: list[ShardSpec] = []
         self.rows = 0
 
-    @property
-    def bytes(self) -> int:
-        return self.rows * self._row_bytes
-
     def append(self, columns: Columns) -> None:
         self._waiting.append(columns)
         self._waiting_rows += len(columns[0])
         self.rows += len(columns[0])
-        if self._waiting_rows * self._row_bytes >= GATHER_BYTES:
+        if self._waiting_rows * self.row_bytes >= GATHER_BYTES:
             self._flush()
 
     def finish(self) -> SplitSpec:
@@ -254,9 +197,7 @@ class _Tally:
         if self._codes_at is not None:
             codes = columns[self._codes_at]
             if int(codes.min()) < 0:
-                raise InputError(
-                    "source: x holds negative whole numbers, which cannot be codes; give x as floating point"
-                )
+                raise InputError("source: x holds negative integers, which cannot be codes; give x as floating point")
             self._largest_code = max(self._largest_code, int(codes.max()))
 
     def vocabulary(self) -> int | None:

@@ -68,7 +68,7 @@ def _chosen(module: nn.Module, targets: Sequence[str], source: str) -> list[str]
         if not chosen:
             raise refusal(
                 f"model.lora: {source} has no linear layers in modules called {', '.join(_ATTENTION)}; name layers "
-                f"in model.lora_targets{_such_as(linear)}"
+                "in model.lora_targets" + (f", such as {linear[0]!r}" if linear else "")
             )
         return chosen
     for target in targets:
@@ -92,7 +92,3 @@ def _chosen(module: nn.Module, targets: Sequence[str], source: str) -> list[str]
 def _matches(name: str, target: str) -> bool:
     """Whether a pattern means a layer: by its whole name, or the end of it, as `q_proj`."""
     return fnmatchcase(name, target) or fnmatchcase(name, f"*.{target}")
-
-
-def _such_as(names: Sequence[str]) -> str:
-    return f", such as {names[0]!r}" if names else ""

@@ -53,9 +53,7 @@ def build_from_factory(path: str, description: Description, options: Mapping[str
             "give it a method loss(output, y), or return (module, loss_function)"
         )
     if not any(parameter.requires_grad for parameter in module.parameters()):
-        raise InputError(
-            f"model.factory {path}: {type(module).__name__} has no parameter to train; return one that has"
-        )
+        raise InputError(f"model.factory {path}: {type(module).__name__} has no parameter to train; give one that has")
     if isinstance(loss, nn.Module) and any(True for _ in loss.parameters()):
         raise InputError(
             f"model.factory {path}: the loss {type(loss).__name__} has parameters of its own, which nobody would "

@@ -184,7 +184,7 @@ class Perplexity(OfScores):
 
 
 class Confusion(OfScores):
-    """How often each class was taken for each: `matrix`. Its value is the share of those taken for themselves."""
+    """How often each class was taken for each: `matrix`."""
 
     name, counts, exact = "confusion", True, True
 
@@ -193,12 +193,7 @@ class Confusion(OfScores):
         self.size = classes * classes
 
     def of(self, told: Judged) -> torch.Tensor:
-        at = told.y.where(told.counted, 0) * self.classes + told.guess
-        found = torch.zeros(self.size, dtype=torch.float64, device=at.device)
-        return found.index_add_(0, at, told.counted.double())
-
-    def value(self, sums: torch.Tensor) -> float:
-        return float(self.matrix(sums).trace() / sums.sum())
+        return _tally(told.y.where(told.counted, 0) * self.classes + told.guess, told.counted, self.size)
 
     def figures(self, sums: torch.Tensor) -> dict[str, float]:
         return {}
@@ -206,29 +201,6 @@ class Confusion(OfScores):
     def matrix(self, sums: torch.Tensor) -> torch.Tensor:
         """int64 [right class, class with the largest score]."""
         return sums.round().long().view(self.classes, self.classes)
-
-
-class RMSE(Metric):
-    """The root of the mean squared error; of several numbers a sample the mean of their roots, as in scikit-learn.
-
-    Args:
-        numbers: Numbers of a sample.
-    """
-
-    name, higher = "rmse", False
-
-    def __init__(self, numbers: int) -> None:
-        self.numbers = numbers
-        self.size = numbers + 1
-
-    def sums(self, output: Any, y: torch.Tensor) -> torch.Tensor:
-        y = y.reshape(-1, self.numbers).double()
-        away = (output.reshape(y.shape).double() - y).square().sum(0)
-        return torch.cat([away, y.new_tensor([len(y)])])
-
-    def value(self, sums: torch.Tensor) -> float:
-        count = float(sums[-1])
-        return float((sums[:-1] / count).sqrt().mean()) if count else math.nan
 
 
 class R2(Metric):
@@ -262,6 +234,16 @@ class R2(Metric):
         return float(torch.where(flat, exact, 1 - away / spread.where(~flat, 1.0)).mean())
 
 
+class RMSE(R2):
+    """The root of the mean squared error; of several numbers a sample the mean of their roots, as in scikit-learn."""
+
+    name, higher = "rmse", False
+
+    def value(self, sums: torch.Tensor) -> float:
+        count = float(sums[-1])
+        return float((sums[: self.numbers] / count).sqrt().mean()) if count else math.nan
+
+
 def judged(scores: torch.Tensor, y: torch.Tensor, *, top: bool = False) -> Judged:
     """What whole scores [..., classes] of targets y [...] come to. top: also how many classes are above the right."""
     scores, y = widened(scores).reshape(-1, scores.shape[-1]), y.reshape(-1)
@@ -291,6 +273,11 @@ def _shares(part: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
     return torch.stack([part.sum(dtype=torch.float64), counted.sum(dtype=torch.float64)])
 
 
+def _tally(places: torch.Tensor, counted: torch.Tensor, size: int) -> torch.Tensor:
+    """How often each of `size` places is there among those that count, float64 [size]."""
+    return torch.zeros(size, dtype=torch.float64, device=places.device).index_add_(0, places, counted.double())
+
+
 def _mean(sums: torch.Tensor) -> float:
     part, count = sums.tolist()
     return part / count if count else math.nan
@@ -303,37 +290,15 @@ def _share(part: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
     return torch.where(whole > 0, part / whole.clamp(min=1), 0.0)
 
 
-def precision(counts: Counts) -> torch.Tensor:
-    """Of each class the share of its guesses that are right, float64 [classes]."""
-    return _share(counts[0], counts[1])
-
-
-def recall(counts: Counts) -> torch.Tensor:
-    """Of each class the share of its samples that were found, float64 [classes]."""
-    return _share(counts[0], counts[2])
-
-
-def f1(counts: Counts) -> torch.Tensor:
-    """Of each class the harmonic mean of precision and recall, float64 [classes]."""
-    return _share(2 * counts[0], counts[1] + counts[2])
-
-
-def _macro(values: torch.Tensor, counts: Counts) -> float:
-    return float(values[counts[1:].sum(0) > 0].mean())
-
-
-MEANS: dict[str, Callable[[Counts], float]] = {
-    "f1": lambda counts: _macro(f1(counts), counts),
-    "f1_macro": lambda counts: _macro(f1(counts), counts),
-    "f1_micro": lambda counts: float(f1(counts.sum(1, keepdim=True))),
-    "precision": lambda counts: _macro(precision(counts), counts),
-    "recall": lambda counts: _macro(recall(counts), counts),
+EACH: dict[str, Callable[[Counts], torch.Tensor]] = {  # of each class, float64 [classes]
+    "precision": lambda counts: _share(counts[0], counts[1]),
+    "recall": lambda counts: _share(counts[0], counts[2]),
+    "f1": lambda counts: _share(2 * counts[0], counts[1] + counts[2]),
 }
-EACH = {"precision": precision, "recall": recall, "f1": f1}
 
 
 class OfCounts(OfScores):
-    """A figure of all classes together, by its name in `MEANS`.
+    """A figure of all classes together: the macro mean of one of `EACH`, or "f1_micro".
 
     Args:
         classes: Names of the classes.
@@ -348,14 +313,15 @@ class OfCounts(OfScores):
 
     def of(self, told: Judged) -> torch.Tensor:
         right = told.counted & (told.guess == told.y)
-        found = torch.zeros(3, self.classes, dtype=torch.float64, device=told.y.device)
         y = told.y.where(told.counted, 0)
-        for row, (at, counted) in enumerate(((y, right), (told.guess, told.counted), (y, told.counted))):
-            found[row].index_add_(0, at, counted.double())
-        return found.view(-1)
+        counted = (y, right), (told.guess, told.counted), (y, told.counted)
+        return torch.cat([_tally(at, some, self.classes) for at, some in counted])
 
     def value(self, sums: torch.Tensor) -> float:
-        return MEANS[self.name](sums.view(3, -1))
+        counts = sums.view(3, -1)
+        if self.name == "f1_micro":
+            return float(EACH["f1"](counts.sum(1, keepdim=True)))
+        return float(EACH[self.name.removesuffix("_macro")](counts)[counts[1:].sum(0) > 0].mean())
 
 
 class PerClass(OfCounts):
@@ -410,8 +376,7 @@ class AUROC(Collected):
         self._rows.append(torch.cat([chances, right.double()], 1)[(right != UNCOUNTED)[:, 0]].cpu())
 
     def figures(self, gather: Gather) -> dict[str, float]:
-        own = torch.cat([torch.empty(0, len(self.names) + 1, dtype=torch.float64), *self._rows])
-        rows = torch.cat(gather(own))
+        rows = torch.cat(gather(torch.cat([torch.empty(0, len(self.names) + 1, dtype=torch.float64), *self._rows])))
         self.begin()
         found = {}
         for number in range(len(self.names)) if len(self.names) > 2 else [1]:
@@ -432,8 +397,7 @@ def area(scores: torch.Tensor, positive: torch.Tensor) -> float:
         positive: bool [samples]; some and not all of them are.
     """
     values, place = scores.unique(return_inverse=True)
-    above = torch.zeros(len(values), dtype=torch.float64).index_add_(0, place, positive.double())
-    below = torch.zeros(len(values), dtype=torch.float64).index_add_(0, place, (~positive).double())
+    above, below = (_tally(place, some, len(values)) for some in (positive, ~positive))
     smaller = below.cumsum(0) - below / 2
     return float((above * smaller).sum() / (above.sum() * below.sum()))
 

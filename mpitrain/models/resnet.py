@@ -106,7 +106,11 @@ class ResNet(BlockModel):
         self.pool = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())
         self.head = nn.Linear(inputs, outputs)
         self.criterion = criterion
-        self._initialise()
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+            elif isinstance(module, ResidualBlock):
+                nn.init.zeros_(module.residual[-1].weight)  # type: ignore[arg-type]
 
     def pipeline_blocks(self) -> list[tuple[str, nn.Module]]:
         """(name, module) in order; feeding images through them equals `model(images)`."""
@@ -116,13 +120,6 @@ class ResNet(BlockModel):
             for name, block in stage.named_children()
         ]
         return [("stem", self.stem), *blocks, ("pool", self.pool), ("head", self.head)]
-
-    def _initialise(self) -> None:
-        for module in self.modules():
-            if isinstance(module, nn.Conv2d):
-                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-            elif isinstance(module, ResidualBlock):
-                nn.init.zeros_(module.residual[-1].weight)  # type: ignore[arg-type]
 
 
 class Stem(nn.Module):

@@ -1,10 +1,9 @@
-"""What a person sees of a run: banner, progress, metrics, logs, memory. Takes plain values and knows no MPI."""
+"""What a person sees of a run: progress, metrics, logs, memory. Takes plain values and knows no MPI."""
 
-from mpitrain.monitor.banner import Outcome, RunFacts, banner, closing
 from mpitrain.monitor.logs import open_rank_log
 from mpitrain.monitor.memory import memory_bytes, peak_memory_bytes
 from mpitrain.monitor.progress import Progress
 from mpitrain.monitor.run_files import EventLog, MetricsWriter, read_events, read_metrics
 
-__all__ = ["EventLog", "MetricsWriter", "Outcome", "Progress", "RunFacts", "banner", "closing", "memory_bytes"]
-__all__ += ["open_rank_log", "peak_memory_bytes", "read_events", "read_metrics"]
+__all__ = ["EventLog", "MetricsWriter", "Progress", "memory_bytes", "open_rank_log", "peak_memory_bytes"]
+__all__ += ["read_events", "read_metrics"]

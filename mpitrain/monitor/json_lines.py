@@ -109,8 +109,7 @@ def read_lines(
             try:
                 value = kind(json.loads(line))
             except ValidationError as error:
-                problem = first_problem(error)
-                raise InputError(f"{what} {path}, line {number}: {problem}; mend that line") from None
+                raise InputError(f"{what} {path}, line {number}: {first_problem(error)}; mend that line") from None
             except (ValueError, RecursionError):
                 if torn is not None:
                     raise torn from None
@@ -166,8 +165,7 @@ class LineWriter:
             except OSError as error:
                 with suppress(OSError):
                     self._file.truncate(size)
-                part = ": only a part of a line was written" if written else ""
-                raise OSError(0, reason(error) + part) from None
+                raise OSError(0, reason(error) + (": only a part of a line was written" if written else "")) from None
 
     def close(self) -> None:
         """Close the file."""

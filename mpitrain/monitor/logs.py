@@ -9,6 +9,8 @@ warnings stay on stderr for the person who looks; those of other ranks go to the
 from __future__ import annotations
 
 import logging
+import sys
+from logging.handlers import MemoryHandler
 from pathlib import Path
 
 from mpitrain.errors import InputError
@@ -31,21 +33,10 @@ class _LogFile(logging.FileHandler):
         pass
 
 
-class _Kept(logging.Handler):
-    """Keeps records until there is a file for them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.records: list[logging.LogRecord] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.records.append(record)
-
-
 def keep_rank_log(rank: int) -> logging.Logger:
     """The logger `mpitrain`, keeping what it is given for the file that `open_rank_log` opens later."""
     close_rank_log()
-    return _log_to(_Kept(), rank, logging.INFO)
+    return _log_to(MemoryHandler(sys.maxsize, flushLevel=sys.maxsize, flushOnClose=False), rank, logging.INFO)
 
 
 def open_rank_log(run_dir: str | Path, rank: int, level: int = logging.INFO) -> logging.Logger:
@@ -73,11 +64,12 @@ def open_rank_log(run_dir: str | Path, rank: int, level: int = logging.INFO) -> 
         raise InputError(
             f"log {path} cannot be written: {reason(error)}; make room, or choose a run.dir you may write to"
         ) from error
-    handler.setFormatter(
-        logging.Formatter(f"%(asctime)s.%(msecs)03d rank {rank} %(levelname)s %(message)s", "%Y-%m-%dT%H:%M:%S")
-    )
-    for record in [r for h in logging.getLogger(NAME).handlers if isinstance(h, _Kept) for r in h.records]:
-        handler.handle(record)
+    form = f"%(asctime)s.%(msecs)03d rank {rank} %(levelname)s %(message)s"
+    handler.setFormatter(logging.Formatter(form, "%Y-%m-%dT%H:%M:%S"))
+    for kept in logging.getLogger(NAME).handlers:
+        if isinstance(kept, MemoryHandler):
+            kept.setTarget(handler)
+            kept.flush()
     close_rank_log()
     return _log_to(handler, rank, level)
 
@@ -96,7 +88,9 @@ def _log_to(handler: logging.Handler, rank: int, level: int) -> logging.Logger:
 def close_rank_log() -> None:
     """Close the file, or forget what is kept for one; without either there is nothing to be done."""
     logger = logging.getLogger(NAME)
-    for handler in [handler for handler in logger.handlers if isinstance(handler, (logging.FileHandler, _Kept))]:
+    for handler in [
+        handler for handler in logger.handlers if isinstance(handler, (logging.FileHandler, MemoryHandler))
+    ]:
         logger.removeHandler(handler)
         logging.getLogger(WARNINGS).removeHandler(handler)
         handler.close()

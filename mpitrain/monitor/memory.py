@@ -68,17 +68,8 @@ def peak_memory_bytes(device: torch.device | None = None) -> int:
     return peak if sys.platform == "darwin" else peak * 1024  # bytes on macOS, KiB on Linux
 
 
-def memory_bytes(device: torch.device | None = None) -> int:
-    """What this process holds now, in bytes. Where the system does not tell (no /proc), the peak.
-
-    Args:
-        device: On an accelerator, what its tensors take there counts, else resident host memory.
-    """
-    if device is not None:
-        from mpitrain.comm.memory import device as devices
-
-        if devices.is_accelerator(device):
-            return devices.memory_bytes(device)
+def memory_bytes() -> int:
+    """What this process holds in host memory now, in bytes. Where the system does not tell (no /proc), the peak."""
     nbytes = proc.nbytes_of("self/status", "VmRSS")
     return peak_memory_bytes() if nbytes is None else nbytes
 

@@ -87,8 +87,8 @@ class StepClock:
         self._open: list[tuple[str, Any, float]] = []  # part, stamp and waited when it began
         self._pending: deque[tuple[str, Any, float]] = deque()  # part that was the innermost, until when, waited then
         self._told: deque[tuple[str, Any, Any, float]] = deque()  # parts that are over, for the listener
-        self._seconds = dict.fromkeys(PARTS, 0.0)
-        self._total = dict.fromkeys(PARTS, 0.0)  # since the clock was made
+        self._seconds = dict.fromkeys(PARTS, 0.0)  # since the clock was made
+        self._before = dict.fromkeys(PARTS, 0.0)  # of them, those that were read
         self._at: tuple[Any, float] = (self._stamp(), waited())
         self.data, self.forward, self.backward = (TimedPart(self, name) for name in PARTS[:3])
         self.communication, self.optimizer, self.evaluation, self.checkpoint = (TimedPart(self, n) for n in PARTS[3:7])
@@ -122,32 +122,31 @@ class StepClock:
         """Count what is over. wait: the device is to be waited for, so that all of it is."""
         device = self._device_times
         if device is not None and wait:
-            device.wait()
+            device.synchronize()
         pending = self._pending
-        while pending and (device is None or device.over(pending[0][1])):
+        while pending and (device is None or pending[0][1].query()):
             part, stamp, waited = pending.popleft()
             since, before = self._at
             if device is None:
                 took, came = stamp - since, waited - before
-                self._add("communication", came)
-                self._add(part, took - came)
+                self._seconds["communication"] += came
+                self._seconds[part] += took - came
             else:  # what the host waited meanwhile says nothing of the device
-                self._add(part, device.seconds(since, stamp))
+                self._seconds[part] += device.seconds(since, stamp)
             self._at = stamp, waited
         self._tell()
 
     def read(self) -> dict[str, float]:
         """Seconds by part since this was called last, up to now; on a device, up to where it is known to be."""
-        self._until_now()
-        self.settle()
-        found, self._seconds = self._seconds, dict.fromkeys(PARTS, 0.0)
-        return found
+        before, self._before = self._before, self.totals()
+        return {part: seconds - before[part] for part, seconds in self._before.items()}
 
     def totals(self) -> dict[str, float]:
         """Seconds by part since the clock was made, up to now."""
-        self._until_now()
+        part = self._open[-1][0] if self._open else "other"
+        self._pending.append((part, self._stamp(), self._waited()))
         self.settle()
-        return dict(self._total)
+        return dict(self._seconds)
 
     def leave_out(self) -> None:
         """Let what went by since the last boundary count for nothing. Only outside of all parts."""
@@ -159,21 +158,13 @@ class StepClock:
         self._open.clear()
         self._pending.clear()
         self._told.clear()
-        self._seconds = dict.fromkeys(PARTS, 0.0)
+        self._before = dict(self._seconds)
         self._at = (self._stamp(), self._waited())
-
-    def _until_now(self) -> None:
-        part = self._open[-1][0] if self._open else "other"
-        self._pending.append((part, self._stamp(), self._waited()))
-
-    def _add(self, part: str, seconds: float) -> None:
-        self._seconds[part] += seconds
-        self._total[part] += seconds
 
     def _tell(self) -> None:
         """Tell the listener of the parts that are over."""
         told, device = self._told, self._device_times
-        while told and (device is None or device.over(told[0][2])):
+        while told and (device is None or told[0][2].query()):
             name, begin, end, waited = told.popleft()
             if self.listener is not None:
                 if device is not None:
@@ -196,10 +187,6 @@ class _DeviceTimes:
         """An event behind what the device was asked so far."""
         return self._devices.recorded(self._device, timed=True)
 
-    def over(self, event: torch.Event) -> bool:
-        """Whether the device has come to an event."""
-        return event.query()
-
     def seconds(self, first: torch.Event, last: torch.Event) -> float:
         """From one event to another, both of which are over."""
         return first.elapsed_time(last) / 1e3
@@ -208,6 +195,6 @@ class _DeviceTimes:
         """When the device came to it, on the host's clock."""
         return self._began + self.seconds(self._origin, event)
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         """Return when the device has done what it was asked."""
         self._devices.synchronize(self._device)

@@ -26,6 +26,7 @@ import os
 import stat
 import sys
 import time
+from contextlib import suppress
 from typing import TextIO
 
 from mpitrain.errors import printable
@@ -192,7 +193,8 @@ class _Bar:
 
     def _fit(self) -> None:
         """The terminal may be resized, and under a launcher rich cannot ask it."""
-        self._console.width = terminal_columns(self._terminal)
+        with suppress(OSError), open(self._terminal, opener=_without_taking_it) as device:
+            self._console.width = os.get_terminal_size(device.fileno()).columns or 80
 
 
 LAUNCHERS = ("mpirun", "mpiexec", "mpiexec.hydra", "orterun", "prterun", "hydra_pmi_proxy")
@@ -215,9 +217,13 @@ def terminal_behind(descriptor: int) -> str | None:
         launcher, parent = parent, proc.state_and_parent_of(parent)[1]
     if launcher is None or descriptor not in (1, 2):  # the launcher passes on these two
         return os.ttyname(descriptor) if os.isatty(descriptor) else None
-    if not _reaches_launcher(descriptor) or _marks_lines(_command(launcher)):
+    if any(word.startswith(TAGGING) or word in LABELLING for word in _command(launcher)):
         return None
     try:
+        # a pipe or a pseudo-terminal leads to the launcher; a file is where somebody redirected the rank itself to
+        mode = os.fstat(descriptor).st_mode
+        if not (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) or os.isatty(descriptor)):
+            return None
         path = os.readlink(f"/proc/{launcher}/fd/{descriptor}")
         with open(path, opener=_without_taking_it) as device:
             return path if device.isatty() else None
@@ -228,28 +234,6 @@ def terminal_behind(descriptor: int) -> str | None:
 def _without_taking_it(path: str, flags: int) -> int:
     """Open a terminal, which does not become that of this process by being opened."""
     return os.open(path, flags | os.O_NOCTTY)
-
-
-def terminal_columns(path: str) -> int:
-    """Width of the terminal at `path` now; 80 where it does not say."""
-    try:
-        with open(path, opener=_without_taking_it) as device:
-            return os.get_terminal_size(device.fileno()).columns or 80
-    except OSError:
-        return 80
-
-
-def _reaches_launcher(descriptor: int) -> bool:
-    """A pipe or a pseudo-terminal leads to the launcher; a file is where somebody redirected the rank itself to."""
-    try:
-        mode = os.fstat(descriptor).st_mode
-    except OSError:  # closed
-        return False
-    return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) or os.isatty(descriptor)
-
-
-def _marks_lines(command: list[str]) -> bool:
-    return any(word.startswith(TAGGING) or word in LABELLING for word in command)
 
 
 def _command(process: int) -> list[str]:

@@ -122,8 +122,7 @@ class WeightsAndBiases(Tracker):
         mode = os.environ.get("WANDB_MODE") or "offline"
         if mode in _ELSEWHERE and not self._wandb.api.api_key:  # it would ask for one at the terminal
             raise InputError(
-                f"monitor.wandb: WANDB_MODE is {mode} and nobody is logged in; set WANDB_API_KEY, or leave "
-                "WANDB_MODE out"
+                f"monitor.wandb: WANDB_MODE is {mode} and nobody is logged in; set WANDB_API_KEY, or leave it out"
             )
         project, name = names(run_dir, config)
         kept = run_dir / WANDB / IDENTITY
@@ -186,7 +185,9 @@ class MLflow(Tracker):
             return
         now = round(time.time() * 1000)
         made = self._entities.Metric
-        self._waiting += [made(_allowed(name), float(value), now, step) for name, value in figures.items()]
+        # MLflow normalizes names as paths
+        named = {posixpath.normpath(_FOREIGN.sub("_", name)): float(value) for name, value in figures.items()}
+        self._waiting += [made(name, value, now, step) for name, value in named.items()]
         if time.monotonic() - self._flushed > _FLUSH_EVERY or len(self._waiting) > _AT_ONCE:
             self._flush()
 
@@ -200,11 +201,6 @@ class MLflow(Tracker):
         for begin in range(0, len(waiting), _AT_ONCE):
             self._client.log_batch(self._run, metrics=waiting[begin : begin + _AT_ONCE])
         self._flushed = time.monotonic()
-
-
-def _allowed(name: str) -> str:
-    """The name of a figure as MLflow takes it, which may have paths in it."""
-    return posixpath.normpath(_FOREIGN.sub("_", name))
 
 
 def asked_for(section: MonitorSection) -> list[Tracker]:

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
-from statistics import quantiles
+from statistics import median, quantiles
 from textwrap import shorten
 from typing import Any
 
@@ -227,11 +227,11 @@ def _machine(run: Watched) -> str:
     hosts = [printable(host, _NAME) for host in start.get("hosts") or []]
     more = f" and {len(hosts) - _HOSTS} more" if len(hosts) > _HOSTS else ""
     where = f" on {', '.join(hosts[:_HOSTS])}{more}" if hosts else ""
-    more_of_it = "".join(f", {printable(start[key])}" for key in ("device", "parallel") if start.get(key))
-    began = start["time"]
+    means = "".join(f", {printable(start[key])}" for key in ("device", "parallel") if start.get(key))
+    began = datetime.fromtimestamp(start["time"])
     ended = run.end.get("time")
-    took = f"{duration((ended or time.time()) - began)}{'' if ended else ' ago'}"
-    return f"{counted(int(start.get('ranks') or 0), 'rank')}{where}, started {_date(began)} ({took}){more_of_it}"
+    took = f"{duration((ended or time.time()) - start['time'])}{'' if ended else ' ago'}"
+    return f"{counted(int(start.get('ranks') or 0), 'rank')}{where}, started {began:%Y-%m-%d %H:%M} ({took}){means}"
 
 
 def _progress(run: Watched, width: int, plain: bool) -> RenderableType:
@@ -265,7 +265,7 @@ def _figures(run: Watched, width: int, plain: bool) -> Table:
         ("learning rate", number_text(told.lr, ".3g", "")),
         ("gradient norm", number_text(told.grad_norm) if "grad_norm" in told.model_fields_set else ""),
         ("throughput", _throughput(run)),
-        ("step time", _step_time(run)),
+        ("step time", _step_time(list(run.steps.seconds))),
         ("memory", f"{short(told.memory_bytes)}B at most on rank 0" if told.memory_bytes else ""),
         ("skipped", f"{counted(run.steps.skipped, 'step')}, for gradients that were not finite"),
         ("checkpoint", _checkpoint(run)),
@@ -299,13 +299,12 @@ def _throughput(run: Watched) -> str:
     return f"{short(told.tokens * each)} tokens/s ({samples})" if told.tokens else samples
 
 
-def _step_time(run: Watched) -> str:
-    seconds = list(run.steps.seconds)
+def _step_time(seconds: Sequence[float]) -> str:
     if not seconds:
         return ""
     most = quantiles(seconds, n=100, method="inclusive")[98] if len(seconds) > 1 else seconds[0]
     last = f"the last {counted(len(seconds), 'step')}"
-    return f"median {seconds_text(run.median_seconds or 0.0)}, 99 % within {seconds_text(most)} ({last})"
+    return f"median {seconds_text(median(seconds))}, 99 % within {seconds_text(most)} ({last})"
 
 
 def _checkpoint(run: Watched) -> str:
@@ -375,7 +374,3 @@ def _warnings(run: Watched) -> list[Text]:
 def clock(when: float) -> str:
     """The time of the day here. when: in unix seconds."""
     return f"{datetime.fromtimestamp(when):%H:%M:%S}"
-
-
-def _date(when: float) -> str:
-    return f"{datetime.fromtimestamp(when):%Y-%m-%d %H:%M}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import socket
 import statistics
@@ -13,11 +14,11 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from mpitrain.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, InputError
+from mpitrain.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE
 from mpitrain.monitor.json_lines import GrowingFile, RankLine, RankStart, StepLine, parsed, rank_line
 from mpitrain.monitor.run_files import SERVER, checked_event
 from mpitrain.storage import locks
-from mpitrain.storage.run_folder import CONFIG, EVENTS, LOGS, METRICS, RANKS, rank_paths
+from mpitrain.storage.run_folder import EVENTS, LOGS, METRICS, RANKS, rank_paths
 
 RECENT = 512  # steps whose times are looked at
 _POINTS = 1024  # of a curve at most
@@ -132,7 +133,6 @@ class Watched:
         self._seen = 0  # how often the metrics were begun anew
         self._heard: float | None = None  # time.monotonic() of the last new line
         self._lock: bool | None = None
-        self._configured: int | None = None  # steps by the settings, where no start tells them
 
     def look(self, *, more: bool = True) -> None:
         """Read what is new. more: in the ranks' logs and times, too, which are many files."""
@@ -146,12 +146,17 @@ class Watched:
             self._steps_now().add(line)
         self._steps_now()
         if more:
-            self._look_at_ranks()
+            for path in rank_paths(self.folder / LOGS, "log")[:_FILES]:
+                self._take_log(self._more.setdefault(path, GrowingFile(path, _TAIL)).new_lines())
+            for path in rank_paths(self.folder / RANKS, "jsonl")[:_FILES]:
+                for line in self._more.setdefault(path, GrowingFile(path, _TAIL)).new_lines():
+                    self._take_parts(int(re.sub(r"\D", "", path.stem) or 0), parsed(line, rank_line))
         if came:
-            first = self._heard is None
-            self._heard = time.monotonic() - (max(0.0, time.time() - self.last_time) if first else 0.0)
-        if not self.starts and self._configured is None and self.steps.line:
-            self._configured = _configured_steps(self.folder)
+            # the first time, since the last step or event that told its time
+            told = [event["time"] for event in (self.start, self.save, self.end) if event]
+            told += [self.steps.times[-1][1]] if self.steps.times else []
+            since = time.time() - max(told, default=math.inf) if self._heard is None else 0.0
+            self._heard = time.monotonic() - max(0.0, since)
 
     # -- what is made of it
 
@@ -163,15 +168,8 @@ class Watched:
     @property
     def of_steps(self) -> int | None:
         """Steps that there are to be."""
-        told = self.start.get("steps", self._configured)
+        told = self.start.get("steps")
         return told if isinstance(told, int) and told > 0 else None
-
-    @property
-    def last_time(self) -> float:
-        """Unix seconds of the last step or event that told its time; now where none did."""
-        told = [event["time"] for event in (self.start, self.save, self.end) if event]
-        told += [self.steps.times[-1][1]] if self.steps.times else []
-        return max(told, default=time.time())
 
     @property
     def quiet_seconds(self) -> float:
@@ -190,23 +188,17 @@ class Watched:
             return None
         began = self.start.get("time", 0.0)
         times = [(step, when) for step, when in self.steps.times if when >= began]
+        each = self.median_seconds
         if len(times) > 1 and times[-1][0] > times[0][0]:
             each = (times[-1][1] - times[0][1]) / (times[-1][0] - times[0][0])
-        elif (median := self.median_seconds) is not None:
-            each = median
-        else:
-            return None
-        return max(0.0, each * (self.of_steps - self.step))
+        return None if each is None else max(0.0, each * (self.of_steps - self.step))
 
     def status(self) -> RunStatus:
         """How the run stands, as far as can be told from here."""
         if self.end:
-            outcome = self.end.get("outcome")
-            return next((s for s in EXIT_CODES if s.value == outcome), RunStatus.FAILED)
+            return next((s for s in EXIT_CODES if s.value == self.end.get("outcome")), RunStatus.FAILED)
         if not self.start and not self.steps.line:
             return RunStatus.WAITING
-        if not self.start and self.of_steps is not None and self.step >= self.of_steps and not self._lock:
-            return RunStatus.DONE  # of a version that wrote no events
         if self._lock is False and self._began_here() and self.quiet_seconds > _TAKING_OVER:
             return RunStatus.KILLED
         median = self.median_seconds or 0.0
@@ -247,13 +239,6 @@ class Watched:
         elif kind == "lost":
             self.lost += [rank for rank in event.get("ranks") or [] if isinstance(rank, int)]
 
-    def _look_at_ranks(self) -> None:
-        for path in rank_paths(self.folder / LOGS, "log")[:_FILES]:
-            self._take_log(self._more.setdefault(path, GrowingFile(path, _TAIL)).new_lines())
-        for path in rank_paths(self.folder / RANKS, "jsonl")[:_FILES]:
-            for line in self._more.setdefault(path, GrowingFile(path, _TAIL)).new_lines():
-                self._take_parts(int(re.sub(r"\D", "", path.stem) or 0), parsed(line, rank_line))
-
     def _take_log(self, lines: Iterable[bytes]) -> None:
         """Keep warnings and errors; of what stands under one, such as a traceback, the last line."""
         found: list[tuple[str, int, str, str]] = []
@@ -274,13 +259,3 @@ class Watched:
             (self.servers.add if line.role == SERVER else self.servers.discard)(rank)
         elif line is not None and line.seconds:
             self.parts.setdefault(rank, deque(maxlen=_PARTS)).append(line.seconds)
-
-
-def _configured_steps(folder: Path) -> int | None:
-    from mpitrain.config.toml_file import read_toml
-
-    try:
-        steps = read_toml(str(folder / CONFIG))["train"]["steps"]
-    except (InputError, KeyError, TypeError):
-        return None
-    return steps if isinstance(steps, int) and steps < 2**53 else None

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 SAVE = "mpitrain.checkpoint.store:write_checkpoint"
-STEP = "mpitrain.data.loader:Loader.__next__"
+STEP = "mpitrain.data.dataset:Loader.__next__"
 SIGNALS = ("SIGKILL", "SIGSEGV")
 HOWS = (*SIGNALS, "exit", "_exit", "exception")
 SAID = "as the kill campaign wants it"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mpitrain.data import open_dataset
 from mpitrain.data.format import read_manifest
-from mpitrain.data.sources.split import held_out_mask
+from mpitrain.data.sources import held_out_mask
 
 
 def everything(folder, split="train"):
@@ -170,7 +170,7 @@ class TestRefused:
     def test_different_lengths(self, tmp_path, refused):
         message = refused(*self.save(tmp_path, x=np.zeros((3, 2)), y=np.zeros(4)))
         assert "x.npy has the shape (3, 2)" in message
-        assert "y.npy has (4,); both need the same number of rows" in message
+        assert "y.npy has (4,); give both as many rows" in message
 
     def test_no_rows(self, tmp_path, refused):
         assert "x.npy is empty (shape (0, 2)" in refused(*self.save(tmp_path, x=np.zeros((0, 2)), y=np.zeros(0)))
@@ -234,7 +234,7 @@ class TestRefused:
 
     def test_negative_codes(self, tmp_path, refused):
         files = self.save(tmp_path, x=np.zeros((30, 2), int) - 1, y=np.zeros(30))
-        assert "x holds negative whole numbers, which cannot be codes" in refused(*files)
+        assert "x holds negative integers, which cannot be codes" in refused(*files)
 
     def test_one_row_cannot_be_divided(self, tmp_path, refused):
         files = self.save(tmp_path, x=np.zeros((1, 2)), y=np.zeros(1))

@@ -10,7 +10,7 @@ import zstandard
 
 from mpitrain.data import open_dataset
 from mpitrain.data.format import read_manifest
-from mpitrain.data.sources.split import held_out_mask
+from mpitrain.data.sources import held_out_mask
 from mpitrain.data.sources.table_files import rows_of_table
 
 ROWS = 40

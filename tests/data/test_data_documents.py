@@ -306,7 +306,7 @@ class TestRefused:
         assert "give one of the two" in refused(source, "--prompt", "a", "--text", "b")
         assert "no token '</s>' for --end-token" in refused(source, "--tokenizer", tokenizer, "--end-token", "</s>")
         assert "--end-token <x> is for a tokenizer" in refused(source, "--end-token", "<x>")
-        assert "need a token that ends each of them" in refused(source, "--pack", 8, "--end-token", "none")
+        assert "need a token that ends each;" in refused(source, "--pack", 8, "--end-token", "none")
         assert "--encoding utf-99 is unknown" in refused(tmp_path / "for-the-tokenizer.txt", "--encoding", "utf-99")
         assert "--blank-lines is for text, these" in refused(source, "--blank-lines")
         np.save(tmp_path / "numbers.npy", np.arange(9, dtype=np.uint16))

@@ -110,7 +110,7 @@ class TestImagesRefused:
 
     def test_one_class(self, tmp_path, refused):
         picture(tmp_path / "pets" / "1.png")
-        assert "has only the class pets; put the images of each class" in refused(tmp_path / "pets")
+        assert "has only the class pets; put each class into" in refused(tmp_path / "pets")
 
     def test_something_else_with_the_name_of_an_image(self, tmp_path, refused):
         picture(tmp_path / "pets" / "cat" / "1.png")
@@ -199,7 +199,7 @@ def test_idx_floats_are_big_endian(tmp_path, command):
 class TestIdxRefused:
     def test_no_labels(self, tmp_path, refused):
         mnist(tmp_path / "mnist")
-        assert "has no labels beside it; give both files" in refused(tmp_path / "mnist" / "train-images-idx3-ubyte.gz")
+        assert "has no labels beside it; give both, named" in refused(tmp_path / "mnist" / "train-images-idx3-ubyte.gz")
         assert "has no images beside it; give both files" in refused(tmp_path / "mnist" / "train-labels-idx1-ubyte.gz")
 
     def test_cut_off(self, tmp_path, refused):

@@ -17,7 +17,7 @@ from mpitrain.errors import InputError
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(1, 400), min_size=1, max_size=7))
 def test_every_prefix_has_each_data_set_by_its_weight_to_within_one_sample(parts):
-    weights = Weights.of([float(part) for part in parts])
+    weights = Weights([float(part) for part in parts])
     pattern = weights.pattern
     for number, part in enumerate(weights.parts):
         taken = np.cumsum(pattern == number)
@@ -27,15 +27,15 @@ def test_every_prefix_has_each_data_set_by_its_weight_to_within_one_sample(parts
 
 
 def test_weights_mean_what_is_written():
-    assert Weights.of([0.7, 0.3]).parts == (7, 3)
-    assert Weights.of([2, 1]).parts == (2, 1)
-    assert Weights.of([0.1, 0.1, 0.2]).parts == (1, 1, 2)
+    assert Weights([0.7, 0.3]).parts == (7, 3)
+    assert Weights([2, 1]).parts == (2, 1)
+    assert Weights([0.1, 0.1, 0.2]).parts == (1, 1, 2)
     with pytest.raises(InputError, match="write weights with fewer digits"):
-        Weights.of([0.123456789, 0.5])
+        Weights([0.123456789, 0.5])
 
 
 def test_each_data_set_comes_in_the_order_it_has_by_itself_and_small_ones_begin_anew():
-    sizes, weights = (100, 9), Weights.of([0.7, 0.3])
+    sizes, weights = (100, 9), Weights([0.7, 0.3])
     order = MixedOrder(sizes, weights, seed=4)
     ids = order.ids(0, 1000)
     for number, (size, first) in enumerate(zip(sizes, (0, 100), strict=True)):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from pseudo_terminal import ROOT
 
+from mpitrain.comm.memory.device import memory_bytes as device_memory_bytes
 from mpitrain.monitor.memory import memory_bytes, node_memory_bytes, peak_memory_bytes
 from mpitrain.storage import proc
 
@@ -57,7 +58,7 @@ def test_without_proc_the_peak_comes_from_getrusage_in_bytes(monkeypatch, tmp_pa
 
 
 def test_a_cpu_device_counts_host_memory():
-    held = memory_bytes(torch.device("cpu"))  # first: reading it takes memory too
+    held = memory_bytes()  # first: reading it takes memory too
     assert peak_memory_bytes(torch.device("cpu")) >= held > 20 * MIB
 
 
@@ -65,11 +66,11 @@ def test_a_cpu_device_counts_host_memory():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_cuda_device_counts_its_tensors():
     device = torch.device("cuda")
-    before = memory_bytes(device)
+    before = device_memory_bytes(device)
     block = torch.empty(64 * MIB, dtype=torch.uint8, device=device)
-    assert memory_bytes(device) - before == 64 * MIB
+    assert device_memory_bytes(device) - before == 64 * MIB
     del block
-    assert memory_bytes(device) == before and peak_memory_bytes(device) >= before + 64 * MIB
+    assert device_memory_bytes(device) == before and peak_memory_bytes(device) >= before + 64 * MIB
 
 
 GIB, NO_LIMIT = 1 << 30, str((1 << 63) - 4096)

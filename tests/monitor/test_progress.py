@@ -136,7 +136,7 @@ def test_fast_steps_do_not_redraw_each_time():
 def test_a_run_without_a_terminal_does_not_import_what_draws_bars():
     script = """
         import sys
-        from mpitrain.monitor import banner, logs, memory, run_files
+        from mpitrain.monitor import logs, memory, run_files
         from mpitrain.monitor.progress import Progress
         Progress(10, 0, 1).update(1, 1.0, 1.0, 1.0)
         print([name for name in ("rich", "tensorboard", "matplotlib") if name in sys.modules])

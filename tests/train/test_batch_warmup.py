@@ -12,7 +12,7 @@ from train.jobs import run
 from mpitrain.checkpoint.manifest import read_manifest
 from mpitrain.config.batch_sizes import BatchSizes
 from mpitrain.config.settings import Config
-from mpitrain.data import Loader, SampleOrder, loader, open_dataset
+from mpitrain.data import Loader, SampleOrder, dataset, open_dataset
 from mpitrain.data.prepare import prepare
 from mpitrain.errors import InputError
 from mpitrain.layout import split
@@ -51,7 +51,7 @@ def test_sizes_and_positions_of_all_steps_follow_from_the_number_of_steps():
 
 
 def test_every_rank_reads_its_share_of_each_batch_from_any_step_on(tmp_path, monkeypatch):
-    monkeypatch.setattr(loader, "_AHEAD", 16)  # places that are looked up at once
+    monkeypatch.setattr(dataset, "_AHEAD", 16)  # places that are looked up at once
     np.save(tmp_path / "x.npy", np.arange(97.0))
     np.save(tmp_path / "y.npy", np.arange(97))
     prepare([str(tmp_path)], tmp_path / "set", held_out=0.0)

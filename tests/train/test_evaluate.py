@@ -12,7 +12,7 @@ from train.jobs import run
 
 from mpitrain.data import open_dataset
 from mpitrain.data.prepare import PrepareOptions, prepare
-from mpitrain.data.sources.split import held_out_mask
+from mpitrain.data.sources import held_out_mask
 from mpitrain.errors import CheckpointError, InputError
 from mpitrain.evaluate import main
 from mpitrain.monitor import read_metrics

@@ -16,11 +16,14 @@ width] and handed over as value / 255.
 
 from __future__ import annotations
 
+import math
 import re
 import struct
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -29,10 +32,8 @@ import numpy.typing as npt
 
 from mpitrain.data.folders import os_errors
 from mpitrain.data.format import FieldSpec
-from mpitrain.data.sources import PrepareOptions
-from mpitrain.data.sources.split import partition, stream_rows
+from mpitrain.data.sources import GATHER_BYTES, MOST_DIMENSIONS, Columns, PrepareOptions, Source, finite, partition
 from mpitrain.data.sources.streams import opened
-from mpitrain.data.writer import GATHER_BYTES, MOST_DIMENSIONS, Columns, Source
 from mpitrain.errors import InputError, refusing
 
 _NAMES = "x and y, or x_train and y_train (and x_test, y_test)"
@@ -89,16 +90,14 @@ def source_of_pairs(
     """
     nonfinite: dict[str, int] = {}
 
-    def checked(array: Array) -> Iterator[npt.NDArray[Any]]:
-        return _finite(array, array.blocks(step), nonfinite if options.allow_nonfinite else None)
-
     def found() -> tuple[str, ...]:
         return tuple(f"{label} has {count} numbers that are not finite" for label, count in nonfinite.items() if count)
 
     step = max(1, GATHER_BYTES // max(1, x.row_bytes + y.row_bytes))
 
     def rows(pair: Pair) -> Iterator[Columns]:
-        for xs, ys in zip(checked(pair[0]), checked(pair[1]), strict=True):
+        counts = nonfinite if options.allow_nonfinite else None
+        for xs, ys in zip(*(_finite(array, array.blocks(step), counts) for array in pair), strict=True):
             yield xs.reshape(len(xs), *x.shape), ys
 
     return Source("arrays", (x, y), partition(rows, train, test), files=files, found=found)
@@ -113,10 +112,11 @@ def _finite(
         return
     row = 0
     for block in blocks:
-        if bad := _count_nonfinite(block):
+        fits = finite(block)
+        if bad := fits.size - np.count_nonzero(fits):
             if counts is None:
-                first = row + int((~_is_finite(block)).reshape(len(block), -1).any(1).argmax())
-                total = bad + sum(map(_count_nonfinite, blocks))
+                first = row + int((~fits).reshape(len(block), -1).any(1).argmax())
+                total = bad + sum(rest.size - np.count_nonzero(finite(rest)) for rest in blocks)
                 raise InputError(
                     f"{array.label}, row {first}: {total} numbers from here on are nan, infinite or too large for "
                     "float32; mend them, or take them as they are with --allow-nonfinite"
@@ -126,27 +126,14 @@ def _finite(
         yield block
 
 
-def _is_finite(block: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
-    with np.errstate(over="ignore"):
-        return np.isfinite(block.astype(np.float32, copy=False))
-
-
-def _count_nonfinite(block: npt.NDArray[Any]) -> int:
-    return block.size - int(np.count_nonzero(_is_finite(block)))
-
-
 def _pairs(arrays: dict[str, Array], label: str) -> tuple[Pair, Pair | None]:
     def pair(x: str, y: str) -> Pair:
         if x not in arrays or y not in arrays:
             missing = y if x in arrays else x
-            raise InputError(
-                f"source {label} holds {', '.join(arrays)}: {missing} is missing; name the arrays {_NAMES}"
-            )
+            raise InputError(f"source {label} holds {', '.join(arrays)}: {missing} is missing; name arrays {_NAMES}")
         xs, ys = arrays[x], arrays[y]
         if not xs.shape or not ys.shape or xs.shape[0] != ys.shape[0]:
-            raise InputError(
-                f"{xs.label} has the shape {xs.shape}, {ys.label} has {ys.shape}; both need the same number of rows"
-            )
+            raise InputError(f"{xs.label} has the shape {xs.shape}, {ys.label} has {ys.shape}; give both as many rows")
         if 0 in xs.shape + ys.shape:
             raise InputError(f"{xs.label} is empty (shape {xs.shape}, y {ys.shape}); give at least one row")
         return xs, ys
@@ -193,25 +180,51 @@ def _members(path: Path) -> dict[str, Array]:
         zipfile.ZipFile(path) as archive,
     ):
         names = [name for name in archive.namelist() if name.endswith(".npy")]
-        return {name[:-4].lower(): _streamed(path, archive, name) for name in names}
+    return {name[:-4].lower(): _member(path, name) for name in names}
 
 
-def _streamed(path: Path, archive: zipfile.ZipFile, name: str) -> Array:
+def _member(path: Path, name: str) -> Array:
     label = f"array {name[:-4]} of {path}"
-    with archive.open(name) as member:
-        shape, fortran, dtype = npy_header(member, label)
-    if fortran and len(shape) > 1:
-        raise InputError(f"{label} is in Fortran order; save np.ascontiguousarray of it")
 
-    def blocks(step: int) -> Iterator[npt.NDArray[Any]]:
+    @contextmanager
+    def member() -> Iterator[IO[bytes]]:
         with (
             os_errors(f"{label} cannot be read"),
             refusing(f"{label} is damaged", "save it again"),
-            zipfile.ZipFile(path) as own,
-            own.open(name) as member,
+            zipfile.ZipFile(path) as archive,
+            archive.open(name) as file,
         ):
-            npy_header(member, label)
-            yield from stream_rows(member, dtype, shape, step, f"{label} ends too early; save it again")
+            yield file
+
+    def header(file: IO[bytes]) -> tuple[tuple[int, ...], np.dtype[Any]]:
+        shape, fortran, dtype = npy_header(file, label)
+        if fortran and len(shape) > 1:
+            raise InputError(f"{label} is in Fortran order; save np.ascontiguousarray of it")
+        return shape, dtype
+
+    return _streamed(label, member, header, f"{label} ends too early; save it again")
+
+
+def _streamed(
+    label: str,
+    opening: Callable[[], AbstractContextManager[IO[bytes]]],
+    header: Callable[[IO[bytes]], tuple[tuple[int, ...], np.dtype[Any]]],
+    cut_off: str,
+) -> Array:
+    """Describe an array behind a header that gives shape and dtype. cut_off: Message for a stream that is too short."""
+    with opening() as file:
+        shape, dtype = header(file)
+    row_bytes = dtype.itemsize * math.prod(shape[1:])
+
+    def blocks(step: int) -> Iterator[npt.NDArray[Any]]:
+        with opening() as file:
+            header(file)
+            for start in range(0, shape[0], step):
+                rows = min(step, shape[0] - start)
+                raw = file.read(rows * row_bytes)
+                if len(raw) != rows * row_bytes:
+                    raise InputError(cut_off)
+                yield np.frombuffer(raw, dtype).reshape(rows, *shape[1:])
 
     return Array(label, dtype, shape, blocks)
 
@@ -255,7 +268,8 @@ def idx_source(files: Sequence[Path], options: PrepareOptions) -> Source:
 
 def _idx_pairs(files: Sequence[Path]) -> tuple[Pair, Pair | None]:
     """The training pair and, where there is one, the test pair, of images and labels."""
-    by_key = {_idx_key(path): path for path in files}
+    # what a file of images and its file of labels have in common, but for that one word
+    by_key = {_IDX_NAME.sub("", path.name).lower(): path for path in files}
     pairs: dict[bool, Pair] = {}
     for key, path in by_key.items():
         if "labels" in key:
@@ -263,9 +277,7 @@ def _idx_pairs(files: Sequence[Path]) -> tuple[Pair, Pair | None]:
                 raise InputError(f"IDX file {path} has no images beside it; give both files")
             continue
         if key.replace("images", "labels") not in by_key or "images" not in key:
-            raise InputError(
-                f"IDX file {path} has no labels beside it; give both files, named ...images... and ...labels..."
-            )
+            raise InputError(f"IDX file {path} has no labels beside it; give both, named ...images... and ...labels...")
         own_test = bool(_IDX_TEST.search(path.name))
         if own_test in pairs:
             raise InputError(f"IDX files {pairs[own_test][0].label} and {path} are two sets of images; give one")
@@ -276,30 +288,15 @@ def _idx_pairs(files: Sequence[Path]) -> tuple[Pair, Pair | None]:
                 "give files that belong together"
             )
         pairs[own_test] = (images, labels)
-    if False not in pairs:
-        return pairs[True], None
-    return pairs[False], pairs.get(True)
-
-
-def _idx_key(path: Path) -> str:
-    """What a file of images and its file of labels have in common, but for that one word."""
-    return _IDX_NAME.sub("", path.name).lower()
+    return (pairs[False], pairs.get(True)) if False in pairs else (pairs[True], None)
 
 
 def _idx_array(path: Path) -> Array:
-    with opened(path) as file:
-        dtype, shape = _idx_header(file, path)
-
-    def blocks(step: int) -> Iterator[npt.NDArray[Any]]:
-        with opened(path) as file:
-            _idx_header(file, path)
-            cut_off = f"IDX file {path} ends too early: it is cut off; get it again"
-            yield from stream_rows(file, dtype, shape, step, cut_off)
-
-    return Array(str(path), dtype, shape, blocks)
+    cut_off = f"IDX file {path} ends too early: it is cut off; get it again"
+    return _streamed(str(path), partial(opened, path), partial(_idx_header, path=path, cut_off=cut_off), cut_off)
 
 
-def _idx_header(file: IO[bytes], path: Path) -> tuple[np.dtype[Any], tuple[int, ...]]:
+def _idx_header(file: IO[bytes], path: Path, cut_off: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
     head = file.read(4)
     if not head:
         raise InputError(f"IDX file {path} is empty; give a file with data")
@@ -307,8 +304,8 @@ def _idx_header(file: IO[bytes], path: Path) -> tuple[np.dtype[Any], tuple[int, 
         raise InputError(f"{path} is not an IDX file, although its name says so; get it again")
     sizes = file.read(4 * head[3])
     if len(sizes) < 4 * head[3]:
-        raise InputError(f"IDX file {path} ends too early: it is cut off; get it again")
+        raise InputError(cut_off)
     shape = struct.unpack(f">{head[3]}I", sizes)
     if 0 in shape or len(shape) > MOST_DIMENSIONS:
         raise InputError(f"IDX file {path} holds no samples (its sizes are {list(shape)!s:.100}); get it again")
-    return np.dtype(_IDX_TYPES[head[2]]), shape
+    return shape, np.dtype(_IDX_TYPES[head[2]])

@@ -13,20 +13,18 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from mpitrain.data.format import HELD_OUT, MASK, TOKENS, TRAIN, FieldSpec
-from mpitrain.data.sources import PrepareOptions, TextFields
+from mpitrain.data.format import HELD_OUT, TRAIN
+from mpitrain.data.sources import Block, PrepareOptions, Source, TextFields, held_out_mask, token_source
 from mpitrain.data.sources.encoder import Encoder, Packer, Tokens, make_encoder
-from mpitrain.data.sources.split import held_out_mask
 from mpitrain.data.sources.streams import CHUNK, LONGEST, head, lines_of, opened, plain_stem, plain_suffix
 from mpitrain.data.sources.table_files import parquet_columns, parquet_schema
-from mpitrain.data.writer import Block, Source
 from mpitrain.errors import InputError
 
 LINES = frozenset((".jsonl", ".ndjson"))
@@ -51,7 +49,10 @@ def is_documents(path: Path, fields: TextFields) -> bool:
                 return isinstance(json.loads(file.readline(CHUNK)), dict)
             except ValueError:
                 return False
-    return suffix == ".parquet" and _has_text(path, fields)
+    if suffix != ".parquet":
+        return False
+    schema = parquet_schema(path)
+    return all(name in schema.names and _is_text(schema.field(name).type) for name in fields.names)
 
 
 def documents_of(path: Path, fields: TextFields, encoding: str | None = None) -> Iterator[tuple[str, ...]]:
@@ -81,17 +82,14 @@ def documents_source(files: Sequence[Path], options: PrepareOptions, read: Read 
     encoder, fields = make_encoder(options.tokenizer, options.end_token, documents=True), options.text_fields
     pack = options.pack or (PAIRS_PACK if fields.prompt is not None else None)
     if pack and encoder.end is None:
-        raise InputError(
-            "packed documents need a token that ends each of them; name one of the tokenizer's with --end-token"
-        )
+        raise InputError("packed documents need a token that ends each; name one of the tokenizer's with --end-token")
     splits = splits_by_name(files)
     packers: dict[str, Packer] = {}
 
     def blocks(held_out: float) -> Iterator[Block]:
         packers.clear()
-        for held, documents in _by_split(
-            files, splits, lambda path: read(path, fields, options.encoding), held_out, encoder
-        ):
+        texts = ((path, read(path, fields, options.encoding)) for path in files)
+        for held, documents in _by_split(texts, splits, held_out, encoder):
             split = HELD_OUT if held else TRAIN
             if pack:
                 assert encoder.end is not None
@@ -109,23 +107,8 @@ def documents_source(files: Sequence[Path], options: PrepareOptions, read: Read 
         named = ((split.replace("_", " "), packer) for split, packer in packers.items())
         return tuple(f"{split}: {note}" for split, packer in named for note in packer.notes())
 
-    return Source(
-        "tokens",
-        _token_fields(encoder.dtype, masked=pack is not None),
-        blocks,
-        files=len(files),
-        vocabulary=encoder.vocabulary,
-        tokenizer=options.tokenizer,
-        document_end=encoder.end,
-        pack=pack,
-        found=notes,
-    )
-
-
-def _token_fields(dtype: str, *, masked: bool) -> tuple[FieldSpec, ...]:
-    tokens = FieldSpec(name=TOKENS, dtype=dtype, shape=(), given="integer")
-    mask = FieldSpec(name=MASK, dtype="uint8", shape=(), given="integer")
-    return (tokens, mask) if masked else (tokens,)
+    dtype, vocabulary, end = encoder.dtype, encoder.vocabulary, encoder.end
+    return token_source(len(files), blocks, options, dtype, vocabulary, end, pack=pack, found=notes)
 
 
 def splits_by_name(files: Sequence[Path]) -> dict[Path, str] | None:
@@ -147,16 +130,14 @@ def splits_by_name(files: Sequence[Path]) -> dict[Path, str] | None:
 
 
 def _by_split(
-    files: Sequence[Path],
+    texts: Iterable[tuple[Path, Iterator[tuple[str, ...]]]],
     splits: dict[Path, str] | None,
-    documents_in: Callable[[Path], Iterator[tuple[str, ...]]],
     held_out: float,
     encoder: Encoder,
 ) -> Iterator[tuple[bool, list[tuple[Tokens, int]]]]:
     """(held out, documents of (tokens, how many of them are of the prompt)), each time of some documents."""
     number = 0
-    for path in files:
-        documents = documents_in(path)
+    for path, documents in texts:
         while together := list(islice(documents, _AT_ONCE)):
             if splits is None:
                 held = held_out_mask(number, len(together), held_out)
@@ -178,8 +159,7 @@ def _encoded(documents: Sequence[tuple[str, ...]], encoder: Encoder) -> list[tup
     for document in documents:
         tokens = [next(parts) for _ in document]
         prompt = len(tokens[0]) if len(tokens) > 1 else 0
-        whole = np.concatenate([*tokens, end]) if any(map(len, tokens)) else end[:0]
-        found.append((whole, prompt))
+        found.append((np.concatenate([*tokens, end]) if any(map(len, tokens)) else end[:0], prompt))
     return found
 
 
@@ -196,9 +176,7 @@ def _lines(path: Path, fields: TextFields, encoding: str | None) -> Iterator[tup
             except (ValueError, RecursionError) as error:
                 reason = getattr(error, "msg", "nested too deeply")
                 raise InputError(f"{where}: not JSON ({reason}); mend or remove the line") from None
-            if not isinstance(content, dict):
-                raise InputError(f'{where}: not an object with fields; each line must be one, as {{"text": ...}}')
-            yield tuple(_text_in(content, name, where) for name in fields.names)
+            yield _texts(content, fields, where)
 
 
 def _is_array(path: Path) -> bool:
@@ -224,9 +202,7 @@ def _elements(path: Path, fields: TextFields, encoding: str | None) -> Iterator[
                         reason = getattr(error, "msg", "nested too deeply")
                         raise InputError(f"{where}: not JSON ({reason}); mend or remove the element") from None
                     where = f"{path}, line {line + rest.count(chr(10), at, start.end())}"
-                    if not isinstance(content, dict):
-                        raise InputError(f"{where}: not an object with fields; mend or remove the element")
-                    yield tuple(_text_in(content, name, where) for name in fields.names)
+                    yield _texts(content, fields, where)
                     line, at = line + rest.count("\n", at, end), end
                 rest = rest[at:]
         except UnicodeDecodeError:
@@ -235,35 +211,29 @@ def _elements(path: Path, fields: TextFields, encoding: str | None) -> Iterator[
         raise InputError(f"{path} ends after line {line} without the ] of its array; restore that file")
 
 
-def _text_in(content: dict[str, Any], name: str, where: str) -> str:
-    if name not in content:
-        raise InputError(
-            f"{where}: no field {name!r} (there: {', '.join(map(str, content))[:200]}); "
-            "name the field with --text, or --prompt and --completion"
-        )
-    value = content[name]
-    if not isinstance(value, str):
-        raise InputError(f"{where}: field {name!r} is {_KINDS.get(type(value), 'null')}, not text; mend or remove it")
-    return value
+def _texts(content: Any, fields: TextFields, where: str) -> tuple[str, ...]:
+    """Return the texts of a document."""
+    if not isinstance(content, dict):
+        raise InputError(f'{where}: not an object with fields, such as {{"text": ...}}; mend or remove it')
+    for name in fields.names:
+        if name not in content:
+            raise InputError(
+                f"{where}: no field {name!r} (there: {', '.join(map(str, content))[:200]}); "
+                "name the field with --text, or --prompt and --completion"
+            )
+        if not isinstance(value := content[name], str):
+            kind = _KINDS.get(type(value), "null")
+            raise InputError(f"{where}: field {name!r} is {kind}, not text; mend or remove it")
+    return tuple(content[name] for name in fields.names)
 
 
 def _rows(path: Path, fields: TextFields) -> Iterator[tuple[str, ...]]:
-    there = parquet_schema(path).names
-    missing = next((name for name in fields.names if name not in there), None)
-    if missing is not None:
-        _text_in(dict.fromkeys(there), missing, str(path))
+    _texts(dict.fromkeys(parquet_schema(path).names, ""), fields, str(path))
     row = 0
     for columns in parquet_columns(path, fields.names, _ROWS_AT_ONCE):
         for texts in zip(*columns, strict=True):
             row += 1
-            for name, text in zip(fields.names, texts, strict=True):
-                _text_in({name: text}, name, f"{path}, row {row}")
-            yield texts
-
-
-def _has_text(path: Path, fields: TextFields) -> bool:
-    schema = parquet_schema(path)
-    return all(name in schema.names and _is_text(schema.field(name).type) for name in fields.names)
+            yield _texts(dict(zip(fields.names, texts, strict=True)), fields, f"{path}, row {row}")
 
 
 def _is_text(kind: Any) -> bool:

@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpitrain.data.folders import needing
-from mpitrain.data.writer import Columns
+from mpitrain.data.sources import Columns
 from mpitrain.errors import InputError
 
 BYTES = 256  # numbers of them, and the number of the token after a document of bytes
@@ -94,7 +94,13 @@ def make_encoder(file: Path | None, end_token: str | None, *, documents: bool) -
         InputError: The file is no tokenizer, or it has no such token.
     """
     if file is None:
-        end = _end_of_bytes(end_token, documents)
+        end = BYTES if documents and end_token is None else None
+        if end_token not in (None, NO_END):
+            if not end_token.isdecimal() or int(end_token) > BYTES:
+                raise InputError(
+                    f"--end-token {end_token} is for a tokenizer; without one give a byte's number, {BYTES}, or none"
+                )
+            end = int(end_token)
         return Encoder(None, BYTES + (end == BYTES), end)
     tokenizer = load_tokenizer(file)
     known = tokenizer.get_vocab()
@@ -108,22 +114,8 @@ def end_of_vocabulary(known: dict[str, int], end_token: str | None, file: Path) 
     if end_token is None:
         return next((known[name] for name in ENDS if name in known), None)
     if end_token not in known:
-        raise InputError(
-            f"tokenizer file {file} has no token {end_token!r} for --end-token; name one that it has, or none"
-        )
+        raise InputError(f"tokenizer file {file} has no token {end_token!r} for --end-token; name one it has, or none")
     return known[end_token]
-
-
-def _end_of_bytes(end_token: str | None, documents: bool) -> int | None:
-    if end_token is None:
-        return BYTES if documents else None
-    if end_token == NO_END:
-        return None
-    if not end_token.isdecimal() or int(end_token) > BYTES:
-        raise InputError(
-            f"--end-token {end_token} is for a tokenizer; without one give the number of a byte, {BYTES}, or none"
-        )
-    return int(end_token)
 
 
 def load_tokenizer(path: Path) -> Any:
@@ -187,8 +179,7 @@ class Packer:
         if self._whole:
             self._cut += 1
             return [(tokens[: self._size], min(untrained, self._size))]
-        step = self._size - 1
-        starts = range(0, len(tokens) - 1, step)
+        starts = range(0, len(tokens) - 1, self._size - 1)
         return [(tokens[start : start + self._size], untrained if start == 0 else 1) for start in starts]
 
     def _put(self, tokens: Tokens, untrained: int) -> list[_Sample]:

@@ -24,50 +24,51 @@ import json
 import re
 import tarfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import islice
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby, islice
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from mpitrain.data.folders import needing, os_errors
 from mpitrain.data.format import FieldSpec
-from mpitrain.data.sources import PrepareOptions
-from mpitrain.data.sources.split import partition
+from mpitrain.data.sources import GATHER_BYTES, MOST_CLASSES, Columns, PrepareOptions, Source, partition
 from mpitrain.data.sources.streams import opened
-from mpitrain.data.writer import GATHER_BYTES, MOST_CLASSES, Columns, Source
 from mpitrain.errors import InputError
 
-T = TypeVar("T")
 SUFFIXES = frozenset((".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"))
 _FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM")  # not those for which Pillow starts programs
 _HELD_OUT = frozenset(("val", "valid", "validation", "test", "held_out"))
 
 
-@dataclass(frozen=True)
-class _Image:
-    """An image of a folder."""
+@dataclass
+class _Sample:
+    """An image with its class.
 
-    path: Path
-    label: str
-    held_out: bool
+    Attributes:
+        place: What messages call it.
+        image: Its file, or what is in that; None where an archive has a class alone.
+        label: Its class; empty where a file of an archive tells none, None without such a file.
+        others: Names of members of an archive that are neither.
+    """
 
-    @property
-    def name(self) -> str:
-        return str(self.path)
+    place: str
+    image: Path | bytes | None = None
+    label: str | None = None
+    others: Sequence[str] = ()
 
-    @property
-    def place(self) -> str:
-        return f"image {self.path}"
-
-    def needed_image(self) -> Path:
-        return self.path
-
-    def needed_label(self) -> str:
-        return self.label
+    def parts(self) -> tuple[Path | IO[bytes], str]:
+        """Return the file of the image, and its class. Raises BadImage where one of them is missing."""
+        leave = "or leave such samples out with --skip-bad"
+        if not self.label:
+            raise BadImage(f"{self.place} has no class in a .cls, .json or .txt; add it, {leave}")
+        if self.image is None:
+            raise BadImage(f"{self.place} has a class and no image; add one, {leave}")
+        return io.BytesIO(self.image) if isinstance(self.image, bytes) else self.image, self.label
 
 
 class BadImage(InputError):
@@ -90,69 +91,71 @@ def images_source(files: Sequence[tuple[Path, Path]], options: PrepareOptions) -
         InputError: Pillow is missing, or there is only one class.
     """
     load_decoders()
-    images = _labelled(files)
-    classes = sorted({image.label for image in images})
+    train, test = _labelled(files)
+    classes = sorted({image.label or "" for image in (*train, *test)})
     if len(classes) < 2:
-        raise InputError(
-            f"source {files[0][1]} has only the class {classes[0]}; put the images of each class into their own folder"
-        )
-    train = [image for image in images if not image.held_out]
-    test = [image for image in images if image.held_out]
-    size = options.size or _first_size(images, skip_bad=options.skip_bad)
+        raise InputError(f"source {files[0][1]} has only the class {classes[0]}; put each class into its own folder")
+    size = options.size or _first_size([*train, *test], skip_bad=options.skip_bad)
     number = {label: i for i, label in enumerate(classes)}
-    return _pixels_source(iter, train, test, number, size, options, files=len(images), classes=tuple(classes))
+    return _pixels_source(
+        lambda: train, (lambda: test) if test else None, number, size, options, len(files), tuple(classes)
+    )
+
+
+_Samples = Callable[[], Iterable[_Sample]]
 
 
 def _pixels_source(
-    samples: Callable[[Sequence[T]], Iterator[_Image | _ArchiveSample]],
-    train: Sequence[T],
-    test: Sequence[T],
+    train: _Samples,
+    test: _Samples | None,
     number: Mapping[str, int],
     size: tuple[int, int],
     options: PrepareOptions,
-    **facts: Any,
+    files: int,
+    classes: tuple[str, ...] | None,
+    notes: tuple[str, ...] = (),
 ) -> Source:
     """Describe images with classes.
 
     Args:
-        samples: Reads them.
-        train: Where they are read from.
-        test: The input's own test set; empty without one.
+        train: Gives them.
+        test: Gives those of the input's own test set; None without one.
         number: Number of each class.
         size: Height and width of all images.
         options: Whether images are scaled to that size, and those that cannot be read left out.
-        facts: What else is known of the source.
+        files, classes, notes: As of `Source`.
     """
     skipped: list[str] = []
     step = max(1, GATHER_BYTES // (3 * size[0] * size[1]))
 
-    def rows(part: Sequence[T]) -> Iterator[Columns]:
-        chosen = samples(part)
-        while together := list(islice(_readable(chosen, size, options, skipped), step)):
+    def rows(samples: _Samples) -> Iterator[Columns]:
+        readable = _readable(samples(), size, options, skipped)
+        while together := list(islice(readable, step)):
             pixels, labels = zip(*together, strict=True)
             yield np.stack(pixels), np.array([number[label] for label in labels], np.int32)
 
     def found() -> tuple[str, ...]:
-        told = f"left out {len(skipped)} images that cannot be read, such as {skipped[0]}" if skipped else ""
-        return (told,) if told else ()
+        if not skipped:
+            return ()
+        return (f"left out {len(skipped)} images that cannot be read, such as {skipped[0]}",)
 
     x = FieldSpec(name="x", dtype="uint8", shape=(3, *size), given="unit")
     y = FieldSpec(name="y", dtype="int32", shape=(), given="integer")
-    return Source("arrays", (x, y), partition(rows, train, test), found=found, **facts)
+    return Source("arrays", (x, y), partition(rows, train, test), files, classes, notes=notes, found=found)
 
 
 def _readable(
-    samples: Iterator[_Image | _ArchiveSample], size: tuple[int, int], options: PrepareOptions, skipped: list[str]
+    samples: Iterable[_Sample], size: tuple[int, int], options: PrepareOptions, skipped: list[str]
 ) -> Iterator[tuple[npt.NDArray[np.uint8], str]]:
     """Yield image and class of each sample; with --skip-bad, `skipped` gets the names of others."""
     for sample in samples:
         try:
-            label = sample.needed_label()
-            yield fitted(sample.needed_image(), sample.place, size, crop=options.size is not None), label
+            file, label = sample.parts()
+            yield fitted(file, sample.place, size, crop=options.size is not None), label
         except BadImage:
             if not options.skip_bad:
                 raise
-            skipped.append(sample.name)
+            skipped.append(sample.place.removeprefix("image "))
 
 
 def load_decoders() -> None:
@@ -166,28 +169,33 @@ def load_decoders() -> None:
     Image.init()  # loads the decoders, which `open` does by itself only where it may use any
 
 
-def _first_size(images: Sequence[_Image], *, skip_bad: bool) -> tuple[int, int]:
+def _first_size(images: Sequence[_Sample], *, skip_bad: bool) -> tuple[int, int]:
     """The height and the width of the first image that can be read."""
     for image in images:
         try:
-            height, width = decoded(image.path, f"image {image.path}").shape[:2]
+            height, width = decoded(image.parts()[0], image.place).shape[:2]
             return height, width
         except BadImage:
             if not skip_bad:
                 raise
-    raise InputError(f"image {images[0].path} cannot be read, nor any other one; give images")
+    raise InputError(f"{images[0].place} cannot be read, nor any other one; give images")
 
 
-def _labelled(files: Sequence[tuple[Path, Path]]) -> list[_Image]:
-    """The class of an image is the first folder below its source, or below train/, val/ ...; else the source itself."""
+def _labelled(files: Sequence[tuple[Path, Path]]) -> tuple[list[_Sample], list[_Sample]]:
+    """Return images to train on, and those of train's neighbours val/ ..., with the first folder below as their class.
+
+    Of an image that lies in no folder, it is the source itself.
+    """
     folders = [path.relative_to(root).parts[:-1] for path, root in files]
     tops = {parts[0] for parts in folders if parts}
     has_splits = "train" in tops and tops <= _HELD_OUT | {"train"}
-    images = []
+    train: list[_Sample] = []
+    test: list[_Sample] = []
     for (path, root), parts in zip(files, folders, strict=True):
         below = parts[1:] if has_splits else parts
-        images.append(_Image(path, below[0] if below else root.resolve().name, has_splits and parts[0] != "train"))
-    return images
+        images = test if has_splits and parts[0] != "train" else train
+        images.append(_Sample(f"image {path}", path, below[0] if below else root.resolve().name))
+    return train, test
 
 
 def fitted(file: Path | IO[bytes], label: str, size: tuple[int, int], *, crop: bool) -> npt.NDArray[np.uint8]:
@@ -276,108 +284,53 @@ def archives_source(files: Sequence[Path], options: PrepareOptions) -> Source:
     own_test = [path for path in files if _ARCHIVE_OF_TEST.match(path.name)]
     test = own_test if len(own_test) < len(files) else []
     train = [path for path in files if path not in test]
-    seen = _ArchiveSurvey(options.size, options.skip_bad)
-    for path in files:
-        seen.look_into(path)
-    number, names = seen.classes(options.classes, files[0])
-    if seen.size is None:
+    size, labels, passed_over = _survey(files, options)
+    number, names = _classes(labels, options.classes, files[0])
+    if size is None:
         raise InputError(f"archive {files[0]} holds no images with classes; give pairs such as 0001.jpg and 0001.cls")
 
-    def samples(archives: Sequence[Path]) -> Iterator[_ArchiveSample]:
-        return (sample for path in archives for sample in _samples(path) if sample.is_one)
+    def samples(archives: Sequence[Path]) -> Iterator[_Sample]:
+        return (one for path in archives for one in _samples(path) if one.image is not None or one.label is not None)
 
-    return _pixels_source(
-        samples, train, test, number, seen.size, options, files=len(files), classes=names, notes=seen.notes()
-    )
-
-
-@dataclass
-class _ArchiveSample:
-    """The members of one key.
-
-    Attributes:
-        place: What messages call it.
-        image: The content of its image's file.
-        labels: The content of its labels' files, by their endings.
-        others: The names of members that are neither.
-    """
-
-    place: str
-    image: bytes | None = None
-    labels: dict[str, bytes] = field(default_factory=dict)
-    others: list[str] = field(default_factory=list)
-
-    @property
-    def is_one(self) -> bool:
-        """Whether there is an image or a class at all."""
-        return self.image is not None or bool(self.labels)
-
-    @property
-    def name(self) -> str:
-        return self.place
-
-    def needed_image(self) -> IO[bytes]:
-        if self.image is None:
-            raise BadImage(f"{self.place} has a class and no image; add one, or leave such samples out with --skip-bad")
-        return io.BytesIO(self.image)
-
-    def needed_label(self) -> str:
-        """Its class: a number or a name."""
-        ending = next((ending for ending in _LABELS if ending in self.labels), None)
-        told = "" if ending is None else _label(self.labels[ending], ending == "json")
-        if not told:
-            raise BadImage(
-                f"{self.place} has no class in a .cls, .json or .txt; add it, or leave such samples out with --skip-bad"
-            )
-        return told
+    others = partial(samples, test) if test else None
+    return _pixels_source(partial(samples, train), others, number, size, options, len(files), names, passed_over)
 
 
-@dataclass
-class _ArchiveSurvey:
-    """What the first reading has seen."""
-
-    size: tuple[int, int] | None
-    skip_bad: bool
-    labels: set[str] = field(default_factory=set)
-    others: int = 0
-    other: str = ""
-
-    def look_into(self, path: Path) -> None:
+def _survey(files: Sequence[Path], options: PrepareOptions) -> tuple[tuple[int, int] | None, set[str], tuple[str, ...]]:
+    """Read archives for the size of the first image, all labels, and what is passed over, in words."""
+    size, labels, others = options.size, set[str](), list[str]()
+    for path in files:
         for sample in _samples(path):
-            self.others += len(sample.others)
-            self.other = self.other or next(iter(sample.others), "")
-            if not sample.is_one:
+            others += sample.others
+            if sample.image is None and sample.label is None:
                 continue
             try:
-                label = sample.needed_label()
-                if self.size is None:
-                    self.size = decoded(sample.needed_image(), sample.place).shape[:2]
+                image, label = sample.parts()
+                size = size or decoded(image, sample.place).shape[:2]
             except BadImage:
-                if not self.skip_bad:
+                if not options.skip_bad:
                     raise
                 continue
-            self.labels.add(label)
-            if len(self.labels) > MOST_CLASSES:
+            labels.add(label)
+            if len(labels) > MOST_CLASSES:
                 raise InputError(f"archive {path}: more than {MOST_CLASSES} different classes; are these captions?")
+    return size, labels, (f"passed over {len(others)} other members, such as {others[0]}",) if others else ()
 
-    def classes(self, file: Path | None, first: Path) -> tuple[dict[str, int], tuple[str, ...] | None]:
-        """The number of each label, and the names of the classes."""
-        numbers = all(label.isdecimal() and label.isascii() for label in self.labels)
-        names = _names(file) if file else None
-        if numbers and names is None:
-            return {label: int(label) for label in self.labels}, None
+
+def _classes(labels: set[str], file: Path | None, first: Path) -> tuple[dict[str, int], tuple[str, ...] | None]:
+    """The number of each label, and the names of the classes."""
+    numbers = {label: int(label) for label in labels if label.isdecimal() and label.isascii()}
+    names = _names(file) if file else None
+    if len(numbers) == len(labels):
         if names is None:
-            names = tuple(sorted(self.labels))
-        number = {label: int(label) for label in self.labels} if numbers else {name: i for i, name in enumerate(names)}
-        for label in sorted(self.labels):
-            if not 0 <= number.get(label, -1) < len(names):
-                raise InputError(
-                    f"archive {first}: has the class {label!a}, and {file} {len(names)} names; add it there"
-                )
-        return number, names
-
-    def notes(self) -> tuple[str, ...]:
-        return (f"passed over {self.others} other members, such as {self.other}",) if self.others else ()
+            return numbers, None
+    else:
+        names = names or tuple(sorted(labels))
+        numbers = {name: number for number, name in enumerate(names)}
+    for label in sorted(labels):
+        if not 0 <= numbers.get(label, -1) < len(names):
+            raise InputError(f"archive {first}: has class {label!a}, and {file} {len(names)} names; add it there")
+    return numbers, names
 
 
 def _label(content: bytes, is_json: bool) -> str:
@@ -432,25 +385,28 @@ class _TarHeader(tarfile.TarInfo):
             raise tarfile.ReadError(f"it is cut off or damaged: {error}") from None
 
 
-def _samples(path: Path) -> Iterator[_ArchiveSample]:
+def _samples(path: Path) -> Iterator[_Sample]:
     """The samples of an archive, in order."""
-    sample, of = None, None
-    for member, content in _members(path):
-        folder, slash, name = member.rpartition("/")
-        key, _, ending = name.partition(".")
-        if sample is None or (folder, key) != of:
-            if sample is not None:
-                yield sample
-            sample, of = _ArchiveSample(f"{ascii(folder + slash + key)[1:-1]:.200} in archive {path}"), (folder, key)
-        ending = ending.lower()
-        if f".{ending}" in SUFFIXES and sample.image is None and content is not None:
-            sample.image = content
-        elif ending in _LABELS and content is not None and len(content) <= _LARGEST_LABEL:
-            sample.labels[ending] = content
-        else:
-            sample.others.append(ascii(name)[1:-1][:_LONGEST_NAME])
-    if sample is not None:
-        yield sample
+    for (folder, key), members in groupby(_members(path), _key):
+        image, labels, others = None, dict[str, bytes](), []
+        for name, content in members:
+            name = name.rpartition("/")[2]
+            ending = name.partition(".")[2].lower()
+            if f".{ending}" in SUFFIXES and image is None and content is not None:
+                image = content
+            elif ending in _LABELS and content is not None and len(content) <= _LARGEST_LABEL:
+                labels[ending] = content
+            else:
+                others.append(ascii(name)[1:-1][:_LONGEST_NAME])
+        ending = next((ending for ending in _LABELS if ending in labels), "")
+        label = _label(labels[ending], ending == "json") if ending else None
+        yield _Sample(f"{ascii(folder + key)[1:-1]:.200} in archive {path}", image, label, others)
+
+
+def _key(member: tuple[str, object]) -> tuple[str, str]:
+    """Return the folder, with its slash, and the key of a member."""
+    folder, slash, name = member[0].rpartition("/")
+    return folder + slash, name.partition(".")[0]
 
 
 def _members(path: Path) -> Iterator[tuple[str, bytes | None]]:

@@ -122,29 +122,16 @@ def opened(path: Path, encoding: str | None = None) -> Iterator[IO[bytes]]:
     Raises:
         InputError: Inside, for a file that cannot be read, is damaged, or is not in this encoding.
     """
-    with _os_errors_of(path):
-        file = _OPENERS[path.suffix.lower()](path) if is_compressed(path) else open(path, "rb")  # noqa: SIM115
-        with file:
-            yield file if encoding is None else io.BufferedReader(_Pieces(_transcoded(file, path, encoding)), CHUNK)
-
-
-@contextmanager
-def _os_errors_of(path: Path) -> Iterator[None]:
-    """Turn what goes wrong with reading a file inside into an InputError of one line that names it."""
-    try:
-        with os_errors(f"{path} cannot be read"):
-            yield
-    except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
-        raise _damaged(path, error) from None
-    except InputError as error:
-        if is_compressed(path) and isinstance(error.__cause__, OSError) and error.__cause__.errno is None:
-            raise _damaged(path, error.__cause__) from None
-        raise
-
-
-def _damaged(path: Path, error: BaseException) -> InputError:
-    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return InputError(f"{path} is damaged or cut off ({reason}); restore that file")
+    with os_errors(f"{path} cannot be read"):
+        try:
+            file = _OPENERS[path.suffix.lower()](path) if is_compressed(path) else open(path, "rb")  # noqa: SIM115
+            with file:
+                yield file if encoding is None else io.BufferedReader(_Pieces(_transcoded(file, path, encoding)), CHUNK)
+        except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+            if isinstance(error, OSError) and (error.errno is not None or not is_compressed(path)):
+                raise
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise InputError(f"{path} is damaged or cut off ({reason}); restore that file") from None
 
 
 def head(path: Path, size: int) -> bytes:
@@ -170,14 +157,6 @@ def wide_encoding(start: bytes) -> str | None:
     if min(zeros[1], zeros[3]) > 2 * _ZEROS and max(zeros[0], zeros[2]) < 0.1:
         return "utf-16-le"
     return None
-
-
-def check_encoding(name: str) -> None:
-    """Raise InputError for an encoding that Python does not know, or that is none of text."""
-    try:
-        "a".encode(name)
-    except LookupError:
-        raise InputError(f"--encoding {name} is unknown; give utf-8, utf-16, utf-32, latin-1, cp1252 ...") from None
 
 
 def size_of(path: Path, encoding: str | None = None) -> int:

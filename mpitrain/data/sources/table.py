@@ -22,8 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpitrain.data.format import ColumnSpec, DatasetManifest, FieldSpec, read_manifest
-from mpitrain.data.sources import PrepareOptions
-from mpitrain.data.sources.split import held_out_mask, partition
+from mpitrain.data.sources import MOST_CLASSES, Block, Columns, PrepareOptions, Source, held_out_mask, partition
 from mpitrain.data.sources.table_files import (
     Cell,
     Floats,
@@ -32,15 +31,13 @@ from mpitrain.data.sources.table_files import (
     category,
     encoded,
     is_missing,
-    is_nonfinite,
     is_number,
-    is_odd,
     is_plain,
     look,
     places,
+    value_of,
     width,
 )
-from mpitrain.data.writer import MOST_CLASSES, Block, Columns, Source
 from mpitrain.errors import InputError
 
 MOST_CATEGORIES = 1024  # of a column: more are a name or a number of something
@@ -50,27 +47,18 @@ _EMPTY = {"fill": None, "nonfinite": True, **_AS_IT_IS}  # what is missing becom
 _MISTAKES = 0.1  # of a column's cells may be texts before the column is one of texts
 
 Labels = tuple[dict[str, int], tuple[str, ...] | None]  # number of each label and class names, or ({}, None)
-Chosen = tuple[Sequence[int], list[Sequence[Cell]], Sequence[Cell]]  # lines, cells of each column, labels
+Kept = tuple[TableFile, Sequence[int], list[Sequence[Cell]], Sequence[Cell]]  # table, lines, columns' cells, labels
 
 
 def table_source(files: Sequence[Path], options: PrepareOptions) -> Source:
     """Describe tables, each of whose rows is a sample."""
-    reader = _TableReader(files, options)
-    classes = reader.classes
-    x = FieldSpec(name="x", dtype="float32", shape=(width(reader.specs),), given="float")
+    table = _TableReader(files, options)
+    classes = table.classes
+    x = FieldSpec(name="x", dtype="float32", shape=(width(table.specs),), given="float")
     y_dtype, given = ("int32", "integer") if classes else ("float32", "float")
     y = FieldSpec(name="y", dtype=y_dtype, shape=(), given=given)
-    columns, notes = (lambda: tuple(reader.specs)), reader.notes()
-    return Source(
-        "arrays",
-        (x, y),
-        reader.blocks,
-        files=len(files),
-        classes=classes,
-        notes=notes,
-        columns=columns,
-        found=reader.found,
-    )
+    columns, notes = (lambda: tuple(table.specs)), table.notes()
+    return Source("arrays", (x, y), table.blocks, len(files), classes, notes=notes, columns=columns, found=table.found)
 
 
 class _TableReader:
@@ -82,7 +70,7 @@ class _TableReader:
         for table in self._tables[1:]:
             if (table.header, table.columns) != (first.header, first.columns):
                 raise InputError(f"{table.path} has other columns than {first.path}; prepare them apart")
-        self._at = _label_column(first, options.label)
+        self._at = _column(first, options.label)
         self._like = None if options.like is None else manifest_of_table(options.like, options)
         self._dropped, self._largest = 0, 0.0  # rows, and of all numbers without their sign
         self._ragged: list[str] = []  # what is wrong with each row that was left out, in one pass
@@ -97,24 +85,27 @@ class _TableReader:
         (self._numbers, self.classes), self._gap = self._look_at_labels()
         self._with_gaps: list[int] = []
         if options.missing or options.categories:
-            self._learn(self._survey())
+            self._learn()
 
     def blocks(self, held_out: float) -> Iterator[Block]:
         """Rows by split, as a `Source` gives them."""
         if self._options.missing in ("mean", "median"):
             self._fill(held_out)
         if self._options.scale:
-            self._standardise(held_out)
+            numbers = [number for number, spec in enumerate(self.specs) if spec.categories is None]
+            _, mean, deviation = moments(self._trained(numbers, _AS_IT_IS, held_out), len(numbers))
+            for number, shift, scale in zip(numbers, mean.tolist(), deviation.tolist(), strict=True):
+                self._update(number, {"shift": shift, "scale": scale or 1.0})  # a column of one value becomes 0
         self._dropped = 0
         self._ragged.clear()
         yield from partition(lambda _: self._rows(), None)(held_out)
 
     def notes(self) -> tuple[str, ...]:
         """Sentences about the label, and columns of texts."""
-        label = f"label: column {self._tables[0].name(self._at)}"
         texts = [spec for spec in self.specs if spec.categories is not None]
-        told = (f"column {spec.name}: {len(spec.categories or ())} texts as {_how(spec)}" for spec in texts)
-        return (label, *told)
+        how = {True: "one number each, of which one is 1", False: "numbers from 0"}
+        told = (f"column {s.name}: {len(s.categories or ())} texts as {how[s.onehot]}" for s in texts)
+        return (f"label: column {self._tables[0].name(self._at)}", *told)
 
     def found(self) -> tuple[str, ...]:
         """Sentences about what the rows have shown."""
@@ -132,12 +123,10 @@ class _TableReader:
 
     def _rows(self) -> Iterator[Columns]:
         classes, to_number = self.classes, (self._numbers.__getitem__ if self.classes else float)
-        for table in self._tables:
-            for lines, columns, labels in self._kept(table):
-                x = self._encoded(self.specs, table, lines, columns)
-                y = [to_number(_label(cell)) for cell in labels]
-                self._largest = max(self._largest, float(np.abs(x).max(initial=0, where=np.isfinite(x))))
-                yield x, np.array(y, np.int32 if classes else np.float32)
+        for table, lines, columns, labels in self._kept():
+            x = self._encoded(self.specs, table, lines, columns)
+            self._largest = max(self._largest, float(np.abs(x).max(initial=0, where=np.isfinite(x))))
+            yield x, np.array([to_number(_label(cell)) for cell in labels], np.int32 if classes else np.float32)
 
     def _encoded(
         self, specs: Sequence[ColumnSpec], table: TableFile, lines: Sequence[int], columns: Sequence[Sequence[Cell]]
@@ -147,12 +136,12 @@ class _TableReader:
         except UnfitCell as error:
             told = error.of(table, lines, specs)
             if self._like is None:
-                self._learn(self._survey())  # which counts what is wrong, and raises that
+                self._learn()  # which counts what is wrong, and raises that
             raise told from None
 
-    def _kept(self, table: TableFile) -> Iterator[Chosen]:
-        """The rows of a table, without those that --missing drop leaves out."""
-        for lines, (labels, *columns) in self._blocks(table, [self._at, *self._chosen]):
+    def _kept(self) -> Iterator[Kept]:
+        """The rows of all tables, without those that --missing drop leaves out."""
+        for table, lines, (labels, *columns) in self._blocks([self._at, *self._chosen]):
             kept = np.ones(len(lines), np.bool_)
             if self._options.missing == "drop":
                 kept = ~np.array([self._gap(cell) for cell in labels], np.bool_)
@@ -161,13 +150,15 @@ class _TableReader:
                         kept &= ~np.array([is_missing(cell) for cell in cells], np.bool_)
             self._dropped += int((~kept).sum())
             if kept.all():
-                yield lines, columns, labels
+                yield table, lines, columns, labels
             elif kept.any():
-                rows = np.flatnonzero(kept).tolist()
-                yield [lines[i] for i in rows], [[c[i] for i in rows] for c in columns], [labels[i] for i in rows]
+                at = np.flatnonzero(kept).tolist()
+                yield table, [lines[i] for i in at], [[c[i] for i in at] for c in columns], [labels[i] for i in at]
 
-    def _blocks(self, table: TableFile, chosen: Sequence[int]) -> Iterator[tuple[Sequence[int], list[Sequence[Cell]]]]:
-        return table.blocks(chosen, self._ragged.append if self._options.skip_bad else None)
+    def _blocks(self, chosen: Sequence[int]) -> Iterator[tuple[TableFile, Sequence[int], list[Sequence[Cell]]]]:
+        for table in self._tables:
+            for lines, columns in table.blocks(chosen, self._ragged.append if self._options.skip_bad else None):
+                yield table, lines, columns
 
     # -- the label
 
@@ -176,16 +167,15 @@ class _TableReader:
         found: dict[str, None] = {}
         words: dict[str, tuple[TableFile, int]] = {}  # that stand for missing values, and the first place of each
         empty, dropping = [], self._options.missing == "drop"
-        for table in self._tables:
-            for lines, (labels,) in self._blocks(table, [self._at]):
-                for line, given in zip(lines, labels, strict=True):
-                    cell = _label(given)
-                    if is_missing(given):
-                        words.setdefault(cell, (table, line))
-                    if not cell:
-                        empty.append(table.place(line))
-                    elif cell not in found and len(found) <= MOST_CLASSES:  # one more shows that there are too many
-                        found[cell] = None
+        for table, lines, (labels,) in self._blocks([self._at]):
+            for line, given in zip(lines, labels, strict=True):
+                cell = _label(given)
+                if is_missing(given):
+                    words.setdefault(cell, (table, line))
+                if not cell:
+                    empty.append(table.place(line))
+                elif cell not in found and len(found) <= MOST_CLASSES:  # one more shows that there are too many
+                    found[cell] = None
         numbers = all(is_number(cell) for cell in found if not is_missing(cell))
         if numbers:
             found = {cell: None for cell in found if not is_missing(cell)}
@@ -196,11 +186,18 @@ class _TableReader:
         return self._kind_of_labels(list(found), numbers), gap
 
     def _kind_of_labels(self, found: list[str], numbers: bool) -> Labels:
-        path = self._tables[0].path
+        path, like = self._tables[0].path, self._like
         if not found:
             raise InputError(f"{path}: the label column is empty; choose another --label")
-        if self._like is not None:
-            return labels_like(self._like, found, path)
+        if like is not None:
+            classes = like.classes
+            codes = {name: code for code, name in enumerate(classes or ())}
+            odd = next((cell for cell in found if (cell not in codes if codes else not is_number(cell))), None)
+            if odd is not None:
+                known = ", ".join(map(repr, list(codes)[:8]))
+                others = f"none of the classes of --like ({known})" if codes else "no number, which those of --like are"
+                raise InputError(f"{path}: label {odd!r:.100} is {others}; mend it")
+            return codes, classes
         if numbers and not all(cell.lstrip("+-").isdecimal() for cell in found):
             return {}, None
         if len(found) > MOST_CLASSES:
@@ -213,22 +210,24 @@ class _TableReader:
 
     # -- the columns
 
-    def _survey(self) -> list[_ColumnSurvey]:
+    def _learn(self) -> None:
+        """What becomes of each column, by what a survey of all rows shows."""
         seen = [_ColumnSurvey() for _ in self._chosen]
-        for table in self._tables:
-            for lines, columns, _ in self._kept(table):
-                for column, cells in zip(seen, columns, strict=True):
-                    column.add(table, lines, cells, self._options)
-        return seen
-
-    def _learn(self, seen: Sequence[_ColumnSurvey]) -> None:
-        """What becomes of each column, by what a survey has seen."""
+        for table, lines, columns, _ in self._kept():
+            for column, cells in zip(seen, columns, strict=True):
+                column.add(table, lines, cells, self._options)
         for number, (spec, column) in enumerate(zip(self.specs, seen, strict=True)):
             texts = column.odd > (_MISTAKES * column.cells if self._options.categories else column.cells)
             if column.odd and not texts:
                 raise self._odd(spec, column)
             if texts:
-                self.specs[number] = self._of_texts(spec, column)
+                if len(column.names) > MOST_CATEGORIES:
+                    raise InputError(
+                        f"{self._tables[0].path}, column {spec.name}: more than {MOST_CATEGORIES} different texts; "
+                        f"leave the column out with --drop {spec.name}"
+                    )
+                onehot = self._options.categories == "onehot"
+                self._update(number, {"categories": tuple(sorted(column.names)), "onehot": onehot, "fill": None})
             elif column.gaps:
                 self._with_gaps.append(number)
         with_gaps = [(self.specs[number], seen[number]) for number in self._with_gaps]
@@ -237,29 +236,15 @@ class _TableReader:
 
     def _odd(self, spec: ColumnSpec, column: _ColumnSurvey) -> InputError:
         place, cell = column.first_odd
-        leave = f"leave the column out (--drop {spec.name})"
-        what = f"{cell!r:.100} is not a number"
+        leave, holds = f"leave the column out (--drop {spec.name})", ""
         others = f"; {column.odd} cells are like it" if column.odd > 1 else ""
-        if is_nonfinite(cell):
-            return InputError(
-                f"{place}, column {spec.name}: {what} that float32 holds{others}; mend it, {leave}, or take it as it "
-                "is with --allow-nonfinite"
-            )
-        if self._options.categories:
-            return InputError(f"{place}, column {spec.name}: {what}{others}; mend it, or {leave}")
-        return InputError(
-            f"{place}, column {spec.name}: {what}{others}; mend it, {leave}, or have texts become numbers with "
-            "--categories onehot or codes"
-        )
-
-    def _of_texts(self, spec: ColumnSpec, column: _ColumnSurvey) -> ColumnSpec:
-        if len(column.names) > MOST_CATEGORIES:
-            raise InputError(
-                f"{self._tables[0].path}, column {spec.name}: more than {MOST_CATEGORIES} different texts; leave the "
-                f"column out with --drop {spec.name}"
-            )
-        how = {"categories": tuple(sorted(column.names)), "onehot": self._options.categories == "onehot", "fill": None}
-        return spec.model_copy(update=how)
+        if value_of(cell) is not None:
+            holds, mend = " that float32 holds", f"{leave}, or take it as it is with --allow-nonfinite"
+        elif self._options.categories:
+            mend = f"or {leave}"
+        else:
+            mend = f"{leave}, or have texts become numbers with --categories onehot or codes"
+        return InputError(f"{place}, column {spec.name}: {cell!r:.100} is not a number{holds}{others}; mend it, {mend}")
 
     def _fill(self, held_out: float) -> None:
         """Have the mean or the median of each column with gaps fill them."""
@@ -269,17 +254,8 @@ class _TableReader:
         for number, count, value in zip(numbers, counts, values.tolist(), strict=True):
             if not count:
                 name = self.specs[number].name
-                raise InputError(
-                    f"{self._tables[0].path}, column {name}: all its values are missing; leave it out (--drop {name})"
-                )
+                raise InputError(f"{self._tables[0].path}, column {name}: it is empty; leave it out (--drop {name})")
             self._update(number, {"fill": value})
-
-    def _standardise(self, held_out: float) -> None:
-        """Have each column of numbers become one with the mean 0 and the deviation 1."""
-        numbers = [number for number, spec in enumerate(self.specs) if spec.categories is None]
-        _, mean, deviation = moments(self._trained(numbers, _AS_IT_IS, held_out), len(numbers))
-        for number, shift, scale in zip(numbers, mean.tolist(), deviation.tolist(), strict=True):
-            self._update(number, {"shift": shift, "scale": scale or 1.0})  # a column of one value becomes 0
 
     def _update(self, number: int, values: dict[str, Any]) -> None:
         self.specs[number] = self.specs[number].model_copy(update=values)
@@ -287,11 +263,10 @@ class _TableReader:
     def _trained(self, numbers: Sequence[int], changed: dict[str, Any], held_out: float) -> Iterator[Floats]:
         """Some columns of the rows that are not held out, in blocks. changed: of what becomes of them."""
         specs, start = [self.specs[number].model_copy(update=changed) for number in numbers], 0
-        for table in self._tables if numbers else ():
-            for lines, columns, _ in self._kept(table):
-                x = self._encoded(specs, table, lines, [columns[number] for number in numbers])
-                yield x[~held_out_mask(start, len(x), held_out)]
-                start += len(x)
+        for table, lines, columns, _ in self._kept() if numbers else ():
+            x = self._encoded(specs, table, lines, [columns[number] for number in numbers])
+            yield x[~held_out_mask(start, len(x), held_out)]
+            start += len(x)
 
 
 @dataclass
@@ -315,7 +290,7 @@ class _ColumnSurvey:
             if is_missing(cell):
                 self.gaps += 1
                 self.first_gap = self.first_gap or table.place(line)
-            elif is_odd(cell, nonfinite=options.allow_nonfinite):
+            elif not is_number(cell) and (value_of(cell) is None or not options.allow_nonfinite):
                 self.odd += 1
                 self.first_odd = self.first_odd if self.first_odd[0] else (table.place(line), cell)
 
@@ -330,29 +305,21 @@ def _refused(with_gaps: Sequence[tuple[ColumnSpec, _ColumnSurvey]]) -> InputErro
     )
 
 
-def _how(spec: ColumnSpec) -> str:
-    return "one number each, of which one is 1" if spec.onehot else "numbers from 0"
-
-
 def _label(cell: Cell) -> str:
     return "" if cell is None else str(cell).strip()
 
 
-def _column(table: TableFile, name: str) -> int:
+def _column(table: TableFile, name: str | None) -> int:
+    """The column of this name or number; of none, the one called label, or else the last."""
     names = table.header or ()
+    if name is None:
+        return names.index("label") if "label" in names else table.columns - 1
     if name in names:
         return names.index(name)
     if name.isdecimal() and 1 <= int(name) <= table.columns:
         return int(name) - 1
     known = ", ".join(names[:20]) if names else f"1 to {table.columns}"
     raise InputError(f"{table.path} has no column {name}; its columns are {known}")
-
-
-def _label_column(table: TableFile, label: str | None) -> int:
-    if label is None:
-        names = table.header or ()
-        return names.index("label") if "label" in names else table.columns - 1
-    return _column(table, label)
 
 
 def _chosen(table: TableFile, at: int, options: PrepareOptions) -> list[int]:
@@ -427,29 +394,3 @@ def manifest_of_table(folder: Path, options: PrepareOptions) -> DatasetManifest:
     if manifest.columns is None:
         raise InputError(f"--like {folder}: that data set was not made of a table; give one that was")
     return manifest
-
-
-def labels_like(
-    manifest: DatasetManifest, found: Iterable[str], path: Path
-) -> tuple[dict[str, int], tuple[str, ...] | None]:
-    """The number of each class, and their names; ({}, None) where the labels are numbers to predict.
-
-    Args:
-        manifest: Of the other data set.
-        found: The labels that there are.
-        path: The file that they are in.
-
-    Raises:
-        InputError: There is a label of another kind, or a class that the other data set has not.
-    """
-    if manifest.classes is None:
-        for name in found:
-            if not is_number(name):
-                raise InputError(f"{path}: label {name!r:.100} is not a number, which those of --like are; mend it")
-        return {}, None
-    numbers = {name: i for i, name in enumerate(manifest.classes)}
-    for name in found:
-        if name not in numbers:
-            known = ", ".join(map(repr, manifest.classes[:8]))
-            raise InputError(f"{path}: label {name!r:.100} is none of the classes of --like ({known}); mend it")
-    return numbers, tuple(manifest.classes)

@@ -29,11 +29,13 @@ import numpy.typing as npt
 
 from mpitrain.data.folders import needing, os_errors
 from mpitrain.data.format import ColumnSpec
+from mpitrain.data.sources import finite
 from mpitrain.data.sources.streams import opened, plain_suffix
 from mpitrain.errors import InputError
 
 Cell = str | float | None
 Ragged = Callable[[str], object]
+Blocks = Iterator[tuple[Sequence[int], list[Sequence[Cell]]]]  # the lines that rows stand in, cells of each column
 Unfit = Callable[[int, str], object]  # number of a row, and what is wrong with it
 CSV, PARQUET = (".csv", ".tsv"), (".parquet",)
 LARGEST = float(np.finfo(np.float32).max)
@@ -68,9 +70,7 @@ class TableFile:
         """What messages call a row."""
         return f"{self.path}, {'line' if self.delimiter else 'row'} {number}"
 
-    def blocks(
-        self, chosen: Sequence[int], ragged: Ragged | None = None
-    ) -> Iterator[tuple[Sequence[int], list[Sequence[Cell]]]]:
+    def blocks(self, chosen: Sequence[int], ragged: Ragged | None = None) -> Blocks:
         """(the lines that rows stand in, the cells of each chosen column), again and again.
 
         Args:
@@ -78,11 +78,9 @@ class TableFile:
             ragged: Called for each row with another number of columns, between the blocks before and after it, with
                 what is wrong and where; the row is left out. None: such a row is refused.
         """
-        return self._lines(chosen, ragged) if self.delimiter else _groups(self.path, chosen)
-
-    def _lines(
-        self, chosen: Sequence[int], ragged: Ragged | None
-    ) -> Iterator[tuple[Sequence[int], list[Sequence[Cell]]]]:
+        if not self.delimiter:
+            yield from _groups(self.path, chosen)
+            return
         rows = _lines(self.path, self.delimiter, skip=self.header is not None)
         while block := _block(rows, max(1, _CELLS // self.columns)):
             start = 0
@@ -118,8 +116,7 @@ def _block(rows: Iterator[tuple[int, list[str]]], most: int) -> list[tuple[int, 
 
 def is_table(path: Path) -> bool:
     """Whether a file is a table: by its name, and one of Parquet that has a column of texts called text is not."""
-    suffix = plain_suffix(path)
-    if suffix in CSV:
+    if plain_suffix(path) in CSV:
         return True
     if path.suffix.lower() not in PARQUET:
         return False
@@ -137,9 +134,7 @@ def look(path: Path, *, least: int = 2) -> TableFile:
     with opened(path) as file:
         top = io.TextIOWrapper(file, "utf-8-sig", "replace").readline(_LONGEST_LINE)
     if len(top) == _LONGEST_LINE:
-        raise InputError(
-            f"table {path}: its first line is longer than {_LONGEST_LINE >> 20} Mi characters; is it a table?"
-        )
+        raise InputError(f"table {path}: its first line has over {_LONGEST_LINE >> 20} Mi characters; is it a table?")
     delimiter = max(",;\t", key=top.count)
     lines = [cells for _, cells in islice(_lines(path, delimiter, skip=False), 2)]
     if not lines:
@@ -164,12 +159,17 @@ def is_missing(cell: Cell) -> bool:
     return cell is None or math.isnan(cell)
 
 
+def value_of(cell: Cell) -> float | None:
+    """Return the number that a cell is; None where it is none."""
+    try:
+        return None if cell is None else float(cell)
+    except ValueError:
+        return None
+
+
 def is_number(cell: Cell) -> bool:
     """Whether a cell is a number that float32 can hold (nan and inf are not either)."""
-    try:
-        return cell is not None and -LARGEST <= float(cell) <= LARGEST
-    except ValueError:
-        return False
+    return (value := value_of(cell)) is not None and abs(value) <= LARGEST
 
 
 def _lines(path: Path, delimiter: str, *, skip: bool) -> Iterator[tuple[int, list[str]]]:
@@ -198,7 +198,7 @@ def _lines(path: Path, delimiter: str, *, skip: bool) -> Iterator[tuple[int, lis
             raise InputError(f"table {path} is not UTF-8 after line {reader.line_num}; convert it") from None
 
 
-def _groups(path: Path, chosen: Sequence[int]) -> Iterator[tuple[Sequence[int], list[Sequence[Cell]]]]:
+def _groups(path: Path, chosen: Sequence[int]) -> Blocks:
     from pyarrow import types
 
     schema, start = parquet_schema(path), 1
@@ -225,9 +225,8 @@ def parquet_schema(path: Path) -> Any:
 
 def parquet_columns(path: Path, names: Sequence[str], rows: int) -> Iterator[list[Any]]:
     """Yield some columns of a file of Parquet, each a list of Python values, in blocks of at most so many rows."""
-    file = _parquet(path)
     with _arrow_errors(path, "damaged"):
-        for batch in file.iter_batches(rows, columns=list(names)):
+        for batch in _parquet(path).iter_batches(rows, columns=list(names)):
             yield [batch.column(name).to_pylist() for name in names]
 
 
@@ -246,8 +245,7 @@ def _arrow_errors(path: Path, what: str) -> Iterator[None]:
             yield
         except Exception as error:
             if type(error).__module__.startswith("pyarrow") or (isinstance(error, OSError) and error.errno is None):
-                reason = str(error).splitlines()[0]
-                raise InputError(f"{path} is {what} ({reason:.120}); restore that file") from None
+                raise InputError(f"{path} is {what} ({str(error).splitlines()[0]:.120}); restore that file") from None
             raise
 
 
@@ -282,7 +280,12 @@ def encoded(specs: Sequence[ColumnSpec], columns: Sequence[Sequence[Cell]]) -> F
         if spec.categories is None:
             x[:, at] = (_numbers(spec, cells, number) - spec.shift) / spec.scale
         else:
-            codes = _codes(spec, cells, number)
+            code_of = {name: code for code, name in enumerate(spec.categories)}
+            codes = np.array([code_of.get(category(cell), -1) for cell in cells], np.int64)
+            if (codes < 0).any():
+                row, known = int((codes < 0).argmax()), ", ".join(map(repr, spec.categories[:8]))
+                what = f"{category(cells[row])!r:.100} is none of the column's values ({known})"
+                raise UnfitCell(number, row, what)
             if spec.onehot:
                 x[np.arange(len(cells)), at + codes] = 1
             else:
@@ -304,8 +307,7 @@ def rows_of_table(path: Path, specs: Sequence[ColumnSpec], unfit: Unfit | None =
         InputError: A column is missing, or, without `unfit`, a row does not fit.
     """
     table = look(path, least=1)
-    chosen = places(table, specs, "the model was trained with")
-    for first, lines, columns in _numbered(table, chosen, unfit):
+    for first, lines, columns in _numbered(table, places(table, specs, "the model was trained with"), unfit):
         for found in _fitting(specs, columns, range(len(lines))):
             if not isinstance(found, UnfitCell):
                 yield found
@@ -411,36 +413,19 @@ def _numbers(spec: ColumnSpec, cells: Sequence[Cell], column: int) -> npt.NDArra
     try:
         values = np.array(list(map(float, cells)), np.float64)  # type: ignore[arg-type]  # None is a TypeError
     except (TypeError, ValueError):
-        values = np.array([_number(cell, row, column) for row, cell in enumerate(cells)], np.float64)
+        found = [math.nan if is_missing(cell) else value_of(cell) for cell in cells]
+        if None in found:
+            row = found.index(None)
+            raise UnfitCell(column, row, f"{cells[row]!r} is not a number") from None
+        values = np.array(found, np.float64)
     gaps = np.isnan(values)
     if gaps.any() and spec.fill is not None:
         values[gaps] = spec.fill
-    with np.errstate(over="ignore"):
-        wrong = ~np.isfinite(values.astype(np.float32))
+    wrong = ~finite(values)
     if wrong.any() and not spec.nonfinite:
         row = int(wrong.argmax())
         raise UnfitCell(column, row, "empty" if is_missing(cells[row]) else f"{cells[row]!r} is not a number")
     return values
-
-
-def _number(cell: Cell, row: int, column: int) -> float:
-    if is_missing(cell):
-        return float("nan")
-    try:
-        return float(cell)  # type: ignore[arg-type]
-    except ValueError:
-        raise UnfitCell(column, row, f"{cell!r} is not a number") from None
-
-
-def _codes(spec: ColumnSpec, cells: Sequence[Cell], column: int) -> npt.NDArray[np.int64]:
-    assert spec.categories is not None
-    number = {name: code for code, name in enumerate(spec.categories)}
-    codes = np.array([number.get(category(cell), -1) for cell in cells], np.int64)
-    if (codes < 0).any():
-        row = int((codes < 0).argmax())
-        known = ", ".join(map(repr, spec.categories[:8]))
-        raise UnfitCell(column, row, f"{category(cells[row])!r:.100} is none of the column's values ({known})")
-    return codes
 
 
 def category(cell: Cell) -> str:
@@ -456,18 +441,4 @@ def is_plain(cells: Sequence[Cell]) -> bool:
         values = np.array(list(map(float, cells)), np.float64)  # type: ignore[arg-type]
     except (TypeError, ValueError):
         return False
-    with np.errstate(over="ignore"):
-        return bool(np.isfinite(values.astype(np.float32)).all())
-
-
-def is_odd(cell: Cell, *, nonfinite: bool) -> bool:
-    """Whether a cell has a value that is no number. nonfinite: infinite ones are numbers too."""
-    return not (is_missing(cell) or is_number(cell) or (nonfinite and is_nonfinite(cell)))
-
-
-def is_nonfinite(cell: Cell) -> bool:
-    """Whether a cell is a number that is infinite, or as good as that for float32."""
-    try:
-        return cell is not None and not -LARGEST <= float(cell) <= LARGEST
-    except ValueError:
-        return False
+    return bool(finite(values).all())

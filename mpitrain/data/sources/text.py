@@ -13,28 +13,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from mpitrain.data.format import HELD_OUT, TRAIN, FieldSpec
-from mpitrain.data.sources import PrepareOptions, TextFields
+from mpitrain.data.format import HELD_OUT, TRAIN
+from mpitrain.data.sources import Block, PrepareOptions, Source, TextFields, held_out_files, token_source
 from mpitrain.data.sources.documents import documents_source
 from mpitrain.data.sources.encoder import Encoder, make_encoder
-from mpitrain.data.sources.split import held_out_files
-from mpitrain.data.sources.streams import (
-    LONGEST,
-    check_encoding,
-    head,
-    opened,
-    plain_suffix,
-    size_of,
-    skip,
-    wide_encoding,
-)
-from mpitrain.data.writer import Block, Source
+from mpitrain.data.sources.streams import LONGEST, head, opened, plain_suffix, size_of, skip, wide_encoding
 from mpitrain.errors import InputError
 
 _CHUNK = 1 << 20
@@ -76,9 +65,8 @@ def text_source(files: Sequence[Path], options: PrepareOptions) -> Source:
     """
     encoding = encoding_of(files, options.encoding)
     if options.pack or options.blank_lines:
-        return documents_source(
-            files, replace(options, encoding=encoding), _blank_lines if options.blank_lines else _whole
-        )
+        read = _between_blank_lines if options.blank_lines else _whole
+        return documents_source(files, replace(options, encoding=encoding), read)
     encoder = make_encoder(options.tokenizer, options.end_token, documents=False)
 
     def blocks(held_out: float) -> Iterator[Block]:
@@ -88,16 +76,7 @@ def text_source(files: Sequence[Path], options: PrepareOptions) -> Source:
             if part.ends and encoder.end is not None:
                 yield part.split, (np.array([encoder.end], encoder.dtype),)
 
-    field = FieldSpec(name="tokens", dtype=encoder.dtype, shape=(), given="integer")
-    return Source(
-        "tokens",
-        (field,),
-        blocks,
-        files=len(files),
-        vocabulary=encoder.vocabulary,
-        tokenizer=options.tokenizer,
-        document_end=encoder.end,
-    )
+    return token_source(len(files), blocks, options, encoder.dtype, encoder.vocabulary, encoder.end)
 
 
 def encoding_of(files: Sequence[Path], encoding: str | None) -> str | None:
@@ -107,7 +86,11 @@ def encoding_of(files: Sequence[Path], encoding: str | None) -> str | None:
         InputError: Nothing is given, and a file is UTF-16 or UTF-32.
     """
     if encoding is not None:
-        check_encoding(encoding)
+        try:
+            "a".encode(encoding)
+        except LookupError:  # Python does not know it, or it is none of text
+            known = "utf-8, utf-16, utf-32, latin-1, cp1252 ..."
+            raise InputError(f"--encoding {encoding} is unknown; give {known}") from None
         return None if encoding.lower().replace("_", "-") in ("utf-8", "utf8") else encoding
     for path in files:
         found = wide_encoding(head(path, _SNIFF_BYTES))
@@ -208,39 +191,28 @@ def _decoded(text: bytes, path: Path, offset: int) -> str:
 
 
 def _whole(path: Path, _: TextFields, encoding: str | None) -> Iterator[tuple[str, ...]]:
-    yield (joined(text_pieces(path, encoding), path),)
-
-
-def _blank_lines(path: Path, _: TextFields, encoding: str | None) -> Iterator[tuple[str, ...]]:
-    return ((text,) for text in between_blank_lines(text_pieces(path, encoding), path))
-
-
-def joined(pieces: Iterable[str], path: Path) -> str:
-    """The text of one document. Raises InputError where it is longer than `LONGEST`."""
-    found, length = [], 0
-    for piece in pieces:
-        found.append(piece)
+    pieces, length = [], 0
+    for piece in text_pieces(path, encoding):
+        pieces.append(piece)
         length += len(piece)
         if length > LONGEST:
             raise _too_long(path)
-    return "".join(found)
+    yield ("".join(pieces),)
 
 
-def between_blank_lines(pieces: Iterable[str], path: Path) -> Iterator[str]:
-    """The texts between blank lines, which have white space alone. pieces: of one text, cut anywhere."""
+def _between_blank_lines(path: Path, _: TextFields, encoding: str | None) -> Iterator[tuple[str, ...]]:
+    """The texts between blank lines, which have white space alone."""
     lines: list[str] = []
     length = 0
-    for line in _lines(pieces, path):
+    for line in chain(_lines(text_pieces(path, encoding), path), [""]):
         if line.strip():
             lines.append(line)
             length += len(line)
             if length > LONGEST:
                 raise _too_long(path)
         elif lines:
-            yield "\n".join(lines).rstrip("\r")
+            yield ("\n".join(lines).rstrip("\r"),)
             lines, length = [], 0
-    if lines:
-        yield "\n".join(lines).rstrip("\r")
 
 
 def _lines(pieces: Iterable[str], path: Path) -> Iterator[str]:

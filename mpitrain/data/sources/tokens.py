@@ -19,31 +19,21 @@ A document is the sequences from one of the borders to the next, so there is one
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
-from mpitrain.data.format import HELD_OUT, TOKENS, TRAIN, FieldSpec
-from mpitrain.data.sources import PrepareOptions
+from mpitrain.data.format import HELD_OUT, TRAIN
+from mpitrain.data.sources import Block, PrepareOptions, Source, held_out_mask, token_source
 from mpitrain.data.sources.arrays import npy_header
 from mpitrain.data.sources.documents import splits_by_name
 from mpitrain.data.sources.encoder import NO_END, end_of_vocabulary, load_tokenizer, smallest_dtype
-from mpitrain.data.sources.split import held_out_mask
-from mpitrain.data.sources.streams import (
-    CHUNK,
-    is_compressed,
-    opened,
-    plain_stem,
-    plain_suffix,
-    read_up_to,
-    size_of,
-    skip,
-)
-from mpitrain.data.writer import Block, Source
+from mpitrain.data.sources.streams import CHUNK, opened, plain_stem, plain_suffix, read_up_to, size_of, skip
 from mpitrain.errors import InputError
 
 Tokens = np.ndarray[Any, Any]
@@ -63,7 +53,7 @@ def is_tokens(path: Path) -> bool:
     return suffix == ".bin" or (suffix == ".idx" and is_index(path))
 
 
-def token_source(files: Sequence[Path], options: PrepareOptions) -> Source:
+def tokens_source(files: Sequence[Path], options: PrepareOptions) -> Source:
     """Describe files of tokens, in order.
 
     Raises:
@@ -88,16 +78,7 @@ def token_source(files: Sequence[Path], options: PrepareOptions) -> Source:
             _check(tokens, most, path, start)
             yield split, (tokens.astype(dtype),)
 
-    field = FieldSpec(name=TOKENS, dtype=dtype, shape=(), given="integer")
-    return Source(
-        "tokens",
-        (field,),
-        blocks,
-        files=2 * len(pairs) + len(flats),
-        vocabulary=vocabulary,
-        tokenizer=options.tokenizer,
-        document_end=end,
-    )
+    return token_source(2 * len(pairs) + len(flats), blocks, options, dtype, vocabulary, end)
 
 
 def _facts(options: PrepareOptions) -> tuple[int | None, int | None]:
@@ -205,8 +186,6 @@ _HEADER = struct.Struct("<QBQQ")
 _DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 _LOOKED_AT = 1000  # documents whose last token is compared
 
-Array = np.ndarray[Any, Any]
-
 
 @dataclass(frozen=True, eq=False)
 class Pair:
@@ -224,52 +203,42 @@ class Pair:
     index: Path
     data: Path
     dtype: np.dtype[Any]
-    lengths: Array
-    offsets: Array
-    borders: Array
+    lengths: Tokens
+    offsets: Tokens
+    borders: Tokens
 
     @property
     def documents(self) -> int:
         """How many documents there are."""
         return len(self.borders) - 1
 
-    def read(self) -> Iterator[Array]:
+    def read(self) -> Iterator[Tokens]:
         """The tokens of each document. Reads forward where the offsets allow it."""
-        with _Places(self.data) as places:
-            for first, last in zip(self.borders[:-1].tolist(), self.borders[1:].tolist(), strict=True):
-                parts = [
-                    np.frombuffer(places.read(offset, length * self.dtype.itemsize), self.dtype)
-                    for offset, length in zip(
-                        self.offsets[first:last].tolist(), self.lengths[first:last].tolist(), strict=True
-                    )
-                ]
-                yield parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, self.dtype), *parts])
+        size = self.dtype.itemsize
+        places = zip(self.offsets, self.lengths, strict=True)
+        stretches = _stretches(self.data, ((int(offset), int(length) * size) for offset, length in places))
+        for count in np.diff(self.borders).tolist():
+            parts = [np.frombuffer(stretch, self.dtype) for stretch in islice(stretches, count)]
+            yield parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, self.dtype), *parts])
 
 
-class _Places:
-    """Stretches of a file by their offsets; one that is compressed is read anew where an offset lies behind."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._stack, self._at = path, ExitStack(), 0
-        self._file: IO[bytes] | None = None
-
-    def __enter__(self) -> _Places:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-    def read(self, offset: int, count: int) -> bytes:
-        if self._file is None or (offset < self._at and is_compressed(self._path)):
-            self._stack.close()
-            self._file, self._at = self._stack.enter_context(opened(self._path)), 0
-        if offset != self._at:
-            skip(self._file, offset - self._at) if is_compressed(self._path) else self._file.seek(offset)
-        found = self._file.read(count)
-        self._at = offset + len(found)
-        if len(found) != count:
-            raise InputError(f"{self._path} ends too early for its .idx; restore both files")
-        return found
+def _stretches(path: Path, places: Iterable[tuple[int, int]]) -> Iterator[bytes]:
+    """Yield the bytes at each (offset, count) of a file; one that cannot seek is opened anew to go back."""
+    with ExitStack() as stack:
+        file, at = stack.enter_context(opened(path)), 0
+        for offset, count in places:
+            if file.seekable():
+                file.seek(offset)
+            else:
+                if offset < at:
+                    stack.close()
+                    file, at = stack.enter_context(opened(path)), 0
+                skip(file, offset - at)
+            found = file.read(count)
+            at = offset + len(found)
+            if len(found) != count:
+                raise InputError(f"{path} ends too early for its .idx; restore both files")
+            yield found
 
 
 def is_index(path: Path) -> bool:
@@ -299,10 +268,9 @@ def _sibling(path: Path, suffix: str, other: str) -> Path | None:
     """The file of the same name with another suffix, compressed or not."""
     if plain_suffix(path) != suffix:
         return None
-    stem = path.with_suffix("") if not is_compressed(path) else path.with_suffix("").with_suffix("")
+    stem = path.with_suffix("") if path.suffix.lower() == suffix else path.with_suffix("").with_suffix("")
     beside = Path(f"{stem}{other}")
-    packed = beside.with_name(beside.name + path.suffix)
-    return next((each for each in (beside, packed) if each.is_file()), None)
+    return next((each for each in (beside, beside.with_name(beside.name + path.suffix)) if each.is_file()), None)
 
 
 def common_end(pairs: Sequence[Pair]) -> int | None:
@@ -326,9 +294,7 @@ def _read_index(index: Path, data: Path) -> Pair:
             raise InputError(f"{index} is not an index of Megatron's; restore that file")
         version, code, sequences, borders = _HEADER.unpack_from(head, len(_MAGIC))
         if version != 1 or code not in _DTYPES:
-            raise InputError(
-                f"{index} has version {version} and type {code} of tokens; give version 1 of whole numbers"
-            )
+            raise InputError(f"{index} has version {version} and type {code} of tokens; give version 1 with integers")
         content = read_up_to(file, 12 * sequences + 8 * borders)
     if len(content) < 12 * sequences + 8 * borders:
         raise InputError(f"{index} ends too early; restore that file")

@@ -1,12 +1,10 @@
 """A decoder-only transformer, GPT-2's (Radford et al. 2019) or Llama's (Touvron et al. 2023) by its settings.
 
-model           the model: embedding, blocks, head
-block           attention and MLP, each on the normed stream and added to it, and what they are made of
+model           the model: embedding, blocks (attention and MLP, each on the normed stream and added to it), head
 positions       rotary and learned, and documents that follow each other
 names           the parameters' names and layouts in Hugging Face's GPT-2 and Llama
 """
 
-from mpitrain.models.gpt.block import Attention, Form, TransformerBlock
-from mpitrain.models.gpt.model import GPT
+from mpitrain.models.gpt.model import GPT, Attention, Form, TransformerBlock
 
 __all__ = ["GPT", "Attention", "Form", "TransformerBlock"]

@@ -15,15 +15,187 @@ Weights come from torch's default generator: after the same `torch.manual_seed` 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
+import torch
 from torch import nn
+from torch.nn import functional
 
-from mpitrain.models.gpt.block import Form, TransformerBlock
-from mpitrain.models.gpt.positions import BeginPair, LearnedPositions, OnStream
+from mpitrain.models.earlier import Earlier, EarlierSlices, LooksBack, seen_before
+from mpitrain.models.gpt.positions import BeginPair, LearnedPositions, OnStream, Stream, rotate, seen_inside, turns_of
 from mpitrain.models.losses import cross_entropy
 from mpitrain.models.task import BlockModel
 
 INIT_STD = 0.02  # GPT-2
+ROTARY_BASE = 10000.0
+_MULTIPLE = 64  # features, of a derived width of a SwiGLU
+
+
+@dataclass(frozen=True)
+class Form:
+    """The choices in which transformer blocks differ. The defaults are GPT-2's, with rotary positions.
+
+    Attributes:
+        norm: layernorm, or rmsnorm (Zhang and Sennrich 2019).
+        norm_eps: What a norm adds to the variance.
+        positions: rotary (Su et al. 2021), or learned: a table beside the embedding.
+        rope_base: Of rotary positions, the base of the wavelengths.
+        mlp: gelu (its tanh form), or swiglu (Shazeer 2020).
+        hidden: Features inside the MLP; 0: see `hidden_features`.
+        kv_heads: Heads of keys and values, which as many query heads each share (Ainslie et al. 2023); 0: as heads.
+        bias: Whether linear layers and LayerNorms have one.
+        qkv_bias: Whether the layer of queries, keys and values has one, though the others have none (Qwen2's).
+        qk_norm: Whether the queries and the keys of each head are normed, by RMSNorm, before they are turned (Qwen3's).
+    """
+
+    norm: str = "layernorm"
+    norm_eps: float = 1e-5
+    positions: str = "rotary"
+    rope_base: float = ROTARY_BASE
+    mlp: str = "gelu"
+    hidden: int = 0
+    kv_heads: int = 0
+    bias: bool = True
+    qkv_bias: bool = False
+    qk_norm: bool = False
+
+    def make_norm(self, width: int) -> nn.Module:
+        """A norm over the features of a token."""
+        if self.norm == "rmsnorm":
+            return nn.RMSNorm(width, eps=self.norm_eps)
+        return nn.LayerNorm(width, eps=self.norm_eps, bias=self.bias)
+
+    def hidden_features(self, width: int) -> int:
+        """Features inside the MLP: four times the width, or for a SwiGLU, which has a third matrix, as many numbers."""
+        if self.hidden:
+            return self.hidden
+        return -(-8 * width // (3 * _MULTIPLE)) * _MULTIPLE if self.mlp == "swiglu" else 4 * width
+
+
+class Attention(nn.Module):
+    """Causal self-attention. q, k and v come from one linear layer, whose output is heads of q, then of k, then of v.
+
+    Args:
+        width: Features of a token, a multiple of heads; width / heads is even.
+        heads: Of queries.
+        dropout: Of attention weights and of the output.
+        form: Positions, bias, heads of keys and values, norms of queries and keys.
+
+    Attributes:
+        num_key_value_groups: Query heads for each head of keys and values. The number of heads itself is read from
+            the width of `qkv`, so that one that holds a part of them works unchanged.
+    """
+
+    def __init__(self, width: int, heads: int, dropout: float, form: Form = Form()) -> None:
+        super().__init__()
+        kv_heads = form.kv_heads or heads
+        self.head_dim = width // heads
+        self.num_key_value_groups = heads // kv_heads
+        self.rope_base = form.rope_base if form.positions == "rotary" else None
+        self.qkv = nn.Linear(width, (heads + 2 * kv_heads) * self.head_dim, bias=form.bias or form.qkv_bias)
+        self.q_norm, self.k_norm = (
+            nn.RMSNorm(self.head_dim, eps=form.norm_eps) if form.qk_norm else None for _ in range(2)
+        )
+        self.out = nn.Linear(width, width, bias=form.bias)
+        self.weights_dropout = dropout
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor, ends: torch.Tensor | None = None) -> torch.Tensor:
+        """x: [batch, sequence, width]. ends: of documents, [batch, sequence], where they are kept apart."""
+        q, k, v = self._projections(x, EarlierSlices([]))
+        return self._mixed(q, k, v, None if ends is None else seen_inside(ends.long(), ends.shape[1]))
+
+    def forward_cached(self, x: torch.Tensor, earlier: Earlier, ends: torch.Tensor | None = None) -> torch.Tensor:
+        """As `forward`, for positions that attend to earlier ones too.
+
+        A state is k and v, [batch, heads of keys and values, positions, head_dim], and the ends of documents,
+        [batch, 1, positions], where they are kept apart.
+        """
+        before, length = earlier.length, x.shape[1]
+        q, k, v = self._projections(x, earlier)
+        if ends is None:
+            k, v = earlier.add((k, v))
+            return self._mixed(q, k, v, seen_before(before, length, x.device))
+        k, v, every = earlier.add((k, v, ends[:, None].to(k.dtype)))
+        return self._mixed(q, k, v, seen_inside(every[:, 0].long(), length))
+
+    def _mixed(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor | None) -> torch.Tensor:
+        """The output. seen: which keys each query sees; None: all up to its own."""
+        positions, shared = q.shape[2], k.shape[1]
+        if positions == 1:  # a text that grows: queries of a group are as many positions, and nothing is repeated
+            q = q.unflatten(1, (shared, -1)).flatten(2, 3)
+        elif self.num_key_value_groups > 1:
+            k, v = (t.repeat_interleave(self.num_key_value_groups, dim=1) for t in (k, v))
+        dropout = self.weights_dropout if self.training else 0.0
+        mixed = functional.scaled_dot_product_attention(q, k, v, seen, dropout, seen is None and positions > 1)
+        if positions == 1:
+            return self.dropout(self.out(mixed.flatten(1)[:, None]))
+        return self.dropout(self.out(mixed.transpose(1, 2).flatten(2)))
+
+    def _projections(self, x: torch.Tensor, earlier: Earlier) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q, k and v, each [batch, heads, sequence, head_dim], of positions after earlier ones."""
+        heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))  # [batch, sequence, heads of q, k and v, head_dim]
+        groups, sequence = self.num_key_value_groups, heads.shape[1]  # of x it may have been a part
+        shared = heads.shape[2] // (groups + 2)
+        turned, v = heads[:, :, :-shared], heads[:, :, -shared:]
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = turned.split([groups * shared, shared], dim=2)
+            turned = torch.cat([self.q_norm(q), self.k_norm(k)], 2)
+        if self.rope_base is not None:
+            turns = earlier.shared(turns_of, earlier.length, sequence, self.head_dim, self.rope_base, x.device)
+            turned = rotate(turned, turns)
+        q, k = turned.transpose(1, 2).split([groups * shared, shared], dim=1)
+        return q, k, v.transpose(1, 2)
+
+
+class TransformerBlock(LooksBack):
+    """[batch, sequence, width] -> the same: attention, then the MLP, each on the normed stream and added to it.
+
+    Args:
+        width: Features of a token.
+        heads: Of attention.
+        dropout: Of attention weights, and of what is added to the stream.
+        form: What it is made of.
+        last: Of documents that are kept apart, give the stream without their ends.
+    """
+
+    def __init__(self, width: int, heads: int, dropout: float, form: Form = Form(), last: bool = False) -> None:
+        super().__init__()
+        self.attention_norm = form.make_norm(width)
+        self.attention = Attention(width, heads, dropout, form)
+        self.mlp_norm = form.make_norm(width)
+        self.mlp = FeedForward(width, form.hidden_features(width), dropout, form.bias, gated=form.mlp == "swiglu")
+        self.last = last
+
+    def forward(self, x: Stream) -> Stream:
+        stream, ends = x if isinstance(x, tuple) else (x, None)
+        stream = stream + self.attention(self.attention_norm(stream), ends)
+        return self._with_ends(stream + self.mlp(self.mlp_norm(stream)), ends)
+
+    def forward_cached(self, x: Stream, earlier: Earlier) -> Stream:
+        """As `forward`, for positions after earlier ones."""
+        stream, ends = x if isinstance(x, tuple) else (x, None)
+        stream = stream + self.attention.forward_cached(self.attention_norm(stream), earlier, ends)
+        return self._with_ends(stream + self.mlp(self.mlp_norm(stream)), ends)
+
+    def _with_ends(self, stream: torch.Tensor, ends: torch.Tensor | None) -> Stream:
+        return stream if ends is None or self.last else (stream, ends)
+
+
+class FeedForward(nn.Module):
+    """Two linear layers with a GELU between them; gated, SwiGLU (Shazeer 2020): down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, width: int, hidden: int, dropout: float, bias: bool, gated: bool) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, hidden, bias=bias) if gated else None
+        self.up = nn.Linear(width, hidden, bias=bias)
+        self.down = nn.Linear(hidden, width, bias=bias)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        up = self.up(x)
+        inside = functional.gelu(up, approximate="tanh") if self.gate is None else functional.silu(self.gate(x)) * up
+        return self.dropout(self.down(inside))
 
 
 class GPT(BlockModel):
@@ -66,7 +238,7 @@ class GPT(BlockModel):
         self.blocks = nn.ModuleList(
             TransformerBlock(width, heads, dropout, form, last=index == ends) for index in range(layers)
         )
-        self.norm, self._qk_norm = form.make_norm(width), form.qk_norm
+        self.norm, self._form = form.make_norm(width), form
         # of a tied head its own weight is never used
         self.head = nn.Linear(width, vocabulary, bias=False, device="meta" if tied else None)
         self._initialise(layers)
@@ -87,17 +259,12 @@ class GPT(BlockModel):
 
     def tensor_plan(self) -> dict[str, str]:
         """How each layer may be divided over ranks. `criterion` then has to take divided scores."""
-        plan = {
-            "embedding": "vocabulary",
-            "blocks.*.attention.qkv": "column",
-            "blocks.*.attention.out": "row",
-            "blocks.*.mlp.up": "column",
-            "blocks.*.mlp.down": "row",
-            "head": "vocabulary",
-        }
-        if hasattr(self.blocks[0].mlp, "gate"):
+        plan = {"embedding": "vocabulary", "head": "vocabulary"}
+        plan |= {"blocks.*.attention.qkv": "column", "blocks.*.attention.out": "row"}
+        plan |= {"blocks.*.mlp.up": "column", "blocks.*.mlp.down": "row"}
+        if self._form.mlp == "swiglu":
             plan["blocks.*.mlp.gate"] = "column"
-        if self._qk_norm:
+        if self._form.qk_norm:
             plan |= {"blocks.*.attention.q_norm": "heads", "blocks.*.attention.k_norm": "heads"}
         if self.positions is not None:
             plan["positions"] = "scatter"  # the table is added to whole sequences

@@ -54,11 +54,6 @@ class OnStream(nn.Module):
         return self.inner(stream), ends
 
 
-def numbers_of_documents(ends: torch.Tensor) -> torch.Tensor:
-    """The number of each token's document, from the ends of documents, both [batch, tokens] and int64."""
-    return ends.cumsum(1) - ends
-
-
 def places_in_documents(ends: torch.Tensor) -> torch.Tensor:
     """The place of each token in its document, from the ends of documents, both [batch, tokens] and int64."""
     places = torch.arange(ends.shape[1], device=ends.device).expand_as(ends)
@@ -68,9 +63,8 @@ def places_in_documents(ends: torch.Tensor) -> torch.Tensor:
 
 def seen_inside(ends: torch.Tensor, length: int) -> torch.Tensor:
     """Which tokens the last `length` ones see: those of their document up to themselves, [batch, 1, length, tokens]."""
-    number, before = numbers_of_documents(ends), ends.shape[1] - length
-    same = number[:, before:, None] == number[:, None, :]
-    return same.tril(before).unsqueeze(1)
+    number, before = ends.cumsum(1) - ends, ends.shape[1] - length  # of each token's document
+    return (number[:, before:, None] == number[:, None, :]).tril(before).unsqueeze(1)
 
 
 class LearnedPositions(LooksBack):

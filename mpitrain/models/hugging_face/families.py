@@ -189,10 +189,4 @@ _LLAMA = Family(
     },
 )
 _QWEN3 = replace(_LLAMA, plan={**_LLAMA.plan, "model.layers.*.self_attn.[qk]_norm": "heads"})
-FAMILIES: Mapping[str, Family] = {
-    "gpt2": _GPT2,
-    "llama": _LLAMA,
-    "mistral": _LLAMA,
-    "qwen2": _LLAMA,
-    "qwen3": _QWEN3,
-}
+FAMILIES: Mapping[str, Family] = {"gpt2": _GPT2, "llama": _LLAMA, "mistral": _LLAMA, "qwen2": _LLAMA, "qwen3": _QWEN3}

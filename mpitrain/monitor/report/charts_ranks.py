@@ -12,7 +12,7 @@ import numpy as np
 from mpitrain.monitor.report import findings, style
 from mpitrain.monitor.report.charts_training import positions
 from mpitrain.monitor.report.compare import Named
-from mpitrain.monitor.report.reading import CATEGORIES, PARTS, Column, MeasuredRank, Moment, RunRecord
+from mpitrain.monitor.report.reading import CATEGORIES, PARTS, MeasuredRank, Moment, RunRecord
 from mpitrain.monitor.report.style import Drawing, data, records
 from mpitrain.storage.text import counted, number_text
 
@@ -28,7 +28,6 @@ def part_bars(runs: Sequence[Named]) -> Drawing:
     measured = [named for named in runs if named.run.ranks]
     if not measured:
         return Drawing("parts", title, NO_RANKS)
-    bars: list[tuple[str, MeasuredRank]] = []
     note = "Means over the steps of the last start. Communication is what a rank waited for; the part that lies under "
     note += "backward is not in it."
     if len(runs) == 1:
@@ -36,25 +35,18 @@ def part_bars(runs: Sequence[Named]) -> Drawing:
         shown = findings.chosen([findings.own_seconds(rank) for rank in ranks])
         bars = [(ranks[i].name, ranks[i]) for i in shown]
         if len(shown) < len(ranks):
-            note += (
-                f" Of {len(ranks):,} ranks: the one that computes least, the median one, and the one that does most."
-            )
+            note += f" Of {len(ranks):,} ranks: those that compute least and most, and the median one."
     else:
         bars = [(named.name, median_rank(named.run)) for named in measured]
-    most = max(sum(findings.parts_a_step(rank).values()) for _, rank in bars)
-    size, unit = style.time_unit(most)
     rows = [
-        {"bar": name, "host": rank.header.host, "part": part, "order": PARTS.index(part), "value": seconds / size}
+        {"bar": name, "host": rank.header.host, "part": part, "order": PARTS.index(part), "value": seconds}
         for name, rank in bars
         for part, seconds in findings.parts_a_step(rank).items()
         if seconds > 0
     ]
-    if not rows:
-        return Drawing("parts", title, "Ranks measured no time of any part.")
-    tooltip = ["bar:N", "host:N", "part:N", alt.Tooltip("sum(value):Q", title=unit, format=",.2f")]
-    colour = style.palette("part", "part of a step", style.PART_COLOURS, rows)
-    x = f"time of a step ({unit})"
-    chart = style.bars(rows, title, x, 26, colour, order=alt.Order("order:Q"), tooltip=tooltip)
+    colour, order = style.palette("part", "part of a step", style.PART_COLOURS, rows), alt.Order("order:Q")
+    told, what = ["host:N", "part:N"], "time of a step ({})"
+    chart = style.bars(rows, title, what, style.time_unit, 26, colour, told, order=order)
     return Drawing("parts", title, note, chart)
 
 
@@ -74,20 +66,17 @@ def parts_over_time(named: Named) -> Drawing:
     shown = {f"slowest: rank {slowest.rank}": slowest}
     if slowest is not usual:
         shown = {f"median: rank {usual.rank}": usual} | shown
-    most = max(sum(findings.parts_a_step(rank).values()) for rank in shown.values())
-    size, unit = style.time_unit(most)
+    size, unit = style.time_unit(max(sum(findings.parts_a_step(rank).values()) for rank in shown.values()))
     rows: list[dict[str, Any]] = []
     ends = findings.thinned(usual.step, POINTS)
     if len(ends) < 2:
         return Drawing("parts_over_time", title, "Ranks measured once; the bars above have it.")
+    where = positions(run.columns, ends)
     for name, rank in shown.items():
         for part in PARTS:
             values = findings.means_between(rank, part, ends) / size
             if values.any():
-                where = positions(run.columns, ends)
                 rows += records(**where, value=values, part=part, order=PARTS.index(part), rank=name)
-    if not rows:
-        return Drawing("parts_over_time", title, "Ranks measured no time of any part.")
     chart = alt.Chart(data(rows)).mark_area(interpolate="step")
     chart = chart.encode(
         style.steps_axis(),
@@ -114,15 +103,12 @@ def memory_bars(runs: Sequence[Named]) -> Drawing:
     if len(runs) == 1:
         shown = findings.chosen([use.total for use in uses[0][1]])
         bars = [(uses[0][1][i].rank.name, uses[0][1][i]) for i in shown]
-        few = len(shown) < len(uses[0][1])
-        note = " The ranks that hold least, the median and most." if few else ""
+        note = " The ranks that hold least, the median and most." if (len(shown) < len(uses[0][1])) else ""
     else:
         bars = [(name, max(of, key=lambda u: u.total)) for name, of in uses if of]
         note = " Of each run the rank that holds most."
-    most = max(max(use.total, _known(use)) for _, use in bars)
-    size, unit = style.byte_unit(most)
     rows = [
-        {"bar": name, "what": what, "category": category, "order": i, "value": value / size}
+        {"bar": name, "what": what, "category": category, "order": i, "value": value}
         for name, use in bars
         for what, values in (("held", use.held), ("formula", use.expected))
         for i, category in enumerate(findings.STATES)
@@ -131,10 +117,9 @@ def memory_bars(runs: Sequence[Named]) -> Drawing:
     what = ["held", "formula"]
     pale, legend = alt.Scale(domain=what, range=[1, 0.45]), alt.Legend(symbolFillColor="@grey")
     chart = style.bars(
-        rows, title, f"memory ({unit})", 36, _by_category(rows), order=alt.Order("order:Q"),
-        yOffset=alt.YOffset("what:N", sort=what, scale=alt.Scale(paddingInner=0.1)),
+        rows, title, "memory ({})", style.byte_unit, 36, _by_category(rows), ["what:N", "category:N"],
+        order=alt.Order("order:Q"), yOffset=alt.YOffset("what:N", sort=what, scale=alt.Scale(paddingInner=0.1)),
         opacity=alt.Opacity("what:N", title="bar", sort=what, scale=pale, legend=legend),
-        tooltip=["bar:N", "what:N", "category:N", alt.Tooltip("sum(value):Q", title=unit, format=",.3f")],
     )  # fmt: skip
     note = "The strong bar is what a rank held at its peak, the pale one below it what the formula says." + note
     if any(use.held["parameters"] < 0.99 * use.expected.get("parameters", 0.0) for _, use in bars):
@@ -146,10 +131,6 @@ def _no_memory(runs: Sequence[Named]) -> str:
     return "Ranks measured no memory." if any(named.run.ranks for named in runs) else NO_RANKS
 
 
-def _known(use: findings.MemoryUse) -> float:
-    return sum(v for v in use.expected.values() if np.isfinite(v))
-
-
 def memory_categories(runs: Sequence[Named]) -> Drawing:
     """All categories of the largest rank of each of several runs."""
     title = "Memory by category, the largest rank" + (" of each run" if len(runs) > 1 else "")
@@ -157,15 +138,13 @@ def memory_categories(runs: Sequence[Named]) -> Drawing:
     if not uses:
         return Drawing("memory", title, _no_memory(runs))
     shown, left_out = _categories([use for _, use in uses])
-    size, unit = style.byte_unit(max(sum(use.held[c] for c in shown) for _, use in uses))
     rows: list[dict[str, Any]] = [
-        {"bar": f"{name}: {use.rank.name}", "category": c, "order": i, "value": use.held[c] / size}
+        {"bar": f"{name}: {use.rank.name}", "category": c, "order": i, "value": use.held[c]}
         for name, use in uses
         for i, c in enumerate(shown)
     ]
-    tooltip = ["bar:N", "category:N", alt.Tooltip("sum(value):Q", title=unit, format=",.2f")]
-    x, order = f"memory ({unit})", alt.Order("order:Q")
-    chart = style.bars(rows, title, x, 34, _by_category(rows), order=order, tooltip=tooltip)
+    colour, told, order = _by_category(rows), ["category:N"], alt.Order("order:Q")
+    chart = style.bars(rows, title, "memory ({})", style.byte_unit, 34, colour, told, order=order)
     note = "At the moment when the sum of all categories was the largest." + left_out
     return Drawing("memory", title, note, chart)
 
@@ -176,15 +155,14 @@ def _by_category(rows: Sequence[Mapping[str, Any]]) -> alt.Color:
 
 def _categories(uses: Sequence[findings.MemoryUse]) -> tuple[tuple[str, ...], str]:
     """The categories to show. What is other is left out, and told of, where all else would be thin beside it."""
-    other = max(use.held["other"] for use in uses)
     held = tuple(category for category in CATEGORIES if any(use.held[category] for use in uses))
     if all(use.held["other"] <= 0.5 * use.total for use in uses):
         return held, ""
-    told = (
-        " Not in the picture, where it would hide all else: other memory, such as the interpreter and libraries, up to"
+    other, whole = max(use.held["other"] for use in uses), max(use.total for use in uses)
+    return held[:-1], (
+        " Not in the picture, where it would hide all else: other memory, such as the interpreter and libraries, up to "
+        f"{style.bytes_text(other)} of a rank's {style.bytes_text(whole)}."
     )
-    whole = max(use.total for use in uses)
-    return held[:-1], f"{told} {style.bytes_text(other)} of a rank's {style.bytes_text(whole)}."
 
 
 def memory_over_time(named: Named) -> Drawing:
@@ -199,7 +177,10 @@ def memory_over_time(named: Named) -> Drawing:
     size, unit = style.byte_unit(max(sum(u.held[c] for c in categories) for u in uses) if left_out else whole)
     areas: list[dict[str, Any]] = []
     # all panels have the same steps: where one lacks a step that another has, Vega-Lite would draw 0
-    steps = findings.thinned(np.unique(np.concatenate([_taken(rank) for rank in shown])), POINTS)
+    taken = [rank.step[-1:] for rank in shown]
+    for rank in shown:
+        taken.append(rank.step[np.isfinite(np.array([rank.memory[c] for c in CATEGORIES])).any(axis=0)])
+    steps = findings.thinned(np.unique(np.concatenate(taken)), POINTS)
     if len(steps) < 2:
         return memory_categories([named])  # there is no area over one step
     where = positions(run.columns, steps)
@@ -213,8 +194,7 @@ def memory_over_time(named: Named) -> Drawing:
             if np.nansum(values) > 0 and not left_out:
                 areas += records(**where, value=values, category=None, order=0, rank=panel, line=line)
     columns = {1: 1, 3: 3}.get(len(shown), 2)
-    width = (style.WIDTH - 50 * (columns - 1)) // columns
-    chart = _memory_panels(areas, unit).properties(width=width, height=130)
+    chart = _memory_panels(areas, unit).properties(width=(style.WIDTH - 50 * (columns - 1)) // columns, height=130)
     chart = chart.facet(
         facet=alt.Facet("rank:N", title=None, sort=[_panel(r) for r in shown], header=_above()),
         columns=columns, spacing=14,
@@ -225,12 +205,6 @@ def memory_over_time(named: Named) -> Drawing:
     if len(shown) < len(uses):
         note += f" Of {len(uses):,} ranks: those that hold least, the median and most."
     return Drawing("memory", title, note, chart.properties(title=title, usermeta={"axes": True, "columns": columns}))
-
-
-def _taken(rank: MeasuredRank) -> Column:
-    """The steps with which a rank told of its memory, and its last one."""
-    (at,) = np.nonzero(np.isfinite(np.array([rank.memory[c] for c in CATEGORIES])).any(axis=0))
-    return rank.step[np.append(at, len(rank.step) - 1)]
 
 
 def _panel(rank: MeasuredRank) -> str:
@@ -287,8 +261,11 @@ def course(runs: Sequence[Named]) -> Drawing:
                 "ranks": start.ranks, "outcome": start.outcome, "steps": f"{start.first_step:,} to {start.last_step:,}",
                 "message": start.message or start.outcome, "took": f"{start.end - start.begin:,.1f} s",
             })  # fmt: skip
-            for mark in _marks(named.run, start.begin, start.end):
-                marks.append(mark | {"row": row, "begin": _at(mark["begin"] - since, size)})
+            for kind, event in _KINDS.items():
+                of = [m for m in named.run.moments if m.kind == kind and start.begin <= m.time <= start.end]
+                for i in findings.kept(np.arange(len(of), dtype=np.float64), MOST_MARKS):
+                    told = {"event": event, "step": of[i].step, "told": _told(of[i])}
+                    marks.append(told | {"row": row, "begin": _at(of[i].time - since, size)})
     x = alt.X("begin:Q", title=f"time since the first start ({unit})")
     if len(runs) == 1:
         day = datetime.fromtimestamp(runs[0].run.starts[0].begin, timezone.utc).strftime("%Y-%m-%d")
@@ -328,16 +305,6 @@ def _at(seconds: float, size: float) -> float:
     return round(seconds / size) if size < 1 else seconds / size
 
 
-def _marks(run: RunRecord, begin: float, end: float) -> list[dict[str, Any]]:
-    """What happened in a start, with its time in unix seconds."""
-    found: list[dict[str, Any]] = []
-    for kind, event in _KINDS.items():
-        of = [m for m in run.moments if m.kind == kind and begin <= m.time <= end]
-        at = findings.kept(np.arange(len(of), dtype=np.float64), MOST_MARKS)
-        found += [{"begin": of[i].time, "event": event, "step": of[i].step, "told": _told(of[i])} for i in at]
-    return found
-
-
 def _told(moment: Moment) -> str:
     """What an event says, in a few words."""
     told = moment.told
@@ -371,15 +338,10 @@ def bytes_by_operation(runs: Sequence[Named]) -> Drawing:
     if not rows:
         return Drawing("bytes", title, NOTHING if any(findings.traffic(n.run) for n in runs) else NO_ACCOUNT)
     most = max(row["value"] for row in rows)
-    size, unit = style.byte_unit(most)
     rows = [row for row in rows if row["value"] > LITTLE * most]
-    for row in rows:
-        row["value"] = round(row["value"] / size, 6)
-    tooltip = ["bar:N", "tier:N", "algorithm:N", alt.Tooltip("value:Q", title=unit, format=",.4f"), "calls:Q"]
-    chart = _sent_bars(rows, title, unit, 26, tooltip=tooltip)
     note = "Means over the ranks of the last start. What a rank reads in its neighbours' memory counts as sent, too. "
     note += "What is less than a hundredth of the largest is in the table alone."
-    return Drawing("bytes", title, note, chart)
+    return Drawing("bytes", title, note, _sent_bars(rows, title, 26, ["tier:N", "algorithm:N", "calls:Q"]))
 
 
 def bytes_beside_formula(runs: Sequence[Named]) -> Drawing:
@@ -394,16 +356,11 @@ def bytes_beside_formula(runs: Sequence[Named]) -> Drawing:
             rows.append({"bar": f"{before}{axis}", "what": "formula", "tier": "by formula", "value": formula})
     if not rows:
         return Drawing("bytes_formula", title, NO_FORMULA if any(n.run.ranks for n in runs) else NO_ACCOUNT)
-    size, unit = style.byte_unit(max(float(row["value"]) for row in rows))
-    for row in rows:
-        row["value"] = round(float(row["value"]) / size, 6)
-    tooltip = ["bar:N", "what:N", "tier:N", alt.Tooltip("value:Q", title=unit, format=",.4f")]
-    offset = alt.YOffset("what:N", sort=["sent", "formula"])
-    chart = _sent_bars(rows, title, unit, 36, yOffset=offset, tooltip=tooltip)
+    chart = _sent_bars(rows, title, 36, ["what:N", "tier:N"], yOffset=alt.YOffset("what:N", sort=["sent", "formula"]))
     note = "What the textbook formula says that a rank must send, beside what it sent, by axis of the mesh."
     return Drawing("bytes_formula", title, note, chart)
 
 
-def _sent_bars(rows: list[dict[str, Any]], title: str, unit: str, each: int, **channels: Any) -> Any:
+def _sent_bars(rows: list[dict[str, Any]], title: str, each: int, tooltip: Sequence[str], **channels: Any) -> Any:
     colour = style.palette("tier", "to ranks", TIER_COLOURS, rows)
-    return style.bars(rows, title, f"sent ({unit} a step)", each, colour, **channels)
+    return style.bars(rows, title, "sent ({} a step)", style.byte_unit, each, colour, tooltip, **channels)

@@ -56,16 +56,27 @@ def positions(columns: StepColumns, steps: Column) -> dict[str, Column]:
 
 def _lines(
     name: str, title: str, note: str, curves: Sequence[_Curve], y: alt.Y, number: str, unit: str,
-    *, extra: Sequence[alt.Chart] = (), wide: bool = False,
+    *, extra: Sequence[alt.Chart] = (), wide: bool = False, missing: str = "",
 ) -> Drawing:  # fmt: skip
-    """Draw curves over each other. number: how d3 writes a value. unit: what follows it where the pointer is."""
+    """Draw curves over each other.
+
+    Args:
+        name, title, note, wide: As of `Drawing`.
+        curves: They.
+        y: The axis.
+        number: How d3 writes a value.
+        unit: What follows it where the pointer is.
+        extra: Charts under the curves.
+        missing: Why there are no curves, where that can be.
+    """
+    if not curves:
+        return Drawing(name, title, missing)
     names = [curve.name for curve in curves]
     several = len({id(curve.columns) for curve in curves}) > 1  # of one run, dashes are for events
     colour, dash = style.run_colour(names, "run" if several else "series"), style.run_dash(names)
     x = style.steps_axis()
     tooltip = [alt.Tooltip("run:N", title="series"), style.STEP, alt.Tooltip("value:Q", title=unit, format=number)]
-    whole: list[dict[str, Any]] = []
-    points, marks = list(whole), list(whole)
+    whole, points, marks = (list[dict[str, Any]]() for _ in range(3))
     layers: list[alt.Chart] = list(extra)
     for place, curve in enumerate(curves):
         at = kept(curve.values)
@@ -89,7 +100,7 @@ def _lines(
 
 def _y(title: str, values: Sequence[Column], *, zero: bool = False, log_from: float = np.inf) -> alt.Y:
     """The y axis of some series. log_from: the ratio of the largest to the median from which it is logarithmic."""
-    everything = np.concatenate([v[np.isfinite(v)] for v in values])
+    everything = np.concatenate([np.empty(0), *(v[np.isfinite(v)] for v in values)])
     if len(everything) and float(np.ptp(everything)) == 0.0 and not zero:  # an axis without extent has no numbers
         middle = float(everything[0])
         around = [middle - 0.1 * abs(middle), middle + 0.1 * abs(middle)] if middle else [-1.0, 1.0]
@@ -121,9 +132,6 @@ def losses(runs: Sequence[Named]) -> list[Drawing]:
     marks = event_rules(runs[0].run) if single else []
     drawings = []
     for name, title, curves in charts:
-        if not curves:
-            drawings.append(Drawing(name, title, why))
-            continue
         note = f"The {title.lower()} of each run."
         if single:
             note = "The training loss of each step; where it is noisy, the strong line is the median of a stretch of "
@@ -131,7 +139,7 @@ def losses(runs: Sequence[Named]) -> list[Drawing]:
             note += " Thin upright lines are events of the run." if marks else ""
             note += "" if held_out else " " + why
         y = _y(label, [curve.values for curve in curves])
-        drawings.append(_lines(name, title, note, curves, y, ".4f", label, extra=marks, wide=True))
+        drawings.append(_lines(name, title, note, curves, y, ".4f", label, extra=marks, wide=True, missing=why))
     return drawings
 
 
@@ -171,9 +179,7 @@ def event_rules(run: RunRecord) -> list[alt.Chart]:
     steps = np.clip(np.array([step for _, step in found]), run.columns.step[0], run.columns.step[-1])
     rows = records(**positions(run.columns, steps), event=[kind for kind, _ in found])
     kinds = {kind for kind, _ in found}
-    dashes = style.dashes(
-        "event", "event", {name: MARK_DASHES[name] for name in MARK_DASHES if name in kinds}, "@muted"
-    )
+    dashes = style.dashes("event", "event", {k: dash for k, dash in MARK_DASHES.items() if k in kinds}, "@muted")
     chart = alt.Chart(data(rows)).mark_rule(color="@muted", clip=True)
     return [chart.encode(style.steps_axis(), dashes, tooltip=["event:N", style.STEP])]
 
@@ -181,21 +187,18 @@ def event_rules(run: RunRecord) -> list[alt.Chart]:
 def learning_rate(runs: Sequence[Named]) -> Drawing:
     """The learning rate."""
     curves = _of(runs, lambda columns: columns.lr, "learning rate", exact=True)
-    if not curves:
-        return Drawing("learning_rate", "Learning rate", "The metrics say no learning rate.")
     y = alt.Y("value:Q", title="learning rate (per step)", scale=alt.Scale(zero=True), axis=alt.Axis(format="~g"))
-    note = "What the optimizer multiplied its steps with."
-    return _lines("learning_rate", "Learning rate", note, curves, y, ".3e", "learning rate")
+    note, missing = "What the optimizer multiplied its steps with.", "The metrics say no learning rate."
+    return _lines("learning_rate", "Learning rate", note, curves, y, ".3e", "learning rate", missing=missing)
 
 
 def gradient_norm(runs: Sequence[Named]) -> Drawing:
     """The norm of the gradients."""
     curves = _of(runs, lambda columns: columns.grad_norm, "gradient norm")
-    if not curves:
-        return Drawing("gradient_norm", "Gradient norm", "No norm was taken: train.clip was 0.")
     y = _y("L2 norm before clipping (no unit)", [c.values for c in curves], log_from=20)
     note = "The L2 norm of all gradients, before they were clipped."
-    return _lines("gradient_norm", "Gradient norm", note, curves, y, ".3f", "L2 norm")
+    why = "No norm was taken: train.clip was 0."
+    return _lines("gradient_norm", "Gradient norm", note, curves, y, ".3f", "L2 norm", missing=why)
 
 
 def throughput(runs: Sequence[Named]) -> Drawing:
@@ -227,13 +230,13 @@ def _unit(runs: Sequence[Named]) -> tuple[float, str]:
 def step_histogram(runs: Sequence[Named]) -> Drawing:
     """How often steps took how long."""
     size, unit = _unit(runs)
-    title, rows, above, names = "Distribution of step times", [], 0, [named.name for named in runs]
+    title, above, names = "Distribution of step times", 0, [named.name for named in runs]
+    rows: list[dict[str, Any]] = []
     everything = [named.run.columns.seconds / size for named in runs]
     for named, seconds in zip(runs, everything, strict=True):
         shares, edges, more = histogram(seconds, among=everything)
         above += more
-        row = records(low=edges[:-1], high=edges[1:], share=shares, run=named.name)
-        rows += row
+        rows += records(low=edges[:-1], high=edges[1:], share=shares, run=named.name)
     tooltip = [
         alt.Tooltip("low:Q", title=f"from ({unit})", format=",.2f"),
         alt.Tooltip("high:Q", title=f"to ({unit})", format=",.2f"),
@@ -248,16 +251,13 @@ def step_histogram(runs: Sequence[Named]) -> Drawing:
         outline = alt.Chart(data(rows)).mark_line(interpolate="step-after")
         layers.append(outline.encode(alt.X("low:Q"), y, colour, style.run_dash(names)))
     else:
-        layers.append(_percentile_rules(runs[0].run.columns.seconds / size, unit))
+        # the median, and what one step of ten and one of a hundred exceed, as upright lines
+        found = percentiles(everything[0])
+        rules = [{"low": found[p], "percentile": f"p{p}"} for p in (50, 90, 99)]
+        dashes = style.dashes("percentile", "percentile", {"p50": [1, 0], "p90": [6, 3], "p99": [2, 3]}, "@muted")
+        rule = alt.Chart(data(rules)).mark_rule(color="@ink", strokeWidth=1.4)
+        told = ["percentile:N", alt.Tooltip("low:Q", title=unit)]
+        layers.append(rule.encode(x="low:Q", strokeDash=dashes, tooltip=told))
     note = "Where most steps lie. A second hill is a second kind of step, such as those after a save."
     note += f" Further to the right: {counted(above, 'step')}, the slowest." if above else ""
     return Drawing("step_histogram", title, note, style.framed(alt.layer(*layers), title), wide=False)
-
-
-def _percentile_rules(seconds: Column, unit: str) -> alt.Chart:
-    """The median, and what one step of ten and one of a hundred exceed, as upright lines."""
-    found = percentiles(seconds)
-    rows = [{"low": found[p], "percentile": f"p{p}"} for p in (50, 90, 99)]
-    dashes = style.dashes("percentile", "percentile", {"p50": [1, 0], "p90": [6, 3], "p99": [2, 3]}, "@muted")
-    rule = alt.Chart(data(rows)).mark_rule(color="@ink", strokeWidth=1.4)
-    return rule.encode(x="low:Q", strokeDash=dashes, tooltip=["percentile:N", alt.Tooltip("low:Q", title=unit)])

@@ -47,9 +47,7 @@ def short_names(folders: Sequence[Path]) -> list[str]:
                 break
         name = "/".join(mine[-length:]) if len(set(paths)) == len(paths) else mine[-1]
         names.append(name if len(name) <= LONGEST_NAME else "…" + name[1 - LONGEST_NAME :])
-    return [
-        name if names.count(name) == 1 else f"{name} ({number})" for number, name in enumerate(names, 1)
-    ]  # fmt: skip
+    return [name if names.count(name) == 1 else f"{name} ({number})" for number, name in enumerate(names, 1)]
 
 
 def loss_label(runs: Sequence[Named]) -> str:
@@ -146,9 +144,8 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Columns of text, one under the other."""
     header, *rows = [[printable(cell) for cell in row] for row in (header, *rows)]
     widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
-    lines = ["  " + "   ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
-             for row in (header, *rows)]  # fmt: skip
-    return "\n".join(lines)
+    padded = ([f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)] for row in (header, *rows))
+    return "\n".join("  " + "   ".join(row).rstrip() for row in padded)
 
 
 def comparison(runs: Sequence[Named]) -> str:

@@ -11,7 +11,7 @@ from statistics import median, median_low
 import numpy as np
 from numpy.typing import NDArray
 
-from mpitrain.monitor.report.reading import CATEGORIES, OWN, PARTS, Column, MeasuredRank, RunRecord, StartRecord
+from mpitrain.monitor.report.reading import CATEGORIES, OWN, PARTS, Column, MeasuredRank, RunRecord
 from mpitrain.monitor.run_files import axis_of
 
 MOST_POINTS = 1500  # of a line
@@ -70,10 +70,8 @@ def trend(x: Column, values: Column, points: int = TREND) -> tuple[Column, Colum
     """
     (finite,) = np.nonzero(np.isfinite(values))
     stretches = [s for s in np.array_split(finite, points) if len(s)]
-    return (
-        np.array([float(np.median(x[s])) for s in stretches]),
-        np.array([float(np.median(values[s])) for s in stretches]),
-    )
+    middles, medians = (np.array([float(np.median(of[s])) for s in stretches]) for of in (x, values))
+    return middles, medians
 
 
 def histogram(values: Column, bins: int = 40, among: Sequence[Column] = ()) -> tuple[Column, Column, int]:
@@ -92,8 +90,7 @@ def histogram(values: Column, bins: int = 40, among: Sequence[Column] = ()) -> t
     high = max(min(float(np.percentile(c, 99.5)), 5 * float(np.median(c))) for c in columns)
     if high <= low:
         low, high = low * 0.95, low * 1.05 or 1.0
-    number = max(5, min(bins, max(map(len, columns)) // 3))
-    counts, edges = np.histogram(values, bins=number, range=(low, high))
+    counts, edges = np.histogram(values, bins=max(5, min(bins, max(map(len, columns)) // 3)), range=(low, high))
     return counts / len(values), edges, int(np.sum(values > high))
 
 
@@ -141,10 +138,9 @@ def means_between(rank: MeasuredRank, part: str, steps: Column) -> Column:
         Shape (n,): the mean over the steps up to each.
     """
     begin = rank.step[0] - rank.steps[0]
-    ends = np.append(begin, rank.step)
     sums = np.append(0.0, np.cumsum(np.nan_to_num(rank.seconds[part])))
     edges = np.append(min(begin, steps[0] - 1), steps)
-    return np.diff(np.interp(edges, ends, sums)) / np.diff(edges)
+    return np.diff(np.interp(edges, np.append(begin, rank.step), sums)) / np.diff(edges)
 
 
 def held_at(rank: MeasuredRank, category: str, steps: Column) -> Column:
@@ -161,8 +157,7 @@ def held_at(rank: MeasuredRank, category: str, steps: Column) -> Column:
     (told,) = np.nonzero(np.isfinite(rank.memory[category]))
     if not len(told):
         return np.full(len(steps), np.nan)
-    at = np.searchsorted(rank.step[told], steps, side="right") - 1
-    return rank.memory[category][told[np.maximum(at, 0)]]
+    return rank.memory[category][told[np.maximum(np.searchsorted(rank.step[told], steps, side="right") - 1, 0)]]
 
 
 SLOWER = 1.1  # a rank that computes so many times as long as the median one is a straggler
@@ -324,7 +319,9 @@ def _course(run: RunRecord) -> list[str]:
         if start.outcome in ("killed", "failed"):
             redone = f"; the next start went on from step {after.first_step:,}" if after is not None else ""
             message = f" ({start.message})" if start.outcome == "failed" and start.message else ""
-            told.append(f"Start {start.number} {_ended(start)}{message}{redone}.")
+            # what a killed one did last may not have reached its files
+            ended = "was killed, at step {} or later" if start.outcome == "killed" else "failed after step {}"
+            told.append(f"Start {start.number} {ended.format(f'{start.last_step:,}')}{message}{redone}.")
     for moment in run.moments:
         if moment.kind == "lost":
             ranks = moment.told.get("ranks")
@@ -336,12 +333,6 @@ def _course(run: RunRecord) -> list[str]:
     if skipped:
         told.append(f"{skipped:,} of {len(run.columns.step):,} steps made no update.")
     return told
-
-
-def _ended(start: StartRecord) -> str:
-    """How a start ended. What a killed one did last may not have reached its files."""
-    step = f"{start.last_step:,}"
-    return f"was killed, at step {step} or later" if start.outcome == "killed" else f"failed after step {step}"
 
 
 def _times(run: RunRecord) -> list[str]:

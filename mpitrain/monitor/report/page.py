@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import html
 import json
 import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from html import escape
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -17,17 +17,8 @@ import numpy as np
 import vl_convert
 
 from mpitrain.errors import InputError
-from mpitrain.monitor.report import charts_ranks, charts_training, style
+from mpitrain.monitor.report import charts_ranks, charts_training, findings, style
 from mpitrain.monitor.report.compare import Named, changed_settings, differing_settings, flat, key_figures, spelled
-from mpitrain.monitor.report.findings import (
-    PERCENTILES,
-    expected_traffic,
-    findings,
-    last_finite,
-    percentiles,
-    sent_along,
-    traffic,
-)
 from mpitrain.monitor.report.reading import RunRecord
 from mpitrain.monitor.report.style import Drawing
 from mpitrain.monitor.run_files import axis_of
@@ -56,6 +47,11 @@ def sections(runs: Sequence[Named]) -> list[PageSection]:
     training, ranks = charts_training, charts_ranks
     single = len(runs) == 1
     memory = ranks.memory_over_time(runs[0]) if single else ranks.memory_categories(runs)
+    header = ["step time", *(f"p{p}" if p < 100 else "largest" for p in findings.PERCENTILES), "mean"]
+    spent = []
+    for named in runs:
+        seconds = named.run.columns.seconds
+        spent.append([named.name, *map(seconds_text, [*findings.percentiles(seconds).values(), float(seconds.mean())])])
     times = [ranks.part_bars(runs)] + ([ranks.parts_over_time(runs[0])] if single else [])
     return [
         PageSection("Course", (ranks.course(runs),)),
@@ -67,7 +63,7 @@ def sections(runs: Sequence[Named]) -> list[PageSection]:
         PageSection(
             "Speed",
             (training.throughput(runs), training.step_time(runs), training.step_histogram(runs)),
-            after=_percentile_table(runs),
+            after=_table(header, spent),
         ),
         PageSection("Where the time goes", tuple(times)),
         PageSection("Memory", (memory, ranks.memory_bars(runs))),
@@ -91,9 +87,12 @@ def page(runs: Sequence[Named]) -> str:
     parts = sections(runs)
     specs = {d.name: style.spec_of(d.chart) for part in parts for d in part.drawings if d.chart is not None}
     title = f"Run {runs[0].name}" if len(runs) == 1 else f"{len(runs)} runs compared"
-    whole = "\n".join([_top(runs), *map(_section, parts), _facts(runs)])
-    totals = [float(named.run.columns.seconds.sum()) for named in runs]
-    size, unit = style.time_unit(max(totals))
+    body = [_top(runs)]
+    for part in parts:
+        figures = "".join(map(_figure, part.drawings))
+        body.append(f'<section><h2>{escape(part.title)}</h2><div class="charts">{figures}</div>{part.after}</section>')
+    body.append(_facts(runs))
+    size, unit = style.time_unit(max([float(named.run.columns.seconds.sum()) for named in runs]))
     settings = {
         "themes": {"light": style.theme(style.LIGHT), "dark": style.theme(style.DARK)},
         "colours": {"light": style.LIGHT, "dark": style.DARK},
@@ -103,9 +102,9 @@ def page(runs: Sequence[Named]) -> str:
     here = files("mpitrain.monitor.report")
     template = (here / "page.html").read_text(encoding="utf-8")
     filled = {
-        "TITLE": html.escape(title),
+        "TITLE": escape(title),
         "STYLE": (here / "page.css").read_text(encoding="utf-8"),
-        "BODY": whole,
+        "BODY": "\n".join(body),
         "MADE": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "SPECS": _script_text(specs),
         "SETTINGS": _script_text(settings),
@@ -177,20 +176,14 @@ def _script_text(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
-def _section(section: PageSection) -> str:
-    figures = "".join(_figure(drawing) for drawing in section.drawings)
-    return f'<section><h2>{html.escape(section.title)}</h2><div class="charts">{figures}</div>{section.after}</section>'
-
-
 def _figure(drawing: Drawing) -> str:
-    note = html.escape(drawing.note)
+    note = escape(drawing.note)
     wide = " wide" if drawing.wide else ""
     if drawing.chart is None:
-        return f'<p class="missing{wide}"><b>{html.escape(drawing.title)}:</b> {note}</p>'
-    name = html.escape(drawing.name)
+        return f'<p class="missing{wide}"><b>{escape(drawing.title)}:</b> {note}</p>'
     return (
-        f'<figure class="card{wide}"><div class="chart" id="{name}" role="img" '
-        f'aria-label="{html.escape(drawing.title)}"></div><figcaption>{note}</figcaption></figure>'
+        f'<figure class="card{wide}"><div class="chart" id="{escape(drawing.name)}" role="img" '
+        f'aria-label="{escape(drawing.title)}"></div><figcaption>{note}</figcaption></figure>'
     )
 
 
@@ -198,14 +191,14 @@ def _top(runs: Sequence[Named]) -> str:
     """What stands above the charts: key figures and findings; of several runs their differences first."""
     if len(runs) == 1:
         run = runs[0].run
-        tiles = "".join(f"<div><dt>{html.escape(k)}</dt><dd>{html.escape(v)}</dd></div>" for k, v in _tiles(run))
-        return f'<p class="sub">{html.escape(str(run.folder))}</p><dl class="tiles">{tiles}</dl>' + _found(run)
+        tiles = "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in _tiles(run))
+        return f'<p class="sub">{escape(str(run.folder))}</p><dl class="tiles">{tiles}</dl>' + _found(run)
     names = [named.name for named in runs]
     different = differing_settings(runs)
     text = _table(["setting", *names], different) if different else "<p>Their configurations are the same.</p>"
     keys = _table(["", *names], key_figures(runs))
-    folders = "".join(f"<li><b>{html.escape(n.name)}</b> {html.escape(str(n.run.folder))}</li>" for n in runs)
-    found = "".join(f"<h3>{html.escape(n.name)}</h3>{_found(n.run)}" for n in runs)
+    folders = "".join(f"<li><b>{escape(n.name)}</b> {escape(str(n.run.folder))}</li>" for n in runs)
+    found = "".join(f"<h3>{escape(n.name)}</h3>{_found(n.run)}" for n in runs)
     return (
         f'<ul class="folders">{folders}</ul><section><h2>What their configurations differ in</h2>{text}</section>'
         f"<section><h2>Key figures</h2><p>In brackets: the ratio to the first run. Memory is that of the rank which "
@@ -214,13 +207,14 @@ def _top(runs: Sequence[Named]) -> str:
 
 
 def _found(run: RunRecord) -> str:
-    told = findings(run)
-    return "<ul class=findings>" + "".join(f"<li>{html.escape(t)}</li>" for t in told) + "</ul>" if told else ""
+    told = findings.findings(run)
+    return "<ul class=findings>" + "".join(f"<li>{escape(t)}</li>" for t in told) + "</ul>" if told else ""
 
 
 def _tiles(run: RunRecord) -> list[tuple[str, str]]:
     columns = run.columns
-    loss, held, tokens = last_finite(columns.loss), last_finite(columns.held_out_loss), columns.rate(columns.tokens)
+    loss, held = (findings.last_finite(each) for each in (columns.loss, columns.held_out_loss))
+    tokens = columns.rate(columns.tokens)
     tiles = [
         ("steps", f"{int(columns.step[-1]):,}"),
         ("loss", f"{loss:.4f}" if math.isfinite(loss) else "not finite"),
@@ -234,15 +228,8 @@ def _tiles(run: RunRecord) -> list[tuple[str, str]]:
     return [(name, value) for name, value in tiles if value]
 
 
-def _percentile_table(runs: Sequence[Named]) -> str:
-    header = ["step time", *(f"p{p}" if p < 100 else "largest" for p in PERCENTILES), "mean"]
-    steps = [(named.name, named.run.columns.seconds) for named in runs]
-    rows = [[name, *map(seconds_text, [*percentiles(each).values(), float(each.mean())])] for name, each in steps]
-    return _table(header, rows)
-
-
 def _traffic_table(named: Named, single: bool) -> str:
-    rows, expected = traffic(named.run), expected_traffic(named.run)
+    rows, expected = findings.traffic(named.run), findings.expected_traffic(named.run)
     if not rows:
         return ""
     header = ["operation", "axis", "algorithm", "calls", "inside a node", "between nodes", "most of a rank"]
@@ -254,9 +241,9 @@ def _traffic_table(named: Named, single: bool) -> str:
     for axis in sorted({axis_of(row.axis) for row in rows} | set(expected)):
         of = [row for row in rows if axis_of(row.axis) == axis]
         formula = f"{style.bytes_text(expected[axis])} by formula" if axis in expected else ""
-        sums = map(style.bytes_text, sent_along(named.run, axis))
+        sums = map(style.bytes_text, findings.sent_along(named.run, axis))
         cells.append([f"all along {axis}", axis, "", f"{sum(row.calls for row in of):,.3g}", *sums, formula])
-    title = "" if single else f"<h3>{html.escape(named.name)}</h3>"
+    title = "" if single else f"<h3>{escape(named.name)}</h3>"
     return f"{title}<p>Calls and bytes sent, a step and rank, as means over the ranks:</p>" + _table(header, cells)
 
 
@@ -265,7 +252,7 @@ def _facts(runs: Sequence[Named]) -> str:
     parts = []
     for named in runs:
         if len(runs) > 1:
-            parts.append(f"<h3>{html.escape(named.name)}</h3>")
+            parts.append(f"<h3>{escape(named.name)}</h3>")
         parts.append(_machine(named.run.facts) + _configuration(named.run.config))
     return "<section><h2>Machine, versions, configuration</h2>" + "".join(parts) + "</section>"
 
@@ -293,8 +280,7 @@ def _machine(facts: Mapping[str, Any]) -> str:
 def _configuration(config: Mapping[str, Any]) -> str:
     if not config:
         return '<p class="missing">The run folder has no configuration (config.toml) that can be read.</p>'
-    changed = changed_settings(config)
-    rows = [[name, spelled(value), spelled(default)] for name, (value, default) in changed.items()]
+    rows = [[name, spelled(value), spelled(default)] for name, (value, default) in changed_settings(config).items()]
     everything = [[name, spelled(value)] for name, value in flat(config).items()]
     return (
         f"<details><summary>Configuration: {len(rows)} settings that are not at their defaults</summary>"
@@ -305,19 +291,17 @@ def _configuration(config: Mapping[str, Any]) -> str:
     )
 
 
+_BEGINS_NUMBERS = {"", *"+-0123456789"}
+
+
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table; columns of numbers stand to the right."""
-    right = [any(column) and all(map(_is_number, column)) for column in zip(*rows, strict=True)] or [False] * len(
-        header
-    )
-    kinds = [' class="number"' if numbers else "" for numbers in right]
-    head = "".join(f"<th{kind}>{html.escape(cell)}</th>" for kind, cell in zip(kinds, header, strict=True))
+    columns = list(zip(*rows, strict=True)) or [()] * len(header)
+    numbers = [any(column) and all(text[:1] in _BEGINS_NUMBERS for text in column) for column in columns]
+    kinds = [' class="number"' if each else "" for each in numbers]
+    head = "".join(f"<th{kind}>{escape(cell)}</th>" for kind, cell in zip(kinds, header, strict=True))
     body = "".join(
-        "<tr>" + "".join(f"<td{kind}>{html.escape(cell)}</td>" for kind, cell in zip(kinds, row, strict=True)) + "</tr>"
+        "<tr>" + "".join(f"<td{kind}>{escape(cell)}</td>" for kind, cell in zip(kinds, row, strict=True)) + "</tr>"
         for row in rows
     )
     return f'<div class="table"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
-
-
-def _is_number(text: str) -> bool:
-    return not text or text[0].isdigit() or text[0] in "+-"

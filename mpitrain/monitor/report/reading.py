@@ -185,11 +185,16 @@ def read_run(folder: Path) -> RunRecord:
         InputError: No step of it is finished, or a file of it is damaged.
     """
     columns = _read_columns(folder)
-    moments = _read_moments(folder)
+    events = (line for line in read_events(folder) if line["event"] in EVENTS)
+    moments = tuple(Moment(line.pop("time"), line.pop("event"), line.pop("step"), line) for line in events)
     ranks = _read_ranks(folder / RANKS)
     starts = _starts(moments, columns, ranks, time.time())
     facts = starts[-1].facts if starts else {}
-    return RunRecord(folder, columns, moments, starts, ranks, _read_config(folder, facts), facts)
+    try:
+        config = read_toml(str(folder / CONFIG))
+    except InputError:
+        config = facts.get("config") or {}
+    return RunRecord(folder, columns, moments, starts, ranks, config, facts)
 
 
 def _read_columns(folder: Path) -> StepColumns:
@@ -199,16 +204,7 @@ def _read_columns(folder: Path) -> StepColumns:
         found = [getattr(line, name) for name in names]
         values.extend(math.nan if value is None else float(value) for value in found)
     table = np.frombuffer(values, dtype=np.float64).reshape(-1, len(names))
-    rising = np.argsort(table[:, 0], kind="stable")
-    return StepColumns(*table[rising].T)
-
-
-def _read_moments(folder: Path) -> tuple[Moment, ...]:
-    return tuple(
-        Moment(line.pop("time"), line.pop("event"), line.pop("step"), line)
-        for line in read_events(folder)
-        if line["event"] in EVENTS
-    )
+    return StepColumns(*table[np.argsort(table[:, 0], kind="stable")].T)
 
 
 def _read_ranks(folder: Path) -> tuple[MeasuredRank, ...]:
@@ -259,14 +255,6 @@ def _reduced(header: RankStart, rows: list[RankLine], signs: tuple[tuple[float, 
     return MeasuredRank(header.rank, header, last, steps, seconds, memory, dict(sorted(sent.items())), signs)
 
 
-def _read_config(folder: Path, facts: Any) -> dict[str, Any]:
-    try:
-        return read_toml(str(folder / CONFIG))
-    except InputError:
-        config = facts.get("config")
-        return config if isinstance(config, dict) else {}
-
-
 def _starts(
     moments: tuple[Moment, ...], columns: StepColumns, ranks: tuple[MeasuredRank, ...], now: float
 ) -> tuple[StartRecord, ...]:
@@ -291,8 +279,6 @@ def _starts(
         elif limit == math.inf and now - max(signs) < _RUNNING:
             outcome, message = "running", "still at work as this was read"
         end = ends[-1].time if ends else max(signs)
-        ranks_then = begin.told.get("ranks") or 0
-        starts.append(
-            StartRecord(number, begin.time, end, ranks_then, begin.step, max(done), outcome, message, begin.told)
-        )
+        size = begin.told.get("ranks") or 0
+        starts.append(StartRecord(number, begin.time, end, size, begin.step, max(done), outcome, message, begin.told))
     return tuple(starts)

@@ -9,7 +9,8 @@ Reference:
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,9 +84,7 @@ def theme(colours: Mapping[str, str]) -> dict[str, Any]:
         "header": {"labelColor": ink, "titleColor": muted, "labelFontSize": 11, "labelFontWeight": 600},
         "line": {"strokeWidth": 1.8, "strokeJoin": "round"},
         "area": {"line": False},
-        "style": {
-            "faint": {"opacity": 0.3, "strokeWidth": 1},
-        },
+        "style": {"faint": {"opacity": 0.3, "strokeWidth": 1}},
     }  # fmt: skip
 
 
@@ -156,23 +155,32 @@ def framed(chart: alt.Chart | alt.LayerChart, title: str, height: int = HEIGHT) 
 
 
 def bars(
-    rows: Sequence[Mapping[str, Any]], title: str, x: str, each: int, colour: alt.Color, **channels: Any
-) -> alt.Chart:
-    """Return stacked bars: the sum of the rows' `value` by `bar`, in the order of the rows.
+    rows: Sequence[Mapping[str, Any]], title: str, what: str, unit: Callable[[float], tuple[float, str]], each: int,
+    colour: alt.Color, tooltip: Sequence[Any], **channels: Any,
+) -> alt.Chart:  # fmt: skip
+    """Return stacked bars: the sum of the rows' `value` by `bar` (and `what`), in the order of the rows.
 
     Args:
         rows: Of the chart.
         title: Headline of the chart.
-        x: Title of the axis along the bars.
+        what: Title of the axis along the bars, with {} for the unit.
+        unit: Gives size and name of a unit that suits the longest bar.
         each: Height of a bar with the space around it, in pixels.
         colour: Of the parts of a bar.
+        tooltip: What the pointer shows of a part beside its value.
         channels: Further ones.
     """
+    sums = Counter[Any]()
+    for row in rows:
+        sums[row["bar"], row.get("what")] += row["value"]
+    size, name = unit(max(sums.values(), default=0.0))
+    rows = [{**row, "value": round(row["value"] / size, 6)} for row in rows]
     names = list(dict.fromkeys(row["bar"] for row in rows))
     y = alt.Y("bar:N", title=None, sort=names, axis=alt.Axis(labelLimit=280))
+    tooltip = ["bar:N", *tooltip, alt.Tooltip("sum(value):Q", title=name, format=",.3f")]
     chart = alt.Chart(data(rows)).mark_bar(stroke="@paper", strokeWidth=0.5)
-    chart = chart.encode(x=alt.X("sum(value):Q", title=x), y=y, color=colour, **channels)
-    return framed(chart, title, each * len(names) + 8)
+    x = alt.X("sum(value):Q", title=what.format(name))
+    return framed(chart.encode(x=x, y=y, color=colour, tooltip=tooltip, **channels), title, each * len(names) + 8)
 
 
 def colour_of_run(number: int) -> str:
@@ -182,18 +190,16 @@ def colour_of_run(number: int) -> str:
 
 def run_colour(names: Sequence[str], title: str = "run") -> alt.Color:
     """Return a colour for each run, with a legend where there are several."""
-    return alt.Color("run:N", **_by_run(names, title, [colour_of_run(i) for i in range(len(names))]))
+    return alt.Color("run:N", **_by_run(names, title, RUN_COLOURS))
 
 
-def run_dash(names: Sequence[str], title: str = "run") -> alt.StrokeDash:
+def run_dash(names: Sequence[str]) -> alt.StrokeDash:
     """Return a dash pattern for each run, beside its colour."""
-    return alt.StrokeDash(
-        "run:N", **_by_run(names, title, [RUN_DASHES[i % len(RUN_DASHES)] for i in range(len(names))])
-    )
+    return alt.StrokeDash("run:N", **_by_run(names, "run", RUN_DASHES))
 
 
 def _by_run(names: Sequence[str], title: str, values: Sequence[Any]) -> dict[str, Any]:
-    scale = alt.Scale(domain=list(names), range=values)
+    scale = alt.Scale(domain=list(names), range=[values[i % len(values)] for i in range(len(names))])
     # long enough to show dashes, strong even where a line itself is faint
     legend = alt.Legend(symbolType="stroke", symbolStrokeWidth=2.5, symbolSize=400, symbolOpacity=1)
     return {"scale": scale, "title": title, "legend": legend if len(names) > 1 else None}
@@ -208,8 +214,7 @@ def dashes(field: str, title: str, patterns: Mapping[str, Sequence[int]], ink: s
 
 def zoom() -> alt.Parameter:
     """Drag to move along x, Ctrl and the wheel to zoom, a double click to see everything again."""
-    wheel = "wheel![event.ctrlKey || event.metaKey]"
-    return alt.selection_interval(bind="scales", encodings=["x"], zoom=wheel)
+    return alt.selection_interval(bind="scales", encodings=["x"], zoom="wheel![event.ctrlKey || event.metaKey]")
 
 
 def steps_axis(title: str = "step") -> alt.X:
@@ -233,7 +238,7 @@ def bytes_text(count: float) -> str:
 
 def time_unit(most: float) -> tuple[float, str]:
     """The seconds of a unit that suits a time, and its name."""
-    for size, name in ((7200.0, "h"), (300.0, "min")):
-        if most >= size:
-            return (3600.0 if name == "h" else 60.0), name
-    return (1.0, "s") if most >= 1.0 else (1e-3, "ms")
+    for least, size, name in ((7200.0, 3600.0, "h"), (300.0, 60.0, "min"), (1.0, 1.0, "s")):
+        if most >= least:
+            return size, name
+    return 1e-3, "ms"

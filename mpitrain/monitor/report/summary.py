@@ -28,6 +28,7 @@ def summary(folder: Path) -> str:
     lines = list(step_lines(folder))
     first, last, took = lines[0], lines[-1], sum(line.step_s for line in lines)
     held_out = [(line.step, line.held_out_loss) for line in lines if line.held_out_loss is not None]
+    lost = [line for line in lines if line.recovered_s is not None]  # the first step without ranks that were lost
     checkpoints = sorted(p.name for p in (folder / CHECKPOINTS).glob("step-*") if ".tmp-" not in p.name)
     rows = [
         ("steps", f"{first.step} to {last.step} ({len(lines)} recorded)"),
@@ -40,7 +41,7 @@ def summary(folder: Path) -> str:
         ("between groups", _between_groups(lines)),
         ("staleness", _staleness(lines)),
         ("memory", _memory(lines)),
-        ("recovered", _recovered(lines)),
+        ("recovered", ", ".join(f"{n.recovered_s:.1f} s from the loss of ranks to step {n.step}" for n in lost)),
         ("ranks", ", ".join(str(size) for size in dict.fromkeys(line.world_size for line in lines))),
         ("checkpoints", ", ".join(checkpoints) or "none"),
     ]
@@ -82,12 +83,6 @@ def _skipped(lines: Sequence[FullStepLine]) -> str:
     told = [f"{skipped} of {len(lines)} steps" if skipped else ""]
     told.append(f"nothing learned since step {useless[-1].step}" if useless else "")
     return ", ".join(filter(None, told))
-
-
-def _recovered(lines: Sequence[FullStepLine]) -> str:
-    """Return how often ranks were lost, and how long it took until the first step without them."""
-    lost = [line for line in lines if line.recovered_s is not None]
-    return ", ".join(f"{line.recovered_s:.1f} s from the loss of ranks to step {line.step}" for line in lost)
 
 
 def _memory(lines: Sequence[FullStepLine]) -> str:

@@ -62,10 +62,8 @@ def merge(folder: Path) -> Merged:
         raise InputError(f"{folder} cannot be written ({reason(error)}); make room") from None
     picture, note = folder / "timeline.png", ""
     try:
-        from mpitrain.monitor.timeline.picture import draw
-
         with replacing(picture) as aside:
-            draw(ranks, summary, aside)
+            _draw(ranks, summary, aside)
     except ImportError as error:
         note = f'no picture was drawn ({error}); pip install "mpitrain[monitor]"'
     except OSError as error:
@@ -324,24 +322,21 @@ class _RankEvents:
                 free.append(0.0)
                 name = "communication" if lane == 0 else f"communication {lane + 1}"
                 yield self._named("thread_name", _COMMUNICATION + lane, name=name)
-            free[lane] = one.end
-            yield from self._operation(one, _COMMUNICATION + lane)
-
-    def _operation(self, one: TimedOperation, thread: int) -> Iterator[Event]:
-        told = {
-            "operation": one.operation,
-            "axis": one.axis,
-            "algorithm": one.algorithm,
-            "bytes_inside_node": one.inside,
-            "bytes_between_nodes": one.between,
-            "background": one.background,
-            "wait_ms": round(one.wait * 1e3, 4),
-            "last_rank": one.last,
-        }
-        yield self._complete(f"{one.operation} ({one.axis})", "communication", thread, one.begin, one.end, told)
-        if one.wait > 0.0:
-            name = f"wait for rank {one.last}"
-            yield self._complete(name, "wait", thread, one.begin, one.begin + one.wait, {"last_rank": one.last})
+            free[lane], thread = one.end, _COMMUNICATION + lane
+            told = {
+                "operation": one.operation,
+                "axis": one.axis,
+                "algorithm": one.algorithm,
+                "bytes_inside_node": one.inside,
+                "bytes_between_nodes": one.between,
+                "background": one.background,
+                "wait_ms": round(one.wait * 1e3, 4),
+                "last_rank": one.last,
+            }
+            yield self._complete(f"{one.operation} ({one.axis})", "communication", thread, one.begin, one.end, told)
+            if one.wait > 0.0:
+                name = f"wait for rank {one.last}"
+                yield self._complete(name, "wait", thread, one.begin, one.begin + one.wait, {"last_rank": one.last})
 
     def _complete(self, name: str, kind: str, thread: int, begin: float, end: float, told: dict[str, Any]) -> Event:
         first, last = self._nanoseconds(begin), self._nanoseconds(end)  # rounded alike, what nests still does
@@ -356,3 +351,81 @@ class _RankEvents:
 
     def _nanoseconds(self, at: float) -> int:
         return round((at - self._origin) * 1e9)
+
+
+# -- the picture: a row for each rank, time from left to right, a colour of Okabe and Ito's for each part of a step
+
+
+_COLOURS = {
+    "data": "#F0E442",
+    "forward": "#56B4E9",
+    "backward": "#0072B2",
+    "optimizer": "#009E73",
+    "evaluation": "#CC79A7",
+    "checkpoint": "#999999",
+}
+_OPERATION, _WAIT = "#E69F00", "#D55E00"
+_MOST_ROWS = 32  # ranks that are drawn
+_LABEL = 0.04  # of the width, which the name of a step takes
+_MOST_BARS = 20_000  # of a kind and rank
+
+
+def _draw(ranks: Sequence[RankTimeline], summary: dict[str, Any], path: Path) -> None:
+    """Draw a timeline as a PNG file.
+
+    Args:
+        ranks: In seconds of one clock.
+        summary: Its figures.
+        path: Of the picture.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        OSError: The file cannot be written.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    shown = list(ranks[:_MOST_ROWS])
+    steps = [step for timeline in shown for step in timeline.steps]
+    origin = min((step[1] for step in steps), default=0.0)
+    longest = max((step[2] for step in steps), default=origin) - origin
+    unit, factor = ("s", 1.0) if longest > 10.0 else ("ms", 1e3)
+    figure = Figure(figsize=(13, 1.9 + 0.62 * len(shown)), layout="constrained")
+    axes = figure.add_subplot()
+
+    def bars(row: float, height: float, spans: Sequence[tuple[float, float]], colour: str) -> None:
+        pairs = [((begin - origin) * factor, (end - begin) * factor) for begin, end in spans[:_MOST_BARS]]
+        axes.broken_barh(pairs, (row, height), facecolors=colour, linewidth=0)
+
+    found: dict[str, str] = {}
+    for row, timeline in enumerate(shown):
+        for name, colour in _COLOURS.items():
+            spans = [(s.begin, s.end) for s in timeline.spans if s.kind == "part" and s.name == name]
+            if spans:
+                found[name] = colour
+                bars(row - 0.40, 0.44, spans, colour)
+        bars(row + 0.07, 0.28, [(one.begin, one.end) for one in timeline.operations], _OPERATION)
+        waits = [(one.begin, one.begin + one.wait) for one in timeline.operations if one.wait > 0.0]
+        bars(row + 0.07, 0.28, waits, _WAIT)
+    free = 0.0  # a line where each step begins, and its name where it does not stand over the one before
+    for number, begin in ((step[0], (step[1] - origin) * factor) for step in shown[0].steps):
+        axes.axvline(begin, color="black", linewidth=0.6, alpha=0.5)
+        if begin >= free:
+            free = begin + _LABEL * longest * factor
+            axes.annotate(f" step {number}", (begin, -0.52), fontsize=8, va="bottom", ha="left", annotation_clip=False)
+    axes.set_yticks(range(len(shown)), [timeline.name for timeline in shown])
+    axes.set_ylim(len(shown) - 0.5, -0.55)
+    axes.set_xlim(0.0, longest * factor or 1.0)
+    axes.set_xlabel(
+        f"time since the begin of step {shown[0].steps[0][0] if shown[0].steps else 0} on rank 0's clock [{unit}]"
+    )
+    axes.spines[["top", "right"]].set_visible(False)
+    patches = [Patch(color=colour, label=name) for name, colour in found.items()]
+    patches.append(Patch(color=_OPERATION, label="communication"))
+    patches.append(Patch(color=_WAIT, label="of it, wait for the last rank"))
+    figure.legend(handles=patches, loc="outside upper center", ncols=len(patches), frameon=False, fontsize=9)
+    share = summary["communication_under_backward_share"]
+    told = "no communication" if share is None else f"{share:.0%} of communication lay under backward"
+    more = f", the first {_MOST_ROWS} of {len(ranks)} ranks" if len(ranks) > _MOST_ROWS else ""
+    axes.set_title(f"above: the main thread; below: communication ({told}{more})", fontsize=10, loc="left", pad=16)
+    figure.savefig(path, dpi=120, format="png")

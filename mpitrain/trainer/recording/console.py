@@ -25,9 +25,9 @@ from mpitrain.data.mix import data_paths
 from mpitrain.early import __version__
 from mpitrain.errors import EXIT_REQUEUE, InputError, MpitrainError, tell
 from mpitrain.models.build import loss_unit
-from mpitrain.monitor import EventLog, Outcome, RunFacts, banner, closing, peak_memory_bytes
+from mpitrain.monitor import EventLog, peak_memory_bytes
 from mpitrain.storage import proc
-from mpitrain.storage.text import spoken
+from mpitrain.storage.text import aligned, counted, duration, rates_text, short, spoken
 from mpitrain.trainer.callback import Callback, Step
 from mpitrain.trainer.folder import AGAIN
 from mpitrain.trainer.held_out.measuring import LOSS
@@ -35,8 +35,6 @@ from mpitrain.trainer.recording.records import figure
 from mpitrain.trainer.run import Run
 from mpitrain.trainer.stopping import LearningCheck
 
-# of what the banner tells, what the event `start` has too
-_FACTS = "version", "ranks", "nodes", "threads", "device", "mpi", "model", "parameters", "precision", "steps"
 # what /proc/cpuinfo calls instructions that multiply matrices of 16-bit numbers, on x86 and on Arm
 _FAST = {"bf16": {"avx512_bf16", "amx_bf16", "bf16", "svebf16"}, "fp16": {"avx512_fp16", "amx_fp16", "asimdhp"}}
 
@@ -62,7 +60,7 @@ class Console(Callback):
             return
         self._start = trainer.step
         if trainer.world.rank == 0:
-            tell(banner(facts(trainer)))
+            tell(banner(trainer))
             trainer.folder.write_config(trainer.config)
             trainer.folder.keep_tokenizer(tokenizer_of(data_paths(trainer.config)[0]))
         for text in doubts(trainer.config, columns=trainer.mesh.data.size, on_cpu=not is_accelerator(trainer.device)):
@@ -84,28 +82,28 @@ class Console(Callback):
         stopped, early = not trainer.done, trainer.done and trainer.step < steps
         resume = trainer.folder.resume_command()
         resume += " --train.patience 0" if early else ""
-        commands = [("resume" if stopped else "go on", resume)] if stopped or not row.bad else []
+        taken = counted(trainer.step - start, "step")
+        samples = trainer.batch_sizes.before(trainer.step) - trainer.batch_sizes.before(start)
+        rate = samples / self._step_seconds if self._step_seconds > 0 else 0.0
+        rows = [("loss", "none: no step was taken" if trainer.step == start else f"{self._loss:.4f}")]
+        rows += [(f"held-out {name}", text) for name, text in self._held_out.items()]
+        if self._skipped:
+            rows.append(("skipped", f"{counted(self._skipped, 'step')}, for gradients that were not finite"))
+        rows.append(("throughput", rates_text(rate, rate * trainer.tokens) if rate else "none"))
+        took = duration(time.monotonic() - self._began)
+        rows.append(("time", f"{took}, {duration(self._step_seconds)} of it in {taken}"))
+        rows.append(("peak memory", f"{short(peak)}B per rank at most"))
+        rows.append(("run folder", str(trainer.folder.path)))
+        if stopped or not row.bad:
+            rows.append(("resume" if stopped else "go on", resume))
         # a script of jobs/ has an environment of its own, which is not active in the shell
         python = shlex.quote(sys.executable) if AGAIN in os.environ else "python"
-        commands.append(("inspect", f"{python} -m mpitrain.report {shlex.quote(str(trainer.folder.path))}"))
-        outcome = Outcome(
-            step=trainer.step,
-            steps=steps,
-            start_step=start,
-            loss=self._loss,
-            held_out=self._held_out,
-            skipped=self._skipped,
-            fruitless_since=row.since if row.bad else 0,
-            seconds=time.monotonic() - self._began,
-            step_seconds=self._step_seconds,
-            samples_done=trainer.batch_sizes.before(trainer.step) - trainer.batch_sizes.before(start),
-            tokens=trainer.tokens,
-            peak_memory_bytes=peak,
-            run_dir=str(trainer.folder.path),
-            commands=tuple(commands),
-            early=trainer.stop_reason if early else "",
-        )
-        tell(closing(outcome))
+        rows.append(("inspect", f"{python} -m mpitrain.report {shlex.quote(str(trainer.folder.path))}"))
+        done = "stopped" if stopped else "ended" if row.bad else "done"
+        told = f" ({trainer.step - start:,} since the resume)" if start else ""
+        told += f", nothing learned since step {row.since:,}" if row.bad else ""
+        told += f", {trainer.stop_reason}" if early else ""
+        tell(f"{done} at step {trainer.step:,} of {steps:,}{told}", aligned(rows))
 
 
 def peak_of_ranks(trainer: Run) -> int:
@@ -115,38 +113,49 @@ def peak_of_ranks(trainer: Run) -> int:
     return int(memory)
 
 
-def facts(trainer: Run) -> RunFacts:
-    """Return the facts of the banner."""
+def facts(trainer: Run) -> dict[str, Any]:
+    """Return what the banner and the event `start` say alike."""
     config, world = trainer.config, trainer.world
-    columns = world.size // (config.parallel.pipeline * config.parallel.tensor)  # data-parallel ranks
-    share = -(-config.train.batch // columns)
-    notes = {
-        "warm-up": trainer.batch_sizes.describe(),
-        "parallel": parallel_text(config, world.size),
-        "mode": trainer.strategy.describe(),
+    return {
+        "version": __version__,
+        "ranks": world.size,
+        "nodes": world.num_nodes,
+        "threads": torch.get_num_threads(),
+        "device": trainer.devices,
+        "mpi": world.library,
+        "model": config.model.factory or config.model.name,
+        "parameters": trainer.parameters,
+        "precision": config.train.precision,
+        "steps": config.train.steps,
     }
-    return RunFacts(
-        version=__version__,
-        ranks=world.size,
-        nodes=world.num_nodes,
-        threads=torch.get_num_threads(),
-        device=trainer.devices,
-        mpi=world.library,
-        model=config.model.factory or config.model.name,
-        parameters=trainer.parameters,
-        data=" + ".join(filter(None, data_paths(config))) or "Python's own source as bytes (data.path is not set)",
-        samples=len(trainer.data),
-        held_out_samples=len(trainer.held_out) if trainer.held_out is not None else 0,
-        tokens=trainer.tokens,
-        batch=config.train.batch,
-        microbatch=min(config.train.microbatch or share, share),
-        steps=config.train.steps,
-        samples_taken=trainer.batch_sizes.before(config.train.steps),
-        start_step=trainer.step,
-        precision=config.train.precision,
-        run_dir=str(trainer.folder.path),
-        notes=tuple((label, text) for label, text in notes.items() if text),
-    )
+
+
+def banner(trainer: Run) -> str:
+    """Return what a run says first."""
+    config, told = trainer.config, facts(trainer)
+    columns = told["ranks"] // (config.parallel.pipeline * config.parallel.tensor)  # data-parallel ranks
+    share = -(-config.train.batch // columns)
+    nodes, threads = counted(told["nodes"], "node"), counted(told["threads"], "thread")
+    samples = f"{len(trainer.data):,}" + (f" of {trainer.tokens:,} tokens" if trainer.tokens else "")
+    samples += f", {len(trainer.held_out):,} held out" if trainer.held_out is not None else ""
+    microbatch = min(config.train.microbatch or share, share)
+    steps = f"{told['steps']:,}" + (f", from step {trainer.step:,}" if trainer.step else "")
+    passes = trainer.batch_sizes.before(told["steps"]) / len(trainer.data)
+    rows = [
+        ("ranks", f"{told['ranks']:,} on {nodes}, {threads} each, {told['device']}"),
+        ("MPI", told["mpi"]),
+        ("model", f"{told['model']}, {counted(told['parameters'], 'parameter')}"),
+        ("data", " + ".join(filter(None, data_paths(config))) or "Python's own source as bytes (data.path is not set)"),
+        ("samples", samples),
+        ("batch", f"{counted(config.train.batch, 'sample')}, at most {microbatch:,} per rank and pass"),
+        ("steps", f"{steps} ({passes:.3g} passes over the data)"),
+        ("precision", told["precision"]),
+        ("run folder", str(trainer.folder.path)),
+        ("warm-up", trainer.batch_sizes.describe()),
+        ("parallel", parallel_text(config, told["ranks"])),
+        ("mode", trainer.strategy.describe()),
+    ]
+    return f"mpitrain {told['version']}\n{aligned([row for row in rows if row[1]])}"
 
 
 def parallel_text(config: Config, ranks: int) -> str:
@@ -250,9 +259,9 @@ class EventRecords(Callback):
 
 def start_fields(trainer: Run) -> dict[str, Any]:
     """Return the fields of the event `start`, about the run and the machine. Collective."""
-    config, told = trainer.config, facts(trainer)
+    config = trainer.config
     hosts = trainer.world.all_gather_object(socket.gethostname())
-    return {name: getattr(told, name) for name in _FACTS} | {
+    return facts(trainer) | {
         "hosts": list(dict.fromkeys(hosts)),
         "torch": str(torch.__version__),
         "python": platform.python_version(),
