@@ -177,14 +177,6 @@ class FlatSlice:
                 tensor.copy_(dense)
 
 
-def by_kind(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
-    """The numbers of tensors that have the same dtype and device, together."""
-    found: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    for number, tensor in enumerate(tensors):
-        found.setdefault((tensor.dtype, tensor.device), []).append(number)
-    return list(found.values())
-
-
 class OuterOptimizer:
     """Updates what all groups share. Its momentum is a flat tensor of this rank's slice, alike in all groups.
 

@@ -15,11 +15,10 @@ Distributed ML via a Stale Synchronous Parallel Parameter Server", NeurIPS 2013,
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, order=True)
-class Portion:
+class Portion(NamedTuple):
     """One part of a step's batch.
 
     Attributes:
@@ -101,29 +100,17 @@ class Clock:
 
     def claim(self, worker: int) -> Portion | None:
         """Give a worker its next part; None as long as there is none for it."""
-        while not (found := self._next(worker)):
-            if self._begun >= self.last_allowed:
+        ahead = self.limit if self.staleness is None else self.applied.completed + 1 + self.staleness
+        while True:
+            for portion in self._open:  # at staleness 0 each worker has the parts of its own number
+                if self.staleness != 0 or self._workers[portion.part % len(self._workers)] == worker:
+                    self._open.remove(portion)
+                    return portion
+            if self._begun >= min(self.limit, ahead):
                 return None
             self._begun += 1
             parts = (Portion(self._begun, part) for part in range(self.applied.parts))
             self._open += [portion for portion in parts if portion not in self.applied]
-        self._open.remove(found)
-        return found
-
-    def _next(self, worker: int) -> Portion | None:
-        allowed = (p for p in self._open if self.staleness != 0 or self._owner(p) == worker)
-        return next(allowed, None)
-
-    def _owner(self, portion: Portion) -> int:
-        """Whose part it is where each worker has its own."""
-        return self._workers[portion.part % len(self._workers)]
-
-    @property
-    def last_allowed(self) -> int:
-        """The last step whose parts may be given out by now."""
-        if self.staleness is None:
-            return self.limit
-        return min(self.limit, self.applied.completed + 1 + self.staleness)
 
     @property
     def exhausted(self) -> bool:

@@ -10,7 +10,7 @@
     HERE                     I have what I need to meet    TOGETHER                 all workers have
     END                      no more will come
 
-Gradients and parameters travel with PUSHED and BUCKET where the ranks share no memory (see `mpitrain.loose.memory`).
+Gradients and parameters travel with PUSHED and BUCKET where the ranks share no memory (see `mpitrain.loose.sharding`).
 UNUSED, which is left out where there are no such parameters, comes with a flag for each.
 
 Below them is what servers are told once, and what they keep of letters: until they can do what these ask for, and so
@@ -102,23 +102,7 @@ class StepRecord(NamedTuple):
     seconds: float
 
 
-@dataclass(frozen=True)
-class Rules:
-    """What servers are told once.
-
-    Attributes:
-        staleness: How many steps a worker may be ahead of the slowest; None: there is no bound.
-        corrected: Divide the learning rate of an update by its staleness (Zhang et al. 2016).
-        clip: The largest norm of gradients; 0: as they are.
-    """
-
-    staleness: int | None
-    corrected: bool
-    clip: float
-
-
-@dataclass
-class Pull:
+class Pull(NamedTuple):
     """A worker that waits for parameters with all updates of the steps up to `least`."""
 
     worker: int
@@ -136,8 +120,7 @@ class Summing:
     told: bool = False  # whether the other servers know this one's squares
 
 
-@dataclass(frozen=True)
-class AppliedPart:
+class AppliedPart(NamedTuple):
     """A part that was applied.
 
     Attributes:
@@ -170,21 +153,17 @@ class Remembered:
     records: Sequence[StepRecord] = ()
 
     def applied(self) -> Applied:
-        """The same to be kept up to date."""
+        """Return a mutable copy of what has been applied."""
         return Applied(self.parts, self.completed, self.beyond)
 
     def to_json(self) -> list[Any]:
         """As values that JSON can hold."""
-        told = [[step, t.worker, t.staleness, *t.commit] for step, some in self.told.items() for t in some]
-        beyond = [[portion.step, portion.part] for portion in self.beyond]
-        return [self.parts, self.completed, beyond, told, [list(record) for record in self.records]]
+        return [self.parts, self.completed, list(self.beyond), list(self.told.items()), list(self.records)]
 
     @staticmethod
     def from_json(values: Sequence[Any]) -> Remembered:
         """From what `to_json` gave."""
         parts, completed, beyond, listed, records = values
-        told: dict[int, list[AppliedPart]] = {}
-        for step, worker, staleness, *commit in listed:
-            told.setdefault(step, []).append(AppliedPart(worker, Commit(*commit), staleness))
-        portions = [Portion(step, part) for step, part in beyond]
+        told = {step: [AppliedPart(worker, Commit(*of), late) for worker, of, late in some] for step, some in listed}
+        portions = [Portion(*portion) for portion in beyond]
         return Remembered(parts, completed, portions, told, [StepRecord(*record) for record in records])

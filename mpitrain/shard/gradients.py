@@ -28,6 +28,8 @@ from mpitrain.shard.placement import DEFERRING, slot_count
 class Gradients(ABC):
     """The gradients of parameters, which are taken and reduced in buckets numbered through all groups.
 
+    Methods that are not abstract do nothing where `start` takes the gradients from the parameters' `.grad`.
+
     A bucket is started when a backward pass has finished all its parameters, in the same order on every rank; `end`
     completes what was started.
 
@@ -59,9 +61,9 @@ class Gradients(ABC):
         None where something is there already; given away at most once a pass.
         """
 
-    @abstractmethod
     def arrived(self, parameter: nn.Parameter) -> None:
         """Autograd has finished the parameter's gradient in this backward pass."""
+        return
 
     @abstractmethod
     def start(self, bucket: int, background: bool) -> Work | None:
@@ -75,9 +77,9 @@ class Gradients(ABC):
     def zero(self) -> None:
         """Forget all gradients, for the next step."""
 
-    @abstractmethod
     def settle(self) -> None:
         """Take over what the parameters' `.grad` are now, with zeros where there is none."""
+        return
 
     def scale(self, factor: float) -> None:
         """Multiply the reduced gradients, in place."""
@@ -374,12 +376,6 @@ class ShardedGradients(Gradients):
         self._make_room(bucket)
         self._given.add(parameter)
         return view.view_as(view)  # a tensor of its own: autograd keeps it only if nobody else does
-
-    def arrived(self, parameter: nn.Parameter) -> None:
-        """Nothing is to be done: `start` takes it."""
-
-    def settle(self) -> None:
-        """Nothing is to be done: `start` takes them, and zeros where there are none."""
 
     def start(self, bucket: int, background: bool) -> Work | None:
         g, b = self._numbers[bucket]

@@ -134,8 +134,10 @@ class Muon(torch.optim.Optimizer):
             value.mul_(1 - groups[value]["lr"] * groups[value]["weight_decay"])
         for part, update in self._made_orthogonal(updates, groups):
             group = groups[part.value]
-            rate = group["lr"] * _adjustment(group["adjust_lr_fn"], *part.shape)
-            part.of(part.value).add_(update, alpha=-rate)
+            rows, columns = part.shape
+            original = group["adjust_lr_fn"] == "original"
+            factor = math.sqrt(max(1, rows / columns)) if original else 0.2 * math.sqrt(max(rows, columns))
+            part.of(part.value).add_(update, alpha=-group["lr"] * factor)
 
     def _momentum(self, value: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
         """Take the gradient into the momentum; what of it is to be made orthogonal."""
@@ -180,12 +182,6 @@ def orthogonal(matrix: torch.Tensor, coefficients: Sequence[float], steps: int, 
     return x.T if tall else x
 
 
-def _adjustment(name: str, rows: int, columns: int) -> float:
-    if name == "match_rms_adamw":
-        return 0.2 * math.sqrt(max(rows, columns))
-    return math.sqrt(max(1, rows / columns))
-
-
 class MatrixGather:
     """Makes the matrices of a sharding whole, a bucket at a time. Collective to make.
 
@@ -212,22 +208,18 @@ class MatrixGather:
     def _listed(self) -> list[tuple[int, int, list[tuple[int, DividedMatrix]]]]:
         """(group, bucket, [(number of the parameter, how it is divided)]) of every bucket with matrices, alike on all
         ranks of the shard. Collective."""
-        sharding, found = self._sharding, []
-        matrices = self._everyones_matrices()
-        for g, b in numbered(sharding.groups):
-            group = sharding.groups[g]
+        groups, found = self._sharding.groups, []
+        # (group, number) of every matrix that some rank of the shard, or of the tensor axis, updates a part of
+        mine = [[g, n] for g, group in enumerate(groups) for n, p in enumerate(group.parameters) if p in self._own]
+        if not self._whole:
+            mine = [key for keys in self._sharding.shard.all_gather_object(mine) for key in keys]
+        matrices = {(g, n) for g, n in mine}
+        for g, b in numbered(groups):
+            group = groups[g]
             numbers = [n for n, p in enumerate(group.layout.places) if p.bucket == b and (g, n) in matrices]
             if numbers:
                 found.append((g, b, [(n, self._divided(group.parameters[n], (g, n))) for n in numbers]))
         return found
-
-    def _everyones_matrices(self) -> set[tuple[int, int]]:
-        """(group, number) of every matrix that some rank of the shard, or of the tensor axis, updates a part of."""
-        groups = self._sharding.groups
-        mine = [[g, n] for g, group in enumerate(groups) for n, p in enumerate(group.parameters) if p in self._own]
-        if not self._whole:
-            mine = [key for keys in self._sharding.shard.all_gather_object(mine) for key in keys]
-        return {(g, n) for g, n in mine}
 
     def _divided(self, parameter: nn.Parameter, key: tuple[int, int]) -> DividedMatrix:
         part = logical_of(parameter)
@@ -512,7 +504,7 @@ class SquaresSum:
         self.squares = torch.zeros(len(parameters), 2, dtype=torch.float64, device=device)
         self._shard = sharding.shard if sharding.stage.states and sharding.shard.size > 1 else None
         self._tensor, self._divided = tensor, torch.tensor(_divided(parameters, tensor), device=device)[:, None]
-        if sharding.options.reproducible and (self._shard is not None or bool(self._divided.any())):
+        if sharding.config.run.reproducible and (self._shard is not None or bool(self._divided.any())):
             raise refusal(
                 "lamb and lars add up squares in an order that depends on the number of ranks, which reproducible "
                 "training must not; use another optim.name, or parallel.zero 0 without parallel.tensor"

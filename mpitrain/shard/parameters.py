@@ -289,7 +289,11 @@ class ShardedParameters(Parameters):
     ) -> None:
         self._groups, self._shard, self._reshard = groups, shard, reshard_after_forward
         self._arenas: list[Arena] = []
-        self._shares = self._hosted(offload) if offload else self._in_arenas()
+        if offload:
+            self._shares = self._hosted(offload)
+        else:
+            self._arenas = [shard.arena(g.layout.numel // g.layout.parts, g.dtype, g.device) for g in groups]
+            self._shares = [arena.tensor for arena in self._arenas]
         # by group, buffers that are free, and after what on the device
         self._pool: dict[int, list[tuple[torch.Tensor, torch.Event | None]]] = {}
         self._nothing = [torch.full((), torch.nan, dtype=g.dtype, device=g.device) for g in groups]
@@ -312,14 +316,8 @@ class ShardedParameters(Parameters):
 
     # -- memory
 
-    def _in_arenas(self) -> list[torch.Tensor]:
-        """Memory for this rank's shares of each group, where the group computes."""
-        shard = self._shard
-        self._arenas = [shard.arena(g.layout.numel // g.layout.parts, g.dtype, g.device) for g in self._groups]
-        return [arena.tensor for arena in self._arenas]
-
     def _hosted(self, offload: str) -> list[torch.Tensor]:
-        """The same in host memory, or in files (Rajbhandari et al. 2021, ZeRO-Infinity, section 5.1)."""
+        """Return host memory for this rank's shares, or files (Rajbhandari et al. 2021, ZeRO-Infinity, section 5.1)."""
         found = [pinned((g.layout.numel // g.layout.parts,), g.dtype, g.device) for g in self._groups]
         if offload == HOST:
             return found

@@ -72,7 +72,7 @@ def data_bytes(sharding: Sharding, microbatches: int, *, staged: bool = False) -
     gathered = sharding.parameters.gathered(1 if staged else microbatches)
     replicas = 1 if reduction.replicas is None else reduction.replicas.size
     if reduction.compression is None:
-        items = [(sharding.options.reduce_dtype or group.dtype).itemsize for group in sharding.groups]
+        items = [(sharding.reduce_dtype or group.dtype).itemsize for group in sharding.groups]
         nbytes = sum(g.layout.numel * item for g, item in zip(sharding.groups, items, strict=True))
         sharded = sharding.stage.states
         return expected_bytes(nbytes, reduction.comm.size, gathered, sharded=sharded, passes=passes, replicas=replicas)
@@ -87,7 +87,7 @@ def _compressed(sharding: Sharding) -> float:
     for number, (g, b) in enumerate(numbered(sharding.groups)):
         group = sharding.groups[g]
         lo, hi = group.layout.bounds[b : b + 2]
-        dtype, bucket = sharding.options.reduce_dtype or group.dtype, reduction.compressed(group, b, (number,))
+        dtype, bucket = sharding.reduce_dtype or group.dtype, reduction.compressed(group, b, (number,))
         wire = reduction.compression.bytes_on_wire(hi - lo, dtype, bucket.shapes if bucket is not None else None)
         gathers = isinstance(reduction.compression, TopK)
         sent += (ranks - 1) * wire if gathers else bytes_sent("all_reduce", wire, ranks)

@@ -53,7 +53,7 @@ class Updater:
         """
         optimizer = self._sharding.optimizer
         fused = isinstance(optimizer, torch.optim.Adam) and getattr(optimizer, "_step_supports_amp_scaling", False)
-        return fused and self._on_device and not self._sharding.options.reproducible
+        return fused and self._on_device and not self._sharding.config.run.reproducible
 
     def squares(self) -> torch.Tensor:
         """The sum of the squares of all gradients as they are, over all axes. Collective; the same on every rank.
@@ -66,7 +66,7 @@ class Updater:
         sharding.set_apart(self._unused)
         if sharding.host is not None:
             sharding.host.begin()
-        if sharding.options.reproducible:
+        if sharding.config.run.reproducible:
             return torch.tensor([self._exact_squares()], dtype=torch.float64)
         gradients = self._parts or [
             g for s in sharding.flat_parameters if s.counted and (g := s.gradient()) is not None

@@ -162,17 +162,9 @@ class TreeSum:
 
     Args:
         gradients: Those that backward passes add to; they must be kept whole.
-
-    Raises:
-        InputError: The gradients are reduced in each pass, so that there is no place to sum them in.
     """
 
     def __init__(self, gradients: Gradients) -> None:
-        if gradients.reduces_each_pass:
-            raise refusal(
-                "several virtual workers on a rank need room for all gradients; set run.reproducible, or use "
-                "parallel.zero 0 or 1"
-            )
         self._gradients, self._flat = gradients, gradients.flat
         self._waiting: list[list[torch.Tensor]] = []  # sums of 2^k workers; the k descend
         self._workers = 0
@@ -186,9 +178,6 @@ class TreeSum:
             for flat, earlier in zip(self._flat, self._waiting.pop(), strict=True):
                 flat.add_(earlier)
             finished //= 2
-        if last:
-            if self._waiting:
-                raise refusal(f"{self._workers} virtual workers on this rank are not a power of two")
-            return
-        self._waiting.append([flat.clone() for flat in self._flat])
-        self._gradients.zero()
+        if not last:
+            self._waiting.append([flat.clone() for flat in self._flat])
+            self._gradients.zero()

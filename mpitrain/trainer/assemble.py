@@ -44,7 +44,6 @@ from mpitrain.trainer.data import microbatch_size
 from mpitrain.trainer.device import move
 from mpitrain.trainer.engine import Engine
 from mpitrain.trainer.folder import together
-from mpitrain.trainer.options import options_of
 from mpitrain.trainer.state import tied_names
 
 Cut = str | Sequence[float]
@@ -97,9 +96,7 @@ def assemble(
         task.loss if divided.axes.pipeline is None else _criterion(task),
         make_optimizer(divided.module.named_parameters()),
         mesh.data,
-        options_of(config),
-        clip=config.train.clip,
-        precision=config.train.precision,
+        config,
         axes=replace(divided.axes, base=task.base),
     )
     if config.model.compile:

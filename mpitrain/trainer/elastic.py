@@ -92,7 +92,7 @@ class Survivors(Callback):
         """Note that the engine has the state after this step: of use at stage 0, where each rank has all of it."""
         engine = trainer.engine
         self._even = engine.synchronous
-        if engine.options.zero == 0:
+        if engine.config.parallel.zero == 0:
             key = Key(trainer.step, trainer.world.size, self._copies.losses)
             buffers = [buffer.clone() for buffer in engine.module.buffers()]
             self._reached = Reached(engine, key, trainer.state(), buffers)

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +22,16 @@ from mpitrain.checkpoint import Manifest, Part
 from mpitrain.choices import Precision
 from mpitrain.comm import Communicator
 from mpitrain.comm.memory import device
+from mpitrain.config.settings import Config
 from mpitrain.errors import InputError
 from mpitrain.layers.precision import DTYPES, convert, narrowed
 from mpitrain.layers.sync_batchnorm import SyncBatchNorm
 from mpitrain.monitor.parts import StepClock
 from mpitrain.ownership import Axes
-from mpitrain.shard.ddp import broadcast_state
+from mpitrain.shard.ddp import broadcast_tensors
 from mpitrain.shard.flat_parameters import refuse_unless_elementwise
 from mpitrain.shard.offload import HOST, MappedFiles
-from mpitrain.shard.sharding import Options, Sharding
+from mpitrain.shard.sharding import Sharding
 from mpitrain.shard.update import Updater, set_rate
 from mpitrain.shard.virtual_workers import TreeSum
 from mpitrain.trainer.memory import ActivationMeter, MemoryAccount, PipelineMeter, counting, measure
@@ -108,11 +110,11 @@ class Engine:
         loss: loss(module(x), y): the mean over the samples given.
         optimizer: Of the module's parameters, without a state yet.
         comm: The data-parallel ranks.
-        options: How parameters, gradients and optimizer states are placed.
-        clip: The largest global gradient norm; 0 for no clipping.
-        precision: fp32, bf16 or fp16: of parameters and activations. The optimizer's states and copy are fp32.
+        config: The settings, of which run.reproducible, train.clip, train.precision, [parallel] and [comm] count.
+            The optimizer's states and copy are fp32 in any precision.
         axes: The module's place in a mesh of more axes.
         scale: Of the loss; None: as the precision needs it.
+        reduce_dtype: In which gradients are added up and reduced; None: the parameters' own.
 
     Attributes:
         device: Where the module's parameters are.
@@ -132,27 +134,27 @@ class Engine:
         loss: Loss,
         optimizer: torch.optim.Optimizer,
         comm: Communicator,
-        options: Options | None = None,
+        config: Config,
         *,
-        clip: float = 0.0,
-        precision: Precision = "fp32",
         axes: Axes | None = None,
         scale: LossScale | None = None,
+        reduce_dtype: torch.dtype | None = None,
     ) -> None:
         self.module, self.loss, self.optimizer, self.comm = module, loss, optimizer, comm
-        self.clip, self.precision, self.options = clip, precision, options or Options()
-        axes = axes or Axes()
+        self.config, self.clip, self.precision = config, config.train.clip, config.train.precision
+        self._reduce_dtype, axes = reduce_dtype, axes or Axes()
         others = [other for other in axes.others if other.size > 1]
         if any(other.label.split("/")[-1] == "tensor" for other in others):  # which have parts of matrices
             refuse_unless_elementwise(optimizer, gathered=True, otherwise="parallel.tensor 1")
         self.pipeline = axes.pipeline
-        broadcast_state(module, comm)
-        convert(module, precision)
+        for name, tensor in chain(module.named_parameters(), module.named_buffers()):
+            broadcast_tensors([tensor], comm, axes.owner(name, tensor).source)
+        convert(module, self.precision)
         self.sharding = self._place(axes)
         self.device = self.sharding.groups[0].device
-        self.scale = scale if scale is not None else LossScale.of(precision)
+        self.scale = scale if scale is not None else LossScale.of(self.precision)
         self.settled = True
-        folder = self.options.offload
+        folder = config.parallel.offload
         files = MappedFiles(Path(folder)) if folder not in ("", HOST) else None
         self._updater = Updater(self.sharding, others, files)
         self._axes = [self.sharding.shard, *others]
@@ -170,7 +172,7 @@ class Engine:
 
     def _place(self, axes: Axes) -> Sharding:
         """Place the module and its optimizer. Collective."""
-        return Sharding(self.module, self.optimizer, self.comm, self.options, axes)
+        return Sharding(self.module, self.optimizer, self.comm, self.config, axes, self._reduce_dtype)
 
     def _make_state(self, axes: Axes) -> EngineState:
         """Return what knows the tensors of a checkpoint."""

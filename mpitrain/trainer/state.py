@@ -81,7 +81,7 @@ class EngineState:
         self._pending: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._states: list[tuple[FlatParameter, dict[str, torch.Tensor], list[dict[str, Any]]]] = []
         rank = sharding.comm.world_ranks[sharding.comm.rank]
-        self._left_out = LeftOut(f"{COMPRESSION}{rank}/", sharding.options.compression)
+        self._left_out = LeftOut(f"{COMPRESSION}{rank}/", sharding.compression)
 
     # -- what there is
 

@@ -38,11 +38,11 @@ from mpitrain.data import Batch
 from mpitrain.data.on_device import on_device
 from mpitrain.errors import refusal
 from mpitrain.layout import split
-from mpitrain.loose.averaging import Averaging, FlatSlice, Grouping, OuterOptimizer, by_kind
+from mpitrain.loose.averaging import Averaging, FlatSlice, Grouping, OuterOptimizer
 from mpitrain.mesh import Mesh
 from mpitrain.ownership import Axes
 from mpitrain.shard.ddp import broadcast_state
-from mpitrain.shard.flat import numbered
+from mpitrain.shard.flat import by_dtype, numbered
 from mpitrain.shard.virtual_workers import VirtualWorkers
 from mpitrain.trainer.callback import Step
 from mpitrain.trainer.data import GroupPlaces, batches
@@ -104,9 +104,10 @@ class LocalEngine(Engine):
         self._flats, slices = [], []
         parameters = self.sharding.flat_parameters
         self._holders = self.sharding.replicas if self.sharding.stage.states else self.comm
-        for numbers in by_kind([f.value for f in parameters]):
-            self._flats.append([parameters[n] for n in numbers])
-            slices.append(FlatSlice([parameters[n].value for n in numbers], self._holders))
+        flat_of = {flat.value: flat for flat in parameters}
+        for values in by_dtype(flat_of):
+            self._flats.append([flat_of[value] for value in values])
+            slices.append(FlatSlice(values, self._holders))
         settings = among.parallel
         name = settings.local_compression
         self._compression = None if name == "none" else from_name(name)
@@ -138,7 +139,7 @@ class LocalEngine(Engine):
         first = sorted(groups[0])
         if any(sorted(group) != first for group in groups):
             raise refusal(
-                f"parallel.zero {self.sharding.options.zero} lays shares out otherwise in some groups than in others, "
+                f"parallel.zero {self.sharding.parallel.zero} lays shares out otherwise in some groups than in others, "
                 "because they lie otherwise on the nodes; let parallel.local_group divide the ranks of each node"
             )
         return [rest[0] for rest in first].index(place)
@@ -242,7 +243,7 @@ class LocalEngine(Engine):
     def _remember_used(self) -> None:
         """Give back their gradients to parameters that were used in other groups alone (see `Reducer`, stage 0)."""
         sharding = self.sharding
-        if sharding.stage.states or sharding.options.reduce_dtype is not None:
+        if sharding.stage.states or sharding.reduce_dtype is not None:
             return
         pairs = zip(sharding.groups, sharding.gradients.flat, strict=True)
         views = [

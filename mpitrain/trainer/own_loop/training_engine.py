@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
-from mpitrain.checkpoint import Manifest, Part, Store
+from mpitrain.checkpoint import MODEL, Manifest, Part, Store
+from mpitrain.comm import Communicator
 from mpitrain.comm.memory.device import CPU, fetched
 from mpitrain.config.learning_rate import WarmUp
 from mpitrain.errors import CheckpointError, InputError, refusal
@@ -18,6 +21,7 @@ from mpitrain.mesh import Mesh
 from mpitrain.trainer.device import full_told, moved
 from mpitrain.trainer.engine import Engine, Loss
 from mpitrain.trainer.memory import MemoryAccount
+from mpitrain.trainer.optimizing.optimizer import states_after_step
 from mpitrain.trainer.optimizing.schedules import next_rate
 from mpitrain.trainer.options import Settings
 from mpitrain.trainer.own_loop.checks import (
@@ -30,8 +34,7 @@ from mpitrain.trainer.own_loop.checks import (
     whole_steps,
 )
 from mpitrain.trainer.own_loop.generators import DividedDraws, Generators
-from mpitrain.trainer.own_loop.model import plain
-from mpitrain.trainer.own_loop.states import require_same_optimizer, whole_state
+from mpitrain.trainer.state import OPTIMIZER
 
 ALL = 1 << 30  # checkpoints kept: the caller removes them
 
@@ -295,7 +298,9 @@ class TrainingEngine:
         rest["random"] = self._generators.values()
         mine = {"steps": self.steps, "skipped": self.skipped, "rates": rates, "values": dict(values or {})}
         if self._scheduler is not None:
-            mine["scheduler"] = plain(self._scheduler.state_dict())
+            kinds = (bool, int, float, str, list, type(None))  # what JSON can hold; the rest is functions
+            state = self._scheduler.state_dict()
+            mine["scheduler"] = {key: value for key, value in state.items() if isinstance(value, kinds)}
         self._store.move_to(Path(path))
         self._store.prepare(set_aside=False, lock=True)
         folder = self._store.save(self.steps, parts, rest | {"engine": mine}, owned=True)
@@ -409,3 +414,61 @@ class PipelineEngine(TrainingEngine):
         data.all_reduce(total)
         self._update()
         return float(total)
+
+
+def whole_state(
+    world: Communicator, parts: Iterable[Part], names: Sequence[str], aliases: Mapping[str, str], device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Put together what the ranks hold of a model. Collective.
+
+    Args:
+        world: All ranks that hold some of it.
+        parts: What this rank writes into a checkpoint.
+        names: Of the model's state, in order.
+        aliases: Further names of tensors, each with the name that it is saved under.
+        device: Where the state is wanted.
+
+    Returns:
+        A tensor of each name; names of one tensor have the same.
+    """
+    model = [part for part in parts if part.spec.name.startswith(MODEL)]
+    told = world.all_gather_object([[p.spec.name, list(p.spec.shape), p.spec.dtype] for p in model])
+    specs = {name: (shape, getattr(torch, dtype)) for of_rank in told for name, shape, dtype in of_rank}
+    mine: dict[str, list[Part]] = {}
+    for part in model:
+        mine.setdefault(part.spec.name, []).append(part)
+    saved = {name: MODEL + aliases.get(name, name) for name in names}
+    found: dict[str, torch.Tensor] = {}
+    for name in dict.fromkeys(saved.values()):
+        shape, dtype = specs[name]
+        whole = torch.zeros(prod(shape), dtype=dtype, device=device)
+        for part in mine.get(name, ()):
+            starts, lengths, places = part.piece.runs()
+            at = np.repeat(starts - places, lengths) + np.arange(part.data.numel())
+            whole[torch.from_numpy(at).to(device)] = part.data.to(device)
+        if whole.numel():
+            world.all_reduce(whole, "max" if dtype == torch.bool else "sum")
+        found[name] = whole.view(shape)
+    return {name: found[of] for name, of in saved.items()}
+
+
+def require_same_optimizer(optimizer: torch.optim.Optimizer, manifest: Manifest, folder: Path) -> None:
+    """Raise InputError where a checkpoint has states that the optimizer does not know, or lacks some that it needs.
+
+    One without any, of weights alone, will do, and so does each where a trial does not tell what there will be.
+    """
+    saved = {name.removeprefix(OPTIMIZER).split("/")[0] for name in manifest.tensors if name.startswith(OPTIMIZER)}
+    trials = [
+        states_after_step(optimizer, group, shape) for group in optimizer.param_groups for shape in ((8,), (8, 8))
+    ]
+    tried = [set(kept) for kept in trials if kept is not None]
+    if not saved or len(tried) < len(trials):
+        return
+    if saved <= set().union(*tried) and set.intersection(*tried) <= saved:
+        return
+    needed = ", ".join(sorted(set().union(*tried))) or "none"
+    raise refusal(
+        f"{folder} has another optimizer's states ({', '.join(sorted(saved))}) than {type(optimizer).__name__} keeps "
+        f"({needed}); give mt.initialize the optimizer that saved it, or take the weights alone: python -m "
+        f"mpitrain.checkpoint export {folder} weights.pt, which the model loads before mt.initialize"
+    )
