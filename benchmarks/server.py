@@ -28,8 +28,7 @@ from benchmarks.runner.report import Panel, Report, ReportTable, milliseconds
 from mpitrain.comm import Communicator
 from mpitrain.config.settings import Config
 from mpitrain.errors import CommunicationError
-from mpitrain.loose.clock import Clock, Portion
-from mpitrain.loose.letters import Commit, Remembered
+from mpitrain.loose.clock import Clock, Commit, Portion, Remembered
 from mpitrain.loose.server import Server
 from mpitrain.loose.sharding import OwnShares, Roles, ServedSharding
 from mpitrain.loose.worker import ServedWorker

@@ -26,7 +26,7 @@ from mpitrain.layout import Slice, is_replicated, logical_of
 
 if TYPE_CHECKING:
     from mpitrain.comm import Communicator
-    from mpitrain.layers.base_weights import BaseWeights
+    from mpitrain.layers.lora import BaseWeights
     from mpitrain.pipe.pipeline import Pipeline
 
 TENSOR, DATA = "tensor", "data"  # axes that may divide a tensor

@@ -24,8 +24,7 @@ from mpitrain.comm import Work
 from mpitrain.comm.mailbox import Letter, Mailbox
 from mpitrain.config.settings import Config
 from mpitrain.errors import CommunicationError
-from mpitrain.loose.clock import Clock, Portion
-from mpitrain.loose.letters import AppliedPart, Commit, LetterKind, Pull, Remembered, StepRecord, Summing
+from mpitrain.loose.clock import AppliedPart, Clock, Commit, LetterKind, Portion, Pull, Remembered, StepRecord, Summing
 from mpitrain.loose.sharding import OwnShares, Roles, SharedFlats, ShareUpdate
 
 _IDLE = 0.5  # seconds between looks at whether to go on
@@ -192,8 +191,7 @@ class Server:
         self._asking.append(letter.source)
 
     def _pulled(self, letter: Letter) -> None:
-        final = bool(letter.words[2])
-        self._pulls.append(Pull(letter.source, int(letter.words[1]), final))
+        self._pulls.append(Pull(letter.source, int(letter.words[1]), bool(letter.words[2])))
         if not self._bulk:
             return
         # copy gradients that this worker pushed and that wait for others: it is about to compute the next ones
@@ -207,7 +205,7 @@ class Server:
         worker = letter.source
         if not letter.payload_bytes:
             if self._bulk:
-                self._add_in_order(worker, part, bucket, self._flats.gradient_share(worker, bucket, self._share))
+                self._add_in_order(part, bucket, self._flats.gradient_share(worker, bucket, self._share))
             return
         place = self.inbox[worker].bucket(bucket)
         self._arriving[worker] = self._arriving.get(worker, 0) + 1
@@ -215,7 +213,7 @@ class Server:
         def arrived() -> None:
             self._arriving[worker] -= 1
             if self._bulk:
-                self._add_in_order(worker, part, bucket, place)
+                self._add_in_order(part, bucket, place)
             elif not self._arriving[worker]:
                 self._ready += [each for each in self._held if each[0] == worker]
                 self._held = [each for each in self._held if each[0] != worker]
@@ -322,7 +320,7 @@ class Server:
         self._worker_of: dict[int, int] = {}  # by part, of the step under way
         return Summing([0] * self._buckets, [{} for _ in range(self._buckets)])
 
-    def _add_in_order(self, worker: int, part: int, bucket: int, gradients: torch.Tensor) -> None:
+    def _add_in_order(self, part: int, bucket: int, gradients: torch.Tensor) -> None:
         """Add a part's gradients when those of all parts before it are."""
         waiting, added = self._sum.waiting[bucket], self._sum.added
         waiting[part] = gradients

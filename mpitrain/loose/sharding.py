@@ -230,7 +230,9 @@ class PushedGradients(WholeGradients):
     def __init__(self, groups: Sequence[FlatGroup], flats: SharedFlats, world: Communicator) -> None:
         self._flats = flats
         self.push: Callable[[int], object] = lambda bucket: None
-        super().__init__(groups, _AsTheyCome([world], "sum"), sharded=True, dtype=None)
+        reduction = BucketReduction([world], "sum")
+        reduction.overlaps = True  # every bucket is let go as soon as backward has finished it
+        super().__init__(groups, reduction, sharded=True, dtype=None)
 
     def _allocate(self, dtype: torch.dtype | None) -> list[Arena]:
         return [
@@ -255,14 +257,6 @@ class PushedGradients(WholeGradients):
             arena.free()
 
 
-class _AsTheyCome(BucketReduction):
-    """Every bucket is let go as soon as backward has finished it."""
-
-    @property
-    def overlaps(self) -> bool:
-        return True
-
-
 class ServedSharding(Sharding):
     """Parameters and gradients whole on each worker, and optimizer states in shares on the servers.
 
@@ -276,12 +270,13 @@ class ServedSharding(Sharding):
 
     Attributes:
         flats: The workers' memory.
-        pulled, pushed: The parameters and the gradients.
         published, sums: A server's shares of the parameters and of the gradients added up; None on other ranks.
         update: Of these; None likewise.
     """
 
     stage = STAGES[1]  # states in shares
+    parameters: PulledParameters
+    gradients: PushedGradients
 
     def __init__(
         self,
@@ -308,12 +303,10 @@ class ServedSharding(Sharding):
         if self.share is not None:
             kinds = [g.dtype for g in groups]
             self.published = OwnShares(groups, self.share, kinds, self._in_place(self.flats.parameters, kinds))
-        self.pulled = PulledParameters(self.module, groups, self.flats, self.published)
-        return groups, self.pulled
+        return groups, PulledParameters(self.module, groups, self.flats, self.published)
 
     def _place_gradients(self) -> Gradients:
-        self.pushed = PushedGradients(self.groups, self.flats, self.world)
-        return self.pushed
+        return PushedGradients(self.groups, self.flats, self.world)
 
     def _flat_parameters(self, gradients: Gradients, counted: Callable[[nn.Parameter], bool]) -> list[FlatParameter]:
         refuse_unless_elementwise(self.optimizer)  # on all ranks

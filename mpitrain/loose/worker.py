@@ -11,8 +11,7 @@ import torch
 from mpitrain.comm.mailbox import Letter, Mailbox
 from mpitrain.comm.runtime.work import Messages
 from mpitrain.errors import CommunicationError
-from mpitrain.loose.clock import Portion
-from mpitrain.loose.letters import Commit, LetterKind, StepRecord
+from mpitrain.loose.clock import Commit, LetterKind, Portion, StepRecord
 from mpitrain.loose.sharding import Roles, SharedFlats
 
 _NAP = 1e-4  # seconds between looks at parameters on their way: others need the core meanwhile

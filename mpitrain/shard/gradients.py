@@ -112,6 +112,7 @@ class BucketReduction:
 
     Attributes:
         comm: The first of the communicators, for what is not done bucket by bucket.
+        overlaps: Whether a core is free to reduce one bucket while backward makes the next.
     """
 
     def __init__(
@@ -126,17 +127,13 @@ class BucketReduction:
     ) -> None:
         self.comms, self.op, self.algorithm = list(comms), op, algorithm
         self.comm = self.comms[0]
+        self.overlaps = self.comm.overlaps
         self.compression, self.replicas, self.reproducible = compression, replicas, reproducible
         for comm in self.comms if self.overlaps else ():
             # The first operation makes the memory in which ranks meet: not beside the training, see FileLayout.
             work = comm.all_reduce(torch.zeros(1), async_op=True)
             assert work is not None
             work.wait()
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether a core is free to reduce one bucket while backward makes the next."""
-        return self.comm.overlaps
 
     def sum(self, x: torch.Tensor, number: int, shapes: Bucket | None, *, background: bool) -> Work | None:
         """All-reduce a bucket in place.
@@ -156,11 +153,6 @@ class BucketReduction:
         """This rank's share of a bucket, a view."""
         length = x.numel() // self.comm.size
         return x[self.comm.rank * length : (self.comm.rank + 1) * length]
-
-    @property
-    def in_order(self) -> bool:
-        """Whether each bucket is reduced by itself, not in split phases (see `mpitrain.comm.runtime.split_phase`)."""
-        return self.compression is not None or self.reproducible
 
     def scatter(
         self, into: torch.Tensor, x: torch.Tensor, number: int, shapes: Bucket | None, *, background: bool, defer: bool
@@ -503,5 +495,6 @@ def _slots(reduction: BucketReduction, numel: int, dtype: torch.dtype, device: t
     """The slots of one group, of `numel` elements each. Collective."""
     comm = reduction.comm
     first = comm.arena(numel, dtype, device)
-    count = slot_count(reduction.overlaps, reduction.in_order, first.kind == "shared", comm.num_nodes)
+    in_order = reduction.compression is not None or reduction.reproducible  # each bucket by itself, in no split phases
+    count = slot_count(reduction.overlaps, in_order, first.kind == "shared", comm.num_nodes)
     return [first, *(comm.arena(numel, dtype, device) for _ in range(count - 1))]

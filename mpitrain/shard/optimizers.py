@@ -42,7 +42,6 @@ from mpitrain.shard.flat_parameters import FlatParameter
 from mpitrain.shard.sharding import Sharding
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic polynomial, steepest at zero (Jordan et al. 2024)
-ADJUSTMENTS = ("original", "match_rms_adamw")
 Parts = list[tuple[torch.Tensor, int, int, int]]  # (what the optimizer updates, first, last, number of the parameter)
 
 
@@ -77,7 +76,7 @@ class MatrixPart:
 Whole = Callable[[MatrixPart, torch.Tensor], torch.Tensor]  # an operation on a whole matrix, by a part of it
 
 
-class Muon(torch.optim.Optimizer):
+class Muon(torch.optim.Muon):
     """torch.optim.Muon, whose parameters may also be stretches of several matrices once `gather` is set.
 
     Args:
@@ -102,23 +101,13 @@ class Muon(torch.optim.Optimizer):
         weight_decay: float = 0.1,
         momentum: float = 0.95,
         nesterov: bool = True,
-        ns_coefficients: Sequence[float] = COEFFICIENTS,
+        ns_coefficients: tuple[float, float, float] = COEFFICIENTS,
         eps: float = 1e-7,
         ns_steps: int = 5,
         adjust_lr_fn: str = "match_rms_adamw",
     ) -> None:
-        if not 0.0 <= momentum < 1.0 or not 0 <= ns_steps < 100 or len(ns_coefficients) != 3:
-            raise ValueError("momentum is from 0 to below 1, ns_steps from 0 to 99, and ns_coefficients are three")
-        if adjust_lr_fn not in ADJUSTMENTS:
-            raise ValueError(f"adjust_lr_fn {adjust_lr_fn!r} is none of {', '.join(ADJUSTMENTS)}")
         self.gather: MatrixGather | None = None
-        newton_schulz = {"ns_coefficients": tuple(ns_coefficients), "eps": eps, "ns_steps": ns_steps}
-        of_momentum = {"momentum": momentum, "nesterov": nesterov, "adjust_lr_fn": adjust_lr_fn}
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, **of_momentum, **newton_schulz})
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.dim() != 2:
-                    raise ValueError(f"a tensor of shape {tuple(parameter.shape)} is no matrix")
+        super().__init__(params, lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -338,6 +327,11 @@ class TrustRatios(torch.optim.Optimizer):
 
     needs_whole = True
     gather: SquaresSum | None = None
+    _measured: Callable[
+        ..., torch.Tensor
+    ]  # of (value, group): that whose norm goes with the parameter's into the ratio
+    _ratio: Callable[..., torch.Tensor]  # of (norm of the parameter, norm of what is measured, group)
+    _apply: Callable[..., None]  # updates the parameter `value`; of (value, what the ratio has scaled, group)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -371,21 +365,16 @@ class TrustRatios(torch.optim.Optimizer):
         parts = [(value, 0, value.numel(), number) for number, value in enumerate(measured)]
         return parts, torch.zeros(len(parts), 2, dtype=torch.float64, device=device)
 
-    def _measured(self, value: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
-        """Return that whose norm goes with the parameter's into the ratio."""
-        raise NotImplementedError
-
-    def _ratio(self, weight: torch.Tensor, other: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
-        """Return the ratio, of the norm of the parameter and of what is measured."""
-        raise NotImplementedError
-
     def _update(self, value: torch.Tensor, measured: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
         """Return what the ratio scales, a tensor that may be written."""
         return measured
 
-    def _apply(self, value: torch.Tensor, update: torch.Tensor, group: Mapping[str, Any]) -> None:
-        """Update the parameter with what is scaled."""
-        raise NotImplementedError
+
+def checked_betas(betas: Sequence[float]) -> tuple[float, float]:
+    """Return what Adam's averages keep of themselves in a step. Raises ValueError where it is something else."""
+    if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
+        raise ValueError(f"betas {list(betas)} are not two numbers from 0 to below 1")
+    return betas[0], betas[1]
 
 
 class Lamb(TrustRatios):
@@ -409,11 +398,9 @@ class Lamb(TrustRatios):
         most: float = math.inf,
         correct: bool = True,
     ) -> None:
-        if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
-            raise ValueError(f"betas {list(betas)} are not two numbers from 0 to below 1")
         if not 0.0 <= least <= most:
             raise ValueError(f"least {least} and most {most} are not from 0 on, the greater one last")
-        given = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
+        given = {"lr": lr, "betas": checked_betas(betas), "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, given | {"least": least, "most": most, "correct": correct})
 
     def _measured(self, value: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:

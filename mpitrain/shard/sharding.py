@@ -72,6 +72,7 @@ class Sharding:
         replicas: The ranks that have the same share as this one; None where there are no others.
         share: The number of this rank's share; None where it has none.
         groups: The trained parameters and where each lies.
+        parameters, gradients: How they are kept.
         flat_parameters: What this rank's optimizer updates.
         host: Carries gradients and parameters, where a device's parameters are updated on the host; None elsewhere.
         files: Where the optimizer's states are kept; None: in memory.
@@ -109,10 +110,9 @@ class Sharding:
         self.owners = {p: axes.owner(name, p) for p, name in names.items()}
         for p in trained if self.stage.states else ():
             self.owners[p] = replace(self.owners[p], divided=(*self.owners[p].divided, DATA))
-        gradients = self._place_gradients()
+        self.gradients = gradients = self._place_gradients()
         whose = None if self._staged else module  # split backward passes take weight gradients out of autograd's
-        forget = not self.stage.states
-        self.reducer = Reducer(gradients, names, whose, unused_allowed=True, forget_unused=forget)
+        self.reducer = Reducer(gradients, names, whose, unused_allowed=True, forget_unused=not self.stage.states)
         if self.stage.states:
             self.reducer.used = set()
         self.flat_parameters = self._flat_parameters(gradients, lambda p: self.owners[p].first)
@@ -120,21 +120,16 @@ class Sharding:
             hand_over(optimizer, self.flat_parameters)
         elif not has_stepped(optimizer):
             begin_states(optimizer)  # of parameters that were divided since the optimizer was made
-        self.host = self._host_update(gradients)
+        device, parallel = self.groups[0].device, self.parallel
+        self.host: HostUpdate | None = None
+        if (parallel.offload or parallel.offload_parameters) and is_accelerator(device):
+            self.host = HostUpdate(self.flat_parameters, device, lambda: self.reducer.last)
+            gradients.reduced = self.host.reduced
 
     @property
     def stage(self) -> ZeroStage:
         """Placements of the stage of ZeRO."""
         return STAGES[self.parallel.zero]
-
-    def _host_update(self, gradients: Gradients) -> HostUpdate | None:
-        """What carries gradients to the host and parameters back, where parameters on a device are updated there."""
-        device = self.groups[0].device
-        if not (self.parallel.offload or self.parallel.offload_parameters) or not is_accelerator(device):
-            return None
-        host = HostUpdate(self.flat_parameters, device, lambda: self.reducer.last)
-        gradients.reduced = host.reduced
-        return host
 
     def _ranks(self) -> tuple[Communicator, Communicator | None]:
         """The ranks that shares are divided over, and those that have the same share as this one."""
@@ -277,11 +272,6 @@ class Sharding:
                 own = {value for group in each.param_groups for value in group["params"]}
                 each.gather.follow([other for other in self.flat_parameters if other.value in own])
         return made
-
-    @property
-    def gradients(self) -> Gradients:
-        """Where the gradients of the parameters are kept."""
-        return self.reducer.gradients
 
     def close(self) -> None:
         """Give every parameter memory of its own, and release arenas and communicators. Collective."""

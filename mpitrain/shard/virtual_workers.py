@@ -47,22 +47,18 @@ class VirtualWorkers:
     idle: bool = False
 
     @staticmethod
-    def of(comm: Communicator, reproducible: bool, workers: int) -> VirtualWorkers:
-        """The virtual workers of a run on the data-parallel ranks of `comm`.
+    def of(ranks: int, reproducible: bool, workers: int, rank: int = 0) -> VirtualWorkers:
+        """The virtual workers of a run on so many data-parallel ranks.
 
         Args:
-            comm: The ranks that share every batch.
+            ranks: Those that share every batch.
             reproducible: Whether results must not depend on the number of ranks; if not, each rank is one worker.
             workers: How many there are, where results must not depend on the ranks.
+            rank: This rank's number.
 
         Raises:
             InputError: `workers` is no power of two, or no multiple of the ranks.
         """
-        return VirtualWorkers.on(comm.size, reproducible, workers, comm.rank)
-
-    @staticmethod
-    def on(ranks: int, reproducible: bool, workers: int, rank: int = 0) -> VirtualWorkers:
-        """The same of one of so many ranks."""
         if not reproducible:
             return VirtualWorkers(rank, ranks, ranks)
         if workers & (workers - 1) or workers % ranks:

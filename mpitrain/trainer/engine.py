@@ -23,7 +23,6 @@ from mpitrain.choices import Precision
 from mpitrain.comm import Communicator
 from mpitrain.comm.memory import device
 from mpitrain.config.settings import Config
-from mpitrain.errors import InputError
 from mpitrain.layers.precision import DTYPES, convert, narrowed
 from mpitrain.layers.sync_batchnorm import SyncBatchNorm
 from mpitrain.monitor.parts import StepClock
@@ -35,7 +34,7 @@ from mpitrain.shard.sharding import Sharding
 from mpitrain.shard.update import Updater, set_rate
 from mpitrain.shard.virtual_workers import TreeSum
 from mpitrain.trainer.memory import ActivationMeter, MemoryAccount, PipelineMeter, counting, measure
-from mpitrain.trainer.optimizing.optimizer import state_bytes
+from mpitrain.trainer.optimizing import state_bytes
 from mpitrain.trainer.state import EngineState, merged
 
 Loss = Callable[[Any, Any], torch.Tensor]
@@ -77,10 +76,6 @@ class LossScale:
             self.value, self.good, self.passed = self.value * 2, 0, 0
         elif self.refill:
             self.passed = 0
-
-    def explains(self, overflows: int) -> bool:
-        """Return whether so many overflows in a row are no more than its adjustment takes."""
-        return self.dynamic and overflows <= 1 + self.spare
 
     def state(self) -> dict[str, float]:
         return {"scale": self.value, "good": self.good, "passed": self.passed}
@@ -168,7 +163,7 @@ class Engine:
         if self.pipeline is not None:
             self._meter = PipelineMeter(module)
             self.pipeline.watched = counting(self.clock, self._meter)
-        self._example: Microbatch | None = None  # for passes that other ranks need and this one has no samples for
+        self._example: Any = None  # a microbatch, for passes that other ranks need and this one has no samples for
 
     def _place(self, axes: Axes) -> Sharding:
         """Place the module and its optimizer. Collective."""
@@ -256,11 +251,6 @@ class Engine:
             microbatches = [m for worker in workers for m in worker]
             told = self.through_pipeline(microbatches, [len(x) / samples for x, _ in microbatches])
             return torch.tensor([told], dtype=torch.float64)
-        if self.synchronous and sum(map(len, workers)) != rounds:
-            raise InputError(
-                "BatchNorm needs as many microbatches on each rank as on any other; make train.batch a multiple of "
-                "the ranks, and of train.microbatch on each of them"
-            )
         losses, done = torch.zeros(len(workers), dtype=torch.float64, device=self.device), 0
         tree = TreeSum(self.sharding.gradients) if len(workers) > 1 else None
         for number, worker in enumerate(workers):
@@ -300,17 +290,9 @@ class Engine:
         """Take part in the collective passes of the ranks that have more microbatches than this one."""
         for _ in range(done, rounds):
             if self.sharding.parameters.gathers:
-                self.backward(self.forward(*self._some_example()) * 0.0, reduce=False)
+                self.backward(self.forward(*self._example) * 0.0, reduce=False)
             elif self.sharding.gradients.reduces_each_pass:
                 self.sharding.reducer.finish()
-
-    def _some_example(self) -> Microbatch:
-        """Samples that this rank had before, for passes whose result does not matter."""
-        if self._example is None:
-            raise InputError(
-                "a rank has no samples yet, but sharded parameters need all ranks to compute; raise train.batch"
-            )
-        return self._example
 
     def step(self, lr: float | None = None) -> StepResult:
         """Clip the gradients and update, unless they are not finite on some rank. Collective.
@@ -366,7 +348,7 @@ class Engine:
         if x is None:
             if not self.sharding.parameters.gathers:
                 return torch.zeros(())
-            x, y = self._some_example()
+            x, y = self._example
         if self.pipeline is not None:
             return torch.tensor(self.compute(self.pipeline.evaluate, x, y, seen), dtype=torch.float64)
         was_training = self.module.training

@@ -12,10 +12,10 @@ from mpitrain.config.batch_sizes import accumulation
 from mpitrain.config.deepspeed import DeepSpeedConfig
 from mpitrain.config.section import declared
 from mpitrain.config.settings import Config
-from mpitrain.errors import InputError, refusal
+from mpitrain.errors import refusal
 from mpitrain.mesh import mesh_shape
 from mpitrain.pipe.schedules import default_microbatches
-from mpitrain.trainer.optimizing.schedules import RateSchedule, schedule_of
+from mpitrain.trainer.optimizing import RateSchedule, schedule_of
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,13 @@ def from_config(config: Config, ranks: int, *, own_optimizer: bool, origin: str 
         without_effect = sorted(key for key, field in changed.items() if not declared(field, "decisive"))
         unused = {key: field for key, field in changed.items() if declared(field, "decisive")}
     if unused:
-        raise _refusal(unused, origin)
+        names = sorted(unused)
+        shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+        beside = any(declared(field, "loop") == "for_optimizer" for field in unused.values())
+        why = " beside an optimizer of your own" if beside else ""
+        raise refusal(
+            f"{origin}: mt.initialize does nothing with {shown}{why}; remove them, or run mpitrain.train, which does"
+        )
     schedule = None if own_optimizer else schedule_of(config.optim, config.train.steps, evaluates=False)
     return Settings(config, *_batch(config, ranks), schedule, tuple(without_effect))
 
@@ -110,13 +116,3 @@ def _batch(config: Config, ranks: int) -> tuple[int, int]:
             micro = share // next(count for count in range(least, share + 1) if share % count == 0)
     names = ("train.batch", "train.microbatch", "train.accumulation")
     return accumulation(batch, micro, train.accumulation or None, ranks=data, names=names)
-
-
-def _refusal(unused: dict[str, FieldInfo], origin: str) -> InputError:
-    names = sorted(unused)
-    shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-    beside = any(declared(field, "loop") == "for_optimizer" for field in unused.values())
-    why = " beside an optimizer of your own" if beside else ""
-    return refusal(
-        f"{origin}: mt.initialize does nothing with {shown}{why}; remove them, or run mpitrain.train, which does"
-    )

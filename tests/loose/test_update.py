@@ -9,8 +9,7 @@ import torch
 from support import config_of
 from torch import nn
 
-from mpitrain.loose.clock import Clock
-from mpitrain.loose.letters import Commit, LetterKind, Remembered, StepRecord
+from mpitrain.loose.clock import Clock, Commit, LetterKind, Remembered, StepRecord
 from mpitrain.loose.server import Server
 from mpitrain.loose.sharding import Roles, ServedSharding
 

@@ -74,7 +74,7 @@ def test_what_no_microbatch_of_a_step_uses_is_neither_decayed_nor_counted(world,
     mesh = Mesh.make(world, pipeline=2 if world.size == 4 else world.size)
     settings = ParallelSection(pipeline=mesh.pipeline.size, **SCHEDULES[kind])
     divided = divide(
-        model(), mesh, settings, plan={}, criterion=lambda: loss_of, cut="uniform", recompute=recompute,
+        model(), mesh, settings, criterion=lambda: loss_of, cut="uniform", recompute=recompute,
         device=torch.device("cpu"),
     )  # fmt: skip
     made = optimizer(divided.module)

@@ -73,7 +73,7 @@ def steps_of(
     engine: Engine, comm, data, *, first=0, steps=STEPS, microbatches=1, workers=0, delay=lambda: None
 ) -> list[float]:
     """The losses of training with an engine, every step's global batch cut over the ranks."""
-    division = VirtualWorkers.of(comm, bool(workers), workers)
+    division = VirtualWorkers.of(comm.size, bool(workers), workers, comm.rank)
     losses = []
     for step in range(first, first + steps):
         x, y = data(step)

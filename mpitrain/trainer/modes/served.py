@@ -26,8 +26,7 @@ from mpitrain.data import Batch
 from mpitrain.data.on_device import on_device, pin
 from mpitrain.errors import refusal
 from mpitrain.layout import split
-from mpitrain.loose.clock import Clock, Portion
-from mpitrain.loose.letters import Commit, LetterKind, Remembered, StepRecord
+from mpitrain.loose.clock import Clock, Commit, LetterKind, Portion, Remembered, StepRecord
 from mpitrain.loose.server import Server
 from mpitrain.loose.sharding import OwnShares, Roles, ServedSharding, squares
 from mpitrain.loose.worker import ServedWorker
@@ -35,13 +34,12 @@ from mpitrain.mesh import Mesh
 from mpitrain.ownership import Axes
 from mpitrain.shard.ddp import broadcast_state, broadcast_tensors
 from mpitrain.shard.virtual_workers import VirtualWorkers
-from mpitrain.trainer.callback import Restored, Step
 from mpitrain.trainer.data import GroupPlaces, augment_of
 from mpitrain.trainer.elastic import Survivors, TooFewLeft
 from mpitrain.trainer.engine import Engine, StepResult
 from mpitrain.trainer.memory import MemoryAccount
 from mpitrain.trainer.options import every_setting
-from mpitrain.trainer.run import Run, Strategy
+from mpitrain.trainer.run import Restored, Run, Step, Strategy
 from mpitrain.trainer.saving import SaveSchedule
 from mpitrain.trainer.state import EngineState
 
@@ -242,8 +240,9 @@ class Session:
         self._server = self._make_server(world, remembered) if world.rank in roles.servers else None
         self._worker = ServedWorker(roles, self._sharding.flats, self._boxes, self._staleness == 0, self._raise_failure)
         if world.rank in roles.workers:
-            pulled, worker = self._sharding.pulled, self._worker
-            pulled.need, worker.came, self._sharding.pushed.push = worker.need, pulled.came, worker.push
+            parameters, worker = self._sharding.parameters, self._worker
+            parameters.need, worker.came = worker.need, parameters.came
+            self._sharding.gradients.push = worker.push
 
     def _make_server(self, world: Communicator, remembered: Remembered) -> Server:
         roles, flats, sharding = self._roles, self._sharding.flats, self._sharding
@@ -335,7 +334,7 @@ class Session:
         trainer, worker = self._trainer, self._worker
         done = trainer.step
         while True:
-            portion = worker.claim(limit, stop=trainer.stop_asked)
+            portion = worker.claim(limit, stop=bool(trainer.stop_reason))
             while worker.records and (portion is not None or worker.records[0].step < worker.portion.step):
                 step = self._step(worker.records.popleft(), together=False)
                 done = step.number

@@ -39,13 +39,9 @@ class Generators:
     """
 
     def __init__(self, mesh: Mesh, device: torch.device) -> None:
-        self._mesh, self._device = mesh, device
+        self._mesh, self._device, self._name = mesh, device, f"{RANDOM}{mesh.world.rank}"
         self.seed = int(mesh.world.broadcast_object(torch.initial_seed()))
         self._filled: torch.Tensor | None = None
-
-    @property
-    def _name(self) -> str:
-        return f"{RANDOM}{self._mesh.world.rank}"
 
     def part(self) -> Part:
         """This rank's generators, as a part of a checkpoint."""

@@ -32,12 +32,10 @@ from mpitrain.layers.precision import DTYPES
 from mpitrain.mesh import Mesh
 from mpitrain.shard.ddp import DistributedDataParallel, broadcast_state
 from mpitrain.shard.flat_parameters import has_stepped
-from mpitrain.tensor import plan_for
 from mpitrain.trainer.assemble import DividedModel, Plan, compile_blocks, divide, refuse_divisions
 from mpitrain.trainer.device import found_on, move
 from mpitrain.trainer.engine import Engine, Loss, LossScale
-from mpitrain.trainer.optimizing.optimizer import ParameterRoles, make_optimizer, optimizer_class
-from mpitrain.trainer.optimizing.schedules import make_scheduler
+from mpitrain.trainer.optimizing import ParameterRoles, make_optimizer, make_scheduler, optimizer_class
 from mpitrain.trainer.options import Settings, every_setting, from_config, from_deepspeed
 from mpitrain.trainer.own_loop.checks import GivenModel
 from mpitrain.trainer.own_loop.training_engine import PipelineEngine, TrainingEngine
@@ -319,9 +317,9 @@ def place_on_mesh(
     """
     own = getattr(model, "loss", None)
     own, before = own if callable(own) else None, getattr(model, "criterion", None)
-    staged, split = mesh.pipeline.size > 1, mesh.tensor.size > 1
+    staged, whole = mesh.pipeline.size > 1, mesh.pipeline.size * mesh.tensor.size == 1
     device = found_on(model, config.run.device, mesh.world)
-    if staged or split:
+    if not whole:
         broadcast_state(model, mesh.world)  # parts are to be those of one model
 
     def criterion() -> Callable[[Any, Any], torch.Tensor]:
@@ -337,14 +335,14 @@ def place_on_mesh(
         model,
         mesh,
         config.parallel,
-        plan=plan_for(model, plan, sequence=config.parallel.sequence) if split else {},
         criterion=criterion,
         cut=config.parallel.cut,
         recompute=config.train.recompute,
         device=device,
+        plan=plan,
         blocks=blocks,
     )
-    if not (staged or split):
+    if whole:
         if own is None and (blocks or plan is not None or hasattr(model, "pipeline_blocks")):
             own = before  # as it would be with stages
         return divided, loss if loss is not None else own

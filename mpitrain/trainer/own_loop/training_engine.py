@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from mpitrain.checkpoint import MODEL, Manifest, Part, Store
 from mpitrain.comm import Communicator
@@ -21,8 +20,7 @@ from mpitrain.mesh import Mesh
 from mpitrain.trainer.device import full_told, moved
 from mpitrain.trainer.engine import Engine, Loss
 from mpitrain.trainer.memory import MemoryAccount
-from mpitrain.trainer.optimizing.optimizer import states_after_step
-from mpitrain.trainer.optimizing.schedules import next_rate
+from mpitrain.trainer.optimizing import next_rate, states_after_step
 from mpitrain.trainer.options import Settings
 from mpitrain.trainer.own_loop.checks import (
     ClosedEngine,
@@ -42,8 +40,19 @@ ALL = 1 << 30  # checkpoints kept: the caller removes them
 class TrainingEngine:
     """A model that trains over the ranks of a communicator. Made by `initialize`.
 
-    mesh: the ranks along data, pipeline and tensor. steps: updates made so far, and skipped ones. norm: of the last
-    step's gradients, before clipping. Gradients are averaged over data-parallel ranks and microbatches.
+    Gradients are averaged over data-parallel ranks and microbatches.
+
+    Attributes:
+        module: The model, or this rank's part of it.
+        optimizer: Optimizer of this rank's part.
+        device: Where the model is, and batches are moved.
+        mesh: The ranks along data, pipeline and tensor.
+        data_rank: This rank's number among those that take different samples: the `rank` of a DistributedSampler.
+        data_size: Number of ranks that take different samples: the `num_replicas` of a DistributedSampler.
+        is_first_stage: Whether this rank has the model's first block, which uses x.
+        is_last_stage: Whether this rank has the model's last block, whose loss uses y.
+        steps: Updates made so far, and skipped ones.
+        norm: 2-norm of the last step's gradients, before clipping.
     """
 
     def __init__(
@@ -51,7 +60,10 @@ class TrainingEngine:
     ) -> None:
         self._engine: Any = engine  # an Engine, until it is closed
         self.settings, self._loss, self._scheduler = settings, loss, scheduler
-        self.mesh, self._given = mesh, given
+        self.module, self.optimizer, self.device = engine.module, engine.optimizer, engine.device
+        self.mesh, self._given, stages = mesh, given, mesh.pipeline
+        self.data_rank, self.data_size = engine.comm.rank, engine.comm.size
+        self.is_first_stage, self.is_last_stage = stages.rank == 0, stages.rank == stages.size - 1
         given.take(engine.module)
         self.steps, self._passes, self.norm, self.skipped = 0, 0, 0.0, 0
         self._own_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
@@ -68,41 +80,6 @@ class TrainingEngine:
         raise InputError(  # an engine that is taken for DeepSpeed's tuple of four
             "mt.initialize returns the engine alone, which has .optimizer; write engine = mt.initialize(...)"
         )
-
-    @property
-    def module(self) -> nn.Module:
-        """The model, or this rank's part of it."""
-        return self._engine.module
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """Optimizer of this rank's part."""
-        return self._engine.optimizer
-
-    @property
-    def device(self) -> torch.device:
-        """Where the model is, and batches are moved."""
-        return self._engine.device
-
-    @property
-    def data_rank(self) -> int:
-        """This rank's number among those that take different samples: the `rank` of a DistributedSampler."""
-        return self._engine.comm.rank
-
-    @property
-    def data_size(self) -> int:
-        """Number of ranks that take different samples: the `num_replicas` of a DistributedSampler."""
-        return self._engine.comm.size
-
-    @property
-    def is_first_stage(self) -> bool:
-        """Whether this rank has the model's first block, which uses x."""
-        return self.mesh.pipeline.rank == 0
-
-    @property
-    def is_last_stage(self) -> bool:
-        """Whether this rank has the model's last block, whose loss uses y."""
-        return self.mesh.pipeline.rank == self.mesh.pipeline.size - 1
 
     @contextmanager
     def _computing(self) -> Iterator[None]:
@@ -231,8 +208,7 @@ class TrainingEngine:
         Raises what `train_batch` raises.
         """
         self._require_loss("eval_batch")
-        count = self.settings.accumulate
-        return self.evaluate([self._next(batches, number) for number in range(count)])
+        return self.evaluate([self._next(batches, number) for number in range(self.settings.accumulate)])
 
     def evaluate(self, batches: Iterable[tuple[Any, Any]]) -> float:
         """The mean loss of all samples (x, y) of this and the other ranks, in evaluation mode. Collective.
@@ -374,7 +350,7 @@ class TrainingEngine:
         elif self.mesh.world.size > 1:
             self.mesh.tensor.free()
         self._given.release()
-        self._engine = self._store = ClosedEngine(self.module, self.optimizer, self.device, self._engine.comm)
+        self._engine = self._store = ClosedEngine()
 
 
 class PipelineEngine(TrainingEngine):

@@ -28,11 +28,10 @@ from mpitrain.models.build import loss_unit
 from mpitrain.monitor import EventLog, Outcome, RunFacts, banner, closing, peak_memory_bytes
 from mpitrain.storage import proc
 from mpitrain.storage.text import spoken
-from mpitrain.trainer.callback import Callback, Step
 from mpitrain.trainer.folder import AGAIN
 from mpitrain.trainer.held_out.measuring import LOSS
 from mpitrain.trainer.recording.records import figure
-from mpitrain.trainer.run import Run
+from mpitrain.trainer.run import Callback, Run, Step
 from mpitrain.trainer.stopping import LearningCheck
 
 # of what the banner tells, what the event `start` has too
