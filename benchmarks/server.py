@@ -26,15 +26,13 @@ from benchmarks.runner.jobs import BenchmarkParser, run, summaries, timed
 from benchmarks.runner.peers import rpc
 from benchmarks.runner.report import Panel, Report, ReportTable, milliseconds
 from mpitrain.comm import Communicator
+from mpitrain.config.settings import Config
 from mpitrain.errors import CommunicationError
-from mpitrain.loose.clock import Clock, Portion
-from mpitrain.loose.letters import Commit, Remembered, Rules
-from mpitrain.loose.memory import OwnShares, Roles
+from mpitrain.loose.clock import Clock, Commit, Portion, Remembered
 from mpitrain.loose.server import Server
-from mpitrain.loose.sharding import ServedSharding
+from mpitrain.loose.sharding import OwnShares, Roles, ServedSharding
 from mpitrain.loose.worker import ServedWorker
 from mpitrain.measuring.self_start import byte_sizes, temporary_folder
-from mpitrain.shard.sharding import Options
 from mpitrain.storage.text import bytes_text
 
 SERVER = 0  # the rank that serves; the others are workers
@@ -141,11 +139,11 @@ class ModeServer:
         alone = world.subgroup([world.rank])
         assert alone is not None
         optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
-        self._sharding = ServedSharding(module, optimizer, alone, Options(bucket_mb=25.0), world, roles)
+        self._sharding = ServedSharding(module, optimizer, alone, Config(), world, roles)
         self._boxes = world.mailbox("to servers"), world.mailbox("to workers")
         flats, self._buckets = self._sharding.flats, range(len(self._sharding.flats.buckets))
         self._step = 0
-        self._worker = ServedWorker(roles, flats, self._boxes, None, lambda: None)
+        self._worker = ServedWorker(roles, flats, self._boxes, False, lambda: None)
         self._server = self._make_server(roles) if desk.serves else None
         self.x, self.y = (of[0].tensor[: desk.numel] for of in (flats.gradients, flats.parameters))
 
@@ -155,7 +153,9 @@ class ModeServer:
         inbox = {w: OwnShares(groups, 0, [torch.float32]) for w in roles.workers if not flats.sees(w)}
         remembered, apart = Remembered(len(roles.workers), 0), dict.fromkeys(roles.workers, 0)
         clock = Clock(remembered.applied(), roles.workers, None)
-        return Server(0, roles, flats, update, self._boxes, remembered, clock, Rules(None, False, 0.0), 0, apart, inbox)
+        asynchronous = {"mode": "server", "staleness": "none"}
+        config = Config.from_dict({"parallel": asynchronous, "train": {"clip": 0.0}})
+        return Server(0, roles, flats, update, self._boxes, remembered, clock, config, 0, apart, inbox)
 
     def push(self) -> None:
         """Return when the server has updated its parameters; a worker's x may then be written."""

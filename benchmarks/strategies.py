@@ -40,7 +40,7 @@ from mpitrain.models import build_model
 from mpitrain.shard.virtual_workers import VirtualWorkers
 from mpitrain.trainer.data import batches, open_data
 from mpitrain.trainer.memory import ActivationMeter
-from mpitrain.trainer.optimizing.optimizer import make_optimizer
+from mpitrain.trainer.optimizing import make_optimizer
 
 SECONDS = 5.0  # of a measurement
 DDP = "DDP"  # with which the others are compared
@@ -159,7 +159,7 @@ class PeerRun:
         data, _ = open_data(config, world)
         torch.manual_seed(config.run.seed)
         task = build_model(config.model, data.description)
-        share = VirtualWorkers.of(world, False, config.run.workers).share
+        share = VirtualWorkers(world.rank, world.size, world.size).share
         self._coming = iter(self._batches.enter_context(batches(config, share, data, 0)))
         self._module = task.module
 

@@ -45,7 +45,7 @@ from mpitrain.data import Batch
 from mpitrain.measuring.self_start import temporary_folder
 from mpitrain.models.task import Task
 from mpitrain.monitor.run_files import read_metrics
-from mpitrain.trainer.callback import Step
+from mpitrain.trainer.run import Step
 from mpitrain.trainer.trainer import STRATEGIES, Trainer
 
 SYNC = "sync"

@@ -39,8 +39,7 @@ VALUES = {
 PUBLIC = {  # pages' headings, and the modules whose public names are under them; "module:Name,Name" for some
     "The package": ["mpitrain"],
     "Steps and engines": [
-        "mpitrain.trainer.callback:Step,Restored",
-        "mpitrain.trainer.run:Run",
+        "mpitrain.trainer.run:Step,Restored,Run",
         "mpitrain.trainer.own_loop.training_engine:TrainingEngine",
         "mpitrain.trainer.own_loop.training_engine:PipelineEngine",
         "mpitrain.trainer.memory:MemoryAccount",

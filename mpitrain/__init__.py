@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from mpitrain.pipe.pipeline import Pipeline
     from mpitrain.shard.ddp import DistributedDataParallel
     from mpitrain.tensor import parallelize
-    from mpitrain.trainer.callback import Callback
     from mpitrain.trainer.own_loop.initialize import initialize
+    from mpitrain.trainer.run import Callback
     from mpitrain.trainer.trainer import Trainer
 
 _HOMES = {  # of the names that do not come from mpitrain.comm
-    "Callback": "mpitrain.trainer.callback",
+    "Callback": "mpitrain.trainer.run",
     "DistributedDataParallel": "mpitrain.shard.ddp",
     "InputError": "mpitrain.errors",
     "Mesh": "mpitrain.mesh",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,7 +27,7 @@ from mpitrain.models.hugging_face import PREFIX
 from mpitrain.models.hugging_face.families import Facade
 from mpitrain.models.hugging_face.folder import save_folder
 from mpitrain.storage.commit import new_folder
-from mpitrain.storage.disk import replacing
+from mpitrain.storage.disk import replacing, require_new
 
 _FILES = (".safetensors", ".pt")
 
@@ -81,7 +80,7 @@ def write_merged(run: Path, out: Path, *, trust: bool = False) -> str:
     Returns:
         What was written, in words.
     """
-    _require_new(out)
+    require_new(out)
     task, section = trained(run, trust=trust)
     folder = section.factory.startswith(PREFIX) and not out.suffix
     if not folder and out.suffix not in _FILES:
@@ -114,7 +113,7 @@ def write_peft(run: Path, out: Path, *, trust: bool = False) -> str:
     Returns:
         What was written, in words.
     """
-    _require_new(out)
+    require_new(out)
     task, section = trained(run, trust=trust)
     layers = adapted_layers(task.module)
     turned = {layer.transposed for layer in layers.values()}
@@ -149,11 +148,6 @@ def write_peft(run: Path, out: Path, *, trust: bool = False) -> str:
 def _write(tensors: dict[str, torch.Tensor], path: Path) -> None:
     specs = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     write_safetensors(path, specs, tensors.__getitem__)
-
-
-def _require_new(out: Path) -> None:
-    if os.path.lexists(out):
-        raise InputError(f"{out} exists already; give another name, or remove it")
 
 
 if __name__ == "__main__":

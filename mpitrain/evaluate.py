@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None, world: Communicator | None = None) -
     words, flags = _divided(list(sys.argv[1:] if argv is None else argv))
     read = early.read_arguments(lambda: _options(words)) if world is None else None
     from mpitrain.comm import init
-    from mpitrain.trainer.held_out.evaluating import Asked, Evaluator, checkpoint_of
+    from mpitrain.trainer.held_out.evaluating import Evaluator, checkpoint_of
 
     world = world or init()
     options = read or _options(words)
@@ -47,10 +47,8 @@ def main(argv: Sequence[str] | None = None, world: Communicator | None = None) -
     found = world.on_root(
         lambda: [str(p or "") for p in checkpoint_of(options.run, best=options.best, step=options.step)]
     )
-    run, checkpoint = Path(found[0]), Path(found[1]) if found[1] else None
-    samples, confusion = options.samples or 0, options.confusion is not None
-    asked = Asked(run, checkpoint, options.data, options.split, samples, confusion, options.trust)
-    told = Evaluator(asked, flags, world).evaluation()
+    options.run, options.checkpoint = Path(found[0]), Path(found[1]) if found[1] else None
+    told = Evaluator(options, flags, world).evaluation()
     world.on_root(lambda: _tell(told, options))
     return EXIT_DONE
 

@@ -30,7 +30,7 @@ from mpitrain.config.training import ModelSection
 from mpitrain.data import Description, open_dataset
 from mpitrain.data.format import TOKENIZER, TRAIN, ColumnSpec
 from mpitrain.errors import CheckpointError, InputError, refusal
-from mpitrain.layers.base_weights import require_whole
+from mpitrain.layers.lora import require_whole
 from mpitrain.layout import Piece, logical_of
 from mpitrain.models import build_model
 from mpitrain.models.hugging_face import PREFIX

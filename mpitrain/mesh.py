@@ -103,9 +103,14 @@ def mesh_shape(ranks: int, data: int | str, pipeline: int, tensor: int) -> tuple
         return ranks // each, pipeline, tensor
     if data != "auto" and int(data) * each == ranks:
         return int(data), pipeline, tensor
+    shapes = [
+        (ranks // (p * t), p, t) for p in range(1, ranks + 1) for t in range(1, ranks // p + 1) if ranks % (p * t) == 0
+    ]
+    shapes.sort(key=lambda s: (abs(s[1] - pipeline) + abs(s[2] - tensor), s))
+    nearest = ", ".join("x".join(map(str, shape)) for shape in shapes[:4])
     raise refusal(
         f"parallel.data {data} x parallel.pipeline {pipeline} x parallel.tensor {tensor} does not make {ranks} ranks; "
-        f"{_what_fits(ranks, pipeline, tensor)}"
+        f"data x pipeline x tensor may be {nearest}"
     )
 
 
@@ -173,16 +178,6 @@ def tensor_groups_first(nodes: Sequence[int], tensor: int) -> list[int]:
         groups += ranks[:whole]
         over += ranks[whole:]
     return groups + over
-
-
-def _what_fits(ranks: int, pipeline: int, tensor: int) -> str:
-    """The nearest shapes that fit, for a message."""
-    shapes = [
-        (ranks // (p * t), p, t) for p in range(1, ranks + 1) for t in range(1, ranks // p + 1) if ranks % (p * t) == 0
-    ]
-    shapes.sort(key=lambda s: (abs(s[1] - pipeline) + abs(s[2] - tensor), s))
-    listed = ", ".join("x".join(map(str, shape)) for shape in shapes[:4])
-    return f"data x pipeline x tensor may be {listed}"
 
 
 def _crosses_nodes(nodes: tuple[int, ...], tensor: int) -> bool:

@@ -8,7 +8,7 @@
 The record of a tensor is made once, when the model is divided. It answers
 
     who adds a gradient to the norm       the first copy along tensor and pipeline; of it each data rank its share
-    whose value all data ranks begin with the first's
+    whose value all data ranks begin with that of the data rank named as its source: the first
     who writes it into a checkpoint       the first copy along tensor and pipeline: each data rank its share, or, where
                                           the data axis replicates it, an equal part of all that is so
 """
@@ -26,7 +26,7 @@ from mpitrain.layout import Slice, is_replicated, logical_of
 
 if TYPE_CHECKING:
     from mpitrain.comm import Communicator
-    from mpitrain.layers.base_weights import BaseWeights
+    from mpitrain.layers.lora import BaseWeights
     from mpitrain.pipe.pipeline import Pipeline
 
 TENSOR, DATA = "tensor", "data"  # axes that may divide a tensor
@@ -42,12 +42,14 @@ class Ownership:
         first: Whether this rank's is the first copy along all axes but data.
         leads: Whether this rank is the first along them that has any of it: it writes what all of these know, such as
             the optimizer's step.
+        source: Number along the data axis of the rank whose value all ranks of that axis begin with.
     """
 
     slice: Slice
     divided: tuple[str, ...] = ()
     first: bool = True
     leads: bool = True
+    source: int = 0
 
     @staticmethod
     def of(tensor: Tensor, tensor_rank: int = 0, *, copied: bool = False) -> Ownership:

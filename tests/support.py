@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from mpitrain.comm import Communicator
+    from mpitrain.config.settings import Config
 
 ROOT = Path(__file__).resolve().parents[1]
 RANK = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ.get("PMI_RANK") or 0)
@@ -26,6 +27,17 @@ memory_bandwidth = "20 GB/s"
 [core.matrix]
 fp32 = { 256 = "50 Gflop/s" }
 """
+
+
+def config_of(**settings: object) -> Config:
+    """A configuration from settings by key alone, as `zero=1, bucket_mb=0.004`; no clipping unless asked."""
+    from mpitrain.config.settings import Config, sections
+
+    known = {key: section for section in ("comm", "run", "train", "parallel") for key in sections()[section]}
+    values: dict[str, dict[str, object]] = {}
+    for key, value in {"clip": 0.0, **settings}.items():
+        values.setdefault(known[key], {})[key] = value
+    return Config.from_dict(values)
 
 
 def launcher(ranks: int) -> list[str]:

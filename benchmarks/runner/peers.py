@@ -27,9 +27,9 @@ from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.memory.buffers import MPI_TYPES
 from mpitrain.comm.plain_mpi import PlainMPI
 from mpitrain.comm.runtime.executor import Call
+from mpitrain.config.settings import Config
 from mpitrain.errors import CommunicationError, InputError
 from mpitrain.models.gpt import GPT
-from mpitrain.shard.sharding import Options
 from mpitrain.trainer.engine import Engine
 
 _PATIENCE = timedelta(seconds=300)
@@ -375,17 +375,17 @@ class Trainee:
 
 # the last is the device on which to train in bf16: ours by itself, plain torch by autocast; None: on the CPU in fp32
 Build = Callable[[Communicator, Shape, Iterator[Batch], int, torch.device | None], Trainee]
-_OURS = {
-    "DDP": Options(zero=0),
-    **{f"ZeRO-{stage}": Options(zero=stage) for stage in (1, 2, 3)},
-    "ZeRO-3 gathered": Options(zero=3, share_node=False),
+_OURS: dict[str, dict[str, Any]] = {
+    "DDP": {"zero": 0},
+    **{f"ZeRO-{stage}": {"zero": stage} for stage in (1, 2, 3)},
+    "ZeRO-3 gathered": {"zero": 3, "share_node": False},
 }
 
 
 def contenders() -> dict[str, Build | str]:
     """By name: how to make it, or why it cannot run here."""
     found: dict[str, Build | str] = {ALONE: partial(_theirs, make=of_torch)}
-    found |= {name: partial(_ours, options=options) for name, options in _OURS.items()}
+    found |= {name: partial(_ours, parallel=parallel) for name, parallel in _OURS.items()}
     return found | {name: m if isinstance(m, str) else partial(_theirs, make=m) for name, m in peers().items()}
 
 
@@ -440,11 +440,16 @@ def _theirs(
 
 
 def _ours(
-    world: Communicator, shape: Shape, of: Iterator[Batch], samples: int, device: torch.device | None, options: Options
+    world: Communicator,
+    shape: Shape,
+    of: Iterator[Batch],
+    samples: int,
+    device: torch.device | None,
+    parallel: dict[str, Any],
 ) -> Trainee:
-    model = shape.build().to(device)
+    model, train = shape.build().to(device), {"clip": 0.0, "precision": "fp32" if device is None else "bf16"}
     engine = Engine(
-        model, model.loss, _optimizer(model), world, options, precision="fp32" if device is None else "bf16"
+        model, model.loss, _optimizer(model), world, Config.from_dict({"parallel": parallel, "train": train})
     )
 
     def forward_backward(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

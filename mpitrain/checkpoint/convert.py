@@ -32,7 +32,7 @@ from mpitrain.checkpoint.manifest import DTYPES, MODEL, Manifest, Shape, Size, T
 from mpitrain.errors import InputError, first_problem
 from mpitrain.layout import Piece
 from mpitrain.storage.commit import begin_folder, temporary_name
-from mpitrain.storage.disk import open_plain, reason, replacing
+from mpitrain.storage.disk import open_plain, reason, replacing, require_new
 from mpitrain.storage.hdf5 import begin_file, image_bytes
 from mpitrain.storage.text import bytes_text
 
@@ -56,8 +56,7 @@ def export(folder: Path, out: Path) -> int:
         InputError: The file is there already, cannot be written, or is of no known kind.
         CheckpointError: The checkpoint is not whole.
     """
-    if os.path.lexists(out):
-        raise InputError(f"{out} exists already; give another name, or remove it")
+    require_new(out)
     manifest = whole(folder)
     sources = {name.removeprefix(MODEL): name for name in manifest.tensors if name.startswith(MODEL)}
     if not sources:

@@ -3,16 +3,22 @@
     y = x W^T + b  +  alpha / rank * dropout(x) A^T B^T        A [rank, in], B [out, rank]
 
 W and b are frozen; A and B are trained. B begins as zeros, so that the layer begins as it was.
+
+The frozen weights under adapters are not saved, but come from their source again, and must be the same (`BaseWeights`).
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
+
+from mpitrain.errors import refusal
+from mpitrain.storage.extents import crc32
 
 
 class LoraLinear(nn.Module):
@@ -45,6 +51,7 @@ class LoraLinear(nn.Module):
         super().__init__()
         outputs, inputs = reversed(weight.shape) if transposed else weight.shape
         self.rank, self.alpha, self.dropout, self.transposed = rank, alpha, dropout, transposed
+        self.scale = alpha / rank  # of the adapter's output
         self.weight, self.bias = weight, bias
         weight.requires_grad_(False)
         if bias is not None:
@@ -52,11 +59,6 @@ class LoraLinear(nn.Module):
         self.lora_a = nn.Parameter(weight.new_empty(rank, inputs))
         self.lora_b = nn.Parameter(weight.new_zeros(outputs, rank))
         nn.init.kaiming_uniform_(self.lora_a, a=math.sqrt(5))
-
-    @property
-    def scale(self) -> float:
-        """What the adapter's output is multiplied with."""
-        return self.alpha / self.rank
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = functional.linear(x, self.weight.t() if self.transposed else self.weight, self.bias)
@@ -109,3 +111,75 @@ def linear_parts(module: nn.Module) -> LinearParts | None:
     if kind is nn.Linear or transposed:
         return LinearParts(module.weight, module.bias, transposed, module.training)  # type: ignore[arg-type]
     return None
+
+
+@dataclass(frozen=True)
+class BaseWeights:
+    """What is frozen in a model with adapters.
+
+    Attributes:
+        source: Where it comes from, the setting.
+        names: Of the parameters, in the whole model.
+        crc: Of their names, shapes and values.
+        adapter: What the adapters are: rank, alpha and the like.
+        seed: Of torch's generator when the model was made, from which weights without a file come.
+        checkpoint: The folder that they come from, where model.base names one.
+    """
+
+    source: str
+    names: frozenset[str]
+    crc: int
+    adapter: dict[str, Any] = field(default_factory=dict)
+    seed: int = 0
+    checkpoint: str = ""
+
+    @staticmethod
+    def of(module: nn.Module, source: str, adapter: dict[str, Any] | None = None, checkpoint: str = "") -> BaseWeights:
+        """Of a whole model that was just made, what it does not train. Every value is read once."""
+        names, crc = set[str](), 0
+        for name, parameter in module.named_parameters():
+            if not parameter.requires_grad:
+                names.add(name)
+                crc = crc32(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode(), crc)
+                data = parameter.detach().cpu().contiguous().reshape(-1)
+                crc = crc32(data.view(torch.uint8).numpy(), crc) if data.numel() else crc
+        return BaseWeights(source, frozenset(names), crc, adapter or {}, torch.initial_seed(), checkpoint)
+
+    def values(self) -> dict[str, Any]:
+        """What a checkpoint says of it."""
+        told = {"source": self.source, "crc32": self.crc, "seed": self.seed, "adapter": self.adapter}
+        return told | ({"checkpoint": self.checkpoint} if self.checkpoint else {})
+
+    def require(self, found: Any) -> None:
+        """Raise InputError, on all ranks alike, unless a checkpoint's values are of these weights and adapters."""
+        if not isinstance(found, dict):
+            raise refusal(
+                f"the checkpoint holds a whole model, and this run trains adapters of {self.source}; give another "
+                "run.dir, or set model.lora to 0"
+            )
+        if found.get("crc32") != self.crc:
+            raise refusal(
+                f"the checkpoint's adapters are for other base weights than those of {self.source} now (they came from "
+                f"{found.get('source')}, run.seed {found.get('seed')}); give these again, or another run.dir"
+            )
+        if (there := found.get("adapter")) != self.adapter:
+            raise refusal(
+                f"the checkpoint's adapters are {_told(there)}, and this run's {_told(self.adapter)}; set model.lora, "
+                "lora_alpha and lora_targets as they were, or give another run.dir"
+            )
+
+
+def require_whole(found: Any) -> None:
+    """Raise InputError, on all ranks alike, for a checkpoint's values that are of adapters, where a model is whole."""
+    if isinstance(found, dict):
+        raise refusal(
+            f"the checkpoint holds adapters of {found.get('source')} alone ({_told(found.get('adapter'))}); set "
+            "model.lora and model.factory as they were, or give another run.dir"
+        )
+
+
+def _told(adapter: Any) -> str:
+    known = adapter if isinstance(adapter, dict) else {}
+    names = known.get("layers", ())
+    more = f" in {len(names)} layers" if names else ""
+    return f"of rank {known.get('rank')} and alpha {known.get('alpha')}{more}" if known else "others"

@@ -26,7 +26,6 @@ from dataclasses import dataclass
 
 import torch
 
-from mpitrain.choices import Outer
 from mpitrain.comm import Communicator, Work
 from mpitrain.comm.compression import Bucket
 from mpitrain.config.parallel import ParallelSection
@@ -177,14 +176,6 @@ class FlatSlice:
                 tensor.copy_(dense)
 
 
-def by_kind(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
-    """The numbers of tensors that have the same dtype and device, together."""
-    found: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    for number, tensor in enumerate(tensors):
-        found.setdefault((tensor.dtype, tensor.device), []).append(number)
-    return list(found.values())
-
-
 class OuterOptimizer:
     """Updates what all groups share. Its momentum is a flat tensor of this rank's slice, alike in all groups.
 
@@ -195,18 +186,16 @@ class OuterOptimizer:
         nesterov   one step of SGD with Nesterov momentum, as `torch.optim.SGD(nesterov=True)` computes it
 
     Args:
-        name: Setting parallel.outer.
+        parallel: Settings outer, outer_lr and outer_momentum.
         slices: One tensor of each slice, for its length, dtype and device.
-        lr: Learning rate of nesterov.
-        momentum: Momentum of nesterov, at least 0, below 1.
 
     Attributes:
         momenta: Momentum of each slice; empty where there is none.
     """
 
-    def __init__(self, name: Outer, slices: Sequence[torch.Tensor], lr: float, momentum: float) -> None:
-        self.momenta = [torch.zeros_like(s) for s in slices] if name == "nesterov" else []
-        self._lr, self._momentum = lr, momentum
+    def __init__(self, parallel: ParallelSection, slices: Sequence[torch.Tensor]) -> None:
+        self.momenta = [torch.zeros_like(s) for s in slices] if parallel.outer == "nesterov" else []
+        self._lr, self._momentum = parallel.outer_lr, parallel.outer_momentum
 
     def step(self, number: int, anchor: torch.Tensor, difference: torch.Tensor) -> None:
         """Update a slice in place.
@@ -232,13 +221,13 @@ class Averaging:
         peers: The ranks that have the same slices in the other groups. Nothing else may use this communicator while a
             period lasts.
         weight: This group's part of a global batch.
-        outer: What becomes of the mean difference.
+        parallel: Settings of parallel.mode local.
         buckets: Of each slice, the compression of its differences; empty for none.
-        overlap: Average while the next period is trained.
         reproducible: Average in an order that does not depend on where in a slice an element is.
         wrote: Called when parameters were written, to show them to the group. Collective in it.
 
     Attributes:
+        outer: What becomes of the mean difference.
         ahead: Overlapping, this group's own parameters at the end of the last period, one tensor a slice; None where
             they are the shared ones.
     """
@@ -248,19 +237,18 @@ class Averaging:
         slices: Sequence[FlatSlice],
         peers: Communicator,
         weight: float,
-        outer: OuterOptimizer,
+        parallel: ParallelSection,
         buckets: Sequence[Bucket] = (),
         *,
-        overlap: bool,
         reproducible: bool,
         wrote: Callable[[], None],
     ) -> None:
-        self.slices, self.outer = list(slices), outer
+        self.slices, self.outer = list(slices), OuterOptimizer(parallel, [s.empty() for s in slices])
         self.ahead: list[torch.Tensor] | None = None
         self._peers, self._weight, self._wrote = peers, weight, wrote
         self._buckets: list[Bucket | None] = list(buckets) or [None] * len(self.slices)
-        self._overlap, self._reproducible = overlap, reproducible
-        self._anchored = overlap or bool(buckets) or bool(outer.momenta)
+        self._overlap, self._reproducible = parallel.overlap, reproducible
+        self._anchored = parallel.overlap or bool(buckets) or bool(self.outer.momenta)
         self._anchors: list[torch.Tensor] = []
         self._differences: list[torch.Tensor] = []
         self._works: list[Work | None] = []
@@ -280,10 +268,17 @@ class Averaging:
 
         Afterwards the model holds the same in all groups. final: no further period follows.
         """
-        if not self._overlap:
-            self._average()
-            return
         theta = [s.read() for s in self.slices]
+        if not self._overlap:
+            if self._anchored:
+                self._start(theta, background=False)
+                self._finish()
+                theta = self._anchors
+            else:
+                for values in theta:
+                    self._sum(values.mul_(self._weight), None, background=False)
+            self._put(theta)
+            return
         if self.ahead is not None:
             self._finish()
             for now, before, anchor in zip(theta, self.ahead, self._anchors, strict=True):
@@ -298,18 +293,6 @@ class Averaging:
     def forget(self) -> None:
         """Other parameters were loaded: what was averaged before does not count any more."""
         self._anchors, self.ahead = [], None
-
-    def _average(self) -> None:
-        """Average at once."""
-        theta = [s.read() for s in self.slices]
-        if self._anchored:
-            self._start(theta, background=False)
-            self._finish()
-            theta = self._anchors
-        else:
-            for values in theta:
-                self._sum(values.mul_(self._weight), None, background=False)
-        self._put(theta)
 
     def _start(self, theta: Sequence[torch.Tensor], *, background: bool) -> None:
         """Begin to sum the groups' weighted differences from what they share."""

@@ -22,11 +22,10 @@ from torch import nn
 
 from mpitrain.comm import Work
 from mpitrain.comm.mailbox import Letter, Mailbox
+from mpitrain.config.settings import Config
 from mpitrain.errors import CommunicationError
-from mpitrain.loose.clock import Clock, Portion
-from mpitrain.loose.letters import AppliedPart, Commit, LetterKind, Pull, Remembered, Rules, StepRecord, Summing
-from mpitrain.loose.memory import OwnShares, Roles, SharedFlats
-from mpitrain.loose.update import ShareUpdate
+from mpitrain.loose.clock import AppliedPart, Clock, Commit, LetterKind, Portion, Pull, Remembered, StepRecord, Summing
+from mpitrain.loose.sharding import OwnShares, Roles, SharedFlats, ShareUpdate
 
 _IDLE = 0.5  # seconds between looks at whether to go on
 _RECEIVING = 1e-4  # likewise while payloads arrive
@@ -43,7 +42,7 @@ class Server:
         boxes: What servers are asked in, and what all ranks are answered in.
         remembered: What was applied before.
         clock: Gives out samples, on the server that does: the first.
-        rules: How gradients are applied.
+        config: The settings: of staleness and clipping.
         known: Steps that all ranks know to be complete.
         apart: Bytes that go between nodes for a part, by the worker's rank.
 
@@ -62,14 +61,16 @@ class Server:
         boxes: tuple[Mailbox, Mailbox],
         remembered: Remembered,
         clock: Clock | None,
-        rules: Rules,
+        config: Config,
         known: int,
         apart: dict[int, int],
         inbox: dict[int, OwnShares],
     ) -> None:
         self._share, self._roles, self._flats, self._update = share, roles, flats, update
         self._questions, self._answers = boxes
-        self._clock, self._rules, self._apart, self.inbox = clock, rules, apart, inbox
+        self._clock, self._apart, self.inbox = clock, apart, inbox
+        self._bulk, self._corrected = config.parallel.staleness == 0, config.parallel.staleness_lr
+        self._clip = config.train.clip
         self.applied = remembered.applied() if clock is None else clock.applied
         self._known = known
         self.limit = self.finals = self._here = 0
@@ -95,7 +96,7 @@ class Server:
             LetterKind.PUSHED: self._pushed,
             LetterKind.UNUSED: self._left_alone,
             LetterKind.COMMIT: self._committed,
-            LetterKind.SQUARES: self._squared,
+            LetterKind.SQUARES: lambda letter: self._know_squares(int(letter.words[1]), letter.words[2]),
             LetterKind.HERE: self._arrived,
             LetterKind.END: self._ended,
         }
@@ -108,16 +109,13 @@ class Server:
         for record in self._records:  # known before ranks died, and not by all
             if record.step > self._known:
                 self._post_to_all(record)
+        workers = len(self._roles.workers)
         with self._questions.listening(self._roles.workers, "letters of workers"):
-            while not self._end and not (limit and self._all_here):
+            while not self._end:
+                if limit and self.finals == workers and (self._clock is None or self._here == workers):
+                    break
                 self.turn()
         self._records.clear()
-
-    @property
-    def _all_here(self) -> bool:
-        """Whether this server is not asked for anything more before all ranks meet."""
-        workers = len(self._roles.workers)
-        return self.finals == workers and (self._clock is None or self._here == workers)
 
     def turn(self) -> None:
         """Wait a little for letters, and do what those that have come ask for."""
@@ -125,7 +123,9 @@ class Server:
         while letter is not None:
             self._do[LetterKind(int(letter.words[0]))](letter)
             letter = self._questions.take(0)
-        self._look_at_payloads()
+        for work, then in [each for each in self._receiving if each[0].done()]:
+            self._receiving = [each for each in self._receiving if each[0] is not work]
+            then()
         self._apply_commits()
         self._answer()
 
@@ -134,11 +134,6 @@ class Server:
         """What has been applied, to go on with."""
         applied = self.applied
         return Remembered(applied.parts, applied.completed, applied.beyond, dict(self._told), list(self._records))
-
-    def _look_at_payloads(self) -> None:
-        for work, then in [each for each in self._receiving if each[0].done()]:
-            self._receiving = [each for each in self._receiving if each[0] is not work]
-            then()
 
     def _answer(self) -> None:
         """Give samples and parameters to those who may have them by now."""
@@ -196,14 +191,11 @@ class Server:
         self._asking.append(letter.source)
 
     def _pulled(self, letter: Letter) -> None:
-        final = bool(letter.words[2])
-        self._pulls.append(Pull(letter.source, int(letter.words[1]), final))
-        if self._rules.staleness == 0:
-            self._keep_what_may_change(letter.source)
-
-    def _keep_what_may_change(self, worker: int) -> None:
-        """Copy gradients that this worker pushed and that wait for others: it is about to compute the next ones."""
-        mine = {part for part, commit in self._sum.commits.items() if self._worker_of.get(part) == worker}
+        self._pulls.append(Pull(letter.source, int(letter.words[1]), bool(letter.words[2])))
+        if not self._bulk:
+            return
+        # copy gradients that this worker pushed and that wait for others: it is about to compute the next ones
+        mine = {part for part in self._sum.commits if self._worker_of.get(part) == letter.source}
         for waiting in self._sum.waiting:
             for part in mine & waiting.keys():
                 waiting[part] = waiting[part].clone()
@@ -212,16 +204,16 @@ class Server:
         _, _, part, bucket = map(int, letter.words[:4])
         worker = letter.source
         if not letter.payload_bytes:
-            if self._rules.staleness == 0:
-                self._add_in_order(worker, part, bucket, self._flats.gradient_share(worker, bucket, self._share))
+            if self._bulk:
+                self._add_in_order(part, bucket, self._flats.gradient_share(worker, bucket, self._share))
             return
         place = self.inbox[worker].bucket(bucket)
         self._arriving[worker] = self._arriving.get(worker, 0) + 1
 
         def arrived() -> None:
             self._arriving[worker] -= 1
-            if self._rules.staleness == 0:
-                self._add_in_order(worker, part, bucket, place)
+            if self._bulk:
+                self._add_in_order(part, bucket, place)
             elif not self._arriving[worker]:
                 self._ready += [each for each in self._held if each[0] == worker]
                 self._held = [each for each in self._held if each[0] != worker]
@@ -229,9 +221,11 @@ class Server:
         self._receiving.append((letter.receive(place), arrived))
 
     def _left_alone(self, letter: Letter) -> None:
-        flags = torch.empty(self._update.parameters, dtype=torch.uint8)
+        every = self._update.parameters
+        flags = torch.empty(len(every), dtype=torch.uint8)
         letter.receive(flags).wait()
-        self._unused[Portion(int(letter.words[1]), int(letter.words[2]))] = self._update.marked(flags)
+        unused = {p for p, flag in zip(every, flags.tolist(), strict=True) if flag}
+        self._unused[Portion(int(letter.words[1]), int(letter.words[2]))] = unused
 
     def _unused_by(self, portions: Iterable[Portion]) -> set[nn.Parameter]:
         """The parameters that all of these parts left alone."""
@@ -240,7 +234,7 @@ class Server:
 
     def _committed(self, letter: Letter) -> None:
         worker, commit = letter.source, Commit(*letter.words[1:])
-        if self._rules.staleness == 0:
+        if self._bulk:
             self._sum.commits[int(commit.part)] = commit
             self._worker_of[int(commit.part)] = worker
             self._finish_sum()
@@ -267,7 +261,7 @@ class Server:
             self._told.setdefault(int(commit.step), []).append(AppliedPart(worker, commit, missed))
             if commit.factor == 0.0:  # it is not finite
                 continue
-            correction = 1.0 / max(1.0, missed) if self._rules.corrected else 1.0
+            correction = 1.0 / max(1.0, missed) if self._corrected else 1.0
             for bucket in range(self._buckets):
                 self._update.add(bucket, self._gradients(worker, bucket), commit.factor * correction, first=first)
             first = False
@@ -279,21 +273,16 @@ class Server:
         for _, commit in commits:
             self.progress += commit.weight
             complete += self.applied.add(Portion(int(commit.step), int(commit.part)))
-        self._complete(complete)
+        seconds = self._lap(len(complete))
+        for step in complete:
+            told = self._told.pop(step)
+            norm = math.sqrt(sum(t.commit.norm**2 for t in told) / len(told))
+            self._tell(step, told, norm, seconds, skipped=any(t.commit.factor == 0.0 for t in told))
 
     def _gradients(self, worker: int, bucket: int) -> torch.Tensor:
         if self._flats.sees(worker):
             return self._flats.gradient_share(worker, bucket, self._share)
         return self.inbox[worker].bucket(bucket)
-
-    def _complete(self, steps: Sequence[int]) -> None:
-        """Tell all ranks of steps that are complete."""
-        seconds = self._lap(len(steps))
-        for step in steps:
-            told = self._told.pop(step)
-            norm = math.sqrt(sum(t.commit.norm**2 for t in told) / len(told))
-            skipped = any(t.commit.factor == 0.0 for t in told)
-            self._tell(step, told, norm, seconds, skipped=skipped)
 
     def _lap(self, steps: int) -> float:
         """Seconds since the last step was complete, for each of so many that are now."""
@@ -331,7 +320,7 @@ class Server:
         self._worker_of: dict[int, int] = {}  # by part, of the step under way
         return Summing([0] * self._buckets, [{} for _ in range(self._buckets)])
 
-    def _add_in_order(self, worker: int, part: int, bucket: int, gradients: torch.Tensor) -> None:
+    def _add_in_order(self, part: int, bucket: int, gradients: torch.Tensor) -> None:
         """Add a part's gradients when those of all parts before it are."""
         waiting, added = self._sum.waiting[bucket], self._sum.added
         waiting[part] = gradients
@@ -352,9 +341,6 @@ class Server:
                 self._questions.post(server, [LetterKind.SQUARES, step, squares])
         self._know_squares(step, squares)
 
-    def _squared(self, letter: Letter) -> None:
-        self._know_squares(int(letter.words[1]), letter.words[2])
-
     def _know_squares(self, step: int, squares: float) -> None:
         known = self._squares.setdefault(step, [])
         known.append(squares)
@@ -367,7 +353,7 @@ class Server:
         """Update with the gradients of a whole step, and give each bucket to those who wait for it."""
         commits = self._sum.commits
         finite = math.isfinite(norm)
-        factor = self._rules.clip / (norm + 1e-6) if self._rules.clip and norm > self._rules.clip else 1.0
+        factor = self._clip / (norm + 1e-6) if self._clip and norm > self._clip else 1.0
         told = [AppliedPart(self._worker_of[part], commit, 0.0) for part, commit in sorted(commits.items())]
         waiting = [pull for pull in self._pulls if pull.least <= step]
         self._pulls = [pull for pull in self._pulls if pull.least > step]

@@ -1,26 +1,151 @@
-"""A module and its optimizer, placed over workers and servers: whole on workers, in shares on servers."""
+"""A module and its optimizer, placed over workers and servers: whole on workers, in shares on servers.
+
+Every trained parameter lies in the one flat layout, in buckets of equal shares, one a server. A worker has all of it,
+in an arena that the servers of its node map: they read gradients there and write parameters there, so that each
+element is moved once and nobody sends anything. With a server on another node the same stretches travel as messages.
+
+    worker   | bucket 0: share 0 | share 1 | bucket 1: share 0 | share 1 |      parameters, and gradients alike
+    server 0 | share 0 of bucket 0 | share 0 of bucket 1 |
+    server 1 | share 1 of bucket 0 | share 1 of bucket 1 |
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from mpitrain.comm import Arena, Communicator, Work
 from mpitrain.comm.memory.device import is_accelerator
-from mpitrain.loose.memory import OwnShares, Roles, SharedFlats
-from mpitrain.loose.update import ShareUpdate
-from mpitrain.shard.flat import FlatGroup, flat_groups, in_backward_order, members, units_of
+from mpitrain.config.settings import Config
+from mpitrain.shard.flat import FlatGroup, flat_groups, in_backward_order, members, numbered, units_of
 from mpitrain.shard.flat_parameters import FlatParameter, refuse_unless_elementwise, sharded_flat_parameters
 from mpitrain.shard.gradients import BucketReduction, Gradients, WholeGradients
 from mpitrain.shard.parameters import Parameters, move_into, move_out
-from mpitrain.shard.sharding import Options, Sharding
+from mpitrain.shard.placement import STAGES
+from mpitrain.shard.sharding import Sharding
+from mpitrain.shard.update import optimizer_step, set_rate
 
 Buckets = Sequence[int]
+
+
+@dataclass(frozen=True)
+class Roles:
+    """Who works and who serves.
+
+    Attributes:
+        workers: Their ranks, in order.
+        servers: Those of the servers, in the order of their shares; on a rank that does both it is in both.
+    """
+
+    workers: tuple[int, ...]
+    servers: tuple[int, ...]
+
+    @staticmethod
+    def of(ranks: int, servers: int) -> Roles:
+        """The roles of so many ranks, of which the last `servers` only serve; 0: all do both."""
+        everyone = tuple(range(ranks))
+        return Roles(everyone[: ranks - servers], everyone[ranks - servers :] if servers else everyone)
+
+
+class SharedFlats:
+    """Parameters and gradients of all workers, as this rank sees them, in host memory. Collective to make.
+
+    Args:
+        groups: The parameters and where each lies, with as many shares as there are servers.
+        world: All ranks.
+
+    Attributes:
+        buckets: (number of the group, number in the group) of every bucket, in the order in which backward finishes.
+        parameters, gradients: This rank's arenas, one for each group.
+    """
+
+    def __init__(self, groups: Sequence[FlatGroup], world: Communicator) -> None:
+        self.groups, self._world = groups, world
+        self.buckets = numbered(groups)
+        self.parameters, self.gradients = ([world.arena(g.layout.numel, g.dtype) for g in groups] for _ in range(2))
+
+    def sees(self, rank: int) -> bool:
+        """Whether this rank shares memory with another one; it does with itself."""
+        other = self._world.world_ranks[rank]
+        return rank == self._world.rank or all(other in arena.segments for arena in (*self.parameters, *self.gradients))
+
+    def parameter_share(self, rank: int, bucket: int, share: int) -> torch.Tensor:
+        """A share of a bucket of a rank's parameters, which this rank must see: a view."""
+        return self._share(self.parameters, rank, bucket, share)
+
+    def gradient_share(self, rank: int, bucket: int, share: int) -> torch.Tensor:
+        """One rank's share of a bucket's gradients."""
+        return self._share(self.gradients, rank, bucket, share)
+
+    def share_bounds(self, bucket: int, share: int) -> tuple[int, int]:
+        """[lo, hi) of a share of a bucket in its group's layout."""
+        g, b = self.buckets[bucket]
+        return self.groups[g].layout.share(b, share)
+
+    def _share(self, arenas: Sequence[Arena], rank: int, bucket: int, share: int) -> torch.Tensor:
+        lo, hi = self.share_bounds(bucket, share)
+        arena = arenas[self.buckets[bucket][0]]
+        flat = arena.tensor if rank == self._world.rank else arena.peer(self._world.world_ranks[rank])
+        return flat[lo:hi]
+
+    def free(self) -> None:
+        """Release the parameters' memory; whoever has the gradients releases theirs. Collective."""
+        for arena in self.parameters:
+            arena.free()
+
+
+class OwnShares:
+    """A server's shares of something laid out like the parameters.
+
+    They lie end to end in private memory; on a rank that only serves, which has the whole of it as workers have and
+    uses no other part, in place there.
+
+    Args:
+        groups: The parameters.
+        share: The number of the shares.
+        dtypes: Of the elements of each group.
+        whole: Memory of all elements of each group, in which its shares are to lie; None: in memory of their own.
+
+    Attributes:
+        share: The number of the shares.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[FlatGroup],
+        share: int,
+        dtypes: Sequence[torch.dtype],
+        whole: Sequence[torch.Tensor | None] | None = None,
+    ) -> None:
+        self._groups, self.share = groups, share
+        self._whole = [None] * len(groups) if whole is None else whole
+        lengths = [
+            group.layout.numel // group.layout.parts if of is None else 0
+            for group, of in zip(groups, self._whole, strict=True)
+        ]
+        self._flats = [torch.zeros(n, dtype=dtype) for n, dtype in zip(lengths, dtypes, strict=True)]
+        self._buckets = numbered(groups)
+
+    def between(self, group: int, lo: int, hi: int) -> torch.Tensor:
+        """Elements [lo, hi) of a group's layout, which lie in one of the shares: a view."""
+        whole = self._whole[group]
+        if whole is not None:
+            return whole[lo:hi]
+        at = self._groups[group].in_shares(lo, self.share) if hi > lo else 0
+        return self._flats[group][at : at + hi - lo]
+
+    def bucket(self, number: int) -> torch.Tensor:
+        """The share of a bucket: a view."""
+        g, b = self._buckets[number]
+        return self.between(g, *self._groups[g].layout.share(b, self.share))
+
+    def nbytes(self) -> int:
+        """Bytes of memory of its own."""
+        return sum(flat.nbytes for flat in self._flats)
 
 
 class PulledParameters(Parameters):
@@ -53,12 +178,9 @@ class PulledParameters(Parameters):
                 published.bucket(number).copy_((flats.parameters[g].tensor if far is None else far)[lo:hi])
         self.need: Callable[[Buckets], object] = lambda buckets: None
         self._hooks = [
-            unit.register_forward_pre_hook(partial(self._wait, buckets))
+            unit.register_forward_pre_hook(lambda *_, buckets=buckets: self.need(buckets))
             for unit, buckets in _buckets_of_units(module, groups, flats.buckets)
         ]
-
-    def _wait(self, buckets: Buckets, *_: object) -> None:
-        self.need(buckets)
 
     def came(self, bucket: int) -> None:
         """A bucket's parameters are in host memory: take them to where the module has them."""
@@ -108,7 +230,9 @@ class PushedGradients(WholeGradients):
     def __init__(self, groups: Sequence[FlatGroup], flats: SharedFlats, world: Communicator) -> None:
         self._flats = flats
         self.push: Callable[[int], object] = lambda bucket: None
-        super().__init__(groups, _AsTheyCome([world], "sum"), sharded=True, dtype=None)
+        reduction = BucketReduction([world], "sum")
+        reduction.overlaps = True  # every bucket is let go as soon as backward has finished it
+        super().__init__(groups, reduction, sharded=True, dtype=None)
 
     def _allocate(self, dtype: torch.dtype | None) -> list[Arena]:
         return [
@@ -133,14 +257,6 @@ class PushedGradients(WholeGradients):
             arena.free()
 
 
-class _AsTheyCome(BucketReduction):
-    """Every bucket is let go as soon as backward has finished it."""
-
-    @property
-    def overlaps(self) -> bool:
-        return True
-
-
 class ServedSharding(Sharding):
     """Parameters and gradients whole on each worker, and optimizer states in shares on the servers.
 
@@ -148,51 +264,49 @@ class ServedSharding(Sharding):
         module: Whose parameters are trained; they must be the same on all ranks.
         optimizer: Of those parameters; it is handed this server's shares instead.
         alone: A communicator of this rank alone.
-        options: Only the size of buckets counts.
+        config: The settings, of which comm.bucket_mb counts.
         world: All ranks.
         roles: Who works and who serves.
 
     Attributes:
         flats: The workers' memory.
-        pulled, pushed: The parameters and the gradients.
         published, sums: A server's shares of the parameters and of the gradients added up; None on other ranks.
         update: Of these; None likewise.
     """
+
+    stage = STAGES[1]  # states in shares
+    parameters: PulledParameters
+    gradients: PushedGradients
 
     def __init__(
         self,
         module: nn.Module,
         optimizer: torch.optim.Optimizer,
         alone: Communicator,
-        options: Options,
+        config: Config,
         world: Communicator,
         roles: Roles,
     ) -> None:
         self.world, self.roles = world, roles
         self.published: OwnShares | None = None
         self.sums: OwnShares | None = None
-        super().__init__(module, optimizer, alone, replace(options, zero=1))  # states in shares
+        super().__init__(module, optimizer, alone, config)
         self.update: ShareUpdate | None = None
         if self.published is not None and self.sums is not None:
             self.update = ShareUpdate(self, self.sums, self.published, len(self.flats.buckets))
 
-    def _share_number(self) -> int | None:
-        rank, servers = self.world.rank, self.roles.servers
-        return servers.index(rank) if rank in servers else None
-
     def _place_parameters(self, named: list[tuple[str, nn.Parameter]]) -> tuple[list[FlatGroup], Parameters]:
-        parts = len(self.roles.servers)
-        groups = flat_groups(in_backward_order(named), self.options.bucket_mb, parts)
+        rank, servers = self.world.rank, self.roles.servers
+        self.share = servers.index(rank) if rank in servers else None
+        groups = flat_groups(in_backward_order(named), self.config.comm.bucket_mb, len(servers))
         self.flats = SharedFlats(groups, self.world)
         if self.share is not None:
             kinds = [g.dtype for g in groups]
             self.published = OwnShares(groups, self.share, kinds, self._in_place(self.flats.parameters, kinds))
-        self.pulled = PulledParameters(self.module, groups, self.flats, self.published)
-        return groups, self.pulled
+        return groups, PulledParameters(self.module, groups, self.flats, self.published)
 
     def _place_gradients(self) -> Gradients:
-        self.pushed = PushedGradients(self.groups, self.flats, self.world)
-        return self.pushed
+        return PushedGradients(self.groups, self.flats, self.world)
 
     def _flat_parameters(self, gradients: Gradients, counted: Callable[[nn.Parameter], bool]) -> list[FlatParameter]:
         refuse_unless_elementwise(self.optimizer)  # on all ranks
@@ -225,3 +339,79 @@ def _buckets_of_units(
     units = units_of(module)
     of = [sorted({where[p] for p in unit}, reverse=True) for unit in members(module, units)]
     return list(zip([*units, module], of, strict=True))
+
+
+class ShareUpdate:
+    """The optimizer of a server's shares.
+
+    Args:
+        sharding: Whose flat parameters are the server's shares, each a stretch of one bucket (`FlatParameter.bucket`).
+        sums: Where gradients are added up; the flat parameters' gradients are views of it.
+        published: The parameters as workers get them.
+        buckets: How many there are.
+
+    Attributes:
+        parameters: All that are trained, in the order of the layout.
+    """
+
+    def __init__(self, sharding: Sharding, sums: OwnShares, published: OwnShares, buckets: int) -> None:
+        self._sharding, self.published = sharding, published
+        self._sums = [sums.bucket(number) for number in range(buckets)]
+        self.parameters = [p for group in sharding.groups for p in group.parameters]
+
+    @torch.no_grad()
+    def add(self, bucket: int, gradients: torch.Tensor, factor: float = 1.0, *, first: bool) -> None:
+        """Add gradients to those of a bucket.
+
+        Args:
+            bucket: Its number.
+            gradients: This server's share of them.
+            factor: What they are multiplied by.
+            first: Forget what was added before.
+        """
+        place = self._sums[bucket]
+        if not first:
+            place.add_(gradients, alpha=factor)
+        elif factor == 1.0:
+            place.copy_(gradients)
+        elif gradients.dtype == place.dtype:
+            torch.mul(gradients, factor, out=place)
+        else:
+            place.copy_(gradients).mul_(factor)
+
+    @torch.no_grad()
+    def squares(self) -> float:
+        """The sum of the squares of all gradients added up; not finite where one of them is not."""
+        return squares(self._sums)
+
+    @torch.no_grad()
+    def apply(self, buckets: Iterable[int], lr: float, factor: float, unused: Set[nn.Parameter] = frozenset()) -> None:
+        """Update some buckets with the gradients added up times `factor`.
+
+        Args:
+            buckets: Their numbers.
+            lr: The learning rate.
+            factor: Of the gradients.
+            unused: Parameters that are left as they are.
+        """
+        self._sharding.set_apart(unused)
+        numbers = set(buckets)
+        chosen = [s for s in self._sharding.flat_parameters if s.bucket in numbers and not s.unused(unused)]
+        if not chosen:
+            return
+        optimizer = self._sharding.optimizer
+        set_rate(optimizer, lr)
+        for flat_parameter in chosen:
+            gradient = flat_parameter.gradient()
+            assert gradient is not None
+            gradient = gradient.to(flat_parameter.value.dtype)
+            flat_parameter.value.grad = gradient if factor == 1.0 else gradient.mul_(factor)
+        optimizer_step(optimizer)
+        for flat_parameter in chosen:
+            flat_parameter.value.grad = None
+            flat_parameter.store()
+
+
+def squares(tensors: list[torch.Tensor]) -> float:
+    """The sum of the squares of all elements; not finite where one of them is not."""
+    return float(torch.stack(torch._foreach_norm(tensors, 2)).double().square_().sum()) if tensors else 0.0

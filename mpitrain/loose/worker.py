@@ -11,9 +11,8 @@ import torch
 from mpitrain.comm.mailbox import Letter, Mailbox
 from mpitrain.comm.runtime.work import Messages
 from mpitrain.errors import CommunicationError
-from mpitrain.loose.clock import Portion
-from mpitrain.loose.letters import Commit, LetterKind, StepRecord
-from mpitrain.loose.memory import Roles, SharedFlats
+from mpitrain.loose.clock import Commit, LetterKind, Portion, StepRecord
+from mpitrain.loose.sharding import Roles, SharedFlats
 
 _NAP = 1e-4  # seconds between looks at parameters on their way: others need the core meanwhile
 _SOON = 1.0  # seconds after which they are late
@@ -26,7 +25,7 @@ class ServedWorker:
         roles: Who works and who serves.
         flats: This rank's parameters and gradients.
         boxes: What servers are asked in, and what this rank is answered in.
-        staleness: How many steps a worker may be ahead of the slowest; None: there is no bound.
+        bulk: Whether each bucket is added up when it is pushed (parallel.staleness 0).
         failed: Raises what the server of this rank failed with.
 
     Attributes:
@@ -40,10 +39,10 @@ class ServedWorker:
         roles: Roles,
         flats: SharedFlats,
         boxes: tuple[Mailbox, Mailbox],
-        staleness: int | None,
+        bulk: bool,
         failed: Callable[[], None],
     ) -> None:
-        self._roles, self._flats, self._staleness, self._failed = roles, flats, staleness, failed
+        self._roles, self._flats, self._bulk, self._failed = roles, flats, bulk, failed
         self._questions, self._answers = boxes
         self.records: deque[StepRecord] = deque()
         self.portion = Portion(0, 0)
@@ -83,10 +82,6 @@ class ServedWorker:
         for server in self._roles.servers:
             self._questions.post(server, [LetterKind.PULL, least, final])
 
-    def pull_for(self, portion: Portion) -> None:
-        """Begin to get the parameters that a part may be computed with."""
-        self.pull(0 if self._staleness is None else portion.step - 1 - self._staleness)
-
     def need(self, buckets: Iterable[int]) -> None:
         """Return when the parameters of these buckets have come."""
         for bucket in buckets:
@@ -99,7 +94,7 @@ class ServedWorker:
         for share, server in enumerate(self._roles.servers):
             if not self._sees[server]:
                 self._questions.post(server, words, self._flats.gradient_share(self._questions.rank, bucket, share))
-            elif self._staleness == 0:  # else it finds them there when they are committed
+            elif self._bulk:  # else it finds them there when they are committed
                 self._questions.post(server, words)
 
     def commit(self, commit: Commit, unused: torch.Tensor | None = None) -> None:

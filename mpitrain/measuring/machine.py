@@ -43,7 +43,7 @@ from mpitrain.speeds import kept, links
 from mpitrain.speeds.kept import values_from
 from mpitrain.speeds.timing import interleaved
 from mpitrain.storage.text import counted
-from mpitrain.trainer.callback import Callback, Step
+from mpitrain.trainer.run import Callback, Step
 from mpitrain.trainer.trainer import Trainer
 
 KIB, MIB = 1 << 10, 1 << 20

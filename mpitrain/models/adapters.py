@@ -13,8 +13,7 @@ from torch import nn
 
 from mpitrain.config.training import ModelSection
 from mpitrain.errors import refusal
-from mpitrain.layers.base_weights import BaseWeights
-from mpitrain.layers.lora import LoraLinear, linear_parts
+from mpitrain.layers.lora import BaseWeights, LoraLinear, linear_parts
 from mpitrain.models.task import Task
 
 _ATTENTION = ("attention", "attn", "self_attn")

@@ -23,8 +23,8 @@ from mpitrain.choices import Model
 from mpitrain.config.named import find, told
 from mpitrain.config.training import ModelSection
 from mpitrain.errors import InputError, refusal
-from mpitrain.layers.base_weights import BaseWeights
 from mpitrain.layers.images import image_form, is_image
+from mpitrain.layers.lora import BaseWeights
 from mpitrain.models import hugging_face
 from mpitrain.models.adapters import with_adapters
 from mpitrain.models.losses import MaskedCrossEntropy, cross_entropy, squared_error

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mpitrain.layers.base_weights import BaseWeights
+from mpitrain.layers.lora import BaseWeights
 
 Criterion = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # of output and y: the loss
 

@@ -68,7 +68,7 @@ class LayoutRules:
         if self.compiled and (not model.has_units or uncompiled(asked["gathers"], model.synchronous and data > 1)):
             return False
         try:
-            workers = VirtualWorkers.on(data, reproducible, self.workers)
+            workers = VirtualWorkers.of(data, reproducible, self.workers)
         except InputError:
             return False
         return not any(workers.conflict(size, layout.microbatch, **asked) for size in {model.batch, *self.warmup})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -72,8 +72,7 @@ class DistributedDataParallel(nn.Module):
 
     def _make_reducer(self, order: Sequence[nn.Parameter]) -> Reducer:
         """Lay gradients out in an order, and watch for them. Collective."""
-        groups = flat_groups(order, self._bucket_mb)
-        gradients = WholeGradients(groups, self._reduction, sharded=False, dtype=None)
+        gradients = WholeGradients(flat_groups(order, self._bucket_mb), self._reduction, sharded=False, dtype=None)
         return Reducer(gradients, self._names, self.module, unused_allowed=self._unused, static=self._static)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -83,8 +82,8 @@ class DistributedDataParallel(nn.Module):
             self._before_forward()
         return self.module(*args, **kwargs)
 
-    def _before_forward(self) -> Reducer:
-        """What all ranks do together before a forward pass in training; returns the reducer to use. Collective."""
+    def _before_forward(self) -> None:
+        """Do what all ranks do together before a forward pass in training. Collective."""
         if self.reducer.passes and not self._rebuilt:
             self._rebuild()
         if self._joining is not None:
@@ -93,7 +92,6 @@ class DistributedDataParallel(nn.Module):
             source = self._joining.source if self._joining is not None else 0
             for buffer in self.module.buffers():
                 self.comm.broadcast(buffer, source)
-        return self.reducer
 
     def _rebuild(self) -> None:
         """Lay gradients out in the order in which they came on rank 0, so that the first buckets fill first.
@@ -138,7 +136,10 @@ class DistributedDataParallel(nn.Module):
         self._joining = Joining(self.comm, divide_by_initial_world_size)
         try:
             yield
-            self._joining.take_part(self._before_forward)
+            while self._joining.meet(training=False):  # steps of others, without a batch of one's own
+                self._before_forward()
+                self.reducer.gradients.zero()
+                self.reducer.finish()
             broadcast_state(self.module, self.comm, self._joining.source)
         finally:
             self._joining, self.reducer.factor = None, 1.0
@@ -191,13 +192,3 @@ class Joining:
             self.source = int(self._training.argmax())
             self.factor = 1.0 if self._divide_by_all else self._comm.size / count
         return count > 0
-
-    def take_part(self, follow: Callable[[], Reducer]) -> None:
-        """Take part in steps without a batch of one's own, until no rank has any. Collective.
-
-        follow: does what comes before a forward pass, and gives the reducer of the step.
-        """
-        while self.meet(training=False):
-            reducer = follow()
-            reducer.gradients.zero()
-            reducer.finish()

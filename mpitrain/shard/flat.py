@@ -17,16 +17,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TypeVar
 
 import torch
 from torch import nn
 
-from mpitrain.errors import InputError
 from mpitrain.layers.tiled_linear import TiledLinear
 from mpitrain.layout import Flat, in_buckets, lay_out
 
 FIRST_BUCKET = 1 << 20  # bytes
 MIB = 1 << 20
+T = TypeVar("T", bound=torch.Tensor)
 MULTIPLE = 16  # elements that a share of a bucket is a multiple of
 
 
@@ -107,9 +108,9 @@ def numbered(groups: Sequence[FlatGroup]) -> list[tuple[int, int]]:
     return [(g, b) for g, group in enumerate(groups) for b in range(group.layout.buckets)]
 
 
-def by_dtype(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+def by_dtype(parameters: Iterable[T]) -> list[list[T]]:
     """Parameters of the same dtype and device together, in their order."""
-    groups: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
+    groups: dict[tuple[torch.dtype, torch.device], list[T]] = {}
     for parameter in parameters:
         groups.setdefault((parameter.dtype, parameter.device), []).append(parameter)
     return list(groups.values())
@@ -129,14 +130,6 @@ def adopt(parameter: nn.Parameter, view: torch.Tensor) -> None:
         else:
             view.copy_(grad)
     parameter.grad = view
-
-
-def refuse_sparse(name: str, grad: torch.Tensor | None) -> None:
-    """Raise InputError for a gradient that has no place in flat memory."""
-    if grad is not None and grad.layout != torch.strided:
-        raise InputError(
-            f"the gradient of {name} is sparse, and flat gradients are dense; make its layer with sparse=False"
-        )
 
 
 def in_backward_order(named: Sequence[tuple[str, nn.Parameter]]) -> list[nn.Parameter]:

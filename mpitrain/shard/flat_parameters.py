@@ -127,7 +127,7 @@ def sharded_flat_parameters(
         InputError: The optimizer's update of an element may depend on others.
     """
     refuse_unless_elementwise(optimizer, gathered=gathered)
-    settings_of = _settings_of(optimizer)
+    settings_of = {p: number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
     flat_parameters = []
     for bucket, (g, b) in enumerate(numbered(groups)):
         first, last = groups[g].layout.share(b, share)
@@ -173,18 +173,6 @@ def _stretches(
             begin, contents = (lo if at == 0 else offset), ()
         found.append((begin, end, *key, (*contents, (parameter, first, last, offset - begin))))
     return found
-
-
-def _settings_of(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, int]:
-    """The number of the optimizer's parameter group that each of its parameters is in."""
-    return {p: number for number, settings in enumerate(optimizer.param_groups) for p in settings["params"]}
-
-
-def refuse_strangers(optimizer: torch.optim.Optimizer, groups: Sequence[FlatGroup]) -> None:
-    """Raise InputError when the optimizer trains parameters that are in none of the groups."""
-    strangers = set(_settings_of(optimizer)) - {p for group in groups for p in group.parameters}
-    if any(p.requires_grad for p in strangers):
-        raise refusal("the optimizer has parameters that are not the model's; give it those alone")
 
 
 def refuse_unless_elementwise(

@@ -28,6 +28,8 @@ from mpitrain.shard.placement import DEFERRING, slot_count
 class Gradients(ABC):
     """The gradients of parameters, which are taken and reduced in buckets numbered through all groups.
 
+    Methods that are not abstract do nothing where `start` takes the gradients from the parameters' `.grad`.
+
     A bucket is started when a backward pass has finished all its parameters, in the same order on every rank; `end`
     completes what was started.
 
@@ -59,9 +61,9 @@ class Gradients(ABC):
         None where something is there already; given away at most once a pass.
         """
 
-    @abstractmethod
     def arrived(self, parameter: nn.Parameter) -> None:
         """Autograd has finished the parameter's gradient in this backward pass."""
+        return
 
     @abstractmethod
     def start(self, bucket: int, background: bool) -> Work | None:
@@ -75,9 +77,9 @@ class Gradients(ABC):
     def zero(self) -> None:
         """Forget all gradients, for the next step."""
 
-    @abstractmethod
     def settle(self) -> None:
         """Take over what the parameters' `.grad` are now, with zeros where there is none."""
+        return
 
     def scale(self, factor: float) -> None:
         """Multiply the reduced gradients, in place."""
@@ -110,6 +112,7 @@ class BucketReduction:
 
     Attributes:
         comm: The first of the communicators, for what is not done bucket by bucket.
+        overlaps: Whether a core is free to reduce one bucket while backward makes the next.
     """
 
     def __init__(
@@ -124,17 +127,13 @@ class BucketReduction:
     ) -> None:
         self.comms, self.op, self.algorithm = list(comms), op, algorithm
         self.comm = self.comms[0]
+        self.overlaps = self.comm.overlaps
         self.compression, self.replicas, self.reproducible = compression, replicas, reproducible
         for comm in self.comms if self.overlaps else ():
             # The first operation makes the memory in which ranks meet: not beside the training, see FileLayout.
             work = comm.all_reduce(torch.zeros(1), async_op=True)
             assert work is not None
             work.wait()
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether a core is free to reduce one bucket while backward makes the next."""
-        return self.comm.overlaps
 
     def sum(self, x: torch.Tensor, number: int, shapes: Bucket | None, *, background: bool) -> Work | None:
         """All-reduce a bucket in place.
@@ -154,11 +153,6 @@ class BucketReduction:
         """This rank's share of a bucket, a view."""
         length = x.numel() // self.comm.size
         return x[self.comm.rank * length : (self.comm.rank + 1) * length]
-
-    @property
-    def in_order(self) -> bool:
-        """Whether each bucket is reduced by itself, not in split phases (see `mpitrain.comm.runtime.split_phase`)."""
-        return self.compression is not None or self.reproducible
 
     def scatter(
         self, into: torch.Tensor, x: torch.Tensor, number: int, shapes: Bucket | None, *, background: bool, defer: bool
@@ -375,12 +369,6 @@ class ShardedGradients(Gradients):
         self._given.add(parameter)
         return view.view_as(view)  # a tensor of its own: autograd keeps it only if nobody else does
 
-    def arrived(self, parameter: nn.Parameter) -> None:
-        """Nothing is to be done: `start` takes it."""
-
-    def settle(self) -> None:
-        """Nothing is to be done: `start` takes them, and zeros where there are none."""
-
     def start(self, bucket: int, background: bool) -> Work | None:
         g, b = self._numbers[bucket]
         slots = self._slots[g]
@@ -507,5 +495,6 @@ def _slots(reduction: BucketReduction, numel: int, dtype: torch.dtype, device: t
     """The slots of one group, of `numel` elements each. Collective."""
     comm = reduction.comm
     first = comm.arena(numel, dtype, device)
-    count = slot_count(reduction.overlaps, reduction.in_order, first.kind == "shared", comm.num_nodes)
+    in_order = reduction.compression is not None or reduction.reproducible  # each bucket by itself, in no split phases
+    count = slot_count(reduction.overlaps, in_order, first.kind == "shared", comm.num_nodes)
     return [first, *(comm.arena(numel, dtype, device) for _ in range(count - 1))]

@@ -42,7 +42,6 @@ from mpitrain.shard.flat_parameters import FlatParameter
 from mpitrain.shard.sharding import Sharding
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic polynomial, steepest at zero (Jordan et al. 2024)
-ADJUSTMENTS = ("original", "match_rms_adamw")
 Parts = list[tuple[torch.Tensor, int, int, int]]  # (what the optimizer updates, first, last, number of the parameter)
 
 
@@ -77,7 +76,7 @@ class MatrixPart:
 Whole = Callable[[MatrixPart, torch.Tensor], torch.Tensor]  # an operation on a whole matrix, by a part of it
 
 
-class Muon(torch.optim.Optimizer):
+class Muon(torch.optim.Muon):
     """torch.optim.Muon, whose parameters may also be stretches of several matrices once `gather` is set.
 
     Args:
@@ -102,23 +101,13 @@ class Muon(torch.optim.Optimizer):
         weight_decay: float = 0.1,
         momentum: float = 0.95,
         nesterov: bool = True,
-        ns_coefficients: Sequence[float] = COEFFICIENTS,
+        ns_coefficients: tuple[float, float, float] = COEFFICIENTS,
         eps: float = 1e-7,
         ns_steps: int = 5,
         adjust_lr_fn: str = "match_rms_adamw",
     ) -> None:
-        if not 0.0 <= momentum < 1.0 or not 0 <= ns_steps < 100 or len(ns_coefficients) != 3:
-            raise ValueError("momentum is from 0 to below 1, ns_steps from 0 to 99, and ns_coefficients are three")
-        if adjust_lr_fn not in ADJUSTMENTS:
-            raise ValueError(f"adjust_lr_fn {adjust_lr_fn!r} is none of {', '.join(ADJUSTMENTS)}")
         self.gather: MatrixGather | None = None
-        newton_schulz = {"ns_coefficients": tuple(ns_coefficients), "eps": eps, "ns_steps": ns_steps}
-        of_momentum = {"momentum": momentum, "nesterov": nesterov, "adjust_lr_fn": adjust_lr_fn}
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, **of_momentum, **newton_schulz})
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.dim() != 2:
-                    raise ValueError(f"a tensor of shape {tuple(parameter.shape)} is no matrix")
+        super().__init__(params, lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -134,8 +123,10 @@ class Muon(torch.optim.Optimizer):
             value.mul_(1 - groups[value]["lr"] * groups[value]["weight_decay"])
         for part, update in self._made_orthogonal(updates, groups):
             group = groups[part.value]
-            rate = group["lr"] * _adjustment(group["adjust_lr_fn"], *part.shape)
-            part.of(part.value).add_(update, alpha=-rate)
+            rows, columns = part.shape
+            original = group["adjust_lr_fn"] == "original"
+            factor = math.sqrt(max(1, rows / columns)) if original else 0.2 * math.sqrt(max(rows, columns))
+            part.of(part.value).add_(update, alpha=-group["lr"] * factor)
 
     def _momentum(self, value: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
         """Take the gradient into the momentum; what of it is to be made orthogonal."""
@@ -180,12 +171,6 @@ def orthogonal(matrix: torch.Tensor, coefficients: Sequence[float], steps: int, 
     return x.T if tall else x
 
 
-def _adjustment(name: str, rows: int, columns: int) -> float:
-    if name == "match_rms_adamw":
-        return 0.2 * math.sqrt(max(rows, columns))
-    return math.sqrt(max(1, rows / columns))
-
-
 class MatrixGather:
     """Makes the matrices of a sharding whole, a bucket at a time. Collective to make.
 
@@ -212,22 +197,18 @@ class MatrixGather:
     def _listed(self) -> list[tuple[int, int, list[tuple[int, DividedMatrix]]]]:
         """(group, bucket, [(number of the parameter, how it is divided)]) of every bucket with matrices, alike on all
         ranks of the shard. Collective."""
-        sharding, found = self._sharding, []
-        matrices = self._everyones_matrices()
-        for g, b in numbered(sharding.groups):
-            group = sharding.groups[g]
+        groups, found = self._sharding.groups, []
+        # (group, number) of every matrix that some rank of the shard, or of the tensor axis, updates a part of
+        mine = [[g, n] for g, group in enumerate(groups) for n, p in enumerate(group.parameters) if p in self._own]
+        if not self._whole:
+            mine = [key for keys in self._sharding.shard.all_gather_object(mine) for key in keys]
+        matrices = {(g, n) for g, n in mine}
+        for g, b in numbered(groups):
+            group = groups[g]
             numbers = [n for n, p in enumerate(group.layout.places) if p.bucket == b and (g, n) in matrices]
             if numbers:
                 found.append((g, b, [(n, self._divided(group.parameters[n], (g, n))) for n in numbers]))
         return found
-
-    def _everyones_matrices(self) -> set[tuple[int, int]]:
-        """(group, number) of every matrix that some rank of the shard, or of the tensor axis, updates a part of."""
-        groups = self._sharding.groups
-        mine = [[g, n] for g, group in enumerate(groups) for n, p in enumerate(group.parameters) if p in self._own]
-        if not self._whole:
-            mine = [key for keys in self._sharding.shard.all_gather_object(mine) for key in keys]
-        return {(g, n) for g, n in mine}
 
     def _divided(self, parameter: nn.Parameter, key: tuple[int, int]) -> DividedMatrix:
         part = logical_of(parameter)
@@ -346,6 +327,11 @@ class TrustRatios(torch.optim.Optimizer):
 
     needs_whole = True
     gather: SquaresSum | None = None
+    _measured: Callable[
+        ..., torch.Tensor
+    ]  # of (value, group): that whose norm goes with the parameter's into the ratio
+    _ratio: Callable[..., torch.Tensor]  # of (norm of the parameter, norm of what is measured, group)
+    _apply: Callable[..., None]  # updates the parameter `value`; of (value, what the ratio has scaled, group)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -379,21 +365,16 @@ class TrustRatios(torch.optim.Optimizer):
         parts = [(value, 0, value.numel(), number) for number, value in enumerate(measured)]
         return parts, torch.zeros(len(parts), 2, dtype=torch.float64, device=device)
 
-    def _measured(self, value: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
-        """Return that whose norm goes with the parameter's into the ratio."""
-        raise NotImplementedError
-
-    def _ratio(self, weight: torch.Tensor, other: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
-        """Return the ratio, of the norm of the parameter and of what is measured."""
-        raise NotImplementedError
-
     def _update(self, value: torch.Tensor, measured: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
         """Return what the ratio scales, a tensor that may be written."""
         return measured
 
-    def _apply(self, value: torch.Tensor, update: torch.Tensor, group: Mapping[str, Any]) -> None:
-        """Update the parameter with what is scaled."""
-        raise NotImplementedError
+
+def checked_betas(betas: Sequence[float]) -> tuple[float, float]:
+    """Return what Adam's averages keep of themselves in a step. Raises ValueError where it is something else."""
+    if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
+        raise ValueError(f"betas {list(betas)} are not two numbers from 0 to below 1")
+    return betas[0], betas[1]
 
 
 class Lamb(TrustRatios):
@@ -417,11 +398,9 @@ class Lamb(TrustRatios):
         most: float = math.inf,
         correct: bool = True,
     ) -> None:
-        if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
-            raise ValueError(f"betas {list(betas)} are not two numbers from 0 to below 1")
         if not 0.0 <= least <= most:
             raise ValueError(f"least {least} and most {most} are not from 0 on, the greater one last")
-        given = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
+        given = {"lr": lr, "betas": checked_betas(betas), "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, given | {"least": least, "most": most, "correct": correct})
 
     def _measured(self, value: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
@@ -512,7 +491,7 @@ class SquaresSum:
         self.squares = torch.zeros(len(parameters), 2, dtype=torch.float64, device=device)
         self._shard = sharding.shard if sharding.stage.states and sharding.shard.size > 1 else None
         self._tensor, self._divided = tensor, torch.tensor(_divided(parameters, tensor), device=device)[:, None]
-        if sharding.options.reproducible and (self._shard is not None or bool(self._divided.any())):
+        if sharding.config.run.reproducible and (self._shard is not None or bool(self._divided.any())):
             raise refusal(
                 "lamb and lars add up squares in an order that depends on the number of ranks, which reproducible "
                 "training must not; use another optim.name, or parallel.zero 0 without parallel.tensor"

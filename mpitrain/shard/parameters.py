@@ -289,7 +289,14 @@ class ShardedParameters(Parameters):
     ) -> None:
         self._groups, self._shard, self._reshard = groups, shard, reshard_after_forward
         self._arenas: list[Arena] = []
-        self._shares = self._hosted(offload) if offload else self._in_arenas()
+        if offload:  # in host memory, or in files (Rajbhandari et al. 2021, ZeRO-Infinity, section 5.1)
+            self._shares = [pinned((g.layout.numel // g.layout.parts,), g.dtype, g.device) for g in groups]
+            if offload != HOST:
+                files = MappedFiles(Path(offload))
+                self._shares = [files.move(share) for share in self._shares]
+        else:
+            self._arenas = [shard.arena(g.layout.numel // g.layout.parts, g.dtype, g.device) for g in groups]
+            self._shares = [arena.tensor for arena in self._arenas]
         # by group, buffers that are free, and after what on the device
         self._pool: dict[int, list[tuple[torch.Tensor, torch.Event | None]]] = {}
         self._nothing = [torch.full((), torch.nan, dtype=g.dtype, device=g.device) for g in groups]
@@ -311,20 +318,6 @@ class ShardedParameters(Parameters):
             )
 
     # -- memory
-
-    def _in_arenas(self) -> list[torch.Tensor]:
-        """Memory for this rank's shares of each group, where the group computes."""
-        shard = self._shard
-        self._arenas = [shard.arena(g.layout.numel // g.layout.parts, g.dtype, g.device) for g in self._groups]
-        return [arena.tensor for arena in self._arenas]
-
-    def _hosted(self, offload: str) -> list[torch.Tensor]:
-        """The same in host memory, or in files (Rajbhandari et al. 2021, ZeRO-Infinity, section 5.1)."""
-        found = [pinned((g.layout.numel // g.layout.parts,), g.dtype, g.device) for g in self._groups]
-        if offload == HOST:
-            return found
-        files = MappedFiles(Path(offload))
-        return [files.move(share) for share in found]
 
     def _buckets(self, unit: _Unit) -> Iterator[tuple[int, FlatGroup, int, int]]:
         """The unit's buckets that hold anything: (group number, group, lo, hi) in the group's layout."""

@@ -15,7 +15,7 @@ from torch import nn
 
 from mpitrain.comm import Communicator, Work
 from mpitrain.errors import CommunicationError, InputError
-from mpitrain.shard.flat import numbered, refuse_sparse
+from mpitrain.shard.flat import numbered
 from mpitrain.shard.gradients import Gradients
 from mpitrain.shard.in_place import InPlace
 
@@ -91,7 +91,11 @@ class Reducer:
 
     def _hook(self, parameter: nn.Parameter) -> None:
         """Autograd has added to the parameter's `.grad`."""
-        refuse_sparse(self.names[parameter], parameter.grad)
+        if parameter.grad is not None and parameter.grad.layout != torch.strided:
+            name = self.names[parameter]
+            raise InputError(
+                f"the gradient of {name} is sparse, and flat gradients are dense; make its layer with sparse=False"
+            )
         self._touched.add(parameter)
         if not self.enabled:
             self.gradients.arrived(parameter)

@@ -13,7 +13,7 @@ training keeps WholeGradients at every stage, because it sums the gradients of s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
@@ -22,8 +22,9 @@ from torch import nn
 
 from mpitrain.comm import Communicator
 from mpitrain.comm.collectives.node_memory import NodeCopy
-from mpitrain.comm.compression import Compression
+from mpitrain.comm.compression import from_name
 from mpitrain.comm.memory.device import is_accelerator
+from mpitrain.config.settings import Config
 from mpitrain.errors import refusal
 from mpitrain.ownership import DATA, Axes
 from mpitrain.shard.flat import MULTIPLE, FlatGroup, flat_groups, in_backward_order, members, unit_groups, units_of
@@ -34,7 +35,6 @@ from mpitrain.shard.flat_parameters import (
     hand_over,
     has_stepped,
     is_elementwise,
-    refuse_strangers,
     replicated_flat_parameters,
     sharded_flat_parameters,
 )
@@ -48,43 +48,10 @@ from mpitrain.shard.parameters import (
     ShardedParameters,
     shard_order,
 )
-from mpitrain.shard.placement import STAGES, bucket_size, conflict, is_elsewhere, node_has_one_copy
+from mpitrain.shard.placement import STAGES, ZeroStage, bucket_size, conflict, is_elsewhere, node_has_one_copy
 from mpitrain.shard.reducer import Reducer
 
 EXACT_BLOCK = 1024  # elements whose squares are summed together where sums must not depend on the number of ranks
-
-
-@dataclass(frozen=True)
-class Options:
-    """How training is placed over the data-parallel ranks.
-
-    Attributes:
-        zero: The stage of ZeRO, 0 to 3.
-        bucket_mb: MiB of gradients reduced at a time, at most (see `placement.bucket_size`).
-        algorithm: Of the all-reduce; "auto" for what fits the size and the memory.
-        compression: What gradients are compressed with on their way; None to send them as they are.
-        reduce_dtype: In which gradients are added up and reduced; None: the parameters' own.
-        share_node: Keep one copy of the parameters per node where memory can be shared.
-        shard_within: "all": shares are divided over all ranks. "node": over the ranks of each node, and replicated
-            over the nodes (the hybrid sharding of FSDP).
-        reshard_after_forward: Drop a unit's whole parameters after its forward pass (stage 3 without shared memory).
-        reproducible: Reduce in an order that does not depend on the number of ranks.
-        offload: "host", for optimizer states in host memory, or a folder for files that they are kept in.
-        offload_parameters: The same for the parameters of stage 3, between their uses. Where they come from a device,
-            they are updated on the host, where the optimizer's states are then as well.
-    """
-
-    zero: int = 0
-    bucket_mb: float = 25.0
-    algorithm: str = "auto"
-    compression: Compression | None = None
-    reduce_dtype: torch.dtype | None = None
-    share_node: bool = True
-    shard_within: str = "all"
-    reshard_after_forward: bool = True
-    reproducible: bool = False
-    offload: str = ""
-    offload_parameters: str = ""
 
 
 class Sharding:
@@ -94,15 +61,18 @@ class Sharding:
         module: Whose parameters are trained; they must be the same on all ranks.
         optimizer: Of those parameters; where states are sharded it is handed this rank's flat parameters instead.
         comm: The data-parallel ranks.
-        options: How everything is placed.
+        config: The settings, of which run.reproducible, [parallel] and [comm] say how everything is placed.
         axes: The module's place in a mesh of more axes.
+        reduce_dtype: In which gradients are added up and reduced; None: the parameters' own.
 
     Attributes:
+        compression: What gradients are compressed with on their way; None to send them as they are.
         owners: Records of the module's parameters.
         shard: The ranks that shares are divided over.
         replicas: The ranks that have the same share as this one; None where there are no others.
         share: The number of this rank's share; None where it has none.
         groups: The trained parameters and where each lies.
+        parameters, gradients: How they are kept.
         flat_parameters: What this rank's optimizer updates.
         host: Carries gradients and parameters, where a device's parameters are updated on the host; None elsewhere.
         files: Where the optimizer's states are kept; None: in memory.
@@ -116,29 +86,33 @@ class Sharding:
         module: nn.Module,
         optimizer: torch.optim.Optimizer,
         comm: Communicator,
-        options: Options,
+        config: Config,
         axes: Axes | None = None,
+        reduce_dtype: torch.dtype | None = None,
     ) -> None:
-        self.module, self.optimizer, self.comm, self.options = module, optimizer, comm, options
-        self.stage, axes = STAGES[options.zero], axes or Axes()
+        self.module, self.optimizer, self.comm, axes = module, optimizer, comm, axes or Axes()
+        self.config, self.parallel, self.reduce_dtype = config, config.parallel, reduce_dtype
+        kind = config.comm.compression
+        self.compression = None if kind == "none" else from_name(kind)
         self._staged = axes.pipeline is not None  # stages' gradients are added up without backward hooks
         self._made: list[Communicator] = []
         self.files: MappedFiles | None = None
         self.shard, self.replicas = self._ranks()
-        self.share = self._share_number()
+        self.share: int | None = self.shard.rank
         names = {p: name for name, p in module.named_parameters()}
         named = [(name, p) for p, name in names.items()]
         if not in_backward_order(named):
             raise refusal("the model has no parameter to train; let some require a gradient")
         self.groups, self.parameters = self._place_parameters(named)
-        refuse_strangers(optimizer, self.groups)
+        trained = {p for group in self.groups for p in group.parameters}
+        if any(p.requires_grad and p not in trained for group in optimizer.param_groups for p in group["params"]):
+            raise refusal("the optimizer has parameters that are not the model's; give it those alone")
         self.owners = {p: axes.owner(name, p) for p, name in names.items()}
-        for p in (p for group in self.groups for p in group.parameters) if self.stage.states else ():
+        for p in trained if self.stage.states else ():
             self.owners[p] = replace(self.owners[p], divided=(*self.owners[p].divided, DATA))
-        gradients = self._place_gradients()
+        self.gradients = gradients = self._place_gradients()
         whose = None if self._staged else module  # split backward passes take weight gradients out of autograd's
-        forget = not self.stage.states
-        self.reducer = Reducer(gradients, names, whose, unused_allowed=True, forget_unused=forget)
+        self.reducer = Reducer(gradients, names, whose, unused_allowed=True, forget_unused=not self.stage.states)
         if self.stage.states:
             self.reducer.used = set()
         self.flat_parameters = self._flat_parameters(gradients, lambda p: self.owners[p].first)
@@ -146,35 +120,32 @@ class Sharding:
             hand_over(optimizer, self.flat_parameters)
         elif not has_stepped(optimizer):
             begin_states(optimizer)  # of parameters that were divided since the optimizer was made
-        self.host = self._host_update(gradients)
+        device, parallel = self.groups[0].device, self.parallel
+        self.host: HostUpdate | None = None
+        if (parallel.offload or parallel.offload_parameters) and is_accelerator(device):
+            self.host = HostUpdate(self.flat_parameters, device, lambda: self.reducer.last)
+            gradients.reduced = self.host.reduced
 
-    def _host_update(self, gradients: Gradients) -> HostUpdate | None:
-        """What carries gradients to the host and parameters back, where parameters on a device are updated there."""
-        device = self.groups[0].device
-        if not (self.options.offload or self.options.offload_parameters) or not is_accelerator(device):
-            return None
-        host = HostUpdate(self.flat_parameters, device, lambda: self.reducer.last)
-        gradients.reduced = host.reduced
-        return host
+    @property
+    def stage(self) -> ZeroStage:
+        """Placements of the stage of ZeRO."""
+        return STAGES[self.parallel.zero]
 
     def _ranks(self) -> tuple[Communicator, Communicator | None]:
         """The ranks that shares are divided over, and those that have the same share as this one."""
         comm = self.comm
         if not self.stage.states or comm.size == 1:
             return comm, None
-        if self.options.shard_within == "node":
+        if self.parallel.shard_within == "node":
             node = self._split(comm.node, 0, "shard")
             replicas = self._split(comm.local_rank, 0, "replicas")
             if shard_order(comm) is None:
                 raise refusal("sharding within nodes needs as many ranks on each node; start them so")
             return node, replicas if replicas.size > 1 else None
         order = shard_order(comm)
-        if comm.num_nodes > 1 and order is not None and self.options.share_node:
+        if comm.num_nodes > 1 and order is not None and self.parallel.share_node:
             return self._split(0, order, "shard"), None
         return comm, None
-
-    def _share_number(self) -> int | None:
-        return self.shard.rank
 
     def _split(self, color: int, key: int, name: str) -> Communicator:
         """A communicator of the ranks that give the same color, freed by `close`. Collective."""
@@ -185,41 +156,40 @@ class Sharding:
 
     def _place_parameters(self, named: list[tuple[str, nn.Parameter]]) -> tuple[list[FlatGroup], Parameters]:
         """Lay the parameters out, and move them to where the stage keeps them. Collective."""
-        options, shard = self.options, self.shard
-        multiple = EXACT_BLOCK if options.reproducible else MULTIPLE
+        parallel, shard, reproducible = self.parallel, self.shard, self.config.run.reproducible
+        multiple = EXACT_BLOCK if reproducible else MULTIPLE
         parts = shard.size if self.stage.states else 1
         on_device = any(is_accelerator(p.device) for _, p in named)
-        sharded = self.stage.gradients and not options.reproducible
-        bucket_mb = bucket_size(options.bucket_mb, sharded, shard.overlaps, shard.num_nodes, on_device)
+        sharded = self.stage.gradients and not reproducible
+        bucket_mb = bucket_size(self.config.comm.bucket_mb, sharded, shard.overlaps, shard.num_nodes, on_device)
         groups = flat_groups(in_backward_order(named), bucket_mb, parts, multiple)
-        asked = options.offload_parameters
+        asked = parallel.offload_parameters
         offload = asked if is_elsewhere(asked, on_device) else ""
         placed = self._on_node(groups) if self.stage.states and not offload else None
         one_copy, staged = placed is not None, self._staged
         if why := conflict(
-            options.zero, shard.size, staged=staged, one_copy=one_copy, offload=asked, on_device=on_device
+            parallel.zero, shard.size, staged=staged, one_copy=one_copy, offload=asked, on_device=on_device
         ):
             raise refusal(why)
         if not self.stage.states:
             return groups, ReplicatedParameters(groups)
         if placed is not None:
             return groups, placed
-        if not self.stage.parameters or (shard.size == 1 and (options.share_node or self._staged) and not offload):
+        if not self.stage.parameters or (shard.size == 1 and (parallel.share_node or self._staged) and not offload):
             return groups, PrivateParameters(groups, shard)
         units = units_of(self.module)
         groups = unit_groups(members(self.module, units), parts, multiple)
         if shard.size == 1 and not offload:
             return groups, PrivateParameters(groups, shard)
-        reshard = options.reshard_after_forward
         return groups, ShardedParameters(
-            self.module, units, groups, shard, reshard_after_forward=reshard, offload=offload
+            self.module, units, groups, shard, reshard_after_forward=parallel.reshard, offload=offload
         )
 
     def _on_node(self, groups: list[FlatGroup]) -> NodeParameters | None:
         """One copy of the parameters per node; None where memory cannot be shared or must not be. Collective."""
         comm = self.comm
         on_device, even = any(is_accelerator(g.device) for g in groups), shard_order(comm) is not None
-        if not node_has_one_copy(self.stage, self.options.share_node, on_device, even):
+        if not node_has_one_copy(self.stage, self.parallel.share_node, on_device, even):
             return None
         copies: list[NodeCopy] = []
         for group in groups:
@@ -235,31 +205,31 @@ class Sharding:
 
     def _place_gradients(self) -> Gradients:
         """Memory for the gradients, as the stage keeps them. Collective."""
-        options = self.options
+        reproducible = self.config.run.reproducible
         reduction = BucketReduction(
             [self.shard],
             "sum",
-            algorithm=options.algorithm,
-            compression=options.compression,
+            algorithm=self.config.comm.algorithm,
+            compression=self.compression,
             replicas=self.replicas,
             # stages of a pipeline add in a fixed order too, so that copies of tied parameters stay equal to the bit
-            reproducible=options.reproducible or self._staged,
+            reproducible=reproducible or self._staged,
         )
-        if self.stage.gradients and not options.reproducible:
+        if self.stage.gradients and not reproducible:
             taken = self.parameters.gradients_taken if self.parameters.gathers else None
-            return ShardedGradients(self.groups, reduction, dtype=options.reduce_dtype, taken=taken)
-        return WholeGradients(self.groups, reduction, sharded=self.stage.states, dtype=options.reduce_dtype)
+            return ShardedGradients(self.groups, reduction, dtype=self.reduce_dtype, taken=taken)
+        return WholeGradients(self.groups, reduction, sharded=self.stage.states, dtype=self.reduce_dtype)
 
     def _flat_parameters(self, gradients: Gradients, counted: Callable[[nn.Parameter], bool]) -> list[FlatParameter]:
         """What this rank's optimizer updates."""
-        on_host = bool(self.options.offload)  # on its way to files, too
+        on_host = bool(self.parallel.offload)  # on its way to files, too
         if self.stage.states:
             own, gradient = self.parameters.own, gradients.own
             return sharded_flat_parameters(
                 self.optimizer, self.groups, self.shard.rank, own, gradient, counted, on_host=on_host, gathered=True
             )
         gradient_of: GradientOf = attrgetter("grad")
-        if self.options.reduce_dtype is not None:  # gradients in another dtype lie apart
+        if self.reduce_dtype is not None:  # gradients in another dtype lie apart
             views: dict[nn.Parameter, torch.Tensor] = {}
             for group, flat in zip(self.groups, gradients.flat, strict=True):
                 views.update(zip(group.parameters, group.views(flat), strict=True))
@@ -302,11 +272,6 @@ class Sharding:
                 own = {value for group in each.param_groups for value in group["params"]}
                 each.gather.follow([other for other in self.flat_parameters if other.value in own])
         return made
-
-    @property
-    def gradients(self) -> Gradients:
-        """Where the gradients of the parameters are kept."""
-        return self.reducer.gradients
 
     def close(self) -> None:
         """Give every parameter memory of its own, and release arenas and communicators. Collective."""

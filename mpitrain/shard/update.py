@@ -53,7 +53,7 @@ class Updater:
         """
         optimizer = self._sharding.optimizer
         fused = isinstance(optimizer, torch.optim.Adam) and getattr(optimizer, "_step_supports_amp_scaling", False)
-        return fused and self._on_device and not self._sharding.options.reproducible
+        return fused and self._on_device and not self._sharding.config.run.reproducible
 
     def squares(self) -> torch.Tensor:
         """The sum of the squares of all gradients as they are, over all axes. Collective; the same on every rank.
@@ -66,7 +66,7 @@ class Updater:
         sharding.set_apart(self._unused)
         if sharding.host is not None:
             sharding.host.begin()
-        if sharding.options.reproducible:
+        if sharding.config.run.reproducible:
             return torch.tensor([self._exact_squares()], dtype=torch.float64)
         gradients = self._parts or [
             g for s in sharding.flat_parameters if s.counted and (g := s.gradient()) is not None
@@ -102,8 +102,7 @@ class Updater:
         for g, group in enumerate(sharding.groups):
             for b in range(group.layout.buckets):
                 lo, hi = group.layout.share(b, sharding.shard.rank if sharding.stage.states else 0)
-                blocks = sharding.gradients.own(g, lo, hi).view(-1, EXACT_BLOCK)
-                sums.append(_squares_of_rows(blocks))
+                sums.append(_squares_of_rows(sharding.gradients.own(g, lo, hi).view(-1, EXACT_BLOCK)))
         mine = torch.cat(sums).cpu()
         if sharding.stage.states and sharding.shard.size > 1:
             everyone = torch.empty(mine.numel() * sharding.shard.size, dtype=torch.float64)
@@ -208,7 +207,7 @@ def set_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 def optimizer_step(optimizer: torch.optim.Optimizer) -> None:
-    """`optimizer.step()`, without the compiler where it is not loaded (see `trainer.optimizing.optimizer`)."""
+    """`optimizer.step()`, without the compiler where it is not loaded (see `trainer.optimizing`)."""
     kind = type(optimizer)
     plain = kind.__module__.startswith("torch.optim") and "step" not in vars(optimizer)
     hooked = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks

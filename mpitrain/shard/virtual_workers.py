@@ -47,22 +47,18 @@ class VirtualWorkers:
     idle: bool = False
 
     @staticmethod
-    def of(comm: Communicator, reproducible: bool, workers: int) -> VirtualWorkers:
-        """The virtual workers of a run on the data-parallel ranks of `comm`.
+    def of(ranks: int, reproducible: bool, workers: int, rank: int = 0) -> VirtualWorkers:
+        """The virtual workers of a run on so many data-parallel ranks.
 
         Args:
-            comm: The ranks that share every batch.
+            ranks: Those that share every batch.
             reproducible: Whether results must not depend on the number of ranks; if not, each rank is one worker.
             workers: How many there are, where results must not depend on the ranks.
+            rank: This rank's number.
 
         Raises:
             InputError: `workers` is no power of two, or no multiple of the ranks.
         """
-        return VirtualWorkers.on(comm.size, reproducible, workers, comm.rank)
-
-    @staticmethod
-    def on(ranks: int, reproducible: bool, workers: int, rank: int = 0) -> VirtualWorkers:
-        """The same of one of so many ranks."""
         if not reproducible:
             return VirtualWorkers(rank, ranks, ranks)
         if workers & (workers - 1) or workers % ranks:
@@ -162,17 +158,9 @@ class TreeSum:
 
     Args:
         gradients: Those that backward passes add to; they must be kept whole.
-
-    Raises:
-        InputError: The gradients are reduced in each pass, so that there is no place to sum them in.
     """
 
     def __init__(self, gradients: Gradients) -> None:
-        if gradients.reduces_each_pass:
-            raise refusal(
-                "several virtual workers on a rank need room for all gradients; set run.reproducible, or use "
-                "parallel.zero 0 or 1"
-            )
         self._gradients, self._flat = gradients, gradients.flat
         self._waiting: list[list[torch.Tensor]] = []  # sums of 2^k workers; the k descend
         self._workers = 0
@@ -186,9 +174,6 @@ class TreeSum:
             for flat, earlier in zip(self._flat, self._waiting.pop(), strict=True):
                 flat.add_(earlier)
             finished //= 2
-        if last:
-            if self._waiting:
-                raise refusal(f"{self._workers} virtual workers on this rank are not a power of two")
-            return
-        self._waiting.append([flat.clone() for flat in self._flat])
-        self._gradients.zero()
+        if not last:
+            self._waiting.append([flat.clone() for flat in self._flat])
+            self._gradients.zero()

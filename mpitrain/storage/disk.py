@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+from mpitrain.errors import InputError
 from mpitrain.storage.text import bytes_text
 
 SHARED_MEMORY = "/dev/shm"  # of a node
@@ -94,6 +95,12 @@ def write_whole(path: Path, data: bytes | str) -> None:
     """
     with replacing(path) as aside, open(aside, "wb") as file:
         file.write(data.encode("utf-8") if isinstance(data, str) else data)
+
+
+def require_new(path: Path) -> None:
+    """Raise InputError where something has a name already under which something new is to be written."""
+    if os.path.lexists(path):
+        raise InputError(f"{path} exists already; give another name, or remove it")
 
 
 def free_name(path: Path) -> Path:

@@ -44,7 +44,6 @@ from mpitrain.trainer.data import microbatch_size
 from mpitrain.trainer.device import move
 from mpitrain.trainer.engine import Engine
 from mpitrain.trainer.folder import together
-from mpitrain.trainer.options import options_of
 from mpitrain.trainer.state import tied_names
 
 Cut = str | Sequence[float]
@@ -79,12 +78,10 @@ def assemble(
     cut = tried_out(config, mesh, task, data) if mesh.pipeline.size > 1 else config.parallel.cut
     module = SyncBatchNorm.convert(task.module, mesh.data)
     parameters = sum(p.numel() for p in module.parameters())
-    plan = plan_for(module, sequence=config.parallel.sequence) if mesh.tensor.size > 1 else {}
     divided = divide(
         module,
         mesh,
         config.parallel,
-        plan=plan,
         criterion=lambda: _criterion(task),
         cut=cut,
         recompute=config.train.recompute,
@@ -97,9 +94,7 @@ def assemble(
         task.loss if divided.axes.pipeline is None else _criterion(task),
         make_optimizer(divided.module.named_parameters()),
         mesh.data,
-        options_of(config),
-        clip=config.train.clip,
-        precision=config.train.precision,
+        config,
         axes=replace(divided.axes, base=task.base),
     )
     if config.model.compile:
@@ -159,11 +154,11 @@ def divide(
     mesh: Mesh,
     parallel: ParallelSection,
     *,
-    plan: Plan,
     criterion: Callable[[], Criterion],
     cut: Cut,
     recompute: bool,
     device: torch.device,
+    plan: Plan | None = None,
     blocks: Sequence[str] = (),
 ) -> DividedModel:
     """Divide a model over the tensor and the pipeline axis, and move this rank's part to its device. Collective.
@@ -172,15 +167,16 @@ def divide(
         model: The whole model, the same on all ranks; it is changed in place.
         mesh: The ranks.
         parallel: How stages and layers are cut.
-        plan: How layers are divided (see `mpitrain.tensor.plan`), where there are tensor ranks.
         criterion: Gives the loss of an output and a target, once layers are divided, where there are stages.
         cut: What stages have equally much of, where it is not numbers of blocks.
         recompute: Whether activations are computed again in backward.
         device: What this rank computes on.
+        plan: How layers are divided (see `mpitrain.tensor.plan`), where there are tensor ranks; None: as it says.
         blocks: Names of the modules that one after the other are the model; empty: as the model says.
     """
     found, aliases = blocks_of(model), tied_names(model)
     if mesh.tensor.size > 1:
+        plan = plan_for(model, plan, sequence=parallel.sequence)
         parallelize(model, mesh.tensor, plan, sequence=parallel.sequence, whole=parallel.whole)
     pipeline, elsewhere, module = None, set[str](), model
     if mesh.pipeline.size > 1:

@@ -110,8 +110,7 @@ class Copies:
         """Give the partner this rank's copy, and keep the one of whose partner this rank is."""
         to = partners(world.nodes)
         dest, source = to[world.rank], to.index(world.rank)
-        known = self._world is world
-        told_before = self._own[slot - 1].contents if known else ""
+        told_before = self._own[slot - 1].contents if self._world is world else ""
         news = own.contents if own.contents != told_before else ""
         text = torch.from_numpy(np.frombuffer(news.encode(), dtype=np.uint8).copy())
         sizes = torch.tensor([own.memory.numel(), text.numel()])
@@ -157,8 +156,7 @@ class Copies:
             return None
         key, files = found
         manifest, _ = self._manifest(world, key, files)
-        parts = [part for copy in files.values() for part in _parts(copy)]
-        return key.step, parts, manifest.values
+        return key.step, [part for copy in files.values() for part in _parts(copy)], manifest.values
 
     def newest(self, world: Communicator) -> tuple[Key, dict[str, PeerCopy]] | None:
         """The newest set that the ranks hold whole between them, and what this rank has of it. Collective.

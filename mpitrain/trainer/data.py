@@ -148,37 +148,26 @@ def gather_ids(everyone: Communicator, batch: Batch) -> list[int]:
     return [number for ids in everyone.all_gather_object(batch.ids.tolist()) for number in ids]
 
 
-class ClassWeights:
-    """The weights of the classes, inside the loss of a task that is to be trained.
+def weigh_step(criterion: WeightedCrossEntropy, y: torch.Tensor, comm: Communicator) -> None:
+    """Tell the loss the targets of a step. Collective over the ranks that share its batch.
 
     Args:
-        weights: Weight of each class, float32 [classes].
-        task: The task, whose criterion is replaced.
+        criterion: The loss with the weights of the classes.
+        y: Targets of this rank, int64, any shape.
+        comm: These ranks.
     """
-
-    def __init__(self, weights: torch.Tensor, task: Task) -> None:
-        self._criterion = WeightedCrossEntropy(weights)
-        task.module.criterion = self._criterion  # type: ignore[assignment]
-
-    def begin_step(self, y: torch.Tensor, comm: Communicator) -> None:
-        """Take note of the targets of a step. Collective over the ranks that share its batch.
-
-        Args:
-            y: Targets of this rank, int64, any shape.
-            comm: These ranks.
-        """
-        weights = self._criterion.weights.to(y.device)
-        counts = torch.zeros(len(weights), dtype=torch.int64, device=y.device)
-        counts.index_add_(0, y.flatten(), torch.ones_like(y).flatten())
-        comm.all_reduce(counts)
-        self._criterion.scale = (counts.sum() / (counts * weights.double()).sum()).float()
+    weights = criterion.weights.to(y.device)
+    counts = torch.zeros(len(weights), dtype=torch.int64, device=y.device)
+    counts.index_add_(0, y.flatten(), torch.ones_like(y).flatten())
+    comm.all_reduce(counts)
+    criterion.scale = (counts.sum() / (counts * weights.double()).sum()).float()
 
 
-def class_weights(config: Config, task: Task, data: Dataset, world: Communicator) -> ClassWeights | None:
+def class_weights(config: Config, task: Task, data: Dataset, world: Communicator) -> WeightedCrossEntropy | None:
     """Put the weights that train.class_weights asks for into the loss of a task. Collective.
 
     Returns:
-        The weights; None where none are asked for.
+        The loss with the weights; None where none are asked for.
 
     Raises:
         InputError: On all ranks, where the loss is not the cross-entropy of classes, or not so many weights are given.
@@ -196,14 +185,14 @@ def class_weights(config: Config, task: Task, data: Dataset, world: Communicator
             "train.class_weights is for models of mpitrain or Hugging Face on data with classes; give the loss of "
             "your model the weights itself, or leave it out"
         )
-    if asked == "balanced":
-        return ClassWeights(_balanced(data, world), task)
-    if len(asked) != len(classes):
+    if asked != "balanced" and len(asked) != len(classes):
         raise refusal(
             f"train.class_weights has {len(asked)} weights, and the data have {len(classes)} classes "
             f"({', '.join(classes[:4])}{', ...' if len(classes) > 4 else ''}); give one for each"
         )
-    return ClassWeights(torch.tensor(asked, dtype=torch.float32), task)
+    weights = _balanced(data, world) if asked == "balanced" else torch.tensor(asked, dtype=torch.float32)
+    task.module.criterion = criterion = WeightedCrossEntropy(weights)  # type: ignore[assignment]
+    return criterion
 
 
 def _balanced(data: Dataset, world: Communicator) -> torch.Tensor:

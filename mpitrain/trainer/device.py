@@ -54,14 +54,12 @@ def choose(kind: str, world: Communicator) -> tuple[torch.device, str]:
     for of, where, *_ in told:
         hosts.setdefault(of, []).append(where)
     if len(hosts) > 1:
-        found_where = ", ".join(f"{of} on {_some(set(where))}" for of, where in sorted(hosts.items()))
-        raise refusal(f"run.device {kind} finds {found_where}; set run.device to one kind that all hosts have")
+        shown = []
+        for of, where in sorted((of, sorted(set(where))) for of, where in hosts.items()):
+            more = f" and {len(where) - 3} more" if len(where) > 3 else ""
+            shown.append(f"{of} on host {', '.join(where[:3])}{more}")
+        raise refusal(f"run.device {kind} finds {', '.join(shown)}; set run.device to one kind that all hosts have")
     return chosen, _text(chosen, [tuple(each) for _, _, *each in told])
-
-
-def _some(hosts: set[str]) -> str:
-    shown = sorted(hosts)[:3]
-    return "host " + ", ".join(shown) + (f" and {len(hosts) - 3} more" if len(hosts) > 3 else "")
 
 
 def _text(chosen: torch.device, ranks: list[tuple[Any, ...]]) -> str:
@@ -131,8 +129,7 @@ def _copied(tensor: torch.Tensor, to: torch.device) -> torch.Tensor:
     beside, own = device.new_stream(to), device.current_stream(to)
     with beside:
         there = tensor.to(to, non_blocking=True)
-    copied = device.recorded(to, beside)
-    copied.synchronize()  # so that nobody else has to wait for it
+    device.recorded(to, beside).synchronize()  # so that nobody else has to wait for it
     there.record_stream(own)
     return there
 

@@ -33,11 +33,10 @@ from mpitrain.errors import EXIT_REQUEUE, CommunicationError, InputError, Mpitra
 from mpitrain.mesh import tensor_groups_first
 from mpitrain.shard.virtual_workers import VirtualWorkers
 from mpitrain.storage.text import counted
-from mpitrain.trainer.callback import Callback, Restored, Step
 from mpitrain.trainer.copies import Copies, Key
 from mpitrain.trainer.engine import Engine
 from mpitrain.trainer.recording.records import Records
-from mpitrain.trainer.run import Run
+from mpitrain.trainer.run import Callback, Restored, Run, Step
 
 _TAG = 31_500  # apart from those of training's messages, of copies and of checkpoints
 _PAUSE = 0.02  # seconds between looks of a rank that waits
@@ -92,7 +91,7 @@ class Survivors(Callback):
         """Note that the engine has the state after this step: of use at stage 0, where each rank has all of it."""
         engine = trainer.engine
         self._even = engine.synchronous
-        if engine.options.zero == 0:
+        if engine.config.parallel.zero == 0:
             key = Key(trainer.step, trainer.world.size, self._copies.losses)
             buffers = [buffer.clone() for buffer in engine.module.buffers()]
             self._reached = Reached(engine, key, trainer.state(), buffers)
@@ -115,13 +114,6 @@ class Survivors(Callback):
         step.extras["recovered_s"] = seconds
 
     # -- when ranks died
-
-    def missed(self, error: BaseException) -> bool:
-        """Return whether an error came of the death of ranks."""
-        if not ulfm.ranks_died(self.everyone, error):
-            return False
-        self.missing = True
-        return True
 
     def close_ranks(self) -> None:
         """Go over to the world of those that are left. Collective over them."""
@@ -157,9 +149,15 @@ class Survivors(Callback):
 
     def _take_stock(self) -> None:
         """Keep what there is of the state of the ranks that are left. Collective over them."""
-        if self._copies.newest(self.everyone) is None:
-            self._copy_alone()
-        self._reached = None
+        reached, self._reached = self._reached, None
+        if self._copies.newest(self.everyone) is not None or reached is None or not reached.engine.settled:
+            return
+        with torch.no_grad():
+            for buffer, kept in zip(reached.engine.module.buffers(), reached.buffers, strict=True):
+                buffer.copy_(kept)
+        parallel = self._trainer.config.parallel
+        columns = parallel.pipeline * parallel.tensor
+        self._copies.take_alone(reached.engine, reached.key, reached.values, self._trainer.world.rank, columns)
 
     def _begin_anew(self) -> None:
         """Settings for those that are left."""
@@ -173,17 +171,6 @@ class Survivors(Callback):
                 "checkpoint": config.checkpoint.model_copy(update={"resume": resume}),
             }
         )
-
-    def _copy_alone(self) -> None:
-        reached = self._reached
-        if reached is None or not reached.engine.settled:
-            return
-        with torch.no_grad():
-            for buffer, kept in zip(reached.engine.module.buffers(), reached.buffers, strict=True):
-                buffer.copy_(kept)
-        parallel = self._trainer.config.parallel
-        columns = parallel.pipeline * parallel.tensor
-        self._copies.take_alone(reached.engine, reached.key, reached.values, self._trainer.world.rank, columns)
 
     def _divide(self) -> None:
         """Choose who trains, of those that are left."""
@@ -293,8 +280,7 @@ class CopyOften(Callback):
         self._survivors = survivors
 
     def on_step_end(self, trainer: Run, step: Step) -> None:
-        every = trainer.config.elastic.copy_every
-        if step.number % every == 0 and not trainer.last_step:
+        if step.number % trainer.config.elastic.copy_every == 0 and not trainer.last_step:
             self._survivors.copy(trainer)
 
 
@@ -328,7 +314,8 @@ def _keep_training(trainer: Run, survivors: Survivors) -> int:
             survivors.dismiss(code)
             return code
         except Exception as error:
-            if survivors.missed(error):
+            if ulfm.ranks_died(survivors.everyone, error):
+                survivors.missing = True
                 trainer.folder.log.info("ranks died: %s", error)
             elif survivors.fewer and isinstance(error, InputError) and error.agreed:
                 survivors.misfit = str(error)

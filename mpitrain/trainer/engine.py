@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +22,19 @@ from mpitrain.checkpoint import Manifest, Part
 from mpitrain.choices import Precision
 from mpitrain.comm import Communicator
 from mpitrain.comm.memory import device
-from mpitrain.errors import InputError
+from mpitrain.config.settings import Config
 from mpitrain.layers.precision import DTYPES, convert, narrowed
 from mpitrain.layers.sync_batchnorm import SyncBatchNorm
 from mpitrain.monitor.parts import StepClock
 from mpitrain.ownership import Axes
-from mpitrain.shard.ddp import broadcast_state
+from mpitrain.shard.ddp import broadcast_tensors
 from mpitrain.shard.flat_parameters import refuse_unless_elementwise
 from mpitrain.shard.offload import HOST, MappedFiles
-from mpitrain.shard.sharding import Options, Sharding
+from mpitrain.shard.sharding import Sharding
 from mpitrain.shard.update import Updater, set_rate
 from mpitrain.shard.virtual_workers import TreeSum
 from mpitrain.trainer.memory import ActivationMeter, MemoryAccount, PipelineMeter, counting, measure
-from mpitrain.trainer.optimizing.optimizer import state_bytes
+from mpitrain.trainer.optimizing import state_bytes
 from mpitrain.trainer.state import EngineState, merged
 
 Loss = Callable[[Any, Any], torch.Tensor]
@@ -76,10 +77,6 @@ class LossScale:
         elif self.refill:
             self.passed = 0
 
-    def explains(self, overflows: int) -> bool:
-        """Return whether so many overflows in a row are no more than its adjustment takes."""
-        return self.dynamic and overflows <= 1 + self.spare
-
     def state(self) -> dict[str, float]:
         return {"scale": self.value, "good": self.good, "passed": self.passed}
 
@@ -108,11 +105,11 @@ class Engine:
         loss: loss(module(x), y): the mean over the samples given.
         optimizer: Of the module's parameters, without a state yet.
         comm: The data-parallel ranks.
-        options: How parameters, gradients and optimizer states are placed.
-        clip: The largest global gradient norm; 0 for no clipping.
-        precision: fp32, bf16 or fp16: of parameters and activations. The optimizer's states and copy are fp32.
+        config: The settings, of which run.reproducible, train.clip, train.precision, [parallel] and [comm] count.
+            The optimizer's states and copy are fp32 in any precision.
         axes: The module's place in a mesh of more axes.
         scale: Of the loss; None: as the precision needs it.
+        reduce_dtype: In which gradients are added up and reduced; None: the parameters' own.
 
     Attributes:
         device: Where the module's parameters are.
@@ -132,27 +129,27 @@ class Engine:
         loss: Loss,
         optimizer: torch.optim.Optimizer,
         comm: Communicator,
-        options: Options | None = None,
+        config: Config,
         *,
-        clip: float = 0.0,
-        precision: Precision = "fp32",
         axes: Axes | None = None,
         scale: LossScale | None = None,
+        reduce_dtype: torch.dtype | None = None,
     ) -> None:
         self.module, self.loss, self.optimizer, self.comm = module, loss, optimizer, comm
-        self.clip, self.precision, self.options = clip, precision, options or Options()
-        axes = axes or Axes()
+        self.config, self.clip, self.precision = config, config.train.clip, config.train.precision
+        self._reduce_dtype, axes = reduce_dtype, axes or Axes()
         others = [other for other in axes.others if other.size > 1]
         if any(other.label.split("/")[-1] == "tensor" for other in others):  # which have parts of matrices
             refuse_unless_elementwise(optimizer, gathered=True, otherwise="parallel.tensor 1")
         self.pipeline = axes.pipeline
-        broadcast_state(module, comm)
-        convert(module, precision)
+        for name, tensor in chain(module.named_parameters(), module.named_buffers()):
+            broadcast_tensors([tensor], comm, axes.owner(name, tensor).source)
+        convert(module, self.precision)
         self.sharding = self._place(axes)
         self.device = self.sharding.groups[0].device
-        self.scale = scale if scale is not None else LossScale.of(precision)
+        self.scale = scale if scale is not None else LossScale.of(self.precision)
         self.settled = True
-        folder = self.options.offload
+        folder = config.parallel.offload
         files = MappedFiles(Path(folder)) if folder not in ("", HOST) else None
         self._updater = Updater(self.sharding, others, files)
         self._axes = [self.sharding.shard, *others]
@@ -166,11 +163,11 @@ class Engine:
         if self.pipeline is not None:
             self._meter = PipelineMeter(module)
             self.pipeline.watched = counting(self.clock, self._meter)
-        self._example: Microbatch | None = None  # for passes that other ranks need and this one has no samples for
+        self._example: Any = None  # a microbatch, for passes that other ranks need and this one has no samples for
 
     def _place(self, axes: Axes) -> Sharding:
         """Place the module and its optimizer. Collective."""
-        return Sharding(self.module, self.optimizer, self.comm, self.options, axes)
+        return Sharding(self.module, self.optimizer, self.comm, self.config, axes, self._reduce_dtype)
 
     def _make_state(self, axes: Axes) -> EngineState:
         """Return what knows the tensors of a checkpoint."""
@@ -254,11 +251,6 @@ class Engine:
             microbatches = [m for worker in workers for m in worker]
             told = self.through_pipeline(microbatches, [len(x) / samples for x, _ in microbatches])
             return torch.tensor([told], dtype=torch.float64)
-        if self.synchronous and sum(map(len, workers)) != rounds:
-            raise InputError(
-                "BatchNorm needs as many microbatches on each rank as on any other; make train.batch a multiple of "
-                "the ranks, and of train.microbatch on each of them"
-            )
         losses, done = torch.zeros(len(workers), dtype=torch.float64, device=self.device), 0
         tree = TreeSum(self.sharding.gradients) if len(workers) > 1 else None
         for number, worker in enumerate(workers):
@@ -298,17 +290,9 @@ class Engine:
         """Take part in the collective passes of the ranks that have more microbatches than this one."""
         for _ in range(done, rounds):
             if self.sharding.parameters.gathers:
-                self.backward(self.forward(*self._some_example()) * 0.0, reduce=False)
+                self.backward(self.forward(*self._example) * 0.0, reduce=False)
             elif self.sharding.gradients.reduces_each_pass:
                 self.sharding.reducer.finish()
-
-    def _some_example(self) -> Microbatch:
-        """Samples that this rank had before, for passes whose result does not matter."""
-        if self._example is None:
-            raise InputError(
-                "a rank has no samples yet, but sharded parameters need all ranks to compute; raise train.batch"
-            )
-        return self._example
 
     def step(self, lr: float | None = None) -> StepResult:
         """Clip the gradients and update, unless they are not finite on some rank. Collective.
@@ -364,7 +348,7 @@ class Engine:
         if x is None:
             if not self.sharding.parameters.gathers:
                 return torch.zeros(())
-            x, y = self._some_example()
+            x, y = self._example
         if self.pipeline is not None:
             return torch.tensor(self.compute(self.pipeline.evaluate, x, y, seen), dtype=torch.float64)
         was_training = self.module.training

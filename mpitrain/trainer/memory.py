@@ -63,7 +63,7 @@ def measure(sharding: Sharding, activations: int) -> MemoryAccount:
     host = 0
     if sharding.host is not None:
         buffers += sharding.host.nbytes()
-        host = states + sharding.host.nbytes() + (round(parameters) if sharding.options.offload_parameters else 0)
+        host = states + sharding.host.nbytes() + (round(parameters) if sharding.parallel.offload_parameters else 0)
     per_element = round(moments / 4 / max(1, sum(s.value.numel() for s in sharding.flat_parameters)))
     copied = sharding.host is not None and any(s.stored is not None for s in sharding.flat_parameters)
     accounts = [

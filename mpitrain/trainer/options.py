@@ -1,4 +1,4 @@
-"""Settings that an engine is made of: where a configuration places memory, and what `mpitrain.initialize` follows."""
+"""Settings that `mpitrain.initialize` follows."""
 
 from __future__ import annotations
 
@@ -8,17 +8,14 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from mpitrain.comm import compression
 from mpitrain.config.batch_sizes import accumulation
 from mpitrain.config.deepspeed import DeepSpeedConfig
 from mpitrain.config.section import declared
 from mpitrain.config.settings import Config
-from mpitrain.errors import InputError, refusal
-from mpitrain.layers.precision import DTYPES
+from mpitrain.errors import refusal
 from mpitrain.mesh import mesh_shape
 from mpitrain.pipe.schedules import default_microbatches
-from mpitrain.shard.sharding import Options
-from mpitrain.trainer.optimizing.schedules import RateSchedule, schedule_of
+from mpitrain.trainer.optimizing import RateSchedule, schedule_of
 
 
 @dataclass(frozen=True)
@@ -63,7 +60,13 @@ def from_config(config: Config, ranks: int, *, own_optimizer: bool, origin: str 
         without_effect = sorted(key for key, field in changed.items() if not declared(field, "decisive"))
         unused = {key: field for key, field in changed.items() if declared(field, "decisive")}
     if unused:
-        raise _refusal(unused, origin)
+        names = sorted(unused)
+        shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+        beside = any(declared(field, "loop") == "for_optimizer" for field in unused.values())
+        why = " beside an optimizer of your own" if beside else ""
+        raise refusal(
+            f"{origin}: mt.initialize does nothing with {shown}{why}; remove them, or run mpitrain.train, which does"
+        )
     schedule = None if own_optimizer else schedule_of(config.optim, config.train.steps, evaluates=False)
     return Settings(config, *_batch(config, ranks), schedule, tuple(without_effect))
 
@@ -113,32 +116,3 @@ def _batch(config: Config, ranks: int) -> tuple[int, int]:
             micro = share // next(count for count in range(least, share + 1) if share % count == 0)
     names = ("train.batch", "train.microbatch", "train.accumulation")
     return accumulation(batch, micro, train.accumulation or None, ranks=data, names=names)
-
-
-def _refusal(unused: dict[str, FieldInfo], origin: str) -> InputError:
-    names = sorted(unused)
-    shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-    beside = any(declared(field, "loop") == "for_optimizer" for field in unused.values())
-    why = " beside an optimizer of your own" if beside else ""
-    return refusal(
-        f"{origin}: mt.initialize does nothing with {shown}{why}; remove them, or run mpitrain.train, which does"
-    )
-
-
-def options_of(config: Config, deepspeed: DeepSpeedConfig | None = None) -> Options:
-    """Return how a configuration places parameters, gradients and states."""
-    parallel, comm = config.parallel, config.comm
-    reduce_dtype = deepspeed.reduce_dtype if deepspeed is not None else None
-    return Options(
-        zero=parallel.zero,
-        bucket_mb=comm.bucket_mb,
-        algorithm=comm.algorithm,
-        compression=None if comm.compression == "none" else compression.from_name(comm.compression),
-        reduce_dtype=None if reduce_dtype is None else DTYPES[reduce_dtype],
-        share_node=parallel.share_node,
-        shard_within=parallel.shard_within,
-        reshard_after_forward=parallel.reshard,
-        reproducible=config.run.reproducible,
-        offload=parallel.offload,
-        offload_parameters=parallel.offload_parameters,
-    )

@@ -1,11 +1,26 @@
-"""A run as callbacks and strategies see it, and what a strategy is.
+"""A run as callbacks and strategies see it, and what a callback and a strategy are.
+
+Callbacks do at the steps of a `Trainer` what is no line in its loop:
+
+setup
+  on_restore   on_fit_start
+    on_update -> (ranks agree whether to stop) -> on_evaluate -> on_step_end -> on_save -> on_step_done    each step
+
+What is between on_update and on_step_end, and on_save, come where all ranks are together, which in parallel.mode local
+and server is not after each step; there the steps in between are told late.
+
+  on_fit_end
+on_exception                                          instead of what is left, where something was raised
+teardown                                              in any case
+
+A strategy is a value of parallel.mode:
 
     parallel.mode   take each step as one                  all ranks meet
     sync            all ranks                              after each step
     local           the ranks of a group                   after every parallel.local_steps steps
     server          each worker by itself                  where the run is evaluated, saved or ended
 
-A strategy is what `Trainer` asks for the differences: it puts the ranks into places, says which engine they compute
+`Trainer` asks it for the differences: it puts the ranks into places, says which engine they compute
 with, and gives the steps as they become known. The trainer's loop, its callbacks and its checkpoints are the same.
 
 `Trainer` imports the callbacks and strategies; these import `Run`, and nothing here imports any of them.
@@ -16,6 +31,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,12 +43,104 @@ from mpitrain.config.batch_sizes import BatchSizes
 from mpitrain.config.settings import Config
 from mpitrain.data import Batch, Dataset
 from mpitrain.mesh import Mesh
-from mpitrain.trainer.callback import Callback, Step
 from mpitrain.trainer.data import GroupPlaces
 from mpitrain.trainer.engine import Engine
 from mpitrain.trainer.folder import RunFolder
 from mpitrain.trainer.held_out.measuring import Meter
-from mpitrain.trainer.optimizing.schedules import RateSchedule
+from mpitrain.trainer.optimizing import RateSchedule
+
+
+@dataclass
+class Step:
+    """One step of training, as far as it is done.
+
+    number: from 1. batch: this rank's share of the global batch; without its samples where the step is told late. loss:
+    the mean over the global batch, in nats where it is a cross-entropy. norm: of the gradients, before clipping.
+    skipped: whether nothing was updated, because the norm is not finite. began: `time.perf_counter()` when it did.
+    seconds: what it took, without evaluation and saving; 0 as long as that is not known. together: whether all ranks
+    came together after it (see `run`). met: `time.monotonic()` when all ranks had done it. held_out_loss:
+    None where the step was not evaluated. lost: the ranks that died since the step before. extras: further figures for
+    its line in metrics.jsonl.
+    """
+
+    number: int
+    batch: Batch
+    loss: float
+    lr: float
+    norm: float
+    skipped: bool
+    began: float = 0.0
+    seconds: float = 0.0
+    together: bool = True
+    met: float = 0.0
+    held_out_loss: float | None = None
+    lost: tuple[int, ...] = ()
+    extras: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Restored:
+    """A state that training goes on from. step: steps done. values: what was kept with it, see `Callback.state`.
+
+    own: whether it is this run's, and not one that another run has left.
+    """
+
+    step: int
+    values: dict[str, Any]
+    own: bool = True
+
+
+class Callback:
+    """Something that is called at the events of a `Trainer`'s run; each method does nothing unless it is overridden.
+
+    Every rank calls the same methods of the same callbacks in the same order, so that a method may be collective over
+    `trainer.world`. Where a method raises an error on one rank alone, the job ends with that error. `trainer` is the
+    `Trainer` whose run it is, which an override may name as its type, or a subclass.
+    """
+
+    def setup(self, trainer: Any) -> None:
+        """Before data and model are there. The run folder is this job's where run.dir names it, else not there yet."""
+
+    def restore(self, trainer: Any) -> Restored | None:
+        """Put the model and the optimizer into a state from elsewhere than a checkpoint, and say which one it is.
+
+        None leaves it to the next callback, and at last to the checkpoints.
+        """
+        return None
+
+    def on_restore(self, trainer: Any, values: dict[str, Any]) -> None:
+        """The state is in place. values: what callbacks gave as their `state` when it was saved; empty at step 0."""
+
+    def on_fit_start(self, trainer: Any) -> None:
+        """The first step of this start is about to begin."""
+
+    def on_update(self, trainer: Any, step: Step) -> None:
+        """The optimizer has updated this rank's parameters; `trainer.request_stop` makes this step the last one."""
+
+    def on_evaluate(self, trainer: Any, loss: float) -> None:
+        """The held-out samples were evaluated. loss: their mean; `trainer.figures` has the metrics, too, by name."""
+
+    def on_step_end(self, trainer: Any, step: Step) -> None:
+        """All of a step is done but saving. Figures put into `step.extras` come into its line of metrics.jsonl."""
+
+    def state(self, trainer: Any) -> dict[str, Any]:
+        """Return values to keep in checkpoints: such as JSON can hold, under names of one's own."""
+        return {}
+
+    def on_save(self, trainer: Any, folder: Path) -> None:
+        """A checkpoint was written, or begun to be with checkpoint.background."""
+
+    def on_step_done(self, trainer: Any, step: Step) -> None:
+        """All of a step is done, its checkpoint too; where `step.together`, all ranks are at this point."""
+
+    def on_fit_end(self, trainer: Any) -> None:
+        """The last step is done and saved."""
+
+    def on_exception(self, trainer: Any, error: BaseException) -> None:
+        """Something was raised; it is raised again afterwards. Other ranks may be gone: nothing collective here."""
+
+    def teardown(self, trainer: Any) -> None:
+        """The run folder is about to be given up. Nothing collective here."""
 
 
 class Run(ABC):
@@ -78,8 +187,8 @@ class Run(ABC):
     step = position = 0
     resumed_step: int | None = None
     saved = False
-    # why this rank is to stop; whether all ranks agreed on it; whether the run is then done
-    _stop, _ending, _ended = "", False, False
+    # why training stops before its end, in a few words; whether all ranks agreed on it; whether the run is then done
+    stop_reason, _ending, _ended = "", False, False
 
     # -- the recipe, as far as strategies and `elastic` ask for its parts
 
@@ -124,29 +233,19 @@ class Run(ABC):
         """The ranks that take each step as one."""
         return self.places.mesh
 
-    @property
-    def stop_asked(self) -> bool:
-        """Whether this rank has reason to stop, on which all ranks agree when they come together."""
-        return bool(self._stop)
-
-    @property
-    def stop_reason(self) -> str:
-        """Why training stops before its end, in a few words; empty where it does not."""
-        return self._stop
-
     def request_stop(self, reason: str) -> None:
         """End training when the ranks come together: after this step, if called in its `on_update`.
 
         One rank's request is enough. reason: a few words, for people.
         """
-        self._stop = self._stop or reason
+        self.stop_reason = self.stop_reason or reason
 
     def end(self, reason: str) -> None:
         """Have the run done with this step. On all ranks alike, where these are together: in `on_evaluate`.
 
         reason: a few words, for people.
         """
-        self._stop, self._ending, self._ended = reason, True, True
+        self.stop_reason, self._ending, self._ended = reason, True, True
 
     def say(self, text: str) -> None:
         """Log a line, and have rank 0 show it."""

@@ -23,8 +23,7 @@ from mpitrain.errors import CheckpointError, refusal
 from mpitrain.loading import require_same_model
 from mpitrain.planner.restart import steps_between
 from mpitrain.storage.text import counted, lasting
-from mpitrain.trainer.callback import Callback, Restored, Step
-from mpitrain.trainer.run import Run
+from mpitrain.trainer.run import Callback, Restored, Run, Step
 
 _FIRST = 20  # steps until the first save, as long as nothing is known: few to lose, and many beside a save
 _SAVES = 4  # whose mean is taken
@@ -121,10 +120,6 @@ def saves_after(step: int, config: Config) -> int:
     return best + (steps // every - step // every + (steps % every > 0) if every else 1)
 
 
-def _named(config: Config) -> str:
-    return f"data.mix {config.data.mix}" if config.data.mix else f"data.path {config.data.path!r}"
-
-
 def require_given(trainer: Run) -> None:
     """Raise InputError where checkpoint.resume names a checkpoint and there is none. Collective."""
     resume = trainer.config.checkpoint.resume
@@ -145,10 +140,9 @@ def load_newest(trainer: Run) -> Restored:
             trainer.say(f"passed over {folder}: {error}")
             continue
         if of not in (None, trainer.data.description.identity):  # None: imported weights
-            raise refusal(
-                f"{folder} was trained on another data set than {_named(trainer.config)}; give that "
-                "one, or another run.dir"
-            )
+            data = trainer.config.data
+            named = f"data.mix {data.mix}" if data.mix else f"data.path {data.path!r}"
+            raise refusal(f"{folder} was trained on another data set than {named}; give that one, or another run.dir")
         trainer.engine.finish_load(manifest)
         for repaired in trainer.store.repairs:
             trainer.say(repaired)

@@ -34,14 +34,6 @@ _TAG = 31_600  # apart from those of training's messages
 _PAUSE = 0.01  # seconds between two looks of a rank that waits
 
 
-def shared_config(world: Communicator, make: Callable[[], Config]) -> Config:
-    """The settings that rank 0 makes, on all ranks, which know what was set explicitly. Collective.
-
-    Raises InputError, on all ranks, where they are wrong.
-    """
-    return Config.from_dict(world.on_root(lambda: make().model_dump(exclude_unset=True)))
-
-
 def planned(config: Config, world: Communicator, device: torch.device) -> Config:
     """All settings, with the layout that the planner chooses where they ask for that. Collective.
 
@@ -135,16 +127,10 @@ def _machine(config: Config, world: Communicator, device: torch.device) -> Calla
 
 def fitting(machine: MachineProfile, where: str, kind: str, device: torch.device) -> MachineProfile:
     """Return a given profile if it has what ranks compute on. Raises InputError otherwise."""
-    on_device = devices.is_accelerator(device)
-    if machine.device is not None and on_device and machine.device.kind != device.type:
+    has = "no device" if machine.device is None else f"devices of kind {machine.device.kind}"
+    if has != (f"devices of kind {device.type}" if devices.is_accelerator(device) else "no device"):
         raise refusal(
-            f"{where} has devices of kind {machine.device.kind}, and this job computes on {device.type}; give another "
-            "profile, or leave it out to have this machine measured"
-        )
-    if (machine.device is not None) != on_device:
-        has = "no device" if machine.device is None else "devices"
-        raise refusal(
-            f"{where} has {has}, and run.device {kind} is {'one' if on_device else 'none'} here; give another profile, "
-            "or leave it out to have this machine measured"
+            f"{where} has {has}, and this job computes on {device.type} (run.device {kind}); give another profile, or "
+            "leave it out to have this machine measured"
         )
     return machine

@@ -23,7 +23,7 @@ from mpitrain.checkpoint import MASTER, MODEL, Manifest, Part, TensorSpec
 from mpitrain.checkpoint.manifest import source_of
 from mpitrain.comm.compression import Compression
 from mpitrain.errors import CheckpointError
-from mpitrain.layers.base_weights import require_whole
+from mpitrain.layers.lora import require_whole
 from mpitrain.layout import Piece, Slice, shares
 from mpitrain.ownership import DATA, Axes
 from mpitrain.shard.flat_parameters import FlatParameter, begin_states, is_elementwise
@@ -81,7 +81,7 @@ class EngineState:
         self._pending: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._states: list[tuple[FlatParameter, dict[str, torch.Tensor], list[dict[str, Any]]]] = []
         rank = sharding.comm.world_ranks[sharding.comm.rank]
-        self._left_out = LeftOut(f"{COMPRESSION}{rank}/", sharding.options.compression)
+        self._left_out = LeftOut(f"{COMPRESSION}{rank}/", sharding.compression)
 
     # -- what there is
 
@@ -174,15 +174,12 @@ class EngineState:
             empty = [self.holding(MODEL, p, 0, 0, p.detach()) for p in self._names if not p.numel()]
             found += [Part(h.spec, Piece.whole(h.name, 0), h.data.reshape(-1)) for h in empty if h.written]
         found += self._left_out.parts()
-        return found, {"optimizer": values, "data_ranks": sharding.comm.size} | self._saved_names()
-
-    def _saved_names(self) -> dict[str, Any]:
-        """What a checkpoint says of names: those of tied parameters, and of what is left out beside adapters."""
-        base = self._base
-        if base is None:
-            return {"tied": self._aliases}
-        tied = {alias: name for alias, name in self._aliases.items() if name not in base.names}
-        return {"tied": tied, "left_out": sorted(base.names), "base": base.values()}
+        told = {"optimizer": values, "data_ranks": sharding.comm.size, "tied": self._aliases}
+        if self._base is not None:  # beside adapters
+            names = self._base.names
+            tied = {alias: name for alias, name in self._aliases.items() if name not in names}
+            told |= {"tied": tied, "left_out": sorted(names), "base": self._base.values()}
+        return found, told
 
     def _odd_states(self) -> tuple[list[Holding], dict[str, dict[str, Any]]]:
         """States that are not one number per element: small tensors, and values; of the rank with a first element."""

@@ -30,25 +30,29 @@ from mpitrain.loading import TASK, build_task, task_values
 from mpitrain.models.task import Task
 from mpitrain.trainer import elastic
 from mpitrain.trainer.assemble import assemble
-from mpitrain.trainer.callback import Callback, Restored, Step
-from mpitrain.trainer.data import class_weights, microbatch_size, microbatches, open_data, seed_worker, with_microbatch
+from mpitrain.trainer.data import (
+    class_weights,
+    microbatch_size,
+    microbatches,
+    open_data,
+    seed_worker,
+    weigh_step,
+    with_microbatch,
+)
 from mpitrain.trainer.device import choose, full_told, set_threads
 from mpitrain.trainer.folder import RunFolder, together
-from mpitrain.trainer.held_out.improving import BestCheckpoint, EarlyStopping, LowerRate
 from mpitrain.trainer.held_out.measuring import LOSS, evaluated, meter_of
 from mpitrain.trainer.modes.local import Local
 from mpitrain.trainer.modes.served import Served
 from mpitrain.trainer.modes.synchronous import Synchronous
-from mpitrain.trainer.optimizing.optimizer import ParameterRoles, make_optimizer
-from mpitrain.trainer.optimizing.schedules import next_rate, schedule_of
+from mpitrain.trainer.optimizing import ParameterRoles, make_optimizer, next_rate, schedule_of
 from mpitrain.trainer.recording.console import Console, EventRecords
-from mpitrain.trainer.recording.rank_records import RankRecords
-from mpitrain.trainer.recording.records import Records, SampleIds
+from mpitrain.trainer.recording.records import RankRecords, Records, SampleIds
 from mpitrain.trainer.recording.timeline import TimelineRecorder
-from mpitrain.trainer.run import Run, Strategy
+from mpitrain.trainer.run import Callback, Restored, Run, Step, Strategy
 from mpitrain.trainer.saving import SaveSchedule, due, load_newest, require_given, saves_after
-from mpitrain.trainer.settings import planned, shared_config
-from mpitrain.trainer.stopping import LearningCheck, StopInTime
+from mpitrain.trainer.settings import planned
+from mpitrain.trainer.stopping import BestCheckpoint, EarlyStopping, LearningCheck, LowerRate, StopInTime
 
 STRATEGIES: dict[Mode, type[Strategy]] = {"sync": Synchronous, "server": Served, "local": Local}
 
@@ -77,7 +81,8 @@ class Trainer(Run):
         Raises InputError on all ranks for settings that are wrong.
         """
         self.world = world if world is not None else init()
-        asked = shared_config(self.world, lambda: Config.of(config))
+        # made by rank 0 for all, which know what was set explicitly
+        asked = Config.from_dict(self.world.on_root(lambda: Config.of(config).model_dump(exclude_unset=True)))
         self.device, self.devices = choose(asked.run.device, self.world)
         self.config = with_microbatch(planned(asked, self.world, self.device), self.world.size)
         self.strategy = STRATEGIES[self.config.parallel.mode](self.config, self.world)
@@ -126,7 +131,7 @@ class Trainer(Run):
 
     def train(self) -> int:
         """Train inside of the run folder; returns the exit code of `fit`."""
-        self._stop, self._ending, self._ended = "", False, False
+        self.stop_reason, self._ending, self._ended = "", False, False
         try:
             with full_told(self.device):
                 self.prepare()
@@ -203,8 +208,7 @@ class Trainer(Run):
         if train.epochs:
             left = max(0, math.ceil(train.epochs * len(self.data)) - self.position)
             steps = self.batch_sizes.steps_reaching(self.batch_sizes.before(self.step) + left)
-            section = train.model_copy(update={"steps": steps})
-            self.config = self.config.model_copy(update={"train": section})
+            self.config = self.config.model_copy(update={"train": train.model_copy(update={"steps": steps})})
             self.strategy.config = self.folder.config = self.config
         return self.config
 
@@ -258,9 +262,8 @@ class Trainer(Run):
             seed_worker(config.run.seed, self.step, number)
 
         if self.class_weights is not None:
-            self.class_weights.begin_step(batch.y, self.mesh.data)
-        rounds = workers.rounds(size, microbatch)
-        losses = self.engine.forward_backward(shares, size, rounds=rounds, before=seed)
+            weigh_step(self.class_weights, batch.y, self.mesh.data)
+        losses = self.engine.forward_backward(shares, size, rounds=workers.rounds(size, microbatch), before=seed)
         lr = next_rate(self.schedule, self.engine.optimizer, self.step)
         loss = workers.begin_total(self.mesh.data, losses)  # nothing collective may come after the update: see elastic
         result = self.engine.step(lr)
@@ -328,12 +331,12 @@ class Trainer(Run):
 
     def _agree_to_stop(self) -> None:
         """End training where any rank is to stop; raise the error of a save in the background that failed anywhere."""
-        flags = torch.tensor([bool(self._stop), self.store.failing], dtype=torch.uint8)
+        flags = torch.tensor([bool(self.stop_reason), self.store.failing], dtype=torch.uint8)
         self.world.all_reduce(flags, "max")
         stop, failing = flags.tolist()
         if stop:
             self._ending = True
-            self._stop = self._stop or "another rank was asked to"
-            self.say(f"stopping after step {self.step}: {self._stop}")
+            self.stop_reason = self.stop_reason or "another rank was asked to"
+            self.say(f"stopping after step {self.step}: {self.stop_reason}")
         if failing:
             self.store.finish()

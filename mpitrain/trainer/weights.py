@@ -37,7 +37,7 @@ from mpitrain.models.hugging_face.folder import PREFIX, save_folder
 from mpitrain.planner.machine import size_of
 from mpitrain.planner.subject import Subject, description_of
 from mpitrain.storage.commit import new_folder
-from mpitrain.storage.disk import sync, write_durably, write_whole
+from mpitrain.storage.disk import require_new, sync, write_durably, write_whole
 from mpitrain.storage.run_folder import CHECKPOINTS, CONFIG
 
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
@@ -203,17 +203,14 @@ def export_folder(folder: Path, out: Path, shard: str) -> int:
             adapters alone, or the folder that an hf: model came from is missing.
         CheckpointError: The checkpoint is not whole.
     """
-    if os.path.lexists(out):
-        raise InputError(f"{out} exists already; give another name, or remove it")
+    require_new(out)
     most, manifest = max(1, int(size_of(shard, "--shard-size"))), whole(folder)
     if str(((manifest.values.get(TASK) or {}).get("model") or {}).get("factory", "")).startswith(PREFIX):
         return _export_theirs(folder, out, most)
     model, vocabulary = _model_of(folder, manifest)
     parts = _present(folder, manifest, named_parts(form_of(model), model, vocabulary))
-    dtype = manifest.tensors[MODEL + parts[0].ours].dtype
-    config = config_json(model, vocabulary, dtype)
-    data = (manifest.values.get("task") or {}).get("data") or {}
-    config["eos_token_id"] = data.get("document_end")
+    config = config_json(model, vocabulary, manifest.tensors[MODEL + parts[0].ours].dtype)
+    config["eos_token_id"] = ((manifest.values.get(TASK) or {}).get("data") or {}).get("document_end")
 
     @lru_cache(maxsize=1)
     def loaded(ours: str) -> torch.Tensor:

@@ -14,7 +14,7 @@ from mpitrain.data import open_dataset
 from mpitrain.layout import split
 from mpitrain.models import build_model
 from mpitrain.trainer.data import batches
-from mpitrain.trainer.optimizing.optimizer import make_optimizer
+from mpitrain.trainer.optimizing import make_optimizer
 
 
 class Replicas:

@@ -9,6 +9,7 @@ from torch.nn.utils import parameters_to_vector
 
 import mpitrain as mt
 from mpitrain.comm.job.topology import Member, Topology
+from mpitrain.config.parallel import ParallelSection
 from mpitrain.errors import EXIT_DONE, EXIT_REQUEUE, InputError
 from mpitrain.loose.averaging import OuterOptimizer
 from mpitrain.monitor import read_metrics
@@ -200,7 +201,7 @@ def test_the_outer_optimizer_is_that_of_torch_to_the_bit():
     theirs = torch.nn.Parameter(torch.randn(1000))
     anchor = theirs.detach().clone()
     sgd = torch.optim.SGD([theirs], lr=0.7, momentum=0.9, nesterov=True)
-    outer = OuterOptimizer("nesterov", [anchor], 0.7, 0.9)
+    outer = OuterOptimizer(ParallelSection(mode="local", outer="nesterov"), [anchor])
     for _ in range(5):
         difference = torch.randn(1000)
         theirs.grad = -difference

@@ -23,7 +23,7 @@ from mpitrain.comm.memory import arena
 from mpitrain.data import SampleOrder
 from mpitrain.loose.clock import Applied
 from mpitrain.loose.server import Server
-from mpitrain.loose.update import ShareUpdate
+from mpitrain.loose.sharding import ShareUpdate
 from mpitrain.loose.worker import ServedWorker
 from mpitrain.monitor import read_metrics
 

@@ -6,14 +6,12 @@ import math
 
 import pytest
 import torch
+from support import config_of
 from torch import nn
 
-from mpitrain.loose.clock import Clock
-from mpitrain.loose.letters import Commit, LetterKind, Remembered, Rules, StepRecord
-from mpitrain.loose.memory import Roles
+from mpitrain.loose.clock import Clock, Commit, LetterKind, Remembered, StepRecord
 from mpitrain.loose.server import Server
-from mpitrain.loose.sharding import ServedSharding
-from mpitrain.shard.sharding import Options
+from mpitrain.loose.sharding import Roles, ServedSharding
 
 LR, WEIGHTS = 0.5, (0.5, 0.25, 0.25)
 
@@ -49,16 +47,16 @@ def served(world):
     torch.manual_seed(1)
     module = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3))
     optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
-    sharding = ServedSharding(module, optimizer, world, Options(bucket_mb=1e-5), world, Roles.of(1, 0))
+    sharding = ServedSharding(module, optimizer, world, config_of(bucket_mb=1e-5), world, Roles.of(1, 0))
     count = len(sharding.flats.buckets)
     assert count > 1
     gradients = [[torch.randn_like(sharding.published.bucket(b)) for b in range(count)] for _ in range(3)]
     flats, roles, boxes = Flats(sharding.flats.buckets, gradients), Roles((0, 1, 2), (0,)), (Box(), Box())
 
-    def make(rules):
-        before = Remembered(3, 4)
-        clock = Clock(before.applied(), [0, 1, 2], rules.staleness)
-        return Server(0, roles, flats, sharding.update, boxes, before, clock, rules, 4, {0: 8, 1: 0, 2: 2}, {})
+    def make(staleness, **settings):
+        before, config = Remembered(3, 4), config_of(mode="server", staleness=staleness, **settings)
+        clock = Clock(before.applied(), [0, 1, 2], None if staleness == "none" else staleness)
+        return Server(0, roles, flats, sharding.update, boxes, before, clock, config, 4, {0: 8, 1: 0, 2: 2}, {})
 
     yield make, boxes[1], gradients, lambda: [sharding.published.bucket(b).clone() for b in range(count)]
     sharding.close()
@@ -72,7 +70,7 @@ def commit(part, progress, factor=1.0, norm=1.0, loss=1.0):
 @pytest.mark.parametrize("corrected", [False, True])
 def test_the_learning_rate_of_each_update_is_divided_by_its_staleness_where_that_is_wanted(served, corrected):
     make, box, gradients, values = served
-    server = make(Rules(None, corrected, 0.0))
+    server = make("none", staleness_lr=corrected)
     server.progress = 9.5
     server._ready = [(0, commit(0, 9.5)), (1, commit(1, 9.0, factor=0.1)), (2, commit(2, 5.5))]  # 0, 0.5 and 4 late
     before = values()
@@ -92,7 +90,7 @@ def test_the_learning_rate_of_each_update_is_divided_by_its_staleness_where_that
 @pytest.mark.ranks(1)
 def test_gradients_that_are_not_finite_are_left_out_alone_and_the_step_says_so(served):
     make, box, gradients, values = served
-    server, before = make(Rules(2, False, 0.0)), values()
+    server, before = make(2), values()
     for bucket in gradients[1]:
         bucket.fill_(math.inf)
     server._ready = [(1, commit(1, 4.0, factor=0.0, norm=math.nan, loss=math.inf)), (0, commit(0, 4.0))]

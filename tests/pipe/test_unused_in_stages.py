@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from pipe.pipe_models import SCHEDULES
+from support import config_of
 from torch import nn
 
 from mpitrain.config.parallel import ParallelSection
 from mpitrain.mesh import Mesh
-from mpitrain.shard.sharding import Options
 from mpitrain.trainer.assemble import divide
 from mpitrain.trainer.engine import Engine
 
@@ -74,11 +74,11 @@ def test_what_no_microbatch_of_a_step_uses_is_neither_decayed_nor_counted(world,
     mesh = Mesh.make(world, pipeline=2 if world.size == 4 else world.size)
     settings = ParallelSection(pipeline=mesh.pipeline.size, **SCHEDULES[kind])
     divided = divide(
-        model(), mesh, settings, plan={}, criterion=lambda: loss_of, cut="uniform", recompute=recompute,
+        model(), mesh, settings, criterion=lambda: loss_of, cut="uniform", recompute=recompute,
         device=torch.device("cpu"),
     )  # fmt: skip
-    options, made = Options(zero=zero), optimizer(divided.module)
-    engine = Engine(divided.module, loss_of, made, mesh.data, options, axes=divided.axes)
+    made = optimizer(divided.module)
+    engine = Engine(divided.module, loss_of, made, mesh.data, config_of(zero=zero), axes=divided.axes)
     whole, replicas = model(), mesh.data.size
     plain = optimizer(whole)
     for step in range(len(STEPS)):

@@ -115,7 +115,7 @@ def start(config: Config, kind: str, nodes: int, each: int, on_device: bool) -> 
     data, pipeline, tensor = shape
     axes = [SimpleNamespace(size=size, rank=0) for size in shape]
     mesh = cast(Mesh, Mesh(cast(Any, SimpleNamespace(on_root=lambda act: act())), *cast(Any, axes)))
-    workers = VirtualWorkers.on(data, config.run.reproducible, config.run.workers)
+    workers = VirtualWorkers.of(data, config.run.reproducible, config.run.workers)
     refuse_divisions(parallel, mesh, compiled=config.model.compile, reproducible=config.run.reproducible)
     module = copy.deepcopy(task.module)
     if pipeline > 1:

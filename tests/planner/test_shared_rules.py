@@ -9,6 +9,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from support import config_of
 
 from mpitrain.config.settings import Config
 from mpitrain.data import Description
@@ -23,7 +24,7 @@ from mpitrain.planner.subject import AxisExchange
 from mpitrain.shard import flat, placement
 from mpitrain.shard.gradients import _slots
 from mpitrain.shard.placement import STAGES
-from mpitrain.shard.sharding import Options, Sharding
+from mpitrain.shard.sharding import Sharding
 from mpitrain.tensor import axis
 from mpitrain.trainer.data import microbatch_size
 from mpitrain.trainer.options import from_config
@@ -52,7 +53,8 @@ def shares(layout: ParallelLayout, overlaps: bool = False) -> Any:
 def job_buckets(layout: ParallelLayout) -> list[int]:
     """Bytes of the buckets that a job makes."""
     module, shard = build_model(CONFIG.model, IMAGES).module, shares(layout)
-    own = SimpleNamespace(options=Options(zero=layout.zero), shard=shard, stage=STAGES[layout.zero], _staged=False)
+    config, stage = config_of(zero=layout.zero), STAGES[layout.zero]
+    own = SimpleNamespace(config=config, parallel=config.parallel, shard=shard, stage=stage, _staged=False)
     own._on_node = lambda groups: "one copy"
     groups, _ = Sharding._place_parameters(cast(Any, own), list(module.named_parameters()))
     return [4 * (hi - lo) for group in groups for lo, hi in pairwise(group.layout.bounds)]

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from support import config_of
 from torch import nn
 
 from mpitrain.models.gpt import GPT
 from mpitrain.models.resnet import ResNet
-from mpitrain.shard.sharding import Options
 from mpitrain.shard.virtual_workers import VirtualWorkers
 from mpitrain.trainer.engine import Engine
 
@@ -73,7 +73,7 @@ def steps_of(
     engine: Engine, comm, data, *, first=0, steps=STEPS, microbatches=1, workers=0, delay=lambda: None
 ) -> list[float]:
     """The losses of training with an engine, every step's global batch cut over the ranks."""
-    division = VirtualWorkers.of(comm, bool(workers), workers)
+    division = VirtualWorkers.of(comm.size, bool(workers), workers, comm.rank)
     losses = []
     for step in range(first, first + steps):
         x, y = data(step)
@@ -93,6 +93,6 @@ def steps_of(
     return losses
 
 
-def engine_of(model, comm, optimizer="adamw", *, precision="fp32", clip=0.5, **options) -> Engine:
+def engine_of(model, comm, optimizer="adamw", *, clip=0.5, reduce_dtype=None, **settings) -> Engine:
     made = OPTIMIZERS[optimizer](model.parameters())
-    return Engine(model, model.loss, made, comm, Options(**options), precision=precision, clip=clip)
+    return Engine(model, model.loss, made, comm, config_of(clip=clip, **settings), reduce_dtype=reduce_dtype)

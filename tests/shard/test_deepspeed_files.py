@@ -17,7 +17,7 @@ from mpitrain.config.deepspeed import read_deepspeed, read_json
 from mpitrain.config.settings import Config
 from mpitrain.errors import InputError
 from mpitrain.shard.optimizers import Lamb
-from mpitrain.trainer.optimizing.optimizer import Lion, UncorrectedAdamW
+from mpitrain.trainer.optimizing import Lion, UncorrectedAdamW
 from mpitrain.trainer.options import from_deepspeed
 
 

@@ -7,6 +7,7 @@ import dataclasses
 
 import pytest
 import torch
+from support import config_of
 from torch import nn
 from torch.nn import functional
 
@@ -14,7 +15,6 @@ from mpitrain.shard import in_place
 from mpitrain.shard.ddp import DistributedDataParallel
 from mpitrain.shard.gradients import ShardedGradients, WholeGradients
 from mpitrain.shard.in_place import InPlace, Linear
-from mpitrain.shard.sharding import Options
 from mpitrain.trainer.engine import Engine
 
 WIDTH = 256
@@ -196,7 +196,7 @@ def given(monkeypatch):
 def trained(comm, **options):
     """Parameters after two steps of two microbatches."""
     model = Wide()
-    engine = Engine(model, model.loss, torch.optim.AdamW(model.parameters(), lr=1e-3), comm, Options(**options))
+    engine = Engine(model, model.loss, torch.optim.AdamW(model.parameters(), lr=1e-3), comm, config_of(**options))
     generator = torch.Generator().manual_seed(comm.rank)
     for _ in range(2):
         x = torch.randint(WIDTH, (2, 8), generator=generator)

@@ -9,6 +9,7 @@ import time
 import pytest
 import torch
 from shard.steps import OPTIMIZERS, alone, engine_of, gpt, images, on, resnet, steps_of, tokens
+from support import config_of
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -17,7 +18,6 @@ from mpitrain.comm.job.topology import Member, Topology
 from mpitrain.errors import InputError
 from mpitrain.layers.sync_batchnorm import SyncBatchNorm
 from mpitrain.shard.optimizers import Lamb, Lars, Muon
-from mpitrain.shard.sharding import Options
 from mpitrain.trainer.engine import Engine
 
 PLACEMENTS = {
@@ -28,7 +28,7 @@ PLACEMENTS = {
     "zero2-private": {"zero": 2, "share_node": False},
     "zero3": {"zero": 3},
     "zero3-units": {"zero": 3, "share_node": False},
-    "zero3-kept": {"zero": 3, "share_node": False, "reshard_after_forward": False},
+    "zero3-kept": {"zero": 3, "share_node": False, "reshard": False},
 }
 
 
@@ -156,14 +156,14 @@ def test_norms_of_whole_parameters_that_lamb_and_lars_need_are_those_of_one_proc
         whole, model = gpt(), gpt()
         wanted = alone(whole, whole.loss, kind(whole.parameters(), **options), tokens, steps=3)
         made = kind(model.parameters(), **options)
-        placed = Options(bucket_mb=0.004, **PLACEMENTS[placement])
-        engine = Engine(model, model.loss, made, world, placed, clip=0.5)
+        placed = config_of(bucket_mb=0.004, clip=0.5, **PLACEMENTS[placement])
+        engine = Engine(model, model.loss, made, world, placed)
         assert steps_of(engine, world, tokens, steps=3) == pytest.approx(wanted[0], rel=1e-5)
         close(engine, wanted[1])
         engine.close()
     model = gpt()
     with pytest.raises(InputError, match="lamb and lars add up squares in an order that depends"):
-        Engine(model, model.loss, Lamb(model.parameters()), world, Options(zero=1, reproducible=True))
+        Engine(model, model.loss, Lamb(model.parameters()), world, config_of(zero=1, reproducible=True))
 
 
 @pytest.mark.ranks(3)
@@ -270,12 +270,12 @@ class Sometimes:
         kind = getattr(torch.optim, self.kind, None) if self.kind != "Muon" else Muon
         return (kind or {"Lamb": Lamb, "Lars": Lars}[self.kind])(parameters, **options)
 
-    def engine(self, device=None, precision="fp32", **options):
+    def engine(self, device=None, **settings):
         model = self._branches().to(device)
         if self.kind == "Muon":
             for p in model.parameters():
                 p.requires_grad_(p.dim() == 2)
-        return Engine(model, model.loss, self.optimizer(model), self.world, Options(**options), precision=precision)
+        return Engine(model, model.loss, self.optimizer(model), self.world, config_of(**settings))
 
     def train(self, engine, whos, plain=True):
         """Take a step for each of `whos`, the ranks that use the second layer. plain: compare with one process."""
@@ -371,7 +371,7 @@ def test_on_a_device_too_a_parameter_that_missed_steps_has_its_own_count(world, 
 def test_an_optimizer_of_another_model_is_refused(world, zero):
     model = gpt()
     with pytest.raises(InputError, match="not the model's"):
-        Engine(model, model.loss, torch.optim.SGD(gpt().parameters()), world, Options(zero=zero))
+        Engine(model, model.loss, torch.optim.SGD(gpt().parameters()), world, config_of(zero=zero))
 
 
 @pytest.mark.ranks(2)
@@ -469,7 +469,7 @@ def test_a_step_with_a_gradient_that_is_not_finite_is_skipped_by_all_ranks(world
 def test_an_optimizer_that_is_not_element_wise_is_refused_by_name(world):
     model = gpt()
     with pytest.raises(InputError, match="Adafactor cannot be sharded"):
-        Engine(model, model.loss, torch.optim.Adafactor(model.parameters()), world, Options(zero=1))
+        Engine(model, model.loss, torch.optim.Adafactor(model.parameters()), world, config_of(zero=1))
 
 
 @pytest.mark.ranks(3)

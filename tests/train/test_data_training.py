@@ -19,9 +19,9 @@ from mpitrain.loading import load_task
 from mpitrain.models import build_model
 from mpitrain.monitor import read_metrics
 from mpitrain.monitor.report.summary import summary
-from mpitrain.trainer.callback import Callback
 from mpitrain.trainer.held_out.measuring import evaluated
 from mpitrain.trainer.recording.records import figures_text
+from mpitrain.trainer.run import Callback
 from mpitrain.trainer.trainer import Trainer
 
 STEPS, BATCH = 4, 7  # 7 samples divide by no number of ranks

@@ -15,12 +15,12 @@ from mpitrain.checkpoint import contents
 from mpitrain.config.learning_rate import LearningRate
 from mpitrain.config.settings import Config
 from mpitrain.errors import InputError
-from mpitrain.layers.base_weights import BaseWeights
+from mpitrain.layers.lora import BaseWeights
 from mpitrain.loading import load_model
 from mpitrain.models.adapters import adapted_layers
 from mpitrain.monitor import read_metrics
-from mpitrain.trainer.callback import Callback
 from mpitrain.trainer.data import open_data
+from mpitrain.trainer.run import Callback
 from mpitrain.trainer.trainer import Trainer
 
 STEPS, BATCH, SEQUENCE = 6, 8, 8

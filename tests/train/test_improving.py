@@ -14,7 +14,7 @@ from mpitrain.checkpoint.manifest import read_manifest
 from mpitrain.errors import EXIT_DONE, EXIT_REQUEUE, InputError
 from mpitrain.monitor import read_metrics
 from mpitrain.monitor.run_files import read_events
-from mpitrain.trainer.held_out.improving import Best
+from mpitrain.trainer.stopping import Best
 
 
 class Told(mt.Trainer):

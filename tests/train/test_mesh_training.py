@@ -17,7 +17,7 @@ from mpitrain.errors import InputError
 from mpitrain.mesh import Mesh
 from mpitrain.models import build_model
 from mpitrain.trainer.assemble import assemble
-from mpitrain.trainer.optimizing.optimizer import make_optimizer
+from mpitrain.trainer.optimizing import make_optimizer
 from mpitrain.trainer.trainer import Trainer
 
 STEPS, BATCH = 4, 12

@@ -20,8 +20,8 @@ from mpitrain.config.settings import Config
 from mpitrain.monitor import read_metrics
 from mpitrain.pipe.schedules import make_schedule
 from mpitrain.trainer.assemble import recompute_blocks
-from mpitrain.trainer.recording.clock_offsets import measure
 from mpitrain.trainer.recording.timeline import ModuleHooks, TimelineRecorder, levels_of
+from mpitrain.trainer.recording.timeline import offset_of as measure
 
 STEPS = 6
 GPT = {"layers": 4, "width": 32, "heads": 4, "sequence": 16}

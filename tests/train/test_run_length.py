@@ -14,7 +14,7 @@ from mpitrain.config.settings import Config
 from mpitrain.data import open_dataset
 from mpitrain.data.prepare import prepare
 from mpitrain.monitor import read_metrics
-from mpitrain.trainer.callback import Callback
+from mpitrain.trainer.run import Callback
 from mpitrain.trainer.trainer import Trainer
 
 MODEL = {"name": "mlp", "layers": 1, "width": 8}

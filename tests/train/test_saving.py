@@ -11,7 +11,7 @@ from mpitrain.config.settings import Config
 from mpitrain.planner.restart import daly
 from mpitrain.storage.text import lasting
 from mpitrain.trainer import saving
-from mpitrain.trainer.callback import Step
+from mpitrain.trainer.run import Step
 from mpitrain.trainer.saving import SaveSchedule, saves_after
 
 HOUR = 3600.0

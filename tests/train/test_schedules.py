@@ -13,7 +13,7 @@ from train.jobs import run
 
 from mpitrain.config.settings import Config
 from mpitrain.errors import InputError
-from mpitrain.trainer.optimizing.schedules import schedule_of
+from mpitrain.trainer.optimizing import schedule_of
 
 STEPS, WARMUP, LR = 40, 8, 0.02
 

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from support import one_line
+from support import config_of, one_line
 from torch import nn
 
 import mpitrain as mt
@@ -15,7 +15,6 @@ from mpitrain.checkpoint.contents import damages
 from mpitrain.comm.faults.ulfm import Loss, partners
 from mpitrain.config.settings import Config
 from mpitrain.mesh import tensor_groups_first
-from mpitrain.shard.sharding import Options
 from mpitrain.trainer.copies import Copies, Key, newest_whole
 from mpitrain.trainer.elastic import CopyOften, Survivors, data_ranks
 from mpitrain.trainer.engine import Engine
@@ -92,7 +91,7 @@ def _engine(comm, zero, device="cpu"):
     module = nn.Sequential(nn.Linear(5, 33), nn.Tanh(), nn.BatchNorm1d(33), nn.Linear(33, 3)).to(device)
     module[3].bias.requires_grad_(False)
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
-    return Engine(module, nn.functional.mse_loss, optimizer, comm, Options(zero=zero))
+    return Engine(module, nn.functional.mse_loss, optimizer, comm, config_of(zero=zero))
 
 
 def _step(engine, number, device="cpu"):

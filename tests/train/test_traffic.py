@@ -7,8 +7,8 @@ import pytest
 import mpitrain as mt
 from mpitrain.monitor.run_files import axis_of
 from mpitrain.shard.parameters import Gathered
-from mpitrain.shard.traffic import expected_bytes as of_data
-from mpitrain.trainer.recording.rank_records import expected_bytes
+from mpitrain.trainer.recording.records import bytes_along_data as of_data
+from mpitrain.trainer.recording.records import expected_bytes
 
 GPT = {"layers": 2, "width": 64, "heads": 4, "sequence": 32}
 STEPS, BATCH = 2, 12

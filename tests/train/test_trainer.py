@@ -132,6 +132,23 @@ def test_steps_evaluation_optimizer_and_config_files_are_the_users_to_change(wor
     assert all("largest" in line for line in mine) and mine[0]["held_out_loss"] > 1.5 * mine[0]["loss"]
 
 
+@pytest.mark.ranks(1, 2)
+def test_a_function_given_as_settings_is_called_by_rank_0_alone_and_counts_on_every_rank(world, folder, text):
+    called = []
+
+    def given():
+        called.append(world.rank)
+        return settings(text, folder / "r", train={"steps": 2})
+
+    trainer = mt.Trainer(given, world=world)
+    assert called == [0] * (world.rank == 0)
+    assert (trainer.config.train.steps, trainer.config.model.width) == (2, 16)
+    assert "steps" in trainer.config.train.model_fields_set  # as if the values themselves had been given
+    assert fit(trainer) == EXIT_DONE and trainer.step == 2
+    with pytest.raises(InputError, match="did you mean 'train.steps'"):
+        mt.Trainer(lambda: {"train": {"step": 1}}, world=world)
+
+
 @pytest.mark.ranks(2)
 def test_an_error_reaches_the_callbacks_and_the_folder_is_free_afterwards(world, folder, text):
     class Broken(mt.Trainer):

@@ -6,6 +6,7 @@ The model is built and divided as for training, by the settings of the run, and 
 from __future__ import annotations
 
 import math
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mpitrain.checkpoint import Manifest
+from mpitrain.checkpoint import Manifest, Part
 from mpitrain.checkpoint.folders import find, folder_name, marked_best
 from mpitrain.comm import Communicator, carry_device_memory, set_timeout
 from mpitrain.config.named import require_outside
@@ -35,29 +36,6 @@ from mpitrain.trainer.trainer import Trainer
 _AGAIN = 3  # times that checkpoints are listed, where a run that goes on removes them meanwhile
 # of a run's settings, what says which model there is and how it is measured
 _KEPT = {"model": None, "data": None, "train": ("batch", "microbatch", "precision", "metrics")}
-
-
-@dataclass(frozen=True)
-class Asked:
-    """A request for an evaluation.
-
-    Attributes:
-        run: The run folder.
-        checkpoint: Of it; None: the newest whole one.
-        data: The data set, as data.path names it; None: the run's own.
-        split: Of the data set.
-        samples: Of the split, at most; 0: all.
-        confusion: Whether the confusion matrix is wanted.
-        trust: Whether code that lies in the run's folder may run.
-    """
-
-    run: Path
-    checkpoint: Path | None
-    data: str | None
-    split: str
-    samples: int
-    confusion: bool
-    trust: bool = False
 
 
 @dataclass(frozen=True)
@@ -87,12 +65,14 @@ class Evaluator(Trainer):
     """A trainer that takes no step. Collective to make, over the ranks of `world`.
 
     Args:
-        asked: What is to be evaluated.
+        asked: What is to be evaluated: the run folder `run`; its `checkpoint`, or None for the newest whole one;
+            `data`, a data set as data.path names it, or None for the run's own; its `split`; at most so many `samples`,
+            or None for all; whether the `confusion` matrix is wanted; `trust`, whether code in the run may be called.
         flags: Settings that win over the run's, as a command line has them; of the layout none of the run's hold.
         world: The ranks.
     """
 
-    def __init__(self, asked: Asked, flags: Sequence[str], world: Communicator) -> None:
+    def __init__(self, asked: Namespace, flags: Sequence[str], world: Communicator) -> None:
         self.asked = asked
         super().__init__(lambda: _settings(asked, flags), world=world)
 
@@ -110,7 +90,8 @@ class Evaluator(Trainer):
             folder, manifest = self._first(lambda manifest: [])  # what is likely to be evaluated
             self._require_alike(manifest)
             self.prepare()
-            folder, manifest = self._load(folder)
+            folder, manifest = self._first(self._parts_without_states, folder)  # another one, if it is damaged or gone
+            self.engine.finish_load(manifest)
             samples = min(self.asked.samples or len(self.data), len(self.data))
             x, y = (torch.from_numpy(some).to(self.device) for some in self.data.read(np.zeros(1, dtype=np.int64)))
             figures = evaluated(
@@ -119,8 +100,7 @@ class Evaluator(Trainer):
         counts = {name: value for name, value in self.meter.counts.items() if name == Confusion.name}
         classes = self.data.description.classes or ()
         matrix = Confusion(len(classes)).matrix(counts[Confusion.name]) if counts else None
-        path = self.config.data.path
-        return Evaluation(folder, manifest.step, path, samples, figures, classes, matrix)
+        return Evaluation(folder, manifest.step, self.config.data.path, samples, figures, classes, matrix)
 
     def open_data(self) -> tuple[Dataset, Dataset | None]:
         """The samples that are measured, as those of training."""
@@ -142,10 +122,6 @@ class Evaluator(Trainer):
             raise refusal(f"--confusion is of classes, and the targets of {self.config.data.path} are none; leave it")
         self.meter.add([metric for metric in found if self.asked.confusion or not isinstance(metric, Confusion)])
 
-    def say(self, text: str) -> None:
-        if self.world.rank == 0:
-            self.print(text)
-
     # -- inside
 
     def _require_trusted(self) -> None:
@@ -155,11 +131,10 @@ class Evaluator(Trainer):
             if ":" in metric:
                 require_outside("train.metrics", metric, self.asked.run)
 
-    def _load(self, likely: Path) -> tuple[Path, Manifest]:
-        """Put a checkpoint into the model; another one than was likely, if that is damaged or gone."""
-        folder, manifest = self._first(lambda manifest: self.engine.parts_to_load(_without_states(manifest)), likely)
-        self.engine.finish_load(manifest)
-        return folder, manifest
+    def _parts_without_states(self, manifest: Manifest) -> list[Part]:
+        """Return the parts to fill, without the optimizer's states, which nobody needs here."""
+        kept = {name: spec for name, spec in manifest.tensors.items() if not name.startswith(OPTIMIZER)}
+        return self.engine.parts_to_load(replace(manifest, tensors=kept))
 
     def _first(self, parts_for: Any, likely: Path | None = None) -> tuple[Path, Manifest]:
         """The newest checkpoint of which those parts can be read."""
@@ -239,7 +214,7 @@ def checkpoint_of(run: Path, *, best: bool, step: int | None) -> tuple[Path, Pat
     return run, folder
 
 
-def _settings(asked: Asked, flags: Sequence[str]) -> Config:
+def _settings(asked: Namespace, flags: Sequence[str]) -> Config:
     """The settings of the run, without those of its layout, and with those of the flags."""
     path = asked.run / CONFIG
     trained, (file, given) = read_toml(str(path)), parse(flags)
@@ -260,12 +235,6 @@ def _settings(asked: Asked, flags: Sequence[str]) -> Config:
         values["data"]["path"] = asked.data
     values["run"]["dir"] = str(asked.run)
     return Config.from_dict(values, f"{path} with the command line")
-
-
-def _without_states(manifest: Manifest) -> Manifest:
-    """The manifest as if no optimizer had been saved, whose states nobody needs here."""
-    kept = {name: spec for name, spec in manifest.tensors.items() if not name.startswith(OPTIMIZER)}
-    return replace(manifest, tensors=kept)
 
 
 def _form(description: Description) -> dict[str, Any]:

@@ -133,10 +133,11 @@ class Meter:
         self.metrics += metrics
         for metric in metrics:
             self.directions |= metric.directions
-
-    @property
-    def _top(self) -> bool:
-        return any(isinstance(metric, OfScores) and metric.top for metric in self.metrics)
+        self._collected = [metric for metric in self.metrics if isinstance(metric, Collected)]
+        plain = [metric for metric in self.metrics if isinstance(metric, Metric)]
+        self._summed = [metric for metric in plain if not metric.counts]
+        self._counting = [metric for metric in plain if metric.counts]
+        self._top = any(isinstance(metric, OfScores) and metric.top for metric in plain)
 
     def begin(self, like: torch.Tensor) -> None:
         """Begin with nothing. like: float64 [workers, 1]; where sums are to be in the end."""
@@ -152,7 +153,9 @@ class Meter:
         if axis is not None:
             if self._own is not None or any(isinstance(m, (OwnMetric, Collected)) for m in self.metrics):
                 output = whole(output, axis, classes)
-            shown = self._judged_part(shown, y, axis, classes)
+            nats, guess, above = judge(shown, y, axis, classes, top=self._top)
+            right = y.reshape(-1)
+            shown = Judged(nats, guess, above, right, right != UNCOUNTED)
         elif any(isinstance(metric, OfScores) and fits(metric, output, y) for metric in self.metrics):
             shown = judged(output, y, top=self._top)
         share = y.numel() / (len(y) * self._y_numbers) if isinstance(y, torch.Tensor) and len(y) else 1.0
@@ -169,11 +172,6 @@ class Meter:
         if self._own is not None:
             for name, sums in _of_model(self._own, output, y).items():
                 self._add(self._told, name, sums * share)
-
-    def _judged_part(self, scores: torch.Tensor, y: torch.Tensor, axis: Axis, classes: int) -> Judged:
-        nats, guess, above = judge(scores, y, axis, classes, top=self._top)
-        y = y.reshape(-1)
-        return Judged(nats, guess, above, y, y != UNCOUNTED)
 
     def _add(self, to: dict[str, torch.Tensor], name: str, sums: torch.Tensor) -> None:
         if name not in to:
@@ -213,18 +211,6 @@ class Meter:
     def _rows(self, sums: torch.Tensor | None, size: int) -> torch.Tensor:
         return self._like.new_zeros(len(self._like), size) if sums is None else sums.to(self._like.device)
 
-    @property
-    def _summed(self) -> list[Metric]:
-        return [metric for metric in self.metrics if isinstance(metric, Metric) and not metric.counts]
-
-    @property
-    def _counting(self) -> list[Metric]:
-        return [metric for metric in self.metrics if isinstance(metric, Metric) and metric.counts]
-
-    @property
-    def _collected(self) -> list[Collected]:
-        return [metric for metric in self.metrics if isinstance(metric, Collected)]
-
     def values(self, totals: Sequence[float]) -> dict[str, float]:
         """The figures, by name. totals: of the numbers that `gathered` gave, the sums over all virtual workers.
 
@@ -261,8 +247,7 @@ def meter_of(config: Config, task: Task, description: Description, engine: Engin
     metrics += named_measures([name for name in asked if ":" not in name], description)
     for path in (name for name in asked if ":" in name):
         function, classes = find("train.metrics", path), description.classes or ()
-        library = is_library_metric(function)
-        own = LibraryMetric(path, function, classes) if library else OwnMetric(path, function)
+        own = LibraryMetric(path, function, classes) if is_library_metric(function) else OwnMetric(path, function)
         if own.name in {LOSS, *(metric.name for metric in metrics)}:
             raise refusal(f"train.metrics {path}: there is a figure {own.name!r} already; give it another name")
         metrics.append(own)
@@ -362,8 +347,7 @@ class LibraryMetric(Collected):
                 setattr(metric, state, _reduced(getattr(metric, state), reduce, gather))
             metric._update_count = max(metric._update_count, 1)
             metric._computed = None
-        value = self._tried(self._metric.compute)
-        return dict(self._named(self.name, value))
+        return dict(self._named(self.name, self._tried(self._metric.compute)))
 
     def _metrics(self) -> Iterator[Any]:
         """Every metric in this one, which have the states."""

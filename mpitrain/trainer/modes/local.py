@@ -20,7 +20,7 @@ import math
 import time
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -32,44 +32,25 @@ from mpitrain.checkpoint import Manifest, Part
 from mpitrain.comm import Communicator
 from mpitrain.comm.compression import Bucket, from_name
 from mpitrain.config.batch_sizes import require_multiples
-from mpitrain.config.parallel import ParallelSection
 from mpitrain.config.settings import Config
 from mpitrain.data import Batch
 from mpitrain.data.on_device import on_device
 from mpitrain.errors import refusal
 from mpitrain.layout import split
-from mpitrain.loose.averaging import Averaging, FlatSlice, Grouping, OuterOptimizer, by_kind
+from mpitrain.loose.averaging import Averaging, FlatSlice, Grouping
 from mpitrain.mesh import Mesh
 from mpitrain.ownership import Axes
 from mpitrain.shard.ddp import broadcast_state
-from mpitrain.shard.flat import numbered
+from mpitrain.shard.flat import by_dtype, numbered
 from mpitrain.shard.virtual_workers import VirtualWorkers
-from mpitrain.trainer.callback import Step
 from mpitrain.trainer.data import GroupPlaces, batches
 from mpitrain.trainer.engine import Engine, StepResult
 from mpitrain.trainer.memory import MemoryAccount
 from mpitrain.trainer.modes.synchronous import require_samples
-from mpitrain.trainer.run import Run, Strategy
+from mpitrain.trainer.run import Run, Step, Strategy
 from mpitrain.trainer.state import MASTER, OPTIMIZER, Holding, LeftOut
 
 REPLICA, MOMENTUM, LEFT_OUT = "replica/", "outer/momentum/", "local_compression/"
-
-
-@dataclass(frozen=True)
-class Among:
-    """A group among others.
-
-    Attributes:
-        world: The ranks of all groups.
-        everyone: Those of them that have the same part of the model as this one.
-        grouping: How they are divided.
-        parallel: The settings.
-    """
-
-    world: Communicator
-    everyone: Communicator
-    grouping: Grouping
-    parallel: ParallelSection
 
 
 class LocalEngine(Engine):
@@ -81,47 +62,55 @@ class LocalEngine(Engine):
     Args:
         module: As of `Engine`; all groups get the first one's values.
         rest: As of `Engine`, for this group.
-        among: The other groups.
+        world: The ranks of all groups.
+        everyone: Those of them that have the same part of the model as this one.
+        grouping: How they are divided.
         axes: As of `Engine`.
         more: As of `Engine`.
 
     Attributes:
+        grouping: The groups, and this rank's.
         together: Whether the next steps are taken by all groups as one.
         averaging: Of the parameters over the groups.
         meeting: The ranks that stand at this one's place in the other groups, in the order of the groups.
     """
 
-    def __init__(self, module: nn.Module, *rest: Any, among: Among, axes: Axes | None = None, **more: Any) -> None:
-        broadcast_state(module, among.everyone)
+    def __init__(
+        self,
+        module: nn.Module,
+        *rest: Any,
+        world: Communicator,
+        everyone: Communicator,
+        grouping: Grouping,
+        axes: Axes,
+        **more: Any,
+    ) -> None:
+        broadcast_state(module, everyone)
         super().__init__(module, *rest, axes=axes, **more)
-        self.among, self.together = among, False
-        axes = axes or Axes()
+        self._world, self.grouping, self.together = world, grouping, False
+        self._prefix = f"{REPLICA}{grouping.number}/"
         self.cut = any(other.size > 1 for other in axes.others)
         place = self._require_alike(axes)
-        meeting, peers = (among.world.split(place, among.grouping.number, label=n) for n in ("meeting", "peers"))
+        meeting, peers = (world.split(place, grouping.number, label=n) for n in ("meeting", "peers"))
         assert meeting is not None and peers is not None
         self.meeting, self._peers = meeting, peers
         self._flats, slices = [], []
-        parameters = self.sharding.flat_parameters
         self._holders = self.sharding.replicas if self.sharding.stage.states else self.comm
-        for numbers in by_kind([f.value for f in parameters]):
-            self._flats.append([parameters[n] for n in numbers])
-            slices.append(FlatSlice([parameters[n].value for n in numbers], self._holders))
-        settings = among.parallel
-        name = settings.local_compression
-        self._compression = None if name == "none" else from_name(name)
-        self._left_out = LeftOut(f"{LEFT_OUT}{among.world.rank}/", self._compression)
-        outer = OuterOptimizer(settings.outer, [s.empty() for s in slices], settings.outer_lr, settings.outer_momentum)
-        self.averaging = Averaging(
-            slices,
-            peers,
-            among.grouping.weight,
-            outer,
-            self._buckets(slices),
-            overlap=settings.overlap,
-            reproducible=self.cut,  # copies of a parameter on several stages or tensor ranks must stay equal
-            wrote=self._wrote,
-        )
+        flat_of = {flat.value: flat for flat in self.sharding.flat_parameters}
+        for values in by_dtype(flat_of):
+            self._flats.append([flat_of[value] for value in values])
+            slices.append(FlatSlice(values, self._holders))
+        parallel, buckets = self.config.parallel, list[Bucket]()
+        compression = None if parallel.local_compression == "none" else from_name(parallel.local_compression)
+        self._left_out = LeftOut(f"{LEFT_OUT}{world.rank}/", compression)
+        for n, part in enumerate(slices):
+            if compression is None:
+                break
+            whole = [(at, p) for p, first, last, at in self._contents(n, part) if last - first == p.numel()]
+            buckets.append(compression.bucket(str(n), [(at, tuple(p.shape)) for at, p in whole]))
+        # copies of a parameter on several stages or tensor ranks must stay equal
+        exact, weight = self.cut, grouping.weight
+        self.averaging = Averaging(slices, peers, weight, parallel, buckets, reproducible=exact, wrote=self._wrote)
 
     def _require_alike(self, axes: Axes) -> int:
         """This rank's place in its group. Raises InputError, on all ranks, where groups keep their parts unlike."""
@@ -130,33 +119,18 @@ class LocalEngine(Engine):
         kept = [(names[p], lo, hi, at) for f in sharding.flat_parameters for p, lo, hi, at in f.contents]
         replica = sharding.replicas.rank if sharding.replicas is not None else 0
         place = [*(other.rank for other in axes.others), sharding.shard.rank, replica]
-        mine = [self.among.grouping.number, place, sharding.shard.size, zlib.crc32(repr(kept).encode())]
-        everyone = self.among.world.all_gather_object(mine)
-        groups: list[list[Any]] = [[] for _ in range(self.among.grouping.count)]
+        mine = [self.grouping.number, place, sharding.shard.size, zlib.crc32(repr(kept).encode())]
+        everyone = self._world.all_gather_object(mine)
+        groups: list[list[Any]] = [[] for _ in range(self.grouping.count)]
         for number, *rest in everyone:
             groups[number].append(rest)
         first = sorted(groups[0])
         if any(sorted(group) != first for group in groups):
             raise refusal(
-                f"parallel.zero {self.sharding.options.zero} lays shares out otherwise in some groups than in others, "
+                f"parallel.zero {self.sharding.parallel.zero} lays shares out otherwise in some groups than in others, "
                 "because they lie otherwise on the nodes; let parallel.local_group divide the ranks of each node"
             )
         return [rest[0] for rest in first].index(place)
-
-    def _buckets(self, slices: Sequence[FlatSlice]) -> list[Bucket]:
-        """The compression of each slice's differences; empty for none."""
-        compression = self._compression
-        if compression is None:
-            return []
-        return [compression.bucket(str(n), self._shapes(n, s)) for n, s in enumerate(slices)]
-
-    def _shapes(self, number: int, part: FlatSlice) -> list[tuple[int, tuple[int, ...]]]:
-        """The offset and shape of each parameter that lies whole in a slice."""
-        return [
-            (place, tuple(p.shape))
-            for p, first, last, place in self._contents(number, part)
-            if first == 0 and last == p.numel()
-        ]
 
     def _contents(self, number: int, part: FlatSlice) -> Iterator[tuple[nn.Parameter, int, int, int]]:
         """(parameter, first, last, place in the slice) of what lies in a slice."""
@@ -175,33 +149,15 @@ class LocalEngine(Engine):
 
     # -- steps
 
-    def begin_period(self, *, together: bool) -> None:
-        """Steps up to the next meeting of the groups begin. Collective over all groups.
-
-        together: All groups take them as one; if not, each by itself.
-        """
-        self.together = together
-        if not together:
-            self.averaging.begin()
-
-    def end_period(self, *, final: bool) -> None:
-        """The groups meet; they have the same model afterwards. Collective over all groups.
-
-        final: No further period follows.
-        """
-        self._average_buffers()
-        if not self.together:
-            self.averaging.end(final=final)
-
     @torch.no_grad()
-    def _average_buffers(self) -> None:
-        """Average the module's floating-point buffers, such as the statistics of BatchNorm."""
+    def average_buffers(self) -> None:
+        """Average the module's floating-point buffers, such as the statistics of BatchNorm. Collective."""
         kept = self.module.state_dict()
         buffers = [b for n, b in self.module.named_buffers() if n in kept and b.is_floating_point() and b.numel()]
         if not buffers:
             return
         together = torch.cat([b.reshape(-1).double() for b in buffers])  # so that what is equal stays so to the bit
-        self.meeting.all_reduce(together.mul_(self.among.grouping.weight), reproducible=self.cut)
+        self.meeting.all_reduce(together.mul_(self.grouping.weight), reproducible=self.cut)
         for buffer, values in zip(buffers, together.split([b.numel() for b in buffers]), strict=True):
             buffer.copy_(values.view(buffer.shape))
 
@@ -213,7 +169,7 @@ class LocalEngine(Engine):
     @torch.no_grad()
     def _sum_gradients(self) -> None:
         """Make the group's gradients those of the global batch."""
-        sharding, weight = self.sharding, self.among.grouping.weight
+        sharding, weight = self.sharding, self.grouping.weight
         if sharding.host is not None:
             raise refusal(
                 "parallel.offload sends gradients to the host before groups have summed them; set parallel.warm to 0 "
@@ -242,7 +198,7 @@ class LocalEngine(Engine):
     def _remember_used(self) -> None:
         """Give back their gradients to parameters that were used in other groups alone (see `Reducer`, stage 0)."""
         sharding = self.sharding
-        if sharding.stage.states or sharding.options.reduce_dtype is not None:
+        if sharding.stage.states or sharding.reduce_dtype is not None:
             return
         pairs = zip(sharding.groups, sharding.gradients.flat, strict=True)
         views = [
@@ -270,7 +226,7 @@ class LocalEngine(Engine):
 
     def parts(self, *, alone: bool = False) -> tuple[list[Part], dict[str, Any]]:
         parts, values = super().parts(alone=alone)
-        number = self.among.grouping.number
+        number = self.grouping.number
         if number:
             kept = [p for p in parts if p.spec.name.startswith("compression/")]
             parts = [_renamed(p, self._prefix) for p in parts if p.spec.name.startswith(OPTIMIZER)] + kept
@@ -279,12 +235,8 @@ class LocalEngine(Engine):
         parts += self._left_out.parts()
         keys = ("optimizer", "loss_scale")
         of_groups = self.meeting.all_gather_object({key: values[key] for key in keys})
-        local = {"groups": self.among.grouping.count, "ahead": self.averaging.ahead is not None}
+        local = {"groups": self.grouping.count, "ahead": self.averaging.ahead is not None}
         return parts, values | of_groups[0] | {"replicas": of_groups, "local": local}
-
-    @property
-    def _prefix(self) -> str:
-        return f"{REPLICA}{self.among.grouping.number}/"
 
     def _outer(self) -> list[Holding]:
         return self._holdings(MOMENTUM, self.averaging.outer.momenta)
@@ -301,13 +253,13 @@ class LocalEngine(Engine):
         ]
 
     def checkpoint_bytes(self) -> int:
-        more = [h for h in self._outer() if not self.among.grouping.number]
-        if self.among.parallel.overlap:
+        more = [h for h in self._outer() if not self.grouping.number]
+        if self.config.parallel.overlap:
             more += self._holdings("", [s.empty() for s in self.averaging.slices])
         return super().checkpoint_bytes() + sum(h.data.nbytes for h in more)
 
     def parts_to_load(self, manifest: Manifest) -> list[Part]:
-        averaging, grouping = self.averaging, self.among.grouping
+        averaging, grouping = self.averaging, self.grouping
         averaging.forget()
         saved = manifest.values.get("local") or {}
         alike = self._alike(manifest)
@@ -316,7 +268,7 @@ class LocalEngine(Engine):
         found = [_renamed(p, prefix) if p.spec.name.startswith(OPTIMIZER) else p for p in found]
         for momentum in averaging.outer.momenta:
             momentum.zero_()
-        ahead = alike and saved.get("ahead") and self.among.parallel.overlap
+        ahead = alike and saved.get("ahead") and self.config.parallel.overlap
         averaging.ahead = [s.empty() for s in averaging.slices] if ahead else None
         for h in self._outer() + self._ahead():
             if h.name in manifest.tensors:
@@ -325,11 +277,11 @@ class LocalEngine(Engine):
 
     def _alike(self, manifest: Manifest) -> bool:
         """Return whether the checkpoint was written by as many groups."""
-        return (manifest.values.get("local") or {}).get("groups") == self.among.grouping.count
+        return (manifest.values.get("local") or {}).get("groups") == self.grouping.count
 
     def _of_group(self, manifest: Manifest, alike: bool) -> Manifest:
         """The checkpoint as this group sees it: its own optimizer's states under their plain names."""
-        number = self.among.grouping.number
+        number = self.grouping.number
         if not alike:
             return manifest
         tensors = dict(manifest.tensors)
@@ -347,7 +299,7 @@ class LocalEngine(Engine):
         super().finish_load(self._of_group(manifest, alike))
         self.note = "" if alike else self.note
         if not alike and not self.note and any(name.startswith(OPTIMIZER) for name in manifest.tensors):
-            self.note = f"{self.among.grouping.count} groups begin with the one optimizer's state that was saved"
+            self.note = f"{self.grouping.count} groups begin with the one optimizer's state that was saved"
         self._left_out.finish_load()
 
     def close(self) -> None:
@@ -383,9 +335,9 @@ class Local(Strategy):
         number, p, t = grouping.number * grouping.each + mesh.data.rank, mesh.pipeline.rank, mesh.tensor.rank
         everyone = world.split(p * parallel.tensor + t, number, label="everyone")
         assert everyone is not None
-        self.engine = partial(LocalEngine, among=Among(world, everyone, grouping, parallel))
-        workers = VirtualWorkers.of(mesh.data, False, 0)
-        evaluating = VirtualWorkers.of(everyone, False, 0)
+        self.engine = partial(LocalEngine, world=world, everyone=everyone, grouping=grouping)
+        workers = VirtualWorkers(mesh.data.rank, mesh.data.size, mesh.data.size)
+        evaluating = VirtualWorkers(everyone.rank, everyone.size, everyone.size)
         return GroupPlaces(mesh, workers, everyone, evaluating, grouping.number * grouping.each)
 
     def steps(self, trainer: Run) -> Iterator[Step]:
@@ -394,7 +346,7 @@ class Local(Strategy):
         workers = trainer.places.workers
         bounds = (split(size, self.grouping.count) for size in trainer.batch_sizes.after(trainer.step))
         require_samples(config, engine, workers, {hi - lo for each in bounds for lo, hi in pairwise(each)})
-        for notice in [engine.note, *notices(config, trainer.step, overlaps=engine.meeting.overlaps)]:
+        for notice in [engine.note, *notices(config, overlaps=engine.meeting.overlaps)]:
             if notice:
                 trainer.say(notice)
 
@@ -403,8 +355,7 @@ class Local(Strategy):
             lo, hi = workers.share(last - first)
             return first + lo, first + hi
 
-        start = trainer.position
-        with batches(config, share, trainer.data, start, trainer.device, step=trainer.step) as loader:
+        with batches(config, share, trainer.data, trainer.position, trainer.device, step=trainer.step) as loader:
             coming = on_device(loader, trainer.device)
             while True:
                 yield from self._period(trainer, engine, coming)
@@ -414,7 +365,9 @@ class Local(Strategy):
         first, last = trainer.step, end_of_period(trainer.config, trainer.step)
         began = time.perf_counter()
         done: list[Step] = []
-        engine.begin_period(together=as_one(trainer.config, first))
+        engine.together = as_one(trainer.config, first)
+        if not engine.together:
+            engine.averaging.begin()
         for trainer.step in range(first, last):
             engine.clock.step(trainer.step + 1)
             lo, hi = self.grouping.part(trainer.batch_sizes.size(trainer.step))
@@ -422,12 +375,16 @@ class Local(Strategy):
             with engine.clock.data:
                 batch = next(coming)
             step = trainer.train_step(batch)
-            step.batch = step.batch if last == first + 1 else _numbers_of(step.batch)
+            if last > first + 1:  # a long period would keep many samples
+                x, y = (t.new_empty((0, *t.shape[1:])) for t in (batch.x, batch.y))
+                step.batch = replace(batch, x=x, y=y)
             step.began, step.together = began, step.number == last
             done.append(step)
         trainer.step = first
         with engine.clock.optimizer:
-            engine.end_period(final=last >= trainer.config.train.steps)
+            engine.average_buffers()
+            if not engine.together:
+                engine.averaging.end(final=last >= trainer.config.train.steps)
         _total(engine, done)
         for step in done:
             step.seconds = (time.perf_counter() - began) / len(done)
@@ -469,8 +426,8 @@ def end_of_period(config: Config, step: int) -> int:
     return min(warm + ((step - warm) // each + 1) * each, config.train.steps)
 
 
-def notices(config: Config, step: int, *, overlaps: bool) -> list[str]:
-    """Return remarks for the start of training after `step` steps, a line each.
+def notices(config: Config, *, overlaps: bool) -> list[str]:
+    """Return remarks for the start of training, a line each.
 
     overlaps: Whether what is begun in the background makes progress.
     """
@@ -521,18 +478,13 @@ def refuse_what_does_not_go_together(config: Config) -> None:
         )
 
 
-def _numbers_of(batch: Batch) -> Batch:
-    """The batch without its samples, of which a long period would keep many."""
-    return replace(batch, x=batch.x.new_empty((0, *batch.x.shape[1:])), y=batch.y.new_empty((0, *batch.y.shape[1:])))
-
-
 def _total(engine: LocalEngine, steps: Sequence[Step]) -> None:
     """Make each group's figures those of the global batches, by one exchange. Collective over all groups.
 
     The loss becomes the mean over the global batch, the norm the groups' mean with the same weights, and a step counts
     as skipped where some group skipped it.
     """
-    weight = engine.among.grouping.weight
+    weight = engine.grouping.weight
     mine: list[Any] = [[s.loss * weight, s.norm * weight, float(s.skipped)] for s in steps]
     totals = torch.tensor(mine, dtype=torch.float64)
     engine.meeting.all_reduce(totals)

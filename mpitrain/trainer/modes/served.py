@@ -26,26 +26,27 @@ from mpitrain.data import Batch
 from mpitrain.data.on_device import on_device, pin
 from mpitrain.errors import refusal
 from mpitrain.layout import split
-from mpitrain.loose.clock import Clock, Portion
-from mpitrain.loose.letters import Commit, LetterKind, Remembered, Rules, StepRecord
-from mpitrain.loose.memory import OwnShares, Roles
+from mpitrain.loose.clock import Clock, Commit, LetterKind, Portion, Remembered, StepRecord
 from mpitrain.loose.server import Server
-from mpitrain.loose.sharding import ServedSharding
-from mpitrain.loose.update import squares
+from mpitrain.loose.sharding import OwnShares, Roles, ServedSharding, squares
 from mpitrain.loose.worker import ServedWorker
 from mpitrain.mesh import Mesh
 from mpitrain.ownership import Axes
 from mpitrain.shard.ddp import broadcast_state, broadcast_tensors
 from mpitrain.shard.virtual_workers import VirtualWorkers
-from mpitrain.trainer.callback import Restored, Step
 from mpitrain.trainer.data import GroupPlaces, augment_of
 from mpitrain.trainer.elastic import Survivors, TooFewLeft
 from mpitrain.trainer.engine import Engine, StepResult
 from mpitrain.trainer.memory import MemoryAccount
-from mpitrain.trainer.run import Run, Strategy
+from mpitrain.trainer.options import every_setting
+from mpitrain.trainer.run import Restored, Run, Step, Strategy
 from mpitrain.trainer.saving import SaveSchedule
 from mpitrain.trainer.state import EngineState
 
+_LEFT_OUT = {  # settings that have no other value than the default beside servers
+    *("parallel.pipeline", "parallel.tensor", "parallel.zero", "parallel.offload", "parallel.offload_parameters"),
+    *("run.reproducible", "comm.compression", "model.compile"),
+}
 _PATIENCE = 10.0  # seconds at most that a server's thread takes to end
 
 
@@ -69,15 +70,10 @@ class ServedEngine(Engine):
         self._axes, self._updating = [world], len(roles.servers)
 
     def _place(self, axes: Axes) -> ServedSharding:
-        return ServedSharding(self.module, self.optimizer, self.comm, self.options, self._world, self._roles)
+        return ServedSharding(self.module, self.optimizer, self.comm, self.config, self._world, self._roles)
 
     def _make_state(self, axes: Axes) -> EngineState:
         return EngineState(self.sharding, axes, writes_copies=self._world.rank == self._roles.workers[0])
-
-    def serve_with(self, worker: ServedWorker) -> None:
-        """Pull and push through a worker from now on."""
-        pulled, pushed = self.sharding.pulled, self.sharding.pushed
-        pulled.need, worker.came, pushed.push = worker.need, pulled.came, worker.push
 
     def memory(self) -> MemoryAccount:
         """Count the bytes; a rank that works and serves has its shares of parameters and gradients besides."""
@@ -92,13 +88,6 @@ class ServedEngine(Engine):
         }
         buffers = account.buffers + sum(shares.nbytes() for shares in self.inbox.values())
         return replace(account, gradients=account.gradients + sums, buffers=buffers, expected=expected)
-
-    def share_buffers(self) -> None:
-        """Give all ranks the first worker's buffers, which are saved: what is evaluated is what is saved. Collective.
-
-        Statistics of batches, for instance: each worker has those of its own samples.
-        """
-        broadcast_tensors(self.module.buffers(), self._world, self._roles.workers[0])
 
     @torch.no_grad()
     def take_over(self, earlier: ServedEngine) -> None:
@@ -147,24 +136,21 @@ class Served(Strategy):
         self.session: Session | None = None
         self.remembered: Remembered | None = None
         refuse_what_servers_cannot(config, world.size)
-        parallel = config.parallel
-        self.roles = Roles.of(world.size, parallel.servers)
-        staleness = None if parallel.staleness == "none" else int(parallel.staleness)
-        self._rules = Rules(staleness, parallel.staleness_lr, config.train.clip)
+        self.roles = Roles.of(world.size, config.parallel.servers)
 
     def places(self, config: Config, world: Communicator) -> GroupPlaces:
         self.roles = Roles.of(world.size, config.parallel.servers)
         alone = world.subgroup([world.rank], label="alone")
         assert alone is not None
         mesh = Mesh.make(alone)
-        self.engine = partial(ServedEngine, world=world, roles=self.roles, bulk=self._rules.staleness == 0)
+        self.engine = partial(ServedEngine, world=world, roles=self.roles, bulk=config.parallel.staleness == 0)
         count = len(self.roles.workers)
         evaluating = VirtualWorkers(world.rank, count, count, idle=world.rank not in self.roles.workers)
         return GroupPlaces(mesh, VirtualWorkers(0, 1, 1), world, evaluating)
 
     def describe(self) -> str:
-        staleness, servers = self._rules.staleness, self.config.parallel.servers
-        pace = {None: "asynchronous", 0: "bulk-synchronous"}.get(staleness, f"at most {staleness} steps apart")
+        staleness, servers = self.config.parallel.staleness, self.config.parallel.servers
+        pace = {"none": "asynchronous", 0: "bulk-synchronous"}.get(staleness, f"at most {staleness} steps apart")
         who = f"{servers} of the ranks only serve" if servers else "every rank serves a share"
         return f"parameter server, {pace}; {who}"
 
@@ -172,7 +158,7 @@ class Served(Strategy):
         remembered, self.remembered = self.remembered, None
         if remembered is None:
             remembered = Remembered(len(self.roles.workers), trainer.step)
-        self.session = Session(trainer, self.roles, self._rules, remembered)
+        self.session = Session(trainer, self.roles, remembered)
         with self.session.open():
             while True:
                 yield from self.session.until(self.next_meeting(trainer))
@@ -203,18 +189,8 @@ def refuse_what_servers_cannot(config: Config, ranks: int) -> None:
             "elastic.mode shrink: with parallel.servers 0 every rank serves a share of the parameters, which is lost "
             "with it; set parallel.servers to 1 or more"
         )
-    alone = {
-        "parallel.pipeline": 1,
-        "parallel.tensor": 1,
-        "parallel.zero": 0,
-        "parallel.offload": "",
-        "parallel.offload_parameters": "",
-    }
-    alone |= {"run.reproducible": False, "comm.compression": "none", "model.compile": False}
-    for key, needed in alone.items():
-        section, _, name = key.partition(".")
-        value = getattr(getattr(config, section), name)
-        if value != needed:
+    for key, field, value in every_setting(config):
+        if key in _LEFT_OUT and value != field.default:
             told = str(value).lower() if isinstance(value, bool) else value
             raise refusal(
                 f"{key} {told} does not go with parallel.mode server, whose workers have the whole model and whose "
@@ -245,15 +221,14 @@ class Session:
     Args:
         trainer: Whose steps are taken.
         roles: Who works and who serves.
-        rules: How the servers apply gradients.
         remembered: What was applied before.
 
     Attributes:
         engine: Of this rank.
     """
 
-    def __init__(self, trainer: Run, roles: Roles, rules: Rules, remembered: Remembered) -> None:
-        self._trainer, self._roles, self._rules = trainer, roles, rules
+    def __init__(self, trainer: Run, roles: Roles, remembered: Remembered) -> None:
+        self._trainer, self._roles, self._staleness = trainer, roles, trainer.config.parallel.staleness
         world, self._sizes, self._parts = trainer.world, trainer.batch_sizes, remembered.parts
         self._origin = trainer.position - self._sizes.before(trainer.step)  # where the run's first step would begin
         self._order = trainer.data.order(trainer.config.run.seed)
@@ -263,9 +238,11 @@ class Session:
         self._boxes = world.mailbox("to servers"), world.mailbox("to workers")
         self._error: BaseException | None = None
         self._server = self._make_server(world, remembered) if world.rank in roles.servers else None
-        self._worker = ServedWorker(roles, self._sharding.flats, self._boxes, rules.staleness, self._raise_failure)
+        self._worker = ServedWorker(roles, self._sharding.flats, self._boxes, self._staleness == 0, self._raise_failure)
         if world.rank in roles.workers:
-            engine.serve_with(self._worker)
+            parameters, worker = self._sharding.parameters, self._worker
+            parameters.need, worker.came = worker.need, parameters.came
+            self._sharding.gradients.push = worker.push
 
     def _make_server(self, world: Communicator, remembered: Remembered) -> Server:
         roles, flats, sharding = self._roles, self._sharding.flats, self._sharding
@@ -276,14 +253,14 @@ class Session:
         kinds = [g.dtype for g in sharding.groups]
         inbox = {w: OwnShares(sharding.groups, share, kinds) for w in roles.workers if not flats.sees(w)}
         self.engine.inbox = inbox
-        clock = Clock(remembered.applied(), roles.workers, self._rules.staleness) if first else None
-        apart = {w: self._bytes_between_nodes(world, w) for w in roles.workers}
-        return Server(share, roles, flats, update, self._boxes, remembered, clock, self._rules, known, apart, inbox)
-
-    def _bytes_between_nodes(self, world: Communicator, worker: int) -> int:
-        """Return the bytes of one part: the gradients to servers of other nodes, and the parameters from them."""
-        share = sum(g.layout.numel // g.layout.parts * g.dtype.itemsize for g in self._sharding.groups)
-        return sum(2 * share for server in self._roles.servers if world.nodes[server] != world.nodes[worker])
+        staleness = None if self._staleness == "none" else self._staleness
+        clock = Clock(remembered.applied(), roles.workers, staleness) if first else None
+        # bytes of one part: the gradients to servers of other nodes, and the parameters from them
+        moved = 2 * sum(g.layout.numel // g.layout.parts * g.dtype.itemsize for g in sharding.groups)
+        nodes = world.nodes
+        apart = {w: moved * sum(nodes[server] != nodes[w] for server in roles.servers) for w in roles.workers}
+        config = self._trainer.config
+        return Server(share, roles, flats, update, self._boxes, remembered, clock, config, known, apart, inbox)
 
     @property
     def remembered(self) -> Remembered | None:
@@ -347,7 +324,8 @@ class Session:
                 self._server.serve(limit)
             last = self._server.applied.completed
         self._worker.meet(works=world.rank in self._roles.workers)
-        self.engine.share_buffers()
+        # buffers, such as statistics of batches, are those of each worker's samples: evaluate what is saved
+        broadcast_tensors(self.engine.module.buffers(), world, self._roles.workers[0])
         for number in range(max(first, self._trainer.step) + 1, last + 1):
             yield self._step(self._worker.next_record(), together=number == last)
 
@@ -356,7 +334,7 @@ class Session:
         trainer, worker = self._trainer, self._worker
         done = trainer.step
         while True:
-            portion = worker.claim(limit, stop=trainer.stop_asked)
+            portion = worker.claim(limit, stop=bool(trainer.stop_reason))
             while worker.records and (portion is not None or worker.records[0].step < worker.portion.step):
                 step = self._step(worker.records.popleft(), together=False)
                 done = step.number
@@ -372,7 +350,7 @@ class Session:
         trainer, worker = self._trainer, self._worker
         clock = self.engine.clock
         clock.step(portion.step)
-        worker.pull_for(portion)
+        worker.pull(0 if self._staleness == "none" else portion.step - 1 - self._staleness)
         with clock.data:
             batch = self._read(portion)
         trainer.step, trainer.samples = portion.step - 1, self._sizes.size(portion.step - 1)
@@ -383,8 +361,9 @@ class Session:
         weight = (hi - lo) / trainer.samples
         norm = step.norm / weight if weight else 0.0
         factor = 0.0 if step.skipped else 1.0
-        if factor and self._rules.staleness != 0 and self._rules.clip and norm > self._rules.clip:
-            factor = self._rules.clip / (norm + 1e-6)
+        clip = trainer.config.train.clip
+        if factor and self._staleness != 0 and clip and norm > clip:
+            factor = clip / (norm + 1e-6)
         commit = Commit(portion.step, portion.part, step.lr, weight, factor, step.loss, norm, 0.0, 0.0)
         worker.commit(commit, self.engine.take_unused())
 
@@ -408,7 +387,7 @@ class Session:
         step = Step(number, batch, record.loss, lr, record.norm, skipped, seconds=record.seconds, together=together)
         if len(ids):
             step.extras["ids"] = ids.tolist()
-        if self._rules.staleness != 0:
+        if self._staleness != 0:
             step.extras["staleness_mean"] = record.staleness_mean
             step.extras["staleness_max"] = record.staleness_max
             step.extras["ahead_max"] = int(record.ahead_max)

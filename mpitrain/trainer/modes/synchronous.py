@@ -11,11 +11,10 @@ from mpitrain.data.on_device import on_device
 from mpitrain.errors import refusal
 from mpitrain.mesh import Mesh
 from mpitrain.shard.virtual_workers import VirtualWorkers
-from mpitrain.trainer.callback import Step
 from mpitrain.trainer.data import GroupPlaces, batches
 from mpitrain.trainer.elastic import Survivors
 from mpitrain.trainer.engine import Engine
-from mpitrain.trainer.run import Run, Strategy
+from mpitrain.trainer.run import Run, Step, Strategy
 
 
 class Synchronous(Strategy):
@@ -26,7 +25,7 @@ class Synchronous(Strategy):
     def places(self, config: Config, world: Communicator) -> GroupPlaces:
         parallel = config.parallel
         mesh = Mesh.make(world, parallel.data, parallel.pipeline, parallel.tensor)
-        workers = VirtualWorkers.of(mesh.data, config.run.reproducible, config.run.workers)
+        workers = VirtualWorkers.of(mesh.data.size, config.run.reproducible, config.run.workers, mesh.data.rank)
         return GroupPlaces(mesh, workers, mesh.data, workers)
 
     def steps(self, trainer: Run) -> Iterator[Step]:
@@ -61,6 +60,5 @@ def require_samples(config: Config, engine: Engine, workers: VirtualWorkers, siz
         return
     gathers = engine.sharding.parameters.gathers
     for size in sizes:
-        microbatch = config.train.microbatch
-        if why := workers.conflict(size, microbatch, synchronous=engine.synchronous, gathers=gathers):
+        if why := workers.conflict(size, config.train.microbatch, synchronous=engine.synchronous, gathers=gathers):
             raise refusal(why)

@@ -9,7 +9,6 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
-from mpitrain.comm import Communicator
 from mpitrain.errors import InputError, refusal
 
 # what engines of DeepSpeed and modules of torch have, and what stands for it here
@@ -123,11 +122,6 @@ class GivenModel:
 
 class ClosedEngine:
     """Stand-in for the parts of an engine that was closed: whatever is asked of it is an error."""
-
-    def __init__(
-        self, module: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, comm: Communicator
-    ) -> None:
-        self.module, self.optimizer, self.device, self.comm = module, optimizer, device, comm
 
     def __getattr__(self, name: str) -> Any:
         raise InputError("the engine was closed; make another with mt.initialize, and load a checkpoint")

@@ -39,17 +39,14 @@ class Generators:
     """
 
     def __init__(self, mesh: Mesh, device: torch.device) -> None:
-        self._mesh, self._device = mesh, device
+        self._mesh, self._device, self._name = mesh, device, f"{RANDOM}{mesh.world.rank}"
         self.seed = int(mesh.world.broadcast_object(torch.initial_seed()))
         self._filled: torch.Tensor | None = None
 
-    @property
-    def _name(self) -> str:
-        return f"{RANDOM}{self._mesh.world.rank}"
-
     def part(self) -> Part:
         """This rank's generators, as a part of a checkpoint."""
-        text = json.dumps(_states(self._device), default=_encoded).encode()
+        encoded = json.dumps(_states(self._device), default=lambda a: {"array": _text(a), "dtype": str(a.dtype)})
+        text = encoded.encode()
         text += b" " * (-len(text) % _MULTIPLE)
         data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         return Part(TensorSpec(self._name, tuple(data.shape), "uint8"), Piece.whole(self._name, data.numel()), data)
@@ -135,15 +132,9 @@ def _restore(states: Mapping[str, Any], device: torch.device) -> None:
     version, words, gauss = states["python"]
     random.setstate((version, tuple(_array(words, np.uint32).tolist()), gauss))
     np.random.set_state(states["numpy"])
-    for of, state in zip(
-        _devices(device), states["torch"], strict=False
-    ):  # a run may have gone from the CPU to a device
+    # a run may have gone from the CPU to a device
+    for of, state in zip(_devices(device), states["torch"], strict=False):
         devices.set_generator_state(of, torch.from_numpy(_array(state, np.uint8).copy()))
-
-
-def _encoded(value: np.ndarray) -> dict[str, str]:
-    """Return an array in what NumPy says of a generator, as JSON has it."""
-    return {"array": _text(value), "dtype": str(value.dtype)}
 
 
 def _decoded(value: dict[str, Any]) -> Any:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from functools import partial
 from inspect import signature
@@ -20,24 +20,28 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from mpitrain.comm import Communicator, carry_device_memory, init, set_timeout
 from mpitrain.config.deepspeed import looks_like_deepspeed, read_deepspeed, read_json
+from mpitrain.config.parallel import ParallelSection
 from mpitrain.config.section import declared
 from mpitrain.config.settings import Config, Given
 from mpitrain.config.training import OptimSection
 from mpitrain.errors import refusal
+from mpitrain.layers.precision import DTYPES
 from mpitrain.mesh import Mesh
-from mpitrain.shard.ddp import DistributedDataParallel
-from mpitrain.trainer.assemble import DividedModel, Plan, compile_blocks
+from mpitrain.shard.ddp import DistributedDataParallel, broadcast_state
+from mpitrain.shard.flat_parameters import has_stepped
+from mpitrain.trainer.assemble import DividedModel, Plan, compile_blocks, divide, refuse_divisions
+from mpitrain.trainer.device import found_on, move
 from mpitrain.trainer.engine import Engine, Loss, LossScale
-from mpitrain.trainer.optimizing.optimizer import ParameterRoles, make_optimizer, optimizer_class
-from mpitrain.trainer.optimizing.schedules import make_scheduler
-from mpitrain.trainer.options import Settings, every_setting, from_config, from_deepspeed, options_of
+from mpitrain.trainer.optimizing import ParameterRoles, make_optimizer, make_scheduler, optimizer_class
+from mpitrain.trainer.options import Settings, every_setting, from_config, from_deepspeed
 from mpitrain.trainer.own_loop.checks import GivenModel
-from mpitrain.trainer.own_loop.model import OptimizerOf, following, names_of, place_on_mesh, places, scheduling
 from mpitrain.trainer.own_loop.training_engine import PipelineEngine, TrainingEngine
+
+Names = Mapping[nn.Parameter, Sequence[str]]
+OptimizerOf = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 def initialize(
@@ -93,7 +97,7 @@ def initialize(
     divided, loss = place_on_mesh(model, mesh, ours, loss=loss, plan=plan, blocks=blocks)
     made = make(divided.module)  # stages may have other groups of the configuration's, which has been compared
     require_alike(comm, [] if optimizer is None else [*groups_told(made, whole=mesh.world.size == mesh.data.size)])
-    engine = _engine(divided, loss, made, mesh, settings)
+    engine = _engine(divided, loss or (lambda output, y: output), made, mesh, settings)
     if ours.model.compile:
         compile_blocks(divided.blocks, engine, comm)
     if read is not None and read.torch_schedule is not None:
@@ -103,20 +107,13 @@ def initialize(
 
 
 def _engine(
-    divided: DividedModel, loss: Loss | None, optimizer: torch.optim.Optimizer, mesh: Mesh, settings: Settings
+    divided: DividedModel, loss: Loss, optimizer: torch.optim.Optimizer, mesh: Mesh, settings: Settings
 ) -> Engine:
-    train, read = settings.config.train, settings.deepspeed
-    return Engine(
-        divided.module,
-        loss or (lambda output, y: output),
-        optimizer,
-        mesh.data,
-        options_of(settings.config, read),
-        clip=train.clip,
-        precision=train.precision,
-        axes=divided.axes,
-        scale=LossScale(**read.scale) if read is not None and read.scale is not None else None,
-    )
+    read = settings.deepspeed
+    scale = LossScale(**read.scale) if read is not None and read.scale is not None else None
+    dtype = DTYPES[read.reduce_dtype] if read is not None and read.reduce_dtype is not None else None
+    config, axes = settings.config, divided.axes
+    return Engine(divided.module, loss, optimizer, mesh.data, config, axes=axes, scale=scale, reduce_dtype=dtype)
 
 
 def _refuse_model(model: nn.Module) -> None:
@@ -140,7 +137,10 @@ def _optimizing(
 
     model: The whole model, before it is divided: its parameters' names and places decide what groups they are in.
     """
-    names, read = names_of(model), settings.deepspeed
+    read = settings.deepspeed
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
     section = _optim(settings) if given is None else settings.config.optim
     roles = ParameterRoles.of(section, model) if given is None else None
 
@@ -242,9 +242,8 @@ def values_told(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
 def model_told(model: nn.Module) -> Iterator[tuple[str, str]]:
     """Yield the shapes of a model's parameters, and which are trained."""
     for name, p in model.named_parameters():
-        if not is_lazy(p):
-            kind = str(p.dtype).removeprefix("torch.")
-            yield (f"model.{name}", f"{kind} {list(p.shape)}{'' if p.requires_grad else ' frozen'}")
+        kind = str(p.dtype).removeprefix("torch.")
+        yield (f"model.{name}", f"{kind} {list(p.shape)}{'' if p.requires_grad else ' frozen'}")
 
 
 def groups_told(optimizer: torch.optim.Optimizer, *, whole: bool) -> Iterator[tuple[str, str]]:
@@ -280,3 +279,174 @@ def _shown(value: Any) -> str:
         return str(value).removeprefix("torch.")
     plain = value is None or isinstance(value, (bool, int, float, str))
     return str(value) if plain else type(value).__name__
+
+
+# -- the model, the optimizer and the scheduler of the user, put onto a mesh
+
+
+def places(comm: Communicator, parallel: ParallelSection) -> Mesh:
+    """The mesh of a loop of one's own, whose data axis is `comm` itself where nothing is divided. Collective.
+
+    Raises InputError for settings that do not go together.
+    """
+    if parallel.pipeline * parallel.tensor > 1:
+        mesh = Mesh.make(comm, parallel.data, parallel.pipeline, parallel.tensor)
+    else:
+        alone = comm if comm.size == 1 else comm.split(comm.rank, label="alone")
+        assert alone is not None
+        mesh = Mesh(comm, comm, alone, alone)
+    refuse_divisions(parallel, mesh)
+    if parallel.cut == "time" and parallel.pipeline > 1:
+        raise refusal(
+            "parallel.cut time measures blocks with samples of the data set, which a loop of one's own has not; set it "
+            "to parameters, or to how many blocks each stage has, as [5, 7]"
+        )
+    return mesh
+
+
+def place_on_mesh(
+    model: nn.Module, mesh: Mesh, config: Config, *, loss: Loss | None, plan: Plan | None, blocks: Sequence[str]
+) -> tuple[DividedModel, Loss | None]:
+    """Divide a model as the configuration says, and move this rank's part to its device. Collective.
+
+    Returns:
+        This rank's part, and the loss of an output and a target; None where there is none.
+
+    Raises:
+        InputError: It cannot be divided so, or there is no loss that a pipeline could have.
+    """
+    own = getattr(model, "loss", None)
+    own, before = own if callable(own) else None, getattr(model, "criterion", None)
+    staged, whole = mesh.pipeline.size > 1, mesh.pipeline.size * mesh.tensor.size == 1
+    device = found_on(model, config.run.device, mesh.world)
+    if not whole:
+        broadcast_state(model, mesh.world)  # parts are to be those of one model
+
+    def criterion() -> Callable[[Any, Any], torch.Tensor]:
+        chosen = _loss_of(model, loss, own, before, staged=staged)
+        if chosen is None:
+            raise refusal(
+                f"stages need a loss, and {type(model).__name__} has none; give mt.initialize loss=, or the model an "
+                "attribute `criterion`"
+            )
+        return chosen
+
+    divided = divide(
+        model,
+        mesh,
+        config.parallel,
+        criterion=criterion,
+        cut=config.parallel.cut,
+        recompute=config.train.recompute,
+        device=device,
+        plan=plan,
+        blocks=blocks,
+    )
+    if whole:
+        if own is None and (blocks or plan is not None or hasattr(model, "pipeline_blocks")):
+            own = before  # as it would be with stages
+        return divided, loss if loss is not None else own
+    chosen = _loss_of(model, loss, own, before, staged=staged)
+    if isinstance(chosen, nn.Module):
+        move(chosen, device)
+    return divided, chosen
+
+
+def _loss_of(model: nn.Module, given: Loss | None, own: Loss | None, before: Any, *, staged: bool) -> Loss | None:
+    """The loss of a model whose layers are divided.
+
+    Args:
+        model: The model, whose `criterion` is another now if its scores are divided.
+        given: What the user gave.
+        own: The model's method `loss`.
+        before: The `criterion` that it had.
+        staged: Whether it is to be had without the model, which a method would keep.
+    """
+    criterion: Loss | None = getattr(model, "criterion", None)
+    if given is not None and given not in (own, before):
+        if criterion is not before:
+            raise refusal(
+                f"the plan leaves the scores of {type(model).__name__} divided, which the given loss cannot know; "
+                "leave loss out, and the model's `criterion` is replaced, or plan the head as Column(gather=True)"
+            )
+        return given
+    if given is not None and given == before:
+        return criterion
+    return criterion if criterion is not None and (staged or own is None) else own
+
+
+def following(given: Any, names: Names, module: nn.Module, comm: Communicator) -> torch.optim.Optimizer:
+    """The optimizer of this rank's part of a model. Collective.
+
+    Args:
+        given: An optimizer of the whole model's parameters, or what makes one of parameters: a class or a function.
+        names: Of the whole model's parameters.
+        module: This rank's part of the model; the whole, where it is not divided.
+        comm: All ranks.
+
+    Raises:
+        InputError: It has a state or strange parameters, it is none, or its groups are not the same on all ranks.
+    """
+    if isinstance(given, type) or not hasattr(given, "param_groups"):
+        return _made(given, module, comm)
+    if any(p not in names for group in given.param_groups for p in group["params"]):
+        raise refusal("the optimizer has parameters that are not the model's; give it those alone")
+    parts = dict(module.named_parameters(remove_duplicate=False))
+    kept = {p: [parts[name] for name in named if name in parts][:1] for p, named in names.items()}
+    if all(len(found) == 1 and found[0] is p for p, found in kept.items()):
+        return given
+    if has_stepped(given):
+        raise refusal(
+            "the optimizer has a state already, of parameters that are divided now; give mt.initialize a new one, and "
+            "load a checkpoint after"
+        )
+    for group in given.param_groups:
+        group["params"] = [part for p in group["params"] for part in kept[p]]
+    return given
+
+
+def _made(make: Any, module: nn.Module, comm: Communicator) -> torch.optim.Optimizer:
+    """The optimizer that `make` makes of this rank's parameters."""
+    if not callable(make):
+        raise refusal(
+            f"optimizer is a {type(make).__name__}; give an optimizer, or a function of parameters that makes one"
+        )
+    made = make([p for p in module.parameters() if p.requires_grad])
+    if not hasattr(made, "param_groups"):
+        raise refusal(f"the function given as optimizer returned a {type(made).__name__}; let it return an optimizer")
+    counts = comm.all_gather_object(len(made.param_groups))
+    if other := next((rank for rank, count in enumerate(counts) if count != counts[0]), 0):
+        raise refusal(
+            f"the function given as optimizer made {counts[0]} groups of parameters on rank 0 and {counts[other]} on "
+            f"rank {other}; let it make as many on every rank, empty ones too"
+        )
+    return made
+
+
+def scheduling(given: Any, optimizer: torch.optim.Optimizer) -> Any:
+    """A learning-rate scheduler: as it is given, or what the given function makes of the optimizer.
+
+    Raises:
+        InputError: It is none, it follows a loss, or it is of another optimizer.
+    """
+    if given is None:
+        return None
+    if hasattr(given, "step") and not isinstance(given, type):
+        made = given
+    elif callable(given):
+        made = given(optimizer)
+    else:
+        raise refusal(
+            f"scheduler is a {type(given).__name__}; give a scheduler, or a function of an optimizer that makes one"
+        )
+    if isinstance(made, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise refusal(
+            "scheduler ReduceLROnPlateau follows held-out losses, which a loop of your own has; leave it out, and step "
+            "it with what engine.evaluate returns"
+        )
+    if getattr(made, "optimizer", optimizer) is not optimizer:
+        raise refusal(
+            "the scheduler is of another optimizer than the engine's, whose learning rates it would not change; make "
+            "it of the one that mt.initialize is given"
+        )
+    return made

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from torch import nn
 
-from mpitrain.checkpoint import Manifest, Part, Store
+from mpitrain.checkpoint import MODEL, Manifest, Part, Store
+from mpitrain.comm import Communicator
 from mpitrain.comm.memory.device import CPU, fetched
 from mpitrain.config.learning_rate import WarmUp
 from mpitrain.errors import CheckpointError, InputError, refusal
@@ -18,7 +20,7 @@ from mpitrain.mesh import Mesh
 from mpitrain.trainer.device import full_told, moved
 from mpitrain.trainer.engine import Engine, Loss
 from mpitrain.trainer.memory import MemoryAccount
-from mpitrain.trainer.optimizing.schedules import next_rate
+from mpitrain.trainer.optimizing import next_rate, states_after_step
 from mpitrain.trainer.options import Settings
 from mpitrain.trainer.own_loop.checks import (
     ClosedEngine,
@@ -30,8 +32,7 @@ from mpitrain.trainer.own_loop.checks import (
     whole_steps,
 )
 from mpitrain.trainer.own_loop.generators import DividedDraws, Generators
-from mpitrain.trainer.own_loop.model import plain
-from mpitrain.trainer.own_loop.states import require_same_optimizer, whole_state
+from mpitrain.trainer.state import OPTIMIZER
 
 ALL = 1 << 30  # checkpoints kept: the caller removes them
 
@@ -39,8 +40,19 @@ ALL = 1 << 30  # checkpoints kept: the caller removes them
 class TrainingEngine:
     """A model that trains over the ranks of a communicator. Made by `initialize`.
 
-    mesh: the ranks along data, pipeline and tensor. steps: updates made so far, and skipped ones. norm: of the last
-    step's gradients, before clipping. Gradients are averaged over data-parallel ranks and microbatches.
+    Gradients are averaged over data-parallel ranks and microbatches.
+
+    Attributes:
+        module: The model, or this rank's part of it.
+        optimizer: Optimizer of this rank's part.
+        device: Where the model is, and batches are moved.
+        mesh: The ranks along data, pipeline and tensor.
+        data_rank: This rank's number among those that take different samples: the `rank` of a DistributedSampler.
+        data_size: Number of ranks that take different samples: the `num_replicas` of a DistributedSampler.
+        is_first_stage: Whether this rank has the model's first block, which uses x.
+        is_last_stage: Whether this rank has the model's last block, whose loss uses y.
+        steps: Updates made so far, and skipped ones.
+        norm: 2-norm of the last step's gradients, before clipping.
     """
 
     def __init__(
@@ -48,7 +60,10 @@ class TrainingEngine:
     ) -> None:
         self._engine: Any = engine  # an Engine, until it is closed
         self.settings, self._loss, self._scheduler = settings, loss, scheduler
-        self.mesh, self._given = mesh, given
+        self.module, self.optimizer, self.device = engine.module, engine.optimizer, engine.device
+        self.mesh, self._given, stages = mesh, given, mesh.pipeline
+        self.data_rank, self.data_size = engine.comm.rank, engine.comm.size
+        self.is_first_stage, self.is_last_stage = stages.rank == 0, stages.rank == stages.size - 1
         given.take(engine.module)
         self.steps, self._passes, self.norm, self.skipped = 0, 0, 0.0, 0
         self._own_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
@@ -65,41 +80,6 @@ class TrainingEngine:
         raise InputError(  # an engine that is taken for DeepSpeed's tuple of four
             "mt.initialize returns the engine alone, which has .optimizer; write engine = mt.initialize(...)"
         )
-
-    @property
-    def module(self) -> nn.Module:
-        """The model, or this rank's part of it."""
-        return self._engine.module
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """Optimizer of this rank's part."""
-        return self._engine.optimizer
-
-    @property
-    def device(self) -> torch.device:
-        """Where the model is, and batches are moved."""
-        return self._engine.device
-
-    @property
-    def data_rank(self) -> int:
-        """This rank's number among those that take different samples: the `rank` of a DistributedSampler."""
-        return self._engine.comm.rank
-
-    @property
-    def data_size(self) -> int:
-        """Number of ranks that take different samples: the `num_replicas` of a DistributedSampler."""
-        return self._engine.comm.size
-
-    @property
-    def is_first_stage(self) -> bool:
-        """Whether this rank has the model's first block, which uses x."""
-        return self.mesh.pipeline.rank == 0
-
-    @property
-    def is_last_stage(self) -> bool:
-        """Whether this rank has the model's last block, whose loss uses y."""
-        return self.mesh.pipeline.rank == self.mesh.pipeline.size - 1
 
     @contextmanager
     def _computing(self) -> Iterator[None]:
@@ -228,8 +208,7 @@ class TrainingEngine:
         Raises what `train_batch` raises.
         """
         self._require_loss("eval_batch")
-        count = self.settings.accumulate
-        return self.evaluate([self._next(batches, number) for number in range(count)])
+        return self.evaluate([self._next(batches, number) for number in range(self.settings.accumulate)])
 
     def evaluate(self, batches: Iterable[tuple[Any, Any]]) -> float:
         """The mean loss of all samples (x, y) of this and the other ranks, in evaluation mode. Collective.
@@ -295,7 +274,9 @@ class TrainingEngine:
         rest["random"] = self._generators.values()
         mine = {"steps": self.steps, "skipped": self.skipped, "rates": rates, "values": dict(values or {})}
         if self._scheduler is not None:
-            mine["scheduler"] = plain(self._scheduler.state_dict())
+            kinds = (bool, int, float, str, list, type(None))  # what JSON can hold; the rest is functions
+            state = self._scheduler.state_dict()
+            mine["scheduler"] = {key: value for key, value in state.items() if isinstance(value, kinds)}
         self._store.move_to(Path(path))
         self._store.prepare(set_aside=False, lock=True)
         folder = self._store.save(self.steps, parts, rest | {"engine": mine}, owned=True)
@@ -369,7 +350,7 @@ class TrainingEngine:
         elif self.mesh.world.size > 1:
             self.mesh.tensor.free()
         self._given.release()
-        self._engine = self._store = ClosedEngine(self.module, self.optimizer, self.device, self._engine.comm)
+        self._engine = self._store = ClosedEngine()
 
 
 class PipelineEngine(TrainingEngine):
@@ -409,3 +390,61 @@ class PipelineEngine(TrainingEngine):
         data.all_reduce(total)
         self._update()
         return float(total)
+
+
+def whole_state(
+    world: Communicator, parts: Iterable[Part], names: Sequence[str], aliases: Mapping[str, str], device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Put together what the ranks hold of a model. Collective.
+
+    Args:
+        world: All ranks that hold some of it.
+        parts: What this rank writes into a checkpoint.
+        names: Of the model's state, in order.
+        aliases: Further names of tensors, each with the name that it is saved under.
+        device: Where the state is wanted.
+
+    Returns:
+        A tensor of each name; names of one tensor have the same.
+    """
+    model = [part for part in parts if part.spec.name.startswith(MODEL)]
+    told = world.all_gather_object([[p.spec.name, list(p.spec.shape), p.spec.dtype] for p in model])
+    specs = {name: (shape, getattr(torch, dtype)) for of_rank in told for name, shape, dtype in of_rank}
+    mine: dict[str, list[Part]] = {}
+    for part in model:
+        mine.setdefault(part.spec.name, []).append(part)
+    saved = {name: MODEL + aliases.get(name, name) for name in names}
+    found: dict[str, torch.Tensor] = {}
+    for name in dict.fromkeys(saved.values()):
+        shape, dtype = specs[name]
+        whole = torch.zeros(prod(shape), dtype=dtype, device=device)
+        for part in mine.get(name, ()):
+            starts, lengths, places = part.piece.runs()
+            at = np.repeat(starts - places, lengths) + np.arange(part.data.numel())
+            whole[torch.from_numpy(at).to(device)] = part.data.to(device)
+        if whole.numel():
+            world.all_reduce(whole, "max" if dtype == torch.bool else "sum")
+        found[name] = whole.view(shape)
+    return {name: found[of] for name, of in saved.items()}
+
+
+def require_same_optimizer(optimizer: torch.optim.Optimizer, manifest: Manifest, folder: Path) -> None:
+    """Raise InputError where a checkpoint has states that the optimizer does not know, or lacks some that it needs.
+
+    One without any, of weights alone, will do, and so does each where a trial does not tell what there will be.
+    """
+    saved = {name.removeprefix(OPTIMIZER).split("/")[0] for name in manifest.tensors if name.startswith(OPTIMIZER)}
+    trials = [
+        states_after_step(optimizer, group, shape) for group in optimizer.param_groups for shape in ((8,), (8, 8))
+    ]
+    tried = [set(kept) for kept in trials if kept is not None]
+    if not saved or len(tried) < len(trials):
+        return
+    if saved <= set().union(*tried) and set.intersection(*tried) <= saved:
+        return
+    needed = ", ".join(sorted(set().union(*tried))) or "none"
+    raise refusal(
+        f"{folder} has another optimizer's states ({', '.join(sorted(saved))}) than {type(optimizer).__name__} keeps "
+        f"({needed}); give mt.initialize the optimizer that saved it, or take the weights alone: python -m "
+        f"mpitrain.checkpoint export {folder} weights.pt, which the model loads before mt.initialize"
+    )

@@ -28,11 +28,12 @@ from mpitrain.models.build import loss_unit
 from mpitrain.monitor import EventLog, peak_memory_bytes
 from mpitrain.storage import proc
 from mpitrain.storage.text import aligned, counted, duration, rates_text, short, spoken
-from mpitrain.trainer.callback import Callback, Step
+from mpitrain.trainer.run import Callback, Step
+from mpitrain.storage.text import spoken
 from mpitrain.trainer.folder import AGAIN
 from mpitrain.trainer.held_out.measuring import LOSS
 from mpitrain.trainer.recording.records import figure
-from mpitrain.trainer.run import Run
+from mpitrain.trainer.run import Callback, Run, Step
 from mpitrain.trainer.stopping import LearningCheck
 
 # what /proc/cpuinfo calls instructions that multiply matrices of 16-bit numbers, on x86 and on Arm

@@ -13,6 +13,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,17 +21,16 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from mpitrain.comm import Communicator, Work
 from mpitrain.comm.memory.device import is_accelerator
 from mpitrain.config.run import timeline_steps
 from mpitrain.config.settings import Config
-from mpitrain.errors import InputError
+from mpitrain.errors import CommunicationError, InputError
 from mpitrain.monitor.timeline.merging import merge, told
 from mpitrain.monitor.timeline.spans import Spans, recording_folder, write_rank
-from mpitrain.trainer.callback import Callback, Step
 from mpitrain.trainer.folder import together
-from mpitrain.trainer.recording.clock_offsets import measure
-from mpitrain.trainer.recording.rank_records import memory
-from mpitrain.trainer.run import Run
+from mpitrain.trainer.recording.records import memory
+from mpitrain.trainer.run import Callback, Run, Step
 
 _Tell = Callable[[str, str, float, float], None]  # name, "forward" or "backward", begin, end
 _HOOKS_MAY_COST = 0.01  # of what forward and backward take
@@ -85,8 +85,7 @@ class ModuleHooks:
                 self._compiled.append((module, compiled))
                 module._compiled_call_impl = partial(self._around, name, compiled)
                 continue
-            before = partial(self._before, name)
-            self._handles.append(module.register_forward_pre_hook(before, prepend=True))
+            self._handles.append(module.register_forward_pre_hook(partial(self._before, name), prepend=True))
             self._handles.append(module.register_forward_hook(self._after, always_call=True))
 
     def remove(self) -> None:
@@ -247,8 +246,7 @@ class Recording:
         depth = affordable(levels, calls, _HOOKS_MAY_COST * step_seconds)
         self.depth = min(world.all_gather_object(depth))
         self._offsets = [self.offset()]
-        modules = [named for level in levels[: self.depth] for named in level]
-        self._hooks = ModuleHooks(modules, self.spans.module)
+        self._hooks = ModuleHooks([named for level in levels[: self.depth] for named in level], self.spans.module)
         self.spans.after_backward = self._hooks.end_of_backward
         self._unix, self._memory = time.time(), [self._held()]
         engine.clock.leave_out()  # the above is no part of any step
@@ -257,7 +255,7 @@ class Recording:
 
     def offset(self) -> list[float]:
         """Compare clocks; return this rank's time, what is to be added, and how far off that may be. Collective."""
-        offset = measure(self._trainer.world, lambda: self._clock(time.perf_counter()))
+        offset = offset_of(self._trainer.world, lambda: self._clock(time.perf_counter()))
         return [offset.at, offset.seconds, offset.within]
 
     def _held(self) -> tuple[float, dict[str, int]]:
@@ -344,18 +342,12 @@ class TimelineRecorder(Callback):
             self._done = True
         elif trainer.strategy.next_meeting(trainer) >= first:
             self._recording = Recording(trainer, self._clock, self._step_seconds)
-        else:
-            self._note_seconds(trainer)
-
-    def _note_seconds(self, trainer: Run) -> None:
-        """Note the seconds of forward and backward in the last step, right before the first that is recorded."""
-        if trainer.step < self._wanted[0] - 2:
-            return
-        totals = trainer.engine.clock.totals()
-        now = totals["forward"] + totals["backward"]
-        if self._before:
-            self._step_seconds = now - self._before
-        self._before = now
+        elif trainer.step >= first - 2:  # the last step before those that are recorded says what hooks may cost
+            totals = trainer.engine.clock.totals()
+            now = totals["forward"] + totals["backward"]
+            if self._before:
+                self._step_seconds = now - self._before
+            self._before = now
 
     def _end(self, trainer: Run, recording: Recording) -> None:
         """Write what was recorded, and have rank 0 make one timeline of it. Collective."""
@@ -373,3 +365,129 @@ class TimelineRecorder(Callback):
                 trainer.say(line)
         trainer.world.barrier()  # here, and not in the next step, which would count what rank 0 has drawn as a wait
         trainer.engine.clock.leave_out()
+
+
+# -- Offsets between the clocks of the ranks, measured by messages
+#
+# A rank is asked for its time again and again. Of the question that was answered soonest the time must have been
+# taken between its begin and its end; half of that bounds the error. On each node the first rank asks the others of
+# the node, the nodes beside one another; then rank 0 asks the first rank of each node. Ranks whose turn it is not
+# sleep meanwhile: where there are more ranks than cores they would take the time that the answers need.
+#
+# Reference:
+#     Cristian 1989, Probabilistic clock synchronization.
+
+Clock = Callable[[], float]
+_QUESTIONS = 60  # at least, to each rank, and ...
+_MOST = 6000  # ... at most, as long as ...
+_GOOD = 80e-6  # ... no answer came within so many seconds
+_LONGEST = 2.0  # seconds for one rank at most
+_SPIN = 3e-4  # seconds that an answer is waited for without a pause
+_BURST = 10  # questions, before which the rank that asks sleeps: who has slept is let run at once, for a while
+_PAUSE = 1e-3  # seconds between two looks of a rank whose turn it is not
+_ASK, _TOLD, _TURN = 71, 72, 73  # tags
+
+
+@dataclass(frozen=True)
+class Offset:
+    """The difference between rank 0's time and a rank's.
+
+    Attributes:
+        at: The rank's time at which that holds, in seconds.
+        seconds: What is to be added.
+        within: How far off that may be, in seconds.
+    """
+
+    at: float
+    seconds: float
+    within: float
+
+
+def offset_of(world: Communicator, clock: Clock) -> Offset:
+    """This rank's offset from rank 0. Collective.
+
+    Args:
+        world: All ranks.
+        clock: This rank's.
+    """
+    firsts = [world.nodes.index(node) for node in sorted(set(world.nodes))]
+    mine = [rank for rank, node in enumerate(world.nodes) if node == world.node]
+    own = Offset(clock(), 0.0, 0.0)
+    if world.rank in firsts:
+        for rank in mine[1:]:
+            _ask(world, rank, clock)
+    else:
+        own = _answer(world, mine[0], clock)
+    firsts.sort()
+    of_first = own if world.rank in firsts else Offset(0.0, 0.0, 0.0)
+    if world.rank == 0:
+        for rank in firsts[1:]:
+            _ask(world, rank, clock)
+    elif world.rank in firsts:
+        of_first = own = _answer(world, 0, clock)
+    if world.rank in firsts:  # whose offset is added to that of the other ranks of its node
+        for rank in mine[1:]:
+            world.send(torch.tensor([of_first.seconds, of_first.within], dtype=torch.float64), rank, _TOLD)
+        return own
+    told = torch.empty(2, dtype=torch.float64)
+    _sleep_until(world, world.irecv(told, mine[0], _TOLD))
+    seconds, within = told.tolist()
+    return Offset(own.at, own.seconds + seconds, own.within + within)
+
+
+def _ask(world: Communicator, rank: int, clock: Clock) -> None:
+    """Ask a rank for its time until it is known well, and tell it its offset."""
+    question, answer = torch.zeros(1, dtype=torch.float64), torch.empty(1, dtype=torch.float64)
+    best, at, seconds = float("inf"), 0.0, 0.0
+    began = time.perf_counter()
+    for number in range(_MOST):
+        last = (
+            number >= _QUESTIONS and (best < _GOOD or time.perf_counter() - began > _LONGEST)
+        ) or number == _MOST - 1
+        question[0] = 1.0 if last else 0.0
+        if number % _BURST == 0:
+            time.sleep(_PAUSE)
+        coming = world.irecv(answer, rank, _ASK)
+        begin = clock()
+        sent = world.isend(question, rank, _ASK)
+        _wait(world, coming)
+        end = clock()
+        _wait(world, sent)
+        if end - begin < best:
+            best, at = end - begin, float(answer[0])
+            seconds = (begin + end) / 2 - at
+        if last:
+            break
+    world.send(torch.tensor([at, seconds, best / 2], dtype=torch.float64), rank, _TURN)
+
+
+def _answer(world: Communicator, asker: int, clock: Clock) -> Offset:
+    """Answer a rank's questions; returns the offset from it that it has found."""
+    question, answer = torch.empty(1, dtype=torch.float64), torch.empty(1, dtype=torch.float64)
+    wait: Callable[[Communicator, Work], None] = _sleep_until  # for the first question
+    while True:
+        wait(world, world.irecv(question, asker, _ASK))
+        wait = _wait
+        answer[0] = clock()
+        _wait(world, world.isend(answer, asker, _ASK))
+        if question[0]:
+            break
+    told = torch.empty(3, dtype=torch.float64)
+    world.recv(told, asker, _TURN)
+    return Offset(*told.tolist())
+
+
+def _wait(world: Communicator, work: Work, *, spin: float = _SPIN, pause: float = _SPIN / 3) -> None:
+    """Wait, at first without a pause; then with pauses, as the other rank may need this core."""
+    began = time.monotonic()
+    while not work.done():
+        waited = time.monotonic() - began
+        if waited > world.process.watchdog.timeout:
+            raise CommunicationError("another rank did not answer when clocks were compared; is it still there?")
+        if waited > spin:
+            time.sleep(pause)
+
+
+def _sleep_until(world: Communicator, work: Work) -> None:
+    """Wait without taking time from others."""
+    _wait(world, work, spin=0.0, pause=_PAUSE)

@@ -1,25 +1,34 @@
-"""The optimizer a configuration names, and those that torch lacks and that update each element by itself."""
+"""The optimizer that a configuration names, some that torch lacks, and the learning rate over the steps.
+
+A schedule is a curve or a cycle of ours, or a class of torch.optim.lr_scheduler. Each is a function of the step, so
+that a run that goes on from a checkpoint needs nothing but the number of that; but for ReduceLROnPlateau, which has a
+state (see `PlateauSchedule`).
+"""
 
 from __future__ import annotations
 
 import copy
 import difflib
 import inspect
+import math
 import sys
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
+from torch.optim import lr_scheduler
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from mpitrain.config.learning_rate import CYCLES, DECAYS, LearningRate, OneCycle, cycle_of
 from mpitrain.config.named import find
 from mpitrain.config.training import OWN, OptimSection, patterns_of
 from mpitrain.errors import refusal
 from mpitrain.shard.flat_parameters import begin_states
-from mpitrain.shard.optimizers import Lamb, Lars, Muon
+from mpitrain.shard.optimizers import Lamb, Lars, Muon, checked_betas
 from mpitrain.shard.update import SCALE, optimizer_step
 from mpitrain.storage.text import counted
 
@@ -28,6 +37,7 @@ class _Elementwise(torch.optim.Optimizer):
     """An optimizer that updates each element by itself, so that it can be sharded."""
 
     elementwise = True
+    _update: Callable[..., None]  # of (value, gradient, group, state): updates one parameter
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -36,10 +46,6 @@ class _Elementwise(torch.optim.Optimizer):
             for value in group["params"]:
                 if value.grad is not None:
                     self._update(value, value.grad, group, self.state[value])
-
-    def _update(self, value: Any, gradient: Any, group: Any, state: Any) -> None:
-        """Update one parameter, with the options of its group and its own state."""
-        raise NotImplementedError
 
 
 class Lion(_Elementwise):
@@ -58,7 +64,7 @@ class Lion(_Elementwise):
         betas: Sequence[float] = (0.9, 0.99),
         weight_decay: float = 0.0,
     ) -> None:
-        super().__init__(params, {"lr": lr, "betas": _checked(betas), "weight_decay": weight_decay})
+        super().__init__(params, {"lr": lr, "betas": checked_betas(betas), "weight_decay": weight_decay})
 
     def _update(self, value: Any, gradient: Any, group: Any, state: Any) -> None:
         first, second = group["betas"]
@@ -88,7 +94,13 @@ class UncorrectedAdamW(_Elementwise):
         weight_decay: float = 0.0,
         decoupled: bool = True,
     ) -> None:
-        given = {"lr": lr, "betas": _checked(betas), "eps": eps, "weight_decay": weight_decay, "decoupled": decoupled}
+        given = {
+            "lr": lr,
+            "betas": checked_betas(betas),
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "decoupled": decoupled,
+        }
         super().__init__(params, given)
 
     def _update(self, value: Any, gradient: Any, group: Any, state: Any) -> None:
@@ -102,12 +114,6 @@ class UncorrectedAdamW(_Elementwise):
         state["exp_avg"].lerp_(gradient, 1 - first)
         state["exp_avg_sq"].mul_(second).addcmul_(gradient, gradient, value=1 - second)
         value.addcdiv_(state["exp_avg"], state["exp_avg_sq"].sqrt().add_(group["eps"]), value=-group["lr"])
-
-
-def _checked(betas: Sequence[float]) -> tuple[float, float]:
-    if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
-        raise ValueError(f"betas {list(betas)} are not two numbers from 0 to below 1")
-    return betas[0], betas[1]
 
 
 _Kind = type[torch.optim.Optimizer]
@@ -150,8 +156,12 @@ class ParameterRoles:
         every = list(module.named_parameters(remove_duplicate=False))
         first = {p: name for name, p in module.named_parameters()}
         trained = [name for p, name in first.items() if p.requires_grad]
-        matched = {name: number for name in trained if (number := _first_match(section, name)) is not None}
         _refuse_unmatched(section, trained)
+        matched: dict[str, int] = {}
+        for number, group in enumerate(section.groups):  # the first that matches counts
+            for name in trained:
+                if any(fnmatchcase(name, pattern) for pattern in patterns_of(group)):
+                    matched.setdefault(name, number)
         tables = {p for m in module.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
         matrices = [p for _, p in every if p.dim() == 2]
         hidden = set(matrices[:-1]) - tables - {matrices[-1]} if matrices else set()
@@ -160,13 +170,6 @@ class ParameterRoles:
             frozenset(name for name, p in every if p in tables),
             frozenset(name for name, p in every if p in hidden),
         )
-
-
-def _first_match(section: OptimSection, name: str) -> int | None:
-    for number, group in enumerate(section.groups):
-        if any(fnmatchcase(name, pattern) for pattern in patterns_of(group)):
-            return number
-    return None
 
 
 def _refuse_unmatched(section: OptimSection, names: list[str]) -> None:
@@ -203,13 +206,17 @@ def make_optimizer(
     for name, parameter in trained:
         number = roles.groups.get(name)
         kind = _kind_for(section, name, parameter, number, roles)
-        decays = not _excepted(section, name, parameter, roles)
+        small = parameter.dim() < 2 or (section.no_decay == "embeddings" and name in roles.embeddings)
+        decays = section.no_decay == "nothing" or not small
         chosen.setdefault((kind, number, decays), []).append(parameter)
     groups: dict[_Kind, list[dict[str, Any]]] = {}
     first_decaying = sorted(chosen, key=lambda key: (not key[2], -1 if key[1] is None else key[1]))
     for kind, number, decays in first_decaying:
         own = section.groups[number] if number is not None else {}
-        group: dict[str, Any] = {"params": chosen[kind, number, decays], **_rate(section, own)}
+        scale = own["lr"] / section.lr if "lr" in own else float(own.get("lr_scale", 1.0))
+        group: dict[str, Any] = {"params": chosen[kind, number, decays], "lr": section.lr}
+        if scale != 1.0:
+            group |= {"lr": section.lr * scale, SCALE: scale}
         options = {key: value for key, value in own.items() if key not in OWN}
         refuse_unknown(f"optim.groups, match = {own.get('match')!r}", kind, options, _SET_APART)
         if "weight_decay" in inspect.signature(kind).parameters:
@@ -232,19 +239,6 @@ def _kind_for(
             f"optim.groups: muon is for matrices, and {name} has {counted(parameter.dim(), 'dimension')}; match fewer"
         )
     return kind if given or name in roles.hidden else torch.optim.AdamW
-
-
-def _excepted(section: OptimSection, name: str, parameter: nn.Parameter, roles: ParameterRoles) -> bool:
-    """Return whether optim.no_decay leaves a parameter out."""
-    if section.no_decay == "nothing":
-        return False
-    return parameter.dim() < 2 or (section.no_decay == "embeddings" and name in roles.embeddings)
-
-
-def _rate(section: OptimSection, own: Mapping[str, Any]) -> dict[str, float]:
-    """A group's learning rate at the peak; and, where it is not that of the section, its ratio to that."""
-    scale = own["lr"] / section.lr if "lr" in own else float(own.get("lr_scale", 1.0))
-    return {"lr": section.lr} if scale == 1.0 else {"lr": section.lr * scale, SCALE: scale}
 
 
 def _made(kind: _Kind, section: OptimSection, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
@@ -382,3 +376,190 @@ class CombinedOptimizer(torch.optim.Optimizer):
         """One update by each. Collective where one of them is."""
         for part in self.parts:
             optimizer_step(part)
+
+
+PLATEAU = ReduceLROnPlateau.__name__
+_STATE = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")
+_NEED_MORE = ("LRScheduler", "_LRScheduler", "SequentialLR", "ChainedScheduler")
+_CALL_A_FUNCTION = ("LambdaLR", "MultiplicativeLR")
+_OF_DEEPSPEED = {"OneCycle": "one-cycle", "LRRangeTest": "range-test", "WarmupLR": "constant"}
+_OF_DEEPSPEED |= {"WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+S = TypeVar("S", bound=lr_scheduler.LRScheduler)
+SECOND_BETA = 0.99  # beside a first one that goes round, as DeepSpeed has it
+
+
+class RateSchedule(Protocol):
+    """Gives a learning rate for each step."""
+
+    def rate(self, step: int) -> float:
+        """The rate of step `step`, from 0."""
+
+
+def schedule_of(section: OptimSection, steps: int, *, evaluates: bool = True) -> RateSchedule:
+    """Return the schedule that a configuration names, for a run of `steps`. Raises InputError for settings it refuses.
+
+    evaluates: Whether the held-out loss will be told to a schedule that follows it.
+    """
+    if section.schedule in DECAYS:
+        return LearningRate.of(section, steps)
+    if section.schedule in CYCLES:
+        cycle = cycle_of(section, steps)
+        kind = optimizer_class("optim.name", section.name)
+        if isinstance(cycle, OneCycle) and cycle.cycle_momentum and "betas" not in inspect.signature(kind).parameters:
+            raise refusal(
+                f"optim.schedule_options: cycle_momentum moves the first of betas, and {kind.__name__} has none; leave "
+                "it out, or use adamw"
+            )
+        return cycle
+    if section.schedule != PLATEAU:
+        return TorchSchedule(section, steps)
+    if not evaluates:
+        raise refusal(
+            f"optim.schedule {PLATEAU} follows held-out losses, which a loop of your own has; leave it out, and step "
+            "torch's with engine.optimizer and what engine.evaluate returns, or run mpitrain.train, which does"
+        )
+    return PlateauSchedule(section)
+
+
+def next_rate(schedule: RateSchedule, optimizer: torch.optim.Optimizer, step: int) -> float:
+    """The rate of step `step`, whose momentum the optimizer is given where the schedule has one."""
+    momentum = schedule.momentum(step) if isinstance(schedule, OneCycle) else None
+    if momentum is not None:
+        for group in optimizer.param_groups:
+            if "betas" in group:
+                group["betas"] = (momentum, SECOND_BETA)
+    return schedule.rate(step)
+
+
+class TorchSchedule:
+    """The rates that a class of torch.optim.lr_scheduler gives an optimizer of one parameter group.
+
+    Where it lacks them, `total_steps` and `T_max` are the steps of the run, `max_lr` is optim.lr, and `base_lr` and
+    `eta_min` are optim.lr_end.
+
+    Args:
+        section: Names the class.
+        steps: Of the run.
+
+    Raises:
+        InputError: There is no such class, it refuses its arguments, or it needs more than the number of a step.
+    """
+
+    def __init__(self, section: OptimSection, steps: int) -> None:
+        self._kind = kind = _scheduler_class("optim.schedule", section.schedule)
+        accepted = inspect.signature(kind).parameters
+        options: dict[str, Any] = {
+            "total_steps": steps,
+            "T_max": steps,
+            "max_lr": section.lr,
+            "base_lr": section.lr_end,
+        }
+        options = {key: value for key, value in options.items() if key in accepted}
+        options |= section.schedule_options
+        refuse_unknown("optim.schedule_options", kind, options, ("optimizer", "last_epoch"))
+        if options.get("cycle_momentum"):
+            raise refusal(
+                f"optim.schedule_options: {kind.__name__} has no cycle_momentum here; leave it out, or use one-cycle"
+            )
+        if "cycle_momentum" in accepted:
+            options["cycle_momentum"] = False
+        self._optimizer, self._scheduler = _following(kind, section.lr, options)
+        self._rates = [self._current()]
+
+    def _current(self) -> float:
+        return float(self._optimizer.param_groups[0]["lr"])
+
+    def rate(self, step: int) -> float:
+        """The rate of step `step`, from 0."""
+        while len(self._rates) <= step:
+            self._optimizer.step()
+            try:
+                self._scheduler.step()
+            except ValueError as error:
+                raise refusal(f"optim.schedule: {self._kind.__name__} ends before train.steps: {error}") from None
+            self._rates.append(self._current())
+        return self._rates[step]
+
+
+def _following(kind: type[S], lr: float, options: Mapping[str, Any]) -> tuple[torch.optim.Optimizer, S]:
+    """Make an optimizer of one number, and a scheduler that sets its rate."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
+    make: Any = kind
+    try:
+        return optimizer, make(optimizer, **options)
+    except (TypeError, ValueError) as error:
+        raise refusal(f"optim.schedule: {kind.__name__} refuses optim.schedule_options: {error}") from None
+
+
+def make_scheduler(name: str, options: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
+    """The scheduler of an optimizer that a DeepSpeed configuration names by its class of torch.optim.lr_scheduler.
+
+    Raises:
+        InputError: There is no such class, or it refuses the options.
+    """
+    try:
+        return _scheduler_class("scheduler.type", name)(optimizer, **options)
+    except (TypeError, ValueError) as error:
+        raise refusal(f"scheduler.type {name} refuses scheduler.params: {error}; mend them") from None
+
+
+def _scheduler_class(key: str, name: str) -> type[lr_scheduler.LRScheduler]:
+    kinds = {
+        key: kind
+        for key, kind in vars(lr_scheduler).items()
+        if inspect.isclass(kind) and issubclass(kind, lr_scheduler.LRScheduler) and key not in _NEED_MORE
+    }
+    if name in _CALL_A_FUNCTION:
+        raise refusal(
+            f"{key} {name} calls a function of yours, which a configuration cannot hold; give mt.initialize a "
+            "scheduler or a function that makes one of the optimizer, or choose polynomial, wsd or MultiStepLR"
+        )
+    if name in _OF_DEEPSPEED:
+        raise refusal(f"{key} {name} of DeepSpeed is {_OF_DEEPSPEED[name]!r} here; write that")
+    if name not in kinds:
+        near = difflib.get_close_matches(name, kinds, n=1, cutoff=0.0)[0]
+        lacks = "needs what a configuration cannot say" if name in _NEED_MORE else "is not in torch.optim.lr_scheduler"
+        raise refusal(f"{key} {name!r} {lacks}; did you mean {near!r}?")
+    return kinds[name]
+
+
+class PlateauSchedule:
+    """The rate that torch's ReduceLROnPlateau gives, told the held-out loss of each evaluation.
+
+    `min_lr` is optim.lr_end where the options lack it. Unlike other schedules it has a state, which checkpoints keep.
+
+    Args:
+        section: Its options, and the first rate.
+
+    Raises:
+        InputError: It has no such option, or refuses one.
+    """
+
+    def __init__(self, section: OptimSection) -> None:
+        options = {"min_lr": section.lr_end} | section.schedule_options
+        if options.pop("mode", "min") != "min":
+            raise refusal(
+                f"optim.schedule_options: {PLATEAU} follows the held-out loss, which is to fall; use mode min"
+            )
+        refuse_unknown("optim.schedule_options", ReduceLROnPlateau, options, ("optimizer", "mode"))
+        self._optimizer, self._plateau = _following(ReduceLROnPlateau, section.lr, options)
+
+    def rate(self, step: int) -> float:
+        """The rate of the steps up to the next evaluation."""
+        return float(self._optimizer.param_groups[0]["lr"])
+
+    def observe(self, loss: float) -> None:
+        """Take the loss of an evaluation into account."""
+        self._plateau.step(loss)
+
+    def state(self) -> dict[str, Any]:
+        """Return the state for `load`, as JSON has it, which knows no infinity."""
+        kept = {name: getattr(self._plateau, name) for name in _STATE}
+        return kept | {"rate": self.rate(0), "best": kept["best"] if math.isfinite(kept["best"]) else None}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Go on from a state."""
+        for name in _STATE:
+            setattr(self._plateau, name, state[name])
+        self._plateau.best = math.inf if state["best"] is None else state["best"]
+        self._optimizer.param_groups[0]["lr"] = state["rate"]
