@@ -28,8 +28,6 @@ from mpitrain.models.build import loss_unit
 from mpitrain.monitor import EventLog, peak_memory_bytes
 from mpitrain.storage import proc
 from mpitrain.storage.text import aligned, counted, duration, rates_text, short, spoken
-from mpitrain.trainer.run import Callback, Step
-from mpitrain.storage.text import spoken
 from mpitrain.trainer.folder import AGAIN
 from mpitrain.trainer.held_out.measuring import LOSS
 from mpitrain.trainer.recording.records import figure
