@@ -134,7 +134,7 @@ MUTATIONS = {
     "who reads a file, until the buffer is free": (STATE, "left.popleft().synchronize()", "pass", RESUMED),
     "the background save, for its copy": (SNAPSHOT, "recorded(away[0].device).synchronize()", "pass", SAVED_BESIDE),
     "the model, for its batch": (BATCHES, "device.current_stream(to).wait_event(copied)", "pass", LOADER),
-    "who gives a batch, until it is copied": (PLACED, "copied.synchronize()", "pass", BATCH),
+    "who gives a batch, until it is copied": (PLACED, "device.recorded(to, beside).synchronize()", "pass", BATCH),
     "the log, for what it tells": (DEVICE, "        copied.synchronize()", "        pass", LOSSES),
 }
 
