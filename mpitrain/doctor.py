@@ -95,8 +95,7 @@ def software(world: Communicator) -> list[Line]:
 
 def placement(world: Communicator) -> list[Line]:
     """Ranks, nodes, cores and threads. Collective."""
-    names = hosts(world)
-    per_host = Counter(names)
+    per_host = Counter(hosts(world))
     core_of, threads = siblings(), os.sched_getaffinity(0)
     cores, machine = cores_of(threads, core_of), cores_of(range(os.cpu_count() or 1), core_of)
     everyone = world.all_gather_object([world.node, sorted(cores), torch.get_num_threads(), len(machine), len(threads)])
@@ -115,8 +114,7 @@ def placement(world: Communicator) -> list[Line]:
     bound, computing = _range(binding), _range({values[2] for values in everyone})
     hardware_threads = {values[4] for values in everyone}
     more = f" ({_range(hardware_threads)} hardware threads)" if hardware_threads != binding else ""
-    told = f"each rank may use {bound} of {everyone[0][3]}{more}; threads a rank: {computing}"
-    lines.append((OK, "cores", told))
+    lines.append((OK, "cores", f"each rank may use {bound} of {everyone[0][3]}{more}; threads a rank: {computing}"))
     text = "no node has more threads than cores"
     if crowded:
         text = f"{'; '.join(crowded[:4])}: ranks will take turns; set OMP_NUM_THREADS or start fewer ranks"

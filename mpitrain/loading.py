@@ -111,9 +111,13 @@ class SavedModel:
         require_trusted(self.section, self.run, self.trust)
         base = self.manifest.values.get(BASE)
         with torch.random.fork_rng(devices=[]):
-            if isinstance(base, dict) and isinstance(base.get("seed"), int):
-                torch.manual_seed(base["seed"])
-            task = build_task(_of_the_base(self.section, base), self.description)
+            section, about = self.section, base if isinstance(base, dict) else {}
+            if isinstance(about.get("seed"), int):
+                torch.manual_seed(about["seed"])
+            kept = about.get("checkpoint")  # that the adapters are for, if it is still there
+            if section.base and isinstance(kept, str) and Path(kept).is_dir():
+                section = section.model_copy(update={"base": kept})
+            task = build_task(section, self.description)
         if task.base is not None:
             task.base.require(base)
         else:
@@ -172,14 +176,6 @@ def build_task(section: ModelSection, description: Description) -> Task:
         fill(module, folder, saved.manifest)
 
     return build_model(section.model_copy(update=own), description, TrainedBase(str(folder), put))
-
-
-def _of_the_base(section: ModelSection, base: Any) -> ModelSection:
-    """The section with the checkpoint that its adapters are for, where that is still there; base: what one says."""
-    kept = base.get("checkpoint") if isinstance(base, dict) else None
-    if section.base and isinstance(kept, str) and Path(kept).is_dir():
-        return section.model_copy(update={"base": kept})
-    return section
 
 
 def load_model(path: str | Path, *, best: bool = False, trust: bool = False) -> nn.Module:

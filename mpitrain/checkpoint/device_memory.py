@@ -44,8 +44,6 @@ def host_pieces(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, int, mem
         (number of the tensor, the first byte of the piece in it, the bytes, until the next piece is asked for).
     """
     loads = _loads([t.nbytes for t in tensors])
-    if not loads:
-        return
     raws = [t.detach().view(torch.uint8) for t in tensors]
     device = raws[0].device
     stream = devices.new_stream(device)

@@ -114,10 +114,11 @@ def locked_with(root: Path) -> list[Path]:
     return [run, root] if root.name == CHECKPOINTS and (run / LOCK).exists() else [root]
 
 
-def set_aside(root: Path) -> None:
-    """Move a folder with checkpoints out of the way, under another name. Raises OSError."""
-    if finished_steps(root):
-        os.rename(root, free_name(root))
+def set_aside(folder: Path) -> Path:
+    """Move a folder out of the way; returns where it is now. Raises OSError."""
+    kept = free_name(folder)
+    os.rename(folder, kept)
+    return kept
 
 
 def remove_leftovers(root: Path) -> None:
@@ -145,16 +146,8 @@ def _is_pointer(path: Path) -> bool:
 
 def are_remains(folder: Path) -> bool:
     """Whether a folder holds a checkpoint's tensors, but no manifest of ours."""
-    if folder.is_symlink() or is_checkpoint(folder):
-        return False
-    return any(_TENSORS.fullmatch(path.name) and _beginning(path) == SIGNATURE for path in folder.glob("*.h5"))
-
-
-def keep_remains(folder: Path) -> Path:
-    """Move a folder out of the way; returns where it is now. Raises OSError."""
-    kept = free_name(folder)
-    os.rename(folder, kept)
-    return kept
+    files = () if folder.is_symlink() or is_checkpoint(folder) else folder.glob("*.h5")
+    return any(_TENSORS.fullmatch(path.name) and _beginning(path) == SIGNATURE for path in files)
 
 
 def _beginning(path: Path, nbytes: int = len(SIGNATURE)) -> bytes:
@@ -220,14 +213,6 @@ def point_to(final: Path, name: str = LATEST) -> None:
     except OSError:
         with suppress(OSError):  # a folder of that name stays
             latest.unlink(missing_ok=True)
-
-
-def point_to_both(final: Path, best: Path) -> int | None:
-    """Have `latest` name a folder, and `best` another, if it is there; returns the step that `best` then names."""
-    point_to(final)
-    if is_checkpoint(best):
-        point_to(best, BEST)
-    return best_step(final.parent)
 
 
 def discard(folder: Path) -> None:

@@ -27,7 +27,16 @@ from mpitrain.checkpoint import folders, parity
 from mpitrain.checkpoint.commit import FileLayout, Target, attempt, write_checkpoint
 from mpitrain.checkpoint.contents import has_whole_tensors
 from mpitrain.checkpoint.files import Part
-from mpitrain.checkpoint.manifest import FRUITLESS, MANIFEST, Manifest, ParitySet, Values, decode, read_manifest
+from mpitrain.checkpoint.manifest import (
+    FRUITLESS,
+    MANIFEST,
+    Manifest,
+    ParitySet,
+    Values,
+    decode,
+    missing_files,
+    read_manifest,
+)
 from mpitrain.checkpoint.parity import FileTransfer, exchange
 from mpitrain.errors import CheckpointError, InputError
 from mpitrain.storage.commit import remove_folder
@@ -140,8 +149,7 @@ class LocalFolders:
         self, comm: Communicator, folder: Path, owners: dict[str, int], sizes: dict[str, int]
     ) -> Sequence[ParitySet]:
         if self._redundancy == "partner":
-            copies = parity.partner_copies(owners, sizes, self._nodes)
-            exchange(comm, parity.copy_rounds(copies, folder, folder))
+            exchange(comm, parity.copy_rounds(parity.partner_copies(owners, sizes, self._nodes), folder, folder))
         if self._redundancy != "xor":
             return ()
         sets = parity.parity_sets(owners, sizes, self._nodes)
@@ -220,7 +228,8 @@ class LocalFolders:
         """
         self._on_leaders(comm, partial(_clear, folder), folder)
         sizes = manifest.files | {p: one.chunk for one in manifest.parity for p in one.parities}
-        mine = [name for name, size in sizes.items() if _size(folder / name) == size] if self._leads(comm) else []
+        leads = self._leads(comm)
+        mine = [name for name, size in sizes.items() if leads and not any(missing_files(folder, [(name, size)]))]
         damaged = [n for n in mine if suspect and n in manifest.files and not has_whole_tensors(folder, manifest, n)]
         held = comm.all_gather_object([name for name in mine if name not in damaged])
         found_damaged = sorted({name for names in comm.all_gather_object(damaged) for name in names})
@@ -254,14 +263,6 @@ class LocalFolders:
 
         self._on_leaders(comm, settle, folder)
         return found_damaged
-
-
-def _size(path: Path) -> int:
-    """Bytes of a file; -1 where it cannot be found."""
-    try:
-        return path.stat().st_size
-    except OSError:
-        return -1
 
 
 def _rebuild(

@@ -125,7 +125,7 @@ class Store:
 
         def make() -> None:
             try:
-                if set_aside:
+                if set_aside and folders.finished_steps(self.root):
                     folders.set_aside(self.root)
                 self.root.mkdir(parents=True, exist_ok=True)
                 for folder in folders.locked_with(self.root) if lock else ():
@@ -152,7 +152,7 @@ class Store:
 
         def move() -> list[str]:
             later = [self.folder(found) for found in folders.finished_steps(self.root) if found > step]
-            moved = [(path, folders.keep_remains(path)) for path in later if folders.are_remains(path)]
+            moved = [(path, folders.set_aside(path)) for path in later if folders.are_remains(path)]
             for path in later or [self.folder(step + 1)]:
                 folders.require_free(path)
             return [f"{path} has no manifest any more; kept as {kept}" for path, kept in moved]
@@ -245,8 +245,7 @@ class Store:
         self._since_flush = 0 if shared else self._since_flush + 1
         write = partial(self._write, step, shared=shared, best=self.best)
         if background:
-            copies = self._snapshot.copy(parts)
-            self._task = BackgroundTask(partial(write, copies, values))
+            self._task = BackgroundTask(partial(write, self._snapshot.copy(parts), values))
         else:
             write(parts, values)
         return self.folder(step) if self._local is None or shared else self._local.folder(step)
@@ -320,10 +319,12 @@ class Store:
         fruitful = not values.get(FRUITLESS)
 
         def after() -> None:
-            spared = folders.point_to_both(self.folder(step), self.folder(best))
+            folders.point_to(self.folder(step))
+            if folders.is_checkpoint(self.folder(best)):
+                folders.point_to(self.folder(best), folders.BEST)
             self._fruitful[step] = fruitful
             known = self._verified | {step}, self._unusable - {step}, self._was_fruitful
-            old = folders.doomed(folders.finished_steps(self.root), self.keep, *known, spared)
+            old = folders.doomed(folders.finished_steps(self.root), self.keep, *known, folders.best_step(self.root))
             hidden = [folders.hide(self.folder(step)) for step in old if folders.is_checkpoint(self.folder(step))]
             if hidden:  # giving gigabytes back takes a while, which nobody has to wait for
                 self._removal = BackgroundTask(partial(folders.remove, *hidden))

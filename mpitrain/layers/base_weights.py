@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from mpitrain.errors import refusal
-from mpitrain.storage.extents import crc32
+from mpitrain.storage.hdf5 import crc32
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,7 @@
 
 locks      one worker at a time in a folder
 commit     folders that are whole or not there at all
-extents    positioned writes and reads, and the CRC-32 of each extent
-hdf5       what our HDF5 files have in common
+hdf5       what our HDF5 files have in common: structures, positioned writes and reads, the CRC-32 of each extent
 disk       single acts on files, and whether so many bytes more fit
 proc       facts about this machine and its processes, of proc(5)
 text       numbers, sizes and times as people read them

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import json
 import os
 import secrets
 import stat
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from mpitrain.storage.text import bytes_text
 
@@ -123,6 +125,22 @@ def read_plain(path: Path, most: int = 64 << 20) -> bytes:
         if size > most:
             raise OSError(errno.EFBIG, f"it is larger than {most >> 20} MiB", str(path))
         return file.read(size)  # not `most`: a read reserves as many bytes as it is asked for
+
+
+def from_json(text: str | bytes) -> Any:
+    """Return what JSON text says. Raises ValueError where it is none, nested too deeply, or has a key twice."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
+            raise ValueError(f"the key {twice!r:.80} is there twice")
+        return found
+
+    try:
+        return json.loads(text, object_pairs_hook=once)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def lack_of_room(folder: Path, nbytes: int) -> str:
