@@ -15,7 +15,7 @@ from typing import Any
 from mpitrain.choices import Model
 from mpitrain.config.toml_file import read_toml
 from mpitrain.errors import InputError, refusing
-from mpitrain.storage.disk import read_plain
+from mpitrain.storage.disk import from_json, read_plain
 from mpitrain.storage.run_folder import CONFIG
 
 CONFIG_JSON = "config.json"
@@ -301,12 +301,12 @@ _FAMILIES = {"gpt2": _gpt2, "llama": _llama, "mistral": _mistral, "qwen2": _qwen
 
 def _read(file: Path) -> Values:
     try:
-        values = json.loads(read_plain(file, _LONGEST).decode("utf-8"))
+        values = from_json(read_plain(file, _LONGEST))
     except OSError as error:
         raise InputError(
             f"model.preset {file}: {error.strerror or error}; give a folder with a config.json, or that file"
         ) from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise InputError(f"model.preset {file} is no config.json: {str(error).splitlines()[0]}") from None
     if not isinstance(values, dict):
         raise InputError(f"model.preset {file} is no config.json: it holds no keys; give that of a model")

@@ -118,13 +118,11 @@ class Axis:
             tag: Must be the same on all ranks, or they get an error: see `new_tag`.
 
         Returns:
-            A new tensor like x; on one rank x itself.
+            A new tensor like x.
 
         Raises:
             CommunicationError: The ranks bring different shapes, dtypes, operations or tags.
         """
-        if self.size == 1:
-            return x
         # of two ranks each sum is one pass anyway, and nothing is to be copied out
         direct = sums_directly(self.size, x.nbytes)
         views = self._exchange(_SUM, x, 0, tag, (self.size - 1) * x.nbytes * direct)
@@ -145,8 +143,6 @@ class Axis:
             dim: The dimension that is divided.
             lengths: Indices of each rank's part; None for those of `bounds`.
         """
-        if self.size == 1:
-            return x
         bounds = self.bounds(x.shape[dim]) if lengths is None else [0, *accumulate(lengths)]
         start, length = bounds[self.rank], bounds[self.rank + 1] - bounds[self.rank]
         taken = (self.size - 1) * x.nbytes * length // max(1, x.shape[dim])

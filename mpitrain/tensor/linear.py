@@ -75,27 +75,17 @@ class ColumnParallelLinear(nn.Module):
         self.training = linear.training
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        given = self._input(x)
+        given = self.axis.column_input
+        if not (isinstance(given, ColumnInput) and given.is_for(x)):  # another layer's of the same tensor
+            given = ColumnInput(x, self.axis, self.sequence)
+            self.axis.column_input = given if self.paired else None
         with saved_tensors_hooks(*given.keeping) if given.keeping else nullcontext():
             y = functional.linear(given.whole, self.weight.t() if self.transposed else self.weight, self.bias)
         if self.gather_output:
-            return self.gathered(y)
+            return gather(y, self.axis, -1)
         if self.paired and self.training:
             self.axis.rng.enter(self, y.device)
         return y
-
-    def gathered(self, y: torch.Tensor) -> torch.Tensor:
-        """The whole output of all ranks' parts."""
-        return gather(y, self.axis, -1)
-
-    def _input(self, x: torch.Tensor) -> ColumnInput:
-        """The prepared input: that of the layer before, where it took the same tensor."""
-        kept = self.axis.column_input
-        if isinstance(kept, ColumnInput) and kept.is_for(x):
-            return kept
-        given = ColumnInput(x, self.axis, self.sequence)
-        self.axis.column_input = given if self.paired else None
-        return given
 
     def extra_repr(self) -> str:
         own = self.weight.shape[int(self.transposed)]
@@ -215,8 +205,7 @@ class ColumnParallelLora(ColumnParallelLinear):
     """
 
     def __init__(self, adapter: LoraLinear, axis: Axis, features: Features, *, gather_output: bool) -> None:
-        super().__init__(_parts_of(adapter), axis, features, gather_output=False, paired=not gather_output)
-        _refuse_dropout(adapter, axis)
+        super().__init__(_parts_of(adapter, axis), axis, features, paired=not gather_output)
         self.scale, self._whole = adapter.scale, gather_output
         self.lora_a = adapter.lora_a
         self.lora_b = part_of(adapter.lora_b, 0, features, axis.rank, axis.size)
@@ -224,7 +213,7 @@ class ColumnParallelLora(ColumnParallelLinear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         inner = copy(functional.linear(x, self.lora_a), self.axis)
         y = super().forward(x) + functional.linear(inner, self.lora_b) * self.scale
-        return self.gathered(y) if self._whole else y
+        return gather(y, self.axis, -1) if self._whole else y
 
 
 class RowParallelLora(RowParallelLinear):
@@ -237,8 +226,7 @@ class RowParallelLora(RowParallelLinear):
     """
 
     def __init__(self, adapter: LoraLinear, axis: Axis, features: Features) -> None:
-        super().__init__(_parts_of(adapter), axis, features)
-        _refuse_dropout(adapter, axis)
+        super().__init__(_parts_of(adapter, axis), axis, features)
         self.scale = adapter.scale
         self.lora_a = part_of(adapter.lora_a, 1, features, axis.rank, axis.size)
         self.lora_b = adapter.lora_b
@@ -249,20 +237,13 @@ class RowParallelLora(RowParallelLinear):
         return y + functional.linear(inner, self.lora_b) * self.scale
 
 
-def refuse_sequence(name: str) -> None:
-    """Adapters of layers whose input is a part of the sequence are not made."""
-    raise refusal(f"{name} has an adapter, which does not go with parallel.sequence; set that to false")
-
-
-def _parts_of(adapter: LoraLinear) -> LinearParts:
-    parts = linear_parts(adapter)
-    assert parts is not None
-    return parts
-
-
-def _refuse_dropout(adapter: LoraLinear, axis: Axis) -> None:
+def _parts_of(adapter: LoraLinear, axis: Axis) -> LinearParts:
+    """Return the parts of the layer under an adapter. Raises InputError where the ranks' dropout would differ."""
     if adapter.dropout and axis.size > 1:
         raise refusal(
             f"model.lora_dropout {adapter.dropout} would draw other numbers on each tensor rank; set it to 0, or "
             "parallel.tensor to 1"
         )
+    parts = linear_parts(adapter)
+    assert parts is not None
+    return parts
