@@ -76,20 +76,9 @@ class Base(_ProcessGroup):
     Python code calls the names with underscores and the properties, C++ the ones in its own style.
     """
 
-    def rank(self) -> int:
-        """This rank's number in the group."""
-        return self.comm.rank
-
-    def size(self) -> int:
-        """The number of ranks of the group."""
-        return self.comm.size
-
-    def name(self) -> str:
-        """The backend's name."""
+    def getBackendName(self) -> str:
+        """Return the backend's name."""
         return "mpitrain"
-
-    getRank, getSize = rank, size
-    getBackendName = _get_backend_name = name
 
     def getGroupName(self) -> str:
         """The group's name."""
@@ -99,17 +88,8 @@ class Base(_ProcessGroup):
         """Change the group's name."""
         self._name = name
 
-    def getGroupDesc(self) -> str:
-        """What the group is for."""
-        return self._description
-
-    def setGroupDesc(self, description: str) -> None:
-        """Change what the group is said to be for."""
-        self._description = description
-
-    _set_group_name, _set_group_desc = setGroupName, setGroupDesc
+    _set_group_name = setGroupName
     group_name = pg_name = property(getGroupName)
-    group_desc = property(getGroupDesc)
 
     @property
     def _device_types(self) -> list[torch.device]:

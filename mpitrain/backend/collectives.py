@@ -269,18 +269,15 @@ class GroupCollectives(Base):
     # -- reductions --------------------------------------------------------------------------------------
 
     @by_inner_tensors
-    def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
+    def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None, *, shown: str = "allreduce_") -> dist.Work:
         """Each tensor becomes the reduction of all ranks'."""
-        return self._all_reduce(listed(tensors), options(opts, dist.AllreduceOptions), "allreduce_")
-
-    @by_inner_tensors
-    def allreduce_coalesced(self, tensors: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
-        """Each tensor becomes the reduction of all ranks', as one operation to whoever looks on."""
-        return self._all_reduce(listed(tensors), options(opts, dist.AllreduceOptions), "allreduce_coalesced_")
-
-    def _all_reduce(self, tensors: list[torch.Tensor], opts: Any, shown: str) -> dist.Work:
+        tensors, opts = listed(tensors), options(opts, dist.AllreduceOptions)
         alike = tensors, opts.reduceOp.op
         return self._reduce("all_reduce", Reducing.all_reduce, opts, tensors, alike=alike, shown=(shown, tensors))
+
+    def allreduce_coalesced(self, tensors: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
+        """Each tensor becomes the reduction of all ranks', as one operation to whoever looks on."""
+        return self.allreduce(tensors, opts, shown="allreduce_coalesced_")
 
     def _reduce(
         self,
@@ -324,21 +321,18 @@ class GroupCollectives(Base):
         alike, shown = (lists[0], opts.reduceOp.op), ("reduce_scatter_", outputs, lists)
         return self._reduce("reduce_scatter", act, opts, outputs, lists, alike=alike, shown=shown)
 
-    @by_inner_tensors
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
         """The output becomes this rank's block of the reduction of the inputs."""
-        return self._reduce_scatter_singles([output], [input], opts, "_reduce_scatter_base_", output, input)
+        return self.reduce_scatter_single_coalesced([output], [input], opts, "_reduce_scatter_base_", output, input)
 
     @by_inner_tensors
-    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
-        """Each output becomes this rank's block of the reduction of its inputs."""
-        shown = "reduce_scatter_tensor_coalesced_", list(outputs), list(inputs)
-        return self._reduce_scatter_singles(outputs, inputs, opts, *shown)
-
-    def _reduce_scatter_singles(self, outputs: Tensors, inputs: Tensors, opts: Any, *shown: Any) -> dist.Work:
-        opts = options(opts, dist.ReduceScatterOptions)
-        outputs, inputs = list(outputs), list(inputs)
+    def reduce_scatter_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = None, *shown: Any
+    ) -> dist.Work:
+        """Each output becomes this rank's block of the reduction of its inputs. shown: see `_run`."""
+        outputs, inputs, opts = list(outputs), list(inputs), options(opts, dist.ReduceScatterOptions)
         alike, act = (outputs, inputs, opts.reduceOp.op), Reducing.reduce_scatter
+        shown = shown or ("reduce_scatter_tensor_coalesced_", outputs, inputs)
         return self._reduce("reduce_scatter", act, opts, outputs, inputs, alike=alike, shown=shown)
 
     _reduce_scatter_base = reduce_scatter_single
@@ -385,20 +379,17 @@ class GroupCollectives(Base):
         """output_lists[r][i] becomes rank r's input i."""
         return self.allgather([list(outs) for outs in zip(*output_lists, strict=True)], inputs, opts)
 
-    @by_inner_tensors
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
         """The output becomes the inputs of all ranks, one after the other."""
-        return self._all_gather_singles([output], [input], opts, "_allgather_base_", output, input)
+        return self.all_gather_single_coalesced([output], [input], opts, "_allgather_base_", output, input)
 
     @by_inner_tensors
-    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
-        """Each output becomes its inputs of all ranks, one after the other."""
-        shown = "allgather_into_tensor_coalesced_", list(outputs), list(inputs)
-        return self._all_gather_singles(outputs, inputs, opts, *shown)
-
-    def _all_gather_singles(self, outputs: Tensors, inputs: Tensors, opts: Any, *shown: Any) -> dist.Work:
-        opts = options(opts, c10d.AllgatherOptions)
-        outputs, inputs = list(outputs), list(inputs)
+    def all_gather_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = None, *shown: Any
+    ) -> dist.Work:
+        """Each output becomes its inputs of all ranks, one after the other. shown: see `_run`."""
+        outputs, inputs, opts = list(outputs), list(inputs), options(opts, c10d.AllgatherOptions)
+        shown = shown or ("allgather_into_tensor_coalesced_", outputs, inputs)
 
         def call() -> None:
             for out, x in zip(outputs, inputs, strict=True):
@@ -539,8 +530,7 @@ class GroupCollectives(Base):
         if at_once and self._queue.limit is None:
             self._queue.perform(call)
             return FinishedWork(outputs)
-        title = f"{name} of {self.comm.label}"
-        work = Operation(title, call, outputs, self._queue, arguments)
+        work = Operation(f"{name} of {self.comm.label}", call, outputs, self._queue, arguments)
         if at_once:  # by a thread, because nobody can be called back from inside MPI
             work.wait()
         return self._remember(work)

@@ -347,7 +347,7 @@ class MPIProcessGroup(GroupCollectives):
         super().__init__(comm.rank, comm.size)
         self.comm = comm
         self.timeout = timeout.total_seconds()
-        self._name, self._description, self._store = name, "undefined", store
+        self._name, self._store = name, store
         self._queue = Queue(comm, self.timeout if self.timeout <= _SHORT else None)
         self._barriers = Barriers(comm)
         self._compared = itertools.count(1) if dist.get_debug_level() == dist.DebugLevel.DETAIL else None

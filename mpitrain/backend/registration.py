@@ -324,5 +324,4 @@ def create(options: Any, _: Any = None) -> MPIProcessGroup:
 
         here.control.process.faults.install()  # an error on one rank ends the job instead of leaving the others
         set_timeout(max(options.timeout.total_seconds(), _LEAST))
-    comm = here.take(ranks)
-    return MPIProcessGroup(comm, options.group_id, options.store, options.timeout)
+    return MPIProcessGroup(here.take(ranks), options.group_id, options.store, options.timeout)
