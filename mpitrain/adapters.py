@@ -27,8 +27,7 @@ from mpitrain.models.adapters import adapted_layers
 from mpitrain.models.hugging_face import PREFIX
 from mpitrain.models.hugging_face.families import Facade
 from mpitrain.models.hugging_face.folder import save_folder
-from mpitrain.storage.commit import new_folder
-from mpitrain.storage.disk import replacing
+from mpitrain.storage.disk import new_folder, replacing
 
 _FILES = (".safetensors", ".pt")
 

@@ -15,7 +15,6 @@ import shutil
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from importlib import metadata
 
 if __name__ == "__main__":  # before the other imports, which start MPI: --clean works where that is impossible
     from mpitrain import early
@@ -35,6 +34,8 @@ if __name__ == "__main__":  # before the other imports, which start MPI: --clean
 
         sys.exit(exit_code_of(lambda: clean(sys.argv[1:])))
 
+import h5py
+import numpy
 import torch
 
 from mpitrain.comm import Communicator, init
@@ -77,7 +78,7 @@ def software(world: Communicator) -> list[Line]:
     """Libraries, the same on every rank. Collective."""
     facts, missing = mpi_facts(world), launcher.lacks_for_faults()
     level = facts.thread_level
-    versions = ", ".join(f"{name} {_version(name)}" for name in ("torch", "h5py", "numpy"))
+    versions = ", ".join(f"{module.__name__} {module.__version__}" for module in (torch, h5py, numpy))
     seen = world.all_gather_object([facts.library, facts.mpi4py, versions, platform.python_version()])
     lines: list[Line] = [
         (OK, "MPI", f"{facts.library} ({facts.library_path}), started by {facts.launcher}"),
@@ -245,13 +246,6 @@ def _short(per_host: Counter[str]) -> str:
 
 def _range(values: set[int]) -> str:
     return f"{min(values)} to {max(values)}" if len(values) > 1 else f"{max(values)}"
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"
 
 
 if __name__ == "__main__":

@@ -21,9 +21,8 @@ import torch
 from torch import nn
 
 from mpitrain.checkpoint import Manifest, Part, TensorSpec, contents
-from mpitrain.checkpoint.folders import find, marked_best, require, unreadable
+from mpitrain.checkpoint.folders import find, marked_best, require
 from mpitrain.checkpoint.manifest import DTYPES, MODEL, source_of
-from mpitrain.checkpoint.reading import plan, read
 from mpitrain.config.named import require_outside
 from mpitrain.config.settings import Config
 from mpitrain.config.training import ModelSection
@@ -349,10 +348,7 @@ def fill(module: nn.Module, folder: Path, manifest: Manifest) -> None:
         wanted = TensorSpec(source, part.shape, str(dtype).removeprefix("torch."))
         pieces = part.pieces(source, 0, part.numel) or [(0, Piece.whole(source, 0))]
         parts += [Part(wanted, piece, flat[at : at + piece.numel]) for at, piece in pieces]
-    try:
-        read(folder, plan(folder, manifest, parts))
-    except OSError as error:
-        raise unreadable(folder, error) from None
+    contents.read_parts(folder, manifest, parts)
     with torch.no_grad():
         for tensor, flat in beside:
             tensor.copy_(flat)

@@ -48,29 +48,18 @@ _TAGS = 1 << 14
 
 Key = tuple[int, ...]  # the ranks of a group
 Name = tuple[Key, int]  # of a communicator: its ranks, and how many of the same ranks were made before it
+Verdict = tuple[int, list[Name], list[Name]]  # see `_judge`
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """What becomes of communicators that all of their ranks have left.
-
-    Attributes:
-        use: The number of the one to use again; -1 for none.
-        free: Those to free, where too many wait.
-        forget: Those to leave alone.
-    """
-
-    use: int
-    free: tuple[Name, ...]
-    forget: tuple[Name, ...]
-
-
-def judge(key: Key, offers: Iterable[tuple[Name, int]]) -> Verdict:
-    """What becomes of communicators that all of their ranks have left.
+def _judge(key: Key, offers: Iterable[tuple[Name, int]]) -> Verdict:
+    """Decide what becomes of communicators that all of their ranks have left.
 
     Args:
         key: The ranks of the new group.
         offers: Of all of them, the names of communicators that each has left, and its messages sent too many.
+
+    Returns:
+        (the number of the one to use again, -1 for none; those to free, where too many wait; those to leave alone).
     """
     left: dict[Name, list[int]] = {}
     for name, surplus in offers:
@@ -79,8 +68,8 @@ def judge(key: Key, offers: Iterable[tuple[Name, int]]) -> Verdict:
     clean = [name for name in by_all if sum(left[name]) == 0]
     use = next((name for name in clean if name[0] == key), None)
     spare = [name for name in clean if name != use]
-    forget = tuple(name for name in by_all if name not in clean)
-    return Verdict(use[1] if use is not None else -1, tuple(spare[: max(0, len(spare) - _KEPT)]), forget)
+    forget = [name for name in by_all if name not in clean]
+    return use[1] if use is not None else -1, spare[: max(0, len(spare) - _KEPT)], forget
 
 
 @dataclass
@@ -102,16 +91,16 @@ class GroupRegistry:
     def take(self, ranks: Sequence[int]) -> Communicator:
         """A communicator over these ranks of the world, in this order. Collective over them."""
         key = tuple(ranks)
-        verdict = self._agree(key)
-        for name in (*verdict.free, *verdict.forget):
+        use, free, forget = self._agree(key)
+        for name in (*free, *forget):
             if self.left.pop(name, None) is not None:
                 comm, self.made[name[0]][name[1]] = self.made[name[0]][name[1]], None
-                if comm is not None and name in verdict.free:
+                if comm is not None and name in free:
                     comm.free()
         made = self.made.setdefault(key, [])
-        if verdict.use >= 0:
-            del self.left[key, verdict.use]
-            comm = made[verdict.use]
+        if use >= 0:
+            del self.left[key, use]
+            comm = made[use]
         else:
             comm = self.control.subgroup(key, label=f"group {len(made)} of ranks {_short(key)}")
             made.append(comm)
@@ -135,18 +124,18 @@ class GroupRegistry:
         if control.rank != first:
             _tell(control, offer, first, tag)
             use, free, forget = _hear(control, first, tag)
-            return Verdict(use, _names(free), _names(forget))
+            return use, _names(free), _names(forget)
         everyone = list(offer)
         for rank in key[1:]:
             everyone += [((tuple(ranks), number), surplus) for (ranks, number), surplus in _hear(control, rank, tag)]
-        verdict = judge(key, everyone)
+        verdict = _judge(key, everyone)
         for rank in key[1:]:
-            _tell(control, [verdict.use, verdict.free, verdict.forget], rank, tag)
+            _tell(control, verdict, rank, tag)
         return verdict
 
 
-def _names(listed: Iterable[tuple[list[int], int]]) -> tuple[Name, ...]:
-    return tuple((tuple(ranks), number) for ranks, number in listed)
+def _names(listed: Iterable[tuple[list[int], int]]) -> list[Name]:
+    return [(tuple(ranks), number) for ranks, number in listed]
 
 
 def _tell(control: Communicator, value: Any, rank: int, tag: int) -> None:

@@ -29,8 +29,7 @@ from mpitrain.checkpoint.manifest import (
 )
 from mpitrain.checkpoint.reading import covered
 from mpitrain.errors import CheckpointError, InputError, refusal
-from mpitrain.storage.commit import begin_folder, temporary_name
-from mpitrain.storage.disk import write_durably
+from mpitrain.storage.disk import begin_folder, temporary_name, write_durably
 from mpitrain.storage.hdf5 import begin_file, image_bytes
 
 if TYPE_CHECKING:

@@ -31,8 +31,7 @@ from mpitrain.checkpoint.files import Part, bytes_of, make_structure, make_view,
 from mpitrain.checkpoint.manifest import DTYPES, MODEL, Manifest, Shape, Size, TensorSpec, Values
 from mpitrain.errors import InputError, first_problem
 from mpitrain.layout import Piece
-from mpitrain.storage.commit import begin_folder, temporary_name
-from mpitrain.storage.disk import from_json, open_plain, reason, replacing
+from mpitrain.storage.disk import begin_folder, from_json, open_plain, reason, replacing, temporary_name
 from mpitrain.storage.hdf5 import begin_file, image_bytes
 from mpitrain.storage.text import bytes_text
 
@@ -271,19 +270,16 @@ def save_torch(state: Mapping[str, torch.Tensor], path: Path) -> None:
     """
     failed: list[OSError] = []
 
-    class Told(io.FileIO):
+    class Told(io.BufferedWriter):
         def write(self, data: Any) -> int:
-            view, done = memoryview(data).cast("B"), 0
             try:
-                while done < len(view):
-                    done += super().write(view[done:]) or 0
+                return super().write(data)
             except OSError as error:
                 failed.append(error)
                 raise
-            return done
 
     try:
-        with Told(path, "x") as file:
+        with Told(io.FileIO(path, "x")) as file:
             torch.save(dict(state), file)
     except Exception:
         if failed:

@@ -109,9 +109,7 @@ class DeviceBytes:
 
         Several stretches go as the block that they lie in, and are put in their places there.
         """
-        begin, end = int(firsts[0]), int(firsts[-1] + lengths[-1])
-        if len(firsts) > 1:
-            begin, end = int(firsts.min()), int((firsts + lengths).max())
+        begin, end = int(firsts.min()), int((firsts + lengths).max())
         source = torch.from_numpy(block[begin:end])
         with devices.on_stream(self.arrivals.stream):  # of which several threads ask
             if len(firsts) == 1:

@@ -39,8 +39,7 @@ from mpitrain.checkpoint.manifest import (
 )
 from mpitrain.checkpoint.parity import FileTransfer, exchange
 from mpitrain.errors import CheckpointError, InputError
-from mpitrain.storage.commit import remove_folder
-from mpitrain.storage.disk import read_plain, reason, sync, write_whole
+from mpitrain.storage.disk import read_plain, remove_folder, sync, write_whole
 
 if TYPE_CHECKING:
     from mpitrain.comm import Communicator
@@ -104,13 +103,9 @@ class LocalFolders:
                 own.unlink(missing_ok=True)
 
     def _make(self) -> None:
-        try:
+        with folders.usable(f"checkpoint.local {self._base}", "give a folder on each node's disk"):
             self.root.mkdir(parents=True, exist_ok=True)
             folders.remove_leftovers(self.root)
-        except OSError as error:
-            raise InputError(
-                f"checkpoint.local {self._base} cannot be used: {reason(error)}; give a folder on each node's disk"
-            ) from None
 
     def _check_others(self, probe: str) -> None:
         if len(list(self.root.glob(f"{folders.PROBE}-*.tmp-{probe}"))) > 1:
@@ -302,15 +297,13 @@ def _arrive(folder: Path, manifest: Manifest, names: Sequence[str], suspect: boo
 
 
 def _identity(shared: Path) -> str:
-    try:
-        path = shared / IDENTITY
+    path = shared / IDENTITY
+    with folders.usable(str(path), "choose another run.dir"):
         if not path.exists():
             write_whole(path, secrets.token_hex(8) + "\n")
         identity = read_plain(path).decode(errors="replace").strip()
-    except OSError as error:
-        raise InputError(f"{shared / IDENTITY} cannot be used: {reason(error)}; choose another run.dir") from None
     if not re.fullmatch("[0-9a-f]{16}", identity):  # it becomes the name of a folder
-        raise InputError(f"{shared / IDENTITY} holds no identity of a run; remove it")
+        raise InputError(f"{path} holds no identity of a run; remove it")
     return identity
 
 

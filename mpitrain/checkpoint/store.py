@@ -39,7 +39,6 @@ from mpitrain.checkpoint.reading import Block, cooperative_read, files_of, plan
 from mpitrain.errors import CheckpointError, InputError, MpitrainError, refusal
 from mpitrain.layout import Piece
 from mpitrain.storage import locks
-from mpitrain.storage.disk import reason
 
 if TYPE_CHECKING:
     from mpitrain.comm import Communicator
@@ -124,21 +123,19 @@ class Store:
         """
 
         def make() -> None:
-            try:
+            what = f"checkpoint folder {self.root}"
+            with folders.usable(what, "choose another folder"):
                 if set_aside and folders.finished_steps(self.root):
                     folders.set_aside(self.root)
                 self.root.mkdir(parents=True, exist_ok=True)
-                for folder in folders.locked_with(self.root) if lock else ():
-                    locks.keep(folder / locks.LOCK)
+                try:
+                    for folder in folders.locked_with(self.root) if lock else ():
+                        locks.keep(folder / locks.LOCK)
+                except locks.LockHeld:
+                    raise InputError(
+                        f"{what} is in use by another job; save into another folder, or end that job"
+                    ) from None
                 folders.remove_leftovers(self.root)
-            except locks.LockHeld:
-                raise InputError(
-                    f"checkpoint folder {self.root} is in use by another job; save into another folder, or end that job"
-                ) from None
-            except OSError as error:
-                raise InputError(
-                    f"checkpoint folder {self.root} cannot be used: {reason(error)}; choose another folder"
-                ) from None
 
         self.comm.on_root(make)
         if self._local is not None:

@@ -202,9 +202,9 @@ def cycle_of(section: OptimSection, steps: int) -> OneCycle | RangeTest:
         InputError: There is no such option, or it is out of range.
     """
     if section.schedule == "one-cycle":
-        least = section.lr_end or section.lr / 10
         half = max(1, steps // 2)
-        options = {"cycle_min_lr": least, "cycle_max_lr": section.lr, "cycle_momentum": False}
+        options = {"cycle_min_lr": section.lr_end or section.lr / 10, "cycle_max_lr": section.lr}
+        options["cycle_momentum"] = False
         if "cycle_first_step_size" not in section.schedule_options:
             options |= {"cycle_first_step_size": half, "cycle_second_step_size": max(1, steps - half)}
     else:

@@ -327,11 +327,9 @@ def with_base(given: Mapping[str, Any]) -> dict[str, Any]:
     path = Path(str(given["base"])).expanduser()
     if not path.exists():
         raise InputError(f"model.base: {path} does not exist; give a checkpoint folder or a run folder")
-    for folder in (path, path.absolute().parent.parent):
-        if (folder / CONFIG).is_file():
-            found = read_toml(str(folder / CONFIG)).get("model", {})
-            return {key: value for key, value in found.items() if key not in _OWN} | dict(given)
-    return dict(given)
+    files = [file for file in (path / CONFIG, path.absolute().parent.parent / CONFIG) if file.is_file()]
+    found = read_toml(str(files[0])).get("model", {}) if files else {}
+    return {key: value for key, value in found.items() if key not in _OWN} | dict(given)
 
 
 # defaults of models that differ from those of `ModelSection` and `OptimSection`

@@ -14,6 +14,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args, get_origin
 
@@ -234,10 +235,8 @@ def _value(text: str, annotation: Any) -> Any:
     if annotation is str:
         return text
     for read in (toml_value, json.loads):
-        try:
+        with suppress(ValueError, RecursionError):
             return read(text)
-        except (ValueError, RecursionError):
-            continue
     return text
 
 
