@@ -40,7 +40,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.rendezvous import _rendezvous_handlers, register_rendezvous_handler, rendezvous
 
-from mpitrain.backend.base import Base, NoStore
+from mpitrain.backend.base import ArgumentError, Base, NoStore
 from mpitrain.early import launched_first
 from mpitrain.errors import InputError
 
@@ -53,16 +53,6 @@ ADDRESS = "mpitrain://"  # init_method
 _LEAST = 10.0  # seconds: a limit for ending the whole job is not for waiting shortly
 _HELPER = "_new_process_group_helper"
 _SIMULATED = {"fake", "threaded"}  # backends that do not communicate
-
-
-def install() -> None:
-    """Put our functions before torch's."""
-    _replace("init_process_group", _init_process_group)
-    _replace("monitored_barrier", _monitored_barrier)
-    _replace("split_group", _split_group)
-    c10d._store_based_barrier = functools.partial(_store_based_barrier, c10d._store_based_barrier)
-    _replace(_HELPER, functools.partial(_new_group, False))
-    _rendezvous_handlers["env"] = functools.partial(_meet_by_environment, _rendezvous_handlers["env"])
 
 
 def know_devices() -> None:
@@ -268,12 +258,17 @@ def _say(kind: type[BaseException], error: BaseException, trace: TracebackType |
 
 
 def register() -> None:
-    """Make the backend known to torch.distributed. Twice is fine."""
+    """Make the backend known to torch.distributed, and put our functions before torch's. Twice is fine."""
     if NAME in dist.Backend.backend_list:
         return
     dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu"])
     register_rendezvous_handler(NAME, meet)
-    install()
+    _replace("init_process_group", _init_process_group)
+    _replace("monitored_barrier", _monitored_barrier)
+    _replace("split_group", _split_group)
+    c10d._store_based_barrier = functools.partial(_store_based_barrier, c10d._store_based_barrier)
+    _replace(_HELPER, functools.partial(_new_group, False))
+    _rendezvous_handlers["env"] = functools.partial(_meet_by_environment, _rendezvous_handlers["env"])
     know_devices()
     announce()
 
@@ -284,7 +279,6 @@ def meet(url: str, **_: Any) -> Iterator[tuple[dist.Store, int, int]]:
     Raises:
         ArgumentError: The caller gives others.
     """
-    from mpitrain.backend.base import ArgumentError
     from mpitrain.backend.process_group import place
 
     control = place().control

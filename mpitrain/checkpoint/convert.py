@@ -92,10 +92,8 @@ def import_weights(
     Raises:
         InputError: The file is none of these, or the folder has checkpoints already.
     """
-    with os_errors(file):
-        with open_plain(file) as opened:
-            size = os.fstat(opened.fileno()).st_size
-        tensors = read_tensors(file)
+    with os_errors(file), open_plain(file) as opened:
+        size, tensors = os.fstat(opened.fileno()).st_size, read_tensors(file)
     check(tensors)
     return make_first(root, file, tensors, size, {})
 

@@ -35,7 +35,34 @@ SEQUENCE = -2  # the dimension
 Keeping = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 
-class ColumnParallelLinear(nn.Module):
+class _ParallelLinear(nn.Module):
+    """A linear layer of whose weight this rank has a part.
+
+    Args:
+        linear: The whole layer, the same on all ranks, of which this rank's part is kept.
+        axis: The ranks.
+        dim: The dimension of a weight [out_features, in_features] that is divided.
+        features: How it is divided.
+        sequence: Whether what is outside of a pair of layers is divided along the sequence.
+    """
+
+    bias: torch.Tensor | None
+
+    def __init__(
+        self, linear: nn.Linear | LinearParts, axis: Axis, dim: int, features: Features, sequence: bool
+    ) -> None:
+        super().__init__()
+        self.axis, self.sequence, self.training = axis, sequence, linear.training
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.transposed = isinstance(linear, LinearParts) and linear.transposed
+        self.weight = part_of(linear.weight, dim ^ self.transposed, features, axis.rank, axis.size)
+
+    def extra_repr(self) -> str:
+        part = f"{tuple(self.weight.shape)} of the weight"
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, {part}"
+
+
+class ColumnParallelLinear(_ParallelLinear):
     """A linear layer whose outputs are divided over the ranks of the tensor axis.
 
     Several paired layers may take one input (query, key, value): it and its gradient then travel once.
@@ -64,15 +91,10 @@ class ColumnParallelLinear(nn.Module):
         sequence: bool = False,
         paired: bool = False,
     ) -> None:
-        super().__init__()
-        self.axis, self.gather_output, self.sequence = axis, gather_output, sequence
-        self.paired = paired and axis.size > 1
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.transposed = isinstance(linear, LinearParts) and linear.transposed
         features = features or Features((linear.out_features,))
-        self.weight = part_of(linear.weight, int(self.transposed), features, axis.rank, axis.size)
+        super().__init__(linear, axis, 0, features, sequence)
+        self.gather_output, self.paired = gather_output, paired and axis.size > 1
         self.bias = None if linear.bias is None else part_of(linear.bias, 0, features, axis.rank, axis.size)
-        self.training = linear.training
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         given = self.axis.column_input
@@ -87,14 +109,8 @@ class ColumnParallelLinear(nn.Module):
             self.axis.rng.enter(self, y.device)
         return y
 
-    def extra_repr(self) -> str:
-        own = self.weight.shape[int(self.transposed)]
-        return (
-            f"in_features={self.in_features}, out_features={own} of {self.out_features}, bias={self.bias is not None}"
-        )
 
-
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(_ParallelLinear):
     """A linear layer whose inputs are divided over the ranks of the tensor axis.
 
     Args:
@@ -118,16 +134,10 @@ class RowParallelLinear(nn.Module):
         scatter_input: bool = False,
         sequence: bool = False,
     ) -> None:
-        super().__init__()
-        self.axis, self.scatter_input, self.sequence = axis, scatter_input, sequence
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.transposed = isinstance(linear, LinearParts) and linear.transposed
-        features = features or Features((linear.in_features,))
-        self.weight = part_of(linear.weight, 0 if self.transposed else 1, features, axis.rank, axis.size)
-        self.bias = linear.bias
+        super().__init__(linear, axis, 1, features or Features((linear.in_features,)), sequence)
+        self.scatter_input, self.bias = scatter_input, linear.bias
         if sequence and self.bias is not None:
             sum_gradient(self.bias, axis)
-        self.training = linear.training
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.axis.rng.leave()
@@ -137,12 +147,6 @@ class RowParallelLinear(nn.Module):
         part = functional.linear(x, self.weight.t() if self.transposed else self.weight)
         y = reduce_scatter(part, self.axis, SEQUENCE) if self.sequence else reduce(part, self.axis)
         return y if self.bias is None else y.add_(self.bias.to(y.dtype))  # in place: y is new, and nobody keeps it
-
-    def extra_repr(self) -> str:
-        own = self.weight.shape[0 if self.transposed else 1]
-        return (
-            f"in_features={own} of {self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
-        )
 
 
 def sum_gradient(parameter: torch.Tensor, axis: Axis) -> None:
