@@ -28,7 +28,7 @@ from mpitrain.comm import Communicator
 from mpitrain.layout import Box, Piece
 from mpitrain.measuring.self_start import temporary_folder
 from mpitrain.speeds.timing import Contender
-from mpitrain.storage.extents import crc32
+from mpitrain.storage.hdf5 import crc32
 
 _COLUMNS = 1024
 _ROWS = 1024  # of a tensor: 4 MiB of float32

@@ -26,8 +26,7 @@ from mpitrain.models.adapters import adapted_layers
 from mpitrain.models.hugging_face import PREFIX
 from mpitrain.models.hugging_face.families import Facade
 from mpitrain.models.hugging_face.folder import save_folder
-from mpitrain.storage.commit import new_folder
-from mpitrain.storage.disk import replacing, require_new
+from mpitrain.storage.disk import new_folder, replacing, require_new
 
 _FILES = (".safetensors", ".pt")
 

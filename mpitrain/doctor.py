@@ -15,7 +15,6 @@ import shutil
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from importlib import metadata
 
 if __name__ == "__main__":  # before the other imports, which start MPI: --clean works where that is impossible
     from mpitrain import early
@@ -35,6 +34,8 @@ if __name__ == "__main__":  # before the other imports, which start MPI: --clean
 
         sys.exit(exit_code_of(lambda: clean(sys.argv[1:])))
 
+import h5py
+import numpy
 import torch
 
 from mpitrain.comm import Communicator, init
@@ -77,7 +78,7 @@ def software(world: Communicator) -> list[Line]:
     """Libraries, the same on every rank. Collective."""
     facts, missing = mpi_facts(world), launcher.lacks_for_faults()
     level = facts.thread_level
-    versions = ", ".join(f"{name} {_version(name)}" for name in ("torch", "h5py", "numpy"))
+    versions = ", ".join(f"{module.__name__} {module.__version__}" for module in (torch, h5py, numpy))
     seen = world.all_gather_object([facts.library, facts.mpi4py, versions, platform.python_version()])
     lines: list[Line] = [
         (OK, "MPI", f"{facts.library} ({facts.library_path}), started by {facts.launcher}"),
@@ -95,8 +96,7 @@ def software(world: Communicator) -> list[Line]:
 
 def placement(world: Communicator) -> list[Line]:
     """Ranks, nodes, cores and threads. Collective."""
-    names = hosts(world)
-    per_host = Counter(names)
+    per_host = Counter(hosts(world))
     core_of, threads = siblings(), os.sched_getaffinity(0)
     cores, machine = cores_of(threads, core_of), cores_of(range(os.cpu_count() or 1), core_of)
     everyone = world.all_gather_object([world.node, sorted(cores), torch.get_num_threads(), len(machine), len(threads)])
@@ -115,8 +115,7 @@ def placement(world: Communicator) -> list[Line]:
     bound, computing = _range(binding), _range({values[2] for values in everyone})
     hardware_threads = {values[4] for values in everyone}
     more = f" ({_range(hardware_threads)} hardware threads)" if hardware_threads != binding else ""
-    told = f"each rank may use {bound} of {everyone[0][3]}{more}; threads a rank: {computing}"
-    lines.append((OK, "cores", told))
+    lines.append((OK, "cores", f"each rank may use {bound} of {everyone[0][3]}{more}; threads a rank: {computing}"))
     text = "no node has more threads than cores"
     if crowded:
         text = f"{'; '.join(crowded[:4])}: ranks will take turns; set OMP_NUM_THREADS or start fewer ranks"
@@ -247,13 +246,6 @@ def _short(per_host: Counter[str]) -> str:
 
 def _range(values: set[int]) -> str:
     return f"{min(values)} to {max(values)}" if len(values) > 1 else f"{max(values)}"
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"
 
 
 if __name__ == "__main__":

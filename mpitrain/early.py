@@ -104,12 +104,8 @@ def read_arguments(read: Callable[[], T]) -> T | None:
         raise SystemExit(error.exit_code) from None
 
 
-def explain_missing_packages() -> None:
-    """Have this process, a command of ours, end with one line where a package that mpitrain needs is not installed."""
-    sys.excepthook = _say_what_is_missing
-
-
-def _say_what_is_missing(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def explain_missing_package(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """End a command of ours, as its `sys.excepthook`, with one line where a package is what is not installed."""
     if not isinstance(error, ModuleNotFoundError) or error.name not in _NEEDED:
         sys.__excepthook__(kind, error, trace)
         return

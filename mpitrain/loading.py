@@ -21,9 +21,8 @@ import torch
 from torch import nn
 
 from mpitrain.checkpoint import Manifest, Part, TensorSpec, contents
-from mpitrain.checkpoint.folders import find, marked_best, require, unreadable
+from mpitrain.checkpoint.folders import find, marked_best, require
 from mpitrain.checkpoint.manifest import DTYPES, MODEL, source_of
-from mpitrain.checkpoint.reading import plan, read
 from mpitrain.config.named import require_outside
 from mpitrain.config.settings import Config
 from mpitrain.config.training import ModelSection
@@ -111,9 +110,13 @@ class SavedModel:
         require_trusted(self.section, self.run, self.trust)
         base = self.manifest.values.get(BASE)
         with torch.random.fork_rng(devices=[]):
-            if isinstance(base, dict) and isinstance(base.get("seed"), int):
-                torch.manual_seed(base["seed"])
-            task = build_task(_of_the_base(self.section, base), self.description)
+            section, about = self.section, base if isinstance(base, dict) else {}
+            if isinstance(about.get("seed"), int):
+                torch.manual_seed(about["seed"])
+            kept = about.get("checkpoint")  # that the adapters are for, if it is still there
+            if section.base and isinstance(kept, str) and Path(kept).is_dir():
+                section = section.model_copy(update={"base": kept})
+            task = build_task(section, self.description)
         if task.base is not None:
             task.base.require(base)
         else:
@@ -172,14 +175,6 @@ def build_task(section: ModelSection, description: Description) -> Task:
         fill(module, folder, saved.manifest)
 
     return build_model(section.model_copy(update=own), description, TrainedBase(str(folder), put))
-
-
-def _of_the_base(section: ModelSection, base: Any) -> ModelSection:
-    """The section with the checkpoint that its adapters are for, where that is still there; base: what one says."""
-    kept = base.get("checkpoint") if isinstance(base, dict) else None
-    if section.base and isinstance(kept, str) and Path(kept).is_dir():
-        return section.model_copy(update={"base": kept})
-    return section
 
 
 def load_model(path: str | Path, *, best: bool = False, trust: bool = False) -> nn.Module:
@@ -353,10 +348,7 @@ def fill(module: nn.Module, folder: Path, manifest: Manifest) -> None:
         wanted = TensorSpec(source, part.shape, str(dtype).removeprefix("torch."))
         pieces = part.pieces(source, 0, part.numel) or [(0, Piece.whole(source, 0))]
         parts += [Part(wanted, piece, flat[at : at + piece.numel]) for at, piece in pieces]
-    try:
-        read(folder, plan(folder, manifest, parts))
-    except OSError as error:
-        raise unreadable(folder, error) from None
+    contents.read_parts(folder, manifest, parts)
     with torch.no_grad():
         for tensor, flat in beside:
             tensor.copy_(flat)

@@ -10,9 +10,8 @@ import sys
 import pytest
 from support import job
 
-from mpitrain.config.messages import REMOVED
 from mpitrain.config.section import other_names
-from mpitrain.config.settings import Config, help_text, sections
+from mpitrain.config.settings import REMOVED, Config, help_text, sections
 from mpitrain.errors import InputError
 
 

@@ -12,10 +12,8 @@ import numpy as np
 import pytest
 
 from mpitrain.storage import proc
-from mpitrain.storage.commit import MARK, begin_folder, end_folder, leftovers, new_folder
-from mpitrain.storage.disk import replacing
-from mpitrain.storage.extents import ExtentHasher, bytes_of_array, read_at, write_at
-from mpitrain.storage.hdf5 import SIGNATURE, VERSIONS, contiguous
+from mpitrain.storage.disk import MARK, begin_folder, end_folder, leftovers, new_folder, replacing
+from mpitrain.storage.hdf5 import SIGNATURE, VERSIONS, ExtentHasher, bytes_of_array, contiguous, read_at, write_at
 from mpitrain.storage.text import bytes_text, number_text, seconds_text
 
 

@@ -15,8 +15,7 @@ import socket
 import sys
 
 from mpitrain import early
-from mpitrain.backend import patches
-from mpitrain.backend.registration import ADDRESS, NAME, publish
+from mpitrain.backend.registration import publish, take_over
 from mpitrain.errors import refusal
 
 USAGE = "usage: mpirun -n N python -m mpitrain.backend [-m] SCRIPT [ARGUMENTS...]"
@@ -40,7 +39,7 @@ def main(arguments: list[str]) -> None:
     publish(world)
     os.environ.setdefault("MASTER_ADDR", world.broadcast_object(socket.gethostname()))  # for scripts that read them;
     os.environ.setdefault("MASTER_PORT", "29500")  # nothing listens there
-    patches.take_over(NAME, ADDRESS)
+    take_over()
     sys.argv = arguments
     try:
         if as_module:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mpitrain.backend.failures import ArgumentError, translation
+from mpitrain.backend.base import ArgumentError, translation
 from mpitrain.backend.work import Several
 from mpitrain.comm import Communicator
 from mpitrain.comm.memory.elements import DTYPES, inner_tensors
@@ -34,11 +34,6 @@ def flat_list(lists: Any) -> list[torch.Tensor]:
     if lists and not isinstance(lists[0], torch.Tensor):
         lists = lists[0]
     return list(lists or [])
-
-
-def joined(lists: Sequence[Tensors]) -> list[torch.Tensor]:
-    """The tensors of all lists in one."""
-    return [tensor for tensors in lists for tensor in tensors]
 
 
 def options(options: Any, kind: Callable[[], Any]) -> Any:

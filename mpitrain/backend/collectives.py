@@ -1,6 +1,8 @@
 """The collectives of a process group: each method checks, converts and calls the communicator.
 
-Ranks are those of the group; options are torch's.
+Ranks are those of the group; options are torch's. PREMUL_SUM is a sum of scaled values. Bitwise operations and sparse
+sums gather every rank's values and combine them on the spot: they are for masks and embeddings, not for large dense
+data.
 
 A process group written in Python is called past torch's dispatcher, which is faster and leaves no trace. While a mode
 (such as CommDebugMode) or the profiler is active an operation is therefore issued as torch's own would be, as
@@ -14,13 +16,13 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from mpitrain.backend import versions
 from mpitrain.backend.arguments import (
     Blocks,
     Tensors,
@@ -28,16 +30,157 @@ from mpitrain.backend.arguments import (
     by_inner_tensors,
     check_length,
     check_splits,
+    detached,
     flat_list,
-    joined,
+    known,
     listed,
     options,
     rooted,
     row_counts,
     to_read,
 )
-from mpitrain.backend.reductions import Reducing
-from mpitrain.backend.work import FinishedWork, Operation, Queue, Several, order_of
+from mpitrain.backend.base import ArgumentError, Base, asynchronous, premultiplier, translation
+from mpitrain.backend.work import FinishedWork, Operation, Queue, Several
+from mpitrain.comm import Communicator
+from mpitrain.comm.memory.elements import DTYPES
+from mpitrain.comm.runtime.executor import Reduction, scaling
+from mpitrain.errors import InputError
+
+_Ops: Any = dist.ReduceOp.RedOpType
+_NAMES: dict[Any, str] = {_Ops.SUM: "sum", _Ops.PRODUCT: "product", _Ops.MIN: "min", _Ops.MAX: "max", _Ops.AVG: "avg"}
+_BITWISE: dict[Any, Callable[..., torch.Tensor]] = {
+    _Ops.BAND: torch.bitwise_and,
+    _Ops.BOR: torch.bitwise_or,
+    _Ops.BXOR: torch.bitwise_xor,
+}
+
+
+class Reducing:
+    """One reduction of one dtype over one communicator.
+
+    Attributes:
+        comm: The communicator.
+        name: The communicator's operation.
+        factor: What each rank's values are multiplied with first.
+        bitwise: What combines two ranks' values where the communicator has no such operation.
+    """
+
+    def __init__(self, op: Any, dtype: torch.dtype, comm: Communicator) -> None:
+        """Find out how it is done.
+
+        Args:
+            op: Torch's operation.
+            dtype: The tensors' type.
+            comm: The communicator.
+
+        Raises:
+            ArgumentError: We lack the operation, or it has no meaning for the dtype.
+        """
+        kind = getattr(op, "op", op)
+        self.comm = comm
+        self.factor: float | torch.Tensor | None = None
+        self.bitwise = _BITWISE.get(kind)
+        self.name = _NAMES.get(kind, "sum")
+        if kind == _Ops.PREMUL_SUM:
+            self.factor = premultiplier(op)
+        elif self.bitwise is None and kind not in _NAMES:
+            raise ArgumentError(f"reduction {kind} is not one of ours; use {', '.join(map(str, _NAMES))}")
+        if self.bitwise is not None and (dtype.is_floating_point or dtype.is_complex):
+            raise ArgumentError(f"{kind} has no meaning for {dtype}; use an integer type, or .view() the bits as one")
+        if self.bitwise is None and dtype not in DTYPES:
+            raise ArgumentError(f"{dtype} cannot be reduced, only moved; convert to float32 or a signed integer first")
+        if self.bitwise is None:
+            try:
+                Reduction.of(self.name, dtype, comm.size)
+            except InputError as error:  # here, in the caller's thread, and not where the operation is carried out
+                raise translation(error) from None
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """The tensor becomes the reduction of all ranks'; in place."""
+        if tensor.is_sparse:
+            _all_reduce_sparse(tensor, self)
+            return
+        into = Written(tensor, keep=True)
+        if self.bitwise is not None:
+            into.whole.copy_(self._gathered(into.whole))
+        else:
+            self._scale(into.whole)
+            self.comm.all_reduce(into.whole, self.name)
+        into.land()
+
+    def reduce(self, tensor: torch.Tensor, root: int) -> None:
+        """The root's tensor becomes the reduction; the others' stay as they were."""
+        at_root, into = self.comm.rank == root, Written(tensor, keep=True)
+        if self.bitwise is not None:
+            result = self._gathered(into.whole)
+            if at_root:
+                into.whole.copy_(result)
+        else:
+            x = into.whole if at_root or self.factor is None else into.whole.clone()
+            self._scale(x)
+            self.comm.reduce(x, root, self.name)
+        if at_root:
+            into.land()
+
+    def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, counts: list[int] | None = None) -> None:
+        """Out becomes this rank's block of the reduction of all x.
+
+        Args:
+            out: Where the block goes.
+            x: One block a rank, in order.
+            counts: The elements of each rank's block; without them all are equal.
+        """
+        into, of = Written(out), detached(x).contiguous()
+        if self.bitwise is not None:
+            blocks = counts or [of.numel() // self.comm.size] * self.comm.size
+            whole = self._gathered(of).reshape(-1)
+            into.whole.copy_(torch.split(whole, blocks)[self.comm.rank].view(into.whole.shape))
+        else:
+            if self.factor is not None:
+                of = of.clone()
+                self._scale(of)
+            self.comm.reduce_scatter(into.whole, of, self.name, counts=counts)
+        into.land()
+
+    def _scale(self, tensor: torch.Tensor) -> None:
+        if self.factor is not None:
+            tensor.mul_(self.factor)
+
+    def _gathered(self, tensor: torch.Tensor) -> torch.Tensor:
+        everyone = torch.empty((self.comm.size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
+        self.comm.all_gather(known(everyone), known(tensor))
+        result = everyone[0].clone()
+        assert self.bitwise is not None
+        for other in everyone[1:]:
+            self.bitwise(result, other, out=result)
+        return result
+
+
+def _all_reduce_sparse(tensor: torch.Tensor, reducing: Reducing) -> None:
+    """The COO tensor becomes the sum (or average) of all ranks', whose entries may differ; in place."""
+    comm = reducing.comm
+    if reducing.name not in ("sum", "avg") or reducing.bitwise is not None:
+        raise ArgumentError("sparse tensors can be summed and averaged only; call .to_dense() first")
+    mine = tensor.detach().coalesce()
+    indices, values = mine.indices().contiguous(), mine.values().contiguous()
+    reducing._scale(values)
+    entries = torch.empty(comm.size, dtype=torch.int64)
+    comm.all_gather(entries, torch.tensor([values.shape[0]]))
+    counts = [int(n) for n in entries]
+    total, width = sum(counts), prod(values.shape[1:])
+    # ranks' indices have mine.sparse_dim() rows of different lengths: gathered transposed
+    every_index = torch.empty((total, mine.sparse_dim()), dtype=torch.int64, device=indices.device)
+    every_value = torch.empty((total, *values.shape[1:]), dtype=values.dtype, device=values.device)
+    rows = mine.sparse_dim()
+    comm.all_gather(every_index, indices.t().contiguous(), counts=[n * rows for n in counts])
+    comm.all_gather(every_value, values, counts=[n * width for n in counts])
+    combined = torch.sparse_coo_tensor(every_index.t(), every_value, mine.shape).coalesce()
+    if reducing.name == "avg":
+        for call in scaling(combined.values(), Reduction.of("avg", combined.dtype, comm.size).scale):
+            call()
+    with torch.no_grad():  # a detached tensor would not hand new entries on
+        tensor.copy_(combined)
+
 
 Call = Callable[[], dist.Work]
 
@@ -113,7 +256,7 @@ def _kernel_of(name: str) -> torch.library.Library:
     return library
 
 
-class GroupCollectives(versions.Base):
+class GroupCollectives(Base):
     """The collectives, under old and new names: torch's releases and its C++ code differ in which they call.
 
     Options are torch's; several tensors stand for several operations that are issued as one.
@@ -126,18 +269,15 @@ class GroupCollectives(versions.Base):
     # -- reductions --------------------------------------------------------------------------------------
 
     @by_inner_tensors
-    def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
+    def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None, *, shown: str = "allreduce_") -> dist.Work:
         """Each tensor becomes the reduction of all ranks'."""
-        return self._all_reduce(listed(tensors), options(opts, dist.AllreduceOptions), "allreduce_")
-
-    @by_inner_tensors
-    def allreduce_coalesced(self, tensors: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
-        """Each tensor becomes the reduction of all ranks', as one operation to whoever looks on."""
-        return self._all_reduce(listed(tensors), options(opts, dist.AllreduceOptions), "allreduce_coalesced_")
-
-    def _all_reduce(self, tensors: list[torch.Tensor], opts: Any, shown: str) -> dist.Work:
+        tensors, opts = listed(tensors), options(opts, dist.AllreduceOptions)
         alike = tensors, opts.reduceOp.op
         return self._reduce("all_reduce", Reducing.all_reduce, opts, tensors, alike=alike, shown=(shown, tensors))
+
+    def allreduce_coalesced(self, tensors: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
+        """Each tensor becomes the reduction of all ranks', as one operation to whoever looks on."""
+        return self.allreduce(tensors, opts, shown="allreduce_coalesced_")
 
     def _reduce(
         self,
@@ -181,21 +321,18 @@ class GroupCollectives(versions.Base):
         alike, shown = (lists[0], opts.reduceOp.op), ("reduce_scatter_", outputs, lists)
         return self._reduce("reduce_scatter", act, opts, outputs, lists, alike=alike, shown=shown)
 
-    @by_inner_tensors
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
         """The output becomes this rank's block of the reduction of the inputs."""
-        return self._reduce_scatter_singles([output], [input], opts, "_reduce_scatter_base_", output, input)
+        return self.reduce_scatter_single_coalesced([output], [input], opts, "_reduce_scatter_base_", output, input)
 
     @by_inner_tensors
-    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
-        """Each output becomes this rank's block of the reduction of its inputs."""
-        shown = "reduce_scatter_tensor_coalesced_", list(outputs), list(inputs)
-        return self._reduce_scatter_singles(outputs, inputs, opts, *shown)
-
-    def _reduce_scatter_singles(self, outputs: Tensors, inputs: Tensors, opts: Any, *shown: Any) -> dist.Work:
-        opts = options(opts, dist.ReduceScatterOptions)
-        outputs, inputs = list(outputs), list(inputs)
+    def reduce_scatter_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = None, *shown: Any
+    ) -> dist.Work:
+        """Each output becomes this rank's block of the reduction of its inputs. shown: see `_run`."""
+        outputs, inputs, opts = list(outputs), list(inputs), options(opts, dist.ReduceScatterOptions)
         alike, act = (outputs, inputs, opts.reduceOp.op), Reducing.reduce_scatter
+        shown = shown or ("reduce_scatter_tensor_coalesced_", outputs, inputs)
         return self._reduce("reduce_scatter", act, opts, outputs, inputs, alike=alike, shown=shown)
 
     _reduce_scatter_base = reduce_scatter_single
@@ -234,27 +371,25 @@ class GroupCollectives(versions.Base):
                 self.comm.all_gather(blocks.buffer, to_read(x), counts=None if blocks.even else blocks.sizes)
                 blocks.spread()
 
-        return self._run("all_gather", call, joined(lists), opts, lists[0], shown=("allgather_", lists, inputs))
+        every = [out for outs in lists for out in outs]
+        return self._run("all_gather", call, every, opts, lists[0], shown=("allgather_", lists, inputs))
 
     @by_inner_tensors
     def allgather_coalesced(self, output_lists: Any, inputs: Tensors, opts: Any = None) -> dist.Work:
         """output_lists[r][i] becomes rank r's input i."""
         return self.allgather([list(outs) for outs in zip(*output_lists, strict=True)], inputs, opts)
 
-    @by_inner_tensors
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
         """The output becomes the inputs of all ranks, one after the other."""
-        return self._all_gather_singles([output], [input], opts, "_allgather_base_", output, input)
+        return self.all_gather_single_coalesced([output], [input], opts, "_allgather_base_", output, input)
 
     @by_inner_tensors
-    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
-        """Each output becomes its inputs of all ranks, one after the other."""
-        shown = "allgather_into_tensor_coalesced_", list(outputs), list(inputs)
-        return self._all_gather_singles(outputs, inputs, opts, *shown)
-
-    def _all_gather_singles(self, outputs: Tensors, inputs: Tensors, opts: Any, *shown: Any) -> dist.Work:
-        opts = options(opts, c10d.AllgatherOptions)
-        outputs, inputs = list(outputs), list(inputs)
+    def all_gather_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = None, *shown: Any
+    ) -> dist.Work:
+        """Each output becomes its inputs of all ranks, one after the other. shown: see `_run`."""
+        outputs, inputs, opts = list(outputs), list(inputs), options(opts, c10d.AllgatherOptions)
+        shown = shown or ("allgather_into_tensor_coalesced_", outputs, inputs)
 
         def call() -> None:
             for out, x in zip(outputs, inputs, strict=True):
@@ -391,13 +526,11 @@ class GroupCollectives(versions.Base):
         arguments: Sequence[Any],
     ) -> dist.Work:
         self._compare(name, alike)
-        at_once = not versions.asynchronous(options) and self._coalesced is None
+        at_once = not asynchronous(options) and self._coalesced is None
         if at_once and self._queue.limit is None:
             self._queue.perform(call)
             return FinishedWork(outputs)
-        title = f"{name} of {self.comm.label}"
-        order = order_of(arguments, self._queue.streams)
-        work = Operation(title, call, outputs, self._queue, order)
+        work = Operation(f"{name} of {self.comm.label}", call, outputs, self._queue, arguments)
         if at_once:  # by a thread, because nobody can be called back from inside MPI
             work.wait()
         return self._remember(work)

@@ -1,17 +1,32 @@
-"""The torch.distributed process group over a communicator, its barriers, and the memory that it gives out.
+"""The torch.distributed process group over a communicator: its communicators, barriers and memory.
 
 `MPIProcessGroup` is a subclass of ProcessGroup, not of Backend, because C++ calls the methods of the former only when
-they are written in Python; what C++ would look up in registered backends is answered here and in `versions`.
+they are written in Python; what C++ would look up in registered backends is answered here and in `base`.
+
+Freeing an MPI communicator is collective, destroying a torch process group is not: ranks may leave without it. So
+the communicator of a destroyed group waits until its ranks make a group together again, the same one or a larger.
+They then agree by messages, because one of them may have destroyed a group that another still has:
+
+    each member -> first member     the communicators it has left, all of whose ranks are among these
+    first member -> each member     which of them to use, if any; which to free, where too many wait; which to forget
+
+Each rank also tells how many messages it has sent in a communicator more than it has received there. Where they do
+not cancel out, some message was never received, and would turn up in a communicator that comes after: it is left alone.
 """
 
 from __future__ import annotations
 
 import atexit
+import functools
 import itertools
+import json
 import time
 import weakref
+import zlib
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -20,15 +35,137 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from mpitrain.backend import versions
 from mpitrain.backend.arguments import Written, by_inner_tensors, listed, to_read
+from mpitrain.backend.base import GroupError, NoStore, asynchronous, translation
 from mpitrain.backend.collectives import GroupCollectives, watched
-from mpitrain.backend.failures import GroupError, translation
-from mpitrain.backend.groups import place
 from mpitrain.backend.work import FinishedWork, MessageWork, Queue, comes_true, seconds_of
-from mpitrain.comm import ANY_SOURCE, Communicator
+from mpitrain.comm import ANY_SOURCE, Communicator, init
 from mpitrain.comm.runtime.work import Messages
 from mpitrain.errors import MpitrainError
+
+_KEPT = 16  # communicators that may wait to be used again
+_TAGS = 1 << 14
+
+Key = tuple[int, ...]  # the ranks of a group
+Name = tuple[Key, int]  # of a communicator: its ranks, and how many of the same ranks were made before it
+Verdict = tuple[int, list[Name], list[Name]]  # see `_judge`
+
+
+def _judge(key: Key, offers: Iterable[tuple[Name, int]]) -> Verdict:
+    """Decide what becomes of communicators that all of their ranks have left.
+
+    Args:
+        key: The ranks of the new group.
+        offers: Of all of them, the names of communicators that each has left, and its messages sent too many.
+
+    Returns:
+        (the number of the one to use again, -1 for none; those to free, where too many wait; those to leave alone).
+    """
+    left: dict[Name, list[int]] = {}
+    for name, surplus in offers:
+        left.setdefault(name, []).append(surplus)
+    by_all = sorted(name for name, surpluses in left.items() if len(surpluses) == len(name[0]))
+    clean = [name for name in by_all if sum(left[name]) == 0]
+    use = next((name for name in clean if name[0] == key), None)
+    spare = [name for name in clean if name != use]
+    forget = [name for name in by_all if name not in clean]
+    return use[1] if use is not None else -1, spare[: max(0, len(spare) - _KEPT)], forget
+
+
+@dataclass
+class GroupRegistry:
+    """What the process groups of a process share.
+
+    Attributes:
+        control: A communicator over all ranks, for agreements between the members of groups.
+        store: What torch is given as the store; it does not keep the Python part of it itself.
+        made: The communicators of the same ranks, in order; None for those that were freed.
+        left: The communicators of destroyed groups, and their messages sent more than received.
+    """
+
+    control: Communicator
+    store: NoStore = field(default_factory=NoStore)
+    made: dict[Key, list[Communicator | None]] = field(default_factory=dict)
+    left: dict[Name, int] = field(default_factory=dict)
+
+    def take(self, ranks: Sequence[int]) -> Communicator:
+        """A communicator over these ranks of the world, in this order. Collective over them."""
+        key = tuple(ranks)
+        use, free, forget = self._agree(key)
+        for name in (*free, *forget):
+            if self.left.pop(name, None) is not None:
+                comm, self.made[name[0]][name[1]] = self.made[name[0]][name[1]], None
+                if comm is not None and name in free:
+                    comm.free()
+        made = self.made.setdefault(key, [])
+        if use >= 0:
+            del self.left[key, use]
+            comm = made[use]
+        else:
+            comm = self.control.subgroup(key, label=f"group {len(made)} of ranks {_short(key)}")
+            made.append(comm)
+        assert comm is not None  # this rank is one of them
+        return comm
+
+    def give_back(self, comm: Communicator, surplus: int) -> None:
+        """Note that a group is destroyed, and that nothing of it is under way here.
+
+        Args:
+            comm: Its communicator.
+            surplus: Messages that this rank has sent in it more than received.
+        """
+        name = next((key, made.index(comm)) for key, made in self.made.items() if comm in made)
+        self.left[name] = surplus
+
+    def _agree(self, key: Key) -> Verdict:
+        control, first = self.control, key[0]
+        tag = zlib.crc32(repr(key).encode()) % _TAGS
+        offer = [(name, surplus) for name, surplus in self.left.items() if set(name[0]) <= set(key)]
+        if control.rank != first:
+            _tell(control, offer, first, tag)
+            use, free, forget = _hear(control, first, tag)
+            return use, _names(free), _names(forget)
+        everyone = list(offer)
+        for rank in key[1:]:
+            everyone += [((tuple(ranks), number), surplus) for (ranks, number), surplus in _hear(control, rank, tag)]
+        verdict = _judge(key, everyone)
+        for rank in key[1:]:
+            _tell(control, verdict, rank, tag)
+        return verdict
+
+
+def _names(listed: Iterable[tuple[list[int], int]]) -> list[Name]:
+    return [(tuple(ranks), number) for ranks, number in listed]
+
+
+def _tell(control: Communicator, value: Any, rank: int, tag: int) -> None:
+    text = np.frombuffer(json.dumps(value).encode(), dtype=np.uint8).copy()
+    control.send(np.array([text.size], dtype=np.int64), rank, tag)
+    control.send(text, rank, tag)
+
+
+def _hear(control: Communicator, rank: int, tag: int) -> Any:
+    length = np.empty(1, dtype=np.int64)
+    control.recv(length, rank, tag)
+    text = np.empty(int(length[0]), dtype=np.uint8)
+    control.recv(text, rank, tag)
+    return json.loads(text.tobytes())
+
+
+@functools.cache
+def place() -> GroupRegistry:
+    """This process's one. Collective over all ranks the first time."""
+    world = init(abort_on_error=False)
+    control = world.subgroup(range(world.size), label="torch.distributed")
+    assert control is not None
+    return GroupRegistry(control)
+
+
+def _short(ranks: Sequence[int]) -> str:
+    if len(ranks) > 8 and list(ranks) == list(range(ranks[0], ranks[0] + len(ranks))):
+        return f"{ranks[0]}..{ranks[-1]}"
+    return str(list(ranks))
+
 
 _STEPS = 8  # sizes between one power of two and the next: at most so much of a block is unused
 _LEAST = 4096  # bytes
@@ -75,7 +212,7 @@ def _rounded(nbytes: int) -> int:
     return -(-nbytes // unit) * unit
 
 
-_TAGS = range(31000, 31700)  # of the barriers, one after the other; MPI promises tags up to 32767
+_BARRIER_TAGS = range(31000, 31700)  # of the barriers, one after the other; MPI promises tags up to 32767
 _MONITORED_TAGS = range(32000, 32700)
 
 
@@ -108,7 +245,7 @@ class Barriers:
         Raises:
             GroupError: Some rank has not come in that time.
         """
-        comm, tag = self._comm, self._next_of(_TAGS)
+        comm, tag = self._comm, self._next_of(_BARRIER_TAGS)
         deadline = time.monotonic() + seconds
         distance = 1
         while distance < comm.size:
@@ -199,7 +336,7 @@ class MPIProcessGroup(GroupCollectives):
         super().__init__(comm.rank, comm.size)
         self.comm = comm
         self.timeout = timeout.total_seconds()
-        self._described(name, store)
+        self._name, self._store = name, store
         self._queue = Queue(comm, self.timeout if self.timeout <= _SHORT else None)
         self._barriers = Barriers(comm)
         self._compared = itertools.count(1) if dist.get_debug_level() == dist.DebugLevel.DETAIL else None
@@ -256,7 +393,7 @@ class MPIProcessGroup(GroupCollectives):
         """
         limit = opts if isinstance(opts, timedelta) else getattr(opts, "timeout", timeout)
         seconds = seconds_of(limit, self.timeout)
-        if versions.asynchronous(opts) or self._coalesced is not None or watched():
+        if asynchronous(opts) or self._coalesced is not None or watched():
             shown: Any = ("barrier", torch.empty(0), [])
             return self._run("barrier", lambda: self._barriers.wait(seconds), [], opts, shown=shown)
         self._compare("barrier", [])
@@ -296,21 +433,12 @@ class MPIProcessGroup(GroupCollectives):
             self._queue.close()
             self._memory.clear()
             if stuck := self._queue.stuck:
-                atexit.register(self._leave, stuck)
-            elif not self._barriers.abandoned and self._quiet():
-                place().give_back(self.comm, self._surplus)
-
-    def _quiet(self) -> bool:
-        """Whether no message of this rank is under way."""
-        try:
-            return all(message.is_completed() for message in list(self._in_flight))
-        except MpitrainError:
-            return False
-
-    def _leave(self, stuck: str) -> None:
-        """MPI cannot be finalized while a thread is inside it."""
-        text = f"mpitrain: rank {self.comm.world_ranks[self.comm.rank]}: left with {stuck} not complete"
-        self.comm.process.faults.end_job(text)
+                text = f"mpitrain: rank {self.comm.world_ranks[self.comm.rank]}: left with {stuck} not complete"
+                atexit.register(self.comm.process.faults.end_job, text)  # MPI cannot end while a thread is inside it
+            elif not self._barriers.abandoned:
+                with suppress(MpitrainError):
+                    if all(message.is_completed() for message in list(self._in_flight)):
+                        place().give_back(self.comm, self._surplus)
 
     abort = shutdown
 

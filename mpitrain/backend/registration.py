@@ -8,29 +8,191 @@ WORLD_SIZE and their kin find them as torchrun sets them, from MPI or from what 
 | RANK, WORLD_SIZE | this process among all |
 | LOCAL_RANK, LOCAL_WORLD_SIZE | this process among those of its node |
 | GROUP_RANK, GROUP_WORLD_SIZE | its node among all |
+
+Functions of torch.distributed ask for gloo or NCCL by name. We put ours before them:
+
+| function | for our groups |
+|---|---|
+| init_process_group | needs no address even where MASTER_ADDR is set |
+| monitored_barrier | is not refused |
+| split_group | needs no accelerator |
+| _store_based_barrier | does nothing: making a group is collective, and it has no store |
+| _new_process_group_helper | sub-groups of ours are ours, whatever name they are asked for by: others would need |
+| | the store; under `python -m mpitrain.backend` every group is |
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import multiprocessing
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+from itertools import pairwise
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, urlsplit
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
-from torch.distributed.rendezvous import register_rendezvous_handler
+from torch.distributed.rendezvous import _rendezvous_handlers, register_rendezvous_handler, rendezvous
 
-from mpitrain.backend import patches
+from mpitrain.backend.base import ArgumentError, Base, NoStore
 from mpitrain.early import launched_first
 from mpitrain.errors import InputError
 
 if TYPE_CHECKING:
     from mpitrain.backend.process_group import MPIProcessGroup
     from mpitrain.comm import Communicator
+
+NAME = "mpitrain"
+ADDRESS = "mpitrain://"  # init_method
+_LEAST = 10.0  # seconds: a limit for ending the whole job is not for waiting shortly
+_HELPER = "_new_process_group_helper"
+_SIMULATED = {"fake", "threaded"}  # backends that do not communicate
+
+
+def know_devices() -> None:
+    """Tell torch that the backend takes tensors of the CPU and of the accelerator there is.
+
+    Each time that a group is made, because a package that is imported later may bring an accelerator along.
+    """
+    kinds = dist.Backend.backend_capability[NAME]
+    found = torch.accelerator.current_accelerator()  # not by mpitrain.comm, which would start MPI
+    for kind in ("cpu",) if found is None else ("cpu", found.type):
+        install_functional(kind)
+        if kind not in kinds:
+            kinds.append(kind)
+            dist.Backend.default_device_backend_map.setdefault(kind, NAME)
+
+
+def take_over() -> None:
+    """Let every process group be one of ours, whichever backend and address the script names."""
+    _replace(_HELPER, functools.partial(_new_group, True))
+    for scheme in ("env", "tcp", "file"):
+        _rendezvous_handlers[scheme] = lambda url, **kwargs: rendezvous(_asked(url))
+
+
+def _replace(name: str, ours: Callable[..., Any]) -> None:
+    """ours: called with the original first, and then with the arguments by their names."""
+    original = getattr(c10d, name)
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return ours(original, **signature.bind(*args, **kwargs).arguments)
+
+    for module in (c10d, dist):
+        if hasattr(module, name):
+            setattr(module, name, function)
+
+
+def _init_process_group(original: Callable[..., None], **given: Any) -> None:
+    know_devices()
+    from_environment = (given.get("init_method") or "env://").startswith("env://")
+    if NAME in str(given.get("backend")) and from_environment and given.get("store") is None:
+        given["init_method"] = ADDRESS
+    original(**given)
+
+
+def _meet_by_environment(original: Callable[..., Any], url: str, **kwargs: Any) -> Iterator[Any]:
+    """env:// without an address: MPI knows. With one, what it always did, for other backends."""
+    if os.environ.get("MASTER_ADDR"):
+        yield from original(url, **kwargs)
+    else:
+        yield from rendezvous(_asked(url))
+
+
+def _asked(url: str) -> str:
+    """Return our address, with the rank and size that the caller gave with another one."""
+    return f"{ADDRESS}?{url.partition('?')[2]}"
+
+
+def _ours(group: Any) -> bool:
+    """Whether the group, or without one the default group, is ours."""
+    return isinstance(c10d.GroupMember.WORLD if group is None else group, Base)
+
+
+def _monitored_barrier(original: Callable[..., None], **given: Any) -> None:
+    group, timeout = given.get("group"), given.get("timeout")
+    if not _ours(group):
+        return original(**given)
+    if isinstance(timeout, (int, float)):
+        timeout = timedelta(seconds=timeout)
+    ours: Any = group or c10d._get_default_group()
+    return ours.monitored_barrier(timeout, given.get("wait_all_ranks", False))
+
+
+def _store_based_barrier(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    if not _ours(None):
+        original(*args, **kwargs)
+
+
+def _new_group(always: bool, original: Callable[..., Any], **given: Any) -> Any:
+    wanted, size, inner = str(given["backend"]), given["group_size"], getattr(given["store"], "underlying_store", None)
+    if wanted not in _SIMULATED and (always or _ours(None)):
+        given["backend"] = dist.Backend(NAME)
+    elif NAME not in wanted and size > 1 and isinstance(inner, NoStore):
+        raise ValueError(
+            f'the ranks have no address for backend "{wanted}"; say init_process_group("{NAME}"), set MASTER_ADDR and '
+            "MASTER_PORT, or start the script with python -m mpitrain.backend"
+        )
+    if size == -1:  # as for torch's own MPI backend
+        given["store"], given["group_rank"], given["group_size"] = next(rendezvous(ADDRESS))
+    return original(**given)
+
+
+def _split_group(original: Callable[..., Any], **given: Any) -> Any:
+    """The group of the list of parent's ranks that has this one, or None: made by the members of each list."""
+    if not _ours(given.get("parent_pg")):
+        return original(**given)
+    split_ranks = given.get("split_ranks")
+    if not split_ranks:
+        raise ValueError("split_group: split_ranks is empty; give a list of ranks for each group")
+    parent = given.get("parent_pg") or c10d._get_default_group()
+    rank = c10d.get_rank(parent)
+    mine = next((sorted(ranks) for ranks in split_ranks if rank in ranks), None)
+    if mine is None:
+        return None
+    ranks = [c10d.get_global_rank(parent, r) for r in mine]
+    timeout, described = given.get("timeout"), given.get("group_desc")
+    return c10d.new_group(ranks, timeout=timeout, use_local_synchronization=True, group_desc=described)
+
+
+@functools.cache
+def install_functional(kind: str) -> torch.library.Library | None:
+    """Give torch the functional collectives that it carries out in C++ by ways on which a group in Python is not asked.
+
+    They are there as long as what is returned, which is for ever.
+
+    Args:
+        kind: Of the devices that their tensors lie on.
+
+    Returns:
+        None where torch has none of them.
+    """
+    if not hasattr(torch.ops._c10d_functional, "all_gather_into_tensor_out"):
+        return None
+    library = torch.library.Library("_c10d_functional", "IMPL")
+    key: str = torch._C._dispatch_key_for_device(kind)
+    library.impl("all_gather_into_tensor_out", _all_gather_into_tensor_out, key)
+    return library
+
+
+def _all_gather_into_tensor_out(input: torch.Tensor, group_size: int, group_name: Any, *, out: Any) -> torch.Tensor:
+    """Gather into `out`: the operation into which torch.compile merges the all-gathers of one bucket."""
+    functions: Any = c10d  # whose types of arguments differ between releases
+    group = functions._resolve_process_group(group_name) if isinstance(group_name, str) else group_name
+    if not isinstance(group, dist.ProcessGroup):
+        group = functions.ProcessGroup.unbox(group)
+    options = c10d.AllgatherOptions()
+    options.asyncOp = True
+    torch._C._distributed_c10d._register_work(out, group._allgather_base(out, input, options))
+    return out
+
 
 # what the launchers call rank, size and local rank
 _LAUNCHERS = (
@@ -78,7 +240,8 @@ def announce() -> None:
     told = from_launcher(os.environ)
     if told is not None:
         os.environ.update(told)
-    elif multiprocessing.parent_process() is None and not _is_command():
+    # `python -m mpitrain.backend` reads its arguments before it starts MPI
+    elif multiprocessing.parent_process() is None and ("-m", "mpitrain.backend") not in pairwise(sys.orig_argv):
         from mpitrain.comm import init
 
         publish(init(abort_on_error=False))
@@ -94,24 +257,19 @@ def _say(kind: type[BaseException], error: BaseException, trace: TracebackType |
     raise SystemExit(error.exit_code)
 
 
-def _is_command() -> bool:
-    """Return whether this is `python -m mpitrain.backend`, which reads its arguments before it starts MPI."""
-    return ("-m", "mpitrain.backend") in zip(sys.orig_argv, sys.orig_argv[1:], strict=False)
-
-
-NAME = "mpitrain"
-ADDRESS = "mpitrain://"  # init_method
-_LEAST = 10.0  # seconds: a limit for ending the whole job is not for waiting shortly
-
-
 def register() -> None:
-    """Make the backend known to torch.distributed. Twice is fine."""
+    """Make the backend known to torch.distributed, and put our functions before torch's. Twice is fine."""
     if NAME in dist.Backend.backend_list:
         return
     dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu"])
     register_rendezvous_handler(NAME, meet)
-    patches.install(NAME, ADDRESS)
-    patches.know_devices(NAME)
+    _replace("init_process_group", _init_process_group)
+    _replace("monitored_barrier", _monitored_barrier)
+    _replace("split_group", _split_group)
+    c10d._store_based_barrier = functools.partial(_store_based_barrier, c10d._store_based_barrier)
+    _replace(_HELPER, functools.partial(_new_group, False))
+    _rendezvous_handlers["env"] = functools.partial(_meet_by_environment, _rendezvous_handlers["env"])
+    know_devices()
     announce()
 
 
@@ -121,8 +279,7 @@ def meet(url: str, **_: Any) -> Iterator[tuple[dist.Store, int, int]]:
     Raises:
         ArgumentError: The caller gives others.
     """
-    from mpitrain.backend.failures import ArgumentError
-    from mpitrain.backend.groups import place
+    from mpitrain.backend.process_group import place
 
     control = place().control
     given = {name: int(value) for name, value in parse_qsl(urlsplit(url).query) if name in ("rank", "world_size")}
@@ -142,8 +299,7 @@ def create(options: Any, _: Any = None) -> MPIProcessGroup:
 
     The default group's timeout is the one after which an unfinished collective ends the job.
     """
-    from mpitrain.backend.groups import place
-    from mpitrain.backend.process_group import MPIProcessGroup
+    from mpitrain.backend.process_group import MPIProcessGroup, place
 
     here = place()
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
@@ -162,5 +318,4 @@ def create(options: Any, _: Any = None) -> MPIProcessGroup:
 
         here.control.process.faults.install()  # an error on one rank ends the job instead of leaving the others
         set_timeout(max(options.timeout.total_seconds(), _LEAST))
-    comm = here.take(ranks)
-    return MPIProcessGroup(comm, options.group_id, options.store, options.timeout)
+    return MPIProcessGroup(here.take(ranks), options.group_id, options.store, options.timeout)

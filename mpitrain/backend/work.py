@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from mpitrain.backend.failures import GroupError, translation
+from mpitrain.backend.base import GroupError, translation
 from mpitrain.comm import Communicator
 from mpitrain.comm.memory.device import current_stream, is_accelerator, recorded
 from mpitrain.comm.runtime.work import Messages, Order, Queued, Streams, Worker
@@ -132,7 +132,12 @@ class Operation(GroupWork):
     """A collective in a `Queue`."""
 
     def __init__(
-        self, name: str, call: Callable[[], None], outputs: Sequence[torch.Tensor], queue: Queue, order: Order | None
+        self,
+        name: str,
+        call: Callable[[], None],
+        outputs: Sequence[torch.Tensor],
+        queue: Queue,
+        arguments: Sequence[Any],
     ) -> None:
         """Describe it.
 
@@ -141,13 +146,14 @@ class Operation(GroupWork):
             call: What carries it out.
             outputs: The tensors that it writes.
             queue: Where it waits.
-            order: Its place among what the caller asks of devices; None for host memory.
+            arguments: Its arguments, its tensors among them, in lists of any depth.
         """
         super().__init__(outputs)
-        self._queue, self._order = queue, order
+        tensors = list(_on_devices(arguments))  # which give it a place among what the caller asks of their devices
+        self._queue, self._order = queue, Order(tensors, queue.streams) if tensors else None
         self._futures: list[torch.futures.Future] = []
         self._change = threading.Lock()
-        self._queued = Queued(name, partial(self._carry_out, call), queue, order, self._announce)
+        self._queued = Queued(name, partial(self._carry_out, call), queue, self._order, self._announce)
 
     def _carry_out(self, call: Callable[[], None]) -> None:
         try:
@@ -372,17 +378,6 @@ def _poll(done: Callable[[], bool], seconds: float, name: str, hint: str) -> Non
 def _future_for(outputs: Sequence[Any]) -> torch.futures.Future:
     devices: list[int | str | torch.device] = [*devices_of(outputs)]
     return torch.futures.Future(devices=devices) if devices else torch.futures.Future()
-
-
-def order_of(values: Sequence[Any], streams: Streams) -> Order | None:
-    """The place of an operation that is issued now; None for host memory.
-
-    Args:
-        values: The operation's arguments, its tensors among them, in lists of any depth.
-        streams: The group's side streams; lacking ones are made.
-    """
-    tensors = list(_on_devices(values))
-    return Order(tensors, streams) if tensors else None
 
 
 def devices_of(tensors: Iterable[Any]) -> list[torch.device]:

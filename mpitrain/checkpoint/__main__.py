@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if settings and arguments.act is not _import:
         parser.error(f"unrecognized arguments: {' '.join(settings)}")
     arguments.settings = settings
-    return exit_code_of(lambda: arguments.act(arguments))
+    return exit_code_of(lambda: arguments.act(arguments) or EXIT_DONE)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -38,7 +38,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
 
     def command(
-        name: str, act: Callable[[argparse.Namespace], int], text: str, **paths: str
+        name: str, act: Callable[[argparse.Namespace], int | None], text: str, **paths: str
     ) -> argparse.ArgumentParser:
         """Declare a command. paths: its arguments that are paths, and what the help calls them."""
         made = commands.add_parser(name, help=text, description=text)
@@ -52,8 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("--tensors", default="*", metavar="PATTERN", help="only these names, as 'model/*weight' [*]")
     verify = command("verify", _verify, "hash everything again; exit code 1 and the damaged places if any")
     verify.add_argument("path", type=Path, metavar="PATH", help="of a run folder: all its checkpoints")
-    same = "compare two checkpoints; exit code 1 if they are not bitwise the same"
-    command("diff", _diff, same, a="PATH", b="PATH")
+    command("diff", _diff, "compare two checkpoints; exit code 1 if they are not bitwise the same", a="PATH", b="PATH")
     out = "write the model's weights into a .safetensors or .pt (torch.load) file, or a folder of Hugging Face's"
     give = command("export", _export, out, path="PATH", out="OUT")
     give.add_argument("--shard-size", default="5GB", metavar="SIZE", help="with --format hf: of a file, at most [5GB]")
@@ -75,14 +74,12 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _ls(arguments: argparse.Namespace) -> int:
+def _ls(arguments: argparse.Namespace) -> None:
     tell(*contents.listing(arguments.path))
-    return EXIT_DONE
 
 
-def _show(arguments: argparse.Namespace) -> int:
+def _show(arguments: argparse.Namespace) -> None:
     tell(*contents.description(contents.only(arguments.path), arguments.tensors))
-    return EXIT_DONE
 
 
 def _verify(arguments: argparse.Namespace) -> int:
@@ -105,7 +102,7 @@ def _diff(arguments: argparse.Namespace) -> int:
     return EXIT_FAILED if count else EXIT_DONE
 
 
-def _export(arguments: argparse.Namespace) -> int:
+def _export(arguments: argparse.Namespace) -> None:
     folder = contents.only(arguments.path)
     if arguments.format == "hf":
         from mpitrain.trainer.weights import export_folder
@@ -114,10 +111,9 @@ def _export(arguments: argparse.Namespace) -> int:
     else:
         count = convert.export(folder, arguments.out)
     tell(f"{arguments.out}: {count} tensors of {folder}")
-    return EXIT_DONE
 
 
-def _import(arguments: argparse.Namespace) -> int:
+def _import(arguments: argparse.Namespace) -> None:
     arguments.run.mkdir(parents=True, exist_ok=True)
     with _occupied(arguments.run):
         from mpitrain.trainer.weights import import_folder, import_plain
@@ -127,10 +123,9 @@ def _import(arguments: argparse.Namespace) -> int:
     settings = arguments.run / CONFIG
     how = f"python -m mpitrain.train {settings}" if settings.exists() else f"--run.dir {arguments.run}"
     tell(f"{folder}; train on from it with {how}")
-    return EXIT_DONE
 
 
-def _prune(arguments: argparse.Namespace) -> int:
+def _prune(arguments: argparse.Namespace) -> None:
     if arguments.keep < 1:
         raise InputError(f"--keep {arguments.keep} would keep nothing; give 1 or more")
     listed = folders.require(arguments.path)
@@ -162,7 +157,6 @@ def _prune(arguments: argparse.Namespace) -> int:
             else:
                 tell(f"left {name}, which is no checkpoint")
     print(f"{len(folders.finished_steps(root))} left; {folders.folder_name(verified[0])} verifies")
-    return EXIT_DONE
 
 
 @contextmanager

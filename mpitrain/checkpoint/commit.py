@@ -29,8 +29,7 @@ from mpitrain.checkpoint.manifest import (
 )
 from mpitrain.checkpoint.reading import covered
 from mpitrain.errors import CheckpointError, InputError, refusal
-from mpitrain.storage.commit import begin_folder, temporary_name
-from mpitrain.storage.disk import write_durably
+from mpitrain.storage.disk import begin_folder, temporary_name, write_durably
 from mpitrain.storage.hdf5 import begin_file, image_bytes
 
 if TYPE_CHECKING:
@@ -79,12 +78,10 @@ def attempt(
     if act is not None:
         try:
             value = act()
-        except OSError as caught:
-            error = caught
-            if folder is not None:
-                error = folders.unwritable(folder, caught) if saving else folders.unreadable(folder, caught)
         except Exception as caught:
             error = caught
+            if isinstance(caught, OSError) and folder is not None:
+                error = folders.unwritable(folder, caught) if saving else folders.unreadable(folder, caught)
     if quiet_min(comm, comm.rank if error is not None else comm.size) < comm.size:
         comm.agree(error)
     return value
@@ -170,8 +167,7 @@ class FileLayout:
             return self._make(path, places)
 
         offsets, size, rest = self.group.on_root(make)
-        counts = self.group.all_gather_object(len(parts))
-        first = sum(counts[: self.group.rank])
+        first = sum(self.group.all_gather_object(len(parts))[: self.group.rank])
         return offsets[first : first + len(parts)], size, rest
 
     def _make(self, path: Path, places: list[PlannedPiece]) -> tuple[Sequence[int], int, int]:
@@ -234,7 +230,14 @@ def write_checkpoint(
             parity = attempt(comm, partial(protect, temporary, owners, sizes), target.final, saving=True) or ()
 
         def commit() -> None:
-            manifest, view = _contents(layout, target, step, everyone, values, parity)
+            tensors = {
+                name: TensorSpec(name, tuple(shape), dtype) for *_, of, _ in everyone for name, shape, dtype in of
+            }
+            extents = tuple(decode_extent(e) for *_, of in everyone for e in of)
+            view = layout.view(tensors, extents, values.get("tied", {})) if target.alone else None
+            files = {name: size for name, size, *_ in everyone if name}
+            rest = {name: of for name, _, of, *_ in everyone if name}
+            manifest = Manifest(step, tensors, files, extents, values, rest, parity=tuple(parity))
             finish_folder(temporary, target.final, manifest, view)
             after()
 
@@ -272,18 +275,6 @@ def _write_own(layout: FileLayout, temporary: Path, parts: Sequence[Part]) -> li
     extents = write_parts(path, parts, offsets)
     tensors = [[p.spec.name, list(p.spec.shape), p.spec.dtype] for p in parts]
     return [layout.file if layout.owner else "", size, rest, tensors, [encode_extent(e) for e in extents]]
-
-
-def _contents(
-    layout: FileLayout, target: Target, step: int, everyone: Sequence[Any], values: Values, parity: Sequence[ParitySet]
-) -> tuple[Manifest, bytes | None]:
-    """The manifest of what all ranks have written, and the view, where the folder gets one."""
-    tensors = {name: TensorSpec(name, tuple(shape), dtype) for *_, of, _ in everyone for name, shape, dtype in of}
-    extents = tuple(decode_extent(e) for *_, of in everyone for e in of)
-    view = layout.view(tensors, extents, values.get("tied", {})) if target.alone else None
-    files = {name: size for name, size, *_ in everyone if name}
-    rest = {name: of for name, _, of, *_ in everyone if name}
-    return Manifest(step, tensors, files, extents, values, rest, parity=tuple(parity)), view
 
 
 def finish_folder(temporary: Path, final: Path, manifest: Manifest, view: bytes | None) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from fnmatch import fnmatch
 from pathlib import Path
@@ -67,12 +67,16 @@ def load_tensor(folder: Path, manifest: Manifest, name: str) -> torch.Tensor:
         data = torch.empty(spec.numel, dtype=DTYPES[spec.dtype])
     except RuntimeError:  # torch's way to say so
         raise CheckpointError(f"{folder}: {name} of {bytes_text(spec.nbytes)} does not fit into memory") from None
-    part = Part(spec, Piece.whole(name, data.numel()), data)
+    read_parts(folder, manifest, [Part(spec, Piece.whole(name, data.numel()), data)])
+    return data.view(spec.shape)
+
+
+def read_parts(folder: Path, manifest: Manifest, parts: Sequence[Part]) -> None:
+    """Fill parts from a checkpoint, by this process alone. Raises CheckpointError."""
     try:
-        read(folder, plan(folder, manifest, [part]))
+        read(folder, plan(folder, manifest, parts))
     except OSError as error:
         raise folders.unreadable(folder, error) from None
-    return data.view(spec.shape)
 
 
 def whole(folder: Path) -> Manifest:

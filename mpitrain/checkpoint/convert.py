@@ -31,8 +31,7 @@ from mpitrain.checkpoint.files import Part, bytes_of, make_structure, make_view,
 from mpitrain.checkpoint.manifest import DTYPES, MODEL, Manifest, Shape, Size, TensorSpec, Values
 from mpitrain.errors import InputError, first_problem
 from mpitrain.layout import Piece
-from mpitrain.storage.commit import begin_folder, temporary_name
-from mpitrain.storage.disk import open_plain, reason, replacing, require_new
+from mpitrain.storage.disk import begin_folder, from_json, open_plain, reason, replacing, require_new, temporary_name
 from mpitrain.storage.hdf5 import begin_file, image_bytes
 from mpitrain.storage.text import bytes_text
 
@@ -62,23 +61,18 @@ def export(folder: Path, out: Path) -> int:
     if not sources:
         raise InputError(f"{folder} holds no model")
     ties = {alias: sources[name] for alias, name in manifest.values.get("tied", {}).items() if name in sources}
-    write = {".safetensors": _write_safetensors}.get(out.suffix, _write_torch if out.suffix in _TORCH else None)
-    if write is None:
+    if out.suffix not in (".safetensors", *_TORCH):
         raise InputError(f"{out}: the kind of file is told by its ending; use .safetensors or .pt")
+    sources |= ties
     with os_errors(out), replacing(out) as temporary:
-        write(temporary, folder, manifest, sources | ties)
-    return len(sources | ties)
-
-
-def _write_torch(path: Path, folder: Path, manifest: Manifest, sources: Mapping[str, str]) -> None:
-    loaded = {source: load_tensor(folder, manifest, source) for source in set(sources.values())}
-    save_torch({name: loaded[source] for name, source in sources.items()}, path)
-
-
-def _write_safetensors(path: Path, folder: Path, manifest: Manifest, sources: Mapping[str, str]) -> None:
-    specs = {name: manifest.tensors[source] for name, source in sources.items()}
-    told = {name: (DTYPES[spec.dtype], spec.shape) for name, spec in specs.items()}
-    write_safetensors(path, told, lambda name: load_tensor(folder, manifest, sources[name]))
+        if out.suffix == ".safetensors":
+            specs = {name: manifest.tensors[source] for name, source in sources.items()}
+            told = {name: (DTYPES[spec.dtype], spec.shape) for name, spec in specs.items()}
+            write_safetensors(temporary, told, lambda name: load_tensor(folder, manifest, sources[name]))
+        else:
+            loaded = {source: load_tensor(folder, manifest, source) for source in set(sources.values())}
+            save_torch({name: loaded[source] for name, source in sources.items()}, temporary)
+    return len(sources)
 
 
 def import_weights(
@@ -97,10 +91,8 @@ def import_weights(
     Raises:
         InputError: The file is none of these, or the folder has checkpoints already.
     """
-    with os_errors(file):
-        with open_plain(file) as opened:
-            size = os.fstat(opened.fileno()).st_size
-        tensors = read_tensors(file)
+    with os_errors(file), open_plain(file) as opened:
+        size, tensors = os.fstat(opened.fileno()).st_size, read_tensors(file)
     check(tensors)
     return make_first(root, file, tensors, size, {})
 
@@ -275,19 +267,16 @@ def save_torch(state: Mapping[str, torch.Tensor], path: Path) -> None:
     """
     failed: list[OSError] = []
 
-    class Told(io.FileIO):
+    class Told(io.BufferedWriter):
         def write(self, data: Any) -> int:
-            view, done = memoryview(data).cast("B"), 0
             try:
-                while done < len(view):
-                    done += super().write(view[done:]) or 0
+                return super().write(data)
             except OSError as error:
                 failed.append(error)
                 raise
-            return done
 
     try:
-        with Told(path, "x") as file:
+        with Told(io.FileIO(path, "x")) as file:
             torch.save(dict(state), file)
     except Exception:
         if failed:
@@ -355,16 +344,7 @@ def _read_safetensors(file: Path) -> dict[str, torch.Tensor]:
 
 def _entries(header: bytes) -> dict[str, _TensorEntry]:
     """The tensors that a header tells of. Raises ValueError."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        if len(dict(pairs)) < len(pairs):
-            raise ValueError("it names something twice")
-        return dict(pairs)
-
-    try:
-        content = json.loads(header, object_pairs_hook=unique)
-    except RecursionError:
-        raise ValueError("its header is nested too deeply") from None
+    content = from_json(header)
     if isinstance(content, dict):
         content.pop("__metadata__", None)
     return _HEADER.validate_python(content)

@@ -44,8 +44,6 @@ def host_pieces(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, int, mem
         (number of the tensor, the first byte of the piece in it, the bytes, until the next piece is asked for).
     """
     loads = _loads([t.nbytes for t in tensors])
-    if not loads:
-        return
     raws = [t.detach().view(torch.uint8) for t in tensors]
     device = raws[0].device
     stream = devices.new_stream(device)
@@ -111,9 +109,7 @@ class DeviceBytes:
 
         Several stretches go as the block that they lie in, and are put in their places there.
         """
-        begin, end = int(firsts[0]), int(firsts[-1] + lengths[-1])
-        if len(firsts) > 1:
-            begin, end = int(firsts.min()), int((firsts + lengths).max())
+        begin, end = int(firsts.min()), int((firsts + lengths).max())
         source = torch.from_numpy(block[begin:end])
         with devices.on_stream(self.arrivals.stream):  # of which several threads ask
             if len(firsts) == 1:

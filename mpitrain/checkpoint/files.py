@@ -37,8 +37,7 @@ import torch
 from mpitrain.checkpoint.manifest import DTYPES, HASHED, MODEL, Extent, TensorSpec, distinct, grouped
 from mpitrain.layout import Box, Piece
 from mpitrain.storage.disk import opened
-from mpitrain.storage.extents import ExtentHasher, crc32, write_at
-from mpitrain.storage.hdf5 import Image, contiguous, hdf5_image
+from mpitrain.storage.hdf5 import ExtentHasher, Image, contiguous, crc32, hdf5_image, write_at
 
 VIEW = "model.h5"
 PlannedPiece = tuple[TensorSpec, Piece]  # a piece in a file that is yet to be written, and its tensor
@@ -160,7 +159,7 @@ def write_parts(path: Path, parts: Sequence[Part], offsets: Sequence[int]) -> li
         if there:
             hashes |= _write_from_device(file, parts, offsets, there, pool)
         raws = {number: bytes_of(parts[number].data) for number in here}
-        hashing = pool.submit(lambda: {number: block_hashes(raw) for number, raw in raws.items()})
+        hashing = pool.submit(lambda: {number: _block_hashes(raw) for number, raw in raws.items()})
         for number, raw in raws.items():
             for lo in range(0, len(raw), _WRITTEN):
                 file.write(raw[lo : lo + _WRITTEN], offsets[number] + lo)
@@ -204,11 +203,9 @@ class _Writing:
             self._begun = end
 
 
-def block_hashes(raw: memoryview) -> tuple[int, ...]:
-    """CRC-32 of each HASHED bytes."""
-    hasher = ExtentHasher(HASHED)
-    hasher.update(raw)
-    return tuple(hasher.hashes())
+def _block_hashes(raw: memoryview) -> tuple[int, ...]:
+    """Return the CRC-32 of each HASHED bytes."""
+    return tuple(crc32(raw[lo : lo + HASHED]) for lo in range(0, len(raw), HASHED))
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -299,27 +296,21 @@ def rectangles(piece: Piece, shape: Sequence[int]) -> Iterator[tuple[tuple[int, 
     Yields:
         (the first index of a rectangle, its extent, its place in the piece).
     """
-    axis = _axis(piece.box, shape)
-    if axis is None and piece.box != Box.whole(prod(shape)):  # a box that is no slice of one dimension
+    box = piece.box
+    axes = ((axis, prod(shape[:axis]), shape[axis], prod(shape[axis + 1 :])) for axis in range(len(shape)))
+    axis = next((axis for axis, *sizes in axes if sizes == [box.outer, box.dim, box.inner]), None)
+    if axis is None and box != Box.whole(prod(shape)):  # a box that is no slice of one dimension
         for start, length, place in zip(*(a.tolist() for a in piece.runs()), strict=True):
             for first, size, more in _cut(start, start + length, shape):
                 yield first, size, place + more
         return
     within = list(shape)
     if axis is not None:
-        within[axis] = piece.box.stop - piece.box.start
+        within[axis] = box.stop - box.start
     for first, size, place in _cut(piece.lo, piece.hi, within):
         if axis is not None:
-            first = (*first[:axis], first[axis] + piece.box.start, *first[axis + 1 :])
+            first = (*first[:axis], first[axis] + box.start, *first[axis + 1 :])
         yield first, size, place
-
-
-def _axis(box: Box, shape: Sequence[int]) -> int | None:
-    """The dimension a box is a slice along."""
-    for axis in range(len(shape)):
-        if (box.outer, box.dim, box.inner) == (prod(shape[:axis]), shape[axis], prod(shape[axis + 1 :])):
-            return axis
-    return None
 
 
 def _cut(lo: int, hi: int, shape: Sequence[int]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:

@@ -15,15 +15,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 
 from mpitrain.checkpoint.manifest import FORMAT, MANIFEST, is_fruitful
 from mpitrain.errors import CheckpointError, InputError
-from mpitrain.storage.commit import MARK, end_folder, leftovers, remove_folder, temporary_name
-from mpitrain.storage.disk import free_name, lack_of_room, reason, replacing, sync
+from mpitrain.storage import disk
 from mpitrain.storage.hdf5 import SIGNATURE
 from mpitrain.storage.locks import LOCK
 from mpitrain.storage.run_folder import CHECKPOINTS
@@ -37,7 +36,8 @@ _FILE = re.compile(rf"({LATEST}|{BEST}|{PROBE}-\d+)\.tmp-[0-9a-f]{{8}}")
 _POINTER = re.compile(rb"(step-\d{8,}\n?)?")
 _TENSORS = re.compile(r"(rank|node)-\d{5,}\.h5")
 _OURS = re.compile(
-    r"manifest\.json|model\.h5|(rank|node)-\d{5,}\.h5(\.tmp-brought)?|parity-\d{5,}-\d{5,}\.bin|\.tmp-brought"
+    re.escape(disk.MARK)
+    + r"|manifest\.json|model\.h5|(rank|node)-\d{5,}\.h5(\.tmp-brought)?|parity-\d{5,}-\d{5,}\.bin|\.tmp-brought"
 )
 _HEAD = f'"format": "{FORMAT.rpartition(" ")[0]}'.encode()
 
@@ -114,15 +114,16 @@ def locked_with(root: Path) -> list[Path]:
     return [run, root] if root.name == CHECKPOINTS and (run / LOCK).exists() else [root]
 
 
-def set_aside(root: Path) -> None:
-    """Move a folder with checkpoints out of the way, under another name. Raises OSError."""
-    if finished_steps(root):
-        os.rename(root, free_name(root))
+def set_aside(folder: Path) -> Path:
+    """Move a folder out of the way; returns where it is now. Raises OSError."""
+    kept = disk.free_name(folder)
+    os.rename(folder, kept)
+    return kept
 
 
 def remove_leftovers(root: Path) -> None:
     """Remove what killed saves left. Only for whoever holds the run's lock: nobody else is saving there."""
-    for folder in list(leftovers(root, _FOLDER, is_checkpoint)):
+    for folder in list(disk.leftovers(root, _FOLDER, is_checkpoint)):
         remove(folder)
     for path in root.iterdir():
         if _FILE.fullmatch(path.name) and _is_pointer(path):
@@ -145,16 +146,8 @@ def _is_pointer(path: Path) -> bool:
 
 def are_remains(folder: Path) -> bool:
     """Whether a folder holds a checkpoint's tensors, but no manifest of ours."""
-    if folder.is_symlink() or is_checkpoint(folder):
-        return False
-    return any(_TENSORS.fullmatch(path.name) and _beginning(path) == SIGNATURE for path in folder.glob("*.h5"))
-
-
-def keep_remains(folder: Path) -> Path:
-    """Move a folder out of the way; returns where it is now. Raises OSError."""
-    kept = free_name(folder)
-    os.rename(folder, kept)
-    return kept
+    files = () if folder.is_symlink() or is_checkpoint(folder) else folder.glob("*.h5")
+    return any(_TENSORS.fullmatch(path.name) and _beginning(path) == SIGNATURE for path in files)
 
 
 def _beginning(path: Path, nbytes: int = len(SIGNATURE)) -> bytes:
@@ -193,14 +186,14 @@ def publish(temporary: Path, final: Path, *, trusted: bool = False) -> None:
         InputError: Something that is not ours has the name.
         OSError: The disk fails.
     """
-    end_folder(temporary)
+    disk.end_folder(temporary)
     if os.path.lexists(final):  # a checkpoint of this step from before a restart: damaged, or not to be saved again
         if not trusted:
             require_free(final)
         discard(final)
     os.rename(temporary, final)
     try:
-        sync(final.parent)
+        disk.sync(final.parent)
     except OSError:  # a save that is said to have failed leaves no checkpoint
         os.rename(final, temporary)
         raise
@@ -215,19 +208,11 @@ def point_to(final: Path, name: str = LATEST) -> None:
     if os.path.lexists(latest) and not _is_pointer(latest):
         return
     try:
-        with replacing(latest, final.with_name(temporary_name(name)), durable=False) as pointer:
+        with disk.replacing(latest, final.with_name(disk.temporary_name(name)), durable=False) as pointer:
             pointer.write_text(final.name + "\n", encoding="utf-8")
     except OSError:
         with suppress(OSError):  # a folder of that name stays
             latest.unlink(missing_ok=True)
-
-
-def point_to_both(final: Path, best: Path) -> int | None:
-    """Have `latest` name a folder, and `best` another, if it is there; returns the step that `best` then names."""
-    point_to(final)
-    if is_checkpoint(best):
-        point_to(best, BEST)
-    return best_step(final.parent)
 
 
 def discard(folder: Path) -> None:
@@ -237,7 +222,7 @@ def discard(folder: Path) -> None:
 
 def hide(folder: Path) -> Path:
     """Give a checkpoint a name under which nobody reads it. Raises OSError."""
-    hidden = folder.with_name(temporary_name(folder.name))
+    hidden = folder.with_name(disk.temporary_name(folder.name))
     os.rename(folder, hidden)
     return hidden
 
@@ -248,9 +233,9 @@ def remove(*hidden: Path) -> None:
     What somebody has put beside our files stays, as step-00000100.1.
     """
     for folder in hidden:
-        if remove_folder(folder, (MANIFEST, MARK), lambda name: name == MARK or bool(_OURS.fullmatch(name))):
+        if disk.remove_folder(folder, (MANIFEST, disk.MARK), lambda name: bool(_OURS.fullmatch(name))):
             with suppress(OSError):
-                os.rename(folder, free_name(folder.with_name(folder.name.partition(".tmp-")[0])))
+                os.rename(folder, disk.free_name(folder.with_name(folder.name.partition(".tmp-")[0])))
 
 
 def doomed(
@@ -322,17 +307,29 @@ def require_room(root: Path, what: str, size: int, saves: int, keep: int, mend: 
         keep: How many checkpoints stay.
         mend: What can be done about it.
     """
-    try:
+    with usable(f"{what} {root}", "choose another folder"):
         needed = more_room(size, saves, keep, held_bytes(root))
-        lacks = lack_of_room(root, needed)
-    except OSError as error:
-        raise InputError(f"{what} {root} cannot be used: {reason(error)}; choose another folder") from None
+        lacks = disk.lack_of_room(root, needed)
     if lacks:
         number, each = min(saves, keep + 1), bytes_text(size)
         many = f"{number} checkpoints of {each} at a time" if number > 1 else f"a checkpoint of {each}"
         raise InputError(
             f"{what} {root} is to hold {many}, for which {bytes_text(needed)} more are needed, but {lacks}; {mend}"
         )
+
+
+@contextmanager
+def usable(what: str, mend: str) -> Iterator[None]:
+    """Raise InputError where the system refuses what is done inside.
+
+    Args:
+        what: Name of the file or folder in the message.
+        mend: How to fix it.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"{what} cannot be used: {disk.reason(error)}; {mend}") from None
 
 
 def unreadable(folder: Path, error: OSError) -> CheckpointError:
@@ -342,4 +339,4 @@ def unreadable(folder: Path, error: OSError) -> CheckpointError:
 
 def unwritable(folder: Path, error: OSError) -> InputError:
     """The error of a checkpoint folder that could not be saved."""
-    return InputError(f"{folder} could not be saved: {reason(error)}; make room, or choose another run.dir")
+    return InputError(f"{folder} could not be saved: {disk.reason(error)}; make room, or choose another run.dir")

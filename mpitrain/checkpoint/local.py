@@ -27,11 +27,19 @@ from mpitrain.checkpoint import folders, parity
 from mpitrain.checkpoint.commit import FileLayout, Target, attempt, write_checkpoint
 from mpitrain.checkpoint.contents import has_whole_tensors
 from mpitrain.checkpoint.files import Part
-from mpitrain.checkpoint.manifest import FRUITLESS, MANIFEST, Manifest, ParitySet, Values, decode, read_manifest
+from mpitrain.checkpoint.manifest import (
+    FRUITLESS,
+    MANIFEST,
+    Manifest,
+    ParitySet,
+    Values,
+    decode,
+    missing_files,
+    read_manifest,
+)
 from mpitrain.checkpoint.parity import FileTransfer, exchange
 from mpitrain.errors import CheckpointError, InputError
-from mpitrain.storage.commit import remove_folder
-from mpitrain.storage.disk import read_plain, reason, sync, write_whole
+from mpitrain.storage.disk import read_plain, remove_folder, sync, write_whole
 
 if TYPE_CHECKING:
     from mpitrain.comm import Communicator
@@ -95,13 +103,9 @@ class LocalFolders:
                 own.unlink(missing_ok=True)
 
     def _make(self) -> None:
-        try:
+        with folders.usable(f"checkpoint.local {self._base}", "give a folder on each node's disk"):
             self.root.mkdir(parents=True, exist_ok=True)
             folders.remove_leftovers(self.root)
-        except OSError as error:
-            raise InputError(
-                f"checkpoint.local {self._base} cannot be used: {reason(error)}; give a folder on each node's disk"
-            ) from None
 
     def _check_others(self, probe: str) -> None:
         if len(list(self.root.glob(f"{folders.PROBE}-*.tmp-{probe}"))) > 1:
@@ -140,8 +144,7 @@ class LocalFolders:
         self, comm: Communicator, folder: Path, owners: dict[str, int], sizes: dict[str, int]
     ) -> Sequence[ParitySet]:
         if self._redundancy == "partner":
-            copies = parity.partner_copies(owners, sizes, self._nodes)
-            exchange(comm, parity.copy_rounds(copies, folder, folder))
+            exchange(comm, parity.copy_rounds(parity.partner_copies(owners, sizes, self._nodes), folder, folder))
         if self._redundancy != "xor":
             return ()
         sets = parity.parity_sets(owners, sizes, self._nodes)
@@ -220,7 +223,8 @@ class LocalFolders:
         """
         self._on_leaders(comm, partial(_clear, folder), folder)
         sizes = manifest.files | {p: one.chunk for one in manifest.parity for p in one.parities}
-        mine = [name for name, size in sizes.items() if _size(folder / name) == size] if self._leads(comm) else []
+        leads = self._leads(comm)
+        mine = [name for name, size in sizes.items() if leads and not any(missing_files(folder, [(name, size)]))]
         damaged = [n for n in mine if suspect and n in manifest.files and not has_whole_tensors(folder, manifest, n)]
         held = comm.all_gather_object([name for name in mine if name not in damaged])
         found_damaged = sorted({name for names in comm.all_gather_object(damaged) for name in names})
@@ -254,14 +258,6 @@ class LocalFolders:
 
         self._on_leaders(comm, settle, folder)
         return found_damaged
-
-
-def _size(path: Path) -> int:
-    """Bytes of a file; -1 where it cannot be found."""
-    try:
-        return path.stat().st_size
-    except OSError:
-        return -1
 
 
 def _rebuild(
@@ -301,15 +297,13 @@ def _arrive(folder: Path, manifest: Manifest, names: Sequence[str], suspect: boo
 
 
 def _identity(shared: Path) -> str:
-    try:
-        path = shared / IDENTITY
+    path = shared / IDENTITY
+    with folders.usable(str(path), "choose another run.dir"):
         if not path.exists():
             write_whole(path, secrets.token_hex(8) + "\n")
         identity = read_plain(path).decode(errors="replace").strip()
-    except OSError as error:
-        raise InputError(f"{shared / IDENTITY} cannot be used: {reason(error)}; choose another run.dir") from None
     if not re.fullmatch("[0-9a-f]{16}", identity):  # it becomes the name of a folder
-        raise InputError(f"{shared / IDENTITY} holds no identity of a run; remove it")
+        raise InputError(f"{path} holds no identity of a run; remove it")
     return identity
 
 

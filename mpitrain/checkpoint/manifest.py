@@ -34,7 +34,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictFloat, StrictInt, Stric
 
 from mpitrain.errors import CheckpointError, first_problem
 from mpitrain.layout import Box, Piece
-from mpitrain.storage.disk import read_plain, write_durably
+from mpitrain.storage.disk import from_json, read_plain, write_durably
 
 MANIFEST = "manifest.json"
 MODEL = "model/"  # what the names of parameters and buffers begin with
@@ -221,15 +221,11 @@ def decode(data: bytes) -> Manifest:
     Raises:
         ValueError: These are not the bytes of a manifest, or it contradicts itself.
     """
-    text = data.decode("utf-8")
-    head, _, body = text.rstrip("\n").partition(', "payload": ')
+    head, _, body = data.decode("utf-8").rstrip("\n").partition(', "payload": ')
     stored, payload_text = int(head.removeprefix('{"crc32": ')), body.removesuffix("}")
     if zlib.crc32(payload_text.encode()) != stored:
         raise ValueError("its hash does not match")
-    try:
-        content = json.loads(payload_text)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+    content = from_json(payload_text)
     payload = checked(content)
     manifest = Manifest(
         payload.step,
@@ -243,43 +239,41 @@ def decode(data: bytes) -> Manifest:
     )
     if len(manifest.tensors) != len(payload.tensors):
         raise ValueError("it names a tensor twice")
-    for problem in _contradictions(manifest):
-        raise ValueError(problem)
+    _require_consistent(manifest)
     return manifest
 
 
-def _contradictions(manifest: Manifest) -> Iterator[str]:
-    """Whatever would let a small file stand for a large tensor, or bytes be read that are not a tensor's."""
+def _require_consistent(manifest: Manifest) -> None:
+    """Raise ValueError where a small file would stand for a large tensor, or bytes be read that are not a tensor's."""
     for name, spec in manifest.tensors.items():
         if not spec.possible:
-            yield f"{name!r:.100} is {spec.dtype!r:.40} {spec.shape!s:.100}, which no tensor is"
+            raise ValueError(f"{name!r:.100} is {spec.dtype!r:.40} {spec.shape!s:.100}, which no tensor is")
     held = dict.fromkeys(manifest.tensors, 0)  # elements
     taken = dict.fromkeys(manifest.files, 0)  # bytes
     for extent in manifest.extents:
         piece, box = extent.piece, extent.piece.box
         if piece.name not in held or extent.file not in taken:
-            yield f"a piece of {piece.name!r:.100} in {extent.file} is of no tensor or file that it lists"
-            continue
+            raise ValueError(f"a piece of {piece.name!r:.100} in {extent.file} is of no tensor or file that it lists")
         spec = manifest.tensors[piece.name]
         nbytes = piece.numel * spec.itemsize
         within = box.start <= box.stop <= box.dim and piece.lo <= piece.hi <= box.numel
         if not within or box.outer * box.dim * box.inner != spec.numel:
-            yield f"a piece of {piece.name!r:.100} is no part of it"
+            raise ValueError(f"a piece of {piece.name!r:.100} is no part of it")
         if len(extent.hashes) != -(-nbytes // HASHED) or extent.offset + nbytes > manifest.files[extent.file]:
-            yield f"a piece of {piece.name!r:.100} does not lie in {extent.file}"
+            raise ValueError(f"a piece of {piece.name!r:.100} does not lie in {extent.file}")
         held[piece.name] += piece.numel
         taken[extent.file] += nbytes
     for name, spec in manifest.tensors.items():
         if held[name] < spec.numel:
-            yield f"its files hold {held[name]} of the {spec.numel} elements of {name!r:.100}"
+            raise ValueError(f"its files hold {held[name]} of the {spec.numel} elements of {name!r:.100}")
     for file, size in manifest.files.items():
         if taken[file] > size:
-            yield f"{file} has {size} bytes, and pieces of {taken[file]}"
+            raise ValueError(f"{file} has {size} bytes, and pieces of {taken[file]}")
         if file not in manifest.rest:
-            yield f"it has no hash of the rest of {file}"
+            raise ValueError(f"it has no hash of the rest of {file}")
     for one in manifest.parity:
         if len(one.files) != len(one.parities) or not {file for file in one.files if file} <= set(manifest.files):
-            yield "a set of parities is of other files than it lists"
+            raise ValueError("a set of parities is of other files than it lists")
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:

@@ -38,7 +38,7 @@ from mpitrain.checkpoint.reading import read_exactly
 from mpitrain.errors import MpitrainError
 from mpitrain.layout import split
 from mpitrain.storage.disk import opened
-from mpitrain.storage.extents import write_at
+from mpitrain.storage.hdf5 import write_at
 
 if TYPE_CHECKING:
     from mpitrain.comm import Communicator
@@ -228,8 +228,6 @@ def _read_segment(
 ) -> None:
     """Bytes of a member's segment from `first` on; what lies beyond its file is zero."""
     file = one.files[member]
-    if not file:
-        return
     offset = segment(member, holder) * one.chunk + first
     available = min(len(into), one.chunk - first, sizes[file] - offset)
     if available > 0:

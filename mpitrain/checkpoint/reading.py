@@ -35,7 +35,7 @@ from mpitrain.checkpoint.manifest import HASHED, Extent, Manifest, TensorSpec, d
 from mpitrain.errors import CheckpointError
 from mpitrain.layout import Piece, stretches
 from mpitrain.storage.disk import opened
-from mpitrain.storage.extents import crc32, read_at
+from mpitrain.storage.hdf5 import crc32, read_at
 
 if TYPE_CHECKING:
     from mpitrain.checkpoint.device_memory import Arrivals, DeviceBytes
@@ -255,14 +255,8 @@ def read(folder: Path, blocks: Sequence[Block]) -> None:
             for use in block.uses:
                 use.copy(memory)
 
-        futures = [pool.submit(fill, block) for block in blocks]
-        try:
-            for future in futures:
-                future.result()
-        except BaseException:
-            for future in futures:
-                future.cancel()
-            raise
+        for _ in pool.map(fill, blocks):  # which raises what the first one raised, and cancels the others
+            pass
     settle(blocks)
 
 

@@ -39,7 +39,6 @@ from mpitrain.checkpoint.reading import Block, cooperative_read, files_of, plan
 from mpitrain.errors import CheckpointError, InputError, MpitrainError, refusal
 from mpitrain.layout import Piece
 from mpitrain.storage import locks
-from mpitrain.storage.disk import reason
 
 if TYPE_CHECKING:
     from mpitrain.comm import Communicator
@@ -124,21 +123,19 @@ class Store:
         """
 
         def make() -> None:
-            try:
-                if set_aside:
+            what = f"checkpoint folder {self.root}"
+            with folders.usable(what, "choose another folder"):
+                if set_aside and folders.finished_steps(self.root):
                     folders.set_aside(self.root)
                 self.root.mkdir(parents=True, exist_ok=True)
-                for folder in folders.locked_with(self.root) if lock else ():
-                    locks.keep(folder / locks.LOCK)
+                try:
+                    for folder in folders.locked_with(self.root) if lock else ():
+                        locks.keep(folder / locks.LOCK)
+                except locks.LockHeld:
+                    raise InputError(
+                        f"{what} is in use by another job; save into another folder, or end that job"
+                    ) from None
                 folders.remove_leftovers(self.root)
-            except locks.LockHeld:
-                raise InputError(
-                    f"checkpoint folder {self.root} is in use by another job; save into another folder, or end that job"
-                ) from None
-            except OSError as error:
-                raise InputError(
-                    f"checkpoint folder {self.root} cannot be used: {reason(error)}; choose another folder"
-                ) from None
 
         self.comm.on_root(make)
         if self._local is not None:
@@ -152,7 +149,7 @@ class Store:
 
         def move() -> list[str]:
             later = [self.folder(found) for found in folders.finished_steps(self.root) if found > step]
-            moved = [(path, folders.keep_remains(path)) for path in later if folders.are_remains(path)]
+            moved = [(path, folders.set_aside(path)) for path in later if folders.are_remains(path)]
             for path in later or [self.folder(step + 1)]:
                 folders.require_free(path)
             return [f"{path} has no manifest any more; kept as {kept}" for path, kept in moved]
@@ -245,8 +242,7 @@ class Store:
         self._since_flush = 0 if shared else self._since_flush + 1
         write = partial(self._write, step, shared=shared, best=self.best)
         if background:
-            copies = self._snapshot.copy(parts)
-            self._task = BackgroundTask(partial(write, copies, values))
+            self._task = BackgroundTask(partial(write, self._snapshot.copy(parts), values))
         else:
             write(parts, values)
         return self.folder(step) if self._local is None or shared else self._local.folder(step)
@@ -320,10 +316,12 @@ class Store:
         fruitful = not values.get(FRUITLESS)
 
         def after() -> None:
-            spared = folders.point_to_both(self.folder(step), self.folder(best))
+            folders.point_to(self.folder(step))
+            if folders.is_checkpoint(self.folder(best)):
+                folders.point_to(self.folder(best), folders.BEST)
             self._fruitful[step] = fruitful
             known = self._verified | {step}, self._unusable - {step}, self._was_fruitful
-            old = folders.doomed(folders.finished_steps(self.root), self.keep, *known, spared)
+            old = folders.doomed(folders.finished_steps(self.root), self.keep, *known, folders.best_step(self.root))
             hidden = [folders.hide(self.folder(step)) for step in old if folders.is_checkpoint(self.folder(step))]
             if hidden:  # giving gigabytes back takes a while, which nobody has to wait for
                 self._removal = BackgroundTask(partial(folders.remove, *hidden))

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, fields
-from typing import Any, cast, get_type_hints
+from dataclasses import dataclass
+from typing import Annotated, Any, cast
+
+from pydantic import Field, StrictBool, ValidationError
 
 from mpitrain.choices import Cycle, Decay
+from mpitrain.config.section import Section
 from mpitrain.config.training import OptimSection
-from mpitrain.errors import InputError, refusal
+from mpitrain.errors import InputError, first_problem, refusal
 
 
 @dataclass(frozen=True)
@@ -89,10 +92,13 @@ DECAYS: dict[Decay, Callable[[LearningRate, int], float]] = {
 
 
 _MOST = 0.999  # that a momentum which grows after the cycle comes to
+_Number = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+_Steps = Annotated[int, Field(ge=0)]
+_SomeSteps = Annotated[int, Field(gt=0)]
+_Momentum = Annotated[float, Field(ge=0, lt=1)]
 
 
-@dataclass(frozen=True)
-class OneCycle:
+class OneCycle(Section):
     """Up from the least rate to the largest, down again, and then slowly below the least one.
 
     Attributes:
@@ -112,24 +118,18 @@ class OneCycle:
         cycle_max_mom: The momentum at both ends.
     """
 
-    cycle_min_lr: float
-    cycle_max_lr: float
-    cycle_first_step_size: int = 2000
-    cycle_second_step_size: int = 0
-    cycle_first_stair_count: int = 0
-    cycle_second_stair_count: int = -1
-    decay_step_size: int = 0
-    decay_lr_rate: float = 0.0
-    decay_mom_rate: float = 0.0
-    cycle_momentum: bool = True
-    cycle_min_mom: float = 0.8
-    cycle_max_mom: float = 0.9
-
-    def __post_init__(self) -> None:
-        if not self.cycle_first_step_size:
-            raise refusal("cycle_first_step_size 0 leaves the cycle no first half; give its steps")
-        if max(self.cycle_min_mom, self.cycle_max_mom) >= 1:
-            raise refusal("cycle_min_mom and cycle_max_mom are momenta; give numbers below 1")
+    cycle_min_lr: _Number
+    cycle_max_lr: _Number
+    cycle_first_step_size: _SomeSteps = 2000
+    cycle_second_step_size: _Steps = 0
+    cycle_first_stair_count: _Steps = 0
+    cycle_second_stair_count: Annotated[int, Field(ge=-1)] = -1
+    decay_step_size: _Steps = 0
+    decay_lr_rate: _Number = 0.0
+    decay_mom_rate: _Number = 0.0
+    cycle_momentum: StrictBool = True
+    cycle_min_mom: _Momentum = 0.8
+    cycle_max_mom: _Momentum = 0.9
 
     def rate(self, step: int) -> float:
         """The rate of step `step`, from 0."""
@@ -167,8 +167,7 @@ class OneCycle:
         return done * stairs // of / stairs if stairs else done / of
 
 
-@dataclass(frozen=True)
-class RangeTest:
+class RangeTest(Section):
     """Ever higher, until the loss no longer falls: the rate a model bears is just below.
 
     Attributes:
@@ -178,14 +177,10 @@ class RangeTest:
         lr_range_test_staircase: Whether it grows at the end of those steps, instead of at each.
     """
 
-    lr_range_test_min_lr: float = 1e-3
-    lr_range_test_step_size: int = 2000
-    lr_range_test_step_rate: float = 1.0
-    lr_range_test_staircase: bool = False
-
-    def __post_init__(self) -> None:
-        if not self.lr_range_test_step_size:
-            raise refusal("lr_range_test_step_size 0 has no steps in which the rate grows; give more")
+    lr_range_test_min_lr: _Number = 1e-3
+    lr_range_test_step_size: _SomeSteps = 2000
+    lr_range_test_step_rate: _Number = 1.0
+    lr_range_test_staircase: StrictBool = False
 
     def rate(self, step: int) -> float:
         """The rate of step `step`, from 0."""
@@ -207,9 +202,9 @@ def cycle_of(section: OptimSection, steps: int) -> OneCycle | RangeTest:
         InputError: There is no such option, or it is out of range.
     """
     if section.schedule == "one-cycle":
-        least = section.lr_end or section.lr / 10
         half = max(1, steps // 2)
-        options = {"cycle_min_lr": least, "cycle_max_lr": section.lr, "cycle_momentum": False}
+        options = {"cycle_min_lr": section.lr_end or section.lr / 10, "cycle_max_lr": section.lr}
+        options["cycle_momentum"] = False
         if "cycle_first_step_size" not in section.schedule_options:
             options |= {"cycle_first_step_size": half, "cycle_second_step_size": max(1, steps - half)}
     else:
@@ -224,32 +219,18 @@ def cycle_of(section: OptimSection, steps: int) -> OneCycle | RangeTest:
 
 
 def made(kind: type[OneCycle] | type[RangeTest], options: Mapping[str, Any]) -> OneCycle | RangeTest:
-    """A schedule of the class with these attributes; None stands for an attribute's default.
+    """Return a schedule of the class with these attributes; None stands for an attribute's default.
 
     Raises:
         InputError: An attribute is missing, unknown, or no number that it can be.
     """
-    types = get_type_hints(kind)
     given = {key: value for key, value in options.items() if value is not None}
-    if unknown := sorted(set(given) - set(types)):
-        raise refusal(f"there is no {', '.join(unknown)}; there are {', '.join(types)}")
-    if missing := [field.name for field in fields(kind) if field.default is MISSING and field.name not in given]:
-        verb, them = ("is", "it") if len(missing) == 1 else ("are", "them")
-        raise refusal(f"{' and '.join(missing)} {verb} missing; give {them}")
-    return kind(**{key: _checked(key, value, types[key]) for key, value in given.items()})
-
-
-def _checked(key: str, value: Any, wanted: type) -> Any:
-    """The value as the type that is wanted. Raises InputError where it is none."""
-    if wanted is bool:
-        if not isinstance(value, bool):
-            raise refusal(f"{key} {value!r} is neither true nor false; give one of them")
-        return value
-    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    least = -1 if key == "cycle_second_stair_count" else 0
-    if not number or value < least or (wanted is int and value != int(value)):
-        raise refusal(f"{key} {value!r} is wrong; give {'a whole number' if wanted is int else 'a number'} from 0 on")
-    return wanted(value)
+    if unknown := sorted(set(given) - set(kind.model_fields)):
+        raise refusal(f"there is no {', '.join(unknown)}; there are {', '.join(kind.model_fields)}")
+    try:
+        return kind.model_validate(given)
+    except ValidationError as error:
+        raise refusal(f"{first_problem(error)}; fix it") from None
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ def find(key: str, path: str) -> Callable[..., Any]:
         otherwise = f"define it there, or name one of {', '.join(known[:_SHOWN])}" if known else "define it there"
         raise InputError(
             f"{key} {path}: {module.__file__ or module_name} has no function {name!r}; "
-            + _suggestion(name, known, otherwise)
+            + suggestion(name, known, otherwise)
         )
     if not callable(function):
         raise InputError(f"{key} {path}: {name} is {type(function).__name__}, not a function; name one")
@@ -112,7 +112,7 @@ def _import(named: str, module_name: str) -> ModuleType:
             raise InputError(f"{named}: {module_name} needs {told(error)}; install it") from error
         raise InputError(
             f"{named}: there is no module {error.name!r} in {os.getcwd()} or among the installed packages; "
-            + _suggestion(error.name, _modules_beside(error.name), "start the job in its folder, or install it")
+            + suggestion(error.name, _modules_beside(error.name), "start the job in its folder, or install it")
         ) from None
     except (Exception, SystemExit) as error:
         raise InputError(f"{named}: importing {module_name} raised {told(error)}; mend it") from error
@@ -125,7 +125,8 @@ def _modules_beside(name: str) -> list[str]:
     return [parent + dot + module.name for module in pkgutil.iter_modules(where)]
 
 
-def _suggestion(name: str, known: Iterable[str], otherwise: str) -> str:
+def suggestion(name: str, known: Iterable[str], otherwise: str) -> str:
+    """Return a question for the known name that is most like a wrong one; `otherwise` where none is."""
     near = difflib.get_close_matches(name, known, n=1)
     return f"did you mean {near[0]!r}?" if near else otherwise
 

@@ -15,7 +15,7 @@ from typing import Any
 from mpitrain.choices import Model
 from mpitrain.config.toml_file import read_toml
 from mpitrain.errors import InputError, refusing
-from mpitrain.storage.disk import read_plain
+from mpitrain.storage.disk import from_json, read_plain
 from mpitrain.storage.run_folder import CONFIG
 
 CONFIG_JSON = "config.json"
@@ -301,12 +301,12 @@ _FAMILIES = {"gpt2": _gpt2, "llama": _llama, "mistral": _mistral, "qwen2": _qwen
 
 def _read(file: Path) -> Values:
     try:
-        values = json.loads(read_plain(file, _LONGEST).decode("utf-8"))
+        values = from_json(read_plain(file, _LONGEST))
     except OSError as error:
         raise InputError(
             f"model.preset {file}: {error.strerror or error}; give a folder with a config.json, or that file"
         ) from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise InputError(f"model.preset {file} is no config.json: {str(error).splitlines()[0]}") from None
     if not isinstance(values, dict):
         raise InputError(f"model.preset {file} is no config.json: it holds no keys; give that of a model")
@@ -327,11 +327,9 @@ def with_base(given: Mapping[str, Any]) -> dict[str, Any]:
     path = Path(str(given["base"])).expanduser()
     if not path.exists():
         raise InputError(f"model.base: {path} does not exist; give a checkpoint folder or a run folder")
-    for folder in (path, path.absolute().parent.parent):
-        if (folder / CONFIG).is_file():
-            found = read_toml(str(folder / CONFIG)).get("model", {})
-            return {key: value for key, value in found.items() if key not in _OWN} | dict(given)
-    return dict(given)
+    files = [file for file in (path / CONFIG, path.absolute().parent.parent / CONFIG) if file.is_file()]
+    found = read_toml(str(files[0])).get("model", {}) if files else {}
+    return {key: value for key, value in found.items() if key not in _OWN} | dict(given)
 
 
 # defaults of models that differ from those of `ModelSection` and `OptimSection`

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args
@@ -23,6 +22,7 @@ from mpitrain.choices import (
     one_of,
 )
 from mpitrain.config.batch_sizes import BatchSizes, Stages, checked_warmup
+from mpitrain.config.named import suggestion
 from mpitrain.config.preset import with_base, with_preset
 from mpitrain.config.section import ClassName, Named, Section, followed, followed_apart, for_optimizer, setting
 
@@ -211,8 +211,7 @@ def _known_metrics(given: Any) -> Any:
     known = (*get_args(Measured), *get_args(OfClasses))
     for name in given if isinstance(given, (list, tuple)) else ():
         if isinstance(name, str) and ":" not in name and name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"choose {', '.join(known)}, or package.module:function"
+            hint = suggestion(name, known, f"choose {', '.join(known)}, or package.module:function")
             raise ValueError(f"train.metrics has no {name!r}; {hint}")
     return given
 

@@ -41,8 +41,7 @@ from mpitrain.data.format import MANIFEST, TOKENIZER, DatasetManifest, is_datase
 from mpitrain.data.shards import verify
 from mpitrain.errors import InputError
 from mpitrain.storage import locks
-from mpitrain.storage.commit import MARK, begin_folder, end_folder, leftovers, remove_folder
-from mpitrain.storage.disk import free_bytes, sync
+from mpitrain.storage.disk import MARK, begin_folder, end_folder, free_bytes, leftovers, remove_folder, sync
 
 if TYPE_CHECKING:
     from mpitrain.comm import Communicator

@@ -27,8 +27,18 @@ import numpy.typing as npt
 from mpitrain.data.format import EXTENT_BYTES, DatasetManifest, FieldSpec, ShardSpec
 from mpitrain.errors import InputError
 from mpitrain.storage.disk import open_plain
-from mpitrain.storage.extents import ExtentHasher, bytes_of_array, crc32, read_at, write_at
-from mpitrain.storage.hdf5 import SIGNATURE, Image, begin_file, contiguous, hdf5_image
+from mpitrain.storage.hdf5 import (
+    SIGNATURE,
+    ExtentHasher,
+    Image,
+    begin_file,
+    bytes_of_array,
+    contiguous,
+    crc32,
+    hdf5_image,
+    read_at,
+    write_at,
+)
 
 _COPY_BYTES = 8 << 20
 _TABLE = np.dtype("<u4")

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional
 
 from mpitrain.errors import refusal
-from mpitrain.storage.extents import crc32
+from mpitrain.storage.hdf5 import crc32
 
 
 class LoraLinear(nn.Module):

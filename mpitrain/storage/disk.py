@@ -1,21 +1,34 @@
-"""Single acts on files that data sets, checkpoints, logs and settings have in common; without MPI, without torch."""
+"""Acts on files that data sets, checkpoints, logs and settings have in common; without MPI, without torch.
+
+Folders are whole or not there at all: filled under a temporary name with a mark in them, then renamed.
+
+NAME.tmp-…/    being filled: MARK lies in it, so what is in it may be removed
+NAME/          after the rename: all of it is there, and durable
+
+A folder that one process makes, and nobody looks for leftovers of, needs no mark: `new_folder`.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import json
 import os
+import re
 import secrets
+import shutil
 import stat
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from mpitrain.errors import InputError
 from mpitrain.storage.text import bytes_text
 
+MARK = ".mpitrain-unfinished"  # a file in a folder that is being filled
 SHARED_MEMORY = "/dev/shm"  # of a node
 _REASONS = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up"}
 _IN_MEMORY = (0x01021994, 0x858458F6)  # of statfs(2): tmpfs, ramfs
@@ -132,6 +145,22 @@ def read_plain(path: Path, most: int = 64 << 20) -> bytes:
         return file.read(size)  # not `most`: a read reserves as many bytes as it is asked for
 
 
+def from_json(text: str | bytes) -> Any:
+    """Return what JSON text says. Raises ValueError where it is none, nested too deeply, or has a key twice."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
+            raise ValueError(f"the key {twice!r:.80} is there twice")
+        return found
+
+    try:
+        return json.loads(text, object_pairs_hook=once)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
 def lack_of_room(folder: Path, nbytes: int) -> str:
     """Why so many bytes more do not fit into a folder, in a few words; empty where they do, or it cannot be known.
 
@@ -160,3 +189,74 @@ def free_bytes(folder: Path) -> int:
 def _is_in_memory(folder: Path) -> bool:
     status = (ctypes.c_long * 32)()  # struct statfs, which begins with the file system's type; larger than any
     return _libc.statfs(os.fsencode(folder), status) == 0 and status[0] in _IN_MEMORY
+
+
+def temporary_name(name: str) -> str:
+    """Return a name for what is to be called `name` when it is whole."""
+    return f"{name}.tmp-{secrets.token_hex(4)}"
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """Give an empty folder, which afterwards gets the name `path`; where anything fails inside, it is removed.
+
+    Raises OSError.
+    """
+    temporary = path.with_name(temporary_name(path.name))
+    temporary.mkdir()
+    try:
+        yield temporary
+        os.rename(temporary, path)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def begin_folder(path: Path) -> None:
+    """Make a folder to be filled, with the mark in it. Raises OSError."""
+    path.mkdir(parents=True)
+    (path / MARK).touch()
+
+
+def end_folder(path: Path) -> None:
+    """Take the mark away: the folder is filled, and durable. Raises OSError."""
+    (path / MARK).unlink(missing_ok=True)
+    sync(path)
+
+
+def _is_unfinished(path: Path) -> bool:
+    """Return whether this is a folder begun by `begin_folder`: it has the mark, or nothing at all in it."""
+    folder = path.is_dir() and not path.is_symlink()
+    return folder and ((path / MARK).is_file() or not any(path.iterdir()))
+
+
+def leftovers(parent: Path, name: re.Pattern[str], ours: Callable[[Path], bool]) -> Iterator[Path]:
+    """What folders that were never finished left behind. For whoever knows that nobody is filling one there.
+
+    Args:
+        parent: Where to look.
+        name: What such folders are called.
+        ours: Whether a folder without the mark, of which only the renaming was missing, is known by its content.
+    """
+    for path in parent.iterdir():
+        if name.fullmatch(path.name) and (_is_unfinished(path) or ours(path)):
+            yield path
+
+
+def remove_folder(path: Path, last: Collection[str] = (MARK,), ours: Callable[[str], bool] = lambda name: True) -> bool:
+    """Remove a folder and what is in it; what cannot be removed stays. Returns whether only what is not ours did.
+
+    last: names by which it is known whose it is; they go last, so that a removal that is killed can be ended later.
+    ours: whether an entry of this name may be removed.
+    """
+    with suppress(OSError):
+        entries = [entry for entry in path.iterdir() if ours(entry.name)]
+        for entry in sorted(entries, key=lambda entry: entry.name in last):
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            else:
+                os.unlink(entry)
+        with suppress(OSError):  # not empty
+            path.rmdir()
+            return False
+        return True
+    return False

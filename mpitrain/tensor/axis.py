@@ -118,13 +118,11 @@ class Axis:
             tag: Must be the same on all ranks, or they get an error: see `new_tag`.
 
         Returns:
-            A new tensor like x; on one rank x itself.
+            A new tensor like x.
 
         Raises:
             CommunicationError: The ranks bring different shapes, dtypes, operations or tags.
         """
-        if self.size == 1:
-            return x
         # of two ranks each sum is one pass anyway, and nothing is to be copied out
         direct = sums_directly(self.size, x.nbytes)
         views = self._exchange(_SUM, x, 0, tag, (self.size - 1) * x.nbytes * direct)
@@ -145,8 +143,6 @@ class Axis:
             dim: The dimension that is divided.
             lengths: Indices of each rank's part; None for those of `bounds`.
         """
-        if self.size == 1:
-            return x
         bounds = self.bounds(x.shape[dim]) if lengths is None else [0, *accumulate(lengths)]
         start, length = bounds[self.rank], bounds[self.rank + 1] - bounds[self.rank]
         taken = (self.size - 1) * x.nbytes * length // max(1, x.shape[dim])
@@ -296,7 +292,7 @@ def _sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return total.to(dtype)
 
 
-Gradient = Callable[[torch.Tensor], torch.Tensor]  # of the output to that of the input
+Map = Callable[[torch.Tensor], torch.Tensor]  # the backward one from the gradient of the output to that of the input
 
 
 def copy(x: torch.Tensor, axis: Axis) -> torch.Tensor:
@@ -312,7 +308,7 @@ def reduce(x: torch.Tensor, axis: Axis) -> torch.Tensor:
 def gather(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
     """Every rank's x put together along a dimension; backward gives each rank its part of the gradient."""
 
-    def forward(x: torch.Tensor) -> tuple[torch.Tensor, Gradient]:
+    def forward(x: torch.Tensor) -> tuple[torch.Tensor, Map]:
         whole, lengths = axis.all_gather(x, dim)
         return whole, lambda grad: grad.narrow(dim, sum(lengths[: axis.rank]), lengths[axis.rank])
 
@@ -321,16 +317,13 @@ def gather(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
 
 def scatter(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
     """This rank's part of x along a dimension; backward puts the gradients of all parts together."""
-    lengths = [hi - lo for lo, hi in pairwise(axis.bounds(x.shape[dim]))]
-    return _exchanged(
-        x, axis, lambda x: (axis.own(x, dim).contiguous(), lambda grad: axis.all_gather(grad, dim, lengths=lengths)[0])
-    )
+    return _divided(x, axis, dim, lambda x: axis.own(x, dim).contiguous())
 
 
 def all_gather(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
     """Every rank's x put together along a dimension; backward sums the gradients and gives each rank its part."""
 
-    def forward(x: torch.Tensor) -> tuple[torch.Tensor, Gradient]:
+    def forward(x: torch.Tensor) -> tuple[torch.Tensor, Map]:
         whole, lengths = axis.all_gather(x, dim)
         return whole, lambda grad: axis.reduce_scatter(grad, dim, lengths)
 
@@ -339,14 +332,17 @@ def all_gather(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
 
 def reduce_scatter(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
     """This rank's part of the sum of every rank's x; backward puts the gradients of all parts together."""
+    return _divided(x, axis, dim, lambda x: axis.reduce_scatter(x, dim))
+
+
+def _divided(x: torch.Tensor, axis: Axis, dim: int, part: Map) -> torch.Tensor:
+    """Return what `part` makes of x for this rank; backward puts the gradients of all parts together."""
     lengths = [hi - lo for lo, hi in pairwise(axis.bounds(x.shape[dim]))]
-    return _exchanged(
-        x, axis, lambda x: (axis.reduce_scatter(x, dim), lambda grad: axis.all_gather(grad, dim, lengths=lengths)[0])
-    )
+    return _exchanged(x, axis, lambda x: (part(x), lambda grad: axis.all_gather(grad, dim, lengths=lengths)[0]))
 
 
 def _exchanged(
-    x: torch.Tensor, axis: Axis, forward: Callable[[torch.Tensor], tuple[torch.Tensor, Gradient]]
+    x: torch.Tensor, axis: Axis, forward: Callable[[torch.Tensor], tuple[torch.Tensor, Map]]
 ) -> torch.Tensor:
     """What `forward` makes of x, which also gives what backward makes of the gradient; x itself on one rank."""
     return _Exchange.apply(x, forward) if axis.size > 1 else x
@@ -356,7 +352,7 @@ class _Exchange(torch.autograd.Function):
     """One of these functions and its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, function: Callable[[torch.Tensor], tuple[torch.Tensor, Gradient]]) -> Any:
+    def forward(ctx: Any, x: torch.Tensor, function: Callable[[torch.Tensor], tuple[torch.Tensor, Map]]) -> Any:
         out, ctx.of_gradient = function(x)
         return out
 

@@ -195,12 +195,9 @@ def _fused_sections(width: int, parent: nn.Module) -> int | list[int]:
 
 def _head_size(parent: nn.Module, width: int) -> int | None:
     """Features of a head, as the module that holds the layer tells them; None where it does not."""
-    for size in _numbers(parent, _SIZES).values():
-        return size
-    for count in _numbers(parent, _COUNTS).values():
-        if width % count == 0:
-            return width // count
-    return None
+    sizes = [*_numbers(parent, _SIZES).values()]
+    sizes += [width // count for count in _numbers(parent, _COUNTS).values() if width % count == 0]
+    return sizes[0] if sizes else None
 
 
 def _numbers(parent: nn.Module, names: Sequence[str]) -> dict[str, int]:

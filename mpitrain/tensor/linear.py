@@ -35,7 +35,34 @@ SEQUENCE = -2  # the dimension
 Keeping = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 
-class ColumnParallelLinear(nn.Module):
+class _ParallelLinear(nn.Module):
+    """A linear layer of whose weight this rank has a part.
+
+    Args:
+        linear: The whole layer, the same on all ranks, of which this rank's part is kept.
+        axis: The ranks.
+        dim: The dimension of a weight [out_features, in_features] that is divided.
+        features: How it is divided.
+        sequence: Whether what is outside of a pair of layers is divided along the sequence.
+    """
+
+    bias: torch.Tensor | None
+
+    def __init__(
+        self, linear: nn.Linear | LinearParts, axis: Axis, dim: int, features: Features, sequence: bool
+    ) -> None:
+        super().__init__()
+        self.axis, self.sequence, self.training = axis, sequence, linear.training
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.transposed = isinstance(linear, LinearParts) and linear.transposed
+        self.weight = part_of(linear.weight, dim ^ self.transposed, features, axis.rank, axis.size)
+
+    def extra_repr(self) -> str:
+        part = f"{tuple(self.weight.shape)} of the weight"
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, {part}"
+
+
+class ColumnParallelLinear(_ParallelLinear):
     """A linear layer whose outputs are divided over the ranks of the tensor axis.
 
     Several paired layers may take one input (query, key, value): it and its gradient then travel once.
@@ -64,47 +91,26 @@ class ColumnParallelLinear(nn.Module):
         sequence: bool = False,
         paired: bool = False,
     ) -> None:
-        super().__init__()
-        self.axis, self.gather_output, self.sequence = axis, gather_output, sequence
-        self.paired = paired and axis.size > 1
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.transposed = isinstance(linear, LinearParts) and linear.transposed
         features = features or Features((linear.out_features,))
-        self.weight = part_of(linear.weight, int(self.transposed), features, axis.rank, axis.size)
+        super().__init__(linear, axis, 0, features, sequence)
+        self.gather_output, self.paired = gather_output, paired and axis.size > 1
         self.bias = None if linear.bias is None else part_of(linear.bias, 0, features, axis.rank, axis.size)
-        self.training = linear.training
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        given = self._input(x)
+        given = self.axis.column_input
+        if not (isinstance(given, ColumnInput) and given.is_for(x)):  # another layer's of the same tensor
+            given = ColumnInput(x, self.axis, self.sequence)
+            self.axis.column_input = given if self.paired else None
         with saved_tensors_hooks(*given.keeping) if given.keeping else nullcontext():
             y = functional.linear(given.whole, self.weight.t() if self.transposed else self.weight, self.bias)
         if self.gather_output:
-            return self.gathered(y)
+            return gather(y, self.axis, -1)
         if self.paired and self.training:
             self.axis.rng.enter(self, y.device)
         return y
 
-    def gathered(self, y: torch.Tensor) -> torch.Tensor:
-        """The whole output of all ranks' parts."""
-        return gather(y, self.axis, -1)
 
-    def _input(self, x: torch.Tensor) -> ColumnInput:
-        """The prepared input: that of the layer before, where it took the same tensor."""
-        kept = self.axis.column_input
-        if isinstance(kept, ColumnInput) and kept.is_for(x):
-            return kept
-        given = ColumnInput(x, self.axis, self.sequence)
-        self.axis.column_input = given if self.paired else None
-        return given
-
-    def extra_repr(self) -> str:
-        own = self.weight.shape[int(self.transposed)]
-        return (
-            f"in_features={self.in_features}, out_features={own} of {self.out_features}, bias={self.bias is not None}"
-        )
-
-
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(_ParallelLinear):
     """A linear layer whose inputs are divided over the ranks of the tensor axis.
 
     Args:
@@ -128,16 +134,10 @@ class RowParallelLinear(nn.Module):
         scatter_input: bool = False,
         sequence: bool = False,
     ) -> None:
-        super().__init__()
-        self.axis, self.scatter_input, self.sequence = axis, scatter_input, sequence
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.transposed = isinstance(linear, LinearParts) and linear.transposed
-        features = features or Features((linear.in_features,))
-        self.weight = part_of(linear.weight, 0 if self.transposed else 1, features, axis.rank, axis.size)
-        self.bias = linear.bias
+        super().__init__(linear, axis, 1, features or Features((linear.in_features,)), sequence)
+        self.scatter_input, self.bias = scatter_input, linear.bias
         if sequence and self.bias is not None:
             sum_gradient(self.bias, axis)
-        self.training = linear.training
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.axis.rng.leave()
@@ -147,12 +147,6 @@ class RowParallelLinear(nn.Module):
         part = functional.linear(x, self.weight.t() if self.transposed else self.weight)
         y = reduce_scatter(part, self.axis, SEQUENCE) if self.sequence else reduce(part, self.axis)
         return y if self.bias is None else y.add_(self.bias.to(y.dtype))  # in place: y is new, and nobody keeps it
-
-    def extra_repr(self) -> str:
-        own = self.weight.shape[0 if self.transposed else 1]
-        return (
-            f"in_features={own} of {self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
-        )
 
 
 def sum_gradient(parameter: torch.Tensor, axis: Axis) -> None:
@@ -215,8 +209,7 @@ class ColumnParallelLora(ColumnParallelLinear):
     """
 
     def __init__(self, adapter: LoraLinear, axis: Axis, features: Features, *, gather_output: bool) -> None:
-        super().__init__(_parts_of(adapter), axis, features, gather_output=False, paired=not gather_output)
-        _refuse_dropout(adapter, axis)
+        super().__init__(_parts_of(adapter, axis), axis, features, paired=not gather_output)
         self.scale, self._whole = adapter.scale, gather_output
         self.lora_a = adapter.lora_a
         self.lora_b = part_of(adapter.lora_b, 0, features, axis.rank, axis.size)
@@ -224,7 +217,7 @@ class ColumnParallelLora(ColumnParallelLinear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         inner = copy(functional.linear(x, self.lora_a), self.axis)
         y = super().forward(x) + functional.linear(inner, self.lora_b) * self.scale
-        return self.gathered(y) if self._whole else y
+        return gather(y, self.axis, -1) if self._whole else y
 
 
 class RowParallelLora(RowParallelLinear):
@@ -237,8 +230,7 @@ class RowParallelLora(RowParallelLinear):
     """
 
     def __init__(self, adapter: LoraLinear, axis: Axis, features: Features) -> None:
-        super().__init__(_parts_of(adapter), axis, features)
-        _refuse_dropout(adapter, axis)
+        super().__init__(_parts_of(adapter, axis), axis, features)
         self.scale = adapter.scale
         self.lora_a = part_of(adapter.lora_a, 1, features, axis.rank, axis.size)
         self.lora_b = adapter.lora_b
@@ -249,20 +241,13 @@ class RowParallelLora(RowParallelLinear):
         return y + functional.linear(inner, self.lora_b) * self.scale
 
 
-def refuse_sequence(name: str) -> None:
-    """Adapters of layers whose input is a part of the sequence are not made."""
-    raise refusal(f"{name} has an adapter, which does not go with parallel.sequence; set that to false")
-
-
-def _parts_of(adapter: LoraLinear) -> LinearParts:
-    parts = linear_parts(adapter)
-    assert parts is not None
-    return parts
-
-
-def _refuse_dropout(adapter: LoraLinear, axis: Axis) -> None:
+def _parts_of(adapter: LoraLinear, axis: Axis) -> LinearParts:
+    """Return the parts of the layer under an adapter. Raises InputError where the ranks' dropout would differ."""
     if adapter.dropout and axis.size > 1:
         raise refusal(
             f"model.lora_dropout {adapter.dropout} would draw other numbers on each tensor rank; set it to 0, or "
             "parallel.tensor to 1"
         )
+    parts = linear_parts(adapter)
+    assert parts is not None
+    return parts

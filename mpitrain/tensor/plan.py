@@ -293,7 +293,8 @@ def _pairs(divided: Sequence[str], styles: Mapping[str, ParallelStyle]) -> list[
 
     Those of one parent belong together, and others, such as the layers of an nn.Sequential, in the model's order.
     """
-    alone = [name for name in divided if styles[name].needs_row or _takes_parts(styles[name])]
+    of = {name: styles[name] for name in divided}
+    alone = [n for n, s in of.items() if s.needs_row or (s.takes_parts and not getattr(s, "scatter", False))]
     families: dict[str, list[str]] = {}
     for name in alone:
         families.setdefault(name.rpartition(".")[0], []).append(name)
@@ -314,10 +315,6 @@ def _in_order(names: Sequence[str], styles: Mapping[str, ParallelStyle]) -> list
         last = found.pop()
         found[-1] += last
     return found
-
-
-def _takes_parts(style: ParallelStyle) -> bool:
-    return style.takes_parts and not getattr(style, "scatter", False)
 
 
 def _tied(model: nn.Module, divided: Sequence[str]) -> list[list[str]]:

@@ -20,7 +20,6 @@ from mpitrain.tensor.linear import (
     ColumnParallelLora,
     RowParallelLinear,
     RowParallelLora,
-    refuse_sequence,
     sum_gradient,
 )
 from mpitrain.tensor.vocabulary import VocabularyParallelEmbedding
@@ -213,7 +212,7 @@ def _linear(planned: PlannedModule, style: str) -> LinearParts:
     if parts is None:
         _plain(planned, nn.Linear, style)
     if isinstance(planned.module, LoraLinear) and planned.sequence:
-        refuse_sequence(planned.name)
+        raise refusal(f"{planned.name} has an adapter, which does not go with parallel.sequence; set that to false")
     _refuse_hooks(planned)
     assert parts is not None
     return parts

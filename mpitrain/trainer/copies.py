@@ -21,7 +21,7 @@ from mpitrain.checkpoint.reading import Block, plan, settle
 from mpitrain.checkpoint.store import Snapshot, needed
 from mpitrain.comm import Communicator
 from mpitrain.comm.faults.ulfm import partners
-from mpitrain.storage.extents import crc32
+from mpitrain.storage.hdf5 import crc32
 from mpitrain.trainer.engine import Engine
 from mpitrain.trainer.folder import together
 from mpitrain.trainer.state import merged

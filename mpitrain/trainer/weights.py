@@ -36,8 +36,7 @@ from mpitrain.models.hugging_face.families import Facade
 from mpitrain.models.hugging_face.folder import PREFIX, save_folder
 from mpitrain.planner.machine import size_of
 from mpitrain.planner.subject import Subject, description_of
-from mpitrain.storage.commit import new_folder
-from mpitrain.storage.disk import require_new, sync, write_durably, write_whole
+from mpitrain.storage.disk import new_folder, require_new, sync, write_durably, write_whole
 from mpitrain.storage.run_folder import CHECKPOINTS, CONFIG
 
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")

@@ -46,7 +46,7 @@ def test_groups_of_some_ranks(group, world):
 
 @pytest.mark.ranks(2, 3)
 def test_destroyed_groups_can_be_made_again(group, world):
-    from mpitrain.backend.groups import place
+    from mpitrain.backend.process_group import place
 
     made = place().made
     before = len(made.get((0, 1), []))

@@ -128,10 +128,8 @@ def one_rank(name: str, folder: str, only: str) -> None:
 
     import mpitrain
     import mpitrain.backend
-    from mpitrain.backend import patches
-    from mpitrain.backend.groups import place
-    from mpitrain.backend.process_group import Barriers
-    from mpitrain.backend.registration import ADDRESS, NAME
+    from mpitrain.backend.process_group import Barriers, place
+    from mpitrain.backend.registration import NAME, take_over
     from mpitrain.errors import CommunicationError
 
     world = mpitrain.init(timeout=LIMIT, abort_on_error=False)
@@ -140,7 +138,7 @@ def one_rank(name: str, folder: str, only: str) -> None:
     for names in common_distributed.DistTestCases.backend_feature.values():
         names.add(os.environ["BACKEND"])
     if name not in (NAME, PEER):
-        patches.take_over(NAME, ADDRESS)
+        take_over()
     if name == NAME:
         with mock.patch.object(os, "environ", {**os.environ, "BACKEND": _LikeGloo(NAME)}):
             from torch.testing._internal.distributed import distributed_test as tests

@@ -19,7 +19,7 @@ import mpitrain
 from mpitrain.checkpoint import Store
 from mpitrain.checkpoint.contents import damages
 from mpitrain.errors import CheckpointError, InputError
-from mpitrain.storage.commit import begin_folder
+from mpitrain.storage.disk import begin_folder
 
 LAYOUTS = (in_shares, in_slices, in_boxes)
 

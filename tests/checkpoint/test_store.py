@@ -12,7 +12,7 @@ import torch
 from mpitrain.checkpoint import Part, Store, TensorSpec, folders
 from mpitrain.errors import CheckpointError, InputError
 from mpitrain.layout import Box, Piece, shares, split
-from mpitrain.storage.commit import begin_folder
+from mpitrain.storage.disk import begin_folder
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float16, torch.complex64)
 

@@ -70,14 +70,14 @@ def test_an_export_and_an_import_that_find_no_room_leave_nothing(tmp_path, refus
 
 def test_an_import_whose_last_sync_fails_leaves_no_checkpoint_and_no_settings(tmp_path, refused, monkeypatch):
     torch.save({"x": torch.ones(8)}, tmp_path / "w.pt")
-    run, sync = tmp_path / "run", folders.sync
+    run, sync = tmp_path / "run", folders.disk.sync
 
     def failing(path):
         if path.name == "checkpoints" and (path / "step-00000000").exists():
             raise OSError(28, os.strerror(28))
         sync(path)
 
-    monkeypatch.setattr(folders, "sync", failing)
+    monkeypatch.setattr(folders.disk, "sync", failing)
     assert "disk is full" in refused(checkpoint, "import", tmp_path / "w.pt", run)
     assert not list(run.glob("checkpoints/step-*"))
     monkeypatch.undo()

@@ -21,7 +21,7 @@ from mpitrain.data.sources.text import text_source
 from mpitrain.data.writer import write_dataset
 from mpitrain.errors import InputError
 from mpitrain.storage import locks
-from mpitrain.storage.commit import MARK
+from mpitrain.storage.disk import MARK
 
 
 @pytest.fixture

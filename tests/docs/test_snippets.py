@@ -16,8 +16,7 @@ from snippets import Snippet, commands, pages, run
 from support import ROOT
 
 from mpitrain.comm.communicator import Communicator
-from mpitrain.config.messages import our_name
-from mpitrain.config.settings import Config, parse, sections
+from mpitrain.config.settings import Config, our_name, parse, sections
 from mpitrain.config.toml_file import tomllib
 from mpitrain.data.folders import DIGITS, resolve
 from mpitrain.errors import InputError

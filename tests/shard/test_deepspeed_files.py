@@ -228,7 +228,7 @@ def test_all_that_cannot_be_done_is_told_in_one_line_with_what_is_meant():
         'torch_autocast has no counterpart here (enable "bf16" or "fp16"',
         'optimizer.type OneBitAdam has no counterpart here (use "AdamW"',
         "optimizer.parms is unknown (did you mean 'params'?)",
-        "scheduler.params of OneCycle: cycle_max_lr is missing (give it)",
+        "scheduler.params of OneCycle: cycle_max_lr: field required (fix it)",
         "scheduler.params.cycle_mx_lr is unknown (did you mean 'cycle_max_lr'?)",
         "zero_optimization.offload_parm is unknown (did you mean 'offload_param'?)",
         "zero_optimization.mics_shard_size has no counterpart here (remove it, or share inside nodes with a conf",

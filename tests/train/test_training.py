@@ -9,7 +9,7 @@ import pytest
 from train.jobs import run
 
 from mpitrain.data.prepare import prepare
-from mpitrain.storage.commit import begin_folder
+from mpitrain.storage.disk import begin_folder
 
 GPT = {"layers": 2, "width": 32, "heads": 2, "sequence": 32}
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from mpitrain.config.learning_rate import OneCycle, RangeTest, WarmUp, made
 from mpitrain.config.parallel import CommSection
 from mpitrain.config.settings import Config
 from mpitrain.errors import refusal, refusing
-from mpitrain.storage.disk import read_plain
+from mpitrain.storage.disk import from_json, read_plain
 
 _LARGEST = 1 << 20  # bytes of a file
 # A string, or a comment, that has no end is one match up to where it breaks off: tried again from each of its
@@ -89,14 +88,14 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         text = read_plain(path, _LARGEST).decode("utf-8-sig")
         try:
-            values = json.loads(text, object_pairs_hook=_once)
+            values = from_json(text)
         except json.JSONDecodeError as error:
             plain = _kept_strings(_LAST_COMMAS, _kept_strings(_COMMENTS, text))
             try:
-                values = json.loads(plain, object_pairs_hook=_once)
+                values = from_json(plain)
             except json.JSONDecodeError:
                 raise error from None  # whose place is one of the file
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise refusal(f"{path} cannot be read as JSON: {error}; mend the file") from None
     if not isinstance(values, dict):
         raise refusal(f"{path} holds no JSON object; give a DeepSpeed configuration")
@@ -106,14 +105,6 @@ def read_json(path: Path) -> dict[str, Any]:
 def _kept_strings(pattern: re.Pattern[str], text: str) -> str:
     """The text without what the pattern matches, but for its groups: strings, and a comment without an end."""
     return pattern.sub(lambda match: match[match.lastindex] if match.lastindex else "", text)
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
-        raise ValueError(f"the key {twice!r:.80} is there twice")
-    return found
 
 
 def looks_like_deepspeed(values: Mapping[str, Any]) -> bool:
@@ -440,7 +431,6 @@ _TAKEN_OF_COSINE = _TAKEN | {"warmup_min_ratio", "cos_min_ratio"}
 _TYPES = ("log", "linear")
 
 
-@dataclass(frozen=True)
 class DeepSpeedCycle(OneCycle):
     """One cycle, whose first update DeepSpeed makes with the momentum of the peak."""
 
@@ -512,7 +502,7 @@ def _cycle(
     name: str, params: dict[str, Any], optim: Mapping[str, Any], findings: Findings
 ) -> OneCycle | RangeTest | None:
     kind = _CYCLES[name]
-    known = {field.name for field in fields(kind)}
+    known = kind.model_fields.keys()
     findings.look(params, "scheduler.params", Keys(known))
     schedule = None
     with findings.noting(f"scheduler.params of {name}: "):
@@ -524,5 +514,5 @@ def _cycle(
         )
     if isinstance(schedule, OneCycle) and schedule.cycle_momentum and not _has_betas(optim):
         findings.ignored.append("scheduler.params.cycle_momentum")  # DeepSpeed moves betas alone, too
-        return replace(schedule, cycle_momentum=False)
+        return schedule.model_copy(update={"cycle_momentum": False})
     return schedule

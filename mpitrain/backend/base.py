@@ -1,19 +1,55 @@
-"""What differs between versions of PyTorch, and which functions of torch.distributed we put ours before.
+"""What torch expects of a process group beside its operations: its errors, a store, its names; and how releases differ.
+
+What goes wrong in a process group is a RuntimeError, too, and a wrong argument a ValueError. torch's other backends
+find each other by a store that the ranks share, over a port of rank 0's. Ours need none. A store of each process for
+itself would leave whoever waits in it for another rank's word waiting for ever.
 
 Tested with 2.12.1, 2.13.0 and 2.14.1; 2.12 words some messages of its tests otherwise, and nothing else differs.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
-from mpitrain.backend.failures import ArgumentError
+from mpitrain.errors import CommunicationError, InputError
 
 if TYPE_CHECKING:
     from mpitrain.comm import Communicator
+
+
+class GroupError(CommunicationError, RuntimeError):
+    """An operation of a process group was misused or did not complete."""
+
+
+class ArgumentError(InputError, ValueError):
+    """An argument that a process group cannot work with."""
+
+
+def translation(error: BaseException) -> BaseException:
+    """The communicator's error as one of a process group; another error as it is."""
+    if isinstance(error, CommunicationError) and not isinstance(error, GroupError):
+        return GroupError(str(error), agreed=error.agreed)
+    if isinstance(error, InputError) and not isinstance(error, ArgumentError):
+        return ArgumentError(str(error), agreed=error.agreed)
+    return error
+
+
+class NoStore(dist.Store):
+    """Raises GroupError for every use."""
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise GroupError(
+            "process groups over MPI have no store that ranks share, as torch.distributed.rpc and the like need it; "
+            "make one: torch.distributed.TCPStore(host, port, world_size, rank == 0) on a port that is free, and "
+            "exchange objects with broadcast_object_list"
+        )
+
+    set = get = add = check = wait = append = compare_set = delete_key = num_keys = _refuse
+    multi_get = multi_set = has_extended_api = queue_push = queue_pop = queue_len = list_keys = _refuse
+    getNumKeys = deleteKey = compareSet = multiGet = multiSet = hasExtendedApi = _refuse  # as C++ calls them
 
 
 def asynchronous(options: Any) -> bool:
@@ -40,23 +76,9 @@ class Base(_ProcessGroup):
     Python code calls the names with underscores and the properties, C++ the ones in its own style.
     """
 
-    def _described(self, name: str, store: dist.Store) -> None:
-        self._name, self._description, self._store = name, "undefined", store
-
-    def rank(self) -> int:
-        """This rank's number in the group."""
-        return self.comm.rank
-
-    def size(self) -> int:
-        """The number of ranks of the group."""
-        return self.comm.size
-
-    def name(self) -> str:
-        """The backend's name."""
+    def getBackendName(self) -> str:
+        """Return the backend's name."""
         return "mpitrain"
-
-    getRank, getSize = rank, size
-    getBackendName = _get_backend_name = name
 
     def getGroupName(self) -> str:
         """The group's name."""
@@ -66,17 +88,8 @@ class Base(_ProcessGroup):
         """Change the group's name."""
         self._name = name
 
-    def getGroupDesc(self) -> str:
-        """What the group is for."""
-        return self._description
-
-    def setGroupDesc(self, description: str) -> None:
-        """Change what the group is said to be for."""
-        self._description = description
-
-    _set_group_name, _set_group_desc = setGroupName, setGroupDesc
+    _set_group_name = setGroupName
     group_name = pg_name = property(getGroupName)
-    group_desc = property(getGroupDesc)
 
     @property
     def _device_types(self) -> list[torch.device]:
