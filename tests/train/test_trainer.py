@@ -145,7 +145,7 @@ def test_a_function_given_as_settings_is_called_by_rank_0_alone_and_counts_on_ev
     assert (trainer.config.train.steps, trainer.config.model.width) == (2, 16)
     assert "steps" in trainer.config.train.model_fields_set  # as if the values themselves had been given
     assert fit(trainer) == EXIT_DONE and trainer.step == 2
-    with pytest.raises(InputError, match="did you mean 'train.steps'"):
+    with pytest.raises(InputError, match=r"did you mean 'train\.steps'"):
         mt.Trainer(lambda: {"train": {"step": 1}}, world=world)
 
 
