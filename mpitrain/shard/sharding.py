@@ -100,12 +100,11 @@ class Sharding:
         self.shard, self.replicas = self._ranks()
         self.share: int | None = self.shard.rank
         names = {p: name for name, p in module.named_parameters()}
-        named = [(name, p) for p, name in names.items()]
-        if not in_backward_order(named):
+        trained = in_backward_order(module)
+        if not trained:
             raise refusal("the model has no parameter to train; let some require a gradient")
-        self.groups, self.parameters = self._place_parameters(named)
-        trained = {p for group in self.groups for p in group.parameters}
-        if any(p.requires_grad and p not in trained for group in optimizer.param_groups for p in group["params"]):
+        self.groups, self.parameters = self._place_parameters(trained)
+        if any(p.requires_grad and p not in names for group in optimizer.param_groups for p in group["params"]):
             raise refusal("the optimizer has parameters that are not the model's; give it those alone")
         self.owners = {p: axes.owner(name, p) for p, name in names.items()}
         for p in trained if self.stage.states else ():
@@ -154,15 +153,15 @@ class Sharding:
         self._made.append(made)
         return made
 
-    def _place_parameters(self, named: list[tuple[str, nn.Parameter]]) -> tuple[list[FlatGroup], Parameters]:
+    def _place_parameters(self, trained: list[nn.Parameter]) -> tuple[list[FlatGroup], Parameters]:
         """Lay the parameters out, and move them to where the stage keeps them. Collective."""
         parallel, shard, reproducible = self.parallel, self.shard, self.config.run.reproducible
         multiple = EXACT_BLOCK if reproducible else MULTIPLE
         parts = shard.size if self.stage.states else 1
-        on_device = any(is_accelerator(p.device) for _, p in named)
+        on_device = any(is_accelerator(p.device) for p in trained)
         sharded = self.stage.gradients and not reproducible
         bucket_mb = bucket_size(self.config.comm.bucket_mb, sharded, shard.overlaps, shard.num_nodes, on_device)
-        groups = flat_groups(in_backward_order(named), bucket_mb, parts, multiple)
+        groups = flat_groups(trained, bucket_mb, parts, multiple)
         asked = parallel.offload_parameters
         offload = asked if is_elsewhere(asked, on_device) else ""
         placed = self._on_node(groups) if self.stage.states and not offload else None
