@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ from mpitrain.shard.flat_parameters import (
     sharded_flat_parameters,
 )
 from mpitrain.shard.gradients import BucketReduction, Gradients, ShardedGradients, WholeGradients
-from mpitrain.shard.offload import HostUpdate, MappedFiles
+from mpitrain.shard.offload import HOST, HostUpdate, MappedFiles
 from mpitrain.shard.parameters import (
     NodeParameters,
     Parameters,
@@ -96,7 +97,8 @@ class Sharding:
         self.compression = None if kind == "none" else from_name(kind)
         self._staged = axes.pipeline is not None  # stages' gradients are added up without backward hooks
         self._made: list[Communicator] = []
-        self.files: MappedFiles | None = None
+        folder = self.parallel.offload
+        self.files = MappedFiles(Path(folder)) if folder not in ("", HOST) else None
         self.shard, self.replicas = self._ranks()
         self.share: int | None = self.shard.rank
         names = {p: name for name, p in module.named_parameters()}
