@@ -308,7 +308,7 @@ class ServedSharding(Sharding):
     def _place_gradients(self) -> Gradients:
         return PushedGradients(self.groups, self.flats, self.world)
 
-    def _flat_parameters(self, gradients: Gradients, counted: Callable[[nn.Parameter], bool]) -> list[FlatParameter]:
+    def _flat_parameters(self, counted: Callable[[nn.Parameter], bool]) -> list[FlatParameter]:
         refuse_unless_elementwise(self.optimizer)  # on all ranks
         if self.share is None:
             return []

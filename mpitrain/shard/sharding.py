@@ -116,7 +116,7 @@ class Sharding:
         self.reducer = Reducer(gradients, names, whose, unused_allowed=True, forget_unused=not self.stage.states)
         if self.stage.states:
             self.reducer.used = set()
-        self.flat_parameters = self._flat_parameters(gradients, lambda p: self.owners[p].first)
+        self.flat_parameters = self._flat_parameters(lambda p: self.owners[p].first)
         if self.stage.states or any(s.stored is not None for s in self.flat_parameters):
             hand_over(optimizer, self.flat_parameters)
         elif not has_stepped(optimizer):
@@ -221,21 +221,23 @@ class Sharding:
             return ShardedGradients(self.groups, reduction, dtype=self.reduce_dtype, taken=taken)
         return WholeGradients(self.groups, reduction, sharded=self.stage.states, dtype=self.reduce_dtype)
 
-    def _flat_parameters(self, gradients: Gradients, counted: Callable[[nn.Parameter], bool]) -> list[FlatParameter]:
+    def _flat_parameters(self, counted: Callable[[nn.Parameter], bool]) -> list[FlatParameter]:
         """What this rank's optimizer updates."""
         on_host = bool(self.parallel.offload)  # on its way to files, too
         if self.stage.states:
-            own, gradient = self.parameters.own, gradients.own
+            own, gradient = self.parameters.own, self.gradients.own
             return sharded_flat_parameters(
                 self.optimizer, self.groups, self.shard.rank, own, gradient, counted, on_host=on_host, gathered=True
             )
         gradient_of: GradientOf = attrgetter("grad")
         if self.reduce_dtype is not None:  # gradients in another dtype lie apart
-            views: dict[nn.Parameter, torch.Tensor] = {}
-            for group, flat in zip(self.groups, gradients.flat, strict=True):
-                views.update(zip(group.parameters, group.views(flat), strict=True))
-            gradient_of = views.__getitem__
+            gradient_of = self.gradient_views().__getitem__
         return replicated_flat_parameters(self.optimizer, gradient_of, counted, on_host=on_host)
+
+    def gradient_views(self) -> dict[nn.Parameter, torch.Tensor]:
+        """Return the place of each parameter's gradient, where every rank keeps all gradients."""
+        pairs = zip(self.groups, self.gradients.flat, strict=True)
+        return {p: view for group, flat in pairs for p, view in zip(group.parameters, group.views(flat), strict=True)}
 
     def set_apart(self, unused: Set[nn.Parameter]) -> None:
         """Divide flat parameters, so that none of them holds both unused parameters and used ones."""

@@ -256,13 +256,10 @@ class LocalEngine(Engine):
         sharding = self.sharding
         if sharding.stage.states or sharding.reduce_dtype is not None:
             return
-        pairs = zip(sharding.groups, sharding.gradients.flat, strict=True)
-        views = [
-            (p, view) for group, flat in pairs for p, view in zip(group.parameters, group.views(flat), strict=True)
-        ]
-        used = torch.tensor([p.grad is not None for p, _ in views], dtype=torch.uint8)
+        views = sharding.gradient_views()
+        used = torch.tensor([p.grad is not None for p in views], dtype=torch.uint8)
         self.meeting.all_reduce(used, "max")
-        for (p, view), anywhere in zip(views, used.tolist(), strict=True):
+        for (p, view), anywhere in zip(views.items(), used.tolist(), strict=True):
             if anywhere and p.grad is None:
                 p.grad = view
 
