@@ -27,9 +27,8 @@ from mpitrain.data.on_device import on_device, pin
 from mpitrain.errors import refusal
 from mpitrain.layout import split
 from mpitrain.loose.clock import Clock, Commit, LetterKind, Portion, Remembered, StepRecord
-from mpitrain.loose.server import Server
+from mpitrain.loose.server import ServedWorker, Server
 from mpitrain.loose.sharding import OwnShares, Roles, ServedSharding, squares
-from mpitrain.loose.worker import ServedWorker
 from mpitrain.mesh import Mesh
 from mpitrain.ownership import Axes
 from mpitrain.shard.ddp import broadcast_state, broadcast_tensors
