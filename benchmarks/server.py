@@ -29,9 +29,8 @@ from mpitrain.comm import Communicator
 from mpitrain.config.settings import Config
 from mpitrain.errors import CommunicationError
 from mpitrain.loose.clock import Clock, Commit, Portion, Remembered
-from mpitrain.loose.server import Server
+from mpitrain.loose.server import ServedWorker, Server
 from mpitrain.loose.sharding import OwnShares, Roles, ServedSharding
-from mpitrain.loose.worker import ServedWorker
 from mpitrain.measuring.self_start import byte_sizes, temporary_folder
 from mpitrain.storage.text import bytes_text
 

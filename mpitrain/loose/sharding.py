@@ -21,7 +21,7 @@ from torch import nn
 from mpitrain.comm import Arena, Communicator, Work
 from mpitrain.comm.memory.device import is_accelerator
 from mpitrain.config.settings import Config
-from mpitrain.shard.flat import FlatGroup, flat_groups, in_backward_order, members, numbered, units_of
+from mpitrain.shard.flat import FlatGroup, flat_groups, members, numbered, units_of
 from mpitrain.shard.flat_parameters import FlatParameter, refuse_unless_elementwise, sharded_flat_parameters
 from mpitrain.shard.gradients import BucketReduction, Gradients, WholeGradients
 from mpitrain.shard.parameters import Parameters, move_into, move_out
@@ -295,10 +295,10 @@ class ServedSharding(Sharding):
         if self.published is not None and self.sums is not None:
             self.update = ShareUpdate(self, self.sums, self.published, len(self.flats.buckets))
 
-    def _place_parameters(self, named: list[tuple[str, nn.Parameter]]) -> tuple[list[FlatGroup], Parameters]:
+    def _place_parameters(self, trained: list[nn.Parameter]) -> tuple[list[FlatGroup], Parameters]:
         rank, servers = self.world.rank, self.roles.servers
         self.share = servers.index(rank) if rank in servers else None
-        groups = flat_groups(in_backward_order(named), self.config.comm.bucket_mb, len(servers))
+        groups = flat_groups(trained, self.config.comm.bucket_mb, len(servers))
         self.flats = SharedFlats(groups, self.world)
         if self.share is not None:
             kinds = [g.dtype for g in groups]
@@ -308,7 +308,7 @@ class ServedSharding(Sharding):
     def _place_gradients(self) -> Gradients:
         return PushedGradients(self.groups, self.flats, self.world)
 
-    def _flat_parameters(self, gradients: Gradients, counted: Callable[[nn.Parameter], bool]) -> list[FlatParameter]:
+    def _flat_parameters(self, counted: Callable[[nn.Parameter], bool]) -> list[FlatParameter]:
         refuse_unless_elementwise(self.optimizer)  # on all ranks
         if self.share is None:
             return []

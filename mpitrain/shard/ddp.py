@@ -56,7 +56,7 @@ class DistributedDataParallel(nn.Module):
             compression = from_name(compression)
         self._reduction = BucketReduction(comms, "avg", algorithm=algorithm, compression=compression)
         self._names = {p: name for name, p in module.named_parameters()}
-        self.reducer = self._make_reducer(in_backward_order([(name, p) for p, name in self._names.items()]))
+        self.reducer = self._make_reducer(in_backward_order(module))
         self._rebuilt = not self._reduction.overlaps  # the order matters only where something overlaps
         self._joining: Joining | None = None
 

@@ -132,9 +132,9 @@ def adopt(parameter: nn.Parameter, view: torch.Tensor) -> None:
     parameter.grad = view
 
 
-def in_backward_order(named: Sequence[tuple[str, nn.Parameter]]) -> list[nn.Parameter]:
+def in_backward_order(module: nn.Module) -> list[nn.Parameter]:
     """The parameters that are trained, last registered first: the likely order of their gradients."""
-    return [p for _, p in named if p.requires_grad][::-1]
+    return [p for p in module.parameters() if p.requires_grad][::-1]
 
 
 def blocks_of(module: nn.Module) -> list[nn.Module]:

@@ -216,15 +216,14 @@ class WholeGradients(Gradients):
     ) -> None:
         self.groups, self.reduction, self.sharded = groups, reduction, sharded
         self._arenas = self._allocate(dtype)
-        for arena in self._arenas:
-            arena.tensor.zero_()
-        self._apart = [arena.tensor.dtype != g.dtype for arena, g in zip(self._arenas, groups, strict=True)]
+        for flat in self.flat:
+            flat.zero_()
         self._stale: set[nn.Parameter] = set()  # whose place in another dtype the next gradient overwrites
         self._given: set[nn.Parameter] = set()  # whose place holds a gradient that is not yet its `.grad`
         self._views: dict[nn.Parameter, tuple[torch.Tensor, bool]] = {}  # its place, and whether of another dtype
-        for g, group in enumerate(groups):
-            for parameter, view in zip(group.parameters, group.views(self._arenas[g].tensor), strict=True):
-                self._views[parameter] = (view, self._apart[g])
+        for group, flat in zip(groups, self.flat, strict=True):
+            for parameter, view in zip(group.parameters, group.views(flat), strict=True):
+                self._views[parameter] = (view, flat.dtype != group.dtype)
         self._buckets = [b for g, group in enumerate(groups) for b in group.buckets(self._arenas[g].tensor)]
         self._compressed = [reduction.compressed(groups[g], b, (g, b)) for g, b in numbered(groups)]
         whole = not sharded and reduction.compression is None and not reduction.overlaps

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ from mpitrain.shard.flat_parameters import (
     sharded_flat_parameters,
 )
 from mpitrain.shard.gradients import BucketReduction, Gradients, ShardedGradients, WholeGradients
-from mpitrain.shard.offload import HostUpdate, MappedFiles
+from mpitrain.shard.offload import HOST, HostUpdate, MappedFiles
 from mpitrain.shard.parameters import (
     NodeParameters,
     Parameters,
@@ -96,16 +97,16 @@ class Sharding:
         self.compression = None if kind == "none" else from_name(kind)
         self._staged = axes.pipeline is not None  # stages' gradients are added up without backward hooks
         self._made: list[Communicator] = []
-        self.files: MappedFiles | None = None
+        folder = self.parallel.offload
+        self.files = MappedFiles(Path(folder)) if folder not in ("", HOST) else None
         self.shard, self.replicas = self._ranks()
         self.share: int | None = self.shard.rank
         names = {p: name for name, p in module.named_parameters()}
-        named = [(name, p) for p, name in names.items()]
-        if not in_backward_order(named):
+        trained = in_backward_order(module)
+        if not trained:
             raise refusal("the model has no parameter to train; let some require a gradient")
-        self.groups, self.parameters = self._place_parameters(named)
-        trained = {p for group in self.groups for p in group.parameters}
-        if any(p.requires_grad and p not in trained for group in optimizer.param_groups for p in group["params"]):
+        self.groups, self.parameters = self._place_parameters(trained)
+        if any(p.requires_grad and p not in names for group in optimizer.param_groups for p in group["params"]):
             raise refusal("the optimizer has parameters that are not the model's; give it those alone")
         self.owners = {p: axes.owner(name, p) for p, name in names.items()}
         for p in trained if self.stage.states else ():
@@ -115,7 +116,7 @@ class Sharding:
         self.reducer = Reducer(gradients, names, whose, unused_allowed=True, forget_unused=not self.stage.states)
         if self.stage.states:
             self.reducer.used = set()
-        self.flat_parameters = self._flat_parameters(gradients, lambda p: self.owners[p].first)
+        self.flat_parameters = self._flat_parameters(lambda p: self.owners[p].first)
         if self.stage.states or any(s.stored is not None for s in self.flat_parameters):
             hand_over(optimizer, self.flat_parameters)
         elif not has_stepped(optimizer):
@@ -154,15 +155,15 @@ class Sharding:
         self._made.append(made)
         return made
 
-    def _place_parameters(self, named: list[tuple[str, nn.Parameter]]) -> tuple[list[FlatGroup], Parameters]:
+    def _place_parameters(self, trained: list[nn.Parameter]) -> tuple[list[FlatGroup], Parameters]:
         """Lay the parameters out, and move them to where the stage keeps them. Collective."""
         parallel, shard, reproducible = self.parallel, self.shard, self.config.run.reproducible
         multiple = EXACT_BLOCK if reproducible else MULTIPLE
         parts = shard.size if self.stage.states else 1
-        on_device = any(is_accelerator(p.device) for _, p in named)
+        on_device = any(is_accelerator(p.device) for p in trained)
         sharded = self.stage.gradients and not reproducible
         bucket_mb = bucket_size(self.config.comm.bucket_mb, sharded, shard.overlaps, shard.num_nodes, on_device)
-        groups = flat_groups(in_backward_order(named), bucket_mb, parts, multiple)
+        groups = flat_groups(trained, bucket_mb, parts, multiple)
         asked = parallel.offload_parameters
         offload = asked if is_elsewhere(asked, on_device) else ""
         placed = self._on_node(groups) if self.stage.states and not offload else None
@@ -220,21 +221,23 @@ class Sharding:
             return ShardedGradients(self.groups, reduction, dtype=self.reduce_dtype, taken=taken)
         return WholeGradients(self.groups, reduction, sharded=self.stage.states, dtype=self.reduce_dtype)
 
-    def _flat_parameters(self, gradients: Gradients, counted: Callable[[nn.Parameter], bool]) -> list[FlatParameter]:
+    def _flat_parameters(self, counted: Callable[[nn.Parameter], bool]) -> list[FlatParameter]:
         """What this rank's optimizer updates."""
         on_host = bool(self.parallel.offload)  # on its way to files, too
         if self.stage.states:
-            own, gradient = self.parameters.own, gradients.own
+            own, gradient = self.parameters.own, self.gradients.own
             return sharded_flat_parameters(
                 self.optimizer, self.groups, self.shard.rank, own, gradient, counted, on_host=on_host, gathered=True
             )
         gradient_of: GradientOf = attrgetter("grad")
         if self.reduce_dtype is not None:  # gradients in another dtype lie apart
-            views: dict[nn.Parameter, torch.Tensor] = {}
-            for group, flat in zip(self.groups, gradients.flat, strict=True):
-                views.update(zip(group.parameters, group.views(flat), strict=True))
-            gradient_of = views.__getitem__
+            gradient_of = self.gradient_views().__getitem__
         return replicated_flat_parameters(self.optimizer, gradient_of, counted, on_host=on_host)
+
+    def gradient_views(self) -> dict[nn.Parameter, torch.Tensor]:
+        """Return the place of each parameter's gradient, where every rank keeps all gradients."""
+        pairs = zip(self.groups, self.gradients.flat, strict=True)
+        return {p: view for group, flat in pairs for p, view in zip(group.parameters, group.views(flat), strict=True)}
 
     def set_apart(self, unused: Set[nn.Parameter]) -> None:
         """Divide flat parameters, so that none of them holds both unused parameters and used ones."""

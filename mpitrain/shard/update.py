@@ -16,7 +16,6 @@ from mpitrain.comm import Communicator
 from mpitrain.comm.memory.device import is_accelerator
 from mpitrain.layout import split
 from mpitrain.shard.flat_parameters import FlatParameter
-from mpitrain.shard.offload import MappedFiles
 from mpitrain.shard.optimizers import MatrixGather, Muon, SquaresSum, TrustRatios
 from mpitrain.shard.placement import SCRATCH
 from mpitrain.shard.sharding import EXACT_BLOCK, Sharding
@@ -30,13 +29,11 @@ class Updater:
     Args:
         sharding: Whose flat parameters are updated.
         axes: Communicators of the other axes of the mesh, over which the norm is summed as well.
-        files: Where the optimizer's states are kept; None: in memory.
     """
 
-    def __init__(self, sharding: Sharding, axes: Sequence[Communicator] = (), files: MappedFiles | None = None) -> None:
-        self._sharding, self._axes, self._files = sharding, list(axes), files
+    def __init__(self, sharding: Sharding, axes: Sequence[Communicator] = ()) -> None:
+        self._sharding, self._axes = sharding, list(axes)
         self._at_once = _let_gather(sharding, self._axes)  # every rank must make as many steps of such an optimizer
-        sharding.files = files
         # whether this rank counts every parameter of its groups, so that the norm is that of all gradients there are
         counted = {p for s in sharding.flat_parameters if s.counted for p, *_ in s.contents}
         self._all = counted == {p for group in sharding.groups for p in group.parameters}
@@ -131,7 +128,7 @@ class Updater:
         if host is not None:
             host.before_update()
         every = self._sharding.flat_parameters
-        for chosen in [every] if self._at_once else _rounds(every, self._files is not None):
+        for chosen in [every] if self._at_once else _rounds(every, self._sharding.files is not None):
             for flat_parameter in chosen:
                 flat_parameter.value.grad = self._gradient(flat_parameter, factor)
             optimizer_step(optimizer)
@@ -139,8 +136,8 @@ class Updater:
                 if flat_parameter.stored is not None or self._sharding.stage.states:
                     flat_parameter.value.grad = None
                 flat_parameter.store() if host is None else host.store(flat_parameter)
-                if self._files is not None:
-                    self._files.take(flat_parameter, optimizer.state[flat_parameter.value])
+                if self._sharding.files is not None:
+                    self._sharding.files.take(flat_parameter, optimizer.state[flat_parameter.value])
         if host is not None:
             host.end()
         self._sharding.parameters.publish()

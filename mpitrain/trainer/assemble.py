@@ -78,15 +78,7 @@ def assemble(
     cut = tried_out(config, mesh, task, data) if mesh.pipeline.size > 1 else config.parallel.cut
     module = SyncBatchNorm.convert(task.module, mesh.data)
     parameters = sum(p.numel() for p in module.parameters())
-    divided = divide(
-        module,
-        mesh,
-        config.parallel,
-        criterion=lambda: _criterion(task),
-        cut=cut,
-        recompute=config.train.recompute,
-        device=device,
-    )
+    divided = divide(module, mesh, config, criterion=lambda: _criterion(task), cut=cut, device=device)
     if isinstance(task.loss, nn.Module):
         move(task.loss, device)
     engine = make_engine(
@@ -152,11 +144,10 @@ class DividedModel:
 def divide(
     model: nn.Module,
     mesh: Mesh,
-    parallel: ParallelSection,
+    config: Config,
     *,
     criterion: Callable[[], Criterion],
     cut: Cut,
-    recompute: bool,
     device: torch.device,
     plan: Plan | None = None,
     blocks: Sequence[str] = (),
@@ -166,14 +157,14 @@ def divide(
     Args:
         model: The whole model, the same on all ranks; it is changed in place.
         mesh: The ranks.
-        parallel: How stages and layers are cut.
+        config: The settings: how stages and layers are cut, and whether activations are computed again in backward.
         criterion: Gives the loss of an output and a target, once layers are divided, where there are stages.
         cut: What stages have equally much of, where it is not numbers of blocks.
-        recompute: Whether activations are computed again in backward.
         device: What this rank computes on.
         plan: How layers are divided (see `mpitrain.tensor.plan`), where there are tensor ranks; None: as it says.
         blocks: Names of the modules that one after the other are the model; empty: as the model says.
     """
+    parallel, recompute = config.parallel, config.train.recompute
     found, aliases = blocks_of(model), tied_names(model)
     if mesh.tensor.size > 1:
         plan = plan_for(model, plan, sequence=parallel.sequence)

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +28,6 @@ from mpitrain.monitor.parts import StepClock
 from mpitrain.ownership import Axes
 from mpitrain.shard.ddp import broadcast_tensors
 from mpitrain.shard.flat_parameters import refuse_unless_elementwise
-from mpitrain.shard.offload import HOST, MappedFiles
 from mpitrain.shard.sharding import Sharding
 from mpitrain.shard.update import Updater, set_rate
 from mpitrain.shard.virtual_workers import TreeSum
@@ -149,9 +147,7 @@ class Engine:
         self.device = self.sharding.groups[0].device
         self.scale = scale if scale is not None else LossScale.of(self.precision)
         self.settled = True
-        folder = config.parallel.offload
-        files = MappedFiles(Path(folder)) if folder not in ("", HOST) else None
-        self._updater = Updater(self.sharding, others, files)
+        self._updater = Updater(self.sharding, others)
         self._axes = [self.sharding.shard, *others]
         self._updating = comm.size  # ranks that divide the optimizer's states between them, or could
         self._state = self._make_state(axes)

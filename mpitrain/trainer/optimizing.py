@@ -117,8 +117,6 @@ class UncorrectedAdamW(_Elementwise):
 
 
 _Kind = type[torch.optim.Optimizer]
-_NEED_A_CLOSURE = ("LBFGS",)
-_SPARSE_ONLY = ("SparseAdam",)
 _SET_APART = ("params", "lr", "weight_decay")  # options that keys of their own set
 _OURS: dict[str, _Kind] = {
     "muon": Muon,
@@ -329,9 +327,9 @@ def _class_of(key: str, name: str) -> _Kind:
     if kind is None:
         near = difflib.get_close_matches(name.lower(), kinds, n=1, cutoff=0.0)[0]
         raise refusal(f"{key} {name!r} is not a class of torch.optim; did you mean {kinds[near].__name__!r}?")
-    if kind.__name__ in _NEED_A_CLOSURE:
+    if kind is torch.optim.LBFGS:
         raise refusal(f"{key} {name!r} calls the model itself, which is not supported; use adamw")
-    if kind.__name__ in _SPARSE_ONLY:
+    if kind is torch.optim.SparseAdam:
         raise refusal(f"{key} {name!r} takes sparse gradients only, ours are dense; use adam")
     return kind
 
@@ -381,7 +379,6 @@ class CombinedOptimizer(torch.optim.Optimizer):
 PLATEAU = ReduceLROnPlateau.__name__
 _STATE = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")
 _NEED_MORE = ("LRScheduler", "_LRScheduler", "SequentialLR", "ChainedScheduler")
-_CALL_A_FUNCTION = ("LambdaLR", "MultiplicativeLR")
 _OF_DEEPSPEED = {"OneCycle": "one-cycle", "LRRangeTest": "range-test", "WarmupLR": "constant"}
 _OF_DEEPSPEED |= {"WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 S = TypeVar("S", bound=lr_scheduler.LRScheduler)
@@ -509,7 +506,7 @@ def _scheduler_class(key: str, name: str) -> type[lr_scheduler.LRScheduler]:
         for key, kind in vars(lr_scheduler).items()
         if inspect.isclass(kind) and issubclass(kind, lr_scheduler.LRScheduler) and key not in _NEED_MORE
     }
-    if name in _CALL_A_FUNCTION:
+    if name in ("LambdaLR", "MultiplicativeLR"):
         raise refusal(
             f"{key} {name} calls a function of yours, which a configuration cannot hold; give mt.initialize a "
             "scheduler or a function that makes one of the optimizer, or choose polynomial, wsd or MultiStepLR"

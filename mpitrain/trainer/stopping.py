@@ -173,14 +173,11 @@ class Fruitless:
     def bad(self) -> bool:
         return self.since > 0 and not self.expected
 
-    def count(self, step: int) -> int:
-        """Its length, the last step done being `step`."""
-        return step - self.since + 1 if self.since else 0
-
     def hopeless(self, step: int, most: int) -> bool:
         """Return whether to give the run up after step `step`. most: steps of a row; 0: no limit."""
         from_the_start = self.since == 1 and not math.isfinite(self.loss)
-        return 0 < (min(FIRST, most) if from_the_start else most) <= self.count(step)
+        length = step - self.since + 1 if self.since else 0
+        return 0 < (min(FIRST, most) if from_the_start else most) <= length
 
     @property
     def reason(self) -> str:
@@ -259,7 +256,8 @@ class Best:
 
     @staticmethod
     def of(values: dict[str, Any] | None, metric: str) -> Best:
-        """Return the best that `kept` returned, if it is of the same figure."""
+        """Return the best that `kept` returned, if it is of the same figure. metric: also as metrics.jsonl names it."""
+        metric = metric.removeprefix(HELD_OUT)
         if not values or values["metric"] != metric:
             return Best(metric)
         return Best(**values | {"value": math.nan if values["value"] is None else values["value"]})
@@ -283,7 +281,7 @@ class EarlyStopping(Callback):
 
     def on_restore(self, trainer: Run, values: dict[str, Any]) -> None:
         own = values if trainer.resumed_step is not None else {}
-        self.best = Best.of(own.get(self.KEY), plain(trainer.config.train.monitor))
+        self.best = Best.of(own.get(self.KEY), trainer.config.train.monitor)
         if trainer.config.train.patience:
             higher(trainer, "train.monitor", self.best.metric)
             self._end(trainer, "set train.patience to more, or to 0, to go on")
@@ -348,7 +346,7 @@ class BestCheckpoint(Callback):
         self.due = False
         if not named:
             return
-        self.best = Best.of(values.get(self.KEY) if trainer.resumed_step is not None else None, plain(named))
+        self.best = Best.of(values.get(self.KEY) if trainer.resumed_step is not None else None, named)
         folder = trainer.store.folder(self.best.step)
         if not trainer.world.on_root(lambda: is_checkpoint(folder)):
             self.best = Best(self.best.metric)
@@ -369,11 +367,6 @@ class BestCheckpoint(Callback):
 
     def state(self, trainer: Run) -> dict[str, Any]:
         return {self.KEY: self.best.kept()} if trainer.config.checkpoint.best else {}
-
-
-def plain(name: str) -> str:
-    """The name of a figure without what metrics.jsonl puts before it."""
-    return name.removeprefix(HELD_OUT)
 
 
 def words(name: str) -> str:

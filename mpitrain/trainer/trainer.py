@@ -42,9 +42,8 @@ from mpitrain.trainer.data import (
 from mpitrain.trainer.device import choose, full_told, set_threads
 from mpitrain.trainer.folder import RunFolder, together
 from mpitrain.trainer.held_out.measuring import LOSS, evaluated, meter_of
-from mpitrain.trainer.modes.local import Local
+from mpitrain.trainer.modes.groups import Local, Synchronous
 from mpitrain.trainer.modes.served import Served
-from mpitrain.trainer.modes.synchronous import Synchronous
 from mpitrain.trainer.optimizing import ParameterRoles, make_optimizer, next_rate, schedule_of
 from mpitrain.trainer.recording.console import Console, EventRecords
 from mpitrain.trainer.recording.records import RankRecords, Records, SampleIds

@@ -22,9 +22,8 @@ from mpitrain import report
 from mpitrain.comm.memory import arena
 from mpitrain.data import SampleOrder
 from mpitrain.loose.clock import Applied
-from mpitrain.loose.server import Server
+from mpitrain.loose.server import ServedWorker, Server
 from mpitrain.loose.sharding import ShareUpdate
-from mpitrain.loose.worker import ServedWorker
 from mpitrain.monitor import read_metrics
 
 STEPS = 6

@@ -8,7 +8,6 @@ from pipe.pipe_models import SCHEDULES
 from support import config_of
 from torch import nn
 
-from mpitrain.config.parallel import ParallelSection
 from mpitrain.mesh import Mesh
 from mpitrain.trainer.assemble import divide
 from mpitrain.trainer.engine import Engine
@@ -72,13 +71,10 @@ def samples(step, replica):
 def test_what_no_microbatch_of_a_step_uses_is_neither_decayed_nor_counted(world, kind, zero, recompute):
     """On one stage, on tied copies of two, and with replicas of the stages of which one alone uses it."""
     mesh = Mesh.make(world, pipeline=2 if world.size == 4 else world.size)
-    settings = ParallelSection(pipeline=mesh.pipeline.size, **SCHEDULES[kind])
-    divided = divide(
-        model(), mesh, settings, criterion=lambda: loss_of, cut="uniform", recompute=recompute,
-        device=torch.device("cpu"),
-    )  # fmt: skip
+    settings = config_of(pipeline=mesh.pipeline.size, zero=zero, recompute=recompute, **SCHEDULES[kind])
+    divided = divide(model(), mesh, settings, criterion=lambda: loss_of, cut="uniform", device=torch.device("cpu"))
     made = optimizer(divided.module)
-    engine = Engine(divided.module, loss_of, made, mesh.data, config_of(zero=zero), axes=divided.axes)
+    engine = Engine(divided.module, loss_of, made, mesh.data, settings, axes=divided.axes)
     whole, replicas = model(), mesh.data.size
     plain = optimizer(whole)
     for step in range(len(STEPS)):

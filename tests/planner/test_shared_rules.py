@@ -22,6 +22,7 @@ from mpitrain.planner.predictor import Predictor, StepSimulation
 from mpitrain.planner.profile import profile_of
 from mpitrain.planner.subject import AxisExchange
 from mpitrain.shard import flat, placement
+from mpitrain.shard.flat import in_backward_order
 from mpitrain.shard.gradients import _slots
 from mpitrain.shard.placement import STAGES
 from mpitrain.shard.sharding import Sharding
@@ -56,7 +57,7 @@ def job_buckets(layout: ParallelLayout) -> list[int]:
     config, stage = config_of(zero=layout.zero), STAGES[layout.zero]
     own = SimpleNamespace(config=config, parallel=config.parallel, shard=shard, stage=stage, _staged=False)
     own._on_node = lambda groups: "one copy"
-    groups, _ = Sharding._place_parameters(cast(Any, own), list(module.named_parameters()))
+    groups, _ = Sharding._place_parameters(cast(Any, own), in_backward_order(module))
     return [4 * (hi - lo) for group in groups for lo, hi in pairwise(group.layout.bounds)]
 
 
@@ -81,7 +82,7 @@ def test_buckets_are_those_of_the_job(predictor, within, monkeypatch):
 def test_slots_are_those_of_the_job(predictor, layout, monkeypatch):
     def both() -> tuple[int, float]:
         comm, staged = shares(layout), layout.pipeline > 1
-        reduction = SimpleNamespace(comm=comm, overlaps=comm.overlaps, in_order=staged)
+        reduction = SimpleNamespace(comm=comm, overlaps=comm.overlaps, compression=None, reproducible=staged)
         slots = _slots(cast(Any, reduction), 16, torch.float32, torch.device("cpu"))
         return len(slots), predictor.means(predictor.places(layout)).slots()
 

@@ -15,8 +15,7 @@ from mpitrain.checkpoint.contents import damages
 from mpitrain.comm.faults.ulfm import Loss, partners
 from mpitrain.config.settings import Config
 from mpitrain.mesh import tensor_groups_first
-from mpitrain.trainer.copies import Copies, Key, newest_whole
-from mpitrain.trainer.elastic import CopyOften, Survivors, data_ranks
+from mpitrain.trainer.elastic import Copies, CopyOften, Key, Survivors, data_ranks, newest_whole
 from mpitrain.trainer.engine import Engine
 
 LAYOUTS = {

@@ -27,9 +27,8 @@ from mpitrain.data.on_device import on_device, pin
 from mpitrain.errors import refusal
 from mpitrain.layout import split
 from mpitrain.loose.clock import Clock, Commit, LetterKind, Portion, Remembered, StepRecord
-from mpitrain.loose.server import Server
+from mpitrain.loose.server import ServedWorker, Server
 from mpitrain.loose.sharding import OwnShares, Roles, ServedSharding, squares
-from mpitrain.loose.worker import ServedWorker
 from mpitrain.mesh import Mesh
 from mpitrain.ownership import Axes
 from mpitrain.shard.ddp import broadcast_state, broadcast_tensors
@@ -248,19 +247,18 @@ class Session:
         roles, flats, sharding = self._roles, self._sharding.flats, self._sharding
         share, update = sharding.share, sharding.update
         assert share is not None and update is not None
-        first = world.rank == roles.servers[0]
-        known = self._trainer.step
         kinds = [g.dtype for g in sharding.groups]
         inbox = {w: OwnShares(sharding.groups, share, kinds) for w in roles.workers if not flats.sees(w)}
         self.engine.inbox = inbox
         staleness = None if self._staleness == "none" else self._staleness
-        clock = Clock(remembered.applied(), roles.workers, staleness) if first else None
+        gives_out = world.rank == roles.servers[0]
+        clock = Clock(remembered.applied(), roles.workers, staleness) if gives_out else None
         # bytes of one part: the gradients to servers of other nodes, and the parameters from them
         moved = 2 * sum(g.layout.numel // g.layout.parts * g.dtype.itemsize for g in sharding.groups)
-        nodes = world.nodes
+        nodes, trainer = world.nodes, self._trainer
         apart = {w: moved * sum(nodes[server] != nodes[w] for server in roles.servers) for w in roles.workers}
-        config = self._trainer.config
-        return Server(share, roles, flats, update, self._boxes, remembered, clock, config, known, apart, inbox)
+        config, step = trainer.config, trainer.step
+        return Server(share, roles, flats, update, self._boxes, remembered, clock, config, step, apart, inbox)
 
     @property
     def remembered(self) -> Remembered | None:

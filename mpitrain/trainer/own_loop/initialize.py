@@ -334,10 +334,9 @@ def place_on_mesh(
     divided = divide(
         model,
         mesh,
-        config.parallel,
+        config,
         criterion=criterion,
         cut=config.parallel.cut,
-        recompute=config.train.recompute,
         device=device,
         plan=plan,
         blocks=blocks,

@@ -13,9 +13,8 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -255,8 +254,7 @@ class Recording:
 
     def offset(self) -> list[float]:
         """Compare clocks; return this rank's time, what is to be added, and how far off that may be. Collective."""
-        offset = offset_of(self._trainer.world, lambda: self._clock(time.perf_counter()))
-        return [offset.at, offset.seconds, offset.within]
+        return list(offset_of(self._trainer.world, lambda: self._clock(time.perf_counter())))
 
     def _held(self) -> tuple[float, dict[str, int]]:
         return time.perf_counter(), memory(self._trainer)
@@ -388,8 +386,7 @@ _PAUSE = 1e-3  # seconds between two looks of a rank whose turn it is not
 _ASK, _TOLD, _TURN = 71, 72, 73  # tags
 
 
-@dataclass(frozen=True)
-class Offset:
+class Offset(NamedTuple):
     """The difference between rank 0's time and a rank's.
 
     Attributes:

@@ -1,4 +1,7 @@
-"""parallel.mode local: groups of ranks take steps by themselves, and average their parameters now and then.
+"""parallel.mode sync and local: the ranks of a group take each step together.
+
+In mode sync there is one group, of all ranks. In mode local groups take steps by themselves, and average their
+parameters now and then:
 
     steps 1 ... warm              taken by all groups as one: synchronous training
     then periods of local_steps   each group takes them by itself, on its part of each global batch; then they average
@@ -19,7 +22,7 @@ from __future__ import annotations
 import math
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -44,11 +47,64 @@ from mpitrain.shard.ddp import broadcast_state
 from mpitrain.shard.flat import by_dtype, numbered
 from mpitrain.shard.virtual_workers import VirtualWorkers
 from mpitrain.trainer.data import GroupPlaces, batches
+from mpitrain.trainer.elastic import Survivors
 from mpitrain.trainer.engine import Engine, StepResult
 from mpitrain.trainer.memory import MemoryAccount
-from mpitrain.trainer.modes.synchronous import require_samples
 from mpitrain.trainer.run import Run, Step, Strategy
 from mpitrain.trainer.state import MASTER, OPTIMIZER, Holding, LeftOut
+
+
+class Synchronous(Strategy):
+    """All ranks take each step together: data parallel and ZeRO, with pipeline stages and tensor parallel layers."""
+
+    survivors = Survivors
+
+    def places(self, config: Config, world: Communicator) -> GroupPlaces:
+        parallel = config.parallel
+        mesh = Mesh.make(world, parallel.data, parallel.pipeline, parallel.tensor)
+        workers = VirtualWorkers.of(mesh.data.size, config.run.reproducible, config.run.workers, mesh.data.rank)
+        return GroupPlaces(mesh, workers, mesh.data, workers)
+
+    def steps(self, trainer: Run) -> Iterator[Step]:
+        config, workers = trainer.config, trainer.places.workers
+        require_samples(config, trainer.engine, workers, trainer.batch_sizes.after(trainer.step))
+        if trainer.engine.note:
+            trainer.say(trainer.engine.note)
+        start = trainer.position
+        with batches(config, workers.share, trainer.data, start, trainer.device, step=trainer.step) as loader:
+            coming = on_device(loader, trainer.device)
+            while True:
+                began = time.perf_counter()
+                step = _take_step(trainer, coming, trainer.batch_sizes.size(trainer.step))
+                step.began = began
+                yield step
+
+
+def _take_step(trainer: Run, coming: Iterator[Batch], samples: int) -> Step:
+    """Take the next step, of whose batch the group has so many samples. Collective over the group."""
+    clock, trainer.samples = trainer.engine.clock, samples
+    clock.step(trainer.step + 1)
+    with clock.data:
+        batch = next(coming)
+    return trainer.train_step(batch)
+
+
+def require_samples(config: Config, engine: Engine, workers: VirtualWorkers, sizes: Iterable[int]) -> None:
+    """Raise InputError on all ranks where a batch to come gives some of them too few samples for the others.
+
+    Args:
+        config: Says how large microbatches are.
+        engine: Of this rank.
+        workers: How a group divides its part of a batch.
+        sizes: Of these parts, of every group.
+    """
+    if engine.pipeline is not None:
+        return
+    gathers = engine.sharding.parameters.gathers
+    for size in sizes:
+        if why := workers.conflict(size, config.train.microbatch, synchronous=engine.synchronous, gathers=gathers):
+            raise refusal(why)
+
 
 REPLICA, MOMENTUM, LEFT_OUT = "replica/", "outer/momentum/", "local_compression/"
 
@@ -200,13 +256,10 @@ class LocalEngine(Engine):
         sharding = self.sharding
         if sharding.stage.states or sharding.reduce_dtype is not None:
             return
-        pairs = zip(sharding.groups, sharding.gradients.flat, strict=True)
-        views = [
-            (p, view) for group, flat in pairs for p, view in zip(group.parameters, group.views(flat), strict=True)
-        ]
-        used = torch.tensor([p.grad is not None for p, _ in views], dtype=torch.uint8)
+        views = sharding.gradient_views()
+        used = torch.tensor([p.grad is not None for p in views], dtype=torch.uint8)
         self.meeting.all_reduce(used, "max")
-        for (p, view), anywhere in zip(views, used.tolist(), strict=True):
+        for (p, view), anywhere in zip(views.items(), used.tolist(), strict=True):
             if anywhere and p.grad is None:
                 p.grad = view
 
@@ -369,15 +422,11 @@ class Local(Strategy):
         if not engine.together:
             engine.averaging.begin()
         for trainer.step in range(first, last):
-            engine.clock.step(trainer.step + 1)
             lo, hi = self.grouping.part(trainer.batch_sizes.size(trainer.step))
-            trainer.samples = hi - lo
-            with engine.clock.data:
-                batch = next(coming)
-            step = trainer.train_step(batch)
+            step = _take_step(trainer, coming, hi - lo)
             if last > first + 1:  # a long period would keep many samples
-                x, y = (t.new_empty((0, *t.shape[1:])) for t in (batch.x, batch.y))
-                step.batch = replace(batch, x=x, y=y)
+                x, y = (t.new_empty((0, *t.shape[1:])) for t in (step.batch.x, step.batch.y))
+                step.batch = replace(step.batch, x=x, y=y)
             step.began, step.together = began, step.number == last
             done.append(step)
         trainer.step = first
