@@ -56,13 +56,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     return exit_code_of(act)
 
 
-def trained(path: Path, *, trust: bool = False) -> tuple[Task, ModelSection]:
+def _trained(path: Path, out: Path, trust: bool) -> tuple[Task, ModelSection]:
     """The model of a run with model.lora, with its trained adapters, and the section that it was built by.
 
     Raises:
-        InputError: The run trained no adapters, or its base is not there any more as it was.
+        InputError: The run trained no adapters, or its base is not there any more as it was; or `out` is there.
         CheckpointError: The checkpoint is damaged.
     """
+    if os.path.lexists(out):
+        raise InputError(f"{out} exists already; give another name, or remove it")
     saved = saved_in(contents.only(path), trust=trust)
     base = saved.manifest.values.get(BASE)
     if not isinstance(base, dict) or "rank" not in base.get("adapter", {}):
@@ -81,8 +83,7 @@ def write_merged(run: Path, out: Path, *, trust: bool = False) -> str:
     Returns:
         What was written, in words.
     """
-    _require_new(out)
-    task, section = trained(run, trust=trust)
+    task, section = _trained(run, out, trust)
     folder = section.factory.startswith(PREFIX) and not out.suffix
     if not folder and out.suffix not in _FILES:
         raise InputError(f"{out}: what to write is told by its ending; use .safetensors or .pt, or for hf: a folder")
@@ -114,8 +115,7 @@ def write_peft(run: Path, out: Path, *, trust: bool = False) -> str:
     Returns:
         What was written, in words.
     """
-    _require_new(out)
-    task, section = trained(run, trust=trust)
+    task, section = _trained(run, out, trust)
     layers = adapted_layers(task.module)
     turned = {layer.transposed for layer in layers.values()}
     if len(turned) > 1:
@@ -149,11 +149,6 @@ def write_peft(run: Path, out: Path, *, trust: bool = False) -> str:
 def _write(tensors: dict[str, torch.Tensor], path: Path) -> None:
     specs = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     write_safetensors(path, specs, tensors.__getitem__)
-
-
-def _require_new(out: Path) -> None:
-    if os.path.lexists(out):
-        raise InputError(f"{out} exists already; give another name, or remove it")
 
 
 if __name__ == "__main__":

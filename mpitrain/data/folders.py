@@ -176,7 +176,7 @@ def tokenizer_of(data_path: str) -> Path | None:
 
 def _python_source() -> tuple[Source, str]:
     from mpitrain.data.sources import PrepareOptions
-    from mpitrain.data.sources.text import text_source
+    from mpitrain.data.sources.documents import text_source
 
     library = Path(sysconfig.get_paths()["stdlib"])
     files = python_files(library)

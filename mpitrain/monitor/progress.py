@@ -54,7 +54,7 @@ class Progress:
         """
         self._total, self._start, self._every, self._unit = total_steps, start_step, every, unit
         self._stream = sys.stderr if stream is None else stream
-        self._pace = Pace(total_steps)
+        self._first: tuple[int, float] | None = None  # the first step seen, and when
         self._bar = _open_bar(self._stream, total_steps, start_step)
 
     def update(self, step: int, loss: float, lr: float, rate: float, skipped: int = 0) -> None:
@@ -67,7 +67,8 @@ class Progress:
             rate: Tokens or samples per second.
             skipped: Steps so far that made no update.
         """
-        left = self._pace.seconds_left(step, time.monotonic())
+        self._first = self._first or (step, time.monotonic())
+        left = seconds_left(self._total, self._first, step, time.monotonic())
         if self._bar is not None:
             self._bar.show(step, loss, lr, rate, self._unit, left, skipped)
         elif step % self._every == 0 or step in (self._start + 1, self._total):
@@ -93,28 +94,21 @@ class Progress:
         self.close()
 
 
-class Pace:
-    """Time left, from the mean over all steps after the first one seen, which alone pays for warming up."""
+def seconds_left(total: int, first: tuple[int, float], step: int, now: float) -> float:
+    """Seconds until the last step, from the mean over all steps after the first one seen, which pays for warming up.
 
-    def __init__(self, total_steps: int) -> None:
-        self._total = total_steps
-        self._first: tuple[int, float] | None = None
+    Args:
+        total: The last step.
+        first: The first step seen, and the time then.
+        step: The step that is done.
+        now: Seconds on any clock.
 
-    def seconds_left(self, step: int, now: float) -> float:
-        """Seconds until the last step; NaN while that is not known.
-
-        Args:
-            step: The step that is done.
-            now: Seconds on any clock.
-        """
-        if self._first is None:
-            self._first = (step, now)
-        first_step, first_time = self._first
-        if step >= self._total:
-            return 0.0
-        if step == first_step:
-            return math.nan
-        return (self._total - step) * (now - first_time) / (step - first_step)
+    Returns:
+        NaN while that is not known.
+    """
+    if step >= total:
+        return 0.0
+    return (total - step) * (now - first[1]) / (step - first[0]) if step > first[0] else math.nan
 
 
 def plain_line(step: int, total: int, loss: float, lr: float, rate: float, unit: str, left: float) -> str:

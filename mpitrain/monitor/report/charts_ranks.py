@@ -11,7 +11,7 @@ import numpy as np
 
 from mpitrain.monitor.report import findings, style
 from mpitrain.monitor.report.charts_training import positions
-from mpitrain.monitor.report.compare import Named
+from mpitrain.monitor.report.findings import Named
 from mpitrain.monitor.report.reading import CATEGORIES, PARTS, MeasuredRank, Moment, RunRecord
 from mpitrain.monitor.report.style import Drawing, data, records
 from mpitrain.storage.text import counted, number_text

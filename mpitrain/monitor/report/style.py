@@ -183,11 +183,6 @@ def bars(
     return framed(chart.encode(x=x, y=y, color=colour, tooltip=tooltip, **channels), title, each * len(names) + 8)
 
 
-def colour_of_run(number: int) -> str:
-    """The colour of the run in this place."""
-    return RUN_COLOURS[number % len(RUN_COLOURS)]
-
-
 def run_colour(names: Sequence[str], title: str = "run") -> alt.Color:
     """Return a colour for each run, with a legend where there are several."""
     return alt.Color("run:N", **_by_run(names, title, RUN_COLOURS))
@@ -217,9 +212,9 @@ def zoom() -> alt.Parameter:
     return alt.selection_interval(bind="scales", encodings=["x"], zoom="wheel![event.ctrlKey || event.metaKey]")
 
 
-def steps_axis(title: str = "step") -> alt.X:
+def steps_axis() -> alt.X:
     """Steps along x; a page may put time or samples in their place."""
-    return alt.X("step:Q", title=title, scale=alt.Scale(zero=False, nice=False), axis=alt.Axis(format=",.0f"))
+    return alt.X("step:Q", title="step", scale=alt.Scale(zero=False, nice=False), axis=alt.Axis(format=",.0f"))
 
 
 def byte_unit(most: float) -> tuple[float, str]:
