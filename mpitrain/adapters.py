@@ -23,7 +23,7 @@ from mpitrain.errors import EXIT_DONE, InputError, exit_code_of, tell
 from mpitrain.inference.commands import add_trust
 from mpitrain.loading import BASE, saved_in
 from mpitrain.models import Task
-from mpitrain.models.adapters import adapted_layers
+from mpitrain.models.build import adapted_layers
 from mpitrain.models.hugging_face import PREFIX
 from mpitrain.models.hugging_face.families import Facade
 from mpitrain.models.hugging_face.folder import save_folder

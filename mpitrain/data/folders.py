@@ -134,9 +134,7 @@ def _rename(temporary: Path, target: Path, once: bool) -> None:
 
 
 DIGITS = "digits"
-PYTHON_SOURCE = "python-source"
 
-_SHARD_BYTES = 256 << 20
 # other people's packages, and tests: half of the tree, and mostly tables
 _NOT_TEXT = frozenset(("site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"))
 
@@ -152,7 +150,7 @@ def resolve(data_path: str, root: Path = Path("data")) -> Path:
     Raises:
         InputError: There is no data set, or the embedded one cannot be made.
     """
-    embedded = {"": (PYTHON_SOURCE, _python_source, 0.05), DIGITS: (DIGITS, _digits, 0.1)}
+    embedded = {"": ("python-source", _python_source, 0.05), DIGITS: (DIGITS, _digits, 0.1)}
     if data_path not in embedded:
         read_manifest(Path(data_path))
         return Path(data_path)
@@ -162,7 +160,7 @@ def resolve(data_path: str, root: Path = Path("data")) -> Path:
         from mpitrain.data.writer import write_dataset
 
         source, title = describe()
-        write_dataset(folder, source, names=(title,), held_out=held_out, shard_bytes=_SHARD_BYTES)
+        write_dataset(folder, source, names=(title,), held_out=held_out, shard_bytes=256 << 20)
 
     make_dataset(root / name, fill, once=True)
     return root / name

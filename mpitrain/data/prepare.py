@@ -12,6 +12,7 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,9 +43,6 @@ class Found(NamedTuple):
     root: Path
 
 
-MakeSource = Callable[[Sequence[Found], PrepareOptions], Source]
-
-
 @dataclass(frozen=True)
 class Kind:
     """A kind of input.
@@ -59,7 +57,7 @@ class Kind:
 
     name: str
     matches: Callable[[Path], bool]
-    source: MakeSource
+    source: Callable[[Sequence[Found], PrepareOptions], Source]
     option: str | None
     also: tuple[str, ...] = ()
 
@@ -222,12 +220,8 @@ def _kind(
 
 def _documents(named: TextFields) -> Kind:
     takes = "tokenizer", "text", "prompt", "completion", "pack", "encoding", "end_token"
-    return _kind(
-        "JSON lines or parquet of text",
-        lambda path: documents.is_documents(path, named),
-        documents.documents_source,
-        *takes,
-    )
+    matches = partial(documents.is_documents, fields=named)
+    return _kind("JSON lines or parquet of text", matches, documents.documents_source, *takes)
 
 
 _OF_TOKENS = "dtype", "tokenizer", "vocabulary", "end_token"

@@ -38,7 +38,7 @@ NARROW = 60  # columns under which the bar leaves out what matters less
 
 
 class Progress:
-    """Rank 0's view of the run, closed by `close` or as a context manager."""
+    """Rank 0's view of the run, until it is closed."""
 
     def __init__(
         self, total_steps: int, start_step: int, every: int, stream: TextIO | None = None, unit: str = "tokens"
@@ -86,12 +86,6 @@ class Progress:
         """Leave the bar as it last was. Twice is fine."""
         if self._bar is not None:
             self._bar.close()
-
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def seconds_left(total: int, first: tuple[int, float], step: int, now: float) -> float:

@@ -11,9 +11,10 @@ from mpitrain.monitor.progress import Progress, bar_text, plain_line, seconds_le
 
 DEMO = """
     import sys
+    from contextlib import closing
     from mpitrain.monitor import progress
     progress.REDRAW_S = 0.0
-    with progress.Progress(60, 20, 10) as bar:
+    with closing(progress.Progress(60, 20, 10)) as bar:
         for step in range(21, 61):
             bar.update(step, 6.0 - step / 20, 3e-3, 12345.6)
             if step == 40:

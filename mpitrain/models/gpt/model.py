@@ -29,7 +29,6 @@ from mpitrain.models.task import BlockModel
 
 INIT_STD = 0.02  # GPT-2
 Stream: TypeAlias = "torch.Tensor | tuple[torch.Tensor, torch.Tensor]"  # features, or with the ends of documents
-ROTARY_BASE = 10000.0
 _MULTIPLE = 64  # features, of a derived width of a SwiGLU
 
 
@@ -53,7 +52,7 @@ class Form:
     norm: str = "layernorm"
     norm_eps: float = 1e-5
     positions: str = "rotary"
-    rope_base: float = ROTARY_BASE
+    rope_base: float = 10000.0
     mlp: str = "gelu"
     hidden: int = 0
     kv_heads: int = 0

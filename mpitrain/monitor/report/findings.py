@@ -19,8 +19,6 @@ from mpitrain.monitor.report.reading import CATEGORIES, OWN, PARTS, Column, Meas
 from mpitrain.monitor.run_files import axis_of
 from mpitrain.storage.text import short, spoken
 
-MOST_POINTS = 1500  # of a line
-TREND = 120  # points of the line that shows where a noisy one goes
 LARGEST = 1e300  # of a metric that can be drawn
 PERCENTILES = (50, 90, 99, 100)
 
@@ -42,7 +40,7 @@ def metric_columns(run: RunRecord) -> dict[str, Column]:
     return found
 
 
-def kept(values: Column, most: int = MOST_POINTS) -> NDArray[np.int64]:
+def kept(values: Column, most: int = 1500) -> NDArray[np.int64]:
     """Which points to draw of a series: the smallest and the largest of each stretch, the first and the last.
 
     Args:
@@ -62,7 +60,7 @@ def kept(values: Column, most: int = MOST_POINTS) -> NDArray[np.int64]:
     return np.array(sorted(found))
 
 
-def trend(x: Column, values: Column, points: int = TREND) -> tuple[Column, Column]:
+def trend(x: Column, values: Column, points: int = 120) -> tuple[Column, Column]:
     """The median of each of so many stretches, at the middle of its x.
 
     Args:
