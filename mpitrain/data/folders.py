@@ -32,6 +32,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -227,12 +228,8 @@ def stage(source: Path, stage: Path) -> None:
         InputError: There is no room, the folder may not be written, or shards are damaged.
     """
     manifest = read_manifest(source)
-    make_dataset(
-        staged_folder(source, stage),
-        lambda into: _copy(source, manifest, into),
-        once=True,
-        whole=lambda folder: _is_whole(folder, manifest),
-    )
+    target, fill, whole = staged_folder(source, stage), partial(_copy, source, manifest), partial(_is_whole, manifest)
+    make_dataset(target, fill, once=True, whole=whole)
 
 
 def stage_on_nodes(world: Communicator, path: str, stage_path: Path) -> None:
@@ -268,7 +265,7 @@ def stage_on_nodes(world: Communicator, path: str, stage_path: Path) -> None:
     world.agree(failure[0] if failure else None)
 
 
-def _is_whole(folder: Path, manifest: DatasetManifest) -> bool:
+def _is_whole(manifest: DatasetManifest, folder: Path) -> bool:
     """At first sight: the same shards, and all there in their size. Their content is hashed when it is read."""
     try:
         found = read_manifest(folder)

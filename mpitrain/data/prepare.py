@@ -279,11 +279,9 @@ def train_tokenizer(sources: Sequence[str], out: Path, vocabulary: int, options:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary,
-        special_tokens=[ENDS[0]],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
+        vocab_size=vocabulary, special_tokens=[ENDS[0]], initial_alphabet=alphabet, show_progress=False
     )
     failure: list[BaseException] = []
     tokenizer.train_from_iterator(_texts([one.path for one in found], options, kind is with_fields, failure), trainer)

@@ -109,17 +109,10 @@ def _gpt(section: ModelSection, description: Description) -> Task:
             f"{section.vocabulary}; prepare the data with the model's own tokenizer, or set model.vocabulary to "
             f"{description.vocabulary}"
         )
-    model = GPT(
-        section.vocabulary or description.vocabulary,
-        section.layers,
-        section.width,
-        section.heads,
-        section.dropout,
-        tied=section.tied,
-        max_positions=section.max_positions or section.sequence,
-        form=Form(**{field.name: getattr(section, field.name) for field in fields(Form)}),
-        apart=description.apart,
-    )
+    sizes = section.vocabulary or description.vocabulary, section.layers, section.width, section.heads, section.dropout
+    positions = section.max_positions or section.sequence
+    form = Form(**{field.name: getattr(section, field.name) for field in fields(Form)})
+    model = GPT(*sizes, tied=section.tied, max_positions=positions, form=form, apart=description.apart)
     if description.masked:
         model.criterion = MaskedCrossEntropy()
     return Task(model, model.loss)

@@ -152,14 +152,10 @@ class _Bar:
         self._terminal, self._drawn = terminal, 0.0
         self._console = Console(file=stream, force_terminal=True)
         self._fit()
+        steps, bar = TextColumn("step {task.completed}/{task.total}"), BarColumn(bar_width=None)
+        text = TextColumn("{task.fields[text]}", markup=False)
         self._rich = RichProgress(
-            TextColumn("step {task.completed}/{task.total}"),
-            BarColumn(bar_width=None),
-            TextColumn("{task.fields[text]}", markup=False),
-            console=self._console,
-            auto_refresh=False,
-            redirect_stdout=redirect_stdout,
-            expand=True,
+            steps, bar, text, console=self._console, auto_refresh=False, redirect_stdout=redirect_stdout, expand=True
         )
         self._task = self._rich.add_task("", total=total_steps, completed=start_step, text="before the first step")
         self._rich.start()
