@@ -22,7 +22,7 @@ from mpitrain.errors import EXIT_DONE, InputError, exit_code_of, tell
 from mpitrain.inference.commands import add_trust
 from mpitrain.loading import BASE, saved_in
 from mpitrain.models import Task
-from mpitrain.models.adapters import adapted_layers
+from mpitrain.models.build import adapted_layers
 from mpitrain.models.hugging_face import PREFIX
 from mpitrain.models.hugging_face.families import Facade
 from mpitrain.models.hugging_face.folder import save_folder
@@ -54,13 +54,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     return exit_code_of(act)
 
 
-def trained(path: Path, *, trust: bool = False) -> tuple[Task, ModelSection]:
+def _trained(path: Path, out: Path, trust: bool) -> tuple[Task, ModelSection]:
     """The model of a run with model.lora, with its trained adapters, and the section that it was built by.
 
     Raises:
-        InputError: The run trained no adapters, or its base is not there any more as it was.
+        InputError: The run trained no adapters, or its base is not there any more as it was; or `out` is there.
         CheckpointError: The checkpoint is damaged.
     """
+    require_new(out)
     saved = saved_in(contents.only(path), trust=trust)
     base = saved.manifest.values.get(BASE)
     if not isinstance(base, dict) or "rank" not in base.get("adapter", {}):
@@ -79,8 +80,7 @@ def write_merged(run: Path, out: Path, *, trust: bool = False) -> str:
     Returns:
         What was written, in words.
     """
-    require_new(out)
-    task, section = trained(run, trust=trust)
+    task, section = _trained(run, out, trust)
     folder = section.factory.startswith(PREFIX) and not out.suffix
     if not folder and out.suffix not in _FILES:
         raise InputError(f"{out}: what to write is told by its ending; use .safetensors or .pt, or for hf: a folder")
@@ -112,8 +112,7 @@ def write_peft(run: Path, out: Path, *, trust: bool = False) -> str:
     Returns:
         What was written, in words.
     """
-    require_new(out)
-    task, section = trained(run, trust=trust)
+    task, section = _trained(run, out, trust)
     layers = adapted_layers(task.module)
     turned = {layer.transposed for layer in layers.values()}
     if len(turned) > 1:

@@ -11,7 +11,7 @@ from typing import Literal
 
 Model = Literal["gpt", "resnet", "mlp"]  # models.build
 Norm = Literal["layernorm", "rmsnorm"]  # models.gpt.model
-Positions = Literal["rotary", "learned"]  # models.gpt.positions
+Positions = Literal["rotary", "learned"]  # models.gpt.model
 FeedForward = Literal["gelu", "swiglu"]  # models.gpt.model
 RESNET_LAYERS = (18, 34, 50, 101)  # models.resnet
 Precision = Literal["fp32", "bf16", "fp16"]  # layers.precision

@@ -84,7 +84,7 @@ def _report(arguments: argparse.Namespace) -> int | None:
 
         tell(summary(folders[0]))
         return None
-    from mpitrain.monitor.report.compare import Named, comparison, short_names  # NumPy, which a summary does without
+    from mpitrain.monitor.report.findings import Named, comparison, short_names  # NumPy, which a summary does without
     from mpitrain.monitor.report.reading import read_run
 
     if arguments.out or arguments.png:

@@ -39,8 +39,7 @@ from mpitrain.data.shards import verify
 from mpitrain.errors import InputError
 from mpitrain.inference.prompts import read_prompts
 from mpitrain.monitor import read_events, read_metrics
-from mpitrain.monitor.report.compare import Named, comparison
-from mpitrain.monitor.report.findings import findings
+from mpitrain.monitor.report.findings import Named, comparison, findings
 from mpitrain.monitor.report.reading import read_run
 from mpitrain.monitor.report.summary import summary
 from mpitrain.monitor.timeline.merging import merge, told

@@ -110,7 +110,7 @@ def open_dataset(path: str | Path, split: str = TRAIN, *, sequence: int | None =
             "data.documents joined, or prepare it again with --end-token"
         )
     if manifest.kind == "tokens":
-        return TokenDataset(folder, split, manifest, reader, sequence, apart=apart)
+        return TokenDataset(folder, split, manifest, reader, sequence, apart)
     return ArrayDataset(split, manifest, reader)
 
 
@@ -206,14 +206,7 @@ class TokenDataset(Dataset):
     """
 
     def __init__(
-        self,
-        folder: Path,
-        split: str,
-        manifest: DatasetManifest,
-        reader: RowReader,
-        sequence: int | None,
-        *,
-        apart: bool = False,
+        self, folder: Path, split: str, manifest: DatasetManifest, reader: RowReader, sequence: int | None, apart: bool
     ) -> None:
         if sequence is None or sequence < 1:
             raise InputError(f"data set {folder} is a stream of tokens; say how many a sample has (model.sequence)")

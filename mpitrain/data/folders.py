@@ -32,6 +32,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -133,9 +134,7 @@ def _rename(temporary: Path, target: Path, once: bool) -> None:
 
 
 DIGITS = "digits"
-PYTHON_SOURCE = "python-source"
 
-_SHARD_BYTES = 256 << 20
 # other people's packages, and tests: half of the tree, and mostly tables
 _NOT_TEXT = frozenset(("site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"))
 
@@ -151,7 +150,7 @@ def resolve(data_path: str, root: Path = Path("data")) -> Path:
     Raises:
         InputError: There is no data set, or the embedded one cannot be made.
     """
-    embedded = {"": (PYTHON_SOURCE, _python_source, 0.05), DIGITS: (DIGITS, _digits, 0.1)}
+    embedded = {"": ("python-source", _python_source, 0.05), DIGITS: (DIGITS, _digits, 0.1)}
     if data_path not in embedded:
         read_manifest(Path(data_path))
         return Path(data_path)
@@ -161,7 +160,7 @@ def resolve(data_path: str, root: Path = Path("data")) -> Path:
         from mpitrain.data.writer import write_dataset
 
         source, title = describe()
-        write_dataset(folder, source, names=(title,), held_out=held_out, shard_bytes=_SHARD_BYTES)
+        write_dataset(folder, source, names=(title,), held_out=held_out, shard_bytes=256 << 20)
 
     make_dataset(root / name, fill, once=True)
     return root / name
@@ -175,7 +174,7 @@ def tokenizer_of(data_path: str) -> Path | None:
 
 def _python_source() -> tuple[Source, str]:
     from mpitrain.data.sources import PrepareOptions
-    from mpitrain.data.sources.text import text_source
+    from mpitrain.data.sources.documents import text_source
 
     library = Path(sysconfig.get_paths()["stdlib"])
     files = python_files(library)
@@ -228,12 +227,8 @@ def stage(source: Path, stage: Path) -> None:
         InputError: There is no room, the folder may not be written, or shards are damaged.
     """
     manifest = read_manifest(source)
-    make_dataset(
-        staged_folder(source, stage),
-        lambda into: _copy(source, manifest, into),
-        once=True,
-        whole=lambda folder: _is_whole(folder, manifest),
-    )
+    target, fill, whole = staged_folder(source, stage), partial(_copy, source, manifest), partial(_is_whole, manifest)
+    make_dataset(target, fill, once=True, whole=whole)
 
 
 def stage_on_nodes(world: Communicator, path: str, stage_path: Path) -> None:
@@ -269,7 +264,7 @@ def stage_on_nodes(world: Communicator, path: str, stage_path: Path) -> None:
     world.agree(failure[0] if failure else None)
 
 
-def _is_whole(folder: Path, manifest: DatasetManifest) -> bool:
+def _is_whole(manifest: DatasetManifest, folder: Path) -> bool:
     """At first sight: the same shards, and all there in their size. Their content is hashed when it is read."""
     try:
         found = read_manifest(folder)

@@ -12,13 +12,13 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from mpitrain.data.folders import make_dataset, needing, os_errors
 from mpitrain.data.format import DatasetManifest, read_manifest
-from mpitrain.data.sources import PrepareOptions, Source, TextFields, arrays, images, table, text, tokens
-from mpitrain.data.sources.documents import documents_of, documents_source, is_documents
+from mpitrain.data.sources import PrepareOptions, Source, TextFields, arrays, documents, images, table, tokens
 from mpitrain.data.sources.encoder import BYTES, ENDS, without_surrogates
 from mpitrain.data.sources.table_files import is_table
 from mpitrain.data.writer import Progress, write_dataset
@@ -43,9 +43,6 @@ class Found(NamedTuple):
     root: Path
 
 
-MakeSource = Callable[[Sequence[Found], PrepareOptions], Source]
-
-
 @dataclass(frozen=True)
 class Kind:
     """A kind of input.
@@ -60,7 +57,7 @@ class Kind:
 
     name: str
     matches: Callable[[Path], bool]
-    source: MakeSource
+    source: Callable[[Sequence[Found], PrepareOptions], Source]
     option: str | None
     also: tuple[str, ...] = ()
 
@@ -104,8 +101,8 @@ def prepare(
     if options.prompt is not None and options.text is not None:
         raise InputError("--text names the whole text and --prompt a part of it; give one of the two")
     # documents with the fields that a person has named come before any other kind of table
-    documents = [_documents(named)] if named != TextFields() else []
-    source = recognise(sources, options, (*more, *documents, *KINDS))
+    before = [_documents(named)] if named != TextFields() else []
+    source = recognise(sources, options, (*more, *before, *KINDS))
 
     def fill(folder: Path) -> None:
         write_dataset(folder, source, names=sources, held_out=held_out, shard_bytes=shard_bytes, progress=progress)
@@ -223,7 +220,8 @@ def _kind(
 
 def _documents(named: TextFields) -> Kind:
     takes = "tokenizer", "text", "prompt", "completion", "pack", "encoding", "end_token"
-    return _kind("JSON lines or parquet of text", lambda path: is_documents(path, named), documents_source, *takes)
+    matches = partial(documents.is_documents, fields=named)
+    return _kind("JSON lines or parquet of text", matches, documents.documents_source, *takes)
 
 
 _OF_TOKENS = "dtype", "tokenizer", "vocabulary", "end_token"
@@ -237,7 +235,7 @@ KINDS = (
     _kind("archives of images", images.is_archive, images.archives_source, "size", "skip_bad", "classes"),
     _kind("tables", is_table, table.table_source, *_OF_TABLES),
     _documents(TextFields()),
-    _kind(_TEXT, text.is_text, text.text_source, *_OF_TEXT),
+    _kind(_TEXT, documents.is_text, documents.text_source, *_OF_TEXT),
 )
 
 
@@ -274,21 +272,19 @@ def train_tokenizer(sources: Sequence[str], out: Path, vocabulary: int, options:
     if os.path.lexists(out):
         raise InputError(f"output file {out} exists already; give another --out, or remove it")
     options = options or PrepareOptions()
-    documents = _documents(options.text_fields)
-    kind, found, _ = _sorted_out(sources, (documents, *KINDS))
-    if kind is not documents and kind.name != _TEXT:
+    with_fields = _documents(options.text_fields)
+    kind, found, _ = _sorted_out(sources, (with_fields, *KINDS))
+    if kind is not with_fields and kind.name != _TEXT:
         raise InputError(f"source {found[0].path} is of the kind {kind.name}; give text, JSON lines or parquet of text")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary,
-        special_tokens=[ENDS[0]],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
+        vocab_size=vocabulary, special_tokens=[ENDS[0]], initial_alphabet=alphabet, show_progress=False
     )
     failure: list[BaseException] = []
-    tokenizer.train_from_iterator(_texts([one.path for one in found], options, kind is documents, failure), trainer)
+    tokenizer.train_from_iterator(_texts([one.path for one in found], options, kind is with_fields, failure), trainer)
     if failure:
         raise failure[0]
     with os_errors(f"output file {out} cannot be written"):
@@ -298,16 +294,16 @@ def train_tokenizer(sources: Sequence[str], out: Path, vocabulary: int, options:
 
 
 def _texts(
-    paths: Sequence[Path], options: PrepareOptions, documents: bool, failure: list[BaseException]
+    paths: Sequence[Path], options: PrepareOptions, with_fields: bool, failure: list[BaseException]
 ) -> Iterator[str]:
     """Yield the text of files; an error goes into `failure`, as the library would raise one of its own instead."""
     try:
-        encoding = options.encoding if documents else text.encoding_of(paths, options.encoding)
+        encoding = options.encoding if with_fields else documents.encoding_of(paths, options.encoding)
         for path in paths:
-            if documents:
-                for texts in documents_of(path, options.text_fields, encoding):
+            if with_fields:
+                for texts in documents.documents_of(path, options.text_fields, encoding):
                     yield from map(without_surrogates, texts)
             else:
-                yield from text.text_pieces(path, encoding)
+                yield from documents.text_pieces(path, encoding)
     except BaseException as error:
         failure.append(error)

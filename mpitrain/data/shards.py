@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -74,9 +73,9 @@ class ShardWriter:
         Args:
             columns: One contiguous array [k, *shape] of the stored dtype for each field.
         """
-        for field, hasher, place, column in zip(self._fields, self._hashers, self._places, columns, strict=True):
+        for field, hasher, (begin, _), column in zip(self._fields, self._hashers, self._places, columns, strict=True):
             hasher.update(column)
-            write_at(self._descriptor, bytes_of_array(column), place.rows + self.rows * field.row_bytes)
+            write_at(self._descriptor, bytes_of_array(column), begin + self.rows * field.row_bytes)
         self.rows += len(columns[0])
 
     def finish(self) -> ShardSpec:
@@ -84,9 +83,9 @@ class ShardWriter:
         if self.room:
             self._shorten()
         crcs = {}
-        for field, hasher, place in zip(self._fields, self._hashers, self._places, strict=True):
+        for field, hasher, (_, begin) in zip(self._fields, self._hashers, self._places, strict=True):
             table = np.array(hasher.hashes(), _TABLE)
-            write_at(self._descriptor, bytes_of_array(table), place.table)
+            write_at(self._descriptor, bytes_of_array(table), begin)
             crcs[field.name] = crc32(table.data)
         os.fsync(self._descriptor)
         size = os.fstat(self._descriptor).st_size
@@ -104,29 +103,16 @@ class ShardWriter:
         self._places = create_structure(self._path, self._fields, self.rows)
         self._descriptor = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
         try:
-            for field, old, new in zip(self._fields, places, self._places, strict=True):
+            for field, (old, _), (new, _) in zip(self._fields, places, self._places, strict=True):
                 size = self.rows * field.row_bytes
                 for start in range(0, size, _COPY_BYTES):
-                    piece = os.pread(long, min(_COPY_BYTES, size - start), old.rows + start)
-                    write_at(self._descriptor, memoryview(piece), new.rows + start)
+                    piece = os.pread(long, min(_COPY_BYTES, size - start), old + start)
+                    write_at(self._descriptor, memoryview(piece), new + start)
         finally:
             os.close(long)
 
 
-@dataclass(frozen=True)
-class FieldPlace:
-    """Where a field lies in a shard file, in bytes from the beginning of the file.
-
-    Attributes:
-        rows: Where its rows begin.
-        table: Where its table of hashes begins.
-    """
-
-    rows: int
-    table: int
-
-
-def create_structure(path: Path, fields: Sequence[FieldSpec], rows: int) -> list[FieldPlace]:
+def create_structure(path: Path, fields: Sequence[FieldSpec], rows: int) -> list[tuple[int, int]]:
     """Make a shard file whose data sets have their full size and no content yet.
 
     Args:
@@ -135,13 +121,13 @@ def create_structure(path: Path, fields: Sequence[FieldSpec], rows: int) -> list
         rows: How many rows the shard has.
 
     Returns:
-        Where each field lies.
+        Where the rows of each field and their table of hashes begin, in bytes from the beginning of the file.
     """
     image = Image()
     with hdf5_image(image) as shard:
         shard.create_group("crc32")
         places = [
-            FieldPlace(
+            (
                 _create_data_set(shard, field.name, (rows, *field.shape), field.stored),
                 _create_data_set(shard, f"crc32/{field.name}", (field.extents(rows, EXTENT_BYTES),), _TABLE),
             )

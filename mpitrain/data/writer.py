@@ -172,18 +172,15 @@ class _Tally:
 
     def __init__(self, source: Source) -> None:
         self._source = source
-        by_name = {field.name: (i, field) for i, field in enumerate(source.fields)}
-        x, y = by_name.get("x"), by_name.get("y")
-        self._classes_at = y[0] if y and y[1].given == "integer" and not y[1].shape else None
-        if source.vocabulary is None:
-            x = by_name.get("tokens") or x
-        self._codes_at = x[0] if x and x[1].given == "integer" else None
+        first, last = source.fields[0], source.fields[-1]
+        self._has_classes = last.name == "y" and last.given == "integer" and not last.shape
+        self._has_codes = first.given == "integer" and (first.name == "x" or source.vocabulary is None)
         self._counts: dict[str, npt.NDArray[np.int64]] = {}
         self._largest_code = -1
 
     def add(self, split: str, columns: Columns) -> None:
-        if self._classes_at is not None:
-            found = columns[self._classes_at].astype(np.int64)
+        if self._has_classes:
+            found = columns[-1].astype(np.int64)
             low, high = int(found.min()), int(found.max())
             if low < 0 or high >= MOST_CLASSES:
                 raise InputError(
@@ -194,19 +191,18 @@ class _Tally:
             now = np.bincount(found, minlength=len(before))
             now[: len(before)] += before
             self._counts[split] = now
-        if self._codes_at is not None:
-            codes = columns[self._codes_at]
-            if int(codes.min()) < 0:
+        if self._has_codes:
+            if int(columns[0].min()) < 0:
                 raise InputError("source: x holds negative integers, which cannot be codes; give x as floating point")
-            self._largest_code = max(self._largest_code, int(codes.max()))
+            self._largest_code = max(self._largest_code, int(columns[0].max()))
 
     def vocabulary(self) -> int | None:
-        if self._codes_at is None:
+        if not self._has_codes:
             return self._source.vocabulary
         return max(self._largest_code, -1 if self._source.document_end is None else self._source.document_end) + 1
 
     def classes(self) -> tuple[str, ...] | None:
-        if self._source.classes is not None or self._classes_at is None:
+        if self._source.classes is not None or not self._has_classes:
             return self._source.classes
         return tuple(str(i) for i in range(max(len(counts) for counts in self._counts.values())))
 

@@ -12,9 +12,11 @@ cause. These errors are not `agreed`: a missing package or file may be one node'
 
 from __future__ import annotations
 
+import difflib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -24,9 +26,8 @@ from mpitrain.config.named import find, told
 from mpitrain.config.training import ModelSection
 from mpitrain.errors import InputError, refusal
 from mpitrain.layers.images import image_form, is_image
-from mpitrain.layers.lora import BaseWeights
+from mpitrain.layers.lora import BaseWeights, LoraLinear, linear_parts
 from mpitrain.models import hugging_face
-from mpitrain.models.adapters import with_adapters
 from mpitrain.models.losses import MaskedCrossEntropy, cross_entropy, squared_error
 from mpitrain.models.task import Criterion, Task, TrainedBase
 
@@ -74,7 +75,7 @@ def build_model(section: ModelSection, description: Description, base: TrainedBa
     task = _built(section, description)
     if base is not None:
         base.fill(task.module)
-    return with_adapters(section, task, base.checkpoint if base is not None else "") if section.lora else task
+    return _with_adapters(section, task, base.checkpoint if base is not None else "") if section.lora else task
 
 
 def _built(section: ModelSection, description: Description) -> Task:
@@ -107,17 +108,10 @@ def _gpt(section: ModelSection, description: Description) -> Task:
             f"{section.vocabulary}; prepare the data with the model's own tokenizer, or set model.vocabulary to "
             f"{description.vocabulary}"
         )
-    model = GPT(
-        section.vocabulary or description.vocabulary,
-        section.layers,
-        section.width,
-        section.heads,
-        section.dropout,
-        tied=section.tied,
-        max_positions=section.max_positions or section.sequence,
-        form=Form(**{field.name: getattr(section, field.name) for field in fields(Form)}),
-        apart=description.apart,
-    )
+    sizes = section.vocabulary or description.vocabulary, section.layers, section.width, section.heads, section.dropout
+    positions = section.max_positions or section.sequence
+    form = Form(**{field.name: getattr(section, field.name) for field in fields(Form)})
+    model = GPT(*sizes, tied=section.tied, max_positions=positions, form=form, apart=description.apart)
     if description.masked:
         model.criterion = MaskedCrossEntropy()
     return Task(model, model.loss)
@@ -176,3 +170,85 @@ def _misfit(section: ModelSection, description: Description, takes: str) -> Inpu
     else:
         data, fitting = f"arrays of shape {shape}", "mlp"
     return refusal(f"model.name {section.name} takes {takes}, but the data are {data}; set model.name to {fitting}")
+
+
+# -- `model.lora`: low-rank adapters (Hu et al. 2021) in a model's linear layers; all else is frozen
+#
+# By default those of attention get one: the linear layers in modules that are called attention, attn or self_attn.
+
+
+_ATTENTION = ("attention", "attn", "self_attn")
+
+
+def _with_adapters(section: ModelSection, task: Task, checkpoint: str = "") -> Task:
+    """The task with its model frozen but for adapters, as model.lora and the keys beside it say; changed in place.
+
+    checkpoint: The folder that the model's weights were read from, as model.base says; empty where they were not.
+
+    Raises:
+        InputError: On all ranks alike, where no layer is meant, or one that cannot have an adapter.
+    """
+    module = task.module
+    source = f"model.factory {section.factory}" if section.factory else f"model.name {section.name}"
+    if task.base is not None:
+        raise refusal(f"{source} gives a model with adapters already; set model.lora to 0")
+    chosen = _chosen(module, section.lora_targets, source)
+    for parameter in module.parameters():
+        parameter.requires_grad_(False)
+    for name in chosen:
+        layer = module.get_submodule(name)
+        parts = linear_parts(layer)
+        assert parts is not None
+        made = LoraLinear(
+            parts.weight,
+            parts.bias,
+            rank=section.lora,
+            alpha=section.lora_alpha,
+            dropout=section.lora_dropout,
+            transposed=parts.transposed,
+        )
+        made.train(layer.training)
+        parent, _, last = name.rpartition(".")
+        setattr(module.get_submodule(parent), last, made)
+    adapter = {"rank": section.lora, "alpha": section.lora_alpha, "layers": chosen}
+    source = f"model.base {checkpoint}" if checkpoint else source
+    return Task(module, task.loss, BaseWeights.of(module, source, adapter, checkpoint))
+
+
+def adapted_layers(module: nn.Module) -> dict[str, LoraLinear]:
+    """The layers with adapters of ours, by name."""
+    return {name: layer for name, layer in module.named_modules() if isinstance(layer, LoraLinear)}
+
+
+def _chosen(module: nn.Module, targets: Sequence[str], source: str) -> list[str]:
+    """The names of the layers that get an adapter, in the model's order."""
+    linear = [name for name, layer in module.named_modules() if name and linear_parts(layer) is not None]
+    if not targets:
+        chosen = [name for name in linear if set(_ATTENTION) & set(name.split(".")[:-1])]
+        if not chosen:
+            raise refusal(
+                f"model.lora: {source} has no linear layers in modules called {', '.join(_ATTENTION)}; name layers "
+                "in model.lora_targets" + (f", such as {linear[0]!r}" if linear else "")
+            )
+        return chosen
+    for target in targets:
+        if not any(_matches(name, target) for name in linear):
+            near = difflib.get_close_matches(target, linear, n=1, cutoff=0.0)
+            raise refusal(
+                f"model.lora_targets: {target!r} matches no linear layer of {source}"
+                + (f"; did you mean {near[0]!r}?" if near else "; leave model.lora at 0")
+            )
+    chosen = [name for name in linear if any(_matches(name, target) for target in targets)]
+    users: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        users.setdefault(parameter, []).append(name)
+    for name in chosen:
+        shared = users[module.get_submodule(name).get_parameter("weight")]
+        if len(shared) > 1:
+            raise refusal(f"model.lora_targets: {name} shares its weight ({' and '.join(shared)}); leave it out")
+    return chosen
+
+
+def _matches(name: str, target: str) -> bool:
+    """Whether a pattern means a layer: by its whole name, or the end of it, as `q_proj`."""
+    return fnmatchcase(name, target) or fnmatchcase(name, f"*.{target}")

@@ -38,7 +38,7 @@ NARROW = 60  # columns under which the bar leaves out what matters less
 
 
 class Progress:
-    """Rank 0's view of the run, closed by `close` or as a context manager."""
+    """Rank 0's view of the run, until it is closed."""
 
     def __init__(
         self, total_steps: int, start_step: int, every: int, stream: TextIO | None = None, unit: str = "tokens"
@@ -54,7 +54,7 @@ class Progress:
         """
         self._total, self._start, self._every, self._unit = total_steps, start_step, every, unit
         self._stream = sys.stderr if stream is None else stream
-        self._pace = Pace(total_steps)
+        self._first: tuple[int, float] | None = None  # the first step seen, and when
         self._bar = _open_bar(self._stream, total_steps, start_step)
 
     def update(self, step: int, loss: float, lr: float, rate: float, skipped: int = 0) -> None:
@@ -67,7 +67,8 @@ class Progress:
             rate: Tokens or samples per second.
             skipped: Steps so far that made no update.
         """
-        left = self._pace.seconds_left(step, time.monotonic())
+        self._first = self._first or (step, time.monotonic())
+        left = seconds_left(self._total, self._first, step, time.monotonic())
         if self._bar is not None:
             self._bar.show(step, loss, lr, rate, self._unit, left, skipped)
         elif step % self._every == 0 or step in (self._start + 1, self._total):
@@ -86,35 +87,22 @@ class Progress:
         if self._bar is not None:
             self._bar.close()
 
-    def __enter__(self) -> Progress:
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+def seconds_left(total: int, first: tuple[int, float], step: int, now: float) -> float:
+    """Seconds until the last step, from the mean over all steps after the first one seen, which pays for warming up.
 
+    Args:
+        total: The last step.
+        first: The first step seen, and the time then.
+        step: The step that is done.
+        now: Seconds on any clock.
 
-class Pace:
-    """Time left, from the mean over all steps after the first one seen, which alone pays for warming up."""
-
-    def __init__(self, total_steps: int) -> None:
-        self._total = total_steps
-        self._first: tuple[int, float] | None = None
-
-    def seconds_left(self, step: int, now: float) -> float:
-        """Seconds until the last step; NaN while that is not known.
-
-        Args:
-            step: The step that is done.
-            now: Seconds on any clock.
-        """
-        if self._first is None:
-            self._first = (step, now)
-        first_step, first_time = self._first
-        if step >= self._total:
-            return 0.0
-        if step == first_step:
-            return math.nan
-        return (self._total - step) * (now - first_time) / (step - first_step)
+    Returns:
+        NaN while that is not known.
+    """
+    if step >= total:
+        return 0.0
+    return (total - step) * (now - first[1]) / (step - first[0]) if step > first[0] else math.nan
 
 
 def plain_line(step: int, total: int, loss: float, lr: float, rate: float, unit: str, left: float) -> str:
@@ -164,14 +152,10 @@ class _Bar:
         self._terminal, self._drawn = terminal, 0.0
         self._console = Console(file=stream, force_terminal=True)
         self._fit()
+        steps, bar = TextColumn("step {task.completed}/{task.total}"), BarColumn(bar_width=None)
+        text = TextColumn("{task.fields[text]}", markup=False)
         self._rich = RichProgress(
-            TextColumn("step {task.completed}/{task.total}"),
-            BarColumn(bar_width=None),
-            TextColumn("{task.fields[text]}", markup=False),
-            console=self._console,
-            auto_refresh=False,
-            redirect_stdout=redirect_stdout,
-            expand=True,
+            steps, bar, text, console=self._console, auto_refresh=False, redirect_stdout=redirect_stdout, expand=True
         )
         self._task = self._rich.add_task("", total=total_steps, completed=start_step, text="before the first step")
         self._rich.start()

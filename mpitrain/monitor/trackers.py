@@ -19,7 +19,7 @@ from typing import Any
 from mpitrain.config.named import find, told
 from mpitrain.config.run import MonitorSection
 from mpitrain.errors import InputError, MpitrainError
-from mpitrain.monitor.report.compare import flat
+from mpitrain.monitor.report.findings import flat
 from mpitrain.storage.disk import write_whole
 from mpitrain.storage.run_folder import MLFLOW, TENSORBOARD, WANDB
 

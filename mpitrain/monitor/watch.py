@@ -130,14 +130,8 @@ def _plain(console: Console) -> bool:
 
 
 BLOCKS, PLAIN = "▁▂▃▄▅▆▇█", "_.-:=+*#"
-COLOURS = {
-    RunStatus.RUNNING: "green",
-    RunStatus.DONE: "green",
-    RunStatus.STOPPED: "yellow",
-    RunStatus.SILENT: "yellow",
-    RunStatus.FAILED: "red",
-    RunStatus.KILLED: "red",
-}
+COLOURS = dict.fromkeys(("running", "done"), "green") | dict.fromkeys(("stopped", "silent"), "yellow")
+COLOURS |= dict.fromkeys(("failed", "killed"), "red")
 _HOSTS = 3  # that are named
 _LABEL = 13  # characters of the names of figures
 _FIRST = 32  # of what stands behind a curve, at most
@@ -176,7 +170,7 @@ def frame(run: Watched, width: int, *, plain: bool = False) -> RenderableType:
     """
     status = run.status()
     head = Text()
-    head.append(status.value, style=f"bold {COLOURS.get(status, 'default')}").append("  ")
+    head.append(status.value, style=f"bold {COLOURS.get(status.value, 'default')}").append("  ")
     head.append(printable(run.folder, _SAID), style="bold")
     parts: list[RenderableType] = [head]
     if said := _said_of(run, status):
@@ -259,6 +253,7 @@ def _figures(run: Watched, width: int, plain: bool) -> Table:
     table.add_column(style="dim", no_wrap=True, min_width=_LABEL)
     table.add_column()  # whose lines are broken between words
     told, room = run.steps.line or StepLine(step=0), width - _LABEL - 2
+    skipped = f"{counted(run.steps.skipped, 'step')}, for gradients that were not finite"
     rows = [
         ("loss", _curve(run.steps.loss, room, plain)),
         ("held-out loss", _curve(run.steps.held_out, room, plain)),
@@ -267,13 +262,13 @@ def _figures(run: Watched, width: int, plain: bool) -> Table:
         ("throughput", _throughput(run)),
         ("step time", _step_time(list(run.steps.seconds))),
         ("memory", f"{short(told.memory_bytes)}B at most on rank 0" if told.memory_bytes else ""),
-        ("skipped", f"{counted(run.steps.skipped, 'step')}, for gradients that were not finite"),
+        ("skipped", skipped if run.steps.skipped else ""),
         ("checkpoint", _checkpoint(run)),
         ("restarts", _restarts(run)),
         ("damaged", f"{counted(run.steps.damaged, 'line')} of metrics.jsonl" if run.steps.damaged else ""),
     ]
     for label, text in rows:
-        if text and not (label == "skipped" and not run.steps.skipped):
+        if text:
             table.add_row(label, text)
     return table
 

@@ -17,7 +17,7 @@ from mpitrain.data.folders import make_dataset, python_files
 from mpitrain.data.format import MANIFEST, read_manifest
 from mpitrain.data.shards import verify
 from mpitrain.data.sources import PrepareOptions
-from mpitrain.data.sources.text import text_source
+from mpitrain.data.sources.documents import text_source
 from mpitrain.data.writer import write_dataset
 from mpitrain.errors import InputError
 from mpitrain.storage import locks
@@ -51,7 +51,7 @@ RACE = """if True:
     from pathlib import Path
     from mpitrain.data.folders import make_dataset
     from mpitrain.data.sources import PrepareOptions
-    from mpitrain.data.sources.text import text_source
+    from mpitrain.data.sources.documents import text_source
     from mpitrain.data.writer import write_dataset
     root, text, half_way = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3] == 'half-way'
     def fill(folder):

@@ -51,7 +51,7 @@ def tokenizer(tmp_path, command):
 
 @pytest.mark.parametrize("kind", ["jsonl", "jsonl.zst", "json", "array.json", "parquet"])
 def test_each_line_or_row_is_a_document_that_ends(tmp_path, command, kind, monkeypatch):
-    monkeypatch.setattr("mpitrain.data.sources.documents.CHUNK", 64)  # characters of an array that are read at once
+    monkeypatch.setattr("mpitrain.data.sources.streams.CHUNK", 64)  # characters of an array that are read at once
     source = tmp_path / f"a.{kind}"
     if kind == "parquet":
         write_parquet(source, text=TEXTS, other=list(range(60)))

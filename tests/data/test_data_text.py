@@ -9,7 +9,7 @@ import pytest
 
 from mpitrain.data import open_dataset
 from mpitrain.data.format import read_manifest, write_manifest
-from mpitrain.data.sources import held_out_files
+from mpitrain.data.sources.documents import held_out_files
 from mpitrain.errors import InputError
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from mpitrain.models.gpt import GPT, Attention
-from mpitrain.models.gpt.positions import rotate, turns_of
+from mpitrain.models.gpt.model import rotate, turns_of
 from mpitrain.models.losses import cross_entropy
 
 

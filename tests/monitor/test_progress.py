@@ -7,13 +7,14 @@ import textwrap
 import pytest
 from pseudo_terminal import ROOT, on_terminal, shown
 
-from mpitrain.monitor.progress import Pace, Progress, bar_text, plain_line
+from mpitrain.monitor.progress import Progress, bar_text, plain_line, seconds_left
 
 DEMO = """
     import sys
+    from contextlib import closing
     from mpitrain.monitor import progress
     progress.REDRAW_S = 0.0
-    with progress.Progress(60, 20, 10) as bar:
+    with closing(progress.Progress(60, 20, 10)) as bar:
         for step in range(21, 61):
             bar.update(step, 6.0 - step / 20, 3e-3, 12345.6)
             if step == 40:
@@ -60,11 +61,11 @@ def test_columns_of_plain_lines_stay_where_they_are():
 
 
 def test_time_left_is_the_mean_without_the_slow_first_step():
-    pace = Pace(total_steps=10)
-    assert math.isnan(pace.seconds_left(3, 1000.0))
-    assert pace.seconds_left(4, 1002.0) == pytest.approx(12.0)
-    assert pace.seconds_left(6, 1012.0) == pytest.approx(16.0)
-    assert pace.seconds_left(10, 1020.0) == 0.0
+    first = 3, 1000.0
+    assert math.isnan(seconds_left(10, first, *first))
+    assert seconds_left(10, first, 4, 1002.0) == pytest.approx(12.0)
+    assert seconds_left(10, first, 6, 1012.0) == pytest.approx(16.0)
+    assert seconds_left(10, first, 10, 1020.0) == 0.0
 
 
 def test_a_narrow_bar_keeps_the_loss_and_the_time():

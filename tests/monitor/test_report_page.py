@@ -22,8 +22,9 @@ from support import ROOT, one_line
 from mpitrain import report
 from mpitrain.monitor.report.charts_ranks import memory_over_time, parts_over_time
 from mpitrain.monitor.report.charts_training import learning_rate, losses
-from mpitrain.monitor.report.compare import Named, changed_settings, short_names
 from mpitrain.monitor.report.findings import (
+    Named,
+    changed_settings,
     chosen,
     expected_traffic,
     findings,
@@ -31,6 +32,7 @@ from mpitrain.monitor.report.findings import (
     kept,
     memory_use,
     sent_along,
+    short_names,
     stragglers,
 )
 from mpitrain.monitor.report.reading import RunRecord, read_run
@@ -109,7 +111,7 @@ def test_findings_name_the_kill_the_straggler_and_the_formula(runs):
     assert "Start 1 was killed, at step 290 or later; the next start went on from step 200." in told
     assert re.search(r"Rank 5 on node1 is a straggler: .* most in backward", told), told
     assert "the formula says 201.6 MB (+2.4%)" in told and "along data; the formula says 88.2 MB (+0.0%)" in told
-    assert [s.rank for s in stragglers(read_run(runs["ddp"]))] == [5]
+    assert list(stragglers(read_run(runs["ddp"]))) == [5]
 
 
 def test_lost_ranks_stops_and_failures_are_told_and_drawn(tmp_path):

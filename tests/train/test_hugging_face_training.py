@@ -17,7 +17,7 @@ from mpitrain.config.settings import Config
 from mpitrain.errors import InputError
 from mpitrain.layers.lora import BaseWeights
 from mpitrain.loading import load_model
-from mpitrain.models.adapters import adapted_layers
+from mpitrain.models.build import adapted_layers
 from mpitrain.monitor import read_metrics
 from mpitrain.trainer.data import open_data
 from mpitrain.trainer.run import Callback

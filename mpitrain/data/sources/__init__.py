@@ -13,7 +13,7 @@ The first stretch gives its first row (mix64(0) is 0), so that even a few rows h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -212,14 +212,3 @@ def partition(
         yield from ((HELD_OUT, columns) for columns in (rows(test) if test else ()))
 
     return blocks
-
-
-def held_out_files(sizes: Sequence[int], fraction: float) -> list[bool]:
-    """Which of several files are held out whole, so that their bytes come nearest to the fraction all along."""
-    held, owed = [], 0.0
-    for size in sizes:
-        owed += size * fraction
-        held.append(owed >= size / 2 and fraction > 0)
-        if held[-1]:
-            owed -= size
-    return held

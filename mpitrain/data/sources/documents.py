@@ -1,4 +1,4 @@
-"""Documents with borders of their own: JSON lines, JSON arrays and tables of parquet, one a line, element or row.
+"""Text: documents with borders of their own, which JSON lines, JSON arrays and parquet have, and files of text.
 
     {"text": "..."}                          a stream of tokens, an end-of-document token after each document
     {"prompt": "...", "completion": "..."}   whole pairs packed into samples; tokens of prompts are not trained on
@@ -14,16 +14,16 @@ import codecs
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
+from dataclasses import dataclass, replace
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from mpitrain.data.format import HELD_OUT, TRAIN
-from mpitrain.data.sources import Block, PrepareOptions, Source, TextFields, held_out_mask, token_source
+from mpitrain.data.sources import Block, PrepareOptions, Source, TextFields, held_out_mask, streams, token_source
 from mpitrain.data.sources.encoder import Encoder, Packer, Tokens, make_encoder
-from mpitrain.data.sources.streams import CHUNK, LONGEST, head, lines_of, opened, plain_stem, plain_suffix
 from mpitrain.data.sources.table_files import parquet_columns, parquet_schema
 from mpitrain.errors import InputError
 
@@ -38,15 +38,15 @@ _KINDS = {bool: "true or false", int: "a number", float: "a number", list: "a li
 
 def is_documents(path: Path, fields: TextFields) -> bool:
     """Whether a file is JSON lines or an array of objects, or parquet that has these fields as text."""
-    suffix = plain_suffix(path)
+    suffix = streams.plain_suffix(path)
     if suffix in LINES:
         return True
     if suffix == ".json":
         if _is_array(path):
             return True
-        with opened(path) as file:
+        with streams.opened(path) as file:
             try:
-                return isinstance(json.loads(file.readline(CHUNK)), dict)
+                return isinstance(json.loads(file.readline(streams.CHUNK)), dict)
             except ValueError:
                 return False
     if suffix != ".parquet":
@@ -61,9 +61,9 @@ def documents_of(path: Path, fields: TextFields, encoding: str | None = None) ->
     Raises:
         InputError: A line or row is broken, or lacks a field; the message names it.
     """
-    if plain_suffix(path) == ".parquet":
+    if streams.plain_suffix(path) == ".parquet":
         return _rows(path, fields)
-    if plain_suffix(path) == ".json" and _is_array(path):
+    if streams.plain_suffix(path) == ".json" and _is_array(path):
         return _elements(path, fields, encoding)
     return _lines(path, fields, encoding)
 
@@ -119,7 +119,7 @@ def splits_by_name(files: Sequence[Path]) -> dict[Path, str] | None:
     """
     found: dict[Path, str] = {}
     for path in files:
-        if match := _SPLIT.match(plain_stem(path)):
+        if match := _SPLIT.match(streams.plain_stem(path)):
             found[path] = TRAIN if match[1] == "train" else HELD_OUT
     if set(found.values()) != {TRAIN, HELD_OUT}:
         return None
@@ -164,8 +164,8 @@ def _encoded(documents: Sequence[tuple[str, ...]], encoder: Encoder) -> list[tup
 
 
 def _lines(path: Path, fields: TextFields, encoding: str | None) -> Iterator[tuple[str, ...]]:
-    with opened(path, encoding) as file:
-        for number, line in lines_of(file, path):
+    with streams.opened(path, encoding) as file:
+        for number, line in streams.lines_of(file, path):
             if not line.strip():
                 continue
             where = f"{path}, line {number}"
@@ -180,23 +180,23 @@ def _lines(path: Path, fields: TextFields, encoding: str | None) -> Iterator[tup
 
 
 def _is_array(path: Path) -> bool:
-    return re.match(rb"\s*\[\s*\{", head(path, CHUNK)) is not None
+    return re.match(rb"\s*\[\s*\{", streams.head(path, streams.CHUNK)) is not None
 
 
 def _elements(path: Path, fields: TextFields, encoding: str | None) -> Iterator[tuple[str, ...]]:
     """The objects of an array, read one after the other."""
     decode, rest, line, more = json.JSONDecoder().raw_decode, "", 1, True
-    with opened(path, encoding) as file:
+    with streams.opened(path, encoding) as file:
         text = codecs.getreader("utf-8")(file)
         try:
             while more:
-                chunk = text.read(max(CHUNK, len(rest)))  # twice as much each time: what is not whole is decoded again
+                chunk = text.read(max(streams.CHUNK, len(rest)))  # twice as much each time: it is decoded again
                 rest, more, at = rest + chunk, bool(chunk), 0
                 while (start := _NEXT.match(rest, at)) and start.end() < len(rest) and rest[start.end()] != "]":
                     try:
                         content, end = decode(rest, start.end())
                     except (ValueError, RecursionError) as error:
-                        if more and len(rest) - at <= LONGEST:
+                        if more and len(rest) - at <= streams.LONGEST:
                             break  # it may go on in the next chunk
                         where = f"{path}, line {line + rest.count(chr(10), at, start.end())}"
                         reason = getattr(error, "msg", "nested too deeply")
@@ -241,3 +241,228 @@ def _is_text(kind: Any) -> bool:
 
     kind = kind.value_type if types.is_dictionary(kind) else kind
     return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind))
+
+
+# -- Text files as a stream of tokens: their bytes, or what a Hugging Face `tokenizers` file makes of them
+#
+# Files follow each other in the order given. A file is a document: where documents have an end (see `make_encoder`), it
+# comes after each, else there is nothing between them. Held out are whole files where there are several and they come
+# near the fraction, else the end of the stream, cut after a line.
+#
+# With a tokenizer, text is encoded in pieces of about 256 KiB that end after a line, without special tokens. Where
+# documents are packed or end at blank lines, their texts go the way of those above.
+
+
+_PIECE = 256 << 10
+_PIECES_AT_ONCE = 16  # encoded together: the tokenizer library spreads them over the cores
+_LINE_SEARCH = 64 << 10
+_SNIFF_BYTES = 64 << 10
+_ARCHIVES = (".zip", ".tar", ".7z", ".h5", ".hdf5", ".parquet", ".arrow", ".safetensors", ".pdf", ".pyc")
+NEVER_TEXT = frozenset((*_ARCHIVES, ".pt", ".pth", ".pkl", ".pickle"))
+_NEAR_ENOUGH = 0.5  # whole files held out must come within this part of the fraction asked for
+
+
+@dataclass(frozen=True)
+class _Range:
+    """Bytes start ... stop-1 of a file, the split they go to, and what the file's text is in (None: UTF-8)."""
+
+    path: Path
+    start: int
+    stop: int
+    split: str
+    encoding: str | None
+    ends: bool  # whether the file ends with it
+
+
+def is_text(path: Path) -> bool:
+    """Whether a file, or what is compressed in it, is text by its first bytes."""
+    if streams.plain_suffix(path) in NEVER_TEXT:
+        return False
+    start = streams.head(path, _SNIFF_BYTES)
+    return b"\0" not in start or streams.wide_encoding(start) is not None
+
+
+def text_source(files: Sequence[Path], options: PrepareOptions) -> Source:
+    """Describe text as a stream of bytes (uint8, a vocabulary of 256), or of token numbers (uint16 or uint32).
+
+    Args:
+        files: The text files, in order.
+        options: Tokenizer, encoding and end of documents; whether these are packed or end at blank lines.
+    """
+    encoding = encoding_of(files, options.encoding)
+    if options.pack or options.blank_lines:
+        read = _between_blank_lines if options.blank_lines else _whole
+        return documents_source(files, replace(options, encoding=encoding), read)
+    encoder = make_encoder(options.tokenizer, options.end_token, documents=False)
+
+    def blocks(held_out: float) -> Iterator[Block]:
+        for part in _ranges(files, held_out, encoding):
+            if encoder.tokenizer is None:
+                for chunk in _read(part, streams.CHUNK):
+                    yield part.split, (np.asarray(np.frombuffer(chunk, np.uint8), encoder.dtype),)
+            else:
+                pieces = _pieces(part)
+                while together := list(islice(pieces, _PIECES_AT_ONCE)):
+                    yield from ((part.split, (tokens,)) for tokens in encoder.encode(together) if len(tokens))
+            if part.ends and encoder.end is not None:
+                yield part.split, (np.array([encoder.end], encoder.dtype),)
+
+    return token_source(len(files), blocks, options, encoder.dtype, encoder.vocabulary, encoder.end)
+
+
+def encoding_of(files: Sequence[Path], encoding: str | None) -> str | None:
+    """What the text is to be read as: as given, where it is not UTF-8.
+
+    Raises:
+        InputError: Nothing is given, and a file is UTF-16 or UTF-32.
+    """
+    if encoding is not None:
+        try:
+            "a".encode(encoding)
+        except LookupError:  # Python does not know it, or it is none of text
+            known = "utf-8, utf-16, utf-32, latin-1, cp1252 ..."
+            raise InputError(f"--encoding {encoding} is unknown; give {known}") from None
+        return None if encoding.lower().replace("_", "-") in ("utf-8", "utf8") else encoding
+    for path in files:
+        found = streams.wide_encoding(streams.head(path, _SNIFF_BYTES))
+        if found is not None:
+            raise InputError(f"text file {path} is {found.upper()}; give --encoding {found}, or convert it to UTF-8")
+    return None
+
+
+def text_pieces(path: Path, encoding: str | None) -> Iterator[str]:
+    """The text of a file in pieces that end after a line where they can; encoding: None for UTF-8."""
+    return _pieces(_Range(path, 0, streams.size_of(path, encoding), TRAIN, encoding, True))
+
+
+def _ranges(files: Sequence[Path], fraction: float, encoding: str | None) -> list[_Range]:
+    sizes = [streams.size_of(path, encoding) for path in files]
+    total = sum(sizes)
+    held = held_out_files(sizes, fraction)
+    held_bytes = sum(size for size, out in zip(sizes, held, strict=True) if out)
+    if abs(held_bytes - total * fraction) <= _NEAR_ENOUGH * total * fraction:
+        return [
+            _Range(path, 0, size, HELD_OUT if out else TRAIN, encoding, True)
+            for path, size, out in zip(files, sizes, held, strict=True)
+            if size
+        ]
+    return list(_tail_ranges(files, sizes, round(total * (1 - fraction)), encoding))
+
+
+def held_out_files(sizes: Sequence[int], fraction: float) -> list[bool]:
+    """Which of several files are held out whole, so that their bytes come nearest to the fraction all along."""
+    held, owed = [], 0.0
+    for size in sizes:
+        owed += size * fraction
+        held.append(owed >= size / 2 and fraction > 0)
+        if held[-1]:
+            owed -= size
+    return held
+
+
+def _tail_ranges(files: Sequence[Path], sizes: Sequence[int], cut: int, encoding: str | None) -> Iterator[_Range]:
+    """Everything from byte `cut` of the stream on is held out."""
+    for path, size in zip(files, sizes, strict=True):
+        inside = size if cut >= size else _after_line(path, cut, size, encoding) if cut > 0 else 0
+        if inside:
+            yield _Range(path, 0, inside, TRAIN, encoding, inside == size)
+        if inside < size:
+            yield _Range(path, inside, size, HELD_OUT, encoding, True)
+        cut -= size
+
+
+def _after_line(path: Path, offset: int, size: int, encoding: str | None) -> int:
+    """The next place after `offset` where a line, or else a character, begins."""
+    near = next(_read(_Range(path, offset, size, TRAIN, encoding, False), _LINE_SEARCH))
+    line = near.find(b"\n") + 1
+    if line and offset + line < size:
+        return offset + line
+    return offset + next((i for i, byte in enumerate(near[:4]) if byte & 0xC0 != 0x80), 0)
+
+
+def _read(part: _Range, size: int) -> Iterator[bytes]:
+    with streams.opened(part.path, part.encoding) as file:
+        file.seek(part.start) if file.seekable() else streams.skip(file, part.start)
+        left = part.stop - part.start
+        while left and (chunk := file.read(min(size, left))):
+            left -= len(chunk)
+            yield chunk
+
+
+def _pieces(part: _Range) -> Iterator[str]:
+    """The text in pieces that end after a line, else after a space, else between two characters."""
+    rest, offset = b"", part.start
+    for chunk in _read(part, _PIECE):
+        rest += chunk
+        end = rest.rfind(b"\n") + 1 or rest.rfind(b" ") + 1 or _whole_characters(rest)
+        yield _decoded(rest[:end], part.path, offset)
+        rest, offset = rest[end:], offset + end
+    if rest:
+        yield _decoded(rest, part.path, offset)
+
+
+def _whole_characters(text: bytes) -> int:
+    """The length without a UTF-8 character that is cut at the end."""
+    for back in range(1, min(4, len(text)) + 1):
+        if text[-back] & 0xC0 == 0xC0:
+            return len(text) - back
+    return len(text)
+
+
+def _decoded(text: bytes, path: Path, offset: int) -> str:
+    try:
+        return text.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"text file {path} is not UTF-8 at byte {offset + error.start}; "
+            "convert it or give its --encoding, or leave --tokenizer, --pack and --blank-lines out to train on bytes"
+        ) from None
+
+
+# -- text files as documents
+
+
+def _whole(path: Path, _: TextFields, encoding: str | None) -> Iterator[tuple[str, ...]]:
+    pieces, length = [], 0
+    for piece in text_pieces(path, encoding):
+        pieces.append(piece)
+        length += len(piece)
+        if length > streams.LONGEST:
+            raise _too_long(path)
+    yield ("".join(pieces),)
+
+
+def _between_blank_lines(path: Path, _: TextFields, encoding: str | None) -> Iterator[tuple[str, ...]]:
+    """The texts between blank lines, which have white space alone."""
+    lines: list[str] = []
+    length = 0
+    for line in chain(_lines_of_text(text_pieces(path, encoding), path), [""]):
+        if line.strip():
+            lines.append(line)
+            length += len(line)
+            if length > streams.LONGEST:
+                raise _too_long(path)
+        elif lines:
+            yield ("\n".join(lines).rstrip("\r"),)
+            lines, length = [], 0
+
+
+def _lines_of_text(pieces: Iterable[str], path: Path) -> Iterator[str]:
+    begun: list[str] = []  # of a line, whose pieces are put together once
+    for piece in pieces:
+        first, *others = piece.split("\n")
+        begun.append(first)
+        if sum(map(len, begun)) > streams.LONGEST:
+            raise _too_long(path)
+        if others:
+            yield "".join(begun)
+            yield from others[:-1]
+            begun = others[-1:]
+    yield "".join(begun)
+
+
+def _too_long(path: Path) -> InputError:
+    return InputError(
+        f"text file {path} has a document of more than {streams.LONGEST >> 20} Mi characters; split it, or leave "
+        "--pack and --blank-lines out for a stream of tokens"
+    )

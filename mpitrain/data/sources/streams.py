@@ -25,11 +25,12 @@ from mpitrain.errors import InputError
 CHUNK = 1 << 20
 LONGEST = 64 << 20  # bytes of a line, an element or a document: each is in memory as a whole
 _ZEROS = 0.3  # of the bytes of a file at least, where it is text in UTF-16 or UTF-32 without a byte order mark
-_MARKS = (
-    (codecs.BOM_UTF32_LE, "utf-32"),
-    (codecs.BOM_UTF32_BE, "utf-32"),
-    (codecs.BOM_UTF16_LE, "utf-16"),
-    (codecs.BOM_UTF16_BE, "utf-16"),
+_MARKS = {"utf-32": (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE), "utf-16": (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)}
+_WIDE = (  # of each four bytes those that are mostly zero, how often at least, and those that hardly ever are
+    ("utf-32-be", (0, 1), 0.8, (3,)),
+    ("utf-32-le", (2, 3), 0.8, (0,)),
+    ("utf-16-be", (0, 2), 2 * _ZEROS, (1, 3)),
+    ("utf-16-le", (1, 3), 2 * _ZEROS, (0, 2)),
 )
 
 
@@ -93,12 +94,11 @@ _OPENERS: dict[str, Callable[[Path], Any]] = {  # each gives the bytes that are 
     ".xz": lzma.open,
     ".zst": lambda path: io.BufferedReader(_Pieces(_decompressed(path)), CHUNK),
 }
-COMPRESSED = frozenset(_OPENERS)
 
 
 def is_compressed(path: Path) -> bool:
     """Whether a file's name says that it is compressed in a way that can be read as a stream."""
-    return path.suffix.lower() in COMPRESSED
+    return path.suffix.lower() in _OPENERS
 
 
 def plain_suffix(path: Path) -> str:
@@ -142,20 +142,15 @@ def head(path: Path, size: int) -> bytes:
 
 def wide_encoding(start: bytes) -> str | None:
     """The encoding of text that begins so, where it is UTF-16 or UTF-32: its marks or its many zeros tell."""
-    for mark, name in _MARKS:
-        if start.startswith(mark):
+    for name, marks in _MARKS.items():
+        if start.startswith(marks):
             return name
     zeros = [start[i::4].count(0) / max(1, len(start[i::4])) for i in range(4)]
     if len(start) < 8 or sum(zeros) / 4 < _ZEROS:
         return None
-    if zeros[0] + zeros[1] > 1.8 and zeros[3] < 0.1:
-        return "utf-32-be"
-    if zeros[2] + zeros[3] > 1.8 and zeros[0] < 0.1:
-        return "utf-32-le"
-    if min(zeros[0], zeros[2]) > 2 * _ZEROS and max(zeros[1], zeros[3]) < 0.1:
-        return "utf-16-be"
-    if min(zeros[1], zeros[3]) > 2 * _ZEROS and max(zeros[0], zeros[2]) < 0.1:
-        return "utf-16-le"
+    for name, empty, least, full in _WIDE:
+        if min(zeros[i] for i in empty) > least and max(zeros[i] for i in full) < 0.1:
+            return name
     return None
 
 

@@ -76,7 +76,7 @@ class _TableReader:
         self._ragged: list[str] = []  # what is wrong with each row that was left out, in one pass
         if self._like is not None:
             self.specs = list(self._like.columns or ())
-            self._chosen = places(first, self.specs, OF_LIKE)
+            self._chosen = places(first, self.specs, "the data set of --like has")
         else:
             fill = 0.0 if options.missing == "zero" else None
             self._chosen = _chosen(first, self._at, options)
@@ -371,9 +371,6 @@ def medians(blocks: Iterable[Floats], columns: int) -> tuple[Doubles, Doubles]:
 
 
 # -- Tables that are prepared like another one, whose data set says what becomes of each column and of the labels
-
-
-OF_LIKE = "the data set of --like has"
 
 
 def manifest_of_table(folder: Path, options: PrepareOptions) -> DatasetManifest:

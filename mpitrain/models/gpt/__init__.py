@@ -1,7 +1,6 @@
 """A decoder-only transformer, GPT-2's (Radford et al. 2019) or Llama's (Touvron et al. 2023) by its settings.
 
 model           the model: embedding, blocks (attention and MLP, each on the normed stream and added to it), head
-positions       rotary and learned, and documents that follow each other
 names           the parameters' names and layouts in Hugging Face's GPT-2 and Llama
 """
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -152,13 +152,12 @@ def quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-SHARD = 5 * 10**9  # bytes of a file, at most
 _BESIDE = ["tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model"]
 _BESIDE += ["chat_template*", "generation_config.json", "preprocessor_config.json", "processor_config.json"]
 
 
 def save_folder(
-    module: Facade, factory: str, state: Mapping[str, torch.Tensor], target: Path, shard: int = SHARD
+    module: Facade, factory: str, state: Mapping[str, torch.Tensor], target: Path, shard: int = 5 * 10**9
 ) -> None:
     """Write config.json, the weights in safetensors files, and what lies beside the weights that were trained.
 
@@ -190,20 +189,22 @@ def save_folder(
 # a classifier of sequences. A classifier's head is made for the data's classes, anew where the folder's is for others.
 
 
+Arguments = tuple[torch.Tensor, dict[str, torch.Tensor]]  # the first one, and others by name
+
+
 class HuggingFaceModel(Facade):
     """A model of transformers: its input by itself, as tensor -> its scores by themselves.
 
     Args:
         module: Of transformers.
         named: How messages name it.
+        arguments: Makes of an input what the module is given: its first argument, and others by name.
     """
 
-    criterion: Criterion
-
-    def __init__(self, module: Any, named: str) -> None:
+    def __init__(self, module: Any, named: str, arguments: Callable[[torch.Tensor], Arguments] = lambda x: (x, {})):
         super().__init__(module)
-        self.named = named
-        self.criterion = cross_entropy
+        self.named, self._arguments = named, arguments
+        self.criterion: Criterion = cross_entropy
         accepted = inspect.signature(type(module).forward).parameters
         self._constant = {"use_cache": False} if "use_cache" in accepted else {}
 
@@ -216,7 +217,8 @@ class HuggingFaceModel(Facade):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        scores: torch.Tensor = self.inner(x, **self._constant).logits
+        first, others = self._arguments(x)
+        scores: torch.Tensor = self.inner(first, **others, **self._constant).logits
         return scores
 
     def loss(self, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -265,43 +267,6 @@ class KnownLanguageModel(HuggingFaceModel):
         return dict(self._family.plan)
 
 
-class ImageClassifier(HuggingFaceModel):
-    """Images as a data set has them -> scores of the classes [batch, classes].
-
-    Args:
-        module: Of transformers.
-        named: How messages name it.
-        channels: Of the images that the model takes; grey ones are repeated for as many.
-        last: Whether images are [height, width, channels], rather than [channels, height, width].
-    """
-
-    def __init__(self, module: Any, named: str, channels: int, last: bool) -> None:
-        super().__init__(module, named)
-        self._channels, self._last = channels, last
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.unsqueeze(1) if x.dim() == 3 else x.movedim(-1, 1) if self._last else x
-        return super().forward(x.expand(-1, self._channels, -1, -1) if x.shape[1] == 1 else x)
-
-
-class SequenceClassifier(HuggingFaceModel):
-    """Tokens [batch, sequence] -> scores of the classes [batch, classes].
-
-    Args:
-        module: Of transformers.
-        named: How messages name it.
-        padding: The token that does not count.
-    """
-
-    def __init__(self, module: Any, named: str, padding: int) -> None:
-        super().__init__(module, named)
-        self._padding = padding
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        scores: torch.Tensor = self.inner(x, attention_mask=(x != self._padding).long(), **self._constant).logits
-        return scores
-
-
 _HEADS = ("classifier", "score", "head", "cls_classifier", "fc")  # how classifiers of transformers name their heads
 
 
@@ -318,6 +283,8 @@ def build_hugging_face(factory: str, description: Description, options: Mapping[
     """
     named = f"model.factory {factory}"
     folder = open_folder(named, factory.removeprefix(PREFIX), options)
+    if description.classes:
+        folder.config.num_labels = len(description.classes)
     if description.kind == "tokens":
         model = _language_model(folder, description)
     elif description.classes and len(description.x_shape) in (2, 3):
@@ -365,8 +332,6 @@ def _language_model(folder: ModelFolder, description: Description) -> HuggingFac
 
 def _image_classifier(folder: ModelFolder, description: Description) -> HuggingFaceModel:
     _require_architecture(folder, "ForImageClassification", data="images with classes")
-    assert description.classes is not None
-    folder.config.num_labels = len(description.classes)
     channels, sides, last = image_form(description.x_shape)
     wanted = getattr(folder.config, "num_channels", channels)
     if channels not in (1, wanted):
@@ -377,20 +342,27 @@ def _image_classifier(folder: ModelFolder, description: Description) -> HuggingF
             f"{folder.named} takes images of {size} x {size}, but the data's are {sides[0]} x {sides[1]}; give others, "
             f"or set model.options.image_size to {sides[0]} for new weights"
         )
-    return ImageClassifier(folder.make("AutoModelForImageClassification", new=_HEADS), folder.named, wanted, last)
+
+    def arguments(x: torch.Tensor) -> Arguments:
+        x = x.unsqueeze(1) if x.dim() == 3 else x.movedim(-1, 1) if last else x
+        return (x.expand(-1, wanted, -1, -1) if x.shape[1] == 1 else x), {}  # grey images are repeated
+
+    return HuggingFaceModel(folder.make("AutoModelForImageClassification", new=_HEADS), folder.named, arguments)
 
 
 def _sequence_classifier(folder: ModelFolder, description: Description) -> HuggingFaceModel:
     _require_architecture(folder, "ForSequenceClassification", data="rows of integers with classes")
-    assert description.classes is not None
-    folder.config.num_labels = len(description.classes)
     padding = folder.config.pad_token_id
     if padding is None:
         raise refusal(
             f"{folder.named}: its config.json has no pad_token_id, by which the end of a sample is found; set "
             "model.options.pad_token_id"
         )
-    return SequenceClassifier(folder.make("AutoModelForSequenceClassification", new=_HEADS), folder.named, padding)
+
+    def arguments(x: torch.Tensor) -> Arguments:
+        return x, {"attention_mask": (x != padding).long()}
+
+    return HuggingFaceModel(folder.make("AutoModelForSequenceClassification", new=_HEADS), folder.named, arguments)
 
 
 def _require_architecture(folder: ModelFolder, *endings: str, data: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from mpitrain.monitor.report import findings, style
 from mpitrain.monitor.report.charts_training import positions
-from mpitrain.monitor.report.compare import Named
+from mpitrain.monitor.report.findings import Named
 from mpitrain.monitor.report.reading import CATEGORIES, PARTS, MeasuredRank, Moment, RunRecord
 from mpitrain.monitor.report.style import Drawing, data, records
 from mpitrain.storage.text import counted, number_text
@@ -19,6 +19,9 @@ from mpitrain.storage.text import counted, number_text
 NO_RANKS = "Ranks wrote no measurements (RUN/ranks): jobs killed in their first step, or of older versions, have none."
 POINTS = 120  # of each rank over time
 MOST_FACETS = 8
+_BY_PART = "part", "part of a step", style.PART_COLOURS
+_BY_CATEGORY = "category", "category", style.MEMORY_COLOURS
+_BY_TIER = "tier", "to ranks", {"inside a node": "@sky", "between nodes": "@red", "by formula": "@grey"}
 
 
 def part_bars(runs: Sequence[Named]) -> Drawing:
@@ -39,14 +42,12 @@ def part_bars(runs: Sequence[Named]) -> Drawing:
     else:
         bars = [(named.name, median_rank(named.run)) for named in measured]
     rows = [
-        {"bar": name, "host": rank.header.host, "part": part, "order": PARTS.index(part), "value": seconds}
+        {"bar": name, "host": rank.header.host, "part": part, "value": seconds}
         for name, rank in bars
         for part, seconds in findings.parts_a_step(rank).items()
         if seconds > 0
     ]
-    colour, order = style.palette("part", "part of a step", style.PART_COLOURS, rows), alt.Order("order:Q")
-    told, what = ["host:N", "part:N"], "time of a step ({})"
-    chart = style.bars(rows, title, what, style.time_unit, 26, colour, told, order=order)
+    chart = style.bars(rows, title, "time of a step ({})", style.time_unit, 26, *_BY_PART, ["host:N"])
     return Drawing("parts", title, note, chart)
 
 
@@ -81,7 +82,7 @@ def parts_over_time(named: Named) -> Drawing:
     chart = chart.encode(
         style.steps_axis(),
         y=alt.Y("value:Q", title=f"time ({unit})", stack=True),
-        color=style.palette("part", "part of a step", style.PART_COLOURS, rows),
+        color=style.palette(*_BY_PART, rows),
         order=alt.Order("order:Q"),
         tooltip=["part:N", style.STEP, alt.Tooltip("value:Q", title=unit, format=",.2f")],
     ).properties(width=style.WIDTH, height=150)
@@ -108,17 +109,17 @@ def memory_bars(runs: Sequence[Named]) -> Drawing:
         bars = [(name, max(of, key=lambda u: u.total)) for name, of in uses if of]
         note = " Of each run the rank that holds most."
     rows = [
-        {"bar": name, "what": what, "category": category, "order": i, "value": value}
+        {"bar": name, "what": what, "category": category, "value": value}
         for name, use in bars
         for what, values in (("held", use.held), ("formula", use.expected))
-        for i, category in enumerate(findings.STATES)
+        for category in findings.STATES
         if np.isfinite(value := values.get(category, np.nan))
     ]
     what = ["held", "formula"]
     pale, legend = alt.Scale(domain=what, range=[1, 0.45]), alt.Legend(symbolFillColor="@grey")
     chart = style.bars(
-        rows, title, "memory ({})", style.byte_unit, 36, _by_category(rows), ["what:N", "category:N"],
-        order=alt.Order("order:Q"), yOffset=alt.YOffset("what:N", sort=what, scale=alt.Scale(paddingInner=0.1)),
+        rows, title, "memory ({})", style.byte_unit, 36, *_BY_CATEGORY, ["what:N"],
+        yOffset=alt.YOffset("what:N", sort=what, scale=alt.Scale(paddingInner=0.1)),
         opacity=alt.Opacity("what:N", title="bar", sort=what, scale=pale, legend=legend),
     )  # fmt: skip
     note = "The strong bar is what a rank held at its peak, the pale one below it what the formula says." + note
@@ -139,18 +140,10 @@ def memory_categories(runs: Sequence[Named]) -> Drawing:
         return Drawing("memory", title, _no_memory(runs))
     shown, left_out = _categories([use for _, use in uses])
     rows: list[dict[str, Any]] = [
-        {"bar": f"{name}: {use.rank.name}", "category": c, "order": i, "value": use.held[c]}
-        for name, use in uses
-        for i, c in enumerate(shown)
+        {"bar": f"{name}: {use.rank.name}", "category": c, "value": use.held[c]} for name, use in uses for c in shown
     ]
-    colour, told, order = _by_category(rows), ["category:N"], alt.Order("order:Q")
-    chart = style.bars(rows, title, "memory ({})", style.byte_unit, 34, colour, told, order=order)
-    note = "At the moment when the sum of all categories was the largest." + left_out
-    return Drawing("memory", title, note, chart)
-
-
-def _by_category(rows: Sequence[Mapping[str, Any]]) -> alt.Color:
-    return style.palette("category", "category", style.MEMORY_COLOURS, rows)
+    chart = style.bars(rows, title, "memory ({})", style.byte_unit, 34, *_BY_CATEGORY)
+    return Drawing("memory", title, f"At the moment when the sum of all categories was the largest.{left_out}", chart)
 
 
 def _categories(uses: Sequence[findings.MemoryUse]) -> tuple[tuple[str, ...], str]:
@@ -219,7 +212,7 @@ def _memory_panels(rows: list[dict[str, Any]], unit: str) -> Any:
     layers = [
         base.transform_filter("datum.category !== null").mark_area(interpolate="step-after").encode(
             x, y=alt.Y("value:Q", title=y, stack=True), order=alt.Order("order:Q"),
-            color=_by_category(rows), tooltip=["category:N", *tooltip],
+            color=style.palette(*_BY_CATEGORY, rows), tooltip=["category:N", *tooltip],
         )
     ]  # fmt: skip
     names = list(dict.fromkeys(row["line"] for row in rows if row["line"]))
@@ -237,7 +230,6 @@ MARK_SHAPES = {
     "checkpoint": ("triangle-up", -5), "evaluation": ("circle", 6), "ranks lost": ("cross", 0), "stop": ("square", 0),
 }  # fmt: skip
 _KINDS = {"save": "checkpoint", "evaluate": "evaluation", "lost": "ranks lost", "stop": "stop"}
-TIER_COLOURS = {"inside a node": "@sky", "between nodes": "@red", "by formula": "@grey"}
 
 
 def course(runs: Sequence[Named]) -> Drawing:
@@ -339,9 +331,11 @@ def bytes_by_operation(runs: Sequence[Named]) -> Drawing:
         return Drawing("bytes", title, NOTHING if any(findings.traffic(n.run) for n in runs) else NO_ACCOUNT)
     most = max(row["value"] for row in rows)
     rows = [row for row in rows if row["value"] > LITTLE * most]
+    told = ["algorithm:N", "calls:Q"]
+    chart = style.bars(rows, title, "sent ({} a step)", style.byte_unit, 26, *_BY_TIER, told)
     note = "Means over the ranks of the last start. What a rank reads in its neighbours' memory counts as sent, too. "
     note += "What is less than a hundredth of the largest is in the table alone."
-    return Drawing("bytes", title, note, _sent_bars(rows, title, 26, ["tier:N", "algorithm:N", "calls:Q"]))
+    return Drawing("bytes", title, note, chart)
 
 
 def bytes_beside_formula(runs: Sequence[Named]) -> Drawing:
@@ -356,11 +350,7 @@ def bytes_beside_formula(runs: Sequence[Named]) -> Drawing:
             rows.append({"bar": f"{before}{axis}", "what": "formula", "tier": "by formula", "value": formula})
     if not rows:
         return Drawing("bytes_formula", title, NO_FORMULA if any(n.run.ranks for n in runs) else NO_ACCOUNT)
-    chart = _sent_bars(rows, title, 36, ["what:N", "tier:N"], yOffset=alt.YOffset("what:N", sort=["sent", "formula"]))
+    offset, told = alt.YOffset("what:N", sort=["sent", "formula"]), ["what:N"]
+    chart = style.bars(rows, title, "sent ({} a step)", style.byte_unit, 36, *_BY_TIER, told, yOffset=offset)
     note = "What the textbook formula says that a rank must send, beside what it sent, by axis of the mesh."
     return Drawing("bytes_formula", title, note, chart)
-
-
-def _sent_bars(rows: list[dict[str, Any]], title: str, each: int, tooltip: Sequence[str], **channels: Any) -> Any:
-    colour = style.palette("tier", "to ranks", TIER_COLOURS, rows)
-    return style.bars(rows, title, "sent ({} a step)", style.byte_unit, each, colour, tooltip, **channels)

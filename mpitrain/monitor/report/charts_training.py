@@ -11,8 +11,7 @@ import altair as alt
 import numpy as np
 
 from mpitrain.monitor.report import style
-from mpitrain.monitor.report.compare import Named, loss_label
-from mpitrain.monitor.report.findings import histogram, kept, metric_columns, percentiles, trend
+from mpitrain.monitor.report.findings import Named, histogram, kept, loss_label, metric_columns, percentiles, trend
 from mpitrain.monitor.report.reading import Column, RunRecord, StepColumns
 from mpitrain.monitor.report.style import Drawing, data, records
 from mpitrain.storage.text import counted, spoken
@@ -82,7 +81,8 @@ def _lines(
         at = kept(curve.values)
         if len(at) > NOISY and not curve.exact:  # pale, and with a colour of its own, so that the legend is not pale
             faint = alt.Chart(data(curve.rows(at)))
-            layers.append(faint.mark_line(style="faint", color=style.colour_of_run(place)).encode(x, y))
+            colours = style.RUN_COLOURS
+            layers.append(faint.mark_line(style="faint", color=colours[place % len(colours)]).encode(x, y))
             whole.extend(curve.medians())
         else:
             whole.extend(curve.rows(at))

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
+from pathlib import Path
 from statistics import median, median_low
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mpitrain.config.settings import Config
+from mpitrain.errors import printable
 from mpitrain.monitor.report.reading import CATEGORIES, OWN, PARTS, Column, MeasuredRank, RunRecord
 from mpitrain.monitor.run_files import axis_of
+from mpitrain.storage.text import short, spoken
 
-MOST_POINTS = 1500  # of a line
-TREND = 120  # points of the line that shows where a noisy one goes
 LARGEST = 1e300  # of a metric that can be drawn
 PERCENTILES = (50, 90, 99, 100)
 
@@ -37,7 +40,7 @@ def metric_columns(run: RunRecord) -> dict[str, Column]:
     return found
 
 
-def kept(values: Column, most: int = MOST_POINTS) -> NDArray[np.int64]:
+def kept(values: Column, most: int = 1500) -> NDArray[np.int64]:
     """Which points to draw of a series: the smallest and the largest of each stretch, the first and the last.
 
     Args:
@@ -57,7 +60,7 @@ def kept(values: Column, most: int = MOST_POINTS) -> NDArray[np.int64]:
     return np.array(sorted(found))
 
 
-def trend(x: Column, values: Column, points: int = TREND) -> tuple[Column, Column]:
+def trend(x: Column, values: Column, points: int = 120) -> tuple[Column, Column]:
     """The median of each of so many stretches, at the middle of its x.
 
     Args:
@@ -165,21 +168,6 @@ STATES = ("parameters", "gradients", "states")  # the categories that have a for
 
 
 @dataclass(frozen=True)
-class Straggler:
-    """A rank that computes longer than others while they wait.
-
-    Attributes:
-        rank: Its number.
-        slowness: Seconds that it computes, divided by those of the median rank with the same part of the model.
-        sentence: Text for the person who reads the report.
-    """
-
-    rank: int
-    slowness: float
-    sentence: str
-
-
-@dataclass(frozen=True)
 class MemoryUse:
     """What a rank held at most, and what it should hold.
 
@@ -241,9 +229,13 @@ def stage(rank: MeasuredRank) -> int:
     return coordinates[1] if len(coordinates) > 1 else 0
 
 
-def stragglers(run: RunRecord) -> list[Straggler]:
-    """Ranks that compute longer than the median of those with the same part of the model, the slowest first."""
-    found = []
+def stragglers(run: RunRecord) -> dict[int, str]:
+    """Ranks that compute longer than the median of those with the same part of the model, the slowest first.
+
+    Returns:
+        What there is to say, by the number of the rank.
+    """
+    found: list[tuple[float, int, str]] = []
     for number in {stage(rank) for rank in run.workers}:
         ranks = [rank for rank in run.workers if stage(rank) == number]
         if len(ranks) < 2:
@@ -263,8 +255,8 @@ def stragglers(run: RunRecord) -> list[Straggler]:
                     f"It waits {mine['communication'] * 1e3:.1f} ms for communication, "
                     f"the median rank {typical['communication'] * 1e3:.1f} ms."
                 )
-                found.append(Straggler(rank.rank, seconds / usual, sentence))
-    return sorted(found, key=lambda straggler: -straggler.slowness)
+                found.append((seconds / usual, rank.rank, sentence))
+    return {rank: sentence for _, rank, sentence in sorted(found, reverse=True)}
 
 
 def memory_use(run: RunRecord) -> list[MemoryUse]:
@@ -338,8 +330,8 @@ def _course(run: RunRecord) -> list[str]:
 def _times(run: RunRecord) -> list[str]:
     if not run.ranks:
         return []
-    late = stragglers(run)
-    told = [straggler.sentence for straggler in late[:5]]
+    late = list(stragglers(run).values())
+    told = late[:5]
     if len(late) > 5:
         told.append(f"{len(late) - 5} more ranks are slower than the median by a tenth or more.")
     if not told and len(run.workers) > 1:
@@ -382,3 +374,146 @@ def _bytes(run: RunRecord) -> list[str]:
                 f"the formula says {formula / 1e6:,.4g} MB ({sent / formula - 1:+.1%})."
             )
     return told
+
+
+# -- Several runs side by side: short names, what their configurations differ in, key figures with ratios
+
+
+LONGEST_NAME = 28  # characters
+_MISSING, _NONE = "-", np.empty(0)
+
+
+@dataclass(frozen=True)
+class Named:
+    """A run and its name in charts and tables."""
+
+    name: str
+    run: RunRecord
+
+
+def short_names(folders: Sequence[Path]) -> list[str]:
+    """A short name for each folder, no two the same.
+
+    Args:
+        folders: Folders of runs.
+
+    Returns:
+        The last part of each path; more of it where that does not tell them apart, and a number where nothing does.
+    """
+    paths = [folder.resolve().parts for folder in folders]
+    names: list[str] = []
+    for mine in paths:
+        length = 1
+        while length < len(mine) and sum(other[-length:] == mine[-length:] for other in paths) > 1:
+            length += 1
+            if all(other == mine for other in paths):
+                break
+        name = "/".join(mine[-length:]) if len(set(paths)) == len(paths) else mine[-1]
+        names.append(name if len(name) <= LONGEST_NAME else "…" + name[1 - LONGEST_NAME :])
+    return [name if names.count(name) == 1 else f"{name} ({number})" for number, name in enumerate(names, 1)]
+
+
+def loss_label(runs: Sequence[Named]) -> str:
+    """Return "loss" with its unit, where all runs recorded the same one."""
+    units = {str(named.run.facts.get("loss_unit") or "") for named in runs}
+    return f"loss ({units.pop() if len(units) == 1 and units != {''} else 'unit of the model'})"
+
+
+def flat(values: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """Nested settings as one table: {"train": {"steps": 10}} becomes {"train.steps": 10}."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            found.update(flat(value, f"{above}{name}."))
+        else:
+            found[f"{above}{name}"] = value
+    return found
+
+
+def changed_settings(config: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """The settings of a run that are not at their defaults.
+
+    Returns:
+        The run's value and the default by section.key; of a setting that is known no more the default is None.
+    """
+    defaults = flat(Config().model_dump(mode="json"))
+    return {
+        name: (value, defaults.get(name))
+        for name, value in flat(config).items()
+        if name not in defaults or defaults[name] != value
+    }
+
+
+def differing_settings(runs: Sequence[Named]) -> list[list[str]]:
+    """Return the settings that are not the same in all runs, but for run.dir: section.key, then a text for each run."""
+    tables = [flat(named.run.config) for named in runs]
+    names = [n for n in dict.fromkeys(name for table in tables for name in table) if n != "run.dir"]
+    rows = [[name, *(spelled(table.get(name, _MISSING)) for table in tables)] for name in names]
+    return [row for row in rows if len(set(row[1:])) > 1]
+
+
+def spelled(value: Any) -> str:
+    """A setting as TOML writes it, nearly."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(spelled(v) for v in value) + "]"
+    return '""' if value == "" else str(value)
+
+
+def key_figures(runs: Sequence[Named]) -> list[list[str]]:
+    """Return a table of what runs are compared by: losses, metrics, speed, memory of the fullest rank, bytes sent.
+
+    Returns:
+        Rows of a name, then each run's figure with its ratio to the first one's; none of what no run tells.
+    """
+    columns = [named.run.columns for named in runs]
+    measured = [metric_columns(named.run) for named in runs]
+    uses = [max(memory_use(named.run), key=lambda use: use.total, default=None) for named in runs]
+    sent = [sum(t.inside + t.between for t in traffic(n.run)) / 1e6 if n.run.ranks else math.nan for n in runs]
+    figures: list[tuple[str, list[float], Callable[[float], str]]] = [
+        ("steps", [float(c.step[-1]) for c in columns], "{:,.0f}".format),
+        (f"final {loss_label(runs)}", [last_finite(c.loss) for c in columns], "{:.4f}".format),
+        (f"held-out {loss_label(runs)}", [last_finite(c.held_out_loss) for c in columns], "{:.4f}".format),
+        *(
+            (f"held-out {spoken(name)}", [last_finite(m.get(name, _NONE)) for m in measured], "{:.4g}".format)
+            for name in dict.fromkeys(name for metrics in measured for name in metrics)
+        ),
+        ("median step (ms)", [float(np.median(c.seconds)) * 1e3 for c in columns], "{:,.1f}".format),
+        ("samples/s in steps", [c.rate(c.samples) for c in columns], short),
+        ("tokens/s in steps", [c.rate(c.tokens) or math.nan for c in columns], short),
+        ("ranks", [float(c.world_size[-1]) for c in columns], "{:,.0f}".format),
+        *(
+            (f"{name} (MB)", [use.held[name] / 1e6 if use else math.nan for use in uses], "{:,.2f}".format)
+            for name in CATEGORIES
+        ),
+        ("bytes sent a step and rank (MB)", sent, "{:,.3f}".format),
+    ]
+    return [
+        [name, *(_beside(value, values[0] if number else math.nan, text) for number, value in enumerate(values))]
+        for name, values, text in figures
+        if any(map(math.isfinite, values))
+    ]
+
+
+def _beside(value: float, first: float, text: Callable[[float], str]) -> str:
+    """Return a figure as text, with its ratio to another one."""
+    if not math.isfinite(value):
+        return _MISSING
+    return text(value) + (f" ({value / first:.2f}x)" if math.isfinite(first) and first else "")
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns of text, one under the other."""
+    header, *rows = [[printable(cell) for cell in row] for row in (header, *rows)]
+    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
+    padded = ([f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)] for row in (header, *rows))
+    return "\n".join("  " + "   ".join(row).rstrip() for row in padded)
+
+
+def comparison(runs: Sequence[Named]) -> str:
+    """The text of several runs: what their configurations differ in, then their key figures, a column a run."""
+    names = [named.name for named in runs]
+    different = differing_settings(runs)
+    settings = table(["settings", *names], different) if different else "  their configurations are the same"
+    return "\n\n".join([f"{len(runs)} runs", settings, table(["figures", *names], key_figures(runs))])

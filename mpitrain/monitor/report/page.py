@@ -18,7 +18,7 @@ import vl_convert
 
 from mpitrain.errors import InputError
 from mpitrain.monitor.report import charts_ranks, charts_training, findings, style
-from mpitrain.monitor.report.compare import Named, changed_settings, differing_settings, flat, key_figures, spelled
+from mpitrain.monitor.report.findings import Named, changed_settings, differing_settings, flat, key_figures, spelled
 from mpitrain.monitor.report.reading import RunRecord
 from mpitrain.monitor.report.style import Drawing
 from mpitrain.monitor.run_files import axis_of

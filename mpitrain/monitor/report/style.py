@@ -156,7 +156,7 @@ def framed(chart: alt.Chart | alt.LayerChart, title: str, height: int = HEIGHT) 
 
 def bars(
     rows: Sequence[Mapping[str, Any]], title: str, what: str, unit: Callable[[float], tuple[float, str]], each: int,
-    colour: alt.Color, tooltip: Sequence[Any], **channels: Any,
+    field: str, legend: str, colours: Mapping[str, str], tooltip: Sequence[str] = (), **channels: Any,
 ) -> alt.Chart:  # fmt: skip
     """Return stacked bars: the sum of the rows' `value` by `bar` (and `what`), in the order of the rows.
 
@@ -166,26 +166,23 @@ def bars(
         what: Title of the axis along the bars, with {} for the unit.
         unit: Gives size and name of a unit that suits the longest bar.
         each: Height of a bar with the space around it, in pixels.
-        colour: Of the parts of a bar.
-        tooltip: What the pointer shows of a part beside its value.
+        field, legend, colours: As of `palette`: the parts of a bar, in the colours' order.
+        tooltip: What else the pointer shows of a part.
         channels: Further ones.
     """
     sums = Counter[Any]()
     for row in rows:
         sums[row["bar"], row.get("what")] += row["value"]
     size, name = unit(max(sums.values(), default=0.0))
-    rows = [{**row, "value": round(row["value"] / size, 6)} for row in rows]
+    order = list(colours)
+    rows = [{**row, "value": round(row["value"] / size, 6), "order": order.index(row[field])} for row in rows]
     names = list(dict.fromkeys(row["bar"] for row in rows))
     y = alt.Y("bar:N", title=None, sort=names, axis=alt.Axis(labelLimit=280))
-    tooltip = ["bar:N", *tooltip, alt.Tooltip("sum(value):Q", title=name, format=",.3f")]
+    x, colour = alt.X("sum(value):Q", title=what.format(name)), palette(field, legend, colours, rows)
+    told = ["bar:N", *tooltip, f"{field}:N", alt.Tooltip("sum(value):Q", title=name, format=",.3f")]
     chart = alt.Chart(data(rows)).mark_bar(stroke="@paper", strokeWidth=0.5)
-    x = alt.X("sum(value):Q", title=what.format(name))
-    return framed(chart.encode(x=x, y=y, color=colour, tooltip=tooltip, **channels), title, each * len(names) + 8)
-
-
-def colour_of_run(number: int) -> str:
-    """The colour of the run in this place."""
-    return RUN_COLOURS[number % len(RUN_COLOURS)]
+    chart = chart.encode(x=x, y=y, color=colour, order=alt.Order("order:Q"), tooltip=told, **channels)
+    return framed(chart, title, each * len(names) + 8)
 
 
 def run_colour(names: Sequence[str], title: str = "run") -> alt.Color:
@@ -217,9 +214,9 @@ def zoom() -> alt.Parameter:
     return alt.selection_interval(bind="scales", encodings=["x"], zoom="wheel![event.ctrlKey || event.metaKey]")
 
 
-def steps_axis(title: str = "step") -> alt.X:
+def steps_axis() -> alt.X:
     """Steps along x; a page may put time or samples in their place."""
-    return alt.X("step:Q", title=title, scale=alt.Scale(zero=False, nice=False), axis=alt.Axis(format=",.0f"))
+    return alt.X("step:Q", title="step", scale=alt.Scale(zero=False, nice=False), axis=alt.Axis(format=",.0f"))
 
 
 def byte_unit(most: float) -> tuple[float, str]:
