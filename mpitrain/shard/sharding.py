@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from mpitrain.comm import Communicator
-from mpitrain.comm.collectives.node_memory import NodeCopy
+from mpitrain.comm.communicator import NodeCopy
 from mpitrain.comm.compression import Compression
 from mpitrain.comm.memory.device import is_accelerator
 from mpitrain.errors import refusal

@@ -27,7 +27,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from mpitrain.comm.compression import TopK
-from mpitrain.comm.programs.rings import bytes_sent
+from mpitrain.comm.job.traffic import bytes_sent
 from mpitrain.shard.flat import numbered
 from mpitrain.shard.parameters import Gathered
 

@@ -19,7 +19,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from mpitrain.comm.programs import goals
 from mpitrain.comm.programs.program import (
     CALLER,
     INBOX,
@@ -36,6 +35,12 @@ from mpitrain.comm.programs.program import (
     Signal,
     Span,
     Step,
+    all_gather_of,
+    all_gather_to_caller_of,
+    all_reduce_of,
+    broadcast_of,
+    reduce_of,
+    reduce_scatter_of,
 )
 
 COMPLETE, READ = "complete", "read"  # events of a deferred reduction
@@ -72,7 +77,7 @@ def shared_all_reduce(size: int, segments: int = 1, *, tree: bool = False) -> Pr
                 yield Copy((rank + t) % size, _span(chunk), rank, _span(chunk))
         yield Fence()
 
-    return Program("shared all_reduce", size, goals.all_reduce_of(size, size), steps, blocks=size, segments=segments)
+    return Program("shared all_reduce", size, all_reduce_of(size, size), steps, blocks=size, segments=segments)
 
 
 def _own_block(rank: Ints, size: int, segments: int, tree: bool) -> Iterator[Step]:
@@ -95,7 +100,7 @@ def shared_reduce_scatter(size: int, segments: int = 1, *, tree: bool = False) -
         yield from _own_block(rank, size, segments, tree)
         yield Fence()
 
-    return Program("shared reduce_scatter", size, goals.reduce_scatter_of(size), steps, blocks=size, segments=segments)
+    return Program("shared reduce_scatter", size, reduce_scatter_of(size), steps, blocks=size, segments=segments)
 
 
 def deferred_reduce_scatter(size: int, segments: int = 1) -> Program:
@@ -135,7 +140,7 @@ def alternating_all_gather(size: int) -> Program:
         for owner in range(size):
             yield Copy(rank, _span(owner, CALLER), rank * 0 + owner, _span(owner))
 
-    return Program("alternating all_gather", size, goals.all_gather_to_caller_of(size), steps, blocks=size, vectors=2)
+    return Program("alternating all_gather", size, all_gather_to_caller_of(size), steps, blocks=size, vectors=2)
 
 
 def node_copy(size: int) -> Program:
@@ -152,7 +157,7 @@ def node_copy(size: int) -> Program:
         for block in range(size):
             yield Copy(rank, _span(block, CALLER), first, _span(block, SLOT))
 
-    collective = goals.all_gather_to_caller_of(size)
+    collective = all_gather_to_caller_of(size)
     return Program("node copy", size, collective, steps, blocks=size, slots=size, meets_between=True)
 
 
@@ -166,7 +171,7 @@ def shared_all_gather(size: int) -> Program:
             yield Copy(rank, _span(owner), owner, _span(owner))
         yield Fence()
 
-    return Program("shared all_gather", size, goals.all_gather_of(size), steps, blocks=size)
+    return Program("shared all_gather", size, all_gather_of(size), steps, blocks=size)
 
 
 def shared_broadcast(size: int, root: int) -> Program:
@@ -177,7 +182,7 @@ def shared_broadcast(size: int, root: int) -> Program:
         yield Copy(np.where(rank == root, NONE, rank), _span(0), rank * 0 + root, _span(0))
         yield Fence()
 
-    return Program("shared broadcast", size, goals.broadcast_of(size, root), steps)
+    return Program("shared broadcast", size, broadcast_of(size, root), steps)
 
 
 def shared_reduce(size: int, root: int, segments: int = 1, *, tree: bool = False) -> Program:
@@ -201,9 +206,7 @@ def shared_reduce(size: int, root: int, segments: int = 1, *, tree: bool = False
             yield Copy(rank * 0 + root, _span(chunk), rank, Span(0, 1, INBOX))
         yield Fence()
 
-    return Program(
-        "shared reduce", size, goals.reduce_of(size, size, root), steps, blocks=size, segments=segments, inbox=1
-    )
+    return Program("shared reduce", size, reduce_of(size, size, root), steps, blocks=size, segments=segments, inbox=1)
 
 
 def staged_all_reduce(size: int, pieces: int, *, tree: bool = False) -> Program:
@@ -253,6 +256,4 @@ def staged_all_reduce(size: int, pieces: int, *, tree: bool = False) -> Program:
         yield Fence()  # for the next vector, which may be of another size and cut the slots differently
 
     blocks = pieces * size
-    return Program(
-        "staged all_reduce", size, goals.all_reduce_of(size, blocks), steps, blocks=blocks, slots=_DEPTH * size
-    )
+    return Program("staged all_reduce", size, all_reduce_of(size, blocks), steps, blocks=blocks, slots=_DEPTH * size)

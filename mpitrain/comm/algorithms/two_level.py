@@ -21,8 +21,19 @@ from functools import cached_property
 import numpy as np
 
 from mpitrain.comm.algorithms import messages
-from mpitrain.comm.programs.goals import all_reduce_of
-from mpitrain.comm.programs.program import NONE, Combine, Copy, Exchange, Fence, Finish, Ints, Program, Span, Step
+from mpitrain.comm.programs.program import (
+    NONE,
+    Combine,
+    Copy,
+    Exchange,
+    Fence,
+    Finish,
+    Ints,
+    Program,
+    Span,
+    Step,
+    all_reduce_of,
+)
 
 
 class Places:

@@ -18,18 +18,17 @@ import torch
 
 from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.job.topology import Topology
-from mpitrain.comm.job.traffic import Moved
+from mpitrain.comm.job.traffic import Moved, blocks_sent, even_shares
 from mpitrain.comm.memory.arena import Arena, ArenaIndex, allocate
-from mpitrain.comm.memory.board import LINE, ROW, Board, is_whole_job
 from mpitrain.comm.memory.buffers import tensor_at
 from mpitrain.comm.memory.device import synchronize
-from mpitrain.comm.memory.remote import Neighbours, probe
 from mpitrain.comm.programs.program import Program, chunk_bounds, even_bounds
 from mpitrain.comm.programs.verify import Proofs
 from mpitrain.comm.runtime import agreement, executor
-from mpitrain.comm.runtime.agreement import Register, Signature
+from mpitrain.comm.runtime.agreement import LINE, ROW, Board, Call, Register, Signature, is_whole_job
 from mpitrain.comm.runtime.compiling import Plan
-from mpitrain.comm.runtime.executor import Call, Compiled, Layout, Reduction
+from mpitrain.comm.runtime.executor import Compiled, Layout, Reduction
+from mpitrain.comm.runtime.remote import Neighbours, probe
 from mpitrain.comm.selection import Algorithm, Algorithms, Setting, Tuning, fastest
 from mpitrain.errors import InputError
 
@@ -436,6 +435,23 @@ def offsets(counts: Sequence[int]) -> list[int]:
     for count in counts:
         bounds.append(bounds[-1] + count)
     return bounds
+
+
+def moved_by_library(topology: Topology, operation: str, blocks: Sequence[int] | int, root: int = 0) -> Moved:
+    """What the library moves on this rank, as far as that can be told; see `blocks_sent`.
+
+    Args:
+        topology: The ranks.
+        operation: Name of the operation.
+        blocks: Bytes of each rank's block, or of a whole vector that has no blocks.
+        root: Of an operation that has one.
+    """
+    inside = between = 0
+    shares = even_shares(blocks, topology.size) if isinstance(blocks, int) else blocks
+    for other, nbytes in blocks_sent(operation, topology.rank, shares, root):
+        here = topology.nodes[other] == topology.nodes[topology.rank]
+        inside, between = inside + nbytes * here, between + nbytes * (not here)
+    return Moved("mpi", inside, between)
 
 
 Tensors = Sequence["torch.Tensor | None"]

@@ -17,12 +17,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from mpitrain.comm.collectives.arguments import block_sizes, check_rank, if_unequal
 from mpitrain.comm.collectives.binding import Binder, CollectiveOperation, Invocation, Tensors
-from mpitrain.comm.collectives.services import OwnedCommunicators, ProcessServices
+from mpitrain.comm.collectives.services import OwnedCommunicators, ProcessServices, block_sizes, check_rank
+from mpitrain.comm.collectives.transports.by_programs import DeviceCall, through_host
 from mpitrain.comm.collectives.transports.choice import Transports, Way, alone
-from mpitrain.comm.collectives.transports.staged import through_host
-from mpitrain.comm.collectives.transports.transport import DeviceCall
 from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.job.topology import Member, Topology
 from mpitrain.comm.job.traffic import Journal, Moved, Note, Record, clock
@@ -159,7 +157,7 @@ class Dispatcher(Member):
             counts = operation.value(given, "counts")
             blocks = block_sizes(self, operation.name, tensors[1 - whole], tensors[whole], counts, *names)
             alike = operation.replaced(given, counts=blocks)
-            given = operation.replaced(given, counts=if_unequal(blocks))
+            given = operation.replaced(given, counts=tuple(blocks) if min(blocks) != max(blocks) else None)
         place = operation.placed if self._compared is not None else None  # which only the debug mode asks for
         placed = None if place is None else place(self.rank, *tensors, *given)
         return operation.on(tensors, written, *given, alike=alike, placed=placed)

@@ -8,6 +8,7 @@ mpi4py's own guess silently gives garbage for 16-bit types.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -188,3 +189,36 @@ def in_messages(tensor: torch.Tensor) -> list[list[Any]]:
     """A contiguous tensor's bytes as the buffers of messages, none longer than MPI takes; none for an empty tensor."""
     address, nbytes = tensor.data_ptr(), tensor.nbytes
     return [bytes_at(address + lo, min(LARGEST_COUNT, nbytes - lo)) for lo in range(0, nbytes, LARGEST_COUNT)]
+
+
+def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether the memories of two contiguous tensors have bytes in common."""
+    a_end, b_end = a.data_ptr() + a.numel() * a.element_size(), b.data_ptr() + b.numel() * b.element_size()
+    return a.data_ptr() < b_end and b.data_ptr() < a_end
+
+
+def typed(address: int, numel: int, dtype: torch.dtype) -> list[Any]:
+    """Elements that the library is to compute with."""
+    return [memory_at(address, numel * dtype.itemsize), numel, MPI_TYPES[dtype]]
+
+
+def typed_pieces(x: torch.Tensor) -> list[list[Any]]:
+    """x for the library to compute with, in as many calls as it takes."""
+    return [typed(x.data_ptr() + lo * x.element_size(), n, x.dtype) for lo, n in pieces(x.numel())]
+
+
+def even_blocks(address: int, count: int, blocks: int, item: int) -> list[Any]:
+    """Bytes in consecutive blocks of `count` elements each."""
+    return [memory_at(address, count * item * blocks), count * item, MPI.BYTE]
+
+
+def uneven_blocks(address: int, counts: Sequence[int], item: int) -> list[Any]:
+    """Bytes in consecutive blocks of `counts` elements."""
+    sizes = [count * item for count in counts]
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    return [memory_at(address, sum(sizes)), sizes, starts, MPI.BYTE]
+
+
+def pieces(numel: int) -> list[tuple[int, int]]:
+    """Offset and length of what is passed in one call."""
+    return [(lo, min(LARGEST_COUNT, numel - lo)) for lo in range(0, numel, LARGEST_COUNT)]

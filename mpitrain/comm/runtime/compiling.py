@@ -19,7 +19,6 @@ import torch
 from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.job.traffic import Moved
 from mpitrain.comm.memory.elements import LARGEST_COUNT
-from mpitrain.comm.memory.remote import Transfers
 from mpitrain.comm.programs.program import (
     CALLER,
     INBOX,
@@ -39,12 +38,12 @@ from mpitrain.comm.programs.program import (
     Step,
 )
 from mpitrain.comm.runtime import executor
+from mpitrain.comm.runtime.agreement import Call
 from mpitrain.comm.runtime.executor import (
     PEER,
     SCRATCH,
     SOURCE,
     TARGET,
-    Call,
     Compiled,
     Layout,
     Maker,
@@ -52,6 +51,7 @@ from mpitrain.comm.runtime.executor import (
     Place,
     Reduction,
 )
+from mpitrain.comm.runtime.remote import Transfers
 
 Region = tuple[str, int, int]  # memory, first cell, last cell + 1
 

@@ -29,16 +29,15 @@ import torch
 
 from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.job.traffic import NOTHING_MOVED, Moved
-from mpitrain.comm.memory.board import Board, Notice, row_of
 from mpitrain.comm.memory.buffers import bytes_at, tensor_at
 from mpitrain.comm.memory.elements import HALVES, LARGEST_COUNT, SMALL_INTEGERS
-from mpitrain.comm.memory.remote import Neighbours, Table, Transfers
 from mpitrain.comm.programs.program import INBOX, tree_order
+from mpitrain.comm.runtime.agreement import Board, Call, Notice, row_of
+from mpitrain.comm.runtime.remote import Neighbours, Table, Transfers
 from mpitrain.comm.runtime.split_phase import Event, Telling
 from mpitrain.errors import CommunicationError, InputError
 
 Array: TypeAlias = "torch.Tensor | np.ndarray"
-Call = Callable[[], object]
 
 _FOR_THREADS = 1 << 16  # elements from which torch divides an operation among threads usefully
 

@@ -7,8 +7,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from mpitrain.comm.job.traffic import bytes_sent
 from mpitrain.comm.memory.device import is_accelerator, memory_bytes
-from mpitrain.comm.programs.rings import bytes_sent
 from mpitrain.monitor.memory import host_memory_bytes
 from mpitrain.monitor.run_files import RankWriter
 from mpitrain.planner.counted import Observed, observe
