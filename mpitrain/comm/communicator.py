@@ -257,7 +257,10 @@ class Communicator(PointToPoint):
         None, on all ranks, where memory cannot be shared. See `mpitrain.comm.communicator`.
         """
         self.require_same(described("node_copy", numel, dtype))
-        return allocate_node_copy(self, numel, dtype)
+        # the memory is the first rank's; to that one alone it would look like an arena
+        mine = numel if self.binder.node.rank == 0 else 0
+        arena = self.binder.allocate(mine, dtype, for_tensors=False)
+        return NodeCopy(arena, self, numel) if arena.kind == "shared" else None
 
 
 def _encode(value: Any) -> np.ndarray:
@@ -301,7 +304,7 @@ class Alternating:
         self.slots = [[m[turn * capacity : (turn + 1) * capacity] for m in memories] for turn in (0, 1)]
         self.turn = 0
         self._comm, self._arena, self._key = comm, arena, ("alternating", arena.name)
-        self._meeting = Invocation("alternating all_gather", self._bound, key=self._key, alike=capacity, counts=False)
+        self._meeting = Invocation("alternating all_gather", self._bind, key=self._key, alike=capacity, counts=False)
 
     def meet(self, taken: int = 0) -> None:
         """Return when every rank has filled its slot of this turn; the next turn begins. Collective.
@@ -327,14 +330,14 @@ class Alternating:
         self.slots = []
         self._arena.free()
 
-    def _bound(self, binder: Binder) -> Compiled:
-        return binder.bound(self._key, lambda: self._bind(binder), self._arena.tensor)
-
     def _bind(self, binder: Binder) -> Compiled:
-        program = binder.program(_ALTERNATING, binder.setting(self._arena.tensor))
-        nothing_moves = [0] * (program.chunks + 1)  # the callers fill and read
-        start = self._arena.start
-        return binder.compile(program, Layout(torch.uint8, nothing_moves, start, start), arena=self._arena)
+        def bind() -> Compiled:
+            program = binder.program(_ALTERNATING, binder.setting(self._arena.tensor))
+            nothing_moves = [0] * (program.chunks + 1)  # the callers fill and read
+            start = self._arena.start
+            return binder.compile(program, Layout(torch.uint8, nothing_moves, start, start), arena=self._arena)
+
+        return binder.bound(self._key, bind, self._arena.tensor)
 
 
 class NodeCopy:
@@ -373,12 +376,3 @@ class NodeCopy:
         """Release the memory. Collective; tensors over it must not be used afterwards."""
         self.tensor = torch.empty(0, dtype=self.tensor.dtype)
         self._arena.free()
-
-
-def allocate_node_copy(comm: Dispatcher, numel: int, dtype: torch.dtype) -> NodeCopy | None:
-    """numel zeros per node; None on all ranks when some node has no room for it. Collective."""
-    binder = comm.binder
-    mine = numel if binder.node.rank == 0 else 0
-    # collectives on parts of it: to the first rank alone it would look like an arena
-    arena = binder.allocate(mine, dtype, for_tensors=False)
-    return NodeCopy(arena, comm, numel) if arena.kind == "shared" else None

@@ -40,8 +40,8 @@ class MpiFacts:
 
 def mpi_facts(world: Communicator) -> MpiFacts:
     """What is known of the MPI library of this process."""
-    level, version = _LEVELS.get(MPI.Query_thread(), "unknown"), MPI4PY
-    return MpiFacts(library_name(), _library_path(), version, level, _launcher())
+    level, path = _LEVELS.get(MPI.Query_thread(), "unknown"), proc.mapped("/libmpi.so", "/libmpich")
+    return MpiFacts(library_name(), next(iter(path), "unknown"), MPI4PY, level, _launcher())
 
 
 def hosts(world: Communicator) -> list[str]:
@@ -92,10 +92,6 @@ def all_reduce_seconds(world: Communicator, nbytes: int, algorithm: str, repeats
     slowest = np.array([best])
     world.all_reduce(slowest, "max")
     return float(slowest[0])
-
-
-def _library_path() -> str:
-    return next(iter(proc.mapped("/libmpi.so", "/libmpich")), "unknown")
 
 
 def _launcher() -> str:

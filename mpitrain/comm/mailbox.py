@@ -297,17 +297,14 @@ class Mailbox(Member):
         def empty() -> bool:
             nonlocal everybody
             while self._take_into(found):
-                self._throw_away(found.pop())
+                letter = found.pop()
+                place = torch.empty(letter.payload_bytes, dtype=torch.uint8)
+                self._until(partial(MPI.Request.Testall, self._receive(place, letter.source, letter._tag)))
             if everybody is None and not self._posted:
                 everybody = self._comm.Ibarrier()
             return everybody is not None and everybody.Test()
 
         self._until(empty)
-
-    def _throw_away(self, letter: Letter) -> None:
-        place = torch.empty(letter.payload_bytes, dtype=torch.uint8)
-        requests = self._receive(place, letter.source, letter._tag)
-        self._until(partial(MPI.Request.Testall, requests))
 
     def _take_into(self, found: list[Letter]) -> bool:
         """Append the letter that has come, if one has; whether one had."""

@@ -77,11 +77,6 @@ class Setting:
         return len(set(self.nodes)) == 1
 
     @property
-    def power_of_two(self) -> bool:
-        """Whether the number of ranks is one."""
-        return self.size & (self.size - 1) == 0
-
-    @property
     def place(self) -> str:
         """The tuning rules that apply (see `Tuning`)."""
         if len(set(self.nodes)) == self.size:
@@ -359,7 +354,7 @@ ALL_REDUCE = Algorithms(
         "mpi": LIBRARY,
         "ring": Algorithm(lambda s: messages.ring_all_reduce(s.size, _messages(s.nbytes // s.size), s.nodes)),
         "tree": Algorithm(lambda s: messages.tree_all_reduce(s.size, _messages(s.nbytes), s.nodes), reproduces=always),
-        "halving": Algorithm(_halving_all_reduce, reproduces=lambda s: s.power_of_two),
+        "halving": Algorithm(_halving_all_reduce, reproduces=lambda s: s.size & (s.size - 1) == 0),
         "shared": Algorithm(
             _shared_all_reduce, one_node=True, reach=True, stages=True, reproduces=always, instead="two_level or auto"
         ),

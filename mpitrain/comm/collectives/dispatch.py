@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from mpitrain.comm.collectives.binding import Binder, CollectiveOperation, Invocation, Tensors
+from mpitrain.comm.collectives.binding import Binder, CollectiveOperation, Invocation, Ready, Tensors
 from mpitrain.comm.collectives.services import OwnedCommunicators, ProcessServices, block_sizes, check_rank
 from mpitrain.comm.collectives.transports.by_programs import DeviceCall, through_host
 from mpitrain.comm.collectives.transports.choice import Transports, Way, alone
@@ -26,7 +26,7 @@ from mpitrain.comm.job.topology import Member, Topology
 from mpitrain.comm.job.traffic import Journal, Moved, Note, Record, clock
 from mpitrain.comm.memory.buffers import as_tensor
 from mpitrain.comm.memory.elements import inner_tensors, is_wrapper
-from mpitrain.comm.runtime.agreement import Repeated, compare, repeated
+from mpitrain.comm.runtime.agreement import compare, repeated
 from mpitrain.comm.runtime.executor import Compiled
 from mpitrain.comm.runtime.work import Order, Queued, Streams, Work, Worker, between, seen
 from mpitrain.errors import InputError
@@ -213,7 +213,7 @@ class Dispatcher(Member):
                 self.ready[call.key] = self._repeated(call, compiled)
         return None
 
-    def _repeated(self, call: Invocation, compiled: Compiled) -> Repeated:
+    def _repeated(self, call: Invocation, compiled: Compiled) -> Ready:
         """What performs an operation again, and counts it while the journal is on."""
         name, record, drain, journal = call.name, self._record, self._worker.drain, self.journal
         waiting = self._worker.waiting if self._background is None else ()

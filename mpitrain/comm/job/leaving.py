@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpitrain.comm.job.mpi import MPI
-from mpitrain.errors import EXIT_FAILED
 
 if TYPE_CHECKING:
     from mpitrain.comm.job.traffic import Record
@@ -78,11 +77,6 @@ class Departure:
     done: dict[str, int]
     noticed: float  # time.monotonic()
 
-    @property
-    def code_of_job(self) -> int:
-        """The job's exit code when it is ended because of this."""
-        return self.code & 0xFF or EXIT_FAILED
-
     def fails(self, record: Record, now: float) -> bool:
         """Whether the operation that this rank is in can never complete because of the departure."""
         if not record.since or now - record.since < _MOMENT or now - self.noticed < _MOMENT:
@@ -134,15 +128,12 @@ class Departures:
         begun, nap, told = time.monotonic(), _NAP[0], False
         while not everybody.Test():
             if not told and time.monotonic() - begun > _MOMENT:
-                self._own, told = [self._of_this_rank(code)], True
+                status, told = exit_status if code is None else code, True
+                asked = status if isinstance(status, int) else int(status is not None)
+                done = {record.key: record.sequence for record in self._records() if record.members}
+                self._own = [{"rank": self._comm.rank, "code": asked, "done": done}]
             time.sleep(nap)
             nap = min(2 * nap, _NAP[1])
-
-    def _of_this_rank(self, code: int | None) -> dict[str, Any]:
-        status = exit_status if code is None else code
-        done = {record.key: record.sequence for record in self._records() if record.members}
-        asked = status if isinstance(status, int) else int(status is not None)
-        return {"rank": self._comm.rank, "code": asked, "done": done}
 
     def look(self) -> None:
         """Take in, and on rank 0 pass on, who has left. Called again and again, from a thread."""
@@ -161,20 +152,15 @@ class Departures:
         """The operation that this rank waits in and that cannot complete, seen twice in a row; and who left it."""
         now = time.monotonic()
         for record in self._records() if self._known else ():
-            left = self._who_fails(record, now)
-            if left is not None:
+            failing = [left for left in list(self._known.values()) if left.fails(record, now)]
+            if failing and len(failing) >= len(record.awaited):  # of several, any of which would do, all have left
                 found = record, record.since
                 if found == self._suspect:
-                    return record, left
+                    return record, failing[0]
                 self._suspect = found
                 return None
         self._suspect = None
         return None
-
-    def _who_fails(self, record: Record, now: float) -> Departure | None:
-        """Of several ranks that are awaited, any of which would do, all must have left."""
-        failing = [left for left in list(self._known.values()) if left.fails(record, now)]
-        return failing[0] if failing and len(failing) >= len(record.awaited) else None
 
     def _send(self, news: list[dict[str, Any]], ranks: Iterable[int]) -> None:
         text = np.frombuffer(json.dumps(news).encode(), dtype=np.uint8)

@@ -14,6 +14,7 @@ import json
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from itertools import count
 from math import prod
 from pathlib import Path
@@ -35,6 +36,7 @@ _ALIGNMENT = 4096  # bytes: pages, and whatever vector instructions and file sys
 _LIBRARY = 2 << 20  # bytes a rank that are left for the MPI library's own queues, which grow there as well
 
 
+@dataclass(eq=False, repr=False)
 class Arena:
     """Flat storage with `numel` elements for each rank.
 
@@ -46,29 +48,22 @@ class Arena:
         segments: Of a shared arena, by the rank in the world of each rank of this node, the address of its segment
             here.
         window: The MPI window of a shared arena.
+        index: Where it is entered.
         name: Of a shared arena, the same on all of its ranks.
         mapped: Of an arena on a device that the ranks of a node have mapped from each other, these memories; it then
             has segments and a name as a shared one has.
     """
 
-    def __init__(
-        self,
-        kind: str,
-        tensor: torch.Tensor,
-        segments: dict[int, int] | None = None,
-        window: MPI.Win | None = None,
-        index: ArenaIndex | None = None,
-        mapped: MappedMemory | None = None,
-    ) -> None:
-        self.kind = kind
-        self.tensor = tensor
-        self.start = tensor.data_ptr()
-        self.nbytes = tensor.numel() * tensor.element_size()
-        self.segments = segments or {}  # world rank on this node -> address of its segment here
-        self.window = window
-        self.name = ""
-        self.mapped = mapped
-        self._index = index
+    kind: str
+    tensor: torch.Tensor
+    segments: dict[int, int] = field(default_factory=dict)
+    window: MPI.Win | None = None
+    index: ArenaIndex | None = None
+    mapped: MappedMemory | None = None
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        self.start, self.nbytes = self.tensor.data_ptr(), self.tensor.numel() * self.tensor.element_size()
 
     def view(self, offset: int, shape: Sequence[int]) -> torch.Tensor:
         """This rank's elements from `offset` on, as a tensor.
@@ -104,9 +99,9 @@ class Arena:
 
     def free(self) -> None:
         """Release the memory. Collective over the arena's ranks; tensors over it must not be used afterwards."""
-        if self._index is not None:
-            self._index.forget(self)
-            self._index = None
+        if self.index is not None:
+            self.index.forget(self)
+            self.index = None
         self.tensor = torch.empty(0, dtype=self.tensor.dtype)
         if self.window is not None:
             _free(self.window)

@@ -34,7 +34,10 @@ def as_tensor(x: Any, *, written: bool = True) -> torch.Tensor:
         InputError: It cannot be communicated; the message says why, and what to pass instead.
     """
     if isinstance(x, torch.Tensor):
-        tensor = _with_memory(x)
+        inner = [x] if type(x) is torch.Tensor else inner_tensors(x)
+        if len(inner) != 1:
+            raise InputError(f"a {type(x).__name__} is made of {len(inner)} tensors; pass them one by one")
+        tensor = inner[0]
         if tensor.layout != torch.strided:
             raise InputError(f"a {tensor.layout} tensor cannot be communicated; call .to_dense() first")
         if tensor.device.type == "meta":
@@ -57,16 +60,6 @@ def as_tensor(x: Any, *, written: bool = True) -> torch.Tensor:
             "pass x.contiguous()"
         )
     return tensor
-
-
-def _with_memory(x: torch.Tensor) -> torch.Tensor:
-    """Return the tensor whose memory a tensor has: itself, or the one that it wraps."""
-    if type(x) is torch.Tensor:
-        return x
-    inner = inner_tensors(x)
-    if len(inner) != 1:
-        raise InputError(f"a {type(x).__name__} is made of {len(inner)} tensors; pass them one by one")
-    return inner[0]
 
 
 def _over_numpy(x: np.ndarray) -> torch.Tensor:
@@ -187,8 +180,7 @@ def bytes_at(address: int, nbytes: int) -> list[Any]:
 
 def in_messages(tensor: torch.Tensor) -> list[list[Any]]:
     """A contiguous tensor's bytes as the buffers of messages, none longer than MPI takes; none for an empty tensor."""
-    address, nbytes = tensor.data_ptr(), tensor.nbytes
-    return [bytes_at(address + lo, min(LARGEST_COUNT, nbytes - lo)) for lo in range(0, nbytes, LARGEST_COUNT)]
+    return [bytes_at(tensor.data_ptr() + lo, n) for lo, n in pieces(tensor.nbytes)]
 
 
 def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:

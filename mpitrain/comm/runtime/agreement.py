@@ -85,13 +85,10 @@ class Register:
         """
         digest = int.from_bytes(hashlib.blake2b(said.encode(), digest_size=4).digest(), "little") % STEP
         digest = digest | _MEETS if meets else digest & ~_MEETS
-        self._note(digest, said)
-        return Signature(self, digest, together)
-
-    def _note(self, digest: int, said: str) -> None:
         text = digest.to_bytes(8, "little") + said.encode()[: _TEXT - 8].ljust(_TEXT - 8, b"\0")
         self._directories[self._rank][self._signed % _ENTRIES] = np.frombuffer(text, dtype=np.uint8)
         self._signed += 1
+        return Signature(self, digest, together)
 
     def look(self, number: int, digest: int, together: bool) -> None:
         """Look whether another rank is in another operation of this number, or has left this one.
@@ -162,7 +159,6 @@ class Signature:
                 return
 
 
-Repeated = Callable[["torch.Tensor | None"], object]
 Timed = Callable[["torch.Tensor | None"], float]
 
 

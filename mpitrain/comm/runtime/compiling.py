@@ -66,9 +66,6 @@ class _Entry:
     reads: Sequence[Region] = ()
     writes: Sequence[Region] = ()
 
-    def conflicts(self, other: _Entry) -> bool:
-        return _overlap(self.writes, [*other.reads, *other.writes]) or _overlap(self.reads, other.writes)
-
 
 def _overlap(a: Sequence[Region], b: Sequence[Region]) -> bool:
     return any(m == n and lo < end and start < hi for m, lo, hi in a for n, start, end in b)
@@ -83,15 +80,15 @@ class _CallOrder:
     """
 
     def __init__(self) -> None:
-        self._entries: list[_Entry] = []
+        self.entries: list[_Entry] = []
 
     def local(self, call: Maker, reads: Sequence[Region], writes: Sequence[Region]) -> None:
         """Add a call of this rank alone, with the memory that it reads and writes."""
-        self._entries.append(_Entry("local", call, reads, writes))
+        self.entries.append(_Entry("local", call, reads, writes))
 
     def barrier(self, call: Maker) -> None:
         """Add a call that nothing may be moved past."""
-        self._entries.append(_Entry("barrier", call))
+        self.entries.append(_Entry("barrier", call))
 
     def exchange(self, post: Maker, wait: Maker, reads: Sequence[Region], writes: Sequence[Region]) -> None:
         """Add an exchange of messages, whose posting may move ahead.
@@ -102,23 +99,18 @@ class _CallOrder:
             reads, writes: The memory that is sent and received.
         """
         self._insert_early(_Entry("post", post, reads, writes))
-        self._entries.append(_Entry("wait", wait, reads, writes))
+        self.entries.append(_Entry("wait", wait, reads, writes))
 
     def _insert_early(self, post: _Entry) -> None:
-        at, waiting = len(self._entries), 1
+        at, waiting = len(self.entries), 1
         while at > 0:
-            earlier = self._entries[at - 1]
-            if earlier.kind in ("post", "barrier") or earlier.conflicts(post):
-                break
+            earlier = self.entries[at - 1]
+            conflict = _overlap(earlier.writes, [*post.reads, *post.writes]) or _overlap(earlier.reads, post.writes)
             waiting += earlier.kind == "wait"
-            if waiting > _IN_FLIGHT:
+            if earlier.kind in ("post", "barrier") or conflict or waiting > _IN_FLIGHT:
                 break
             at -= 1
-        self._entries.insert(at, post)
-
-    def entries(self) -> list[Maker]:
-        """What was added, in the order in which it is to be called."""
-        return [entry.call for entry in self._entries]
+        self.entries.insert(at, post)
 
 
 class Plan:
@@ -203,7 +195,7 @@ class _Compiler:
             self._compile(steps)
             if steps is phases[-1]:
                 self._bring_home()
-            self.phases.append(self.order.entries())
+            self.phases.append([entry.call for entry in self.order.entries])
             self.moved.append(Moved(program.name.split()[0], self.inside, self.between))
             self.inside = self.between = 0
 

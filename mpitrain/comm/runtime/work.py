@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -271,7 +271,7 @@ class Worker:
         """
         self.threaded = threaded
         self._journal, self.progress = journal, progress
-        self._queue: deque[Queued] = deque()  # an operation leaves it when it was carried out
+        self.waiting: deque[Queued] = deque()  # an operation leaves it when it was carried out
         self._running = threading.Lock()  # held by whoever carries out an operation
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -280,7 +280,7 @@ class Worker:
     def submit(self, work: Queued) -> None:
         """Put an operation into the queue."""
         with self._changed:
-            self._queue.append(work)
+            self.waiting.append(work)
             self._changed.notify_all()
         if self.threaded:
             self.start()
@@ -296,7 +296,7 @@ class Worker:
             self.drain()
             return
         with self._changed:
-            if self._thread is None and self._queue and not self._closed:
+            if self._thread is None and self.waiting and not self._closed:
                 self._thread = threading.Thread(target=self._carry_out, name="mpitrain-comm", daemon=True)
                 self._thread.start()
                 self.progress.finished(self)
@@ -331,14 +331,9 @@ class Worker:
     def drain(self) -> None:
         """Complete everything that was submitted so far; errors stay with their handles."""
         with self._changed:
-            last = self._queue[-1] if self._queue else None
+            last = self.waiting[-1] if self.waiting else None
         if last is not None:
             self.finish(last)
-
-    @property
-    def waiting(self) -> Sized:
-        """The operations that are not complete; it is the same object at all times."""
-        return self._queue
 
     def close(self) -> None:
         """Complete everything that was submitted, then end the thread."""
@@ -354,13 +349,13 @@ class Worker:
         """Carry out the first operation of the queue; returns whether there was one."""
         with self._running:
             with self._changed:
-                work = self._queue[0] if self._queue else None
+                work = self.waiting[0] if self.waiting else None
             if work is None:
                 return False
             work.run()
             with self._changed:
-                self._queue.popleft()
-                if not self._queue:
+                self.waiting.popleft()
+                if not self.waiting:
                     self.progress.finished(self)
         if work.announce is not None:
             work.announce()
@@ -375,9 +370,9 @@ class Worker:
             while self._next():
                 pass
             with self._changed:
-                if not self._queue and not self._closed and self.threaded:
+                if not self.waiting and not self._closed and self.threaded:
                     self._changed.wait(_LINGER)
-                if not self._queue:
+                if not self.waiting:
                     self._thread = None
                     return
 

@@ -17,6 +17,7 @@ from mpitrain.comm.collectives.binding import Binder, CollectiveOperation, moved
 from mpitrain.comm.collectives.services import DeviceMemory
 from mpitrain.comm.collectives.transports.by_programs import DeviceCall, Peer, Staged, Transport, flat
 from mpitrain.comm.job.mpi import MPI
+from mpitrain.comm.job.topology import all_gather_bytes
 from mpitrain.comm.memory.arena import all_agree
 from mpitrain.comm.memory.buffers import overlap
 from mpitrain.comm.memory.device import (
@@ -29,7 +30,7 @@ from mpitrain.comm.memory.device import (
     synchronize,
     use,
 )
-from mpitrain.comm.memory.elements import HALVES, LARGEST_COUNT
+from mpitrain.comm.memory.elements import DTYPES, HALVES, LARGEST_COUNT
 from mpitrain.comm.runtime.executor import Compiled, scaling
 from mpitrain.errors import refusal
 
@@ -88,16 +89,11 @@ class Transports:
         """All that was looked at."""
         return [Way(name, why, self._seconds.get(name, {})) for name, why in self._obstacles.items()]
 
-    def of_size(self, nbytes: int) -> Transport:
-        """The way that an operation on so many bytes a rank goes, unless this way does not carry it."""
-        if not self._seconds:
-            return self._possible[self._default]
-        near = min(_MEASURED, key=lambda size: abs(np.log(size / max(1, nbytes))))
-        return self._possible[min(self._seconds, key=lambda name: self._seconds[name][near])]
-
     def perform(self, call: DeviceCall) -> None:
         """Perform an operation on the rank's device; see `Transport.perform`."""
-        transport = self.of_size(call.nbytes)
+        near = min(_MEASURED, key=lambda size: abs(np.log(size / max(1, call.nbytes))))
+        name = min(self._seconds, key=lambda name: self._seconds[name][near], default=self._default)
+        transport = self._possible[name]
         if not transport.carries(call):
             transport = self._staged
         counted = self._binder.moved
@@ -186,7 +182,7 @@ def takes_addresses(kind: str) -> bool:
     return memory_kind(kind) in [named.split(":")[0] for named in kinds]
 
 
-class Direct:
+class Direct(Transport):
     """Carries device memory by calls of the MPI library on it."""
 
     name = "mpi"
@@ -224,9 +220,6 @@ class Direct:
                 if wide:
                     tensor.detach().copy_(result)
 
-    def free(self) -> None:
-        """Nothing is held."""
-
 
 # -- Device memory by NCCL, or RCCL on ROCm: the library's own calls, through NVIDIA's bindings of it (nccl4py).
 #
@@ -235,23 +228,12 @@ class Direct:
 
 _MODULE = "nccl.core"
 _OPERATIONS = {"sum": "SUM", "avg": "AVG", "product": "PROD", "min": "MIN", "max": "MAX"}
-_DTYPES = frozenset(
-    [
-        torch.int8,
-        torch.uint8,
-        torch.int32,
-        torch.int64,
-        torch.float16,
-        torch.bfloat16,
-        torch.float32,
-        torch.float64,
-    ]
-)
+_DTYPES = DTYPES - {torch.bool, torch.int16, torch.complex64, torch.complex128}  # NCCL has none of these
 _CARRIED = ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter")
 _ID = 128  # bytes
 
 
-class Nccl:
+class Nccl(Transport):
     """Carries device memory by NCCL. Made by `make`."""
 
     name = "nccl"
@@ -274,7 +256,8 @@ class Nccl:
             uid[:] = np.frombuffer(bytes(library.get_unique_id()), dtype=np.uint8)
         if not all_agree(comm, library is not None):
             return None, obstacle or "nccl4py is not installed on every node"
-        if not all_agree(comm, _alone_on_its_device(comm, device)):
+        place = f"{MPI.Get_processor_name()} {identity(device)}".encode()
+        if not all_agree(comm, all_gather_bytes(comm, place).count(place) == 1):
             return None, "several ranks share a device, which NCCL refuses"
         comm.Bcast(uid)
         use(device)
@@ -307,11 +290,9 @@ class Nccl:
             "all_reduce": partial(comm.allreduce, first, first, reduction),
             "reduce": partial(comm.reduce, first, first, reduction, root),
             "broadcast": partial(comm.broadcast, first, first, root),
+            "all_gather": partial(comm.allgather, own[-1], first),
+            "reduce_scatter": partial(comm.reduce_scatter, first, own[-1], reduction),
         }
-        if operation.name == "all_gather":
-            calls["all_gather"] = partial(comm.allgather, own[1], own[0])
-        elif operation.name == "reduce_scatter":
-            calls["reduce_scatter"] = partial(comm.reduce_scatter, own[0], own[1], reduction)
         act = partial(calls[operation.name], stream=native_handle(current_stream(first.device)))
         topology, smallest = self._binder.topology, min(tensor.nbytes for tensor in own)
         blocks = [smallest] * topology.size if any(operation.by_rank) else smallest
@@ -333,12 +314,3 @@ def _library() -> tuple[Any, str]:
     except Exception as error:  # the library itself is found at the first call
         return None, f"NCCL cannot be loaded: {error}"
     return library, ""
-
-
-def _alone_on_its_device(comm: MPI.Intracomm, device: torch.device) -> bool:
-    mine = np.zeros(256, dtype=np.uint8)
-    told = f"{MPI.Get_processor_name()} {identity(device)}".encode()[:256]
-    mine[: len(told)] = np.frombuffer(told, dtype=np.uint8)
-    all_of_them = np.empty((comm.size, 256), dtype=np.uint8)
-    comm.Allgather(mine, all_of_them)
-    return sum(np.array_equal(mine, other) for other in all_of_them) == 1
