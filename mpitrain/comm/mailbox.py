@@ -32,7 +32,8 @@ from mpitrain.comm.job.topology import Member, Topology
 from mpitrain.comm.job.traffic import Moved, Note, Record, clock
 from mpitrain.comm.memory.buffers import as_tensor, in_messages
 from mpitrain.comm.memory.device import is_accelerator
-from mpitrain.comm.runtime.work import Messages, Work, poll, seen
+from mpitrain.comm.runtime.agreement import seen
+from mpitrain.comm.runtime.work import Messages, Work, poll
 from mpitrain.errors import CommunicationError, InputError
 
 WORDS = 15  # numbers in a letter, at most

@@ -24,11 +24,10 @@ from mpitrain.comm.collectives.transports.choice import Transports, Way, alone
 from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.job.topology import Member, Topology
 from mpitrain.comm.job.traffic import Journal, Moved, Note, Record, clock
-from mpitrain.comm.memory.buffers import as_tensor
-from mpitrain.comm.memory.elements import inner_tensors, is_wrapper
-from mpitrain.comm.runtime.agreement import compare, repeated
+from mpitrain.comm.memory.buffers import as_tensor, inner_tensors, is_wrapper
+from mpitrain.comm.runtime.agreement import compare, repeated, seen
 from mpitrain.comm.runtime.executor import Compiled
-from mpitrain.comm.runtime.work import Order, Queued, Streams, Work, Worker, between, seen
+from mpitrain.comm.runtime.work import Order, Queued, Streams, Work, Worker, between
 from mpitrain.errors import InputError
 
 # what looking for a key in `ready` raises: it is not there, or an argument is no tensor, has no storage or no hash
@@ -200,7 +199,7 @@ class Dispatcher(Member):
             perform = partial(self._perform, call, self._background or self.binder, self._background_record, device)
             on_device = [] if device is None else [tensor for tensor in call.tensors if tensor is not None]
             return Queued(name, perform, self._worker, Order(on_device, self._streams) if on_device else None)
-        if self._background is None:
+        if self._background is None and self._worker.waiting:
             self._worker.drain()  # what waits to be run here comes first
         if device is not None:
             with between(device):

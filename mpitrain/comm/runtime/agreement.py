@@ -162,6 +162,27 @@ class Signature:
 Timed = Callable[["torch.Tensor | None"], float]
 
 
+def seen(record: Record, name: str, tensor: torch.Tensor | None, act: Callable[[], object]) -> None:
+    """Do something that may wait, so that the watchdog sees it.
+
+    Args:
+        record: Where the operation is to be seen.
+        name: Of the operation.
+        tensor: What it is on; None for no data.
+        act: What to do.
+
+    Raises:
+        CommunicationError: MPI fails.
+    """
+    record.begin(name, tensor)
+    try:
+        act()
+    except MPI.Exception as error:
+        raise CommunicationError(f"{record.text()} failed in MPI: {error}") from error
+    finally:
+        record.end()
+
+
 def repeated(record: Record, name: str, calls: Sequence[Call], waiting: Sized, drain: Call) -> Timed:
     """Make one function that performs a repeated operation; it takes the operation's tensor, for the watchdog.
 

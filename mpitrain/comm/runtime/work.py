@@ -24,6 +24,7 @@ import torch
 from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.job.traffic import Journal, Note, Record, clock
 from mpitrain.comm.memory.device import current_stream, new_stream, on_stream, recorded, stream_of_cupy
+from mpitrain.comm.runtime.agreement import seen
 from mpitrain.comm.runtime.progress import ProgressEngine
 from mpitrain.errors import CommunicationError
 
@@ -53,27 +54,6 @@ class Work:
     def release(self) -> None:
         """Block until what the operation reads may be written again; that is when it is complete, or later."""
         self.wait()
-
-
-def seen(record: Record, name: str, tensor: torch.Tensor | None, act: Callable[[], object]) -> None:
-    """Do something that may wait, so that the watchdog sees it.
-
-    Args:
-        record: Where the operation is to be seen.
-        name: Of the operation.
-        tensor: What it is on; None for no data.
-        act: What to do.
-
-    Raises:
-        CommunicationError: MPI fails.
-    """
-    record.begin(name, tensor)
-    try:
-        act()
-    except MPI.Exception as error:
-        raise CommunicationError(f"{record.text()} failed in MPI: {error}") from error
-    finally:
-        record.end()
 
 
 def poll(work: Work, name: str, timeout: float) -> None:
