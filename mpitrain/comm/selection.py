@@ -136,12 +136,12 @@ class Algorithm:
 LIBRARY = Algorithm(program=None)
 
 
-class Algorithms:
-    """The algorithms of one operation."""
+class Algorithms(dict[str, Algorithm]):
+    """The algorithms of one operation, by name."""
 
     def __init__(self, operation: str, algorithms: Mapping[str, Algorithm]) -> None:
+        super().__init__(algorithms)
         self.operation = operation
-        self._by_name = dict(algorithms)
 
     def register(self, name: str, algorithm: Algorithm) -> None:
         """Add an algorithm, which `algorithm=name` chooses from then on.
@@ -149,34 +149,28 @@ class Algorithms:
         Raises:
             InputError: The operation has an algorithm of that name.
         """
-        if name == "auto" or name in self._by_name:
+        if name == "auto" or name in self:
             raise InputError(f"{self.operation} has an algorithm {name!r} already; register yours under another name")
-        self._by_name[name] = algorithm
+        self[name] = algorithm
 
     def unregister(self, name: str) -> None:
         """Take back what was registered; tensors it was used on may stay bound to it."""
-        del self._by_name[name]
+        del self[name]
 
     @property
     def names(self) -> tuple[str, ...]:
         """The names of all of them."""
-        return tuple(self._by_name)
+        return tuple(self)
 
     def placed(self, name: str, x: Tensor) -> Tensor | None:
         """x, where ranks may touch each other's vectors, so that it matters where these lie in an arena; else None."""
-        return x if name == "auto" or (name in self._by_name and self._by_name[name].reach) else None
+        return x if name == "auto" or (name in self and self[name].reach) else None
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._by_name
-
-    def __getitem__(self, name: str) -> Algorithm:
-        """The algorithm of that name. Raises InputError, on all ranks, where there is none."""
-        found = self._by_name.get(name)
-        if found is None:
-            *most, last = ("auto", *self._by_name)
-            known = f"{', '.join(most)} or {last}"
-            raise InputError(f"{self.operation} has no algorithm {name!r}; use {known}", agreed=True)
-        return found
+    def __missing__(self, name: str) -> Algorithm:
+        """Raise InputError, on all ranks: there is no algorithm of that name."""
+        *most, last = ("auto", *self)
+        known = f"{', '.join(most)} or {last}"
+        raise InputError(f"{self.operation} has no algorithm {name!r}; use {known}", agreed=True)
 
 
 KIB, MIB = 1 << 10, 1 << 20

@@ -34,8 +34,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from mpitrain.comm.job.abort import say
-from mpitrain.comm.job.leaving import Departures, arrived
+from mpitrain.comm.job.abort import Departures, arrived, say
 from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.job.traffic import Record
 from mpitrain.errors import EXIT_FAILED
