@@ -175,12 +175,10 @@ class _Compiler:
         self.moved: list[Moved] = []  # by each phase
         self.inside = self.between = 0  # bytes, by the phase that is compiled
         self.arrived = bytearray([in_place]) * program.chunks  # which chunks of WORK lie in the target by now
-        self.order = _CallOrder()
         self.phases: list[list[Maker]] = []
         self.awaited: list[str] = []  # the event before each phase
         self.scratch: list[torch.Tensor] = []
         self.exchanges = 0
-        self.steps = program.executed(self.rank)
         self.landings: list[int] = []  # numbers of scratch areas
         self.fetches: list[int] = []
         self.transfers = Transfers(layout.neighbours) if layout.neighbours is not None else None
@@ -312,7 +310,8 @@ class _Compiler:
 
     def _landing(self, slot: int) -> int:
         if not self.landings:
-            arriving = [s for s in self.steps if isinstance(s, Exchange) and s.reduce and int(s.source) != NONE]
+            steps = self.program.executed(self.rank)
+            arriving = [s for s in steps if isinstance(s, Exchange) and s.reduce and int(s.source) != NONE]
             largest = max(self._elements(step.recv)[1] for step in arriving)
             self.landings = [self._new_scratch(largest) for _ in range(_LANDINGS)]
         return self.landings[slot]
