@@ -28,7 +28,6 @@ from pathlib import Path
 from torch import Tensor
 
 from mpitrain.comm.algorithms import messages, shared
-from mpitrain.comm.algorithms.two_level import two_level_all_reduce
 from mpitrain.comm.memory.elements import LARGEST_COUNT
 from mpitrain.comm.programs.program import Program
 from mpitrain.errors import InputError
@@ -339,7 +338,7 @@ def _shared_all_reduce(s: Setting) -> Program:
 def _two_level_all_reduce(s: Setting) -> Program:
     nodes = set(s.nodes)
     share = s.nbytes // max(1, len(nodes) * min(s.nodes.count(n) for n in nodes))
-    return two_level_all_reduce(s.nodes, _messages(share), direct=len(nodes) <= _DIRECT_NODES)
+    return shared.two_level_all_reduce(s.nodes, _messages(share), direct=len(nodes) <= _DIRECT_NODES)
 
 
 ALL_REDUCE = Algorithms(
