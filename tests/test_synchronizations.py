@@ -40,9 +40,9 @@ ON_THE_HOST = "tests/shard/test_host_update.py"
 LOADER = "tests/data/test_data_loader.py::test_a_device_gets_the_samples_that_the_host_reads"
 SERIAL = (ON_THE_HOST, LOADER)
 
-STAGED = "mpitrain/comm/collectives/transports/staged.py"
-DIRECT = "mpitrain/comm/collectives/transports/direct.py"
-PEER = "mpitrain/comm/collectives/transports/peer.py"
+STAGED = "mpitrain/comm/collectives/transports/by_programs.py"
+DIRECT = "mpitrain/comm/collectives/transports/choice.py"
+PEER = "mpitrain/comm/collectives/transports/by_programs.py"
 BINDING = "mpitrain/comm/collectives/binding.py"
 BESIDE = "mpitrain/comm/runtime/work.py"
 MESSAGES = "mpitrain/comm/point_to_point.py"

@@ -23,10 +23,10 @@ import torch.distributed as dist
 from torch import nn
 
 from mpitrain.comm import Communicator
+from mpitrain.comm.inspection import PlainMPI
 from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.memory.buffers import MPI_TYPES
-from mpitrain.comm.plain_mpi import PlainMPI
-from mpitrain.comm.runtime.executor import Call
+from mpitrain.comm.runtime.agreement import Call
 from mpitrain.config.settings import Config
 from mpitrain.errors import CommunicationError, InputError
 from mpitrain.models.gpt import GPT

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from mpitrain.backend.base import ArgumentError, translation
 from mpitrain.backend.work import Several
 from mpitrain.comm import Communicator
-from mpitrain.comm.memory.elements import DTYPES, inner_tensors
+from mpitrain.comm.memory.buffers import inner_tensors
+from mpitrain.comm.memory.elements import DTYPES
 from mpitrain.errors import InputError
 
 Tensors = Sequence[torch.Tensor]

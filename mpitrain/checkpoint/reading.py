@@ -40,7 +40,7 @@ from mpitrain.storage.hdf5 import crc32, read_at
 if TYPE_CHECKING:
     from mpitrain.checkpoint.device_memory import Arrivals, DeviceBytes
     from mpitrain.comm import Communicator
-    from mpitrain.comm.collectives.node_memory import Alternating
+    from mpitrain.comm.communicator import Alternating
 
 THREADS = 4
 BlockStretches = tuple[int, tuple[np.ndarray, np.ndarray, np.ndarray]]  # number of the block; of a `Use` all but memory

@@ -20,17 +20,24 @@ from typing import Any
 import numpy as np
 import torch
 
+from mpitrain.comm.algorithms.shared import alternating_all_gather, node_copy
+from mpitrain.comm.collectives.binding import Binder, Invocation, syncs
+from mpitrain.comm.collectives.dispatch import Dispatcher
 from mpitrain.comm.collectives.moving import all_gather, all_to_all, broadcast, gather, scatter
-from mpitrain.comm.collectives.node_memory import Alternating, NodeCopy, allocate_node_copy
 from mpitrain.comm.collectives.reducing import ALL_REDUCE, Deferred, all_reduce, reduce, reduce_scatter
 from mpitrain.comm.collectives.services import ProcessServices
 from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.job.topology import Topology, ranks_in
+from mpitrain.comm.job.traffic import Moved, clock
 from mpitrain.comm.mailbox import Mailbox
-from mpitrain.comm.memory import board
 from mpitrain.comm.memory.arena import Arena
+from mpitrain.comm.memory.buffers import tensor_at
 from mpitrain.comm.point_to_point import ANY_SOURCE, PointToPoint
+from mpitrain.comm.runtime.agreement import described
+from mpitrain.comm.runtime.compiling import Plan
+from mpitrain.comm.runtime.executor import Compiled, Layout
 from mpitrain.comm.runtime.split_phase import SplitPhase
+from mpitrain.comm.selection import Algorithm
 from mpitrain.errors import InputError, MpitrainError
 
 __all__ = ["ANY_SOURCE", "Communicator"]
@@ -230,14 +237,14 @@ class Communicator(PointToPoint):
         """
         if numel < 0:
             raise InputError(f"an arena of {numel} elements is not possible; give 0 or more")
-        self.require_same(board.described(f"arena on {torch.device(device).type}", numel, dtype))
+        self.require_same(described(f"arena on {torch.device(device).type}", numel, dtype))
         return self.binder.allocate(numel, dtype, torch.device(device))
 
     def alternating(self, capacity: int) -> Alternating | None:
         """Two slots of `capacity` bytes a rank, filled in turns and read by all ranks where they are. Collective.
 
         None, on all ranks, where they lie on several nodes or cannot share memory. See
-        `mpitrain.comm.collectives.node_memory`.
+        `mpitrain.comm.communicator`.
         """
         if self.num_nodes > 1:
             return None
@@ -247,10 +254,13 @@ class Communicator(PointToPoint):
     def node_copy(self, numel: int, dtype: torch.dtype = torch.float32) -> NodeCopy | None:
         """Flat storage of numel elements that all ranks of a node see, host memory. Collective.
 
-        None, on all ranks, where memory cannot be shared. See `mpitrain.comm.collectives.node_memory`.
+        None, on all ranks, where memory cannot be shared. See `mpitrain.comm.communicator`.
         """
-        self.require_same(board.described("node_copy", numel, dtype))
-        return allocate_node_copy(self, numel, dtype)
+        self.require_same(described("node_copy", numel, dtype))
+        # the memory is the first rank's; to that one alone it would look like an arena
+        mine = numel if self.binder.node.rank == 0 else 0
+        arena = self.binder.allocate(mine, dtype, for_tensors=False)
+        return NodeCopy(arena, self, numel) if arena.kind == "shared" else None
 
 
 def _encode(value: Any) -> np.ndarray:
@@ -267,3 +277,102 @@ def _all_errors(kind: type[MpitrainError]) -> list[type[MpitrainError]]:
     for child in kind.__subclasses__():
         found += _all_errors(child)
     return found
+
+
+# -- Memory that a node shares and that callers fill and read by themselves: slots used in turns, and one copy for all.
+
+_ALTERNATING = Algorithm(lambda setting: alternating_all_gather(setting.size), one_node=True, reach=True)
+
+
+class Alternating:
+    """Two slots a rank in memory that a node shares, used in turns: each rank fills its own, they meet, all read all.
+
+        slot 0  | rank 0's bytes | rank 1's | ...        fill the own one, meet, read them where they are
+        slot 1  | rank 0's bytes | rank 1's | ...        the next time
+
+    For data that come at ever new addresses, or that several ranks need a part of each: nothing is sent, and there is
+    one fence a turn (`alternating_all_gather`). The communicator lies on one node.
+
+    Attributes:
+        slots: By turn and rank: flat uint8 tensors of the capacity's bytes.
+        turn: Which slot, 0 or 1, is to be filled now.
+    """
+
+    def __init__(self, comm: Dispatcher, arena: Arena, capacity: int) -> None:
+        """arena: a shared one of 2 * capacity bytes."""
+        memories = [arena.peer(world_rank) for world_rank in comm.world_ranks]
+        self.slots = [[m[turn * capacity : (turn + 1) * capacity] for m in memories] for turn in (0, 1)]
+        self.turn = 0
+        self._comm, self._arena, self._key = comm, arena, ("alternating", arena.name)
+        self._meeting = Invocation("alternating all_gather", self._bind, key=self._key, alike=capacity, counts=False)
+
+    def meet(self, taken: int = 0) -> None:
+        """Return when every rank has filled its slot of this turn; the next turn begins. Collective.
+
+        All ranks' slots of the turn that ends may be read until this rank's next meeting. Its own slot of the other
+        turn may be filled meanwhile.
+
+        Args:
+            taken: Bytes that this rank takes out of the other ranks' slots afterwards, for the journal.
+        """
+        begin = clock() if self._comm.journal.on else 0.0
+        ready = self._comm.ready.get(self._key)
+        if ready is not None:
+            ready(None)
+        else:
+            self._comm.dispatch(self._meeting)
+        self.turn ^= 1
+        if begin:
+            self._comm.entered(self._meeting.name, Moved("alternating", taken), begin)
+
+    def free(self) -> None:
+        """Release the memory. Collective; tensors over it must not be used afterwards."""
+        self.slots = []
+        self._arena.free()
+
+    def _bind(self, binder: Binder) -> Compiled:
+        def bind() -> Compiled:
+            program = binder.program(_ALTERNATING, binder.setting(self._arena.tensor))
+            nothing_moves = [0] * (program.chunks + 1)  # the callers fill and read
+            start = self._arena.start
+            return binder.compile(program, Layout(torch.uint8, nothing_moves, start, start), arena=self._arena)
+
+        return binder.bound(self._key, bind, self._arena.tensor)
+
+
+class NodeCopy:
+    """One copy of flat storage for all ranks of a node, in memory they share.
+
+    Unlike an arena, where each rank has storage of its own that the others can reach, all ranks of a node see the same
+    elements here. Who writes which of them is the caller's business; `publish` makes what was written visible. Before
+    anything is written again, the caller has all ranks of the node meet (the program `node_copy`).
+
+    Attributes:
+        tensor: The node's elements, flat, zeros at first.
+    """
+
+    def __init__(self, arena: Arena, comm: Dispatcher, numel: int) -> None:
+        """arena: all of whose memory is the segment of the node's first rank. comm: whose ranks they are."""
+        binder, self._comm, self._published = comm.binder, comm, 0  # the last for the journal
+        self._arena, node = arena, binder.node
+        first = next(iter(arena.segments.values()))
+        self.tensor = tensor_at(first, numel, arena.tensor.dtype)
+        program = node_copy(node.size)
+        if binder.proofs is not None:
+            binder.proofs.require(program)
+        nothing_moves = Layout(arena.tensor.dtype, [0] * (program.chunks + 1), 0, 0)  # the callers write and read
+        plan = Plan(program, node, nothing_moves, None, node.Barrier, syncs(arena))
+        self._publish = plan.bind(nothing_moves)
+
+    def publish(self) -> None:
+        """Return when all ranks of the node have come here; then each sees what the others wrote. Collective."""
+        begin = clock() if self._comm.journal.on else 0.0
+        self._publish()
+        if begin:
+            self._published += 1
+            self._comm.entered("node copy", Moved("node"), begin, f"node copy {self._arena.name}", self._published)
+
+    def free(self) -> None:
+        """Release the memory. Collective; tensors over it must not be used afterwards."""
+        self.tensor = torch.empty(0, dtype=self.tensor.dtype)
+        self._arena.free()

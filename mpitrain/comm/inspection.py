@@ -8,10 +8,12 @@ import time
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from mpitrain.comm.communicator import Communicator
 from mpitrain.comm.job.mpi import MPI, MPI4PY
 from mpitrain.comm.job.topology import library_name
+from mpitrain.comm.runtime.agreement import Call
 from mpitrain.storage import proc
 
 _LEVELS = {getattr(MPI, f"THREAD_{name}"): name for name in ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")}
@@ -38,8 +40,8 @@ class MpiFacts:
 
 def mpi_facts(world: Communicator) -> MpiFacts:
     """What is known of the MPI library of this process."""
-    level, version = _LEVELS.get(MPI.Query_thread(), "unknown"), MPI4PY
-    return MpiFacts(library_name(), _library_path(), version, level, _launcher())
+    level, path = _LEVELS.get(MPI.Query_thread(), "unknown"), proc.mapped("/libmpi.so", "/libmpich")
+    return MpiFacts(library_name(), next(iter(path), "unknown"), MPI4PY, level, _launcher())
 
 
 def hosts(world: Communicator) -> list[str]:
@@ -92,10 +94,6 @@ def all_reduce_seconds(world: Communicator, nbytes: int, algorithm: str, repeats
     return float(slowest[0])
 
 
-def _library_path() -> str:
-    return next(iter(proc.mapped("/libmpi.so", "/libmpich")), "unknown")
-
-
 def _launcher() -> str:
     if "OMPI_COMM_WORLD_SIZE" in os.environ:
         return "mpirun of Open MPI"
@@ -104,3 +102,38 @@ def _launcher() -> str:
     if "PMI_SIZE" in os.environ:
         return "srun with PMI" if "SLURM_STEP_ID" in os.environ else "mpiexec of MPICH or its kin"
     return "none (one process)"
+
+
+# -- Messages and meetings by the MPI library as a user of mpi4py would call it: nothing of ours in between.
+
+
+class PlainMPI:
+    """Calls on the ranks of a communicator, for CPU tensors, which the calls keep alive. Collective to make."""
+
+    def __init__(self, world: Communicator) -> None:
+        self._comm = world._comm.Dup()
+        self._node = self._comm.Split_type(MPI.COMM_TYPE_SHARED)
+        self._requests: list[MPI.Prequest] = []
+
+    def node_barrier(self) -> Call:
+        """The ranks of a node meet."""
+        return self._node.Barrier
+
+    def exchange(self, out: torch.Tensor, x: torch.Tensor, to: int, source: int) -> Call:
+        """Send x and receive out, by persistent requests as programs do."""
+        receive, send = self._comm.Recv_init(out.numpy(), source), self._comm.Send_init(x.numpy(), to)
+        requests = [receive, send]
+        self._requests += requests
+
+        def run() -> None:
+            MPI.Prequest.Startall(requests)
+            MPI.Request.Waitall(requests)
+
+        return run
+
+    def free(self) -> None:
+        """Release what was made. Collective."""
+        for request in self._requests:
+            request.Free()
+        self._node.Free()
+        self._comm.Free()

@@ -26,14 +26,14 @@ from itertools import count
 import numpy as np
 import torch
 
-from mpitrain.comm.collectives.arguments import check_rank
-from mpitrain.comm.collectives.services import OwnedCommunicators, ProcessServices
+from mpitrain.comm.collectives.services import OwnedCommunicators, ProcessServices, check_rank
 from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.job.topology import Member, Topology
 from mpitrain.comm.job.traffic import Moved, Note, Record, clock
 from mpitrain.comm.memory.buffers import as_tensor, in_messages
 from mpitrain.comm.memory.device import is_accelerator
-from mpitrain.comm.runtime.work import Messages, Work, poll, seen
+from mpitrain.comm.runtime.agreement import seen
+from mpitrain.comm.runtime.work import Messages, Work, poll
 from mpitrain.errors import CommunicationError, InputError
 
 WORDS = 15  # numbers in a letter, at most
@@ -298,17 +298,14 @@ class Mailbox(Member):
         def empty() -> bool:
             nonlocal everybody
             while self._take_into(found):
-                self._throw_away(found.pop())
+                letter = found.pop()
+                place = torch.empty(letter.payload_bytes, dtype=torch.uint8)
+                self._until(partial(MPI.Request.Testall, self._receive(place, letter.source, letter._tag)))
             if everybody is None and not self._posted:
                 everybody = self._comm.Ibarrier()
             return everybody is not None and everybody.Test()
 
         self._until(empty)
-
-    def _throw_away(self, letter: Letter) -> None:
-        place = torch.empty(letter.payload_bytes, dtype=torch.uint8)
-        requests = self._receive(place, letter.source, letter._tag)
-        self._until(partial(MPI.Request.Testall, requests))
 
     def _take_into(self, found: list[Letter]) -> bool:
         """Append the letter that has come, if one has; whether one had."""

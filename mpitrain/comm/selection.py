@@ -28,7 +28,6 @@ from pathlib import Path
 from torch import Tensor
 
 from mpitrain.comm.algorithms import messages, shared
-from mpitrain.comm.algorithms.two_level import two_level_all_reduce
 from mpitrain.comm.memory.elements import LARGEST_COUNT
 from mpitrain.comm.programs.program import Program
 from mpitrain.errors import InputError
@@ -75,11 +74,6 @@ class Setting:
     def one_node(self) -> bool:
         """Whether all ranks are on one node."""
         return len(set(self.nodes)) == 1
-
-    @property
-    def power_of_two(self) -> bool:
-        """Whether the number of ranks is one."""
-        return self.size & (self.size - 1) == 0
 
     @property
     def place(self) -> str:
@@ -141,12 +135,12 @@ class Algorithm:
 LIBRARY = Algorithm(program=None)
 
 
-class Algorithms:
-    """The algorithms of one operation."""
+class Algorithms(dict[str, Algorithm]):
+    """The algorithms of one operation, by name."""
 
     def __init__(self, operation: str, algorithms: Mapping[str, Algorithm]) -> None:
+        super().__init__(algorithms)
         self.operation = operation
-        self._by_name = dict(algorithms)
 
     def register(self, name: str, algorithm: Algorithm) -> None:
         """Add an algorithm, which `algorithm=name` chooses from then on.
@@ -154,34 +148,28 @@ class Algorithms:
         Raises:
             InputError: The operation has an algorithm of that name.
         """
-        if name == "auto" or name in self._by_name:
+        if name == "auto" or name in self:
             raise InputError(f"{self.operation} has an algorithm {name!r} already; register yours under another name")
-        self._by_name[name] = algorithm
+        self[name] = algorithm
 
     def unregister(self, name: str) -> None:
         """Take back what was registered; tensors it was used on may stay bound to it."""
-        del self._by_name[name]
+        del self[name]
 
     @property
     def names(self) -> tuple[str, ...]:
         """The names of all of them."""
-        return tuple(self._by_name)
+        return tuple(self)
 
     def placed(self, name: str, x: Tensor) -> Tensor | None:
         """x, where ranks may touch each other's vectors, so that it matters where these lie in an arena; else None."""
-        return x if name == "auto" or (name in self._by_name and self._by_name[name].reach) else None
+        return x if name == "auto" or (name in self and self[name].reach) else None
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._by_name
-
-    def __getitem__(self, name: str) -> Algorithm:
-        """The algorithm of that name. Raises InputError, on all ranks, where there is none."""
-        found = self._by_name.get(name)
-        if found is None:
-            *most, last = ("auto", *self._by_name)
-            known = f"{', '.join(most)} or {last}"
-            raise InputError(f"{self.operation} has no algorithm {name!r}; use {known}", agreed=True)
-        return found
+    def __missing__(self, name: str) -> Algorithm:
+        """Raise InputError, on all ranks: there is no algorithm of that name."""
+        *most, last = ("auto", *self)
+        known = f"{', '.join(most)} or {last}"
+        raise InputError(f"{self.operation} has no algorithm {name!r}; use {known}", agreed=True)
 
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -350,7 +338,7 @@ def _shared_all_reduce(s: Setting) -> Program:
 def _two_level_all_reduce(s: Setting) -> Program:
     nodes = set(s.nodes)
     share = s.nbytes // max(1, len(nodes) * min(s.nodes.count(n) for n in nodes))
-    return two_level_all_reduce(s.nodes, _messages(share), direct=len(nodes) <= _DIRECT_NODES)
+    return shared.two_level_all_reduce(s.nodes, _messages(share), direct=len(nodes) <= _DIRECT_NODES)
 
 
 ALL_REDUCE = Algorithms(
@@ -359,7 +347,7 @@ ALL_REDUCE = Algorithms(
         "mpi": LIBRARY,
         "ring": Algorithm(lambda s: messages.ring_all_reduce(s.size, _messages(s.nbytes // s.size), s.nodes)),
         "tree": Algorithm(lambda s: messages.tree_all_reduce(s.size, _messages(s.nbytes), s.nodes), reproduces=always),
-        "halving": Algorithm(_halving_all_reduce, reproduces=lambda s: s.power_of_two),
+        "halving": Algorithm(_halving_all_reduce, reproduces=lambda s: s.size & (s.size - 1) == 0),
         "shared": Algorithm(
             _shared_all_reduce, one_node=True, reach=True, stages=True, reproduces=always, instead="two_level or auto"
         ),

@@ -33,7 +33,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from mpitrain.comm import Arena, Communicator, Work
-from mpitrain.comm.collectives.node_memory import NodeCopy
+from mpitrain.comm.communicator import NodeCopy
 from mpitrain.comm.memory.device import current_stream, is_accelerator, pinned, recorded
 from mpitrain.shard.flat import FlatGroup
 from mpitrain.shard.offload import HOST, MappedFiles

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from mpitrain.comm import Communicator
-from mpitrain.comm.collectives.node_memory import NodeCopy
+from mpitrain.comm.communicator import NodeCopy
 from mpitrain.comm.compression import from_name
 from mpitrain.comm.memory.device import is_accelerator
 from mpitrain.config.settings import Config

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from mpitrain.comm import Arena, Communicator
-from mpitrain.comm.plain_mpi import PlainMPI
+from mpitrain.comm.inspection import PlainMPI
 from mpitrain.comm.programs.simulate import Machine
 from mpitrain.comm.selection import RING_SEGMENT
 from mpitrain.speeds.timing import Contender, Times, interleaved

@@ -2,7 +2,7 @@
 
 Activations come at ever new addresses, and messages or reads of private memory cost several times what their sum
 does. So they pass through memory that the node shares, two slots a rank, used in turns (see
-`mpitrain.comm.collectives.node_memory`):
+`mpitrain.comm.communicator`):
 
     header | tensor        an exchange: write the own header and tensor into the slot, meet, read the others'
 
@@ -53,7 +53,7 @@ from mpitrain.layout import split
 
 if TYPE_CHECKING:
     from mpitrain.comm import Communicator
-    from mpitrain.comm.collectives.node_memory import Alternating
+    from mpitrain.comm.communicator import Alternating
 
 _HEADER = struct.Struct("6q")  # operation, dtype, tag, elements per index of the dimension, indices, bytes
 _HEADER_BYTES = 64

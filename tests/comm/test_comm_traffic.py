@@ -12,7 +12,7 @@ from mpitrain.comm.communicator import Communicator
 from mpitrain.comm.compression import from_name
 from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.job.topology import Topology
-from mpitrain.comm.programs.rings import blocks_sent, even_shares
+from mpitrain.comm.job.traffic import blocks_sent, even_shares
 
 MANY = pytest.mark.ranks(2, 3)
 DELAY = 0.2  # seconds

@@ -14,8 +14,8 @@ from reference import assert_equal, reduced, values
 from ways import take_device_addresses
 
 from mpitrain.comm import Communicator, carry_device_memory
-from mpitrain.comm.collectives.transports.nccl import Nccl
-from mpitrain.comm.collectives.transports.transport import DeviceCall
+from mpitrain.comm.collectives.transports.by_programs import DeviceCall
+from mpitrain.comm.collectives.transports.choice import Nccl
 from mpitrain.errors import InputError
 
 on_pretend = pytest.mark.parametrize("way", ["staged"], indirect=True)  # the device is there

@@ -9,11 +9,25 @@ import pytest
 import torch
 
 from mpitrain.comm.collectives.binding import CollectiveOperation
-from mpitrain.comm.memory.board import described
 from mpitrain.comm.memory.buffers import as_tensor
-from mpitrain.comm.programs.goals import all_gather_of, all_reduce_of, broadcast_of, reduce_of, reduce_scatter_of
-from mpitrain.comm.programs.program import NONE, WORK, Collective, Exchange, Finish, Goal, Program, Span, one_node
+from mpitrain.comm.programs.program import (
+    NONE,
+    WORK,
+    Collective,
+    Exchange,
+    Finish,
+    Goal,
+    Program,
+    Span,
+    all_gather_of,
+    all_reduce_of,
+    broadcast_of,
+    one_node,
+    reduce_of,
+    reduce_scatter_of,
+)
 from mpitrain.comm.programs.verify import ProgramError, verify
+from mpitrain.comm.runtime.agreement import described
 from mpitrain.comm.runtime.executor import Reduction
 from mpitrain.comm.selection import ALL_REDUCE, TABLES, Algorithm, Algorithms
 from mpitrain.errors import InputError

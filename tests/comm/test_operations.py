@@ -11,7 +11,7 @@ import torch
 from reference import DTYPES, assert_equal, meaningful, reduced, values
 
 import mpitrain
-from mpitrain.comm.collectives import arguments
+from mpitrain.comm.memory import buffers
 from mpitrain.comm.runtime.executor import OPERATIONS
 from mpitrain.errors import InputError
 
@@ -293,7 +293,7 @@ def test_what_is_too_long_for_one_call_of_mpi_goes_in_pieces(world, monkeypatch)
     for module in modules:
         if hasattr(module, "LARGEST_COUNT"):  # 2^30 bytes or elements; here 1,000
             monkeypatch.setattr(module, "LARGEST_COUNT", 1000)
-    assert len(arguments.pieces(2501)) == 3
+    assert len(buffers.pieces(2501)) == 3
     comm, size, rank, each = world.split(0), world.size, world.rank, 2501
     for dtype in (torch.float32, torch.bfloat16, torch.uint8):
         blocks = [values(each, dtype, r) for r in range(size)]

@@ -36,8 +36,8 @@ from mpitrain.comm.algorithms.shared import (
     shared_reduce,
     shared_reduce_scatter,
     staged_all_reduce,
+    two_level_all_reduce,
 )
-from mpitrain.comm.algorithms.two_level import two_level_all_reduce
 from mpitrain.comm.programs.program import (
     CALLER,
     Await,

@@ -7,7 +7,17 @@ from functools import partial
 
 import numpy as np
 
-from mpitrain.comm.programs.goals import (
+from mpitrain.comm.programs.program import (
+    INBOX,
+    NONE,
+    Combine,
+    Copy,
+    Exchange,
+    Finish,
+    Ints,
+    Program,
+    Span,
+    Step,
     all_gather_of,
     all_reduce_of,
     all_to_all_of,
@@ -17,7 +27,6 @@ from mpitrain.comm.programs.goals import (
     reduce_scatter_of,
     scatter_of,
 )
-from mpitrain.comm.programs.program import INBOX, NONE, Combine, Copy, Exchange, Finish, Ints, Program, Span, Step
 
 # -- Ring algorithms: bandwidth-optimal, neighbours only (Patarasu & Yuan, J. Parallel Distrib. Comput. 69, 2009).
 #

@@ -18,18 +18,17 @@ import torch
 
 from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.job.topology import Topology
-from mpitrain.comm.job.traffic import Moved
+from mpitrain.comm.job.traffic import Moved, blocks_sent, even_shares
 from mpitrain.comm.memory.arena import Arena, ArenaIndex, allocate
-from mpitrain.comm.memory.board import LINE, ROW, Board, is_whole_job
 from mpitrain.comm.memory.buffers import tensor_at
 from mpitrain.comm.memory.device import synchronize
-from mpitrain.comm.memory.remote import Neighbours, probe
 from mpitrain.comm.programs.program import Program, chunk_bounds, even_bounds
 from mpitrain.comm.programs.verify import Proofs
 from mpitrain.comm.runtime import agreement, executor
-from mpitrain.comm.runtime.agreement import Register, Signature
+from mpitrain.comm.runtime.agreement import LINE, ROW, Board, Call, Register, Signature, is_whole_job
 from mpitrain.comm.runtime.compiling import Plan
-from mpitrain.comm.runtime.executor import Call, Compiled, Layout, Reduction
+from mpitrain.comm.runtime.executor import Compiled, Layout, Reduction
+from mpitrain.comm.runtime.remote import Neighbours, probe
 from mpitrain.comm.selection import Algorithm, Algorithms, Setting, Tuning, fastest
 from mpitrain.errors import InputError
 
@@ -85,7 +84,10 @@ class BoundCache:
         """Keep what was bound as long as the tensors' memory; the oldest goes when there are too many."""
         self.bound[key] = compiled
         self._generation = self._arenas.generation  # binding may have made the staging arena
-        self._watch(key, tensors)
+        storages = [tensor.untyped_storage() for tensor in tensors]  # those of torch tell when they end
+        ends = [weakref.ref(storage, partial(self._end, key)) for storage in storages if storage.resizable()]
+        if ends:
+            self._ends[key] = ends
         if len(self.bound) > _KEPT:
             oldest, dropped = self.bound.popitem(last=False)
             self.ready.pop(oldest, None)
@@ -106,13 +108,6 @@ class BoundCache:
     def _arenas_changed(self) -> None:
         """Called in whichever thread makes or frees an arena: what is ready would not look at it again."""
         self.ready.clear()
-
-    def _watch(self, key: Hashable, tensors: Sequence[torch.Tensor]) -> None:
-        """Drop what was bound when memory that torch has allocated ends."""
-        storages = [tensor.untyped_storage() for tensor in tensors]
-        ends = [weakref.ref(storage, partial(self._end, key)) for storage in storages if storage.resizable()]
-        if ends:
-            self._ends[key] = ends
 
     def _end(self, key: Hashable, _: object) -> None:
         """Called in whichever thread lets go of the memory, which no operation uses any more."""
@@ -362,15 +357,10 @@ class Binder:
             board = self.board()
             told = f"{said}, {program.name.split()[0]}", f"{program.blocks} x {program.segments}"
             layout = replace(layout, board=board if self.node.size > 1 else None, said=told)
-        return self._plan(program, layout, reduction, arena).bind(layout)
+        return self.plan(program, layout, reduction, arena).bind(layout)
 
-    def compile_phases(
-        self, program: Program, layout: Layout, reduction: Reduction | None, arena: Arena | None
-    ) -> list[Compiled]:
-        """Each phase of a program by itself. layout: says by itself what ranks compare, in its signals."""
-        return self._plan(program, layout, reduction, arena).bind_phases(layout)
-
-    def _plan(self, program: Program, layout: Layout, reduction: Reduction | None, arena: Arena | None) -> Plan:
+    def plan(self, program: Program, layout: Layout, reduction: Reduction | None, arena: Arena | None) -> Plan:
+        """Return the program compiled for this rank and memory of the layout's shape; arena: see `compile`."""
         owner = arena or self._board or self._staging
         reduces = (reduction.op, reduction.dtype) if reduction is not None else None
         key = id(program), layout.shape, reduces, id(owner)
@@ -385,19 +375,15 @@ class Binder:
 
         back: whether this rank gets a result.
         """
-        narrow = tensor_at(x.data_ptr(), x.numel(), x.dtype)
         wide = torch.empty(x.numel(), dtype=torch.float32)
         inner = bind(wide)
-        calls: list[Call] = [copying(wide, narrow), inner]
-        if back:
-            calls.append(copying(narrow, wide))
-        return Compiled(calls, [inner, wide])
+        return Compiled([copying(wide, x), inner, *([copying(x, wide)] if back else [])], [inner, wide])
 
     def through_staging(self, x: torch.Tensor, bind: Callable[[torch.Tensor], Compiled]) -> Compiled:
         """An operation in place on a vector outside an arena, a window of it at a time in the staging memory."""
         stage = self.staging()
         assert stage is not None
-        whole, numel = tensor_at(x.data_ptr(), x.numel(), x.dtype), WINDOW // x.element_size()
+        whole, numel = at_address(x), WINDOW // x.element_size()
         calls: list[Call] = []
         inners: list[Compiled] = []
         for lo in range(0, x.numel(), numel):
@@ -436,6 +422,23 @@ def offsets(counts: Sequence[int]) -> list[int]:
     for count in counts:
         bounds.append(bounds[-1] + count)
     return bounds
+
+
+def moved_by_library(topology: Topology, operation: str, blocks: Sequence[int] | int, root: int = 0) -> Moved:
+    """What the library moves on this rank, as far as that can be told; see `blocks_sent`.
+
+    Args:
+        topology: The ranks.
+        operation: Name of the operation.
+        blocks: Bytes of each rank's block, or of a whole vector that has no blocks.
+        root: Of an operation that has one.
+    """
+    inside = between = 0
+    shares = even_shares(blocks, topology.size) if isinstance(blocks, int) else blocks
+    for other, nbytes in blocks_sent(operation, topology.rank, shares, root):
+        here = topology.nodes[other] == topology.nodes[topology.rank]
+        inside, between = inside + nbytes * here, between + nbytes * (not here)
+    return Moved("mpi", inside, between)
 
 
 Tensors = Sequence["torch.Tensor | None"]

@@ -17,20 +17,17 @@ from typing import Any, ClassVar
 
 import torch
 
-from mpitrain.comm.collectives.arguments import block_sizes, check_rank, if_unequal
-from mpitrain.comm.collectives.binding import Binder, CollectiveOperation, Invocation, Tensors
-from mpitrain.comm.collectives.services import OwnedCommunicators, ProcessServices
+from mpitrain.comm.collectives.binding import Binder, CollectiveOperation, Invocation, Ready, Tensors
+from mpitrain.comm.collectives.services import OwnedCommunicators, ProcessServices, block_sizes, check_rank
+from mpitrain.comm.collectives.transports.by_programs import DeviceCall, through_host
 from mpitrain.comm.collectives.transports.choice import Transports, Way, alone
-from mpitrain.comm.collectives.transports.staged import through_host
-from mpitrain.comm.collectives.transports.transport import DeviceCall
 from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.job.topology import Member, Topology
 from mpitrain.comm.job.traffic import Journal, Moved, Note, Record, clock
-from mpitrain.comm.memory.buffers import as_tensor
-from mpitrain.comm.memory.elements import inner_tensors, is_wrapper
-from mpitrain.comm.runtime.agreement import Repeated, compare, repeated
+from mpitrain.comm.memory.buffers import as_tensor, inner_tensors, is_wrapper
+from mpitrain.comm.runtime.agreement import compare, repeated, seen
 from mpitrain.comm.runtime.executor import Compiled
-from mpitrain.comm.runtime.work import Order, Queued, Streams, Work, Worker, between, seen
+from mpitrain.comm.runtime.work import Order, Queued, Streams, Work, Worker, between
 from mpitrain.errors import InputError
 
 # what looking for a key in `ready` raises: it is not there, or an argument is no tensor, has no storage or no hash
@@ -159,7 +156,7 @@ class Dispatcher(Member):
             counts = operation.value(given, "counts")
             blocks = block_sizes(self, operation.name, tensors[1 - whole], tensors[whole], counts, *names)
             alike = operation.replaced(given, counts=blocks)
-            given = operation.replaced(given, counts=if_unequal(blocks))
+            given = operation.replaced(given, counts=tuple(blocks) if min(blocks) != max(blocks) else None)
         place = operation.placed if self._compared is not None else None  # which only the debug mode asks for
         placed = None if place is None else place(self.rank, *tensors, *given)
         return operation.on(tensors, written, *given, alike=alike, placed=placed)
@@ -202,7 +199,7 @@ class Dispatcher(Member):
             perform = partial(self._perform, call, self._background or self.binder, self._background_record, device)
             on_device = [] if device is None else [tensor for tensor in call.tensors if tensor is not None]
             return Queued(name, perform, self._worker, Order(on_device, self._streams) if on_device else None)
-        if self._background is None:
+        if self._background is None and self._worker.waiting:
             self._worker.drain()  # what waits to be run here comes first
         if device is not None:
             with between(device):
@@ -215,7 +212,7 @@ class Dispatcher(Member):
                 self.ready[call.key] = self._repeated(call, compiled)
         return None
 
-    def _repeated(self, call: Invocation, compiled: Compiled) -> Repeated:
+    def _repeated(self, call: Invocation, compiled: Compiled) -> Ready:
         """What performs an operation again, and counts it while the journal is on."""
         name, record, drain, journal = call.name, self._record, self._worker.drain, self.journal
         waiting = self._worker.waiting if self._background is None else ()

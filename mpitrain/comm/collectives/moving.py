@@ -18,16 +18,23 @@ from torch import Tensor
 
 from mpitrain.comm import selection
 from mpitrain.comm.algorithms.messages import direct_all_to_all, direct_gather, direct_scatter
-from mpitrain.comm.collectives import arguments
-from mpitrain.comm.collectives.arguments import block_sizes, overlap, unequal
-from mpitrain.comm.collectives.binding import NOTHING, Binder, CollectiveOperation, Invocation, copying, offsets
+from mpitrain.comm.collectives.binding import (
+    NOTHING,
+    Binder,
+    CollectiveOperation,
+    Invocation,
+    copying,
+    moved_by_library,
+    offsets,
+)
 from mpitrain.comm.collectives.dispatch import NOT_READY, Dispatcher
+from mpitrain.comm.collectives.services import block_sizes, unequal
 from mpitrain.comm.job.mpi import MPI
-from mpitrain.comm.memory.board import described
-from mpitrain.comm.memory.buffers import bytes_at, tensor_at
+from mpitrain.comm.memory.buffers import bytes_at, even_blocks, overlap, pieces, tensor_at, uneven_blocks
 from mpitrain.comm.memory.elements import LARGEST_COUNT
 from mpitrain.comm.programs.program import chunk_bounds
-from mpitrain.comm.runtime.executor import Call, Compiled, Layout
+from mpitrain.comm.runtime.agreement import Call, described
+from mpitrain.comm.runtime.executor import Compiled, Layout
 from mpitrain.comm.runtime.work import Work
 from mpitrain.comm.selection import Algorithm, all_gather_name
 from mpitrain.errors import InputError
@@ -64,9 +71,9 @@ def _bind_broadcast(binder: Binder, x: Tensor, root: int, algorithm: str) -> Com
     name = binder.choose(selection.BROADCAST, algorithm, setting)
     chosen = selection.BROADCAST[name]
     if chosen.program is None:
-        pieces = arguments.pieces(setting.nbytes)
-        calls = [partial(binder.comm.Bcast, bytes_at(x.data_ptr() + lo, n), root) for lo, n in pieces]
-        return Compiled(calls, moved=arguments.moved_by_library(binder.topology, "broadcast", x.nbytes, root))
+        parts = pieces(setting.nbytes)
+        calls = [partial(binder.comm.Bcast, bytes_at(x.data_ptr() + lo, n), root) for lo, n in parts]
+        return Compiled(calls, moved=moved_by_library(binder.topology, "broadcast", x.nbytes, root))
     program = binder.program(chosen, setting)
     arena, neighbours = binder.require_reach(x, selection.BROADCAST, name) if chosen.reach else (None, None)
     said = _said_broadcast(binder, x, root, name, binder.place(x))
@@ -152,7 +159,7 @@ def _bind_all_gather(binder: Binder, out: Tensor, x: Tensor, algorithm: str, cou
     name = all_gather_name(binder.choose(selection.ALL_GATHER, algorithm, setting), setting)
     chosen = selection.ALL_GATHER[name]
     if chosen.program is None:
-        moved = arguments.moved_by_library(binder.topology, "all_gather", [n * item for n in blocks])
+        moved = moved_by_library(binder.topology, "all_gather", [n * item for n in blocks])
         if place and not overlap(out, x):  # the library's own way, with less copying than in place
             call = _library_all_gather(binder, out, blocks, bytes_at(x.data_ptr(), blocks[rank] * item))
             return Compiled([call], moved=moved)
@@ -198,8 +205,8 @@ def _library_all_gather(binder: Binder, out: Tensor, blocks: Sequence[int], own:
     """
     comm, item = binder.comm, out.element_size()
     if min(blocks) == max(blocks):
-        return partial(comm.Allgather, own, arguments.even_blocks(out.data_ptr(), blocks[0], comm.size, item))
-    return partial(comm.Allgatherv, own, arguments.uneven_blocks(out.data_ptr(), blocks, item))
+        return partial(comm.Allgather, own, even_blocks(out.data_ptr(), blocks[0], comm.size, item))
+    return partial(comm.Allgatherv, own, uneven_blocks(out.data_ptr(), blocks, item))
 
 
 _GATHER = Algorithm(lambda s: direct_gather(s.size, s.root, s.nodes))
@@ -260,11 +267,11 @@ def _bind_rooted(gathers: bool, binder: Binder, block: Tensor, whole: Tensor | N
     comm, numel, item = binder.comm, block.numel(), block.element_size()
     own, all_blocks = block.data_ptr(), whole.data_ptr() if whole is not None else 0
     if numel * item * comm.size <= LARGEST_COUNT:
-        everything = arguments.even_blocks(all_blocks, numel, comm.size, item) if comm.rank == root else None
+        everything = even_blocks(all_blocks, numel, comm.size, item) if comm.rank == root else None
         mine = bytes_at(own, numel * item)
         call = partial(comm.Gather, mine, everything) if gathers else partial(comm.Scatter, everything, mine)
         name = "gather" if gathers else "scatter"
-        moved = arguments.moved_by_library(binder.topology, name, [numel * item] * comm.size, root)
+        moved = moved_by_library(binder.topology, name, [numel * item] * comm.size, root)
         return Compiled([partial(call, root)], moved=moved)
     length = 0 if gathers and whole is None else numel
     here, there = (own, [0, numel]), (all_blocks, [r * length for r in range(comm.size + 1)])
@@ -350,8 +357,8 @@ def _bind_all_to_all(binder: Binder, x: Tensor, out: Tensor) -> Compiled:
     count = x.numel() // size
     if x.numel() * item > LARGEST_COUNT:
         return _directly(binder, x, out, [count] * size, [count] * size)
-    send, receive = (arguments.even_blocks(y.data_ptr(), count, size, item) for y in (x, out))
-    moved = arguments.moved_by_library(binder.topology, "all_to_all", [count * item] * size)
+    send, receive = (even_blocks(y.data_ptr(), count, size, item) for y in (x, out))
+    moved = moved_by_library(binder.topology, "all_to_all", [count * item] * size)
     return Compiled([partial(comm.Alltoall, send, receive)], moved=moved)
 
 
@@ -378,9 +385,9 @@ def _uneven(
     if int(largest) * item > LARGEST_COUNT:
         compiled = _directly(binder, x, out, received, sent)
     else:
-        send = arguments.uneven_blocks(x.data_ptr(), sent, item)
-        receive = arguments.uneven_blocks(out.data_ptr(), received, item)
-        moved = arguments.moved_by_library(binder.topology, "all_to_all", [count * item for count in sent])
+        send = uneven_blocks(x.data_ptr(), sent, item)
+        receive = uneven_blocks(out.data_ptr(), received, item)
+        moved = moved_by_library(binder.topology, "all_to_all", [count * item for count in sent])
         compiled = Compiled([partial(binder.comm.Alltoallv, send, receive)], moved=moved)
     return binder.signed(f"uneven all_to_all of {x.dtype}", compiled, together=False)
 

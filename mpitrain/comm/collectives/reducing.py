@@ -20,27 +20,28 @@ from torch import Tensor
 
 from mpitrain.comm import selection
 from mpitrain.comm.algorithms.shared import COMPLETE, READ, deferred_reduce_scatter
-from mpitrain.comm.collectives import arguments
-from mpitrain.comm.collectives.arguments import block_sizes, overlap, unequal
 from mpitrain.comm.collectives.binding import (
     NOTHING,
     Binder,
     CollectiveOperation,
     Invocation,
     copying,
+    moved_by_library,
     offsets,
     scaling,
 )
 from mpitrain.comm.collectives.dispatch import NOT_READY, Dispatcher
 from mpitrain.comm.collectives.moving import ALL_GATHER
+from mpitrain.comm.collectives.services import block_sizes, unequal
 from mpitrain.comm.compression import Bucket, Compression
 from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.job.traffic import Moved, Note
-from mpitrain.comm.memory.board import described
+from mpitrain.comm.memory.buffers import overlap, typed, typed_pieces
 from mpitrain.comm.memory.elements import HALVES
-from mpitrain.comm.memory.remote import Neighbours
 from mpitrain.comm.programs.program import Program
-from mpitrain.comm.runtime.executor import Call, Compiled, Layout, Reduction
+from mpitrain.comm.runtime.agreement import Call, described
+from mpitrain.comm.runtime.executor import Compiled, Layout, Reduction
+from mpitrain.comm.runtime.remote import Neighbours
 from mpitrain.comm.runtime.split_phase import Event, SplitPhase
 from mpitrain.comm.runtime.work import Work
 from mpitrain.comm.selection import Algorithm, all_reduce_algorithm, cache_chunks, reduce_scatter_name
@@ -135,9 +136,9 @@ def _bind_all_reduce(
             return binder.widened(x, lambda wide: _bind_all_reduce(binder, wide, op, name, False))
         if reduction.library_saturates:
             return _bind_all_reduce(binder, x, op, "halving", False)
-        call, pieces = binder.comm.Allreduce, arguments.typed_pieces(x)
-        calls = [partial(call, MPI.IN_PLACE, piece, reduction.mpi_op) for piece in pieces]
-        moved = arguments.moved_by_library(binder.topology, "all_reduce", x.nbytes)
+        call, pieces = binder.comm.Allreduce, typed_pieces(x)
+        calls = [partial(call, MPI.IN_PLACE, piece, reduction.operation.mpi) for piece in pieces]
+        moved = moved_by_library(binder.topology, "all_reduce", x.nbytes)
         return Compiled([*calls, *scaling(x, reduction)], moved=moved)
     if chosen.reach:
         arena, neighbours = binder.reach(x)
@@ -209,8 +210,12 @@ def _bind_reduce(binder: Binder, x: Tensor, op: str, root: int, algorithm: str) 
     if chosen.program is None and reduction.library_saturates:
         return _bind_reduce(binder, x, op, root, "tree")
     if chosen.program is None:
-        calls = [*_library_reduce(binder, x, root, reduction), *(scaling(x, reduction) if at_root else ())]
-        return Compiled(calls, moved=arguments.moved_by_library(binder.topology, "reduce", x.nbytes, root))
+        comm, calls = binder.comm, list[Call]()
+        for piece in typed_pieces(x):
+            send, receive = (MPI.IN_PLACE, piece) if at_root else (piece, None)
+            calls.append(partial(comm.Reduce, send, receive, reduction.operation.mpi, root))
+        calls += scaling(x, reduction) if at_root else []
+        return Compiled(calls, moved=moved_by_library(binder.topology, "reduce", x.nbytes, root))
     program = binder.program(chosen, setting)
     if chosen.reach:
         arena, neighbours = binder.require_reach(x, selection.REDUCE, name)
@@ -239,14 +244,6 @@ REDUCE = CollectiveOperation(
     in_place=True,
     placed=lambda rank, x, op, root, algorithm: selection.REDUCE.placed(algorithm, x),
 )
-
-
-def _library_reduce(binder: Binder, x: Tensor, root: int, reduction: Reduction) -> list[Call]:
-    comm, calls = binder.comm, list[Call]()
-    for buffer in arguments.typed_pieces(x):
-        send, receive = (MPI.IN_PLACE, buffer) if comm.rank == root else (buffer, None)
-        calls.append(partial(comm.Reduce, send, receive, reduction.mpi_op, root))
-    return calls
 
 
 _DEFERRED = Algorithm(lambda s: deferred_reduce_scatter(s.size, cache_chunks(s.block)), one_node=True, reach=True)
@@ -296,21 +293,13 @@ def reduce_scatter(
     return comm.call(REDUCE_SCATTER, async_op, (x, out), (False, True), op, counts, algorithm, reproducible)
 
 
-def _can_defer(binder: Binder, x: Tensor) -> bool:
-    """Whether all ranks share x's memory, the same on all of them."""
-    topology = binder.topology
-    arena = binder.arena_of(x)
-    in_host_memory = arena is not None and arena.mapped is None
-    return topology.size > 1 and topology.num_nodes == 1 and x.numel() > 0 and in_host_memory
-
-
 def _bind_deferred(binder: Binder, x: Tensor, out: Tensor, op: str, events: Mapping[str, Event]) -> Compiled:
     """Return the operation in phases, which are its parts, on an x that all ranks share, in blocks of out's length."""
     reduction, arena = Reduction.of(op, x.dtype, binder.topology.size), binder.arena_of(x)
     program = binder.program(_DEFERRED, binder.setting(x, block=out.numel() * x.element_size()))
     layout = _layout(binder, program, x, out, [out.numel()] * binder.topology.size, None)
     layout = replace(layout, events=events, said=(_in_words(binder, x, None, op), ""))
-    return Compiled((), binder.compile_phases(program, layout, reduction, arena))
+    return Compiled((), binder.plan(program, layout, reduction, arena).bind_phases(layout))
 
 
 def _in_words(binder: Binder, x: Tensor, counts: Sequence[int] | None, op: str) -> str:
@@ -374,15 +363,15 @@ def _library_reduce_scatter(
     binder: Binder, out: Tensor, x: Tensor, blocks: Sequence[int], reduction: Reduction
 ) -> Compiled:
     result = torch.empty_like(out) if overlap(out, x) else out
-    send = arguments.typed(x.data_ptr(), x.numel(), x.dtype)
-    receive = arguments.typed(result.data_ptr(), result.numel(), x.dtype)
+    send = typed(x.data_ptr(), x.numel(), x.dtype)
+    receive = typed(result.data_ptr(), result.numel(), x.dtype)
     if min(blocks) == max(blocks):
         del send[1]  # which would count the elements of one block
-        call = partial(binder.comm.Reduce_scatter_block, send, receive, reduction.mpi_op)
+        call = partial(binder.comm.Reduce_scatter_block, send, receive, reduction.operation.mpi)
     else:
-        call = partial(binder.comm.Reduce_scatter, send, receive, list(blocks), reduction.mpi_op)
+        call = partial(binder.comm.Reduce_scatter, send, receive, list(blocks), reduction.operation.mpi)
     back = [] if result is out else [copying(out, result)]
-    moved = arguments.moved_by_library(binder.topology, "reduce_scatter", [n * x.element_size() for n in blocks])
+    moved = moved_by_library(binder.topology, "reduce_scatter", [n * x.element_size() for n in blocks])
     keeps = [] if result is out else [result]
     return Compiled([call, *scaling(result, reduction), *back], keeps, moved=moved)
 
@@ -399,7 +388,8 @@ class Deferred:
     def reduce_scatter(self, comm: Dispatcher, out: Tensor, x: Tensor, op: str) -> SplitPhase | None:
         """Begin one; None, on all ranks, where they do not share x's memory. comm: the communicator."""
         blocks = block_sizes(comm, "reduce_scatter", out, x, None, "out", "x")
-        if not _can_defer(comm.binder, x):
+        arena = comm.binder.arena_of(x)
+        if comm.size == 1 or comm.num_nodes > 1 or x.numel() == 0 or arena is None or arena.mapped is not None:
             return None
         comm.compare("reduce_scatter", (x, out), (op, blocks, "deferred", False), placed=x)
         if not self._events:

@@ -66,7 +66,7 @@ class UlfmFailures:
         self.processes: tuple[int, ...] = ()  # of each rank of the world, its number in MPI_COMM_WORLD
         self.host_lost = False  # whether a node was lost with all of its ranks
         self.nodes, self._neighbours = tuple(nodes), neighbours
-        self._mpirun, self._silence = mpirun, silence
+        self.mpirun, self._silence = mpirun, silence
         self.witness = Witness({process: fd for process, (_, fd) in neighbours.items()})
         self._connections = connected
         self._lock = threading.Lock()
@@ -157,22 +157,15 @@ class UlfmFailures:
         Args:
             rank: Its number in the world, if all end together; else mpirun ends only if it is the last of its node.
         """
-        if not self.host_lost or not self._mpirun:
+        if not self.host_lost or not self.mpirun:
             return
         if rank is None:
-            launcher.end_soon(self._mpirun, unless=[pid for pid, _ in self._neighbours.values()])
+            launcher.end_soon(self.mpirun, unless=[pid for pid, _ in self._neighbours.values()])
             return
         process = self.processes[rank]
         if process == min(other for other in self.processes if self.nodes[other] == self.nodes[process]):
             say("mpitrain: mpirun is ended, with exit code 137, if it still waits for the lost host in 5 s")
-            launcher.end_soon(self._mpirun)
-
-    def may_exit(self, code: int) -> bool:
-        """Whether this process may end with an exit code.
-
-        A host that comes back would tell mpirun of it, which ends all others for any but 0.
-        """
-        return code == 0 or bool(self._mpirun) or not self.host_lost
+            launcher.end_soon(self.mpirun)
 
 
 @dataclass(frozen=True)
@@ -213,8 +206,12 @@ def begin(world: Communicator) -> Communicator:
             with suppress(OSError):  # ranks of one node may be in containers of their own
                 neighbours[rank] = (pids[rank], os.pidfd_open(pids[rank]))
     mpirun, silence = mpiruns[world.rank], min(_SILENCE, world.process.watchdog.timeout / 2)
-    if world.num_nodes > 1 and mpirun and world.rank == mpiruns.index(mpirun):
-        _warn_of(mpirun)
+    first = mpirun and world.rank == mpiruns.index(mpirun)
+    if world.num_nodes > 1 and first and launcher.notices_silent_hosts(mpirun):
+        say(
+            "mpitrain: mpirun itself ends a job 8 minutes after a host fell silent, whatever the other ranks do; "
+            "to go on for longer add --prtemca oob_tcp_keepalive_time 0 to its options"
+        )
     connected = connections.find(world.nodes, world.node, world.all_gather_object)
     failures = UlfmFailures(world.nodes, neighbours, mpirun, silence, connected)
     comm = MPI.Intracomm(world._comm.Dup())
@@ -244,14 +241,24 @@ def noticed(world: Communicator) -> bool:
 
 
 def seconds_since(world: Communicator, lost: Sequence[int], otherwise: float) -> tuple[float, bool]:
-    """How long ago ranks failed, as `Witness.seconds_since` tells. Collective.
+    """Return how many seconds ago the first lost rank failed, and whether that is an upper bound. Collective.
 
     Args:
         world: A world that `begin` or `shrink` has made.
-        lost: Their numbers in MPI_COMM_WORLD.
-        otherwise: What counts where nobody saw it.
+        lost: The numbers of the lost ranks in MPI_COMM_WORLD, as far as this rank knows.
+        otherwise: Seconds since this rank last knew all of them to be well, which counts where nobody saw one of them
+            fail: its whole host was lost, or it had stopped before it was ended.
     """
-    return _failures_of(world).witness.seconds_since(world, lost, otherwise)
+    witness, now = _failures_of(world).witness, time.monotonic()
+    mine = [[process, now - witness.ended.get(process, now + 1)] for process in lost]  # negative: not seen
+    told = world.all_gather_object([otherwise, mine, sorted(witness.silent)])
+    silent = {process for *_, of in told for process in of}
+    ago: dict[int, float] = {}
+    for process, seconds in (pair for _, of, _ in told for pair in of):
+        ago[process] = max(seconds, ago.get(process, -1.0))
+    if any(seconds < 0 or process in silent for process, seconds in ago.items()):
+        return max(since for since, *_ in told), True
+    return max(ago.values(), default=otherwise), False
 
 
 def shrink(
@@ -314,14 +321,6 @@ def partners(nodes: Sequence[int]) -> list[int]:
     for place, rank in enumerate(order):
         found[rank] = order[(place + step) % len(nodes)]
     return found
-
-
-def _warn_of(mpirun: int) -> None:
-    if launcher.notices_silent_hosts(mpirun):
-        say(
-            "mpitrain: mpirun itself ends a job 8 minutes after a host fell silent, whatever the other ranks do; to go "
-            "on for longer add --prtemca oob_tcp_keepalive_time 0 to its options"
-        )
 
 
 def _failures_of(world: Communicator) -> UlfmFailures:
@@ -397,7 +396,8 @@ def _leave(comm: MPI.Intracomm, failures: UlfmFailures, code: int) -> None:
     with suppress(MPI.Exception):
         comm.Barrier()
     failures.free_mpirun(comm.rank)
-    if not failures.may_exit(code):
+    # a host that comes back would tell mpirun of the exit code, which ends all others for any but 0
+    if code != 0 and failures.host_lost and not failures.mpirun:
         os.kill(os.getpid(), signal.SIGKILL)
     os._exit(code)
 
@@ -408,6 +408,7 @@ class Witness:
     MPI itself says only that they have ended.
 
     Attributes:
+        ended: For processes that have ended, when they did, as `time.monotonic` tells.
         silent: Processes that were ended because they had been at fault for some time.
     """
 
@@ -418,7 +419,7 @@ class Witness:
             pidfds: A descriptor of each process, by whatever number the process has here.
         """
         self._watched = {os.dup(fd): process for process, fd in pidfds.items()}
-        self._ended: dict[int, float] = {}  # time.monotonic()
+        self.ended: dict[int, float] = {}
         self.silent: set[int] = set()
         if self._watched:
             threading.Thread(target=self._watch, name="mpitrain-witness", daemon=True).start()
@@ -429,27 +430,7 @@ class Witness:
             poll.register(fd, select.POLLIN)
         while self._watched:
             for fd, _ in poll.poll():
-                self._ended[self._watched[fd]] = time.monotonic()
+                self.ended[self._watched[fd]] = time.monotonic()
                 poll.unregister(fd)
                 del self._watched[fd]
                 os.close(fd)
-
-    def seconds_since(self, world: Communicator, lost: Sequence[int], otherwise: float) -> tuple[float, bool]:
-        """Return how many seconds ago the first lost process failed, and whether that is an upper bound. Collective.
-
-        Args:
-            world: The world of the ranks that are left.
-            lost: The processes, as far as this rank knows.
-            otherwise: Seconds since it last knew all of them to be well, which counts where nobody saw one of them
-                fail: its whole host was lost, or it had stopped before it was ended.
-        """
-        now = time.monotonic()
-        mine = [[process, now - self._ended.get(process, now + 1)] for process in lost]  # negative: not seen
-        told = world.all_gather_object([otherwise, mine, sorted(self.silent)])
-        silent = {process for *_, of in told for process in of}
-        ago: dict[int, float] = {}
-        for process, seconds in (pair for _, of, _ in told for pair in of):
-            ago[process] = max(seconds, ago.get(process, -1.0))
-        if any(seconds < 0 or process in silent for process, seconds in ago.items()):
-            return max(since for since, *_ in told), True
-        return max(ago.values(), default=otherwise), False

@@ -206,11 +206,10 @@ def held_by_processes() -> set[str | tuple[int, int]]:
 def _launcher_lives(path: Path) -> bool:
     """Whether there is a process of the number that a session folder's name tells, hidden in /proc or not."""
     try:
-        os.kill(int(path.name.rpartition(".")[2]), 0)
+        with suppress(PermissionError):
+            os.kill(int(path.name.rpartition(".")[2]), 0)
     except (ProcessLookupError, OverflowError):
         return False
-    except PermissionError:
-        pass
     return True
 
 

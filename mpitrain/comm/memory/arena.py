@@ -10,9 +10,11 @@ The kernel frees a window's memory when the last of its processes ends, however 
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from itertools import count
 from math import prod
 from pathlib import Path
@@ -22,18 +24,19 @@ import numpy as np
 import torch
 
 from mpitrain.comm.job.mpi import MPI
+from mpitrain.comm.job.topology import all_gather_bytes
 from mpitrain.comm.job.traffic import Watchers
 from mpitrain.comm.memory.buffers import memory_at, tensor_at
-from mpitrain.comm.memory.device import is_accelerator
+from mpitrain.comm.memory.device import export_memory, import_memory, is_accelerator, synchronize
 from mpitrain.comm.memory.elements import DTYPES, LARGEST_COUNT
-from mpitrain.comm.memory.sharing import MappedMemory, all_agree, map_each_other
-from mpitrain.errors import InputError
+from mpitrain.errors import InputError, MpitrainError
 from mpitrain.storage.disk import SHARED_MEMORY, free_bytes
 
 _ALIGNMENT = 4096  # bytes: pages, and whatever vector instructions and file systems like
 _LIBRARY = 2 << 20  # bytes a rank that are left for the MPI library's own queues, which grow there as well
 
 
+@dataclass(eq=False, repr=False)
 class Arena:
     """Flat storage with `numel` elements for each rank.
 
@@ -45,29 +48,22 @@ class Arena:
         segments: Of a shared arena, by the rank in the world of each rank of this node, the address of its segment
             here.
         window: The MPI window of a shared arena.
+        index: Where it is entered.
         name: Of a shared arena, the same on all of its ranks.
         mapped: Of an arena on a device that the ranks of a node have mapped from each other, these memories; it then
             has segments and a name as a shared one has.
     """
 
-    def __init__(
-        self,
-        kind: str,
-        tensor: torch.Tensor,
-        segments: dict[int, int] | None = None,
-        window: MPI.Win | None = None,
-        index: ArenaIndex | None = None,
-        mapped: MappedMemory | None = None,
-    ) -> None:
-        self.kind = kind
-        self.tensor = tensor
-        self.start = tensor.data_ptr()
-        self.nbytes = tensor.numel() * tensor.element_size()
-        self.segments = segments or {}  # world rank on this node -> address of its segment here
-        self.window = window
-        self.name = ""
-        self.mapped = mapped
-        self._index = index
+    kind: str
+    tensor: torch.Tensor
+    segments: dict[int, int] = field(default_factory=dict)
+    window: MPI.Win | None = None
+    index: ArenaIndex | None = None
+    mapped: MappedMemory | None = None
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        self.start, self.nbytes = self.tensor.data_ptr(), self.tensor.numel() * self.tensor.element_size()
 
     def view(self, offset: int, shape: Sequence[int]) -> torch.Tensor:
         """This rank's elements from `offset` on, as a tensor.
@@ -103,9 +99,9 @@ class Arena:
 
     def free(self) -> None:
         """Release the memory. Collective over the arena's ranks; tensors over it must not be used afterwards."""
-        if self._index is not None:
-            self._index.forget(self)
-            self._index = None
+        if self.index is not None:
+            self.index.forget(self)
+            self.index = None
         self.tensor = torch.empty(0, dtype=self.tensor.dtype)
         if self.window is not None:
             _free(self.window)
@@ -312,3 +308,87 @@ def _warn(node: MPI.Intracomm, wanted: int, free: int, index: ArenaIndex) -> Non
             "(mount -o remount,size=50% /dev/shm; containers: --shm-size)",
             stacklevel=6,
         )
+
+
+# -- Device memory that the ranks of a node map from each other, each its own part of an arena.
+
+_IMPOSSIBLE = (MpitrainError, RuntimeError, OSError, ValueError, TypeError, AttributeError)
+
+
+class MappedMemory:
+    """Finds the tensor over an address among some memories, which it keeps alive.
+
+    Args:
+        memories: Contiguous tensors on devices.
+    """
+
+    def __init__(self, memories: Sequence[torch.Tensor]) -> None:
+        self._memories = [tensor.detach().view(-1).view(torch.uint8) for tensor in memories]
+
+    def beside(self, tensor: torch.Tensor) -> MappedMemory:
+        """The same memories and one more."""
+        return MappedMemory([*self._memories, tensor])
+
+    def at(self, address: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """The flat tensor of `numel` elements at an address.
+
+        Raises:
+            InputError: The address is in none of the memories.
+        """
+        nbytes = numel * dtype.itemsize
+        for memory in self._memories:
+            offset = address - memory.data_ptr()
+            if offset >= 0 and offset + nbytes <= memory.numel():
+                return memory[offset : offset + nbytes].view(dtype)
+        raise InputError(f"{nbytes} bytes at {address:#x} are in no memory that this rank has mapped")
+
+
+def map_each_other(
+    comm: MPI.Intracomm, node: MPI.Intracomm, tensor: torch.Tensor
+) -> tuple[list[int], MappedMemory] | None:
+    """Map the tensors of all ranks of a node. Collective over `comm`.
+
+    Args:
+        comm: The ranks that are to come to one answer.
+        node: The communicator of those of them that are on this node.
+        tensor: This rank's, which is the whole of its storage.
+
+    Returns:
+        The address of each rank's tensor in this process, in the order of `node`, and these memories; None on all ranks
+        where some rank cannot map its neighbours' memory.
+    """
+    try:
+        told = json.dumps(export_memory(tensor))
+    except _IMPOSSIBLE:
+        told = ""
+    texts = all_gather_bytes(node, told.encode())
+    memories = list[torch.Tensor]()
+    try:
+        for rank, text in enumerate(texts if all(texts) else []):
+            memories.append(tensor if rank == node.rank else import_memory(json.loads(text), tensor.device))
+    except _IMPOSSIBLE:
+        memories.clear()
+    if not all_agree(comm, len(memories) == node.size) or not all_agree(comm, _are_each_others(node, tensor, memories)):
+        return None
+    return [memory.data_ptr() for memory in memories], MappedMemory(memories)
+
+
+def _are_each_others(node: MPI.Intracomm, tensor: torch.Tensor, memories: Sequence[torch.Tensor]) -> bool:
+    """Whether what each rank writes is read in its memory: devices may have other numbers in another process."""
+    own = tensor.view(-1).view(torch.uint8)[:1]
+    own.fill_(1 + node.rank % 255)
+    synchronize(tensor.device)
+    node.Barrier()
+    read = [int(memory.view(-1).view(torch.uint8)[0]) for memory in memories]
+    node.Barrier()
+    own.zero_()
+    synchronize(tensor.device)
+    node.Barrier()
+    return read == [1 + rank % 255 for rank in range(node.size)]
+
+
+def all_agree(comm: MPI.Intracomm, yes: bool) -> bool:
+    """Whether all ranks say yes. Collective."""
+    answer = np.array([yes], dtype=np.int64)
+    comm.Allreduce(MPI.IN_PLACE, answer, MPI.MIN)
+    return bool(answer[0])

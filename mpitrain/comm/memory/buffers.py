@@ -3,22 +3,67 @@
 Nothing here copies, and memory that another library declares read-only is not written. MPI sees bytes wherever data
 only move; where the library itself is to compute, the table `elements.NAMES` says which MPI type is safe, because
 mpi4py's own guess silently gives garbage for 16-bit types.
+
+Subclasses without memory of their own are communicated as what they wrap:
+
+    TwoTensor           a, b                    two operations
+    Float8Tensor        data, scale             two
+    AsyncCollectiveTensor  elem                 one, after what it waits for
+    a plain tensor      itself                  one
+
+PyTorch's protocol for them is __tensor_flatten__ (torch/utils/_python_dispatch.py).
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.memory.device import current_stream, foreign_stream, recorded
-from mpitrain.comm.memory.elements import DTYPES, LARGEST_COUNT, NAMES, inner_tensors
+from mpitrain.comm.memory.elements import DTYPES, LARGEST_COUNT, NAMES
 from mpitrain.errors import InputError
 
 MPI_TYPES: dict[torch.dtype, MPI.Datatype] = {dtype: getattr(MPI, name) for dtype, name in NAMES.items()}
+
+
+def is_wrapper(x: Any) -> bool:
+    """Return whether x is a tensor that is made of others."""
+    return type(x) is not torch.Tensor and isinstance(x, torch.Tensor) and bool(is_traceable_wrapper_subclass(x))
+
+
+def inner_tensors(x: torch.Tensor) -> list[torch.Tensor]:
+    """Return the tensors with memory that a tensor is made of, in the order of its class; a plain one is its own.
+
+    Raises:
+        InputError: One has no memory, and does not tell what it wraps.
+    """
+    if not is_wrapper(x):
+        if type(x) is not torch.Tensor and not _has_memory(x):
+            raise InputError(
+                f"a tensor of class {type(x).__name__} has no memory of its own, and no __tensor_flatten__ tells what "
+                "it wraps; pass the tensors that it is made of"
+            )
+        return [x]
+    if x.layout != torch.strided:  # a nested tensor has another shape on each rank
+        return [x]
+    wait: Any = getattr(x, "trigger_wait", None)  # of torch's AsyncCollectiveTensor
+    if wait is not None:
+        return inner_tensors(wait())
+    names: list[str] = getattr(x, "__tensor_flatten__")()[0]  # noqa: B009 - torch.Tensor does not declare it
+    return [inner for name in names for inner in inner_tensors(getattr(x, name))]
+
+
+def _has_memory(x: torch.Tensor) -> bool:
+    try:
+        return x.layout != torch.strided or x.is_meta or not x.numel() or bool(x.data_ptr())
+    except RuntimeError:  # FakeTensor, which stands for one that has
+        return True
 
 
 def as_tensor(x: Any, *, written: bool = True) -> torch.Tensor:
@@ -33,7 +78,10 @@ def as_tensor(x: Any, *, written: bool = True) -> torch.Tensor:
         InputError: It cannot be communicated; the message says why, and what to pass instead.
     """
     if isinstance(x, torch.Tensor):
-        tensor = _with_memory(x)
+        inner = [x] if type(x) is torch.Tensor else inner_tensors(x)
+        if len(inner) != 1:
+            raise InputError(f"a {type(x).__name__} is made of {len(inner)} tensors; pass them one by one")
+        tensor = inner[0]
         if tensor.layout != torch.strided:
             raise InputError(f"a {tensor.layout} tensor cannot be communicated; call .to_dense() first")
         if tensor.device.type == "meta":
@@ -56,16 +104,6 @@ def as_tensor(x: Any, *, written: bool = True) -> torch.Tensor:
             "pass x.contiguous()"
         )
     return tensor
-
-
-def _with_memory(x: torch.Tensor) -> torch.Tensor:
-    """Return the tensor whose memory a tensor has: itself, or the one that it wraps."""
-    if type(x) is torch.Tensor:
-        return x
-    inner = inner_tensors(x)
-    if len(inner) != 1:
-        raise InputError(f"a {type(x).__name__} is made of {len(inner)} tensors; pass them one by one")
-    return inner[0]
 
 
 def _over_numpy(x: np.ndarray) -> torch.Tensor:
@@ -186,5 +224,37 @@ def bytes_at(address: int, nbytes: int) -> list[Any]:
 
 def in_messages(tensor: torch.Tensor) -> list[list[Any]]:
     """A contiguous tensor's bytes as the buffers of messages, none longer than MPI takes; none for an empty tensor."""
-    address, nbytes = tensor.data_ptr(), tensor.nbytes
-    return [bytes_at(address + lo, min(LARGEST_COUNT, nbytes - lo)) for lo in range(0, nbytes, LARGEST_COUNT)]
+    return [bytes_at(tensor.data_ptr() + lo, n) for lo, n in pieces(tensor.nbytes)]
+
+
+def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether the memories of two contiguous tensors have bytes in common."""
+    a_end, b_end = a.data_ptr() + a.numel() * a.element_size(), b.data_ptr() + b.numel() * b.element_size()
+    return a.data_ptr() < b_end and b.data_ptr() < a_end
+
+
+def typed(address: int, numel: int, dtype: torch.dtype) -> list[Any]:
+    """Elements that the library is to compute with."""
+    return [memory_at(address, numel * dtype.itemsize), numel, MPI_TYPES[dtype]]
+
+
+def typed_pieces(x: torch.Tensor) -> list[list[Any]]:
+    """x for the library to compute with, in as many calls as it takes."""
+    return [typed(x.data_ptr() + lo * x.element_size(), n, x.dtype) for lo, n in pieces(x.numel())]
+
+
+def even_blocks(address: int, count: int, blocks: int, item: int) -> list[Any]:
+    """Bytes in consecutive blocks of `count` elements each."""
+    return [memory_at(address, count * item * blocks), count * item, MPI.BYTE]
+
+
+def uneven_blocks(address: int, counts: Sequence[int], item: int) -> list[Any]:
+    """Bytes in consecutive blocks of `counts` elements."""
+    sizes = [count * item for count in counts]
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    return [memory_at(address, sum(sizes)), sizes, starts, MPI.BYTE]
+
+
+def pieces(numel: int) -> list[tuple[int, int]]:
+    """Offset and length of what is passed in one call."""
+    return [(lo, min(LARGEST_COUNT, numel - lo)) for lo in range(0, numel, LARGEST_COUNT)]

@@ -19,7 +19,6 @@ import torch
 from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.job.traffic import Moved
 from mpitrain.comm.memory.elements import LARGEST_COUNT
-from mpitrain.comm.memory.remote import Transfers
 from mpitrain.comm.programs.program import (
     CALLER,
     INBOX,
@@ -39,12 +38,12 @@ from mpitrain.comm.programs.program import (
     Step,
 )
 from mpitrain.comm.runtime import executor
+from mpitrain.comm.runtime.agreement import Call
 from mpitrain.comm.runtime.executor import (
     PEER,
     SCRATCH,
     SOURCE,
     TARGET,
-    Call,
     Compiled,
     Layout,
     Maker,
@@ -52,6 +51,7 @@ from mpitrain.comm.runtime.executor import (
     Place,
     Reduction,
 )
+from mpitrain.comm.runtime.remote import Transfers
 
 Region = tuple[str, int, int]  # memory, first cell, last cell + 1
 
@@ -65,9 +65,6 @@ class _Entry:
     call: Maker
     reads: Sequence[Region] = ()
     writes: Sequence[Region] = ()
-
-    def conflicts(self, other: _Entry) -> bool:
-        return _overlap(self.writes, [*other.reads, *other.writes]) or _overlap(self.reads, other.writes)
 
 
 def _overlap(a: Sequence[Region], b: Sequence[Region]) -> bool:
@@ -83,15 +80,15 @@ class _CallOrder:
     """
 
     def __init__(self) -> None:
-        self._entries: list[_Entry] = []
+        self.entries: list[_Entry] = []
 
     def local(self, call: Maker, reads: Sequence[Region], writes: Sequence[Region]) -> None:
         """Add a call of this rank alone, with the memory that it reads and writes."""
-        self._entries.append(_Entry("local", call, reads, writes))
+        self.entries.append(_Entry("local", call, reads, writes))
 
     def barrier(self, call: Maker) -> None:
         """Add a call that nothing may be moved past."""
-        self._entries.append(_Entry("barrier", call))
+        self.entries.append(_Entry("barrier", call))
 
     def exchange(self, post: Maker, wait: Maker, reads: Sequence[Region], writes: Sequence[Region]) -> None:
         """Add an exchange of messages, whose posting may move ahead.
@@ -102,23 +99,18 @@ class _CallOrder:
             reads, writes: The memory that is sent and received.
         """
         self._insert_early(_Entry("post", post, reads, writes))
-        self._entries.append(_Entry("wait", wait, reads, writes))
+        self.entries.append(_Entry("wait", wait, reads, writes))
 
     def _insert_early(self, post: _Entry) -> None:
-        at, waiting = len(self._entries), 1
+        at, waiting = len(self.entries), 1
         while at > 0:
-            earlier = self._entries[at - 1]
-            if earlier.kind in ("post", "barrier") or earlier.conflicts(post):
-                break
+            earlier = self.entries[at - 1]
+            conflict = _overlap(earlier.writes, [*post.reads, *post.writes]) or _overlap(earlier.reads, post.writes)
             waiting += earlier.kind == "wait"
-            if waiting > _IN_FLIGHT:
+            if earlier.kind in ("post", "barrier") or conflict or waiting > _IN_FLIGHT:
                 break
             at -= 1
-        self._entries.insert(at, post)
-
-    def entries(self) -> list[Maker]:
-        """What was added, in the order in which it is to be called."""
-        return [entry.call for entry in self._entries]
+        self.entries.insert(at, post)
 
 
 class Plan:
@@ -183,12 +175,10 @@ class _Compiler:
         self.moved: list[Moved] = []  # by each phase
         self.inside = self.between = 0  # bytes, by the phase that is compiled
         self.arrived = bytearray([in_place]) * program.chunks  # which chunks of WORK lie in the target by now
-        self.order = _CallOrder()
         self.phases: list[list[Maker]] = []
         self.awaited: list[str] = []  # the event before each phase
         self.scratch: list[torch.Tensor] = []
         self.exchanges = 0
-        self.steps = program.executed(self.rank)
         self.landings: list[int] = []  # numbers of scratch areas
         self.fetches: list[int] = []
         self.transfers = Transfers(layout.neighbours) if layout.neighbours is not None else None
@@ -203,7 +193,7 @@ class _Compiler:
             self._compile(steps)
             if steps is phases[-1]:
                 self._bring_home()
-            self.phases.append(self.order.entries())
+            self.phases.append([entry.call for entry in self.order.entries])
             self.moved.append(Moved(program.name.split()[0], self.inside, self.between))
             self.inside = self.between = 0
 
@@ -320,7 +310,8 @@ class _Compiler:
 
     def _landing(self, slot: int) -> int:
         if not self.landings:
-            arriving = [s for s in self.steps if isinstance(s, Exchange) and s.reduce and int(s.source) != NONE]
+            steps = self.program.executed(self.rank)
+            arriving = [s for s in steps if isinstance(s, Exchange) and s.reduce and int(s.source) != NONE]
             largest = max(self._elements(step.recv)[1] for step in arriving)
             self.landings = [self._new_scratch(largest) for _ in range(_LANDINGS)]
         return self.landings[slot]

@@ -29,16 +29,15 @@ import torch
 
 from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.job.traffic import NOTHING_MOVED, Moved
-from mpitrain.comm.memory.board import Board, Notice, row_of
-from mpitrain.comm.memory.buffers import bytes_at, tensor_at
-from mpitrain.comm.memory.elements import HALVES, LARGEST_COUNT, SMALL_INTEGERS
-from mpitrain.comm.memory.remote import Neighbours, Table, Transfers
+from mpitrain.comm.memory.buffers import bytes_at, pieces, tensor_at
+from mpitrain.comm.memory.elements import HALVES, SMALL_INTEGERS
 from mpitrain.comm.programs.program import INBOX, tree_order
+from mpitrain.comm.runtime.agreement import Board, Call, Notice, row_of
+from mpitrain.comm.runtime.remote import Neighbours, Table, Transfers
 from mpitrain.comm.runtime.split_phase import Event, Telling
 from mpitrain.errors import CommunicationError, InputError
 
 Array: TypeAlias = "torch.Tensor | np.ndarray"
-Call = Callable[[], object]
 
 _FOR_THREADS = 1 << 16  # elements from which torch divides an operation among threads usefully
 
@@ -105,11 +104,6 @@ class Reduction:
         if op != "avg" or size == 1:
             return Reduction(op, dtype, operation)
         return Reduction(op, dtype, operation, 1.0 / size if dtype.is_floating_point or dtype.is_complex else size)
-
-    @property
-    def mpi_op(self) -> MPI.Op:
-        """The operation of MPI that does the same."""
-        return self.operation.mpi
 
     @property
     def library_saturates(self) -> bool:
@@ -191,14 +185,10 @@ def scaling(x: Array, scale: float | None) -> list[Call]:
     """
     if scale is None:
         return []
-    if isinstance(scale, int):
-        return [partial(_divide, torch.from_numpy(x) if isinstance(x, np.ndarray) else x, scale)]
+    if isinstance(scale, int):  # divided in 64 bits, because a number of ranks need not fit into the type of x
+        whole = torch.from_numpy(x) if isinstance(x, np.ndarray) else x
+        return [lambda: whole.copy_(torch.div(whole.long(), scale, rounding_mode="trunc"))]
     return [partial(np.multiply, x, scale, out=x) if isinstance(x, np.ndarray) else partial(x.mul_, scale)]
-
-
-def _divide(x: torch.Tensor, divisor: int) -> None:
-    """Divide integers in place, toward zero. In 64 bits, because a number of ranks need not fit into the type of x."""
-    x.copy_(torch.div(x.long(), divisor, rounding_mode="trunc"))
 
 
 def for_numpy(dtype: torch.dtype, device: torch.device | None, numel: int) -> bool:
@@ -443,14 +433,13 @@ class Binding:
         """The persistent requests of exchange `number`, which are made when they are first asked for."""
         made = self._exchanges.get(number)
         if made is None:
-            made = self._exchanges[number] = [request for message in messages for request in self._request(message)]
+            made = self._exchanges[number] = []
+            for message in messages:
+                init = self.comm.Send_init if message.sends else self.comm.Recv_init
+                address = self.address(message.place)
+                made += [init(bytes_at(address + lo, n), message.peer) for lo, n in message.pieces(self.item)]
             self.made += made
         return made
-
-    def _request(self, message: Message) -> list[MPI.Prequest]:
-        init = self.comm.Send_init if message.sends else self.comm.Recv_init
-        address = self.address(message.place)
-        return [init(bytes_at(address + lo, length), message.peer) for lo, length in message.pieces(self.item)]
 
 
 Maker: TypeAlias = Callable[[Binding], Sequence[Call]]
@@ -471,8 +460,7 @@ class Message(NamedTuple):
 
     def pieces(self, item: int) -> list[tuple[int, int]]:
         """Offset and length, in bytes, of each MPI message that it is cut into."""
-        nbytes = self.place.numel * item
-        return [(lo, min(LARGEST_COUNT, nbytes - lo)) for lo in range(0, nbytes, LARGEST_COUNT)]
+        return pieces(self.place.numel * item)
 
 
 # -- makers: calls on the addresses of a binding
@@ -491,11 +479,11 @@ def wait(number: int, messages: Sequence[Message], binding: Binding) -> list[Cal
         CommunicationError: In the call: less has arrived than was expected.
     """
     requests = binding.requests(number, messages)
-    pieces = [(message, nbytes) for message in messages for _, nbytes in message.pieces(binding.item)]
+    parts = [(message, nbytes) for message in messages for _, nbytes in message.pieces(binding.item)]
     if all(message.sends for message in messages):
         return [requests[0].Wait if len(requests) == 1 else partial(MPI.Request.Waitall, requests)]
     statuses = [MPI.Status() for _ in requests]
-    each = zip(statuses, pieces, strict=True)
+    each = zip(statuses, parts, strict=True)
     arriving = [(status, message.peer, nbytes) for status, (message, nbytes) in each if not message.sends]
     return [partial(_receive, requests, statuses, arriving)]
 

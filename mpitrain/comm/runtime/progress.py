@@ -143,7 +143,8 @@ class ProgressEngine:
             if self._receives or self._deferring:
                 idle_since = 0.0
                 self.advance()
-                if self._deferring and self._stuck():
+                before = time.monotonic() - _STUCK
+                if self._deferring and any(record.since and record.since < before for record in self._records()):
                     self.start_workers()
                 continue
             now = time.monotonic()
@@ -153,7 +154,3 @@ class ProgressEngine:
                     if self._begun == begun:
                         self._thread = None
                         return
-
-    def _stuck(self) -> bool:
-        now = time.monotonic()
-        return any(record.since and now - record.since > _STUCK for record in self._records())

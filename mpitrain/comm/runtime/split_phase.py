@@ -26,8 +26,8 @@ import torch
 
 from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.job.traffic import Note, Record, clock
-from mpitrain.comm.memory.board import ROW, difference
-from mpitrain.comm.runtime.work import Work, poll, seen
+from mpitrain.comm.runtime.agreement import ROW, difference, seen
+from mpitrain.comm.runtime.work import Work, poll
 from mpitrain.errors import CommunicationError, InputError
 
 

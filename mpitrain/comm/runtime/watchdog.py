@@ -34,8 +34,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from mpitrain.comm.job.abort import say
-from mpitrain.comm.job.leaving import Departures, arrived
+from mpitrain.comm.job.abort import Departures, arrived, say
 from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.job.traffic import Record
 from mpitrain.errors import EXIT_FAILED
@@ -175,7 +174,9 @@ class Watchdog:
             in_vain = self._departures.in_vain()
             if in_vain is not None:
                 record, left = in_vain
-                self._end_job(left.text(record, self._comm.rank, str(self.place()["line"])), left.code_of_job)
+                self._end_job(
+                    left.text(record, self._comm.rank, str(self.place()["line"])), left.code & 0xFF or EXIT_FAILED
+                )
                 return
 
     def _answer_questions(self) -> None:
@@ -183,12 +184,8 @@ class Watchdog:
         while self._comm.Iprobe(MPI.ANY_SOURCE, _QUESTION, status):
             question = np.empty(1, dtype=np.uint8)
             self._comm.Recv(question, status.source, _QUESTION)
-            self._send(status.source, self.place())
-
-    def _send(self, dest: int, place: dict[str, object]) -> None:
-        text = np.frombuffer(json.dumps(place).encode(), dtype=np.uint8)
-        self._comm.Isend(text, dest, _ANSWER).Free()
-        self._sent = text  # MPI reads it until it has left
+            self._sent = np.frombuffer(json.dumps(self.place()).encode(), dtype=np.uint8)  # MPI reads it until it left
+            self._comm.Isend(self._sent, status.source, _ANSWER).Free()
 
     def place(self) -> dict[str, object]:
         """Where this rank is: the operations it is in, and the line of Python outside this package."""
@@ -281,14 +278,12 @@ class Watchdog:
         return places
 
 
-def line_of(frame: FrameType | None) -> str:
+def line_of(frame: FrameType) -> str:
     """The place "file:line in function" that a frame is at, as a user would look for it.
 
     That is the innermost frame outside this package and torch; failing that, outside this room; failing that, the
     innermost one.
     """
-    if frame is None:
-        return "nowhere"
     stack = traceback.extract_stack(frame)
     places = [f for f in stack if not f.filename.startswith("<") and "/threading.py" not in f.filename]
     inner = (_PACKAGE, _TORCH)

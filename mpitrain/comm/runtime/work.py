@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -24,6 +24,7 @@ import torch
 from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.job.traffic import Journal, Note, Record, clock
 from mpitrain.comm.memory.device import current_stream, new_stream, on_stream, recorded, stream_of_cupy
+from mpitrain.comm.runtime.agreement import seen
 from mpitrain.comm.runtime.progress import ProgressEngine
 from mpitrain.errors import CommunicationError
 
@@ -53,27 +54,6 @@ class Work:
     def release(self) -> None:
         """Block until what the operation reads may be written again; that is when it is complete, or later."""
         self.wait()
-
-
-def seen(record: Record, name: str, tensor: torch.Tensor | None, act: Callable[[], object]) -> None:
-    """Do something that may wait, so that the watchdog sees it.
-
-    Args:
-        record: Where the operation is to be seen.
-        name: Of the operation.
-        tensor: What it is on; None for no data.
-        act: What to do.
-
-    Raises:
-        CommunicationError: MPI fails.
-    """
-    record.begin(name, tensor)
-    try:
-        act()
-    except MPI.Exception as error:
-        raise CommunicationError(f"{record.text()} failed in MPI: {error}") from error
-    finally:
-        record.end()
 
 
 def poll(work: Work, name: str, timeout: float) -> None:
@@ -271,7 +251,7 @@ class Worker:
         """
         self.threaded = threaded
         self._journal, self.progress = journal, progress
-        self._queue: deque[Queued] = deque()  # an operation leaves it when it was carried out
+        self.waiting: deque[Queued] = deque()  # an operation leaves it when it was carried out
         self._running = threading.Lock()  # held by whoever carries out an operation
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -280,7 +260,7 @@ class Worker:
     def submit(self, work: Queued) -> None:
         """Put an operation into the queue."""
         with self._changed:
-            self._queue.append(work)
+            self.waiting.append(work)
             self._changed.notify_all()
         if self.threaded:
             self.start()
@@ -296,7 +276,7 @@ class Worker:
             self.drain()
             return
         with self._changed:
-            if self._thread is None and self._queue and not self._closed:
+            if self._thread is None and self.waiting and not self._closed:
                 self._thread = threading.Thread(target=self._carry_out, name="mpitrain-comm", daemon=True)
                 self._thread.start()
                 self.progress.finished(self)
@@ -331,14 +311,9 @@ class Worker:
     def drain(self) -> None:
         """Complete everything that was submitted so far; errors stay with their handles."""
         with self._changed:
-            last = self._queue[-1] if self._queue else None
+            last = self.waiting[-1] if self.waiting else None
         if last is not None:
             self.finish(last)
-
-    @property
-    def waiting(self) -> Sized:
-        """The operations that are not complete; it is the same object at all times."""
-        return self._queue
 
     def close(self) -> None:
         """Complete everything that was submitted, then end the thread."""
@@ -354,13 +329,13 @@ class Worker:
         """Carry out the first operation of the queue; returns whether there was one."""
         with self._running:
             with self._changed:
-                work = self._queue[0] if self._queue else None
+                work = self.waiting[0] if self.waiting else None
             if work is None:
                 return False
             work.run()
             with self._changed:
-                self._queue.popleft()
-                if not self._queue:
+                self.waiting.popleft()
+                if not self.waiting:
                     self.progress.finished(self)
         if work.announce is not None:
             work.announce()
@@ -375,9 +350,9 @@ class Worker:
             while self._next():
                 pass
             with self._changed:
-                if not self._queue and not self._closed and self.threaded:
+                if not self.waiting and not self._closed and self.threaded:
                     self._changed.wait(_LINGER)
-                if not self._queue:
+                if not self.waiting:
                     self._thread = None
                     return
 

@@ -33,8 +33,8 @@ from functools import partial
 from typing import Any
 
 from mpitrain.comm.compression import TopK
+from mpitrain.comm.job.traffic import bytes_sent
 from mpitrain.comm.memory.device import is_accelerator, memory_bytes
-from mpitrain.comm.programs.rings import bytes_sent
 from mpitrain.monitor import MetricsWriter, Progress, peak_memory_bytes
 from mpitrain.monitor.memory import host_memory_bytes
 from mpitrain.monitor.run_files import HELD_OUT, RankWriter

@@ -2,7 +2,7 @@
 
 For tensors that lie in no arena: a rank sums its slice of its neighbours' vectors where they are, with one copy
 into the cache, and writes the result back into them. Programs see no difference to memory that is mapped; only
-the neighbours' addresses are looked up at each run, on the board (`board.py`). What is written there is the same on
+the neighbours' addresses are looked up at each run, on the board (`agreement.py`). What is written there is the same on
 all ranks but for the address, so a transfer never leaves the tensor that its rank has passed.
 
 The kernel allows it between processes of one user, unless a container or ptrace_scope forbids it; `probe` asks.
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mpitrain.comm.job.mpi import MPI
-from mpitrain.comm.memory.board import Board, Notice, addresses, row_of
+from mpitrain.comm.runtime.agreement import Board, Notice, addresses, row_of
 from mpitrain.errors import CommunicationError
 
 _PAIR = 16  # bytes of an address and a length

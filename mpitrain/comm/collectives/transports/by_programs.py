@@ -1,0 +1,414 @@
+"""Device memory through pinned host memory that the node shares, with the programs for host memory.
+
+A large operation goes in pieces, of which three are under way at once: while the ranks reduce or move piece i in host
+memory, piece i + 1 is copied in on one side stream of the device, and piece i - 1 out on another.
+
+    copy in    0   1   2   3
+    host           0   1   2   3
+    copy out           0   1   2   3
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mpitrain.comm.algorithms import shared
+from mpitrain.comm.collectives.binding import Binder, CollectiveOperation, offsets
+from mpitrain.comm.memory.arena import Arena
+from mpitrain.comm.memory.device import current_stream, new_stream, pin, pinned, recorded
+from mpitrain.comm.programs.program import Program
+from mpitrain.comm.runtime.agreement import described
+from mpitrain.comm.runtime.executor import Compiled, Reduction
+from mpitrain.comm.selection import Algorithm, Setting, always
+
+# -- What all ways of carrying device memory have in common: the call, and how it is cut into pieces.
+#
+# A large operation becomes smaller ones of the same kind, which pass through memory of a given size. A tensor of one
+# block is cut anywhere; of a tensor that has a block for each rank, a piece takes as much of every block:
+#
+#     one block              one block a rank, two ranks
+#     | 0 | 1 | 2 |          | 0 | 1 | 2 | 0 | 1 | 2 |
+#
+# Piece i of the operation on pieces i of its tensors is piece i of the result, because elements are worked on alone.
+
+
+class DeviceCall(NamedTuple):
+    """One call of an operation on device memory.
+
+    Attributes:
+        operation: The operation.
+        tensors: Tensors that it is given: contiguous, on the rank's device; None where this rank has none.
+        written: For each of them, whether the operation changes it.
+        given: Arguments besides the tensors.
+    """
+
+    operation: CollectiveOperation
+    tensors: Sequence[Tensor | None]
+    written: Sequence[bool]
+    given: Sequence[Any]
+
+    @property
+    def present(self) -> list[Tensor]:
+        """The tensors that this rank has."""
+        return [tensor for tensor in self.tensors if tensor is not None]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the largest tensor."""
+        return max(tensor.nbytes for tensor in self.present)
+
+    def value(self, name: str, otherwise: Any = None) -> Any:
+        """Return the argument of a name; `otherwise` if the operation has no such parameter."""
+        return self.operation.value(self.given, name, otherwise)
+
+    def reduction(self, size: int) -> Reduction | None:
+        """Return the reduction over `size` ranks; None for an operation that only moves."""
+        op = self.value("op")
+        return None if op is None else Reduction.of(op, self.present[0].dtype, size)
+
+
+class Transport(ABC):
+    """One way of carrying device memory, for one thread of one communicator.
+
+    Attributes:
+        name: As `comm.device` names it.
+    """
+
+    name: str
+
+    def carries(self, call: DeviceCall) -> bool:
+        """Return whether it can perform the operation, alike on all ranks; every one unless a subclass says less."""
+        return True
+
+    @abstractmethod
+    def perform(self, call: DeviceCall) -> None:
+        """Perform the operation, between what was asked of the current stream before and what is asked of it later."""
+
+    def free(self) -> None:  # noqa: B027 - most have none
+        """Release its memory, if it has any. Collective."""
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """A contiguous tensor's elements in one row, without its history."""
+    return tensor.detach().view(-1)
+
+
+_ALIGNMENT = 64  # bytes: where each tensor begins in the memory of a piece, and what pieces are multiples of
+_USUAL = 4  # pieces that a large operation has at least, so that several can be under way at once
+_SMALLEST = 1 << 19  # bytes of a piece below which an operation costs more in pieces than it gains
+
+
+@dataclass(frozen=True)
+class TensorPart:
+    """What a piece takes of one tensor.
+
+    Attributes:
+        spans: Offset and length of what it takes of each block, in elements of the tensor.
+        numel: The sum of the lengths.
+        start: Where it lies in the memory of the piece, in bytes; the same on all ranks.
+    """
+
+    spans: tuple[tuple[int, int], ...]
+    numel: int
+    start: int
+
+
+@dataclass(frozen=True)
+class OperationPiece:
+    """A part of each tensor, None where there is no tensor, and what else the operation is given for these."""
+
+    parts: tuple[TensorPart | None, ...]
+    given: tuple[Any, ...]
+
+
+def cut(call: DeviceCall, size: int, room: int) -> list[OperationPiece]:
+    """Cut an operation into pieces, as many on all ranks.
+
+    Args:
+        call: A call of one that may be cut (`CollectiveOperation.by_rank`).
+        size: Number of ranks.
+        room: Bytes for a piece.
+    """
+    operation, item, counts = call.operation, call.present[0].element_size(), call.value("counts")
+    lengths = [
+        _lengths(tensor, by_rank, size, counts) for tensor, by_rank in zip(call.tensors, operation.by_rank, strict=True)
+    ]
+    longest = max(counts) if counts else max(length for blocks in lengths for length in blocks or [0])
+    blocks = sum(size if by_rank else 1 for by_rank in operation.by_rank)
+    width = _width(longest, item, blocks, room)
+    pieces = []
+    for lo in range(0, max(longest, 1), width):
+        hi = lo + width
+        start, parts = 0, list[TensorPart | None]()
+        for own in lengths:
+            part = None if own is None else _part(own, lo, hi, start)
+            start += 0 if part is None else -(-part.numel * item // _ALIGNMENT) * _ALIGNMENT
+            parts.append(part)
+        clipped = tuple(_clipped(n, lo, hi) for n in counts) if counts else None
+        pieces.append(OperationPiece(tuple(parts), operation.replaced(call.given, counts=clipped)))
+    return pieces
+
+
+def _lengths(tensor: Tensor | None, by_rank: bool, size: int, counts: Sequence[int] | None) -> list[int] | None:
+    """Elements of each block of a tensor."""
+    if tensor is None:
+        return None
+    if not by_rank:
+        return [tensor.numel()]
+    return list(counts) if counts else [tensor.numel() // size] * size
+
+
+def _width(longest: int, item: int, blocks: int, room: int) -> int:
+    """Elements that a piece takes of the longest block."""
+    each = max(_ALIGNMENT, (room - blocks * _ALIGNMENT) // blocks)
+    wanted = max(_SMALLEST // blocks, longest * item // _USUAL)
+    return max(1, min(each, wanted) // _ALIGNMENT * _ALIGNMENT // item)
+
+
+def _clipped(length: int, lo: int, hi: int) -> int:
+    return max(0, min(hi, length) - lo)
+
+
+def _part(lengths: Sequence[int], lo: int, hi: int, start: int) -> TensorPart:
+    spans, offset = list[tuple[int, int]](), 0
+    for length in lengths:
+        spans.append((offset + lo, _clipped(length, lo, hi)))
+        offset += length
+    return TensorPart(tuple(spans), sum(n for _, n in spans), start)
+
+
+# -- Device memory through pinned host memory
+
+_SLOTS = 3  # one is filled, one is worked on, one is emptied
+_SLOT = 4 << 20  # bytes
+
+
+class _Filled(NamedTuple):
+    """A piece on its way through a slot: its tensors in host memory, and the event after which they are there."""
+
+    slot: int
+    piece: OperationPiece
+    host: list[Tensor | None]
+    event: torch.Event
+
+
+class Staged(Transport):
+    """Carries device memory through a few slots of host memory. Made by all ranks of a communicator together."""
+
+    name = "staged"
+
+    def __init__(self, binder: Binder, device: torch.device) -> None:
+        """binder: of the operations in host memory, for the thread that is to carry."""
+        self._binder, self._device = binder, device
+        self._arena = binder.allocate(_SLOTS * _SLOT)
+        self._unpin = pin(self._arena.tensor, device)
+        self._in, self._out = new_stream(device), new_stream(device)
+        self._emptied: list[torch.Event | None] = [None] * _SLOTS
+
+    def perform(self, call: DeviceCall) -> None:
+        """Perform the operation; see `Transport.perform`."""
+        operation, tensors, written, given = call
+        if not operation.by_rank:
+            binder = self._binder
+            through_host(lambda *host: binder.run(operation.bound(binder, *host, *given)), tensors, written)
+            return
+        caller = current_stream(self._device)
+        asked = recorded(self._device, caller)
+        self._in.wait_event(asked)  # and so does what is copied out, since the host waits for what is copied in
+        given_by = [None if tensor is None else flat(tensor) for tensor in tensors]
+        read = [operation.in_place or not changed for changed in written]
+        pieces = cut(call, self._binder.topology.size, _SLOT)
+        filled = self._fill(0, pieces[0], given_by, read)
+        for number in range(len(pieces)):
+            ready = filled
+            if number + 1 < len(pieces):
+                filled = self._fill((number + 1) % _SLOTS, pieces[number + 1], given_by, read)
+            ready.event.synchronize()
+            self._binder.run(operation.bound(self._binder, *ready.host, *ready.piece.given))
+            self._empty(ready, given_by, written)
+        emptied = self._emptied[(len(pieces) - 1) % _SLOTS]
+        if emptied is not None and any(written):
+            caller.wait_event(emptied)
+
+    def _fill(
+        self, slot: int, piece: OperationPiece, tensors: Sequence[Tensor | None], read: Sequence[bool]
+    ) -> _Filled:
+        """Begin to copy a piece of what is read into a slot, when what was there before has been copied out of it."""
+        emptied, host = self._emptied[slot], list[Tensor | None]()
+        if emptied is not None:
+            self._in.wait_event(emptied)
+        with self._in:
+            for tensor, part, is_read in zip(tensors, piece.parts, read, strict=True):
+                if tensor is None or part is None:
+                    host.append(None)
+                    continue
+                place = self._place(slot, part, tensor.dtype)
+                host.append(place)
+                if is_read:
+                    for here, there in spans(part, place, tensor):
+                        here.copy_(there, non_blocking=True)
+        return _Filled(slot, piece, host, recorded(self._device, self._in))
+
+    def _empty(self, filled: _Filled, tensors: Sequence[Tensor | None], written: Sequence[bool]) -> None:
+        """Begin to copy out of a slot what the operation has changed."""
+        with self._out:
+            each = zip(tensors, filled.host, filled.piece.parts, written, strict=True)
+            for tensor, place, part, changed in each:
+                if changed and tensor is not None and place is not None and part is not None:
+                    for here, there in spans(part, place, tensor):
+                        there.copy_(here, non_blocking=True)
+        self._emptied[filled.slot] = recorded(self._device, self._out)
+
+    def _place(self, slot: int, part: TensorPart, dtype: torch.dtype) -> Tensor:
+        lo = slot * _SLOT + part.start
+        return self._arena.tensor[lo : lo + part.numel * dtype.itemsize].view(dtype)
+
+    def free(self) -> None:
+        """Release the slots. Collective."""
+        for emptied in self._emptied:
+            if emptied is not None:
+                emptied.synchronize()
+        if self._unpin is not None:
+            self._unpin()
+        self._arena.free()
+
+
+def spans(part: TensorPart, place: Tensor, tensor: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Of each block, what lies in the slot and what lies on the device."""
+    found, begin = list[tuple[Tensor, Tensor]](), 0
+    for offset, length in part.spans:
+        if length:
+            found.append((place[begin : begin + length], tensor[offset : offset + length]))
+        begin += length
+    return found
+
+
+def through_host(perform: Callable[..., None], tensors: Sequence[Tensor | None], written: Sequence[bool]) -> None:
+    """Perform an operation that cannot be cut on pinned host copies of the tensors it is on.
+
+    Args:
+        perform: Given the copies, performs the operation on them.
+        tensors: On a device; None where an argument is missing.
+        written: For each of them, whether the operation changes it.
+    """
+    host = [None if t is None else pinned(t.shape, t.dtype, t.device) for t in tensors]
+    pairs = [
+        (here, there.detach(), changed)
+        for here, there, changed in zip(host, tensors, written, strict=True)
+        if here is not None and there is not None
+    ]
+    for here, there, _ in pairs:
+        here.copy_(there, non_blocking=True)
+    for device in {there.device for _, there, _ in pairs}:
+        recorded(device).synchronize()
+    perform(*host)
+    for here, there, changed in pairs:
+        if changed:
+            there.copy_(here, non_blocking=True)
+
+
+# -- Device memory by the ranks of a node that have mapped each other's, with the programs for shared memory.
+#
+# A vector in an arena on the device is worked on where it is. Another passes through such an arena in pieces. What is a
+# copy or an addition in host memory is one of the device here, and at a fence the host waits for them before it meets
+# the others.
+
+_ROOM = 16 << 20  # bytes of the arena for vectors outside arenas
+
+
+def _algorithm(program: Callable[[Setting], Program]) -> Algorithm:
+    return Algorithm(program, one_node=True, reach=True, reproduces=always)
+
+
+_ALGORITHMS = {
+    "all_reduce": _algorithm(lambda s: shared.shared_all_reduce(s.size, tree=s.reproducible)),
+    "reduce": _algorithm(lambda s: shared.shared_reduce(s.size, s.root, 1)),
+    "broadcast": _algorithm(lambda s: shared.shared_broadcast(s.size, s.root)),
+    "reduce_scatter": _algorithm(lambda s: shared.shared_reduce_scatter(s.size, tree=s.reproducible)),
+    "all_gather": _algorithm(lambda s: shared.shared_all_gather(s.size)),
+}
+
+
+class Peer(Transport):
+    """Carries device memory where the ranks have mapped each other's. Made by all ranks of a communicator together."""
+
+    name = "peer"
+
+    def __init__(self, binder: Binder, device: torch.device) -> None:
+        self._binder = binder
+        self._room: Arena = binder.allocate(_ROOM, device=device)
+        self._emptied: torch.Event | None = None  # behind the last copy out of the room
+
+    @property
+    def possible(self) -> bool:
+        """Whether these ranks can map each other's memory; the same on all of them."""
+        return bool(self._room.segments)
+
+    def carries(self, call: DeviceCall) -> bool:
+        """Operations that have programs for shared memory."""
+        return call.operation.name in _ALGORITHMS and call.value("algorithm", "auto") in ("auto", "shared")
+
+    def perform(self, call: DeviceCall) -> None:
+        """Perform the operation; see `Transport.perform`."""
+        own, written = [flat(tensor) for tensor in call.present], call.written
+        if self._binder.arena_of(own[0]) is not None:
+            self._run(call._replace(tensors=own))
+            return
+        if self._emptied is not None:  # perhaps on another stream
+            current_stream(own[0].device).wait_event(self._emptied)
+        for piece in cut(call, self._binder.topology.size, _ROOM):
+            places = list[Tensor]()
+            for tensor, part, changed in zip(own, piece.parts, written, strict=True):
+                assert part is not None
+                place = self._room.tensor[part.start : part.start + part.numel * tensor.element_size()]
+                places.append(place.view(tensor.dtype))
+                if call.operation.in_place or not changed:
+                    for here, there in spans(part, places[-1], tensor):
+                        here.copy_(there)
+            self._run(call._replace(tensors=places, given=piece.given))
+            for tensor, place, part, changed in zip(own, places, piece.parts, written, strict=True):
+                if changed and part is not None:
+                    for here, there in spans(part, place, tensor):
+                        there.copy_(here)
+        self._emptied = recorded(own[0].device)
+
+    def _run(self, call: DeviceCall) -> None:
+        """Perform it on a vector in an arena: the first tensor."""
+        operation, tensors, binder = call.operation, call.present, self._binder
+        vector, reduction = tensors[0], call.reduction(binder.topology.size)
+        if vector.numel() == 0:
+            return
+        reproducible = call.value("reproducible", False)
+        setting = binder.setting(vector, root=call.value("root", 0), reproducible=reproducible)
+        program = binder.program(_ALGORITHMS[operation.name], setting)
+        arena = binder.arena_of(vector)
+        assert arena is not None and arena.mapped is not None
+        bounds = self._bounds(vector, call.value("counts")) if len(tensors) == 2 else ()
+        layout = binder.in_place(program, vector, bounds=bounds)
+        mapped = arena.mapped
+        if operation.name == "reduce_scatter":
+            first = bounds[binder.topology.rank] * vector.element_size()
+            layout = replace(layout, target=tensors[1].data_ptr() - first)
+            mapped = mapped.beside(tensors[1])
+        elif operation.name == "all_gather":
+            own = vector[bounds[binder.topology.rank] : bounds[binder.topology.rank + 1]]
+            if own.data_ptr() != tensors[1].data_ptr():
+                own.copy_(tensors[1])
+        layout = replace(layout, device=vector.device, memory=mapped.at)
+        said = described(operation.name, vector.numel(), vector.dtype, *map(str, call.given), binder.place(vector))
+        compiled: Compiled = binder.compile(program, layout, reduction, arena, said=said)
+        binder.run(binder.signed(said, compiled))
+
+    def _bounds(self, vector: Tensor, counts: Sequence[int] | None) -> list[int]:
+        size = self._binder.topology.size
+        return offsets(counts or [vector.numel() // size] * size)
+
+    def free(self) -> None:
+        """Release the arena. Collective."""
+        self._room.free()
