@@ -403,12 +403,9 @@ def short_names(folders: Sequence[Path]) -> list[str]:
     paths = [folder.resolve().parts for folder in folders]
     names: list[str] = []
     for mine in paths:
-        length = 1
-        while length < len(mine) and sum(other[-length:] == mine[-length:] for other in paths) > 1:
-            length += 1
-            if all(other == mine for other in paths):
-                break
-        name = "/".join(mine[-length:]) if len(set(paths)) == len(paths) else mine[-1]
+        ends = (mine[-n:] for n in range(1, len(mine) + 1))
+        end = next((end for end in ends if sum(other[-len(end) :] == end for other in paths) == 1), mine)
+        name = "/".join(end) if len(set(paths)) == len(paths) else mine[-1]
         names.append(name if len(name) <= LONGEST_NAME else "…" + name[1 - LONGEST_NAME :])
     return [name if names.count(name) == 1 else f"{name} ({number})" for number, name in enumerate(names, 1)]
 
