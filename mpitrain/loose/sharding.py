@@ -11,9 +11,11 @@ element is moved once and nobody sends anything. With a server on another node t
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 from torch import nn
@@ -395,8 +397,9 @@ class ShareUpdate:
             unused: Parameters that are left as they are.
         """
         self._sharding.set_apart(unused)
-        numbers = set(buckets)
-        chosen = [s for s in self._sharding.flat_parameters if s.bucket in numbers and not s.unused(unused)]
+        every, bucket_of = self._sharding.flat_parameters, attrgetter("bucket")  # they are in the order of the buckets
+        bounds = [(bisect_left(every, n, key=bucket_of), bisect_right(every, n, key=bucket_of)) for n in buckets]
+        chosen = [s for lo, hi in bounds for s in every[lo:hi] if not s.unused(unused)]
         if not chosen:
             return
         optimizer = self._sharding.optimizer
