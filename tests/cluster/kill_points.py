@@ -82,7 +82,7 @@ COMMIT = (
     Moment("model.h5 fsynced", "os:fsync", SAVE, _descriptor, _TEMPORARY + r"/model\.h5$", "first"),
     Moment("manifest written", "mpitrain.checkpoint.commit:write_manifest", SAVE, who="first"),
     Moment("manifest fsynced", "os:fsync", SAVE, _descriptor, _TEMPORARY + r"/manifest\.json$", "first"),
-    Moment("mark removed", "mpitrain.checkpoint.folders:end_folder", SAVE, who="first"),
+    Moment("mark removed", "mpitrain.storage.disk:end_folder", SAVE, who="first"),
     Moment("folder fsynced", "os:fsync", SAVE, _descriptor, _TEMPORARY + "$", "first"),
     Moment("folder renamed", "os:rename", SAVE, _path, _TEMPORARY + "$", "first"),
     Moment("parent fsynced", "os:fsync", SAVE, _descriptor, "/checkpoints$", "first"),
