@@ -29,8 +29,8 @@ def calls(comm, x):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_program_foretold_is_the_one_that_runs(world, monkeypatch, dtype):
     ran: list[Program] = []
-    bind = Binder._plan
-    monkeypatch.setattr(Binder, "_plan", lambda self, program, *more: ran.append(program) or bind(self, program, *more))
+    bind = Binder.plan
+    monkeypatch.setattr(Binder, "plan", lambda self, program, *more: ran.append(program) or bind(self, program, *more))
     comm = world.split(0)
     comm.binder.tuning = Tuning()
     reachable = comm.binder.neighbours() is not None
