@@ -63,6 +63,8 @@ def write_dataset(
     tally = _Tally(source)
     try:
         for split, columns in source.blocks(held_out):
+            if split not in writers:
+                raise InputError(f"the source yields rows of a split {split!r}; name it {TRAIN!r} or {HELD_OUT!r}")
             tally.add(split, columns)
             writers[split].append(columns)
             if progress:
