@@ -36,6 +36,7 @@ napoleon_use_ivar = True
 nitpick_ignore_regex = [
     ("py:.*", r"(?!mpitrain\.).*"),
     ("py:.*", r"mpitrain\.comm\.(collectives|job|memory|runtime|selection|mailbox\.Posted).*"),
+    ("py:.*", r"mpitrain\.comm\.communicator\.(Alternating|NodeCopy)"),
     ("py:.*", r"mpitrain\.(checkpoint\.\w+|config\.\w+|data\.dataset|data\.format|tensor\.(features|styles))\.\w+"),
     ("py:.*", r"mpitrain\.trainer\.(engine|options|own_loop\.checks)\.\w+"),
     ("py:.*", r"mpitrain\.(data\.(on_device\.T|prepare\.MakeSource|sources(\.\w+)+)|layers\.\w+\.\w+)"),
