@@ -440,12 +440,7 @@ def _theirs(
 
 
 def _ours(
-    world: Communicator,
-    shape: Shape,
-    of: Iterator[Batch],
-    samples: int,
-    device: torch.device | None,
-    parallel: dict[str, Any],
+    world: Communicator, shape: Shape, of: Iterator[Batch], samples: int, device: torch.device | None, parallel: Any
 ) -> Trainee:
     model, train = shape.build().to(device), {"clip": 0.0, "precision": "fp32" if device is None else "bf16"}
     engine = Engine(
