@@ -54,6 +54,11 @@ class Compression(ABC):
     def __init__(self) -> None:
         self._scratch: dict[Hashable, torch.Tensor] = {}
 
+    def __repr__(self) -> str:
+        """Return the constructor's call; ranks compare it."""
+        options = ", ".join(f"{name}={getattr(self, name)}" for name in inspect.signature(type(self)).parameters)
+        return f"{type(self).__name__}({options})"
+
     def all_reduce(
         self,
         comm: Collectives,
@@ -239,9 +244,6 @@ class _Rounded(Compression):
 
     wire: ClassVar[torch.dtype]
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}()"
-
     def _reduce(
         self, comm: Collectives, x: torch.Tensor, op: str, algorithm: str, key: Hashable | None, shapes: Shapes | None
     ) -> None:
@@ -296,9 +298,6 @@ class TopK(Remembering):
         if not 0 < ratio <= 1:
             raise InputError(f"compression topk: ratio {ratio} must be above 0 and at most 1")
         self.ratio, self.error_feedback = ratio, error_feedback
-
-    def __repr__(self) -> str:
-        return f"TopK(ratio={self.ratio}, error_feedback={self.error_feedback})"
 
     def kept(self, numel: int) -> int:
         """How many of numel elements are sent."""
@@ -485,12 +484,6 @@ class PowerSGD(Remembering):
         self.rank, self.warm_start, self.error_feedback = rank, warm_start, error_feedback
         self.min_compression, self.seed = min_compression, seed
 
-    def __repr__(self) -> str:
-        return (
-            f"PowerSGD(rank={self.rank}, warm_start={self.warm_start}, error_feedback={self.error_feedback}, "
-            f"min_compression={self.min_compression}, seed={self.seed})"
-        )
-
     def bytes_on_wire(self, numel: int, dtype: torch.dtype, shapes: Shapes | None = None) -> int:
         """Without shapes a vector, which is not compressed."""
         made = plan(numel, [(0, (numel,))] if shapes is None else shapes, self.rank, self.min_compression)
@@ -576,7 +569,7 @@ def from_name(name: str, **options: Any) -> Compression:
     kinds = {kind.name: kind for kind in _KINDS}
     if name not in kinds:
         raise InputError(f"there is no compression {name!r}; use one of {', '.join(kinds)}")
-    known = [p for p in inspect.signature(kinds[name]).parameters if p != "self"]
+    known = list(inspect.signature(kinds[name]).parameters)
     for option in options:
         if option not in known:
             raise InputError(f"compression {name} has no option {option!r}; it has {', '.join(known) or 'none'}")

@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -25,7 +26,7 @@ from mpitrain.comm.memory.device import synchronize
 from mpitrain.comm.programs.program import Program, chunk_bounds, even_bounds
 from mpitrain.comm.programs.verify import Proofs
 from mpitrain.comm.runtime import agreement, executor
-from mpitrain.comm.runtime.agreement import LINE, ROW, Board, Call, Register, Signature, is_whole_job
+from mpitrain.comm.runtime.agreement import LINE, ROW, Board, Call, Register, Signature
 from mpitrain.comm.runtime.compiling import Plan
 from mpitrain.comm.runtime.executor import Compiled, Layout, Reduction
 from mpitrain.comm.runtime.remote import Neighbours, probe
@@ -273,7 +274,7 @@ class Binder:
         if self._rows is None:
             end = self.node.size * (ROW + LINE)
             self._board = self.allocate(end + agreement.NBYTES, for_tensors=False)
-            agreed = self.topology.num_nodes == 1 and is_whole_job(self.topology.size)
+            agreed = self.topology.num_nodes == 1 and self.topology.size == MPI.COMM_WORLD.size
             self._rows = Board(self.node, self.topology.neighbours, self._board, agreed)
             if self._rows.shared:
                 self._neighbours = probe(self.comm, self.node, self.topology.neighbours, self._rows)
@@ -418,10 +419,7 @@ def scaling(x: torch.Tensor, reduction: Reduction) -> list[Call]:
 
 
 def offsets(counts: Sequence[int]) -> list[int]:
-    bounds = [0]
-    for count in counts:
-        bounds.append(bounds[-1] + count)
-    return bounds
+    return list(accumulate(counts, initial=0))
 
 
 def moved_by_library(topology: Topology, operation: str, blocks: Sequence[int] | int, root: int = 0) -> Moved:

@@ -56,11 +56,10 @@ def broadcast(comm: Dispatcher, x: Any, root: int, algorithm: str = "auto", asyn
     try:
         ready = comm.ready["broadcast", x.data_ptr(), x.numel(), x.dtype, root, algorithm]
     except NOT_READY:
-        pass
-    else:
-        if not async_op and x.is_contiguous():
-            ready(x)
-            return None
+        ready = None
+    if ready is not None and not async_op and x.is_contiguous():
+        ready(x)
+        return None
     return comm.call(BROADCAST, async_op, (x,), (comm.rank != root,), root, algorithm)
 
 
@@ -126,11 +125,10 @@ def all_gather(
         own = x.data_ptr(), x.numel(), x.dtype
         ready = comm.ready["all_gather", out.data_ptr(), out.numel(), out.dtype, own, algorithm, counts]
     except NOT_READY:
-        pass
-    else:
-        if not async_op and x.is_contiguous() and out.is_contiguous():
-            ready(out)
-            return None
+        ready = None
+    if ready is not None and not async_op and x.is_contiguous() and out.is_contiguous():
+        ready(out)
+        return None
     return comm.call(ALL_GATHER, async_op, (out, x), (True, False), algorithm, counts)
 
 
@@ -230,11 +228,10 @@ def gather(comm: Dispatcher, out: Any, x: Any, root: int, async_op: bool = False
         whole = None if out is None else (out.data_ptr(), out.numel(), out.dtype)
         ready = comm.ready["gather", x.data_ptr(), x.numel(), x.dtype, whole, root]
     except NOT_READY:
-        pass
-    else:
-        if not async_op and x.is_contiguous() and (out is None or out.is_contiguous()):
-            ready(x)
-            return None
+        ready = None
+    if ready is not None and not async_op and x.is_contiguous() and (out is None or out.is_contiguous()):
+        ready(x)
+        return None
     return comm.call(GATHER, async_op, (x, out) if comm.rank == root else (x,), (False, True), root)
 
 
@@ -255,11 +252,10 @@ def scatter(comm: Dispatcher, out: Any, x: Any, root: int, async_op: bool = Fals
         whole = None if x is None else (x.data_ptr(), x.numel(), x.dtype)
         ready = comm.ready["scatter", out.data_ptr(), out.numel(), out.dtype, whole, root]
     except NOT_READY:
-        pass
-    else:
-        if not async_op and out.is_contiguous() and (x is None or x.is_contiguous()):
-            ready(out)
-            return None
+        ready = None
+    if ready is not None and not async_op and out.is_contiguous() and (x is None or x.is_contiguous()):
+        ready(out)
+        return None
     return comm.call(SCATTER, async_op, (out, x) if comm.rank == root else (out,), (True, False), root)
 
 
@@ -327,12 +323,11 @@ def all_to_all(
         whole = out.data_ptr(), out.numel(), out.dtype
         ready = comm.ready["all_to_all", x.data_ptr(), x.numel(), x.dtype, whole]
     except NOT_READY:
-        pass
-    else:
-        even = in_counts is None and out_counts is None
-        if even and not async_op and x.is_contiguous() and out.is_contiguous():
-            ready(x)
-            return None
+        ready = None
+    even = in_counts is None and out_counts is None
+    if ready is not None and even and not async_op and x.is_contiguous() and out.is_contiguous():
+        ready(x)
+        return None
     return comm.begin(partial(_checked_all_to_all, comm, in_counts, out_counts), async_op, (x, out), (False, True))
 
 

@@ -78,11 +78,10 @@ def all_reduce(
     try:
         ready = comm.ready["all_reduce", x.data_ptr(), x.numel(), x.dtype, op, algorithm, reproducible]
     except NOT_READY:
-        pass
-    else:
-        if not async_op and compression is None and x.is_contiguous():
-            ready(x)
-            return None
+        ready = None
+    if ready is not None and not async_op and compression is None and x.is_contiguous():
+        ready(x)
+        return None
     if compression is not None:
         compressed = partial(_compressed, comm, compression, op, algorithm, reproducible)
         return comm.begin(compressed, async_op, (x,), (True,))
@@ -190,11 +189,10 @@ def reduce(
     try:
         ready = comm.ready["reduce", x.data_ptr(), x.numel(), x.dtype, op, root, algorithm]
     except NOT_READY:
-        pass
-    else:
-        if not async_op and x.is_contiguous():
-            ready(x)
-            return None
+        ready = None
+    if ready is not None and not async_op and x.is_contiguous():
+        ready(x)
+        return None
     return comm.call(REDUCE, async_op, (x,), (comm.rank == root,), op, root, algorithm)
 
 
@@ -285,11 +283,10 @@ def reduce_scatter(
         key = "reduce_scatter", x.data_ptr(), x.numel(), x.dtype, own, op, counts, algorithm, reproducible
         ready = comm.ready[key]
     except NOT_READY:
-        pass
-    else:
-        if not async_op and x.is_contiguous() and out.is_contiguous():
-            ready(x)
-            return None
+        ready = None
+    if ready is not None and not async_op and x.is_contiguous() and out.is_contiguous():
+        ready(x)
+        return None
     return comm.call(REDUCE_SCATTER, async_op, (x, out), (False, True), op, counts, algorithm, reproducible)
 
 

@@ -418,26 +418,21 @@ def blocks_sent(operation: str, rank: int, blocks: Sequence[int], root: int = 0)
     Returns:
         (receiving rank, bytes) of all that leaves.
     """
-    size, whole, after = len(blocks), sum(blocks), (rank + 1) % len(blocks)
-    if size == 1:
-        return []
-    if operation == "all_reduce":
-        return [(after, whole - blocks[rank] + whole - blocks[after])]
-    if operation == "reduce_scatter":
-        return [(after, whole - blocks[rank])]
-    if operation == "all_gather":
-        return [(after, whole - blocks[after])]
-    if operation == "broadcast":
-        return [] if after == root else [(after, whole)]
-    if operation == "reduce":
-        return [] if rank == root else [(after, whole)]
-    if operation == "gather":
-        return [] if rank == root else [(root, blocks[rank])]
-    if operation == "scatter":
-        return [(other, blocks[other]) for other in range(size) if other != rank] if rank == root else []
-    if operation == "all_to_all":
-        return [(other, blocks[other]) for other in range(size) if other != rank]
-    return []  # a barrier
+    whole, after = sum(blocks), (rank + 1) % len(blocks)
+    to_next = {
+        "all_reduce": 2 * whole - blocks[rank] - blocks[after],
+        "reduce_scatter": whole - blocks[rank],
+        "all_gather": whole - blocks[after],
+        "broadcast": whole if after != root else 0,
+        "reduce": whole if rank != root else 0,
+    }
+    if operation in to_next:
+        sent = {after: to_next[operation]}
+    elif operation == "gather":
+        sent = {root: blocks[rank]}
+    else:  # scatter, all_to_all
+        sent = dict(enumerate(blocks)) if operation == "all_to_all" or rank == root else {}
+    return [(other, nbytes) for other, nbytes in sent.items() if other != rank]
 
 
 def even_shares(nbytes: int, size: int) -> list[int]:

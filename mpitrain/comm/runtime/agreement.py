@@ -265,7 +265,7 @@ def compare(comm: MPI.Intracomm, said: str, shown: str = "", place: str = "", no
         if len(calls) > 1
         else "ranks pass different parts of an arena; on a node they must lie at the same offset"
     )
-    raise CommunicationError(f"{wrong}:{table}", agreed=is_whole_job(comm.size))
+    raise CommunicationError(f"{wrong}:{table}", agreed=comm.size == MPI.COMM_WORLD.size)
 
 
 def _exchanged(comm: MPI.Intracomm, mine: bytes, nbytes: int) -> list[bytes]:
@@ -362,11 +362,6 @@ def _text(told: bytes) -> str:
     )
 
 
-def is_whole_job(size: int) -> bool:
-    """Whether `size` ranks are all of the job, so that an error they all raise is raised by all ranks there are."""
-    return size == MPI.COMM_WORLD.size
-
-
 class Board:
     """The rows of the ranks of a node, for the programs of one communicator, one at a time.
 
@@ -425,44 +420,39 @@ class Board:
             self.last[0] = self.word[0] = (self.last[0] - _PROGRAM) & _LARGEST
         raise CommunicationError(wrong, agreed=self._agreed and everybody)
 
-
-class Notice:
-    """A program's row on the board, which its ranks compare at its first fence."""
-
-    def __init__(self, board: Board, row: bytes, learn: Callable[[bytes], None] | None = None) -> None:
-        """learn: given the rows of all ranks when they have changed."""
-        self._board, self._row, self._learn = board, row, learn
-        self._digest = int.from_bytes(row[_ADDRESS:_BEGIN], "little") % _PROGRAM
-        self._seen = b""
-
-    def meeting(self, fence: Sequence[Call]) -> Callable[[], None]:
-        """A call that says what this rank is about to do, passes the fence and compares that with the others.
+    def meeting(
+        self, row: bytes, fence: Sequence[Call], learn: Callable[[bytes], None] | None = None
+    ) -> Callable[[], None]:
+        """Return a call that says what this rank is about to do, passes the fence and compares that with the others.
 
         It raises CommunicationError, on all ranks, where they are not about to do the same. It is one function, because
         of a small operation calls between Python functions would be most of what comparing costs.
+
+        Args:
+            row: What it is about to do, see `row_of`.
+            fence: At which the ranks of the node meet.
+            learn: Given the rows of all ranks when they have changed.
         """
-        board, row, digest, learn = self._board, self._row, self._digest, self._learn
-        last, word, others, shared = board.last, board.word, board.others, board.shared
+        digest, seen = int.from_bytes(row[_ADDRESS:_BEGIN], "little") % _PROGRAM, b""
+        last, word, others, shared = self.last, self.word, self.others, self.shared
 
         def meet() -> None:
-            if board.shown is not row:  # in a training loop it often is
-                board.own[:] = board.shown = row
+            nonlocal seen
+            if self.shown is not row:  # in a training loop it often is
+                self.own[:] = self.shown = row
             last[0] = number = (last[0] + _PROGRAM) & _LARGEST
             word[0] = mine = number + digest
             for call in fence:
                 call()
             for other in others:
                 if other[0] != mine:
-                    board.check()
+                    self.check()
             if not shared:
-                board.check()
+                self.check()
             if learn is not None:
-                self._read(learn)
+                rows = self.rows()
+                if rows != seen:  # in a training loop they stay as they are
+                    learn(rows)
+                    seen = rows
 
         return meet
-
-    def _read(self, learn: Callable[[bytes], None]) -> None:
-        rows = self._board.rows()
-        if rows != self._seen:  # in a training loop they stay as they are
-            learn(rows)
-            self._seen = rows

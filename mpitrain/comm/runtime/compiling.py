@@ -18,7 +18,7 @@ import torch
 
 from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.job.traffic import Moved
-from mpitrain.comm.memory.elements import LARGEST_COUNT
+from mpitrain.comm.memory.elements import HALVES, LARGEST_COUNT
 from mpitrain.comm.programs.program import (
     CALLER,
     INBOX,
@@ -158,7 +158,7 @@ class Plan:
             first = len(binding.made)
             calls = [call for make in makers for call in make(binding)]
             awaits = binding.telling(event) if event else None
-            meets = binding.notice is not None
+            meets = layout.board is not None
             bound.append(Compiled(calls, [self], binding.made[first:], self._computes, meets, awaits, moved))
         return bound
 
@@ -342,7 +342,8 @@ class _Compiler:
         if numel == 0:
             return
         into = self._place(self.rank, step.into, numel, written=True)
-        one_by_one = self.reduction.pairwise and not step.tree  # then one landing place in the cache is enough
+        # then one landing place in the cache is enough; 16-bit sums would lose digits by rounding after each pair
+        one_by_one = self.reduction.dtype not in HALVES and not step.tree
         parts: list[Place] = []
         makers: list[Maker] = []
         for number, (owner, span) in enumerate(present):

@@ -32,7 +32,7 @@ from mpitrain.comm.job.traffic import NOTHING_MOVED, Moved
 from mpitrain.comm.memory.buffers import bytes_at, pieces, tensor_at
 from mpitrain.comm.memory.elements import HALVES, SMALL_INTEGERS
 from mpitrain.comm.programs.program import INBOX, tree_order
-from mpitrain.comm.runtime.agreement import Board, Call, Notice, row_of
+from mpitrain.comm.runtime.agreement import Board, Call, row_of
 from mpitrain.comm.runtime.remote import Neighbours, Table, Transfers
 from mpitrain.comm.runtime.split_phase import Event, Telling
 from mpitrain.errors import CommunicationError, InputError
@@ -110,11 +110,6 @@ class Reduction:
         """Return whether an MPI library may saturate where torch wraps around, as Open MPI does."""
         return self.operation is _SUM and self.dtype in SMALL_INTEGERS
 
-    @property
-    def pairwise(self) -> bool:
-        """Whether many parts may be joined two at a time; 16-bit sums would lose digits by rounding after each pair."""
-        return self.dtype not in HALVES
-
     def combine(self, parts: Sequence[Array], out: Array, *, tree: bool, scale: float | None) -> list[Call]:
         """Calls that set `out` to the reduction of the parts, times `scale`.
 
@@ -127,7 +122,7 @@ class Reduction:
         """
         if len(parts) == 1:
             return [copying(out, parts[0]), *scaling(out, scale)]
-        if not self.pairwise and (len(parts) > 2 or scale is not None):
+        if self.dtype in HALVES and (len(parts) > 2 or scale is not None):  # pairs would be rounded one by one
             return [self._wide(parts, out, tree, scale)]
         if tree and len(parts) > 2:
             return [self._tree(parts, out, scale)]
@@ -353,7 +348,6 @@ class Binding:
     Attributes:
         made: The persistent requests made so far.
         table: The transfers to and from other processes, if there are any.
-        notice: This rank's row on the board, if there is one.
     """
 
     def __init__(
@@ -378,13 +372,7 @@ class Binding:
         self.made: list[MPI.Prequest] = []
         self._exchanges: dict[int, list[MPI.Prequest]] = {}
         self._arrays: dict[tuple[str, int], np.ndarray] = {}
-        self.table: Table | None = None
-        if transfers is not None:
-            self.table = Table(transfers, [self.address(place) for place in locals])
-        self.notice: Notice | None = None
-        if layout.board is not None:
-            learn = self.table.fill if self.table is not None else None
-            self.notice = Notice(layout.board, row_of(layout.seen, *layout.said), learn)
+        self.table = None if transfers is None else Table(transfers, [self.address(place) for place in locals])
         self._tellings: dict[str, Telling] = {}
 
     def address(self, place: Place) -> int:
@@ -541,7 +529,11 @@ def wait_for_all(event: str, binding: Binding) -> list[Call]:
 
 def meet(fence: Sequence[Call], binding: Binding) -> Sequence[Call]:
     """Make the calls of a first fence, at which ranks compare what they do where there is a board."""
-    return fence if binding.notice is None else [binding.notice.meeting(fence)]
+    layout, table = binding.layout, binding.table
+    if layout.board is None:
+        return fence
+    row = row_of(layout.seen, *layout.said)
+    return [layout.board.meeting(row, fence, None if table is None else table.fill)]
 
 
 def transfer(which: slice, binding: Binding) -> Sequence[Call]:
