@@ -22,10 +22,9 @@ import torch
 
 from mpitrain.comm.algorithms.shared import alternating_all_gather, node_copy
 from mpitrain.comm.collectives.binding import Binder, Invocation, syncs
-from mpitrain.comm.collectives.dispatch import Dispatcher
+from mpitrain.comm.collectives.dispatch import Dispatcher, ProcessServices
 from mpitrain.comm.collectives.moving import all_gather, all_to_all, broadcast, gather, scatter
 from mpitrain.comm.collectives.reducing import ALL_REDUCE, Deferred, all_reduce, reduce, reduce_scatter
-from mpitrain.comm.collectives.services import ProcessServices
 from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.job.topology import Topology, ranks_in
 from mpitrain.comm.job.traffic import Moved, clock
@@ -220,7 +219,7 @@ class Communicator(PointToPoint):
         """Release the communicator, all of it. Collective; nothing of it may be used afterwards. Twice is fine.
 
         Its arenas stay valid until they are freed themselves. What is not freed goes when the job ends, also where
-        nobody refers to it any more (see `mpitrain.comm.collectives.services`). Where ranks died there is nothing to be
+        nobody refers to it any more (see `mpitrain.comm.collectives.dispatch`). Where ranks died there is nothing to be
         done together, and only what is this process's own is released.
         """
         if not self._freed:

@@ -26,7 +26,7 @@ from itertools import count
 import numpy as np
 import torch
 
-from mpitrain.comm.collectives.services import OwnedCommunicators, ProcessServices, check_rank
+from mpitrain.comm.collectives.dispatch import OwnedCommunicators, ProcessServices, check_rank
 from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.job.topology import Member, Topology
 from mpitrain.comm.job.traffic import Moved, Note, Record, clock

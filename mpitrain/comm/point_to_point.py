@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mpitrain.comm.collectives.dispatch import Dispatcher
-from mpitrain.comm.collectives.services import ProcessServices, check_rank
+from mpitrain.comm.collectives.dispatch import Dispatcher, ProcessServices, check_rank
 from mpitrain.comm.collectives.transports.choice import takes_addresses
 from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.job.topology import Topology

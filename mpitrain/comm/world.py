@@ -8,7 +8,8 @@ import time
 from functools import partial
 from typing import NoReturn
 
-from mpitrain.comm.collectives.services import DeviceMemory, ProcessServices
+from mpitrain.comm.collectives.dispatch import ProcessServices
+from mpitrain.comm.collectives.transports.choice import DeviceMemory
 from mpitrain.comm.communicator import Communicator
 from mpitrain.comm.job import launcher
 from mpitrain.comm.job.abort import Faults, abort

@@ -27,8 +27,7 @@ from mpitrain.comm.collectives.binding import (
     moved_by_library,
     offsets,
 )
-from mpitrain.comm.collectives.dispatch import NOT_READY, Dispatcher
-from mpitrain.comm.collectives.services import block_sizes, unequal
+from mpitrain.comm.collectives.dispatch import NOT_READY, Dispatcher, block_sizes, unequal
 from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.memory.buffers import bytes_at, even_blocks, overlap, pieces, tensor_at, uneven_blocks
 from mpitrain.comm.memory.elements import LARGEST_COUNT

@@ -30,9 +30,8 @@ from mpitrain.comm.collectives.binding import (
     offsets,
     scaling,
 )
-from mpitrain.comm.collectives.dispatch import NOT_READY, Dispatcher
+from mpitrain.comm.collectives.dispatch import NOT_READY, Dispatcher, block_sizes, unequal
 from mpitrain.comm.collectives.moving import ALL_GATHER
-from mpitrain.comm.collectives.services import block_sizes, unequal
 from mpitrain.comm.compression import Bucket, Compression
 from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.job.traffic import Moved, Note

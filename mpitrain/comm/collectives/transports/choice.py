@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from mpitrain.comm.collectives.binding import Binder, CollectiveOperation, moved_by_library
-from mpitrain.comm.collectives.services import DeviceMemory
 from mpitrain.comm.collectives.transports.by_programs import DeviceCall, Peer, Staged, Transport, flat
 from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.job.topology import all_gather_bytes
@@ -36,6 +35,21 @@ from mpitrain.errors import refusal
 
 _MEASURED = (1 << 16, 1 << 20, 1 << 24)  # bytes
 _REPEATS = 4  # of which the first does not count
+
+
+@dataclass
+class DeviceMemory:
+    """What is to be done with device memory in this process.
+
+    Attributes:
+        way: How it is carried: "auto", "mpi", "staged", "peer" or "nccl".
+        device: The device of this rank, once anything on one was communicated.
+        mpi_reads: Whether MPI takes addresses of the device's memory, once that was asked.
+    """
+
+    way: str = "auto"
+    device: torch.device | None = None
+    mpi_reads: bool | None = None
 
 
 @dataclass(frozen=True)
