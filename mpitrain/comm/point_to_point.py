@@ -36,7 +36,7 @@ class PointToPoint(Dispatcher):
     def __init__(self, comm: MPI.Intracomm, topology: Topology, process: ProcessServices, label: str) -> None:
         super().__init__(comm, topology, process, label)
         self._message_record = process.watchdog.record(f"{label} (messages)")
-        self._messages = self._owned.duplicate(comm)
+        self._messages = self._owned.keep(comm.Dup())
         self._sent = 0  # messages
 
     def send(self, x: Any, dest: int, tag: int = 0) -> None:

@@ -156,11 +156,6 @@ class Algorithms(dict[str, Algorithm]):
         """Take back what was registered; tensors it was used on may stay bound to it."""
         del self[name]
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names of all of them."""
-        return tuple(self)
-
     def placed(self, name: str, x: Tensor) -> Tensor | None:
         """x, where ranks may touch each other's vectors, so that it matters where these lie in an arena; else None."""
         return x if name == "auto" or (name in self and self[name].reach) else None
@@ -176,8 +171,6 @@ KIB, MIB = 1 << 10, 1 << 20
 Rule = tuple[int, str]  # up to this many bytes (exclusive), this algorithm
 _NO_LIMIT = 1 << 62
 _CLEARLY = 0.95  # of the time of the algorithm used for smaller vectors
-
-_ALWAYS_MPI: tuple[Rule, ...] = ((_NO_LIMIT, "mpi"),)
 
 
 def _shared_from(
@@ -227,13 +220,13 @@ class Tuning:
         if any(name not in algorithms for _, name in rules):  # one that this job has not registered
             rules = Tuning().rules(algorithms.operation, setting.place, setting.size)
         if not rules:  # of an operation that is not in the table
-            return "mpi" if "mpi" in algorithms else algorithms.names[0]
+            return "mpi" if "mpi" in algorithms else next(iter(algorithms))
         return next(name for limit, name in rules if setting.nbytes < limit)
 
     def rules(self, operation: str, place: str, ranks: int) -> Sequence[Rule]:
         """In order of size; none for an operation that is not in the table."""
         by_place = _DEFAULTS.get(operation)
-        otherwise = () if by_place is None else by_place.get(place, _ALWAYS_MPI)
+        otherwise = () if by_place is None else by_place.get(place, ((_NO_LIMIT, "mpi"),))
         return self.measured.get(rules_key(operation, place, ranks)) or otherwise
 
     def is_measured(self, operation: str, place: str, ranks: int) -> bool:
@@ -409,11 +402,8 @@ REDUCE = Algorithms(
 TABLES = {table.operation: table for table in (ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, BROADCAST, REDUCE)}
 
 
-BUILT_IN = Tuning()
-
-
 def serving(
-    operation: str, setting: Setting, tuning: Tuning = BUILT_IN, algorithm: str = "auto", *, halves: bool = False
+    operation: str, setting: Setting, tuning: Tuning = Tuning(), algorithm: str = "auto", *, halves: bool = False
 ) -> tuple[str, Program | None]:
     """What serves a call of an operation on host memory, as the operation itself would find.
 

@@ -80,18 +80,9 @@ class ProcessServices:
     failures: FailureHandler | None = None
     journal: Journal = field(default_factory=Journal)
 
-    def track(self, comm: MPI.Intracomm) -> MPI.Intracomm:
-        """The communicator, which is new; noted where it may have to be given up."""
-        return comm if self.failures is None else self.failures.track(comm)
-
     def may_release(self, comm: MPI.Intracomm) -> bool:
         """Whether the ranks of a tracked communicator can still act together."""
         return self.failures is None or self.failures.tracks(comm)
-
-    def release(self, comm: MPI.Intracomm) -> None:
-        """Free a tracked communicator, unless it was given up with dead ranks. Collective."""
-        if self.failures is None or self.failures.forget(comm):
-            comm.Free()
 
 
 class OwnedCommunicators:
@@ -103,23 +94,21 @@ class OwnedCommunicators:
     """
 
     def __init__(self, process: ProcessServices) -> None:
-        self._process = process
+        self._failures = process.failures
         self._comms: list[MPI.Intracomm] = []
 
     def keep(self, made: MPI.Comm) -> MPI.Intracomm:
-        """Note a new communicator, and give it back."""
+        """Note a new communicator, also where it may have to be given up, and give it back."""
         comm = MPI.Intracomm(made)  # what Split gives is one, but mpi4py types it as any communicator
-        self._comms.append(self._process.track(comm))
+        self._comms.append(comm if self._failures is None else self._failures.track(comm))
         return comm
 
-    def duplicate(self, comm: MPI.Intracomm) -> MPI.Intracomm:
-        """Make a duplicate of a communicator, and note that. Collective."""
-        return self.keep(comm.Dup())
-
     def free(self) -> None:
-        """Release them. Collective."""
+        """Release them, except those that were given up with dead ranks. Collective."""
         while self._comms:
-            self._process.release(self._comms.pop())
+            comm = self._comms.pop()
+            if self._failures is None or self._failures.forget(comm):
+                comm.Free()
 
 
 class Dispatcher(Member):
@@ -144,11 +133,11 @@ class Dispatcher(Member):
         self.ready = self.binder.cache.ready
         self._background: Binder | None = None
         if process.spare_cores > 0 and topology.size > 1:  # made now, because making them is collective
-            self._background = self._make_binder(self._owned.duplicate(comm))
+            self._background = self._make_binder(self._owned.keep(comm.Dup()))
         self._worker = Worker(self._background is not None, process.journal, process.progress)
         self._compared: MPI.Intracomm | None = None  # for the comparisons of the debug mode alone
         if process.debug and topology.size > 1:
-            self._compared = self._owned.duplicate(comm)
+            self._compared = self._owned.keep(comm.Dup())
         self._record = process.watchdog.record(label, topology.world_ranks)
         self._background_record = process.watchdog.record(f"{label} (async)", topology.world_ranks)
         self._transports: dict[Binder, Transports] = {}
@@ -185,7 +174,7 @@ class Dispatcher(Member):
 
     def duplicate_of_node(self) -> MPI.Intracomm:
         """A new communicator of this node's ranks, freed with this one. Collective over the node."""
-        return self._owned.duplicate(self.binder.node)
+        return self._owned.keep(self.binder.node.Dup())
 
     @property
     def overlaps(self) -> bool:

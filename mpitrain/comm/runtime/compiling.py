@@ -384,10 +384,10 @@ class _Compiler:
             self._mark(step.into)
 
     def _finish(self, step: Finish) -> None:
-        _, numel = self._elements(step.span)
-        if numel and self._scale is not None:
-            make = partial(executor.scale, self._place(self.rank, step.span, numel), self._scale)
-            self.order.local(make, [_region(step.span)], [_region(step.span)])
+        (_, numel), scale, region = self._elements(step.span), self._scale, _region(step.span)
+        if numel and scale is not None:
+            place = self._place(self.rank, step.span, numel)
+            self.order.local(lambda binding: executor.scaling(binding.view(place), scale), [region], [region])
 
     def _bring_home(self) -> None:
         """Blocks this rank must end with that were never written are still in the caller's input: copy them."""

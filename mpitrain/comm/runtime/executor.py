@@ -124,26 +124,12 @@ class Reduction:
             return [copying(out, parts[0]), *scaling(out, scale)]
         if self.dtype in HALVES and (len(parts) > 2 or scale is not None):  # pairs would be rounded one by one
             return [self._wide(parts, out, tree, scale)]
+        join = self.operation.numpy if isinstance(out, np.ndarray) else self.operation.torch
         if tree and len(parts) > 2:
-            return [self._tree(parts, out, scale)]
-        join = self._join(out)
+            return [lambda: copying(out, tree_order(parts, join))(), *scaling(out, scale)]
         calls: list[Call] = [partial(join, parts[0], parts[1], out=out)]
         calls += [partial(join, out, part, out=out) for part in parts[2:]]
         return [*calls, *scaling(out, scale)]
-
-    def _join(self, out: Array) -> Callable[..., Any]:
-        """The function that joins two parts of out's form."""
-        return self.operation.numpy if isinstance(out, np.ndarray) else self.operation.torch
-
-    def _tree(self, parts: Sequence[Array], out: Array, scale: float | None) -> Call:
-        join = self._join(out)
-
-        def run() -> None:
-            copying(out, tree_order(parts, join))()
-            for call in scaling(out, scale):
-                call()
-
-        return run
 
     def _wide(self, parts: Sequence[Any], out: Any, tree: bool, scale: float | None) -> Call:
         """16-bit parts accumulated in fp32, rounded once."""
@@ -510,11 +496,6 @@ def copy(into: Place, of: Place, binding: Binding) -> list[Call]:
     """The call that copies one place to another; none if both are at one address."""
     same = binding.address(into) == binding.address(of)
     return [] if same else [copying(binding.view(into), binding.view(of))]
-
-
-def scale(place: Place, scale: float, binding: Binding) -> list[Call]:
-    """The call that multiplies the elements of a place with a factor."""
-    return scaling(binding.view(place), scale)
 
 
 def signal(event: str, binding: Binding) -> list[Call]:
