@@ -100,11 +100,6 @@ def cache_chunks(nbytes: int) -> int:
     return segments_of(nbytes, SHARED_CHUNK, most=1 << 20)
 
 
-def never(*_: object) -> bool:
-    """False, whatever it is asked of."""
-    return False
-
-
 def always(*_: object) -> bool:
     """True, whatever it is asked of."""
     return True
@@ -128,7 +123,7 @@ class Algorithm:
     one_node: bool = False
     reach: bool = False
     stages: bool = False
-    reproduces: Callable[[Setting], bool] = never
+    reproduces: Callable[[Setting], bool] = lambda setting: False
     instead: str = "auto"
 
 

@@ -24,7 +24,6 @@ from mpitrain.comm.selection import Tuning, load_tuning
 from mpitrain.early import RANK_NAMES
 from mpitrain.errors import EXIT_BAD_INPUT, EXIT_FAILED, CommunicationError, InputError, refusal
 
-DEFAULT_TIMEOUT = 600.0  # seconds
 _PATIENCE = 5.0  # seconds in which it is found out which rank died
 WAYS = ("auto", "mpi", "staged", "peer", "nccl")
 
@@ -35,7 +34,7 @@ _world: Communicator | None = None
 def init(
     *,
     comm: MPI.Comm | None = None,
-    timeout: float = DEFAULT_TIMEOUT,
+    timeout: float = 600.0,
     abort_on_error: bool = True,
     debug: bool | None = None,
 ) -> Communicator:

@@ -233,11 +233,7 @@ class Dispatcher(Member):
         return operation.on(tensors, written, *given, alike=alike, placed=placed)
 
     def begin(
-        self,
-        checked: Callable[..., Invocation],
-        async_op: bool,
-        tensors: Sequence[Any],
-        written: Sequence[bool],
+        self, checked: Callable[..., Invocation], async_op: bool, tensors: Sequence[Any], written: Sequence[bool]
     ) -> Work | None:
         """Dispatch a call that was not found in `ready`, once for each inner tensor of those that wrap others.
 

@@ -82,11 +82,13 @@ def end_soon(process: int, unless: Sequence[int] = ()) -> None:
     name = command_of(process)
     living = "".join(f"kill -0 {other} 2>/dev/null && exit; " for other in unless)
     end = f'[ "$(cat /proc/{process}/comm 2>/dev/null)" = "{name}" ] && kill -%s {process}; '
-    nowhere = subprocess.DEVNULL  # mpirun would wait for the end of what it forwards
-    subprocess.Popen(
-        ["sh", "-c", f"sleep {_PATIENCE}; {living}{end % 'TERM'}sleep {_ORDERLY}; {end % 'KILL'}"],
-        stdin=nowhere, stdout=nowhere, stderr=nowhere, start_new_session=True,
-    )  # fmt: skip
+    _begin_apart(["sh", "-c", f"sleep {_PATIENCE}; {living}{end % 'TERM'}sleep {_ORDERLY}; {end % 'KILL'}"])
+
+
+def _begin_apart(command: Sequence[str], stderr: int = subprocess.DEVNULL) -> None:
+    """Start a process that outlives this one. It is given no pipe of mpirun's, which would wait for its end."""
+    nowhere = subprocess.DEVNULL
+    subprocess.Popen(command, stdin=nowhere, stdout=nowhere, stderr=stderr, start_new_session=True)
 
 
 def repeat_last(text: str) -> None:
@@ -104,11 +106,8 @@ def repeat_last(text: str) -> None:
         screen = os.open(f"/proc/{mpirun}/fd/2", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
         try:
             os.set_blocking(screen, True)
-            nowhere = subprocess.DEVNULL
-            subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", _HELPER, str(mpirun), str(_LONGEST), f"{_AGAIN}{line}\n"],
-                stdin=nowhere, stdout=nowhere, stderr=screen, start_new_session=True,
-            )  # fmt: skip
+            helper = ["-I", "-S", "-c", _HELPER, str(mpirun), str(_LONGEST), f"{_AGAIN}{line}\n"]
+            _begin_apart([sys.executable, *helper], screen)
         finally:
             os.close(screen)
 

@@ -299,13 +299,7 @@ class Journal:
         return self._rows.setdefault((operation, axis, algorithm, owner), [0, 0, 0, 0.0])
 
     def note(
-        self,
-        operation: str,
-        axis: str,
-        moved: Moved,
-        begin: float,
-        record: Record | None = None,
-        calls: int = 1,
+        self, operation: str, axis: str, moved: Moved, begin: float, record: Record | None = None, calls: int = 1
     ) -> None:
         """Enter what began at `begin` and ends now, of any thread.
 

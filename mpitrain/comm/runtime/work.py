@@ -183,14 +183,11 @@ class Messages(Work):
         if self._failure:
             raise CommunicationError(self._failure)
 
-    def _is_complete(self) -> bool:
-        return self._complete
-
     def _block(self) -> None:
         """Return when this is complete, and make progress on receives meanwhile for as long as any are pending."""
         rounds = 0
         while not self._complete:
-            self._test(self._is_complete)
+            self._test(lambda: self._complete)
             if self._complete:
                 return
             if not self._progress.advance(self):
@@ -225,7 +222,7 @@ class Messages(Work):
     def done(self) -> bool:
         """Return whether all messages have been carried; also makes progress on them and on all receives."""
         if not self._complete:
-            self._test(self._is_complete)
+            self._test(lambda: self._complete)
         if not self._complete:
             self._progress.advance(self)
             self._progress.start_workers()

@@ -34,7 +34,6 @@ from mpitrain.comm.runtime.executor import Compiled, scaling
 from mpitrain.errors import refusal
 
 _MEASURED = (1 << 16, 1 << 20, 1 << 24)  # bytes
-_REPEATS = 4  # of which the first does not count
 
 
 @dataclass
@@ -146,7 +145,7 @@ class Transports:
             measured = DeviceCall(self._probe, (x,), (True,), ("sum", "auto", False))
             for name, transport in self._possible.items():
                 times = []
-                for _ in range(_REPEATS):
+                for _ in range(4):  # of which the first does not count
                     synchronize(self._device)
                     self._binder.comm.Barrier()
                     begin = time.perf_counter()
@@ -176,8 +175,6 @@ def alone(call: DeviceCall) -> None:
 # crash on device memory (mpi4py issue 164). 16-bit sums and averages, which the library does not compute, are computed
 # on the device.
 
-_OVERRIDES = ("MPITRAIN_DEVICE_AWARE", "MPITRAIN_CUDA_AWARE")  # the second is the older name
-
 
 def takes_addresses(kind: str) -> bool:
     """Whether the MPI library takes addresses of a kind of device memory. MPITRAIN_DEVICE_AWARE=0|1 overrides it.
@@ -185,7 +182,7 @@ def takes_addresses(kind: str) -> bool:
     The library is asked by its own function for the kind, or by the kinds of memory that it says it was built or
     started for (MPI-4.1, section 12.4.3).
     """
-    for name in _OVERRIDES:
+    for name in ("MPITRAIN_DEVICE_AWARE", "MPITRAIN_CUDA_AWARE"):  # the second is the older name
         override = os.environ.get(name)
         if override is not None:
             return override not in ("0", "", "no", "false")
@@ -240,11 +237,9 @@ class Direct(Transport):
 # The id of a communicator travels over MPI, so that there is no port and no environment variable. A device may carry
 # one rank of a communicator only; where ranks share one, the other ways serve.
 
-_MODULE = "nccl.core"
 _OPERATIONS = {"sum": "SUM", "avg": "AVG", "product": "PROD", "min": "MIN", "max": "MAX"}
 _DTYPES = DTYPES - {torch.bool, torch.int16, torch.complex64, torch.complex128}  # NCCL has none of these
 _CARRIED = ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter")
-_ID = 128  # bytes
 
 
 class Nccl(Transport):
@@ -265,7 +260,7 @@ class Nccl(Transport):
         """
         comm = binder.comm
         library, obstacle = _library()
-        uid = np.zeros(_ID, dtype=np.uint8)
+        uid = np.zeros(128, dtype=np.uint8)  # as long as an id is
         if library is not None and comm.rank == 0:
             uid[:] = np.frombuffer(bytes(library.get_unique_id()), dtype=np.uint8)
         if not all_agree(comm, library is not None):
@@ -321,7 +316,7 @@ class Nccl(Transport):
 def _library() -> tuple[Any, str]:
     """NCCL's bindings, else why they are not there."""
     try:
-        library = importlib.import_module(_MODULE)
+        library = importlib.import_module("nccl.core")
         library.get_unique_id()
     except ImportError:
         return None, "nccl4py is not installed (pip install mpitrain[nccl])"
