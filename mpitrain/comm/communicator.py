@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -330,12 +331,9 @@ class Alternating:
         self._arena.free()
 
     def _bind(self, binder: Binder) -> Compiled:
-        def bind() -> Compiled:
-            program = binder.program(_ALTERNATING, binder.setting(self._arena.tensor))
-            nothing_moves = [0] * (program.chunks + 1)  # the callers fill and read
-            start = self._arena.start
-            return binder.compile(program, Layout(torch.uint8, nothing_moves, start, start), arena=self._arena)
-
+        program, start = binder.program(_ALTERNATING, binder.setting(self._arena.tensor)), self._arena.start
+        nothing_moves = Layout(torch.uint8, [0] * (program.chunks + 1), start, start)  # the callers fill and read
+        bind = partial(binder.compile, program, nothing_moves, arena=self._arena)
         return binder.bound(self._key, bind, self._arena.tensor)
 
 

@@ -171,17 +171,16 @@ class Remembering(Compression):
         """The memory of a buffer that was not seen before."""
 
     def _memory(self, x: torch.Tensor, key: Hashable | None, shapes: Shapes | None) -> Memory:
-        unnamed = key is None
-        if key is None:
-            key = (x.data_ptr(), x.numel())
-        memory = self._memories.get(key)
+        place = (x.data_ptr(), x.numel()) if key is None else key
+        memory = self._memories.get(place)
         if memory is None:
-            name = f"buffer {len(self._memories)}" if unnamed else str(key)  # an address means nothing to another run
+            # an address means nothing to another run
+            name = f"buffer {len(self._memories)}" if key is None else str(key)
             if any(other.name == name for other in self._memories.values()):
                 raise InputError(f"compression {self.name} has another buffer of the name {name!r}; use another key")
             memory = self._remember(x, shapes, name)
             self._fill(memory)
-            self._memories[key] = memory
+            self._memories[place] = memory
         elif (memory.numel, memory.dtype, memory.shapes) != (x.numel(), x.dtype, shapes):
             raise InputError(
                 f"compression {self.name} remembers {memory.name!r} as {memory.numel} elements of "
@@ -227,11 +226,6 @@ class Remembering(Compression):
 
 def wide_type(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in HALVES else dtype
-
-
-def all_finite(x: torch.Tensor) -> bool:
-    """Whether no element is infinite or NaN."""
-    return bool(torch.isfinite(x).all())
 
 
 class _Rounded(Compression):
@@ -334,7 +328,7 @@ class TopK(Remembering):
         comm.all_gather(messages, message)
 
         received = [_parts(part, k, places, x.dtype) for part in torch.split(messages, nbytes)]
-        if not all(all_finite(theirs) for _, theirs in received):
+        if not all(torch.isfinite(theirs).all() for _, theirs in received):
             x.fill_(math.nan)
             return
         if error is not None:
@@ -527,7 +521,7 @@ class PowerSGD(Remembering):
         for matrix, p, q in zip(matrices, memory.ps, memory.qs, strict=True):
             torch.mm(matrix, q, out=p)
         comm.all_reduce(memory.sent, op, algorithm)
-        if not all_finite(memory.sent):
+        if not torch.isfinite(memory.sent).all():
             x.fill_(math.nan)
             return
         memory.tensors["steps"] += 1
@@ -561,12 +555,10 @@ def _pieces(flat: torch.Tensor, shapes: Sequence[tuple[int, int]]) -> list[torch
 
 __all__ = ["BF16", "FP16", "Bucket", "Collectives", "Compression", "PowerSGD", "Shapes", "TopK", "from_name"]
 
-_KINDS: tuple[type[Compression], ...] = (FP16, BF16, TopK, PowerSGD)
-
 
 def from_name(name: str, **options: Any) -> Compression:
     """The compression of a name (fp16, bf16, topk, powersgd) with its constructor's options."""
-    kinds = {kind.name: kind for kind in _KINDS}
+    kinds: dict[str, type[Compression]] = {kind.name: kind for kind in (FP16, BF16, TopK, PowerSGD)}
     if name not in kinds:
         raise InputError(f"there is no compression {name!r}; use one of {', '.join(kinds)}")
     known = list(inspect.signature(kinds[name]).parameters)

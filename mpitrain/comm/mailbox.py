@@ -49,7 +49,7 @@ class Posted(Work):
 
     def __init__(self, box: Mailbox, dest: int, requests: list[MPI.Request], held: Sequence[object]) -> None:
         self._box, self._dest, self._requests = box, dest, requests
-        self._held: Sequence[object] = held  # which MPI reads
+        self._held = held  # which MPI reads
         self._error: CommunicationError | None = None
 
     def done(self) -> bool:

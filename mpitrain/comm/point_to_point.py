@@ -73,7 +73,7 @@ class PointToPoint(Dispatcher):
 
     def _free(self) -> None:
         """See `Dispatcher._free`; receives that nothing was sent for end with an error."""
-        for receive in self.process.progress.receives:
+        for receive in list(self.process.progress.receives):
             if isinstance(receive, ReceiveWork):
                 receive.cancel(self._messages)
         super()._free()
@@ -216,7 +216,7 @@ class ReceiveWork(Messages):
             self._landing.copy()
             return []
         self._opened = True
-        self._progress.opened(self)
+        self._progress.receives.discard(self)
         nbytes, data_tag = self._header.tolist()
         rank = self.source = statuses[0].source
         place = self._landing.near
@@ -231,7 +231,7 @@ class ReceiveWork(Messages):
         return [self._comm.Irecv(spec, rank, data_tag) for spec in in_messages(place)]
 
     def _end(self) -> None:
-        self._progress.opened(self)
+        self._progress.receives.discard(self)
         super()._end()
 
 

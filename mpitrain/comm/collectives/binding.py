@@ -71,7 +71,7 @@ class BoundCache:
         self._ended: list[Compiled] = []  # whose memory is gone, to be released by the binder's thread
         self._arenas = arenas
         self._generation = arenas.generation  # when the oldest entry was bound
-        arenas.changed.add(self._arenas_changed)
+        arenas.changed.add(self.forget_ready)  # it would not look at the arenas again
 
     def find(self, key: Hashable) -> Compiled | None:
         """Return what was bound under the key; None where one of its addresses may belong to other memory by now."""
@@ -106,8 +106,8 @@ class BoundCache:
         self.plans.clear()
         self._generation = self._arenas.generation
 
-    def _arenas_changed(self) -> None:
-        """Called in whichever thread makes or frees an arena: what is ready would not look at it again."""
+    def forget_ready(self) -> None:
+        """Have operations looked for among the bound ones again. Called in whichever thread makes or frees an arena."""
         self.ready.clear()
 
     def _end(self, key: Hashable, _: object) -> None:

@@ -116,6 +116,7 @@ class Dispatcher(Member):
 
     Attributes:
         process: What all communicators of the process share.
+        journal: Counts what this process sends, on all communicators.
         ready: What performs an operation that was performed before, by its key. It is for CPU tensors, and not when
             debugging.
         binder: Binds operations for the calling thread.
@@ -126,7 +127,7 @@ class Dispatcher(Member):
 
     def __init__(self, comm: MPI.Intracomm, topology: Topology, process: ProcessServices, label: str) -> None:
         super().__init__(topology, label)
-        self.process = process
+        self.process, self.journal = process, process.journal
         self._owned = OwnedCommunicators(process)
         self._comm = comm = self._owned.keep(comm)
         self.binder = self._make_binder(comm)
@@ -143,12 +144,8 @@ class Dispatcher(Member):
         self._transports: dict[Binder, Transports] = {}
         self._streams: Streams = {}  # for operations on a device in the background
         self._freed = False
-        self.journal.switched.add(self._forget_ready)
-
-    @property
-    def journal(self) -> Journal:
-        """Counts what this process sends, on all communicators."""
-        return self.process.journal
+        # what is ready counts, or does not, as the journal was when it was made
+        self.journal.switched.add(self.binder.cache.forget_ready)
 
     def entered(self, name: str, moved: Moved, begin: float, key: str = "", sequence: int = 0) -> None:
         """Enter in the journal what this rank has done with the others since `begin`, and is not dispatched.
@@ -161,10 +158,6 @@ class Dispatcher(Member):
         """
         key, sequence = (key, sequence) if key else (self._record.key, self._record.sequence)
         Note(self.journal, name, self.label, moved, key, sequence).performed(begin)
-
-    def _forget_ready(self) -> None:
-        """What is ready counts, or does not, as the journal was when it was made."""
-        self.ready.clear()
 
     def _make_binder(self, comm: MPI.Intracomm) -> Binder:
         process = self.process

@@ -366,9 +366,8 @@ def _library_reduce_scatter(
         call = partial(binder.comm.Reduce_scatter_block, send, receive, reduction.operation.mpi)
     else:
         call = partial(binder.comm.Reduce_scatter, send, receive, list(blocks), reduction.operation.mpi)
-    back = [] if result is out else [copying(out, result)]
+    back, keeps = ([], []) if result is out else ([copying(out, result)], [result])
     moved = moved_by_library(binder.topology, "reduce_scatter", [n * x.element_size() for n in blocks])
-    keeps = [] if result is out else [result]
     return Compiled([call, *scaling(result, reduction), *back], keeps, moved=moved)
 
 

@@ -317,10 +317,8 @@ def partners(nodes: Sequence[int]) -> list[int]:
     """
     order = sorted(range(len(nodes)), key=lambda rank: (nodes[rank], rank))
     step = max(nodes.count(node) for node in nodes) % len(nodes) or 1
-    found = [0] * len(nodes)
-    for place, rank in enumerate(order):
-        found[rank] = order[(place + step) % len(nodes)]
-    return found
+    following = dict(zip(order, order[step:] + order[:step], strict=True))
+    return [following[rank] for rank in range(len(nodes))]
 
 
 def _failures_of(world: Communicator) -> UlfmFailures:

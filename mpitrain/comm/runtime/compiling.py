@@ -168,6 +168,7 @@ class _Compiler:
         self, program: Program, rank: int, layout: Layout, reduction: Reduction | None, meet: Call, sync: Sequence[Call]
     ) -> None:
         self.program, self.layout, self.reduction = program, layout, reduction
+        self.scale = reduction.scale if reduction is not None else None
         self.sync, self.fence = sync, [*sync, meet, *sync]
         self.rank = rank
         self.item = layout.dtype.itemsize
@@ -206,7 +207,7 @@ class _Compiler:
                 self._exchange(step)
             elif isinstance(step, Combine):  # a Finish of the same span is best done while it is in the cache
                 finished = isinstance(following, Finish) and _region(following.span) == _region(step.into)
-                self._combine(step, self._scale if finished else None)
+                self._combine(step, self.scale if finished else None)
             elif isinstance(step, Copy):
                 self._copy(step)
             elif isinstance(step, Finish):
@@ -228,10 +229,6 @@ class _Compiler:
             here = self.program.nodes[other] == self.program.nodes[self.rank]
             self.inside += numel * self.item * here
             self.between += numel * self.item * (not here)
-
-    @property
-    def _scale(self) -> float | None:
-        return self.reduction.scale if self.reduction else None
 
     def _new_scratch(self, numel: int) -> int:
         self.scratch.append(torch.empty(numel, dtype=self.layout.dtype, device=self.layout.device))
@@ -384,7 +381,7 @@ class _Compiler:
             self._mark(step.into)
 
     def _finish(self, step: Finish) -> None:
-        (_, numel), scale, region = self._elements(step.span), self._scale, _region(step.span)
+        (_, numel), scale, region = self._elements(step.span), self.scale, _region(step.span)
         if numel and scale is not None:
             place = self._place(self.rank, step.span, numel)
             self.order.local(lambda binding: executor.scaling(binding.view(place), scale), [region], [region])

@@ -123,7 +123,7 @@ class Messages(Work):
 
     def _end(self) -> None:
         self._complete = True
-        self._progress.complete(self)
+        self._progress.in_flight.discard(self)
         note, self._note = self._note, None
         if note is not None:
             note.ended(self._begin or clock(), self.source)
@@ -276,7 +276,7 @@ class Worker:
             if self._thread is None and self.waiting and not self._closed:
                 self._thread = threading.Thread(target=self._carry_out, name="mpitrain-comm", daemon=True)
                 self._thread.start()
-                self.progress.finished(self)
+                self.progress.deferring.discard(self)
 
     def start_beside(self) -> None:
         """Let a thread carry out what is in the queue, unless somebody is carrying it out already, or none may."""
@@ -333,7 +333,7 @@ class Worker:
             with self._changed:
                 self.waiting.popleft()
                 if not self.waiting:
-                    self.progress.finished(self)
+                    self.progress.deferring.discard(self)
         if work.announce is not None:
             work.announce()
             work.announce = None  # the handle that it belongs to holds this: its memory would wait for the collector
