@@ -140,9 +140,7 @@ class Plan:
             sync: What makes writes to memory that the node shares visible (MPI-4.1, section 12.7), called before this
                 rank tells others of them, and after others have told it of theirs.
         """
-        compiled = _Compiler(program, comm.rank, layout, reduction, meet, sync)
-        self._comm, self._phases, self._awaited, self._moved = comm, compiled.phases, compiled.awaited, compiled.moved
-        self._scratch, self._transfers, self._locals = compiled.scratch, compiled.transfers, compiled.locals
+        self._comm, self._compiled = comm, _Compiler(program, comm.rank, layout, reduction, meet, sync)
         self._computes = reduction is not None and (layout.dtype.is_floating_point or layout.dtype.is_complex)
 
     def bind(self, layout: Layout) -> Compiled:
@@ -152,13 +150,13 @@ class Plan:
 
     def bind_phases(self, layout: Layout) -> list[Compiled]:
         """Bind each phase of the program to a layout's addresses. Of all that were bound, one may run at a time."""
-        binding = executor.Binding(self._comm, layout, self._scratch, self._transfers, self._locals)
+        compiled, meets = self._compiled, layout.board is not None
+        binding = executor.Binding(self._comm, layout, compiled.scratch, compiled.transfers, compiled.locals)
         bound: list[Compiled] = []
-        for makers, event, moved in zip(self._phases, self._awaited, self._moved, strict=True):
+        for makers, event, moved in compiled.phases:
             first = len(binding.made)
             calls = [call for make in makers for call in make(binding)]
             awaits = binding.telling(event) if event else None
-            meets = layout.board is not None
             bound.append(Compiled(calls, [self], binding.made[first:], self._computes, meets, awaits, moved))
         return bound
 
@@ -173,11 +171,9 @@ class _Compiler:
         self.rank = rank
         self.item = layout.dtype.itemsize
         in_place = layout.source == layout.target
-        self.moved: list[Moved] = []  # by each phase
         self.inside = self.between = 0  # bytes, by the phase that is compiled
         self.arrived = bytearray([in_place]) * program.chunks  # which chunks of WORK lie in the target by now
-        self.phases: list[list[Maker]] = []
-        self.awaited: list[str] = []  # the event before each phase
+        self.phases: list[tuple[list[Maker], str, Moved]] = []  # with the event before each, and what it moves
         self.scratch: list[torch.Tensor] = []
         self.exchanges = 0
         self.landings: list[int] = []  # numbers of scratch areas
@@ -190,12 +186,12 @@ class _Compiler:
         phases = program.phases(self.rank)
         for steps in phases:
             self.order = _CallOrder()
-            self.awaited.append(steps[0].event if steps and isinstance(steps[0], Await) else "")
             self._compile(steps)
             if steps is phases[-1]:
                 self._bring_home()
-            self.phases.append([entry.call for entry in self.order.entries])
-            self.moved.append(Moved(program.name.split()[0], self.inside, self.between))
+            awaited = steps[0].event if steps and isinstance(steps[0], Await) else ""
+            moved = Moved(program.name.split()[0], self.inside, self.between)
+            self.phases.append(([entry.call for entry in self.order.entries], awaited, moved))
             self.inside = self.between = 0
 
     def _compile(self, steps: Sequence[Step]) -> None:

@@ -354,7 +354,7 @@ class Binding:
             locals: This rank's side of each transfer.
         """
         self.comm, self.layout, self.item = comm, layout, layout.dtype.itemsize
-        self._scratch = scratch
+        self._scratch, self._own = scratch, {SOURCE: layout.source, TARGET: layout.target, INBOX: layout.inbox}
         self.made: list[MPI.Prequest] = []
         self._exchanges: dict[int, list[MPI.Prequest]] = {}
         self._arrays: dict[tuple[str, int], np.ndarray] = {}
@@ -383,16 +383,11 @@ class Binding:
         return whole[place.start : end]
 
     def _base(self, memory: str, owner: int) -> int:
-        layout = self.layout
-        if memory == SOURCE:
-            return layout.source
-        if memory == TARGET:
-            return layout.target
+        if memory in self._own:
+            return self._own[memory]
         if memory == SCRATCH:
             return self._scratch[owner].data_ptr()
-        if memory == INBOX:
-            return layout.inbox
-        where = layout.peers if memory == PEER else layout.slots
+        where = self.layout.peers if memory == PEER else self.layout.slots
         assert where is not None
         return where(owner)
 
