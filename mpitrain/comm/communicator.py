@@ -180,7 +180,7 @@ class Communicator(PointToPoint):
             name: Of what it is for, in messages.
         """
         with self._record.during(f"mailbox {name}"):
-            comm = MPI.Intracomm(self._comm.Dup())
+            comm = self._comm.Dup()
         return Mailbox(comm, self._topology, self.process, f"{self.label}: mailbox {name}", self.label)
 
     # -- groups

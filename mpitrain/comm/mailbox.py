@@ -145,12 +145,10 @@ class Mailbox(Member):
         process: What all communicators of the process share.
     """
 
-    def __init__(
-        self, comm: MPI.Intracomm, topology: Topology, process: ProcessServices, label: str, axis: str = ""
-    ) -> None:
+    def __init__(self, comm: MPI.Comm, topology: Topology, process: ProcessServices, label: str, axis: str) -> None:
         """axis: label of the communicator, for the journal."""
         super().__init__(topology, label)
-        self.process, self._axis = process, axis or label
+        self.process, self._axis = process, axis
         self._owned = OwnedCommunicators(process)
         self._comm = self._owned.keep(comm)
         self._record = process.watchdog.record(label)  # of the thread that takes

@@ -220,10 +220,8 @@ class Binder:
 
     def arena_of(self, x: torch.Tensor) -> Arena | None:
         """The shared arena x lies in, if all ranks of this node that take part can reach it."""
-        arena = self.arenas.find(x.data_ptr(), x.numel() * x.element_size())
-        reachable = arena is not None and all(
-            self.topology.world_ranks[r] in arena.segments for r in self.topology.neighbours
-        )
+        arena, world = self.arenas.find(x.data_ptr(), x.numel() * x.element_size()), self.topology.world_ranks
+        reachable = arena is not None and all(world[r] in arena.segments for r in self.topology.neighbours)
         return arena if reachable else None
 
     def setting(self, x: torch.Tensor, **more: Any) -> Setting:

@@ -131,13 +131,11 @@ def all_gather(
     return comm.call(ALL_GATHER, async_op, (out, x), (True, False), algorithm, counts)
 
 
-def _placed_all_gather(
-    rank: int, out: Tensor, x: Tensor, algorithm: str, counts: Sequence[int] | None
-) -> Tensor | None:
+def _placed_all_gather(rank: int, out: Tensor, x: Tensor, name: str, counts: Sequence[int] | None) -> Tensor | None:
     before = sum(counts[:rank]) if counts else rank * x.numel()
     in_place = x.data_ptr() == out.data_ptr() + before * x.element_size()
-    by_name = "mpi" if algorithm == "auto" and counts else algorithm  # as in `_bind_all_gather`: nobody reaches anybody
-    return selection.ALL_GATHER.placed(by_name, out if in_place else x)
+    serving = "mpi" if name == "auto" and counts else name  # as in `_bind_all_gather`: nobody reaches anybody
+    return selection.ALL_GATHER.placed(serving, out if in_place else x)
 
 
 def _bind_all_gather(binder: Binder, out: Tensor, x: Tensor, algorithm: str, counts: Sequence[int] | None) -> Compiled:

@@ -327,10 +327,8 @@ class Journal:
         """Keep a single operation, while they are recorded; see `Communication`."""
         kept = self._kept
         if kept is not None and len(kept) < _KEPT:
-            aside, algorithm = threading.get_ident() != self._main, moved.algorithm or "none"
-            kept.append(
-                Communication(operation, axis, algorithm, moved.inside, moved.between, begin, end, aside, key, sequence)
-            )
+            aside, sent = threading.get_ident() != self._main, (moved.algorithm or "none", moved.inside, moved.between)
+            kept.append(Communication(operation, axis, *sent, begin, end, aside, key, sequence))
 
     def wait(self, begin: float) -> None:
         """Enter that the calling thread has waited since `begin` for what another thread counts."""

@@ -54,18 +54,16 @@ class Register:
         last: Number of this rank's last operation, times STEP, as the one element of a list.
     """
 
-    def __init__(
-        self, ranks: Sequence[int], own: int, memory: Callable[[int], int], synchronize: Sequence[Call]
-    ) -> None:
+    def __init__(self, ranks: Sequence[int], own: int, memory: Callable[[int], int], syncs: Sequence[Call]) -> None:
         """Map the words and directories of all ranks of the node.
 
         Args:
             ranks: Those of the node.
             own: This one.
             memory: For a rank, the address of NBYTES bytes, zeros at first, which only that rank writes.
-            synchronize: What makes writes visible to later reads, where the machine does not see to that by itself.
+            syncs: What makes writes visible to later reads, where the machine does not see to that by itself.
         """
-        self._ranks, self._rank, self._synchronize = ranks, own, synchronize
+        self._ranks, self._rank, self._syncs = ranks, own, syncs
         areas = {rank: tensor_at(memory(rank), NBYTES, torch.uint8).numpy() for rank in ranks}
         self._words = {rank: area.data[:8].cast("Q") for rank, area in areas.items()}
         self.own, self.others = self._words[own], [word for rank, word in self._words.items() if rank != own]
@@ -106,7 +104,7 @@ class Register:
         """
         self._acquire()
         self._release()
-        for call in self._synchronize:
+        for call in self._syncs:
             call()
         word = number + digest
         for other in self.others:
@@ -343,9 +341,7 @@ def difference(rows: Sequence[bytes], ranks: Sequence[int]) -> str:
         told.setdefault(row[_ADDRESS:], []).append(rank)
     if len(told) == 1 and not _absent(rows[0]):
         return ""
-    texts = [
-        f"{'rank' if len(who) == 1 else 'ranks'} {', '.join(map(str, who))}: {_text(row)}" for row, who in told.items()
-    ]
+    texts = [f"rank{'s' * (len(who) > 1)} {', '.join(map(str, who))}: {_text(row)}" for row, who in told.items()]
     return (
         f"ranks call different operations: {'; '.join(texts)}. Every rank must make the same call, with the same sizes "
         "and types, on tensors at the same place of an arena or in none"
@@ -356,10 +352,8 @@ def _absent(row: bytes) -> bool:
     return row[_ADDRESS:_BEGIN] == _ABSENT
 
 
-def _text(told: bytes) -> str:
-    return (
-        "is elsewhere" if told[:_ROW_DIGEST] == _ABSENT else told[_ROW_DIGEST:].rstrip(b"\0").decode(errors="replace")
-    )
+def _text(row: bytes) -> str:
+    return "is elsewhere" if row[:_ROW_DIGEST] == _ABSENT else row[_ROW_DIGEST:].rstrip(b"\0").decode(errors="replace")
 
 
 class Board:
@@ -420,9 +414,7 @@ class Board:
             self.last[0] = self.word[0] = (self.last[0] - _PROGRAM) & _LARGEST
         raise CommunicationError(wrong, agreed=self._agreed and everybody)
 
-    def meeting(
-        self, row: bytes, fence: Sequence[Call], learn: Callable[[bytes], None] | None = None
-    ) -> Callable[[], None]:
+    def meeting(self, row: bytes, fence: Sequence[Call], learn: Callable[[bytes], None] | None = None) -> Call:
         """Return a call that says what this rank is about to do, passes the fence and compares that with the others.
 
         It raises CommunicationError, on all ranks, where they are not about to do the same. It is one function, because

@@ -90,16 +90,16 @@ class _CallOrder:
         """Add a call that nothing may be moved past."""
         self.entries.append(_Entry("barrier", call))
 
-    def exchange(self, post: Maker, wait: Maker, reads: Sequence[Region], writes: Sequence[Region]) -> None:
+    def exchange(self, number: int, messages: list[Message], reads: Sequence[Region], writes: Sequence[Region]) -> None:
         """Add an exchange of messages, whose posting may move ahead.
 
         Args:
-            post: Begins to send and receive.
-            wait: Completes it.
+            number: Which exchange of the program it is.
+            messages: What is sent and received.
             reads, writes: The memory that is sent and received.
         """
-        self._insert_early(_Entry("post", post, reads, writes))
-        self.entries.append(_Entry("wait", wait, reads, writes))
+        self._insert_early(_Entry("post", partial(executor.start, number, messages), reads, writes))
+        self.entries.append(_Entry("wait", partial(executor.wait, number, messages), reads, writes))
 
     def _insert_early(self, post: _Entry) -> None:
         at, waiting = len(self.entries), 1
@@ -287,9 +287,7 @@ class _Compiler:
             reads.append(_region(step.send))
             messages.append(Message(True, self._place(self.rank, step.send, leaving), to))
             self._count(to, leaving)
-        self.order.exchange(
-            partial(executor.start, number, messages), partial(executor.wait, number, messages), reads, writes
-        )
+        self.order.exchange(number, messages, reads, writes)
         if not receives:
             return
         if step.reduce:

@@ -17,7 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 
 import torch
 
@@ -392,11 +392,8 @@ class Queued(Work):
         call, self._call = self._call, None
         assert call is not None
         try:
-            if self._order is None:
+            with nullcontext() if self._order is None else self._order.after_caller():
                 call()
-            else:
-                with self._order.after_caller():
-                    call()
         except BaseException as error:  # surfaces in wait()
             self._error = error
         self.complete = True
