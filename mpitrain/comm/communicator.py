@@ -273,10 +273,7 @@ def _encode(value: Any) -> np.ndarray:
 
 
 def _all_errors(kind: type[MpitrainError]) -> list[type[MpitrainError]]:
-    found = [kind]
-    for child in kind.__subclasses__():
-        found += _all_errors(child)
-    return found
+    return [kind, *(error for child in kind.__subclasses__() for error in _all_errors(child))]
 
 
 # -- Memory that a node shares and that callers fill and read by themselves: slots used in turns, and one copy for all.

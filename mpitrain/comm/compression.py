@@ -80,7 +80,7 @@ class Compression(ABC):
         self.check(tensor.dtype, op)
         if comm.size > 1 and tensor.numel() > 0:
             with torch.no_grad():
-                self._reduce(comm, tensor, op, algorithm, key, shapes)
+                self._reduce(comm, tensor, op, algorithm, Bucket(self, key, shapes))
 
     def check(self, dtype: torch.dtype, op: str) -> None:
         """Raise InputError for what cannot be compressed."""
@@ -91,9 +91,7 @@ class Compression(ABC):
             raise InputError(f"compression {self.name} is for floating-point numbers, not {kind}; leave it out")
 
     @abstractmethod
-    def _reduce(
-        self, comm: Collectives, x: torch.Tensor, op: str, algorithm: str, key: Hashable | None, shapes: Shapes | None
-    ) -> None:
+    def _reduce(self, comm: Collectives, x: torch.Tensor, op: str, algorithm: str, bucket: Bucket) -> None:
         """`all_reduce` of at least one element on at least two ranks."""
 
     @abstractmethod
@@ -131,7 +129,7 @@ class Compression(ABC):
 
 @dataclass(frozen=True)
 class Bucket:
-    """A compression, and the buffer it is for: its key in the memory and the shapes in it."""
+    """A compression, and the buffer it is for: its key in the memory, None for one without, and the shapes in it."""
 
     compression: Compression
     key: Hashable
@@ -170,7 +168,8 @@ class Remembering(Compression):
     def _remember(self, x: torch.Tensor, shapes: Shapes | None, name: str) -> Memory:
         """The memory of a buffer that was not seen before."""
 
-    def _memory(self, x: torch.Tensor, key: Hashable | None, shapes: Shapes | None) -> Memory:
+    def _memory(self, x: torch.Tensor, bucket: Bucket) -> Memory:
+        key, shapes = bucket.key, bucket.shapes
         place = (x.data_ptr(), x.numel()) if key is None else key
         memory = self._memories.get(place)
         if memory is None:
@@ -238,9 +237,7 @@ class _Rounded(Compression):
 
     wire: ClassVar[torch.dtype]
 
-    def _reduce(
-        self, comm: Collectives, x: torch.Tensor, op: str, algorithm: str, key: Hashable | None, shapes: Shapes | None
-    ) -> None:
+    def _reduce(self, comm: Collectives, x: torch.Tensor, op: str, algorithm: str, bucket: Bucket) -> None:
         if x.dtype == self.wire:
             comm.all_reduce(x, op, algorithm, reproducible=True)
             return
@@ -305,12 +302,10 @@ class TopK(Remembering):
         error = torch.zeros(x.numel(), dtype=wide_type(x.dtype), device=x.device)
         return Memory(name, x.numel(), x.dtype, shapes, {"error": error})
 
-    def _reduce(
-        self, comm: Collectives, x: torch.Tensor, op: str, algorithm: str, key: Hashable | None, shapes: Shapes | None
-    ) -> None:
+    def _reduce(self, comm: Collectives, x: torch.Tensor, op: str, algorithm: str, bucket: Bucket) -> None:
         numel, k, places = x.numel(), self.kept(x.numel()), _index_type(x.numel(), x.dtype)
         total = self._wide(x)
-        error = self._memory(x, key, shapes).tensors["error"] if self.error_feedback else None
+        error = self._memory(x, bucket).tensors["error"] if self.error_feedback else None
         if error is not None:
             total.add_(error)
         magnitude = self._buffer("magnitude", numel, total.dtype, x.device)
@@ -500,10 +495,8 @@ class PowerSGD(Remembering):
         errors = [m.of(error) for m in made.matrices]
         return _Factors(name, x.numel(), x.dtype, shapes, tensors, made, sent, right, ps, qs, errors)
 
-    def _reduce(
-        self, comm: Collectives, x: torch.Tensor, op: str, algorithm: str, key: Hashable | None, shapes: Shapes | None
-    ) -> None:
-        memory = self._memory(x, key, shapes)
+    def _reduce(self, comm: Collectives, x: torch.Tensor, op: str, algorithm: str, bucket: Bucket) -> None:
+        memory = self._memory(x, bucket)
         assert isinstance(memory, _Factors)
         if not memory.plan.matrices:
             comm.all_reduce(x, op, algorithm)

@@ -168,16 +168,14 @@ _NO_LIMIT = 1 << 62
 _CLEARLY = 0.95  # of the time of the algorithm used for smaller vectors
 
 
-def _shared_from(
-    arena: int, arena_oversubscribed: int, ordinary: int, ordinary_oversubscribed: int
-) -> dict[str, tuple[Rule, ...]]:
+def _shared_from(*limits: int) -> dict[str, tuple[Rule, ...]]:
     """Rules of an operation that goes through the memory of one node from so many bytes on, and by MPI otherwise.
 
-    The limits are those from which it was at least as fast at 2 ranks on 2 cores, and at 4 ranks where oversubscribed.
+    The limits are those from which it was at least as fast at 2 ranks on 2 cores, and at 4 ranks where oversubscribed:
+    in an arena, there where oversubscribed, elsewhere, and elsewhere where oversubscribed.
     """
-    limits = {"node arena": arena, "node arena oversubscribed": arena_oversubscribed}
-    limits |= {"node": ordinary, "node oversubscribed": ordinary_oversubscribed}
-    return {place: ((limit, "mpi"), (_NO_LIMIT, "shared")) for place, limit in limits.items()}
+    places = "node arena", "node arena oversubscribed", "node", "node oversubscribed"
+    return {place: ((limit, "mpi"), (_NO_LIMIT, "shared")) for place, limit in zip(places, limits, strict=True)}
 
 
 # operation -> where the ranks and the data are -> rules in order of size; elsewhere: MPI

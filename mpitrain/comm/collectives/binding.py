@@ -438,7 +438,6 @@ def moved_by_library(topology: Topology, operation: str, blocks: Sequence[int] |
 
 
 Tensors = Sequence["torch.Tensor | None"]
-Bind = Callable[..., Call]
 
 
 class Invocation(NamedTuple):
@@ -460,7 +459,7 @@ class Invocation(NamedTuple):
     """
 
     name: str
-    bind: Bind
+    bind: Callable[..., Call]
     tensors: Tensors = ()
     written: Sequence[bool] = ()
     key: Hashable = None

@@ -427,11 +427,6 @@ class SeveralWorks(Work):
         """Return whether all are complete."""
         return all(work.done() for work in self._works)
 
-    def release(self) -> None:
-        """Block until what they read may be written again."""
-        for work in self._works:
-            work.release()
-
 
 def for_each_inner(operation: Callable[..., Work | None], *tensors: Any) -> Work | None:
     """Perform an operation once for each inner tensor.

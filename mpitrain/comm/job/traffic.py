@@ -186,7 +186,6 @@ class Watchers:
 
 
 Row = list[float]  # calls, inside, between, seconds
-Performs = Callable[..., float]
 
 
 class Journal:
@@ -257,7 +256,7 @@ class Journal:
 
     def counting(
         self,
-        perform: Performs,
+        perform: Callable[..., float],
         operation: str,
         axis: str,
         moved: Moved,
