@@ -33,7 +33,7 @@ from mpitrain.comm.job.traffic import Moved, Note, Record, clock
 from mpitrain.comm.memory.buffers import as_tensor, in_messages
 from mpitrain.comm.memory.device import is_accelerator
 from mpitrain.comm.runtime.agreement import seen
-from mpitrain.comm.runtime.work import Messages, Work, poll
+from mpitrain.comm.runtime.work import Messages, MessageWait, Work, poll
 from mpitrain.errors import CommunicationError, InputError
 
 WORDS = 15  # numbers in a letter, at most
@@ -123,11 +123,11 @@ class Letter:
                 f"{box.rank} expects {tensor.nbytes}; post and receive tensors of one size and type"
             )
         requests = box._receive(tensor, self.source, self._tag)
-        awaited = (box.world_ranks[self.source],)
         note = box._note("recv") if box.process.journal.on else None
         if note is not None:
             box.process.journal.note("recv", note.axis, note.moved, clock())
-        return Messages(name, tensor, requests, box._record, awaited, box.process.progress, note)
+        wait = MessageWait(box._record, (box.world_ranks[self.source],), box.process.progress, note)
+        return Messages(name, tensor, requests, wait)
 
     def discard(self) -> None:
         """Receive the payload and throw it away, instead of `receive`."""

@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from typing import NamedTuple
 
 import torch
 
@@ -74,6 +75,22 @@ def poll(work: Work, name: str, timeout: float) -> None:
         time.sleep(1e-4)
 
 
+class MessageWait(NamedTuple):
+    """Where a wait for messages is noted.
+
+    Attributes:
+        record: Record in which the watchdog sees it.
+        awaited: Ranks of the world that the other end may be.
+        progress: What else this process has to make progress on meanwhile.
+        note: Entry of the message in the journal, while that is on.
+    """
+
+    record: Record
+    awaited: Sequence[int]
+    progress: ProgressEngine
+    note: Note | None
+
+
 class Messages(Work):
     """Messages that MPI carries by itself.
 
@@ -81,36 +98,24 @@ class Messages(Work):
         source: The rank that sends, for a receive whose header has come.
     """
 
-    def __init__(
-        self,
-        name: str,
-        tensor: torch.Tensor,
-        requests: Sequence[MPI.Request],
-        record: Record,
-        awaited: Sequence[int],
-        progress: ProgressEngine,
-        note: Note | None = None,
-    ) -> None:
+    def __init__(self, name: str, tensor: torch.Tensor, requests: Sequence[MPI.Request], wait: MessageWait) -> None:
         """Take over messages that have begun.
 
         Args:
             name: Name of the operation, for messages to people.
             tensor: What is sent or received.
             requests: The requests of the messages.
-            record: Record in which a wait is visible to the watchdog.
-            awaited: Ranks of the world that the other end may be.
-            progress: What else this process has to make progress on while it waits.
-            note: Entry of the message in the journal, while that is on.
+            wait: Where a wait for them is noted.
         """
-        self._name, self._tensor, self._record, self._awaited = name, tensor, record, awaited
-        self._progress, self._note = progress, note
+        self._name, self._tensor = name, tensor
+        self._record, self._awaited, self._progress, self._note = wait
         self._requests = list(requests)
         self._lock = threading.Lock()  # held by whoever asks MPI about the requests
         self._complete = False
         self._failure = ""  # what is wrong, where it is complete without having been carried
         self._begin = 0.0  # of the wait, while it is waited for
         self.source: int | None = None
-        progress.keep(self)
+        self._progress.keep(self)
 
     def _proceed(self, statuses: list[MPI.Status]) -> Sequence[MPI.Request]:
         """Return the requests that are to be completed next, now that those with these statuses are complete."""
