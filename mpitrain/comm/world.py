@@ -32,11 +32,7 @@ _world: Communicator | None = None
 
 
 def init(
-    *,
-    comm: MPI.Comm | None = None,
-    timeout: float = 600.0,
-    abort_on_error: bool = True,
-    debug: bool | None = None,
+    *, comm: MPI.Comm | None = None, timeout: float = 600.0, abort_on_error: bool = True, debug: bool | None = None
 ) -> Communicator:
     """Return the communicator over all ranks. Collective the first time; later calls return the same one.
 

@@ -364,16 +364,11 @@ ALL_TO_ALL = CollectiveOperation(
 
 
 def _uneven(
-    all_reduce: CollectiveOperation,
-    binder: Binder,
-    x: Tensor,
-    out: Tensor,
-    received: Sequence[int],
-    sent: Sequence[int],
+    probe: CollectiveOperation, binder: Binder, x: Tensor, out: Tensor, received: Sequence[int], sent: Sequence[int]
 ) -> Call:
     """The ranks' sizes may differ, but they must choose alike, at each call anew."""
     item, largest = x.element_size(), torch.tensor([max(out.numel(), x.numel())])
-    binder.run(all_reduce.bound(binder, largest, "max", "mpi", False))
+    binder.run(probe.bound(binder, largest, "max", "mpi", False))
     if int(largest) * item > LARGEST_COUNT:
         compiled = _directly(binder, x, out, received, sent)
     else:
