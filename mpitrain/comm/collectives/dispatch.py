@@ -375,10 +375,9 @@ class Dispatcher(Member):
         return device
 
     def _transports_of(self, binder: Binder, device: torch.device) -> Transports:
-        found = self._transports.get(binder)
-        if found is None:
-            found = self._transports[binder] = Transports(binder, self.process.device_memory, device, self.probe)
-        return found
+        if binder not in self._transports:
+            self._transports[binder] = Transports(binder, self.process.device_memory, device, self.probe)
+        return self._transports[binder]
 
     def device_ways(self, device: torch.device) -> list[Way]:
         """The ways in which this communicator can carry what is on a device; none for one rank. Collective."""

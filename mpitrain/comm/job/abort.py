@@ -306,11 +306,8 @@ class Departures:
         for record in self._records() if self._known else ():
             failing = [left for left in list(self._known.values()) if left.fails(record, now)]
             if failing and len(failing) >= len(record.awaited):  # of several, any of which would do, all have left
-                found = record, record.since
-                if found == self._suspect:
-                    return record, failing[0]
-                self._suspect = found
-                return None
+                before, self._suspect = self._suspect, (record, record.since)
+                return (record, failing[0]) if self._suspect == before else None
         self._suspect = None
         return None
 

@@ -35,10 +35,8 @@ from mpitrain.storage.proc import command_of, state_and_parent_of
 _SETTING = "OMPI_MCA_mpi_ft_enable"  # what mpirun --with-ft ulfm sets
 _COLLECTIVES = "OMPI_MCA_coll"  # which of its components for collectives are used, or after ^ not used
 _ENABLED = ("1", "t", "true", "y", "yes", "enabled")  # values of a logical setting of Open MPI
-_DAEMON = "prted"  # what starts ranks on other machines for it
 _PATIENCE = 5  # seconds in which mpirun ends by itself if it knows that all ranks have ended
 _ORDERLY = 2  # seconds after SIGTERM in which it ends its daemons; it does not end itself without that of the lost host
-_KEEPALIVE = "oob_tcp_keepalive_time"  # its setting: seconds before it asks whether a silent host is there; 0: never
 _AGAIN = "the cause, from above: "
 _LONGEST = 60  # seconds in which mpirun ends, once a rank has failed
 # without site-packages or anything of ours; a pidfd (Linux 5.3) tells the end also of a process that nobody waits for
@@ -60,7 +58,7 @@ def find() -> int:
     named = re.fullmatch(r"prterun-.*-(\d+)@\d+", os.environ.get("PMIX_NAMESPACE", ""))
     wanted, process = int(named[1]) if named else 0, os.getppid()
     while process > 1 and process != wanted:
-        if command_of(process) == _DAEMON:
+        if command_of(process) == "prted":  # what starts ranks on other machines for it
             return 0
         _, process = state_and_parent_of(process)
     return process if process == wanted else 0
@@ -69,7 +67,8 @@ def find() -> int:
 def notices_silent_hosts(process: int) -> bool:
     """Whether mpirun looks for hosts that are silent, and then ends the job, as it does unless it is told not to."""
     told = proc.read(f"{process}/cmdline") + proc.read(f"{process}/environ")
-    return re.search(_KEEPALIVE + r"[\0=]0\0", told) is None
+    # its setting: seconds before it asks whether a silent host is there; 0: never
+    return re.search(r"oob_tcp_keepalive_time[\0=]0\0", told) is None
 
 
 def end_soon(process: int, unless: Sequence[int] = ()) -> None:

@@ -393,10 +393,9 @@ class Binding:
 
     def telling(self, event: str) -> Telling:
         """This rank's part in an event of the program."""
-        known = self._tellings.get(event)
-        if known is None:
-            known = self._tellings[event] = Telling(self.layout.events[event], row_of(0, *self.layout.said))
-        return known
+        if event not in self._tellings:
+            self._tellings[event] = Telling(self.layout.events[event], row_of(0, *self.layout.said))
+        return self._tellings[event]
 
     def requests(self, number: int, messages: Sequence[Message]) -> list[MPI.Prequest]:
         """The persistent requests of exchange `number`, which are made when they are first asked for."""

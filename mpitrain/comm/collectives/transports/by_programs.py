@@ -173,10 +173,7 @@ def _clipped(length: int, lo: int, hi: int) -> int:
 
 
 def _part(lengths: Sequence[int], lo: int, hi: int, start: int) -> TensorPart:
-    spans, offset = list[tuple[int, int]](), 0
-    for length in lengths:
-        spans.append((offset + lo, _clipped(length, lo, hi)))
-        offset += length
+    spans = [(offset + lo, _clipped(n, lo, hi)) for offset, n in zip(offsets(lengths), lengths, strict=False)]
     return TensorPart(tuple(spans), sum(n for _, n in spans), start)
 
 

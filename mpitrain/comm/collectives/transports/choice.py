@@ -85,12 +85,10 @@ class Transports:
         self._staged = Staged(binder, device)
         self._possible: dict[str, Transport] = {"staged": self._staged}
         self._obstacles = {"staged": ""}
-        wanted = ("mpi", "peer", "nccl") if memory.way == "auto" else (memory.way,)
-        for name in wanted:
-            if name != "staged":
-                made, self._obstacles[name] = self._make(name)
-                if made is not None:
-                    self._possible[name] = made
+        for name in {"auto": ("mpi", "peer", "nccl"), "staged": ()}.get(memory.way, (memory.way,)):
+            made, self._obstacles[name] = self._make(name)
+            if made is not None:
+                self._possible[name] = made
         if memory.way != "auto" and self._obstacles[memory.way]:
             self.free()
             raise refusal(f"comm.device {memory.way} is not possible: {self._obstacles[memory.way]}; use auto")
