@@ -132,13 +132,11 @@ class Dispatcher(Member):
         self._comm = comm = self._owned.keep(comm)
         self.binder = self._make_binder(comm)
         self.ready = self.binder.cache.ready
-        self._background: Binder | None = None
-        if process.spare_cores > 0 and topology.size > 1:  # made now, because making them is collective
-            self._background = self._make_binder(self._owned.keep(comm.Dup()))
+        threaded = process.spare_cores > 0 and topology.size > 1  # made now, because making them is collective
+        self._background = self._make_binder(self._owned.keep(comm.Dup())) if threaded else None
         self._worker = Worker(self._background is not None, process.journal, process.progress)
-        self._compared: MPI.Intracomm | None = None  # for the comparisons of the debug mode alone
-        if process.debug and topology.size > 1:
-            self._compared = self._owned.keep(comm.Dup())
+        compares = process.debug and topology.size > 1
+        self._compared = self._owned.keep(comm.Dup()) if compares else None  # for the debug mode's comparisons alone
         self._record = process.watchdog.record(label, topology.world_ranks)
         self._background_record = process.watchdog.record(f"{label} (async)", topology.world_ranks)
         self._transports: dict[Binder, Transports] = {}
@@ -458,15 +456,13 @@ def check_rank(comm: Member, rank: int) -> None:
 
 
 def block_sizes(
-    comm: Member,
-    name: str,
-    part: torch.Tensor | None,
-    whole: torch.Tensor,
-    counts: Sequence[int] | None,
-    part_name: str,
-    whole_name: str,
+    comm: Member, name: str, part: torch.Tensor | None, whole: torch.Tensor, counts: Sequence[int] | None, *names: str
 ) -> list[int]:
-    """Return the elements of each rank's block of `whole`, checked against this rank's part."""
+    """Return the elements of each rank's block of `whole`, checked against this rank's part.
+
+    names: of the part and of the whole, in messages.
+    """
+    part_name, whole_name = names
     if part is not None and part.dtype != whole.dtype:
         raise InputError(f"{name}: {part_name} is {part.dtype}, {whole_name} is {whole.dtype}; make them the same")
     if counts is None:

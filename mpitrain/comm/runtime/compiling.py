@@ -98,10 +98,7 @@ class _CallOrder:
             messages: What is sent and received.
             reads, writes: The memory that is sent and received.
         """
-        self._insert_early(_Entry("post", partial(executor.start, number, messages), reads, writes))
-        self.entries.append(_Entry("wait", partial(executor.wait, number, messages), reads, writes))
-
-    def _insert_early(self, post: _Entry) -> None:
+        post = _Entry("post", partial(executor.start, number, messages), reads, writes)
         at, waiting = len(self.entries), 1
         while at > 0:
             earlier = self.entries[at - 1]
@@ -111,6 +108,7 @@ class _CallOrder:
                 break
             at -= 1
         self.entries.insert(at, post)
+        self.entries.append(_Entry("wait", partial(executor.wait, number, messages), reads, writes))
 
 
 class Plan:

@@ -271,12 +271,8 @@ class Staged(Transport):
 
 def spans(part: TensorPart, place: Tensor, tensor: Tensor) -> list[tuple[Tensor, Tensor]]:
     """Of each block, what lies in the slot and what lies on the device."""
-    found, begin = list[tuple[Tensor, Tensor]](), 0
-    for offset, length in part.spans:
-        if length:
-            found.append((place[begin : begin + length], tensor[offset : offset + length]))
-        begin += length
-    return found
+    pieces = torch.split(place, [length for _, length in part.spans])
+    return [(near, tensor[lo : lo + n]) for near, (lo, n) in zip(pieces, part.spans, strict=True) if n]
 
 
 def through_host(perform: Callable[..., None], tensors: Sequence[Tensor | None], written: Sequence[bool]) -> None:
