@@ -37,7 +37,6 @@ from mpitrain.storage.text import bytes_text
 RING_SEGMENT = 1 << 20  # bytes of one ring message; smaller ones cost more Python than they overlap
 SHARED_CHUNK = 1 << 17  # bytes summed and written while they are in a core's cache
 STAGED_PIECE = 1 << 20  # bytes of a vector outside an arena that are in one staging slot
-MOST_SEGMENTS = 16
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,7 @@ class Setting:
         return place + (" oversubscribed" if self.oversubscribed else "")
 
 
-def segments_of(nbytes: int, piece: int, most: int = MOST_SEGMENTS) -> int:
+def segments_of(nbytes: int, piece: int, most: int = 16) -> int:
     """How many segments of about `piece` bytes a block of nbytes is cut into."""
     return max(1, min(most, -(-nbytes // piece)))
 

@@ -18,12 +18,13 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from mpitrain.comm.job import launcher
 from mpitrain.comm.job.mpi import MPI
+from mpitrain.comm.job.traffic import Record
 from mpitrain.errors import EXIT_FAILED, EXIT_INTERRUPTED, MpitrainError, message_of, printable
 
 _FAILED = 7  # message tag
@@ -177,9 +178,6 @@ def finalize(code: int) -> None:
 #     rank 2  in #12 of world, a moment later: ends the job, naming rank 1
 #
 # Ranks that have nothing to do with each other any more may end hours apart. Where all end together nothing is said.
-
-if TYPE_CHECKING:
-    from mpitrain.comm.job.traffic import Record
 
 _TAG = 3  # of messages; the watchdog has the others
 _MOMENT = 1.0  # seconds: for all to end, for what a rank sent before it left to arrive
