@@ -66,7 +66,7 @@ def test_every_all_reduce_algorithm_sums_and_no_other_one_is_there(world):
         x = torch.full((100,), float(world.rank + 1))
         world.all_reduce(x, algorithm=name)
         assert x.tolist() == [sum(range(1, world.size + 1))] * 100
-    assert set(ALL_REDUCE.names) == set(get_args(choices.AllReduce))
+    assert set(ALL_REDUCE) == set(get_args(choices.AllReduce))
 
 
 def _listed(message: str) -> set[str]:

@@ -73,7 +73,7 @@ class Queue(Worker):
     def close(self) -> None:
         """Complete everything, unless something was given up, and the rest stays as it is."""
         if self.stuck:
-            self.progress.finished(self)
+            self.progress.deferring.discard(self)
         else:
             super().close()
 

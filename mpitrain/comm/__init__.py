@@ -27,18 +27,8 @@ _HOMES = {
     "init": "world",
     "set_timeout": "world",
 }
-__all__ = [
-    "ANY_SOURCE",
-    "Arena",
-    "Communicator",
-    "Letter",
-    "Mailbox",
-    "Work",
-    "carry_device_memory",
-    "compression",
-    "init",
-    "set_timeout",
-]
+__all__ = ["ANY_SOURCE", "Arena", "Communicator", "Letter", "Mailbox", "Work", "carry_device_memory", "compression"]
+__all__ += ["init", "set_timeout"]
 
 
 def __getattr__(name: str) -> Any:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,10 +23,9 @@ import torch
 
 from mpitrain.comm.algorithms.shared import alternating_all_gather, node_copy
 from mpitrain.comm.collectives.binding import Binder, Invocation, syncs
-from mpitrain.comm.collectives.dispatch import Dispatcher
+from mpitrain.comm.collectives.dispatch import Dispatcher, ProcessServices
 from mpitrain.comm.collectives.moving import all_gather, all_to_all, broadcast, gather, scatter
 from mpitrain.comm.collectives.reducing import ALL_REDUCE, Deferred, all_reduce, reduce, reduce_scatter
-from mpitrain.comm.collectives.services import ProcessServices
 from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.job.topology import Topology, ranks_in
 from mpitrain.comm.job.traffic import Moved, clock
@@ -180,7 +180,7 @@ class Communicator(PointToPoint):
             name: Of what it is for, in messages.
         """
         with self._record.during(f"mailbox {name}"):
-            comm = MPI.Intracomm(self._comm.Dup())
+            comm = self._comm.Dup()
         return Mailbox(comm, self._topology, self.process, f"{self.label}: mailbox {name}", self.label)
 
     # -- groups
@@ -220,7 +220,7 @@ class Communicator(PointToPoint):
         """Release the communicator, all of it. Collective; nothing of it may be used afterwards. Twice is fine.
 
         Its arenas stay valid until they are freed themselves. What is not freed goes when the job ends, also where
-        nobody refers to it any more (see `mpitrain.comm.collectives.services`). Where ranks died there is nothing to be
+        nobody refers to it any more (see `mpitrain.comm.collectives.dispatch`). Where ranks died there is nothing to be
         done together, and only what is this process's own is released.
         """
         if not self._freed:
@@ -273,10 +273,7 @@ def _encode(value: Any) -> np.ndarray:
 
 
 def _all_errors(kind: type[MpitrainError]) -> list[type[MpitrainError]]:
-    found = [kind]
-    for child in kind.__subclasses__():
-        found += _all_errors(child)
-    return found
+    return [kind, *(error for child in kind.__subclasses__() for error in _all_errors(child))]
 
 
 # -- Memory that a node shares and that callers fill and read by themselves: slots used in turns, and one copy for all.
@@ -331,12 +328,9 @@ class Alternating:
         self._arena.free()
 
     def _bind(self, binder: Binder) -> Compiled:
-        def bind() -> Compiled:
-            program = binder.program(_ALTERNATING, binder.setting(self._arena.tensor))
-            nothing_moves = [0] * (program.chunks + 1)  # the callers fill and read
-            start = self._arena.start
-            return binder.compile(program, Layout(torch.uint8, nothing_moves, start, start), arena=self._arena)
-
+        program, start = binder.program(_ALTERNATING, binder.setting(self._arena.tensor)), self._arena.start
+        nothing_moves = Layout(torch.uint8, [0] * (program.chunks + 1), start, start)  # the callers fill and read
+        bind = partial(binder.compile, program, nothing_moves, arena=self._arena)
         return binder.bound(self._key, bind, self._arena.tensor)
 
 

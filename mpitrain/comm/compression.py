@@ -54,6 +54,11 @@ class Compression(ABC):
     def __init__(self) -> None:
         self._scratch: dict[Hashable, torch.Tensor] = {}
 
+    def __repr__(self) -> str:
+        """Return the constructor's call; ranks compare it."""
+        options = ", ".join(f"{name}={getattr(self, name)}" for name in inspect.signature(type(self)).parameters)
+        return f"{type(self).__name__}({options})"
+
     def all_reduce(
         self,
         comm: Collectives,
@@ -75,7 +80,7 @@ class Compression(ABC):
         self.check(tensor.dtype, op)
         if comm.size > 1 and tensor.numel() > 0:
             with torch.no_grad():
-                self._reduce(comm, tensor, op, algorithm, key, shapes)
+                self._reduce(comm, tensor, op, algorithm, Bucket(self, key, shapes))
 
     def check(self, dtype: torch.dtype, op: str) -> None:
         """Raise InputError for what cannot be compressed."""
@@ -86,9 +91,7 @@ class Compression(ABC):
             raise InputError(f"compression {self.name} is for floating-point numbers, not {kind}; leave it out")
 
     @abstractmethod
-    def _reduce(
-        self, comm: Collectives, x: torch.Tensor, op: str, algorithm: str, key: Hashable | None, shapes: Shapes | None
-    ) -> None:
+    def _reduce(self, comm: Collectives, x: torch.Tensor, op: str, algorithm: str, bucket: Bucket) -> None:
         """`all_reduce` of at least one element on at least two ranks."""
 
     @abstractmethod
@@ -126,7 +129,7 @@ class Compression(ABC):
 
 @dataclass(frozen=True)
 class Bucket:
-    """A compression, and the buffer it is for: its key in the memory and the shapes in it."""
+    """A compression, and the buffer it is for: its key in the memory, None for one without, and the shapes in it."""
 
     compression: Compression
     key: Hashable
@@ -165,18 +168,18 @@ class Remembering(Compression):
     def _remember(self, x: torch.Tensor, shapes: Shapes | None, name: str) -> Memory:
         """The memory of a buffer that was not seen before."""
 
-    def _memory(self, x: torch.Tensor, key: Hashable | None, shapes: Shapes | None) -> Memory:
-        unnamed = key is None
-        if key is None:
-            key = (x.data_ptr(), x.numel())
-        memory = self._memories.get(key)
+    def _memory(self, x: torch.Tensor, bucket: Bucket) -> Memory:
+        key, shapes = bucket.key, bucket.shapes
+        place = (x.data_ptr(), x.numel()) if key is None else key
+        memory = self._memories.get(place)
         if memory is None:
-            name = f"buffer {len(self._memories)}" if unnamed else str(key)  # an address means nothing to another run
+            # an address means nothing to another run
+            name = f"buffer {len(self._memories)}" if key is None else str(key)
             if any(other.name == name for other in self._memories.values()):
                 raise InputError(f"compression {self.name} has another buffer of the name {name!r}; use another key")
             memory = self._remember(x, shapes, name)
             self._fill(memory)
-            self._memories[key] = memory
+            self._memories[place] = memory
         elif (memory.numel, memory.dtype, memory.shapes) != (x.numel(), x.dtype, shapes):
             raise InputError(
                 f"compression {self.name} remembers {memory.name!r} as {memory.numel} elements of "
@@ -224,11 +227,6 @@ def wide_type(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in HALVES else dtype
 
 
-def all_finite(x: torch.Tensor) -> bool:
-    """Whether no element is infinite or NaN."""
-    return bool(torch.isfinite(x).all())
-
-
 class _Rounded(Compression):
     """Values rounded to 16 bits on the wire, sums in fp32.
 
@@ -239,12 +237,7 @@ class _Rounded(Compression):
 
     wire: ClassVar[torch.dtype]
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}()"
-
-    def _reduce(
-        self, comm: Collectives, x: torch.Tensor, op: str, algorithm: str, key: Hashable | None, shapes: Shapes | None
-    ) -> None:
+    def _reduce(self, comm: Collectives, x: torch.Tensor, op: str, algorithm: str, bucket: Bucket) -> None:
         if x.dtype == self.wire:
             comm.all_reduce(x, op, algorithm, reproducible=True)
             return
@@ -297,9 +290,6 @@ class TopK(Remembering):
             raise InputError(f"compression topk: ratio {ratio} must be above 0 and at most 1")
         self.ratio, self.error_feedback = ratio, error_feedback
 
-    def __repr__(self) -> str:
-        return f"TopK(ratio={self.ratio}, error_feedback={self.error_feedback})"
-
     def kept(self, numel: int) -> int:
         """How many of numel elements are sent."""
         return min(numel, max(1, math.ceil(self.ratio * numel)))
@@ -312,12 +302,10 @@ class TopK(Remembering):
         error = torch.zeros(x.numel(), dtype=wide_type(x.dtype), device=x.device)
         return Memory(name, x.numel(), x.dtype, shapes, {"error": error})
 
-    def _reduce(
-        self, comm: Collectives, x: torch.Tensor, op: str, algorithm: str, key: Hashable | None, shapes: Shapes | None
-    ) -> None:
+    def _reduce(self, comm: Collectives, x: torch.Tensor, op: str, algorithm: str, bucket: Bucket) -> None:
         numel, k, places = x.numel(), self.kept(x.numel()), _index_type(x.numel(), x.dtype)
         total = self._wide(x)
-        error = self._memory(x, key, shapes).tensors["error"] if self.error_feedback else None
+        error = self._memory(x, bucket).tensors["error"] if self.error_feedback else None
         if error is not None:
             total.add_(error)
         magnitude = self._buffer("magnitude", numel, total.dtype, x.device)
@@ -335,7 +323,7 @@ class TopK(Remembering):
         comm.all_gather(messages, message)
 
         received = [_parts(part, k, places, x.dtype) for part in torch.split(messages, nbytes)]
-        if not all(all_finite(theirs) for _, theirs in received):
+        if not all(torch.isfinite(theirs).all() for _, theirs in received):
             x.fill_(math.nan)
             return
         if error is not None:
@@ -485,12 +473,6 @@ class PowerSGD(Remembering):
         self.rank, self.warm_start, self.error_feedback = rank, warm_start, error_feedback
         self.min_compression, self.seed = min_compression, seed
 
-    def __repr__(self) -> str:
-        return (
-            f"PowerSGD(rank={self.rank}, warm_start={self.warm_start}, error_feedback={self.error_feedback}, "
-            f"min_compression={self.min_compression}, seed={self.seed})"
-        )
-
     def bytes_on_wire(self, numel: int, dtype: torch.dtype, shapes: Shapes | None = None) -> int:
         """Without shapes a vector, which is not compressed."""
         made = plan(numel, [(0, (numel,))] if shapes is None else shapes, self.rank, self.min_compression)
@@ -513,10 +495,8 @@ class PowerSGD(Remembering):
         errors = [m.of(error) for m in made.matrices]
         return _Factors(name, x.numel(), x.dtype, shapes, tensors, made, sent, right, ps, qs, errors)
 
-    def _reduce(
-        self, comm: Collectives, x: torch.Tensor, op: str, algorithm: str, key: Hashable | None, shapes: Shapes | None
-    ) -> None:
-        memory = self._memory(x, key, shapes)
+    def _reduce(self, comm: Collectives, x: torch.Tensor, op: str, algorithm: str, bucket: Bucket) -> None:
+        memory = self._memory(x, bucket)
         assert isinstance(memory, _Factors)
         if not memory.plan.matrices:
             comm.all_reduce(x, op, algorithm)
@@ -534,7 +514,7 @@ class PowerSGD(Remembering):
         for matrix, p, q in zip(matrices, memory.ps, memory.qs, strict=True):
             torch.mm(matrix, q, out=p)
         comm.all_reduce(memory.sent, op, algorithm)
-        if not all_finite(memory.sent):
+        if not torch.isfinite(memory.sent).all():
             x.fill_(math.nan)
             return
         memory.tensors["steps"] += 1
@@ -568,15 +548,13 @@ def _pieces(flat: torch.Tensor, shapes: Sequence[tuple[int, int]]) -> list[torch
 
 __all__ = ["BF16", "FP16", "Bucket", "Collectives", "Compression", "PowerSGD", "Shapes", "TopK", "from_name"]
 
-_KINDS: tuple[type[Compression], ...] = (FP16, BF16, TopK, PowerSGD)
-
 
 def from_name(name: str, **options: Any) -> Compression:
     """The compression of a name (fp16, bf16, topk, powersgd) with its constructor's options."""
-    kinds = {kind.name: kind for kind in _KINDS}
+    kinds: dict[str, type[Compression]] = {kind.name: kind for kind in (FP16, BF16, TopK, PowerSGD)}
     if name not in kinds:
         raise InputError(f"there is no compression {name!r}; use one of {', '.join(kinds)}")
-    known = [p for p in inspect.signature(kinds[name]).parameters if p != "self"]
+    known = list(inspect.signature(kinds[name]).parameters)
     for option in options:
         if option not in known:
             raise InputError(f"compression {name} has no option {option!r}; it has {', '.join(known) or 'none'}")

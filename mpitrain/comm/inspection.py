@@ -108,16 +108,17 @@ def _launcher() -> str:
 
 
 class PlainMPI:
-    """Calls on the ranks of a communicator, for CPU tensors, which the calls keep alive. Collective to make."""
+    """Calls on the ranks of a communicator, for CPU tensors, which the calls keep alive. Collective to make.
+
+    Attributes:
+        node_barrier: A call at which the ranks of a node meet.
+    """
 
     def __init__(self, world: Communicator) -> None:
         self._comm = world._comm.Dup()
         self._node = self._comm.Split_type(MPI.COMM_TYPE_SHARED)
         self._requests: list[MPI.Prequest] = []
-
-    def node_barrier(self) -> Call:
-        """The ranks of a node meet."""
-        return self._node.Barrier
+        self.node_barrier: Call = self._node.Barrier
 
     def exchange(self, out: torch.Tensor, x: torch.Tensor, to: int, source: int) -> Call:
         """Send x and receive out, by persistent requests as programs do."""

@@ -26,14 +26,14 @@ from itertools import count
 import numpy as np
 import torch
 
-from mpitrain.comm.collectives.services import OwnedCommunicators, ProcessServices, check_rank
+from mpitrain.comm.collectives.dispatch import OwnedCommunicators, ProcessServices, check_rank
 from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.job.topology import Member, Topology
 from mpitrain.comm.job.traffic import Moved, Note, Record, clock
 from mpitrain.comm.memory.buffers import as_tensor, in_messages
 from mpitrain.comm.memory.device import is_accelerator
 from mpitrain.comm.runtime.agreement import seen
-from mpitrain.comm.runtime.work import Messages, Work, poll
+from mpitrain.comm.runtime.work import Messages, MessageWait, Work, poll
 from mpitrain.errors import CommunicationError, InputError
 
 WORDS = 15  # numbers in a letter, at most
@@ -49,7 +49,7 @@ class Posted(Work):
 
     def __init__(self, box: Mailbox, dest: int, requests: list[MPI.Request], held: Sequence[object]) -> None:
         self._box, self._dest, self._requests = box, dest, requests
-        self._held: Sequence[object] = held  # which MPI reads
+        self._held = held  # which MPI reads
         self._error: CommunicationError | None = None
 
     def done(self) -> bool:
@@ -123,11 +123,11 @@ class Letter:
                 f"{box.rank} expects {tensor.nbytes}; post and receive tensors of one size and type"
             )
         requests = box._receive(tensor, self.source, self._tag)
-        awaited = (box.world_ranks[self.source],)
         note = box._note("recv") if box.process.journal.on else None
         if note is not None:
             box.process.journal.note("recv", note.axis, note.moved, clock())
-        return Messages(name, tensor, requests, box._record, awaited, box.process.progress, note)
+        wait = MessageWait(box._record, (box.world_ranks[self.source],), box.process.progress, note)
+        return Messages(name, tensor, requests, wait)
 
     def discard(self) -> None:
         """Receive the payload and throw it away, instead of `receive`."""
@@ -145,12 +145,10 @@ class Mailbox(Member):
         process: What all communicators of the process share.
     """
 
-    def __init__(
-        self, comm: MPI.Intracomm, topology: Topology, process: ProcessServices, label: str, axis: str = ""
-    ) -> None:
+    def __init__(self, comm: MPI.Comm, topology: Topology, process: ProcessServices, label: str, axis: str) -> None:
         """axis: label of the communicator, for the journal."""
         super().__init__(topology, label)
-        self.process, self._axis = process, axis or label
+        self.process, self._axis = process, axis
         self._owned = OwnedCommunicators(process)
         self._comm = self._owned.keep(comm)
         self._record = process.watchdog.record(label)  # of the thread that takes

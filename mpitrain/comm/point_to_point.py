@@ -8,23 +8,20 @@ of the sender's memory over whatever lies behind the receiver's.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from mpitrain.comm.collectives.dispatch import Dispatcher
-from mpitrain.comm.collectives.services import ProcessServices, check_rank
+from mpitrain.comm.collectives.dispatch import Dispatcher, ProcessServices, check_rank
 from mpitrain.comm.collectives.transports.choice import takes_addresses
 from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.job.topology import Topology
-from mpitrain.comm.job.traffic import Moved, Note, Record, clock
+from mpitrain.comm.job.traffic import Moved, Note, clock
 from mpitrain.comm.memory.buffers import as_tensor, in_messages
 from mpitrain.comm.memory.device import current_stream, pinned, recorded
-from mpitrain.comm.runtime.progress import ProgressEngine
-from mpitrain.comm.runtime.work import Messages
+from mpitrain.comm.runtime.work import Messages, MessageWait
 from mpitrain.errors import InputError
 
 ANY_SOURCE = MPI.ANY_SOURCE
@@ -37,7 +34,7 @@ class PointToPoint(Dispatcher):
     def __init__(self, comm: MPI.Intracomm, topology: Topology, process: ProcessServices, label: str) -> None:
         super().__init__(comm, topology, process, label)
         self._message_record = process.watchdog.record(f"{label} (messages)")
-        self._messages = self._owned.duplicate(comm)
+        self._messages = self._owned.keep(comm.Dup())
         self._sent = 0  # messages
 
     def send(self, x: Any, dest: int, tag: int = 0) -> None:
@@ -67,14 +64,13 @@ class PointToPoint(Dispatcher):
         header = np.array([tensor.nbytes, data_tag])
         requests = [self._messages.Isend(header, dest, _checked(tag))]
         requests += [self._messages.Isend(spec, dest, data_tag) for spec in in_messages(tensor)]
-        awaited = (self.world_ranks[dest],)
-        record, progress = self._message_record, self.process.progress
         note = self._noted("send", dest, tag, tensor.nbytes, begin) if begin else None
-        return Messages(f"send to rank {dest}", tensor, requests, record, awaited, progress, note)
+        wait = MessageWait(self._message_record, (self.world_ranks[dest],), self.process.progress, note)
+        return Messages(f"send to rank {dest}", tensor, requests, wait)
 
     def _free(self) -> None:
         """See `Dispatcher._free`; receives that nothing was sent for end with an error."""
-        for receive in self.process.progress.receives:
+        for receive in list(self.process.progress.receives):
             if isinstance(receive, ReceiveWork):
                 receive.cancel(self._messages)
         super()._free()
@@ -112,8 +108,8 @@ class PointToPoint(Dispatcher):
         awaited = [r for r in ranks if r != ranks[self.rank]] if source == ANY_SOURCE else [ranks[source]]
         note = self._noted("recv", source, tag, 0, clock()) if self.journal.on else None
         landing = self._landing(tensor, device)
-        record, progress = self._message_record, self.process.progress
-        return ReceiveWork(self._messages, source, _checked(tag), landing, record, awaited, progress, note)
+        wait = MessageWait(self._message_record, awaited, self.process.progress, note)
+        return ReceiveWork(self._messages, source, _checked(tag), landing, wait)
 
     def _near(self, tensor: torch.Tensor) -> torch.Tensor:
         """What MPI is to read: the tensor, or a copy of it in host memory. It is there when this returns."""
@@ -167,17 +163,7 @@ class Landing:
 class ReceiveWork(Messages):
     """A message that is received: first its header, then its data."""
 
-    def __init__(
-        self,
-        comm: MPI.Intracomm,
-        source: int,
-        tag: int,
-        landing: Landing,
-        record: Record,
-        awaited: Sequence[int],
-        progress: ProgressEngine,
-        note: Note | None,
-    ) -> None:
+    def __init__(self, comm: MPI.Intracomm, source: int, tag: int, landing: Landing, wait: MessageWait) -> None:
         """Post the receive of the header.
 
         Args:
@@ -185,14 +171,14 @@ class ReceiveWork(Messages):
             source: The rank that sends, or ANY_SOURCE.
             tag: Tag of the header.
             landing: Where the data go.
-            record, awaited, progress, note: See `Messages`.
+            wait: Where a wait for them is noted.
         """
         name = "receive from any rank" if source == ANY_SOURCE else f"receive from rank {source}"
         self._comm, self._landing = comm, landing
         self._header = np.empty(2, dtype=np.int64)
         self._opened = False
-        super().__init__(name, landing.tensor, [comm.Irecv(self._header, source, tag)], record, awaited, progress, note)
-        progress.expect(self)
+        super().__init__(name, landing.tensor, [comm.Irecv(self._header, source, tag)], wait)
+        self._progress.expect(self)
 
     def advance(self) -> None:
         """Post the data if the header has come; see `mpitrain.comm.runtime.progress`."""
@@ -217,7 +203,7 @@ class ReceiveWork(Messages):
             self._landing.copy()
             return []
         self._opened = True
-        self._progress.opened(self)
+        self._progress.receives.discard(self)
         nbytes, data_tag = self._header.tolist()
         rank = self.source = statuses[0].source
         place = self._landing.near
@@ -232,7 +218,7 @@ class ReceiveWork(Messages):
         return [self._comm.Irecv(spec, rank, data_tag) for spec in in_messages(place)]
 
     def _end(self) -> None:
-        self._progress.opened(self)
+        self._progress.receives.discard(self)
         super()._end()
 
 

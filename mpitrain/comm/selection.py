@@ -37,7 +37,6 @@ from mpitrain.storage.text import bytes_text
 RING_SEGMENT = 1 << 20  # bytes of one ring message; smaller ones cost more Python than they overlap
 SHARED_CHUNK = 1 << 17  # bytes summed and written while they are in a core's cache
 STAGED_PIECE = 1 << 20  # bytes of a vector outside an arena that are in one staging slot
-MOST_SEGMENTS = 16
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,7 @@ class Setting:
         return place + (" oversubscribed" if self.oversubscribed else "")
 
 
-def segments_of(nbytes: int, piece: int, most: int = MOST_SEGMENTS) -> int:
+def segments_of(nbytes: int, piece: int, most: int = 16) -> int:
     """How many segments of about `piece` bytes a block of nbytes is cut into."""
     return max(1, min(most, -(-nbytes // piece)))
 
@@ -98,11 +97,6 @@ def _messages(nbytes: int) -> int:
 def cache_chunks(nbytes: int) -> int:
     """How many chunks a block is cut into that is summed chunk by chunk in a core's cache."""
     return segments_of(nbytes, SHARED_CHUNK, most=1 << 20)
-
-
-def never(*_: object) -> bool:
-    """False, whatever it is asked of."""
-    return False
 
 
 def always(*_: object) -> bool:
@@ -128,7 +122,7 @@ class Algorithm:
     one_node: bool = False
     reach: bool = False
     stages: bool = False
-    reproduces: Callable[[Setting], bool] = never
+    reproduces: Callable[[Setting], bool] = lambda setting: False
     instead: str = "auto"
 
 
@@ -156,11 +150,6 @@ class Algorithms(dict[str, Algorithm]):
         """Take back what was registered; tensors it was used on may stay bound to it."""
         del self[name]
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names of all of them."""
-        return tuple(self)
-
     def placed(self, name: str, x: Tensor) -> Tensor | None:
         """x, where ranks may touch each other's vectors, so that it matters where these lie in an arena; else None."""
         return x if name == "auto" or (name in self and self[name].reach) else None
@@ -177,19 +166,15 @@ Rule = tuple[int, str]  # up to this many bytes (exclusive), this algorithm
 _NO_LIMIT = 1 << 62
 _CLEARLY = 0.95  # of the time of the algorithm used for smaller vectors
 
-_ALWAYS_MPI: tuple[Rule, ...] = ((_NO_LIMIT, "mpi"),)
 
-
-def _shared_from(
-    arena: int, arena_oversubscribed: int, ordinary: int, ordinary_oversubscribed: int
-) -> dict[str, tuple[Rule, ...]]:
+def _shared_from(*limits: int) -> dict[str, tuple[Rule, ...]]:
     """Rules of an operation that goes through the memory of one node from so many bytes on, and by MPI otherwise.
 
-    The limits are those from which it was at least as fast at 2 ranks on 2 cores, and at 4 ranks where oversubscribed.
+    The limits are those from which it was at least as fast at 2 ranks on 2 cores, and at 4 ranks where oversubscribed:
+    in an arena, there where oversubscribed, elsewhere, and elsewhere where oversubscribed.
     """
-    limits = {"node arena": arena, "node arena oversubscribed": arena_oversubscribed}
-    limits |= {"node": ordinary, "node oversubscribed": ordinary_oversubscribed}
-    return {place: ((limit, "mpi"), (_NO_LIMIT, "shared")) for place, limit in limits.items()}
+    places = "node arena", "node arena oversubscribed", "node", "node oversubscribed"
+    return {place: ((limit, "mpi"), (_NO_LIMIT, "shared")) for place, limit in zip(places, limits, strict=True)}
 
 
 # operation -> where the ranks and the data are -> rules in order of size; elsewhere: MPI
@@ -227,13 +212,13 @@ class Tuning:
         if any(name not in algorithms for _, name in rules):  # one that this job has not registered
             rules = Tuning().rules(algorithms.operation, setting.place, setting.size)
         if not rules:  # of an operation that is not in the table
-            return "mpi" if "mpi" in algorithms else algorithms.names[0]
+            return "mpi" if "mpi" in algorithms else next(iter(algorithms))
         return next(name for limit, name in rules if setting.nbytes < limit)
 
     def rules(self, operation: str, place: str, ranks: int) -> Sequence[Rule]:
         """In order of size; none for an operation that is not in the table."""
         by_place = _DEFAULTS.get(operation)
-        otherwise = () if by_place is None else by_place.get(place, _ALWAYS_MPI)
+        otherwise = () if by_place is None else by_place.get(place, ((_NO_LIMIT, "mpi"),))
         return self.measured.get(rules_key(operation, place, ranks)) or otherwise
 
     def is_measured(self, operation: str, place: str, ranks: int) -> bool:
@@ -409,11 +394,8 @@ REDUCE = Algorithms(
 TABLES = {table.operation: table for table in (ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, BROADCAST, REDUCE)}
 
 
-BUILT_IN = Tuning()
-
-
 def serving(
-    operation: str, setting: Setting, tuning: Tuning = BUILT_IN, algorithm: str = "auto", *, halves: bool = False
+    operation: str, setting: Setting, tuning: Tuning = Tuning(), algorithm: str = "auto", *, halves: bool = False
 ) -> tuple[str, Program | None]:
     """What serves a call of an operation on host memory, as the operation itself would find.
 

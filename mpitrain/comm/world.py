@@ -8,7 +8,8 @@ import time
 from functools import partial
 from typing import NoReturn
 
-from mpitrain.comm.collectives.services import DeviceMemory, ProcessServices
+from mpitrain.comm.collectives.dispatch import ProcessServices
+from mpitrain.comm.collectives.transports.choice import DeviceMemory
 from mpitrain.comm.communicator import Communicator
 from mpitrain.comm.job import launcher
 from mpitrain.comm.job.abort import Faults, abort
@@ -23,7 +24,6 @@ from mpitrain.comm.selection import Tuning, load_tuning
 from mpitrain.early import RANK_NAMES
 from mpitrain.errors import EXIT_BAD_INPUT, EXIT_FAILED, CommunicationError, InputError, refusal
 
-DEFAULT_TIMEOUT = 600.0  # seconds
 _PATIENCE = 5.0  # seconds in which it is found out which rank died
 WAYS = ("auto", "mpi", "staged", "peer", "nccl")
 
@@ -32,11 +32,7 @@ _world: Communicator | None = None
 
 
 def init(
-    *,
-    comm: MPI.Comm | None = None,
-    timeout: float = DEFAULT_TIMEOUT,
-    abort_on_error: bool = True,
-    debug: bool | None = None,
+    *, comm: MPI.Comm | None = None, timeout: float = 600.0, abort_on_error: bool = True, debug: bool | None = None
 ) -> Communicator:
     """Return the communicator over all ranks. Collective the first time; later calls return the same one.
 

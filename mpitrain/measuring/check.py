@@ -57,7 +57,7 @@ def judged(world: Communicator, case: Case, table: Algorithms | None) -> tuple[b
     Returns:
         Whether all is right, and the algorithms, or the first thing that is wrong on the first rank that found one.
     """
-    names = tuple(n for n in table.names if world.num_nodes == 1 or not table[n].one_node) if table else ()
+    names = tuple(n for n in table if world.num_nodes == 1 or not table[n].one_node) if table else ()
     wrong = ""
     for dtype, lengths in ELEMENTS.items():
         for elements in lengths:

@@ -63,7 +63,7 @@ class AlgorithmContenders:
             "all_gather": lambda name: partial(world.all_gather, x, block, name),
         }
         one_node, reached = world.num_nodes == 1, memory == "arena" or self._reads_neighbours
-        known = {name: table[name] for name in table.names if not (one_node and name == "two_level")}
+        known = {name: a for name, a in table.items() if not (one_node and name == "two_level")}
         usable = [n for n, a in known.items() if (one_node or not a.one_node) and (reached or a.stages or not a.reach)]
         return contenders(size, **{name: calls[table.operation](name) for name in usable})
 

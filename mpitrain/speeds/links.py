@@ -68,7 +68,7 @@ class Probes:
             "step": partial(np.add, few, few, out=few),
             "add": partial(np.add, mine, theirs, out=mine),
             "copy": partial(np.copyto, theirs, mine),
-            "barrier": self.plain.node_barrier(),
+            "barrier": self.plain.node_barrier,
         }
         return {name: Contender(call) for name, call in calls.items()}
 

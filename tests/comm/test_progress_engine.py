@@ -123,7 +123,7 @@ def test_a_receive_of_a_freed_group_ends_with_an_error(world):
 @pytest.mark.parametrize("pair", [0, 1], indirect=True, ids=["no core", "a core"])
 def test_no_operation_keeps_the_memory_of_its_tensors_once_its_handle_is_dropped(pair):
     group, _ = pair
-    in_flight = group.process.progress._in_flight
+    in_flight = group.process.progress.in_flight
     before = set(in_flight)  # of receives in other tests, to which nobody sends
     gc.collect()
     gc.disable()

@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -25,7 +26,7 @@ from mpitrain.comm.memory.device import synchronize
 from mpitrain.comm.programs.program import Program, chunk_bounds, even_bounds
 from mpitrain.comm.programs.verify import Proofs
 from mpitrain.comm.runtime import agreement, executor
-from mpitrain.comm.runtime.agreement import LINE, ROW, Board, Call, Register, Signature, is_whole_job
+from mpitrain.comm.runtime.agreement import LINE, ROW, Board, Call, Register, Signature
 from mpitrain.comm.runtime.compiling import Plan
 from mpitrain.comm.runtime.executor import Compiled, Layout, Reduction
 from mpitrain.comm.runtime.remote import Neighbours, probe
@@ -70,7 +71,7 @@ class BoundCache:
         self._ended: list[Compiled] = []  # whose memory is gone, to be released by the binder's thread
         self._arenas = arenas
         self._generation = arenas.generation  # when the oldest entry was bound
-        arenas.changed.add(self._arenas_changed)
+        arenas.changed.add(self.forget_ready)  # it would not look at the arenas again
 
     def find(self, key: Hashable) -> Compiled | None:
         """Return what was bound under the key; None where one of its addresses may belong to other memory by now."""
@@ -105,8 +106,8 @@ class BoundCache:
         self.plans.clear()
         self._generation = self._arenas.generation
 
-    def _arenas_changed(self) -> None:
-        """Called in whichever thread makes or frees an arena: what is ready would not look at it again."""
+    def forget_ready(self) -> None:
+        """Have operations looked for among the bound ones again. Called in whichever thread makes or frees an arena."""
         self.ready.clear()
 
     def _end(self, key: Hashable, _: object) -> None:
@@ -219,10 +220,8 @@ class Binder:
 
     def arena_of(self, x: torch.Tensor) -> Arena | None:
         """The shared arena x lies in, if all ranks of this node that take part can reach it."""
-        arena = self.arenas.find(x.data_ptr(), x.numel() * x.element_size())
-        reachable = arena is not None and all(
-            self.topology.world_ranks[r] in arena.segments for r in self.topology.neighbours
-        )
+        arena, world = self.arenas.find(x.data_ptr(), x.numel() * x.element_size()), self.topology.world_ranks
+        reachable = arena is not None and all(world[r] in arena.segments for r in self.topology.neighbours)
         return arena if reachable else None
 
     def setting(self, x: torch.Tensor, **more: Any) -> Setting:
@@ -273,7 +272,7 @@ class Binder:
         if self._rows is None:
             end = self.node.size * (ROW + LINE)
             self._board = self.allocate(end + agreement.NBYTES, for_tensors=False)
-            agreed = self.topology.num_nodes == 1 and is_whole_job(self.topology.size)
+            agreed = self.topology.num_nodes == 1 and self.topology.size == MPI.COMM_WORLD.size
             self._rows = Board(self.node, self.topology.neighbours, self._board, agreed)
             if self._rows.shared:
                 self._neighbours = probe(self.comm, self.node, self.topology.neighbours, self._rows)
@@ -418,10 +417,7 @@ def scaling(x: torch.Tensor, reduction: Reduction) -> list[Call]:
 
 
 def offsets(counts: Sequence[int]) -> list[int]:
-    bounds = [0]
-    for count in counts:
-        bounds.append(bounds[-1] + count)
-    return bounds
+    return list(accumulate(counts, initial=0))
 
 
 def moved_by_library(topology: Topology, operation: str, blocks: Sequence[int] | int, root: int = 0) -> Moved:
@@ -442,7 +438,6 @@ def moved_by_library(topology: Topology, operation: str, blocks: Sequence[int] |
 
 
 Tensors = Sequence["torch.Tensor | None"]
-Bind = Callable[..., Call]
 
 
 class Invocation(NamedTuple):
@@ -464,7 +459,7 @@ class Invocation(NamedTuple):
     """
 
     name: str
-    bind: Bind
+    bind: Callable[..., Call]
     tensors: Tensors = ()
     written: Sequence[bool] = ()
     key: Hashable = None

@@ -1,5 +1,7 @@
 """Performs calls of operations: at once or in the background, compared where debugging, watched.
 
+Here too are the services that all communicators of a process share, and the MPI communicators that each of them uses.
+
 Most of what an operation's first call does is not done again when a loop repeats it:
 
     first     arguments checked -> (ranks compared) -> bound to memory -> performed
@@ -12,22 +14,28 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
 
 from mpitrain.comm.collectives.binding import Binder, CollectiveOperation, Invocation, Ready, Tensors
-from mpitrain.comm.collectives.services import OwnedCommunicators, ProcessServices, block_sizes, check_rank
 from mpitrain.comm.collectives.transports.by_programs import DeviceCall, through_host
-from mpitrain.comm.collectives.transports.choice import Transports, Way, alone
+from mpitrain.comm.collectives.transports.choice import DeviceMemory, Transports, Way, alone
+from mpitrain.comm.job.abort import Faults
 from mpitrain.comm.job.mpi import MPI
-from mpitrain.comm.job.topology import Member, Topology
+from mpitrain.comm.job.topology import Member, Share, Topology
 from mpitrain.comm.job.traffic import Journal, Moved, Note, Record, clock
+from mpitrain.comm.memory.arena import ArenaIndex
 from mpitrain.comm.memory.buffers import as_tensor, inner_tensors, is_wrapper
+from mpitrain.comm.programs.verify import Proofs
 from mpitrain.comm.runtime.agreement import compare, repeated, seen
 from mpitrain.comm.runtime.executor import Compiled
+from mpitrain.comm.runtime.progress import ProgressEngine
+from mpitrain.comm.runtime.watchdog import FailureHandler, Watchdog
 from mpitrain.comm.runtime.work import Order, Queued, Streams, Work, Worker, between
+from mpitrain.comm.selection import Tuning
 from mpitrain.errors import InputError
 
 # what looking for a key in `ready` raises: it is not there, or an argument is no tensor, has no storage or no hash
@@ -40,11 +48,75 @@ def _barrier(binder: Binder) -> Compiled:
     return binder.bound(_BARRIER, lambda: Compiled([binder.comm.Barrier], moved=Moved("mpi")))
 
 
+@dataclass(frozen=True)
+class ProcessServices:
+    """What all communicators of a process share; but for `cores` and the watchdog's work, the same on every rank.
+
+    Attributes:
+        arenas: Where this process has arenas.
+        tuning: Which algorithms are fastest on this machine.
+        watchdog: What ends operations that do not complete.
+        progress: What makes progress on receives and on operations that were put off.
+        faults: What ends the job where this rank fails.
+        cores: What this rank has of its node's.
+        spare_cores: Of the ranks that have fewest, cores that no rank computes on; negative for ranks that have none.
+        device_memory: Which device this rank has, and how its memory is carried.
+        debug: Whether the ranks compare what they are about to do.
+        proofs: Of the programs used so far, in the debug mode.
+        failures: Where the job is to go on without ranks that die (see `faults.ulfm`).
+        journal: Counts what is sent.
+    """
+
+    arenas: ArenaIndex
+    tuning: Tuning
+    watchdog: Watchdog
+    progress: ProgressEngine
+    faults: Faults
+    cores: Share
+    spare_cores: int
+    device_memory: DeviceMemory
+    debug: bool
+    proofs: Proofs | None = None
+    failures: FailureHandler | None = None
+    journal: Journal = field(default_factory=Journal)
+
+    def may_release(self, comm: MPI.Intracomm) -> bool:
+        """Whether the ranks of a tracked communicator can still act together."""
+        return self.failures is None or self.failures.tracks(comm)
+
+
+class OwnedCommunicators:
+    """The MPI communicators that a `Communicator` is made of. Made and freed by all of its ranks in the same order.
+
+    MPI_Comm_free is collective, and so `free` is. A communicator that is dropped instead keeps what it has of MPI until
+    the job ends: Python collects garbage on each rank at a time of its own, and what is collective may not be called
+    then. What only this process has, the watchdog's records and the communication thread, goes with it all the same.
+    """
+
+    def __init__(self, process: ProcessServices) -> None:
+        self._failures = process.failures
+        self._comms: list[MPI.Intracomm] = []
+
+    def keep(self, made: MPI.Comm) -> MPI.Intracomm:
+        """Note a new communicator, also where it may have to be given up, and give it back."""
+        comm = MPI.Intracomm(made)  # what Split gives is one, but mpi4py types it as any communicator
+        self._comms.append(comm if self._failures is None else self._failures.track(comm))
+        return comm
+
+    def free(self) -> None:
+        """Release them, except those that were given up with dead ranks. Collective."""
+        while self._comms:
+            comm = self._comms.pop()
+            if self._failures is None or self._failures.forget(comm):
+                comm.Free()
+
+
 class Dispatcher(Member):
     """What all operations of a communicator go through.
 
     Attributes:
         process: What all communicators of the process share.
+        journal: Counts what this process sends, on all communicators.
         ready: What performs an operation that was performed before, by its key. It is for CPU tensors, and not when
             debugging.
         binder: Binds operations for the calling thread.
@@ -55,29 +127,23 @@ class Dispatcher(Member):
 
     def __init__(self, comm: MPI.Intracomm, topology: Topology, process: ProcessServices, label: str) -> None:
         super().__init__(topology, label)
-        self.process = process
+        self.process, self.journal = process, process.journal
         self._owned = OwnedCommunicators(process)
         self._comm = comm = self._owned.keep(comm)
         self.binder = self._make_binder(comm)
         self.ready = self.binder.cache.ready
-        self._background: Binder | None = None
-        if process.spare_cores > 0 and topology.size > 1:  # made now, because making them is collective
-            self._background = self._make_binder(self._owned.duplicate(comm))
+        threaded = process.spare_cores > 0 and topology.size > 1  # made now, because making them is collective
+        self._background = self._make_binder(self._owned.keep(comm.Dup())) if threaded else None
         self._worker = Worker(self._background is not None, process.journal, process.progress)
-        self._compared: MPI.Intracomm | None = None  # for the comparisons of the debug mode alone
-        if process.debug and topology.size > 1:
-            self._compared = self._owned.duplicate(comm)
+        compares = process.debug and topology.size > 1
+        self._compared = self._owned.keep(comm.Dup()) if compares else None  # for the debug mode's comparisons alone
         self._record = process.watchdog.record(label, topology.world_ranks)
         self._background_record = process.watchdog.record(f"{label} (async)", topology.world_ranks)
         self._transports: dict[Binder, Transports] = {}
         self._streams: Streams = {}  # for operations on a device in the background
         self._freed = False
-        self.journal.switched.add(self._forget_ready)
-
-    @property
-    def journal(self) -> Journal:
-        """Counts what this process sends, on all communicators."""
-        return self.process.journal
+        # what is ready counts, or does not, as the journal was when it was made
+        self.journal.switched.add(self.binder.cache.forget_ready)
 
     def entered(self, name: str, moved: Moved, begin: float, key: str = "", sequence: int = 0) -> None:
         """Enter in the journal what this rank has done with the others since `begin`, and is not dispatched.
@@ -91,10 +157,6 @@ class Dispatcher(Member):
         key, sequence = (key, sequence) if key else (self._record.key, self._record.sequence)
         Note(self.journal, name, self.label, moved, key, sequence).performed(begin)
 
-    def _forget_ready(self) -> None:
-        """What is ready counts, or does not, as the journal was when it was made."""
-        self.ready.clear()
-
     def _make_binder(self, comm: MPI.Intracomm) -> Binder:
         process = self.process
         node = self._owned.keep(comm.Split(self._topology.nodes[comm.rank], comm.rank))
@@ -103,7 +165,7 @@ class Dispatcher(Member):
 
     def duplicate_of_node(self) -> MPI.Intracomm:
         """A new communicator of this node's ranks, freed with this one. Collective over the node."""
-        return self._owned.duplicate(self.binder.node)
+        return self._owned.keep(self.binder.node.Dup())
 
     @property
     def overlaps(self) -> bool:
@@ -162,11 +224,7 @@ class Dispatcher(Member):
         return operation.on(tensors, written, *given, alike=alike, placed=placed)
 
     def begin(
-        self,
-        checked: Callable[..., Invocation],
-        async_op: bool,
-        tensors: Sequence[Any],
-        written: Sequence[bool],
+        self, checked: Callable[..., Invocation], async_op: bool, tensors: Sequence[Any], written: Sequence[bool]
     ) -> Work | None:
         """Dispatch a call that was not found in `ready`, once for each inner tensor of those that wrap others.
 
@@ -315,10 +373,9 @@ class Dispatcher(Member):
         return device
 
     def _transports_of(self, binder: Binder, device: torch.device) -> Transports:
-        found = self._transports.get(binder)
-        if found is None:
-            found = self._transports[binder] = Transports(binder, self.process.device_memory, device, self.probe)
-        return found
+        if binder not in self._transports:
+            self._transports[binder] = Transports(binder, self.process.device_memory, device, self.probe)
+        return self._transports[binder]
 
     def device_ways(self, device: torch.device) -> list[Way]:
         """The ways in which this communicator can carry what is on a device; none for one rank. Collective."""
@@ -367,11 +424,6 @@ class SeveralWorks(Work):
         """Return whether all are complete."""
         return all(work.done() for work in self._works)
 
-    def release(self) -> None:
-        """Block until what they read may be written again."""
-        for work in self._works:
-            work.release()
-
 
 def for_each_inner(operation: Callable[..., Work | None], *tensors: Any) -> Work | None:
     """Perform an operation once for each inner tensor.
@@ -395,3 +447,46 @@ def for_each_inner(operation: Callable[..., Work | None], *tensors: Any) -> Work
     works = [operation(*inner) for inner in calls]
     begun = [work for work in works if work is not None]
     return SeveralWorks(begun) if begun else None
+
+
+def check_rank(comm: Member, rank: int) -> None:
+    """Raise InputError unless the communicator has the rank."""
+    if not 0 <= rank < comm.size:
+        raise InputError(f"there is no rank {rank} in {comm.label}; ranks are 0 to {comm.size - 1}")
+
+
+def block_sizes(
+    comm: Member, name: str, part: torch.Tensor | None, whole: torch.Tensor, counts: Sequence[int] | None, *names: str
+) -> list[int]:
+    """Return the elements of each rank's block of `whole`, checked against this rank's part.
+
+    names: of the part and of the whole, in messages.
+    """
+    part_name, whole_name = names
+    if part is not None and part.dtype != whole.dtype:
+        raise InputError(f"{name}: {part_name} is {part.dtype}, {whole_name} is {whole.dtype}; make them the same")
+    if counts is None:
+        each, rest = divmod(whole.numel(), comm.size)
+        if rest:
+            raise InputError(
+                f"{name}: {whole_name} has {whole.numel()} elements, not a multiple of {comm.size} ranks; pad it "
+                "or give counts"
+            )
+        blocks = [each] * comm.size
+    else:
+        blocks = [int(n) for n in counts]
+        if len(blocks) != comm.size or min(blocks) < 0 or sum(blocks) != whole.numel():
+            raise InputError(
+                f"{name}: counts {blocks} must be {comm.size} numbers that sum to {whole_name}'s {whole.numel()}"
+            )
+    if part is not None and part.numel() != blocks[comm.rank]:
+        raise InputError(
+            f"{name}: {part_name} has {part.numel()} elements, rank {comm.rank}'s block has {blocks[comm.rank]}; "
+            f"{whole_name} is one block per rank"
+        )
+    return blocks
+
+
+def unequal(counts: Sequence[int] | None) -> str:
+    """Block sizes in words, where the number of all elements does not tell them."""
+    return f"in blocks of {list(counts)}" if counts and min(counts) != max(counts) else ""

@@ -27,8 +27,7 @@ from mpitrain.comm.collectives.binding import (
     moved_by_library,
     offsets,
 )
-from mpitrain.comm.collectives.dispatch import NOT_READY, Dispatcher
-from mpitrain.comm.collectives.services import block_sizes, unequal
+from mpitrain.comm.collectives.dispatch import NOT_READY, Dispatcher, block_sizes, unequal
 from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.memory.buffers import bytes_at, even_blocks, overlap, pieces, tensor_at, uneven_blocks
 from mpitrain.comm.memory.elements import LARGEST_COUNT
@@ -56,11 +55,10 @@ def broadcast(comm: Dispatcher, x: Any, root: int, algorithm: str = "auto", asyn
     try:
         ready = comm.ready["broadcast", x.data_ptr(), x.numel(), x.dtype, root, algorithm]
     except NOT_READY:
-        pass
-    else:
-        if not async_op and x.is_contiguous():
-            ready(x)
-            return None
+        ready = None
+    if ready is not None and not async_op and x.is_contiguous():
+        ready(x)
+        return None
     return comm.call(BROADCAST, async_op, (x,), (comm.rank != root,), root, algorithm)
 
 
@@ -126,21 +124,18 @@ def all_gather(
         own = x.data_ptr(), x.numel(), x.dtype
         ready = comm.ready["all_gather", out.data_ptr(), out.numel(), out.dtype, own, algorithm, counts]
     except NOT_READY:
-        pass
-    else:
-        if not async_op and x.is_contiguous() and out.is_contiguous():
-            ready(out)
-            return None
+        ready = None
+    if ready is not None and not async_op and x.is_contiguous() and out.is_contiguous():
+        ready(out)
+        return None
     return comm.call(ALL_GATHER, async_op, (out, x), (True, False), algorithm, counts)
 
 
-def _placed_all_gather(
-    rank: int, out: Tensor, x: Tensor, algorithm: str, counts: Sequence[int] | None
-) -> Tensor | None:
+def _placed_all_gather(rank: int, out: Tensor, x: Tensor, name: str, counts: Sequence[int] | None) -> Tensor | None:
     before = sum(counts[:rank]) if counts else rank * x.numel()
     in_place = x.data_ptr() == out.data_ptr() + before * x.element_size()
-    by_name = "mpi" if algorithm == "auto" and counts else algorithm  # as in `_bind_all_gather`: nobody reaches anybody
-    return selection.ALL_GATHER.placed(by_name, out if in_place else x)
+    serving = "mpi" if name == "auto" and counts else name  # as in `_bind_all_gather`: nobody reaches anybody
+    return selection.ALL_GATHER.placed(serving, out if in_place else x)
 
 
 def _bind_all_gather(binder: Binder, out: Tensor, x: Tensor, algorithm: str, counts: Sequence[int] | None) -> Compiled:
@@ -230,11 +225,10 @@ def gather(comm: Dispatcher, out: Any, x: Any, root: int, async_op: bool = False
         whole = None if out is None else (out.data_ptr(), out.numel(), out.dtype)
         ready = comm.ready["gather", x.data_ptr(), x.numel(), x.dtype, whole, root]
     except NOT_READY:
-        pass
-    else:
-        if not async_op and x.is_contiguous() and (out is None or out.is_contiguous()):
-            ready(x)
-            return None
+        ready = None
+    if ready is not None and not async_op and x.is_contiguous() and (out is None or out.is_contiguous()):
+        ready(x)
+        return None
     return comm.call(GATHER, async_op, (x, out) if comm.rank == root else (x,), (False, True), root)
 
 
@@ -255,11 +249,10 @@ def scatter(comm: Dispatcher, out: Any, x: Any, root: int, async_op: bool = Fals
         whole = None if x is None else (x.data_ptr(), x.numel(), x.dtype)
         ready = comm.ready["scatter", out.data_ptr(), out.numel(), out.dtype, whole, root]
     except NOT_READY:
-        pass
-    else:
-        if not async_op and out.is_contiguous() and (x is None or x.is_contiguous()):
-            ready(out)
-            return None
+        ready = None
+    if ready is not None and not async_op and out.is_contiguous() and (x is None or x.is_contiguous()):
+        ready(out)
+        return None
     return comm.call(SCATTER, async_op, (out, x) if comm.rank == root else (out,), (True, False), root)
 
 
@@ -327,12 +320,11 @@ def all_to_all(
         whole = out.data_ptr(), out.numel(), out.dtype
         ready = comm.ready["all_to_all", x.data_ptr(), x.numel(), x.dtype, whole]
     except NOT_READY:
-        pass
-    else:
-        even = in_counts is None and out_counts is None
-        if even and not async_op and x.is_contiguous() and out.is_contiguous():
-            ready(x)
-            return None
+        ready = None
+    even = in_counts is None and out_counts is None
+    if ready is not None and even and not async_op and x.is_contiguous() and out.is_contiguous():
+        ready(x)
+        return None
     return comm.begin(partial(_checked_all_to_all, comm, in_counts, out_counts), async_op, (x, out), (False, True))
 
 
@@ -372,16 +364,11 @@ ALL_TO_ALL = CollectiveOperation(
 
 
 def _uneven(
-    all_reduce: CollectiveOperation,
-    binder: Binder,
-    x: Tensor,
-    out: Tensor,
-    received: Sequence[int],
-    sent: Sequence[int],
+    probe: CollectiveOperation, binder: Binder, x: Tensor, out: Tensor, received: Sequence[int], sent: Sequence[int]
 ) -> Call:
     """The ranks' sizes may differ, but they must choose alike, at each call anew."""
     item, largest = x.element_size(), torch.tensor([max(out.numel(), x.numel())])
-    binder.run(all_reduce.bound(binder, largest, "max", "mpi", False))
+    binder.run(probe.bound(binder, largest, "max", "mpi", False))
     if int(largest) * item > LARGEST_COUNT:
         compiled = _directly(binder, x, out, received, sent)
     else:

@@ -30,9 +30,8 @@ from mpitrain.comm.collectives.binding import (
     offsets,
     scaling,
 )
-from mpitrain.comm.collectives.dispatch import NOT_READY, Dispatcher
+from mpitrain.comm.collectives.dispatch import NOT_READY, Dispatcher, block_sizes, unequal
 from mpitrain.comm.collectives.moving import ALL_GATHER
-from mpitrain.comm.collectives.services import block_sizes, unequal
 from mpitrain.comm.compression import Bucket, Compression
 from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.job.traffic import Moved, Note
@@ -78,11 +77,10 @@ def all_reduce(
     try:
         ready = comm.ready["all_reduce", x.data_ptr(), x.numel(), x.dtype, op, algorithm, reproducible]
     except NOT_READY:
-        pass
-    else:
-        if not async_op and compression is None and x.is_contiguous():
-            ready(x)
-            return None
+        ready = None
+    if ready is not None and not async_op and compression is None and x.is_contiguous():
+        ready(x)
+        return None
     if compression is not None:
         compressed = partial(_compressed, comm, compression, op, algorithm, reproducible)
         return comm.begin(compressed, async_op, (x,), (True,))
@@ -190,11 +188,10 @@ def reduce(
     try:
         ready = comm.ready["reduce", x.data_ptr(), x.numel(), x.dtype, op, root, algorithm]
     except NOT_READY:
-        pass
-    else:
-        if not async_op and x.is_contiguous():
-            ready(x)
-            return None
+        ready = None
+    if ready is not None and not async_op and x.is_contiguous():
+        ready(x)
+        return None
     return comm.call(REDUCE, async_op, (x,), (comm.rank == root,), op, root, algorithm)
 
 
@@ -285,11 +282,10 @@ def reduce_scatter(
         key = "reduce_scatter", x.data_ptr(), x.numel(), x.dtype, own, op, counts, algorithm, reproducible
         ready = comm.ready[key]
     except NOT_READY:
-        pass
-    else:
-        if not async_op and x.is_contiguous() and out.is_contiguous():
-            ready(x)
-            return None
+        ready = None
+    if ready is not None and not async_op and x.is_contiguous() and out.is_contiguous():
+        ready(x)
+        return None
     return comm.call(REDUCE_SCATTER, async_op, (x, out), (False, True), op, counts, algorithm, reproducible)
 
 
@@ -370,9 +366,8 @@ def _library_reduce_scatter(
         call = partial(binder.comm.Reduce_scatter_block, send, receive, reduction.operation.mpi)
     else:
         call = partial(binder.comm.Reduce_scatter, send, receive, list(blocks), reduction.operation.mpi)
-    back = [] if result is out else [copying(out, result)]
+    back, keeps = ([], []) if result is out else ([copying(out, result)], [result])
     moved = moved_by_library(binder.topology, "reduce_scatter", [n * x.element_size() for n in blocks])
-    keeps = [] if result is out else [result]
     return Compiled([call, *scaling(result, reduction), *back], keeps, moved=moved)
 
 

@@ -289,7 +289,11 @@ def shrink(
         if order is not None:
             ranks = [ranks[place] for place in order([world.nodes[rank] for rank in ranks])]
         failures.begin(comm, [before[rank] for rank in ranks])
-        made = _agreed(comm, _try_to_make(comm, ranks, world, failures))
+        made = _try_to_make(comm, ranks, world, failures)
+        try:
+            made = made if comm.Agree(int(made is not None)) else None  # if all ranks have made it
+        except MPI.Exception:  # a rank died meanwhile: raised on all alike
+            made = None
     record.end()
     left = failures.processes
     lost = tuple(process for process in before if process not in left)
@@ -317,10 +321,8 @@ def partners(nodes: Sequence[int]) -> list[int]:
     """
     order = sorted(range(len(nodes)), key=lambda rank: (nodes[rank], rank))
     step = max(nodes.count(node) for node in nodes) % len(nodes) or 1
-    found = [0] * len(nodes)
-    for place, rank in enumerate(order):
-        found[rank] = order[(place + step) % len(nodes)]
-    return found
+    following = dict(zip(order, order[step:] + order[:step], strict=True))
+    return [following[rank] for rank in range(len(nodes))]
 
 
 def _failures_of(world: Communicator) -> UlfmFailures:
@@ -350,14 +352,6 @@ def _try_to_make(
         return _make(comm, topology, world, failures)
     except MPI.Exception:
         failures.give_up()  # others may be waiting for this rank
-        return None
-
-
-def _agreed(comm: MPI.Intracomm, made: Communicator | None) -> Communicator | None:
-    """The world, if all ranks have made it."""
-    try:
-        return made if comm.Agree(int(made is not None)) else None
-    except MPI.Exception:  # a rank died meanwhile: raised on all alike
         return None
 
 

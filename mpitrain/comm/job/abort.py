@@ -18,12 +18,13 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from mpitrain.comm.job import launcher
 from mpitrain.comm.job.mpi import MPI
+from mpitrain.comm.job.traffic import Record
 from mpitrain.errors import EXIT_FAILED, EXIT_INTERRUPTED, MpitrainError, message_of, printable
 
 _FAILED = 7  # message tag
@@ -178,9 +179,6 @@ def finalize(code: int) -> None:
 #
 # Ranks that have nothing to do with each other any more may end hours apart. Where all end together nothing is said.
 
-if TYPE_CHECKING:
-    from mpitrain.comm.job.traffic import Record
-
 _TAG = 3  # of messages; the watchdog has the others
 _MOMENT = 1.0  # seconds: for all to end, for what a rank sent before it left to arrive
 _NAP = 1e-4, 0.05  # seconds between looks for the others, at first and at most
@@ -306,11 +304,8 @@ class Departures:
         for record in self._records() if self._known else ():
             failing = [left for left in list(self._known.values()) if left.fails(record, now)]
             if failing and len(failing) >= len(record.awaited):  # of several, any of which would do, all have left
-                found = record, record.since
-                if found == self._suspect:
-                    return record, failing[0]
-                self._suspect = found
-                return None
+                before, self._suspect = self._suspect, (record, record.since)
+                return (record, failing[0]) if self._suspect == before else None
         self._suspect = None
         return None
 

@@ -216,9 +216,8 @@ class Siblings:
             if ranks and self._size == _number(ranks[0], _SIZES):
                 self._started |= set(range(self._size))
         found = [f"rank {rank}" for rank in sorted(self._started - self._running) if rank in self._expected]
-        unseen = (
-            self._running and self._size > len(self._started) and len(self._expected) == _number(os.environ, _SIZES)
-        )
+        of_whole_job = len(self._expected) == _number(os.environ, _SIZES)
+        unseen = of_whole_job and self._running and self._size > len(self._started)
         return [*found, "a rank"] if unseen else found
 
 

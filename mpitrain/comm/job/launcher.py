@@ -35,10 +35,8 @@ from mpitrain.storage.proc import command_of, state_and_parent_of
 _SETTING = "OMPI_MCA_mpi_ft_enable"  # what mpirun --with-ft ulfm sets
 _COLLECTIVES = "OMPI_MCA_coll"  # which of its components for collectives are used, or after ^ not used
 _ENABLED = ("1", "t", "true", "y", "yes", "enabled")  # values of a logical setting of Open MPI
-_DAEMON = "prted"  # what starts ranks on other machines for it
 _PATIENCE = 5  # seconds in which mpirun ends by itself if it knows that all ranks have ended
 _ORDERLY = 2  # seconds after SIGTERM in which it ends its daemons; it does not end itself without that of the lost host
-_KEEPALIVE = "oob_tcp_keepalive_time"  # its setting: seconds before it asks whether a silent host is there; 0: never
 _AGAIN = "the cause, from above: "
 _LONGEST = 60  # seconds in which mpirun ends, once a rank has failed
 # without site-packages or anything of ours; a pidfd (Linux 5.3) tells the end also of a process that nobody waits for
@@ -60,7 +58,7 @@ def find() -> int:
     named = re.fullmatch(r"prterun-.*-(\d+)@\d+", os.environ.get("PMIX_NAMESPACE", ""))
     wanted, process = int(named[1]) if named else 0, os.getppid()
     while process > 1 and process != wanted:
-        if command_of(process) == _DAEMON:
+        if command_of(process) == "prted":  # what starts ranks on other machines for it
             return 0
         _, process = state_and_parent_of(process)
     return process if process == wanted else 0
@@ -69,7 +67,8 @@ def find() -> int:
 def notices_silent_hosts(process: int) -> bool:
     """Whether mpirun looks for hosts that are silent, and then ends the job, as it does unless it is told not to."""
     told = proc.read(f"{process}/cmdline") + proc.read(f"{process}/environ")
-    return re.search(_KEEPALIVE + r"[\0=]0\0", told) is None
+    # its setting: seconds before it asks whether a silent host is there; 0: never
+    return re.search(r"oob_tcp_keepalive_time[\0=]0\0", told) is None
 
 
 def end_soon(process: int, unless: Sequence[int] = ()) -> None:
@@ -82,11 +81,13 @@ def end_soon(process: int, unless: Sequence[int] = ()) -> None:
     name = command_of(process)
     living = "".join(f"kill -0 {other} 2>/dev/null && exit; " for other in unless)
     end = f'[ "$(cat /proc/{process}/comm 2>/dev/null)" = "{name}" ] && kill -%s {process}; '
-    nowhere = subprocess.DEVNULL  # mpirun would wait for the end of what it forwards
-    subprocess.Popen(
-        ["sh", "-c", f"sleep {_PATIENCE}; {living}{end % 'TERM'}sleep {_ORDERLY}; {end % 'KILL'}"],
-        stdin=nowhere, stdout=nowhere, stderr=nowhere, start_new_session=True,
-    )  # fmt: skip
+    _begin_apart(["sh", "-c", f"sleep {_PATIENCE}; {living}{end % 'TERM'}sleep {_ORDERLY}; {end % 'KILL'}"])
+
+
+def _begin_apart(command: Sequence[str], stderr: int = subprocess.DEVNULL) -> None:
+    """Start a process that outlives this one. It is given no pipe of mpirun's, which would wait for its end."""
+    nowhere = subprocess.DEVNULL
+    subprocess.Popen(command, stdin=nowhere, stdout=nowhere, stderr=stderr, start_new_session=True)
 
 
 def repeat_last(text: str) -> None:
@@ -104,11 +105,8 @@ def repeat_last(text: str) -> None:
         screen = os.open(f"/proc/{mpirun}/fd/2", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
         try:
             os.set_blocking(screen, True)
-            nowhere = subprocess.DEVNULL
-            subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", _HELPER, str(mpirun), str(_LONGEST), f"{_AGAIN}{line}\n"],
-                stdin=nowhere, stdout=nowhere, stderr=screen, start_new_session=True,
-            )  # fmt: skip
+            helper = ["-I", "-S", "-c", _HELPER, str(mpirun), str(_LONGEST), f"{_AGAIN}{line}\n"]
+            _begin_apart([sys.executable, *helper], screen)
         finally:
             os.close(screen)
 

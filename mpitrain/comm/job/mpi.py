@@ -20,7 +20,6 @@ from mpitrain.early import launched_first
 from mpitrain.errors import InputError, message_of
 from mpitrain.storage import proc
 
-_MPICH_USES_IT = "MPIR_CVAR_CH4_CMA_ENABLE"
 _DECLARED_PROCESSES = 1  # ptrace_scope: a process may be read by those that it names
 _PR_SET_PTRACER, _PR_SET_PTRACER_ANY = 0x59616D61, ctypes.c_ulong(-1)
 
@@ -34,7 +33,7 @@ def _allow_reading() -> None:
     if _passes_filters() and scope <= _DECLARED_PROCESSES:
         ctypes.CDLL(None).prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)
     else:
-        os.environ.setdefault(_MPICH_USES_IT, "0")
+        os.environ.setdefault("MPIR_CVAR_CH4_CMA_ENABLE", "0")
 
 
 def _passes_filters() -> bool:

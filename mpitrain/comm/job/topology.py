@@ -25,8 +25,6 @@ import numpy as np
 
 from mpitrain.comm.job.mpi import MPI
 
-_OVERRIDE = "MPITRAIN_SPARE_CORES"
-
 
 @dataclass(frozen=True)
 class Topology:
@@ -264,7 +262,7 @@ def spare_cores(comm: MPI.Intracomm, share: Share) -> int:
     MPITRAIN_SPARE_CORES overrides it on ranks that have that. It is never more than 0 where MPI lets one thread alone
     call it.
     """
-    spare = np.array([int(os.environ.get(_OVERRIDE) or share.spare)])
+    spare = np.array([int(os.environ.get("MPITRAIN_SPARE_CORES") or share.spare)])
     if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
         spare[0] = min(spare[0], 0)
     comm.Allreduce(MPI.IN_PLACE, spare, MPI.MIN)

@@ -186,7 +186,6 @@ class Watchers:
 
 
 Row = list[float]  # calls, inside, between, seconds
-Performs = Callable[..., float]
 
 
 class Journal:
@@ -257,7 +256,7 @@ class Journal:
 
     def counting(
         self,
-        perform: Performs,
+        perform: Callable[..., float],
         operation: str,
         axis: str,
         moved: Moved,
@@ -299,13 +298,7 @@ class Journal:
         return self._rows.setdefault((operation, axis, algorithm, owner), [0, 0, 0, 0.0])
 
     def note(
-        self,
-        operation: str,
-        axis: str,
-        moved: Moved,
-        begin: float,
-        record: Record | None = None,
-        calls: int = 1,
+        self, operation: str, axis: str, moved: Moved, begin: float, record: Record | None = None, calls: int = 1
     ) -> None:
         """Enter what began at `begin` and ends now, of any thread.
 
@@ -333,10 +326,8 @@ class Journal:
         """Keep a single operation, while they are recorded; see `Communication`."""
         kept = self._kept
         if kept is not None and len(kept) < _KEPT:
-            aside, algorithm = threading.get_ident() != self._main, moved.algorithm or "none"
-            kept.append(
-                Communication(operation, axis, algorithm, moved.inside, moved.between, begin, end, aside, key, sequence)
-            )
+            aside, sent = threading.get_ident() != self._main, (moved.algorithm or "none", moved.inside, moved.between)
+            kept.append(Communication(operation, axis, *sent, begin, end, aside, key, sequence))
 
     def wait(self, begin: float) -> None:
         """Enter that the calling thread has waited since `begin` for what another thread counts."""
@@ -418,26 +409,21 @@ def blocks_sent(operation: str, rank: int, blocks: Sequence[int], root: int = 0)
     Returns:
         (receiving rank, bytes) of all that leaves.
     """
-    size, whole, after = len(blocks), sum(blocks), (rank + 1) % len(blocks)
-    if size == 1:
-        return []
-    if operation == "all_reduce":
-        return [(after, whole - blocks[rank] + whole - blocks[after])]
-    if operation == "reduce_scatter":
-        return [(after, whole - blocks[rank])]
-    if operation == "all_gather":
-        return [(after, whole - blocks[after])]
-    if operation == "broadcast":
-        return [] if after == root else [(after, whole)]
-    if operation == "reduce":
-        return [] if rank == root else [(after, whole)]
-    if operation == "gather":
-        return [] if rank == root else [(root, blocks[rank])]
-    if operation == "scatter":
-        return [(other, blocks[other]) for other in range(size) if other != rank] if rank == root else []
-    if operation == "all_to_all":
-        return [(other, blocks[other]) for other in range(size) if other != rank]
-    return []  # a barrier
+    whole, after = sum(blocks), (rank + 1) % len(blocks)
+    to_next = {
+        "all_reduce": 2 * whole - blocks[rank] - blocks[after],
+        "reduce_scatter": whole - blocks[rank],
+        "all_gather": whole - blocks[after],
+        "broadcast": whole if after != root else 0,
+        "reduce": whole if rank != root else 0,
+    }
+    if operation in to_next:
+        sent = {after: to_next[operation]}
+    elif operation == "gather":
+        sent = {root: blocks[rank]}
+    else:  # scatter, all_to_all
+        sent = dict(enumerate(blocks)) if operation == "all_to_all" or rank == root else {}
+    return [(other, nbytes) for other, nbytes in sent.items() if other != rank]
 
 
 def even_shares(nbytes: int, size: int) -> list[int]:

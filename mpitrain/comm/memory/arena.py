@@ -133,13 +133,18 @@ class ArenaIndex:
         self.generation += 1
         self.changed.tell()
 
-    def add(self, arena: Arena, *, for_tensors: bool) -> None:
-        """Enter an arena into the index.
+    def add(self, arena: Arena, node: MPI.Intracomm, first: int, *, for_tensors: bool) -> None:
+        """Give an arena the same name on all ranks of the node, and enter it into the index. Collective over the node.
 
         Args:
             arena: Which one.
+            node: The communicator of the ranks of this node.
+            first: The rank in the world of the first of them.
             for_tensors: Whether `find` is to find it.
         """
+        number = np.array([next(self.numbers)])
+        node.Bcast(number)
+        arena.name = f"{first}.{number[0]}"
         if arena.window is not None:
             self._windows[arena.name] = arena.window
         if for_tensors:
@@ -210,8 +215,7 @@ def allocate(
     mine = segments[world_ranks[node.rank]]
     arena = Arena("shared", tensor_at(mine, numel, dtype), segments, window, index)
     arena.start, arena.nbytes = mine, numel * dtype.itemsize
-    _name(arena, node, world_ranks, index)
-    index.add(arena, for_tensors=for_tensors)
+    index.add(arena, node, world_ranks[0], for_tensors=for_tensors)
     return arena
 
 
@@ -225,16 +229,8 @@ def _on_device(
         return Arena("device", tensor)
     addresses, mapped = found
     arena = Arena("device", tensor, dict(zip(world_ranks, addresses, strict=True)), index=index, mapped=mapped)
-    _name(arena, node, world_ranks, index)
-    index.add(arena, for_tensors=True)
+    index.add(arena, node, world_ranks[0], for_tensors=True)
     return arena
-
-
-def _name(arena: Arena, node: MPI.Intracomm, world_ranks: Sequence[int], index: ArenaIndex) -> None:
-    """Give an arena the same name on all ranks of the node. Collective over it."""
-    number = np.array([next(index.numbers)])
-    node.Bcast(number)
-    arena.name = f"{world_ranks[0]}.{number[0]}"
 
 
 def _free(window: MPI.Win) -> None:

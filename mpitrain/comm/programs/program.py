@@ -45,9 +45,6 @@ class Span:
     memory: str = WORK
 
 
-NOTHING = Span(0, 0)
-
-
 @dataclass(frozen=True)
 class Exchange:
     """Send a span to one rank while receiving one from another; both must complete before the next step.

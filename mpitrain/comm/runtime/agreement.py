@@ -54,18 +54,16 @@ class Register:
         last: Number of this rank's last operation, times STEP, as the one element of a list.
     """
 
-    def __init__(
-        self, ranks: Sequence[int], own: int, memory: Callable[[int], int], synchronize: Sequence[Call]
-    ) -> None:
+    def __init__(self, ranks: Sequence[int], own: int, memory: Callable[[int], int], syncs: Sequence[Call]) -> None:
         """Map the words and directories of all ranks of the node.
 
         Args:
             ranks: Those of the node.
             own: This one.
             memory: For a rank, the address of NBYTES bytes, zeros at first, which only that rank writes.
-            synchronize: What makes writes visible to later reads, where the machine does not see to that by itself.
+            syncs: What makes writes visible to later reads, where the machine does not see to that by itself.
         """
-        self._ranks, self._rank, self._synchronize = ranks, own, synchronize
+        self._ranks, self._rank, self._syncs = ranks, own, syncs
         areas = {rank: tensor_at(memory(rank), NBYTES, torch.uint8).numpy() for rank in ranks}
         self._words = {rank: area.data[:8].cast("Q") for rank, area in areas.items()}
         self.own, self.others = self._words[own], [word for rank, word in self._words.items() if rank != own]
@@ -106,7 +104,7 @@ class Register:
         """
         self._acquire()
         self._release()
-        for call in self._synchronize:
+        for call in self._syncs:
             call()
         word = number + digest
         for other in self.others:
@@ -265,7 +263,7 @@ def compare(comm: MPI.Intracomm, said: str, shown: str = "", place: str = "", no
         if len(calls) > 1
         else "ranks pass different parts of an arena; on a node they must lie at the same offset"
     )
-    raise CommunicationError(f"{wrong}:{table}", agreed=is_whole_job(comm.size))
+    raise CommunicationError(f"{wrong}:{table}", agreed=comm.size == MPI.COMM_WORLD.size)
 
 
 def _exchanged(comm: MPI.Intracomm, mine: bytes, nbytes: int) -> list[bytes]:
@@ -343,9 +341,7 @@ def difference(rows: Sequence[bytes], ranks: Sequence[int]) -> str:
         told.setdefault(row[_ADDRESS:], []).append(rank)
     if len(told) == 1 and not _absent(rows[0]):
         return ""
-    texts = [
-        f"{'rank' if len(who) == 1 else 'ranks'} {', '.join(map(str, who))}: {_text(row)}" for row, who in told.items()
-    ]
+    texts = [f"rank{'s' * (len(who) > 1)} {', '.join(map(str, who))}: {_text(row)}" for row, who in told.items()]
     return (
         f"ranks call different operations: {'; '.join(texts)}. Every rank must make the same call, with the same sizes "
         "and types, on tensors at the same place of an arena or in none"
@@ -356,15 +352,8 @@ def _absent(row: bytes) -> bool:
     return row[_ADDRESS:_BEGIN] == _ABSENT
 
 
-def _text(told: bytes) -> str:
-    return (
-        "is elsewhere" if told[:_ROW_DIGEST] == _ABSENT else told[_ROW_DIGEST:].rstrip(b"\0").decode(errors="replace")
-    )
-
-
-def is_whole_job(size: int) -> bool:
-    """Whether `size` ranks are all of the job, so that an error they all raise is raised by all ranks there are."""
-    return size == MPI.COMM_WORLD.size
+def _text(row: bytes) -> str:
+    return "is elsewhere" if row[:_ROW_DIGEST] == _ABSENT else row[_ROW_DIGEST:].rstrip(b"\0").decode(errors="replace")
 
 
 class Board:
@@ -425,44 +414,37 @@ class Board:
             self.last[0] = self.word[0] = (self.last[0] - _PROGRAM) & _LARGEST
         raise CommunicationError(wrong, agreed=self._agreed and everybody)
 
-
-class Notice:
-    """A program's row on the board, which its ranks compare at its first fence."""
-
-    def __init__(self, board: Board, row: bytes, learn: Callable[[bytes], None] | None = None) -> None:
-        """learn: given the rows of all ranks when they have changed."""
-        self._board, self._row, self._learn = board, row, learn
-        self._digest = int.from_bytes(row[_ADDRESS:_BEGIN], "little") % _PROGRAM
-        self._seen = b""
-
-    def meeting(self, fence: Sequence[Call]) -> Callable[[], None]:
-        """A call that says what this rank is about to do, passes the fence and compares that with the others.
+    def meeting(self, row: bytes, fence: Sequence[Call], learn: Callable[[bytes], None] | None = None) -> Call:
+        """Return a call that says what this rank is about to do, passes the fence and compares that with the others.
 
         It raises CommunicationError, on all ranks, where they are not about to do the same. It is one function, because
         of a small operation calls between Python functions would be most of what comparing costs.
+
+        Args:
+            row: What it is about to do, see `row_of`.
+            fence: At which the ranks of the node meet.
+            learn: Given the rows of all ranks when they have changed.
         """
-        board, row, digest, learn = self._board, self._row, self._digest, self._learn
-        last, word, others, shared = board.last, board.word, board.others, board.shared
+        digest, seen = int.from_bytes(row[_ADDRESS:_BEGIN], "little") % _PROGRAM, b""
+        last, word, others, shared = self.last, self.word, self.others, self.shared
 
         def meet() -> None:
-            if board.shown is not row:  # in a training loop it often is
-                board.own[:] = board.shown = row
+            nonlocal seen
+            if self.shown is not row:  # in a training loop it often is
+                self.own[:] = self.shown = row
             last[0] = number = (last[0] + _PROGRAM) & _LARGEST
             word[0] = mine = number + digest
             for call in fence:
                 call()
             for other in others:
                 if other[0] != mine:
-                    board.check()
+                    self.check()
             if not shared:
-                board.check()
+                self.check()
             if learn is not None:
-                self._read(learn)
+                rows = self.rows()
+                if rows != seen:  # in a training loop they stay as they are
+                    learn(rows)
+                    seen = rows
 
         return meet
-
-    def _read(self, learn: Callable[[bytes], None]) -> None:
-        rows = self._board.rows()
-        if rows != self._seen:  # in a training loop they stay as they are
-            learn(rows)
-            self._seen = rows

@@ -18,7 +18,7 @@ import torch
 
 from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.job.traffic import Moved
-from mpitrain.comm.memory.elements import LARGEST_COUNT
+from mpitrain.comm.memory.elements import HALVES, LARGEST_COUNT
 from mpitrain.comm.programs.program import (
     CALLER,
     INBOX,
@@ -90,18 +90,15 @@ class _CallOrder:
         """Add a call that nothing may be moved past."""
         self.entries.append(_Entry("barrier", call))
 
-    def exchange(self, post: Maker, wait: Maker, reads: Sequence[Region], writes: Sequence[Region]) -> None:
+    def exchange(self, number: int, messages: list[Message], reads: Sequence[Region], writes: Sequence[Region]) -> None:
         """Add an exchange of messages, whose posting may move ahead.
 
         Args:
-            post: Begins to send and receive.
-            wait: Completes it.
+            number: Which exchange of the program it is.
+            messages: What is sent and received.
             reads, writes: The memory that is sent and received.
         """
-        self._insert_early(_Entry("post", post, reads, writes))
-        self.entries.append(_Entry("wait", wait, reads, writes))
-
-    def _insert_early(self, post: _Entry) -> None:
+        post = _Entry("post", partial(executor.start, number, messages), reads, writes)
         at, waiting = len(self.entries), 1
         while at > 0:
             earlier = self.entries[at - 1]
@@ -111,6 +108,7 @@ class _CallOrder:
                 break
             at -= 1
         self.entries.insert(at, post)
+        self.entries.append(_Entry("wait", partial(executor.wait, number, messages), reads, writes))
 
 
 class Plan:
@@ -140,9 +138,7 @@ class Plan:
             sync: What makes writes to memory that the node shares visible (MPI-4.1, section 12.7), called before this
                 rank tells others of them, and after others have told it of theirs.
         """
-        compiled = _Compiler(program, comm.rank, layout, reduction, meet, sync)
-        self._comm, self._phases, self._awaited, self._moved = comm, compiled.phases, compiled.awaited, compiled.moved
-        self._scratch, self._transfers, self._locals = compiled.scratch, compiled.transfers, compiled.locals
+        self._comm, self._compiled = comm, _Compiler(program, comm.rank, layout, reduction, meet, sync)
         self._computes = reduction is not None and (layout.dtype.is_floating_point or layout.dtype.is_complex)
 
     def bind(self, layout: Layout) -> Compiled:
@@ -152,13 +148,13 @@ class Plan:
 
     def bind_phases(self, layout: Layout) -> list[Compiled]:
         """Bind each phase of the program to a layout's addresses. Of all that were bound, one may run at a time."""
-        binding = executor.Binding(self._comm, layout, self._scratch, self._transfers, self._locals)
+        compiled, meets = self._compiled, layout.board is not None
+        binding = executor.Binding(self._comm, layout, compiled.scratch, compiled.transfers, compiled.locals)
         bound: list[Compiled] = []
-        for makers, event, moved in zip(self._phases, self._awaited, self._moved, strict=True):
+        for makers, event, moved in compiled.phases:
             first = len(binding.made)
             calls = [call for make in makers for call in make(binding)]
             awaits = binding.telling(event) if event else None
-            meets = binding.notice is not None
             bound.append(Compiled(calls, [self], binding.made[first:], self._computes, meets, awaits, moved))
         return bound
 
@@ -168,15 +164,14 @@ class _Compiler:
         self, program: Program, rank: int, layout: Layout, reduction: Reduction | None, meet: Call, sync: Sequence[Call]
     ) -> None:
         self.program, self.layout, self.reduction = program, layout, reduction
+        self.scale = reduction.scale if reduction is not None else None
         self.sync, self.fence = sync, [*sync, meet, *sync]
         self.rank = rank
         self.item = layout.dtype.itemsize
         in_place = layout.source == layout.target
-        self.moved: list[Moved] = []  # by each phase
         self.inside = self.between = 0  # bytes, by the phase that is compiled
         self.arrived = bytearray([in_place]) * program.chunks  # which chunks of WORK lie in the target by now
-        self.phases: list[list[Maker]] = []
-        self.awaited: list[str] = []  # the event before each phase
+        self.phases: list[tuple[list[Maker], str, Moved]] = []  # with the event before each, and what it moves
         self.scratch: list[torch.Tensor] = []
         self.exchanges = 0
         self.landings: list[int] = []  # numbers of scratch areas
@@ -189,12 +184,12 @@ class _Compiler:
         phases = program.phases(self.rank)
         for steps in phases:
             self.order = _CallOrder()
-            self.awaited.append(steps[0].event if steps and isinstance(steps[0], Await) else "")
             self._compile(steps)
             if steps is phases[-1]:
                 self._bring_home()
-            self.phases.append([entry.call for entry in self.order.entries])
-            self.moved.append(Moved(program.name.split()[0], self.inside, self.between))
+            awaited = steps[0].event if steps and isinstance(steps[0], Await) else ""
+            moved = Moved(program.name.split()[0], self.inside, self.between)
+            self.phases.append(([entry.call for entry in self.order.entries], awaited, moved))
             self.inside = self.between = 0
 
     def _compile(self, steps: Sequence[Step]) -> None:
@@ -206,7 +201,7 @@ class _Compiler:
                 self._exchange(step)
             elif isinstance(step, Combine):  # a Finish of the same span is best done while it is in the cache
                 finished = isinstance(following, Finish) and _region(following.span) == _region(step.into)
-                self._combine(step, self._scale if finished else None)
+                self._combine(step, self.scale if finished else None)
             elif isinstance(step, Copy):
                 self._copy(step)
             elif isinstance(step, Finish):
@@ -228,10 +223,6 @@ class _Compiler:
             here = self.program.nodes[other] == self.program.nodes[self.rank]
             self.inside += numel * self.item * here
             self.between += numel * self.item * (not here)
-
-    @property
-    def _scale(self) -> float | None:
-        return self.reduction.scale if self.reduction else None
 
     def _new_scratch(self, numel: int) -> int:
         self.scratch.append(torch.empty(numel, dtype=self.layout.dtype, device=self.layout.device))
@@ -294,9 +285,7 @@ class _Compiler:
             reads.append(_region(step.send))
             messages.append(Message(True, self._place(self.rank, step.send, leaving), to))
             self._count(to, leaving)
-        self.order.exchange(
-            partial(executor.start, number, messages), partial(executor.wait, number, messages), reads, writes
-        )
+        self.order.exchange(number, messages, reads, writes)
         if not receives:
             return
         if step.reduce:
@@ -342,7 +331,8 @@ class _Compiler:
         if numel == 0:
             return
         into = self._place(self.rank, step.into, numel, written=True)
-        one_by_one = self.reduction.pairwise and not step.tree  # then one landing place in the cache is enough
+        # then one landing place in the cache is enough; 16-bit sums would lose digits by rounding after each pair
+        one_by_one = self.reduction.dtype not in HALVES and not step.tree
         parts: list[Place] = []
         makers: list[Maker] = []
         for number, (owner, span) in enumerate(present):
@@ -383,10 +373,10 @@ class _Compiler:
             self._mark(step.into)
 
     def _finish(self, step: Finish) -> None:
-        _, numel = self._elements(step.span)
-        if numel and self._scale is not None:
-            make = partial(executor.scale, self._place(self.rank, step.span, numel), self._scale)
-            self.order.local(make, [_region(step.span)], [_region(step.span)])
+        (_, numel), scale, region = self._elements(step.span), self.scale, _region(step.span)
+        if numel and scale is not None:
+            place = self._place(self.rank, step.span, numel)
+            self.order.local(lambda binding: executor.scaling(binding.view(place), scale), [region], [region])
 
     def _bring_home(self) -> None:
         """Blocks this rank must end with that were never written are still in the caller's input: copy them."""

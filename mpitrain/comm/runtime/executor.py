@@ -32,7 +32,7 @@ from mpitrain.comm.job.traffic import NOTHING_MOVED, Moved
 from mpitrain.comm.memory.buffers import bytes_at, pieces, tensor_at
 from mpitrain.comm.memory.elements import HALVES, SMALL_INTEGERS
 from mpitrain.comm.programs.program import INBOX, tree_order
-from mpitrain.comm.runtime.agreement import Board, Call, Notice, row_of
+from mpitrain.comm.runtime.agreement import Board, Call, row_of
 from mpitrain.comm.runtime.remote import Neighbours, Table, Transfers
 from mpitrain.comm.runtime.split_phase import Event, Telling
 from mpitrain.errors import CommunicationError, InputError
@@ -110,11 +110,6 @@ class Reduction:
         """Return whether an MPI library may saturate where torch wraps around, as Open MPI does."""
         return self.operation is _SUM and self.dtype in SMALL_INTEGERS
 
-    @property
-    def pairwise(self) -> bool:
-        """Whether many parts may be joined two at a time; 16-bit sums would lose digits by rounding after each pair."""
-        return self.dtype not in HALVES
-
     def combine(self, parts: Sequence[Array], out: Array, *, tree: bool, scale: float | None) -> list[Call]:
         """Calls that set `out` to the reduction of the parts, times `scale`.
 
@@ -127,28 +122,14 @@ class Reduction:
         """
         if len(parts) == 1:
             return [copying(out, parts[0]), *scaling(out, scale)]
-        if not self.pairwise and (len(parts) > 2 or scale is not None):
+        if self.dtype in HALVES and (len(parts) > 2 or scale is not None):  # pairs would be rounded one by one
             return [self._wide(parts, out, tree, scale)]
+        join = self.operation.numpy if isinstance(out, np.ndarray) else self.operation.torch
         if tree and len(parts) > 2:
-            return [self._tree(parts, out, scale)]
-        join = self._join(out)
+            return [lambda: copying(out, tree_order(parts, join))(), *scaling(out, scale)]
         calls: list[Call] = [partial(join, parts[0], parts[1], out=out)]
         calls += [partial(join, out, part, out=out) for part in parts[2:]]
         return [*calls, *scaling(out, scale)]
-
-    def _join(self, out: Array) -> Callable[..., Any]:
-        """The function that joins two parts of out's form."""
-        return self.operation.numpy if isinstance(out, np.ndarray) else self.operation.torch
-
-    def _tree(self, parts: Sequence[Array], out: Array, scale: float | None) -> Call:
-        join = self._join(out)
-
-        def run() -> None:
-            copying(out, tree_order(parts, join))()
-            for call in scaling(out, scale):
-                call()
-
-        return run
 
     def _wide(self, parts: Sequence[Any], out: Any, tree: bool, scale: float | None) -> Call:
         """16-bit parts accumulated in fp32, rounded once."""
@@ -353,7 +334,6 @@ class Binding:
     Attributes:
         made: The persistent requests made so far.
         table: The transfers to and from other processes, if there are any.
-        notice: This rank's row on the board, if there is one.
     """
 
     def __init__(
@@ -374,17 +354,11 @@ class Binding:
             locals: This rank's side of each transfer.
         """
         self.comm, self.layout, self.item = comm, layout, layout.dtype.itemsize
-        self._scratch = scratch
+        self._scratch, self._own = scratch, {SOURCE: layout.source, TARGET: layout.target, INBOX: layout.inbox}
         self.made: list[MPI.Prequest] = []
         self._exchanges: dict[int, list[MPI.Prequest]] = {}
         self._arrays: dict[tuple[str, int], np.ndarray] = {}
-        self.table: Table | None = None
-        if transfers is not None:
-            self.table = Table(transfers, [self.address(place) for place in locals])
-        self.notice: Notice | None = None
-        if layout.board is not None:
-            learn = self.table.fill if self.table is not None else None
-            self.notice = Notice(layout.board, row_of(layout.seen, *layout.said), learn)
+        self.table = None if transfers is None else Table(transfers, [self.address(place) for place in locals])
         self._tellings: dict[str, Telling] = {}
 
     def address(self, place: Place) -> int:
@@ -409,25 +383,19 @@ class Binding:
         return whole[place.start : end]
 
     def _base(self, memory: str, owner: int) -> int:
-        layout = self.layout
-        if memory == SOURCE:
-            return layout.source
-        if memory == TARGET:
-            return layout.target
+        if memory in self._own:
+            return self._own[memory]
         if memory == SCRATCH:
             return self._scratch[owner].data_ptr()
-        if memory == INBOX:
-            return layout.inbox
-        where = layout.peers if memory == PEER else layout.slots
+        where = self.layout.peers if memory == PEER else self.layout.slots
         assert where is not None
         return where(owner)
 
     def telling(self, event: str) -> Telling:
         """This rank's part in an event of the program."""
-        known = self._tellings.get(event)
-        if known is None:
-            known = self._tellings[event] = Telling(self.layout.events[event], row_of(0, *self.layout.said))
-        return known
+        if event not in self._tellings:
+            self._tellings[event] = Telling(self.layout.events[event], row_of(0, *self.layout.said))
+        return self._tellings[event]
 
     def requests(self, number: int, messages: Sequence[Message]) -> list[MPI.Prequest]:
         """The persistent requests of exchange `number`, which are made when they are first asked for."""
@@ -524,11 +492,6 @@ def copy(into: Place, of: Place, binding: Binding) -> list[Call]:
     return [] if same else [copying(binding.view(into), binding.view(of))]
 
 
-def scale(place: Place, scale: float, binding: Binding) -> list[Call]:
-    """The call that multiplies the elements of a place with a factor."""
-    return scaling(binding.view(place), scale)
-
-
 def signal(event: str, binding: Binding) -> list[Call]:
     """The call that gives the signal of an event."""
     return [binding.telling(event).signal]
@@ -541,7 +504,11 @@ def wait_for_all(event: str, binding: Binding) -> list[Call]:
 
 def meet(fence: Sequence[Call], binding: Binding) -> Sequence[Call]:
     """Make the calls of a first fence, at which ranks compare what they do where there is a board."""
-    return fence if binding.notice is None else [binding.notice.meeting(fence)]
+    layout, table = binding.layout, binding.table
+    if layout.board is None:
+        return fence
+    row = row_of(layout.seen, *layout.said)
+    return [layout.board.meeting(row, fence, None if table is None else table.fill)]
 
 
 def transfer(which: slice, binding: Binding) -> Sequence[Call]:

@@ -52,7 +52,13 @@ class InFlight(Protocol):
 
 
 class ProgressEngine:
-    """The pending receives and operations of one process, and the thread that looks after them."""
+    """The pending receives and operations of one process, and the thread that looks after them.
+
+    Attributes:
+        receives: Receives whose header has not come. One that has failed, or whose data are posted, is taken out.
+        deferring: Workers that have put operations off. One that has none left, or a thread, is taken out.
+        in_flight: Messages with whose memory MPI has not finished. One that is complete is taken out.
+    """
 
     def __init__(self, records: Callable[[], Iterable[Record]]) -> None:
         """Begin with nothing pending.
@@ -61,9 +67,9 @@ class ProgressEngine:
             records: Returns the records of the operations that this rank may be in.
         """
         self._records = records
-        self._receives: set[Receiving] = set()
-        self._deferring: set[Deferring] = set()
-        self._in_flight: set[InFlight] = set()
+        self.receives: set[Receiving] = set()
+        self.deferring: set[Deferring] = set()
+        self.in_flight: set[InFlight] = set()
         self._swept = 64  # messages in flight at which the next sweep is due
         self._begun = 0  # things that were ever pending
         self._change = threading.Lock()
@@ -71,45 +77,28 @@ class ProgressEngine:
         self._stopping = False
 
     def expect(self, receive: Receiving) -> None:
-        """Make progress on a receive until `opened` is called."""
-        self._receives.add(receive)
+        """Make progress on a receive for as long as it is among `receives`."""
+        self.receives.add(receive)
         self._look_after()
 
-    def opened(self, receive: Receiving) -> None:
-        """Note that MPI has everything that it needs for a receive, or that it failed."""
-        self._receives.discard(receive)
-
-    @property
-    def receives(self) -> list[Receiving]:
-        """The receives whose header has not come."""
-        return list(self._receives)
-
     def defer(self, worker: Deferring) -> None:
-        """Have a worker's operations carried out, until `finished` is called, if this rank waits for something else."""
-        if worker not in self._deferring:
-            self._deferring.add(worker)
+        """Have the operations of a worker that is `deferring` carried out if this rank waits for something else."""
+        if worker not in self.deferring:
+            self.deferring.add(worker)
             self._look_after()
 
-    def finished(self, worker: Deferring) -> None:
-        """Note that a worker has no operations left, or a thread."""
-        self._deferring.discard(worker)
-
     def keep(self, message: InFlight) -> None:
-        """Keep a message, and with it its memory, until it is `complete` even if nobody else refers to it any more."""
-        if len(self._in_flight) >= self._swept:
-            self._in_flight -= {kept for kept in list(self._in_flight) if kept.has_left()}
-            self._swept = 64 + 2 * len(self._in_flight)
-        self._in_flight.add(message)
-
-    def complete(self, message: InFlight) -> None:
-        """Note that MPI has finished with a message's memory."""
-        self._in_flight.discard(message)
+        """Keep a message, and with it its memory, while it is `in_flight`, even if nobody else refers to it."""
+        if len(self.in_flight) >= self._swept:
+            self.in_flight -= {kept for kept in list(self.in_flight) if kept.has_left()}
+            self._swept = 64 + 2 * len(self.in_flight)
+        self.in_flight.add(message)
 
     def advance(self, besides: object = None) -> bool:
         """Make progress on all receives but one, which the caller waits for; returns whether any others are pending."""
-        if not self._receives:
+        if not self.receives:
             return False
-        others = [receive for receive in self.receives if receive is not besides]
+        others = [receive for receive in list(self.receives) if receive is not besides]
         for receive in others:
             receive.advance()
         return bool(others)
@@ -123,7 +112,7 @@ class ProgressEngine:
 
     def start_workers(self) -> None:
         """Have threads carry out the operations that were put off: this rank waits for something else."""
-        for worker in list(self._deferring):
+        for worker in list(self.deferring):
             worker.start_beside()
 
     def _look_after(self) -> None:
@@ -140,11 +129,11 @@ class ProgressEngine:
         while not (self._stopping or MPI.Is_finalized()):
             time.sleep(nap)
             nap, begun = (_NAPS[0] if self._begun != begun else min(2 * nap, _NAPS[1])), self._begun
-            if self._receives or self._deferring:
+            if self.receives or self.deferring:
                 idle_since = 0.0
                 self.advance()
                 before = time.monotonic() - _STUCK
-                if self._deferring and any(record.since and record.since < before for record in self._records()):
+                if self.deferring and any(record.since and record.since < before for record in self._records()):
                     self.start_workers()
                 continue
             now = time.monotonic()

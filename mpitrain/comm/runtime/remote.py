@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mpitrain.comm.job.mpi import MPI
-from mpitrain.comm.runtime.agreement import Board, Notice, addresses, row_of
+from mpitrain.comm.runtime.agreement import Board, addresses, row_of
 from mpitrain.errors import CommunicationError
 
 _PAIR = 16  # bytes of an address and a length
@@ -70,8 +70,7 @@ def probe(comm: MPI.Intracomm, node: MPI.Intracomm, neighbours: Sequence[int], b
     for rank in places:
         transfers.add(rank, 0, found.itemsize, write=False)
     table = Table(transfers, [found[index:].ctypes.data for index in range(node.size)])
-    notice = Notice(board, row_of(secret.ctypes.data, "probe"), table.fill)
-    notice.meeting([node.Barrier])()
+    board.meeting(row_of(secret.ctypes.data, "probe"), [node.Barrier], table.fill)()
     works = np.array([1], dtype=np.int64)
     try:
         for transfer in table.transfers:

@@ -122,12 +122,7 @@ class SplitPhase(Work):
     """
 
     def __init__(
-        self,
-        name: str,
-        phases: Sequence[_Phase],
-        tensors: Sequence[torch.Tensor],
-        record: Record,
-        note: Note | None = None,
+        self, name: str, phases: Sequence[_Phase], tensors: Sequence[torch.Tensor], record: Record, note: Note | None
     ) -> None:
         """Run the first phase.
 

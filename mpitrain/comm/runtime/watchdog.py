@@ -174,9 +174,7 @@ class Watchdog:
             in_vain = self._departures.in_vain()
             if in_vain is not None:
                 record, left = in_vain
-                self._end_job(
-                    left.text(record, self._comm.rank, str(self.place()["line"])), left.code & 0xFF or EXIT_FAILED
-                )
+                self._end_job(left.text(record, self._rank, str(self.place()["line"])), left.code & 0xFF or EXIT_FAILED)
                 return
 
     def _answer_questions(self) -> None:

@@ -17,7 +17,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import NamedTuple
 
 import torch
 
@@ -74,6 +75,22 @@ def poll(work: Work, name: str, timeout: float) -> None:
         time.sleep(1e-4)
 
 
+class MessageWait(NamedTuple):
+    """Where a wait for messages is noted.
+
+    Attributes:
+        record: Record in which the watchdog sees it.
+        awaited: Ranks of the world that the other end may be.
+        progress: What else this process has to make progress on meanwhile.
+        note: Entry of the message in the journal, while that is on.
+    """
+
+    record: Record
+    awaited: Sequence[int]
+    progress: ProgressEngine
+    note: Note | None
+
+
 class Messages(Work):
     """Messages that MPI carries by itself.
 
@@ -81,36 +98,24 @@ class Messages(Work):
         source: The rank that sends, for a receive whose header has come.
     """
 
-    def __init__(
-        self,
-        name: str,
-        tensor: torch.Tensor,
-        requests: Sequence[MPI.Request],
-        record: Record,
-        awaited: Sequence[int],
-        progress: ProgressEngine,
-        note: Note | None = None,
-    ) -> None:
+    def __init__(self, name: str, tensor: torch.Tensor, requests: Sequence[MPI.Request], wait: MessageWait) -> None:
         """Take over messages that have begun.
 
         Args:
             name: Name of the operation, for messages to people.
             tensor: What is sent or received.
             requests: The requests of the messages.
-            record: Record in which a wait is visible to the watchdog.
-            awaited: Ranks of the world that the other end may be.
-            progress: What else this process has to make progress on while it waits.
-            note: Entry of the message in the journal, while that is on.
+            wait: Where a wait for them is noted.
         """
-        self._name, self._tensor, self._record, self._awaited = name, tensor, record, awaited
-        self._progress, self._note = progress, note
+        self._name, self._tensor = name, tensor
+        self._record, self._awaited, self._progress, self._note = wait
         self._requests = list(requests)
         self._lock = threading.Lock()  # held by whoever asks MPI about the requests
         self._complete = False
         self._failure = ""  # what is wrong, where it is complete without having been carried
         self._begin = 0.0  # of the wait, while it is waited for
         self.source: int | None = None
-        progress.keep(self)
+        self._progress.keep(self)
 
     def _proceed(self, statuses: list[MPI.Status]) -> Sequence[MPI.Request]:
         """Return the requests that are to be completed next, now that those with these statuses are complete."""
@@ -123,7 +128,7 @@ class Messages(Work):
 
     def _end(self) -> None:
         self._complete = True
-        self._progress.complete(self)
+        self._progress.in_flight.discard(self)
         note, self._note = self._note, None
         if note is not None:
             note.ended(self._begin or clock(), self.source)
@@ -183,14 +188,11 @@ class Messages(Work):
         if self._failure:
             raise CommunicationError(self._failure)
 
-    def _is_complete(self) -> bool:
-        return self._complete
-
     def _block(self) -> None:
         """Return when this is complete, and make progress on receives meanwhile for as long as any are pending."""
         rounds = 0
         while not self._complete:
-            self._test(self._is_complete)
+            self._test(lambda: self._complete)
             if self._complete:
                 return
             if not self._progress.advance(self):
@@ -225,7 +227,7 @@ class Messages(Work):
     def done(self) -> bool:
         """Return whether all messages have been carried; also makes progress on them and on all receives."""
         if not self._complete:
-            self._test(self._is_complete)
+            self._test(lambda: self._complete)
         if not self._complete:
             self._progress.advance(self)
             self._progress.start_workers()
@@ -279,7 +281,7 @@ class Worker:
             if self._thread is None and self.waiting and not self._closed:
                 self._thread = threading.Thread(target=self._carry_out, name="mpitrain-comm", daemon=True)
                 self._thread.start()
-                self.progress.finished(self)
+                self.progress.deferring.discard(self)
 
     def start_beside(self) -> None:
         """Let a thread carry out what is in the queue, unless somebody is carrying it out already, or none may."""
@@ -336,7 +338,7 @@ class Worker:
             with self._changed:
                 self.waiting.popleft()
                 if not self.waiting:
-                    self.progress.finished(self)
+                    self.progress.deferring.discard(self)
         if work.announce is not None:
             work.announce()
             work.announce = None  # the handle that it belongs to holds this: its memory would wait for the collector
@@ -395,11 +397,8 @@ class Queued(Work):
         call, self._call = self._call, None
         assert call is not None
         try:
-            if self._order is None:
+            with nullcontext() if self._order is None else self._order.after_caller():
                 call()
-            else:
-                with self._order.after_caller():
-                    call()
         except BaseException as error:  # surfaces in wait()
             self._error = error
         self.complete = True

@@ -118,6 +118,10 @@ class TensorPart:
     numel: int
     start: int
 
+    def within(self, memory: Tensor, dtype: torch.dtype) -> Tensor:
+        """The part's elements in the memory of the piece, which is given as bytes."""
+        return memory[self.start : self.start + self.numel * dtype.itemsize].view(dtype)
+
 
 @dataclass(frozen=True)
 class OperationPiece:
@@ -136,9 +140,11 @@ def cut(call: DeviceCall, size: int, room: int) -> list[OperationPiece]:
         room: Bytes for a piece.
     """
     operation, item, counts = call.operation, call.present[0].element_size(), call.value("counts")
-    lengths = [
-        _lengths(tensor, by_rank, size, counts) for tensor, by_rank in zip(call.tensors, operation.by_rank, strict=True)
-    ]
+    lengths = list[Sequence[int] | None]()  # of each block of each tensor, in elements
+    for tensor, by_rank in zip(call.tensors, operation.by_rank, strict=True):
+        whole = 0 if tensor is None else tensor.numel()
+        each = (counts or [whole // size] * size) if by_rank else [whole]
+        lengths.append(None if tensor is None else each)
     longest = max(counts) if counts else max(length for blocks in lengths for length in blocks or [0])
     blocks = sum(size if by_rank else 1 for by_rank in operation.by_rank)
     width = _width(longest, item, blocks, room)
@@ -155,15 +161,6 @@ def cut(call: DeviceCall, size: int, room: int) -> list[OperationPiece]:
     return pieces
 
 
-def _lengths(tensor: Tensor | None, by_rank: bool, size: int, counts: Sequence[int] | None) -> list[int] | None:
-    """Elements of each block of a tensor."""
-    if tensor is None:
-        return None
-    if not by_rank:
-        return [tensor.numel()]
-    return list(counts) if counts else [tensor.numel() // size] * size
-
-
 def _width(longest: int, item: int, blocks: int, room: int) -> int:
     """Elements that a piece takes of the longest block."""
     each = max(_ALIGNMENT, (room - blocks * _ALIGNMENT) // blocks)
@@ -176,10 +173,7 @@ def _clipped(length: int, lo: int, hi: int) -> int:
 
 
 def _part(lengths: Sequence[int], lo: int, hi: int, start: int) -> TensorPart:
-    spans, offset = list[tuple[int, int]](), 0
-    for length in lengths:
-        spans.append((offset + lo, _clipped(length, lo, hi)))
-        offset += length
+    spans = [(offset + lo, _clipped(n, lo, hi)) for offset, n in zip(offsets(lengths), lengths, strict=False)]
     return TensorPart(tuple(spans), sum(n for _, n in spans), start)
 
 
@@ -248,7 +242,7 @@ class Staged(Transport):
                 if tensor is None or part is None:
                     host.append(None)
                     continue
-                place = self._place(slot, part, tensor.dtype)
+                place = part.within(self._arena.tensor[slot * _SLOT :], tensor.dtype)
                 host.append(place)
                 if is_read:
                     for here, there in spans(part, place, tensor):
@@ -265,10 +259,6 @@ class Staged(Transport):
                         there.copy_(here, non_blocking=True)
         self._emptied[filled.slot] = recorded(self._device, self._out)
 
-    def _place(self, slot: int, part: TensorPart, dtype: torch.dtype) -> Tensor:
-        lo = slot * _SLOT + part.start
-        return self._arena.tensor[lo : lo + part.numel * dtype.itemsize].view(dtype)
-
     def free(self) -> None:
         """Release the slots. Collective."""
         for emptied in self._emptied:
@@ -281,12 +271,8 @@ class Staged(Transport):
 
 def spans(part: TensorPart, place: Tensor, tensor: Tensor) -> list[tuple[Tensor, Tensor]]:
     """Of each block, what lies in the slot and what lies on the device."""
-    found, begin = list[tuple[Tensor, Tensor]](), 0
-    for offset, length in part.spans:
-        if length:
-            found.append((place[begin : begin + length], tensor[offset : offset + length]))
-        begin += length
-    return found
+    pieces = torch.split(place, [length for _, length in part.spans])
+    return [(near, tensor[lo : lo + n]) for near, (lo, n) in zip(pieces, part.spans, strict=True) if n]
 
 
 def through_host(perform: Callable[..., None], tensors: Sequence[Tensor | None], written: Sequence[bool]) -> None:
@@ -336,19 +322,19 @@ _ALGORITHMS = {
 
 
 class Peer(Transport):
-    """Carries device memory where the ranks have mapped each other's. Made by all ranks of a communicator together."""
+    """Carries device memory where the ranks have mapped each other's. Made by all ranks of a communicator together.
+
+    Attributes:
+        possible: Whether these ranks can map each other's memory; the same on all of them.
+    """
 
     name = "peer"
 
     def __init__(self, binder: Binder, device: torch.device) -> None:
         self._binder = binder
         self._room: Arena = binder.allocate(_ROOM, device=device)
+        self.possible = bool(self._room.segments)
         self._emptied: torch.Event | None = None  # behind the last copy out of the room
-
-    @property
-    def possible(self) -> bool:
-        """Whether these ranks can map each other's memory; the same on all of them."""
-        return bool(self._room.segments)
 
     def carries(self, call: DeviceCall) -> bool:
         """Operations that have programs for shared memory."""
@@ -366,8 +352,7 @@ class Peer(Transport):
             places = list[Tensor]()
             for tensor, part, changed in zip(own, piece.parts, written, strict=True):
                 assert part is not None
-                place = self._room.tensor[part.start : part.start + part.numel * tensor.element_size()]
-                places.append(place.view(tensor.dtype))
+                places.append(part.within(self._room.tensor, tensor.dtype))
                 if call.operation.in_place or not changed:
                     for here, there in spans(part, places[-1], tensor):
                         here.copy_(there)
@@ -381,7 +366,7 @@ class Peer(Transport):
     def _run(self, call: DeviceCall) -> None:
         """Perform it on a vector in an arena: the first tensor."""
         operation, tensors, binder = call.operation, call.present, self._binder
-        vector, reduction = tensors[0], call.reduction(binder.topology.size)
+        vector, size = tensors[0], binder.topology.size
         if vector.numel() == 0:
             return
         reproducible = call.value("reproducible", False)
@@ -389,7 +374,7 @@ class Peer(Transport):
         program = binder.program(_ALGORITHMS[operation.name], setting)
         arena = binder.arena_of(vector)
         assert arena is not None and arena.mapped is not None
-        bounds = self._bounds(vector, call.value("counts")) if len(tensors) == 2 else ()
+        bounds = offsets(call.value("counts") or [vector.numel() // size] * size) if len(tensors) == 2 else []
         layout = binder.in_place(program, vector, bounds=bounds)
         mapped = arena.mapped
         if operation.name == "reduce_scatter":
@@ -402,12 +387,8 @@ class Peer(Transport):
                 own.copy_(tensors[1])
         layout = replace(layout, device=vector.device, memory=mapped.at)
         said = described(operation.name, vector.numel(), vector.dtype, *map(str, call.given), binder.place(vector))
-        compiled: Compiled = binder.compile(program, layout, reduction, arena, said=said)
+        compiled: Compiled = binder.compile(program, layout, call.reduction(size), arena, said=said)
         binder.run(binder.signed(said, compiled))
-
-    def _bounds(self, vector: Tensor, counts: Sequence[int] | None) -> list[int]:
-        size = self._binder.topology.size
-        return offsets(counts or [vector.numel() // size] * size)
 
     def free(self) -> None:
         """Release the arena. Collective."""

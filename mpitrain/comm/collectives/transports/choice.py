@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from mpitrain.comm.collectives.binding import Binder, CollectiveOperation, moved_by_library
-from mpitrain.comm.collectives.services import DeviceMemory
 from mpitrain.comm.collectives.transports.by_programs import DeviceCall, Peer, Staged, Transport, flat
 from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.job.topology import all_gather_bytes
@@ -35,7 +34,21 @@ from mpitrain.comm.runtime.executor import Compiled, scaling
 from mpitrain.errors import refusal
 
 _MEASURED = (1 << 16, 1 << 20, 1 << 24)  # bytes
-_REPEATS = 4  # of which the first does not count
+
+
+@dataclass
+class DeviceMemory:
+    """What is to be done with device memory in this process.
+
+    Attributes:
+        way: How it is carried: "auto", "mpi", "staged", "peer" or "nccl".
+        device: The device of this rank, once anything on one was communicated.
+        mpi_reads: Whether MPI takes addresses of the device's memory, once that was asked.
+    """
+
+    way: str = "auto"
+    device: torch.device | None = None
+    mpi_reads: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -72,12 +85,10 @@ class Transports:
         self._staged = Staged(binder, device)
         self._possible: dict[str, Transport] = {"staged": self._staged}
         self._obstacles = {"staged": ""}
-        wanted = ("mpi", "peer", "nccl") if memory.way == "auto" else (memory.way,)
-        for name in wanted:
-            if name != "staged":
-                made, self._obstacles[name] = self._make(name)
-                if made is not None:
-                    self._possible[name] = made
+        for name in {"auto": ("mpi", "peer", "nccl"), "staged": ()}.get(memory.way, (memory.way,)):
+            made, self._obstacles[name] = self._make(name)
+            if made is not None:
+                self._possible[name] = made
         if memory.way != "auto" and self._obstacles[memory.way]:
             self.free()
             raise refusal(f"comm.device {memory.way} is not possible: {self._obstacles[memory.way]}; use auto")
@@ -132,7 +143,7 @@ class Transports:
             measured = DeviceCall(self._probe, (x,), (True,), ("sum", "auto", False))
             for name, transport in self._possible.items():
                 times = []
-                for _ in range(_REPEATS):
+                for _ in range(4):  # of which the first does not count
                     synchronize(self._device)
                     self._binder.comm.Barrier()
                     begin = time.perf_counter()
@@ -162,8 +173,6 @@ def alone(call: DeviceCall) -> None:
 # crash on device memory (mpi4py issue 164). 16-bit sums and averages, which the library does not compute, are computed
 # on the device.
 
-_OVERRIDES = ("MPITRAIN_DEVICE_AWARE", "MPITRAIN_CUDA_AWARE")  # the second is the older name
-
 
 def takes_addresses(kind: str) -> bool:
     """Whether the MPI library takes addresses of a kind of device memory. MPITRAIN_DEVICE_AWARE=0|1 overrides it.
@@ -171,7 +180,7 @@ def takes_addresses(kind: str) -> bool:
     The library is asked by its own function for the kind, or by the kinds of memory that it says it was built or
     started for (MPI-4.1, section 12.4.3).
     """
-    for name in _OVERRIDES:
+    for name in ("MPITRAIN_DEVICE_AWARE", "MPITRAIN_CUDA_AWARE"):  # the second is the older name
         override = os.environ.get(name)
         if override is not None:
             return override not in ("0", "", "no", "false")
@@ -226,11 +235,9 @@ class Direct(Transport):
 # The id of a communicator travels over MPI, so that there is no port and no environment variable. A device may carry
 # one rank of a communicator only; where ranks share one, the other ways serve.
 
-_MODULE = "nccl.core"
 _OPERATIONS = {"sum": "SUM", "avg": "AVG", "product": "PROD", "min": "MIN", "max": "MAX"}
 _DTYPES = DTYPES - {torch.bool, torch.int16, torch.complex64, torch.complex128}  # NCCL has none of these
 _CARRIED = ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter")
-_ID = 128  # bytes
 
 
 class Nccl(Transport):
@@ -251,7 +258,7 @@ class Nccl(Transport):
         """
         comm = binder.comm
         library, obstacle = _library()
-        uid = np.zeros(_ID, dtype=np.uint8)
+        uid = np.zeros(128, dtype=np.uint8)  # as long as an id is
         if library is not None and comm.rank == 0:
             uid[:] = np.frombuffer(bytes(library.get_unique_id()), dtype=np.uint8)
         if not all_agree(comm, library is not None):
@@ -307,7 +314,7 @@ class Nccl(Transport):
 def _library() -> tuple[Any, str]:
     """NCCL's bindings, else why they are not there."""
     try:
-        library = importlib.import_module(_MODULE)
+        library = importlib.import_module("nccl.core")
         library.get_unique_id()
     except ImportError:
         return None, "nccl4py is not installed (pip install mpitrain[nccl])"
