@@ -14,5 +14,4 @@ candidates             all layouts that the runtime takes
 bounds                 what a layout takes at least, and a guess, in microseconds
 search                 the best layouts of all, or of those that keep what a configuration says explicitly
 report                 what a plan says; how the best layouts go with the number of ranks
-restart                how often to write checkpoints
 """
