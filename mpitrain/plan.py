@@ -13,8 +13,7 @@ from mpitrain.config.settings import Config
 from mpitrain.early import Parser
 from mpitrain.errors import EXIT_DONE, InputError, exit_code_of, refusal
 from mpitrain.planner import layouts
-from mpitrain.planner.candidates import LayoutRules, rules_of
-from mpitrain.planner.layouts import ParallelLayout
+from mpitrain.planner.layouts import LayoutRules, ParallelLayout, rules_of
 from mpitrain.planner.machine import MachineProfile, given_machines, read_machine, size_of
 from mpitrain.planner.predictor import Predictor
 from mpitrain.planner.report import HEAD, Point, details, nothing_fits, picture, refused, report, row
