@@ -145,10 +145,9 @@ class Bounds:
             *(layout.zero, layout.share_node, layout.shard_within, layout.offload),
         )
         share = -(-self._of.model.batch // layout.data)
-        count = -(-share // layout.microbatch)
+        count = self._of.microbatches(layout)
         if layout.pipeline > 1:
-            seconds = self._pipeline(layout, work, around, count * layout.slices) + around.reduced
-            return seconds + around.once
+            return self._pipeline(layout, work, around, count * layout.slices) + around.reduced + around.once
         turns = around.step.turns
         forward, input_, weight = (s * turns for s in work.passes)
         backward = input_ + weight + work.again * turns * layout.recompute

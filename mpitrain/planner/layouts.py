@@ -112,7 +112,6 @@ class Prediction:
         return sum(self.memory.values())
 
 
-_SHAPE = re.compile(r"(\d+)x(\d+)x(\d+)")
 _NUMBERED = {"zero": "zero", "mb": "microbatch", "chunks": "chunks", "slices": "slices"}
 _FLAGS: dict[str, tuple[str, Any]] = {
     "recompute": ("recompute", True),
@@ -153,7 +152,7 @@ def read(line: str) -> ParallelLayout:
     shape: tuple[int, ...] = ()
     found: dict[str, Any] = {}
     for word in line.split():
-        if match := _SHAPE.fullmatch(word):
+        if match := re.fullmatch(r"(\d+)x(\d+)x(\d+)", word):
             shape = tuple(map(int, match.groups()))
         else:
             found.update(_meant(word))
@@ -248,7 +247,6 @@ def sizes(bounds: Sequence[int]) -> tuple[int, ...]:
 
 # -- all layouts that a model can be trained in
 
-_SLICES = (2, 4)
 _CHUNKS = {"1f1b": (1,), "gpipe": (1,), "interleaved": (2, 4), "zero-bubble": (1, 2)}
 _OF_PIPELINE = [(schedule, n) for schedule, chunks in _CHUNKS.items() for n in chunks]
 _STEPS = 4  # of the fewest microbatches of a rank, all numbers up to this are looked at
@@ -383,13 +381,9 @@ def evenly(layout: ParallelLayout, ranks_per_node: int) -> bool:
 def passes(model: ModelProfile, base: ParallelLayout, blocks: int) -> Iterator[ParallelLayout]:
     """The ways to take a rank's share of a batch through its part of the model."""
     divided = Divided(base.tensor)
-    sequences = [False]
-    if base.tensor > 1 and model.takes(replace(divided, sequence=True)):
-        sequences.append(True)
+    sequences = (False, True)[: 1 + (base.tensor > 1 and model.takes(replace(divided, sequence=True)))]
     schedules = [each for each in _OF_PIPELINE if base.pipeline * each[1] <= blocks]
-    sliced = [1]
-    if base.pipeline > 1:
-        sliced += [n for n in _SLICES if model.takes(replace(divided, slices=n))]
+    sliced = [1, *(n for n in (2, 4) if base.pipeline > 1 and model.takes(replace(divided, slices=n)))]
     recomputes = (False, True)[: 1 + (model.has_units or base.pipeline > 1)]
     for sequence, microbatch, recompute in product(sequences, microbatches(model.batch, base.data), recomputes):
         layout = replace(base, microbatch=microbatch, sequence=sequence, recompute=recompute)
@@ -409,12 +403,8 @@ def microbatches(batch: int, data: int) -> list[int]:
         data: Ranks that share them.
     """
     share = -(-batch // data)
-    found = {-(-share // pieces) for pieces in range(1, _STEPS + 1)}
-    size = 1
-    while size < share:
-        found.add(size)
-        size *= 2
-    return sorted(found)
+    powers = {1 << n for n in range((share - 1).bit_length())}
+    return sorted(powers | {-(-share // pieces) for pieces in range(1, _STEPS + 1)})
 
 
 def _divisors(number: int) -> list[int]:
