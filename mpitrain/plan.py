@@ -84,8 +84,7 @@ def _plan(argv: Sequence[str]) -> int:
         print(told)
     else:
         plan = best(predictor, rules, options.top, seconds=options.seconds)
-        title = f"{nodes * each:,} ranks on {nodes:,} x {machine.name} ({machine.origin})"
-        print(report(plan, title))
+        print(report(plan, f"{nodes * each:,} ranks on {nodes:,} x {machine.name} ({machine.origin})"))
         if not plan.found:
             raise refusal(f"{nothing_fits(plan)}; take more nodes or a smaller model")
         chosen = plan.found[0].layout
@@ -112,7 +111,7 @@ def scaled(
             larger.batch = model.batch * count // nodes[0] if weak else model.batch
             predictor = Predictor(larger, machine, count, options.ranks_per_node, options.memory)
             found = best(predictor, rules, 1, seconds=options.seconds).found
-            points.append(Point(predictor.ranks, found[0] if found else None))
+            points.append((predictor.ranks, found[0] if found else None))
             print(row(points), flush=True)
         print()
     if out is not None:

@@ -305,8 +305,7 @@ def with_messages(schedule: Schedule, costs: Costs = Costs()) -> PipelineProgram
         steps[rank].append(step)
         gradient = not isinstance(step, Forward)
         to = step.stage - 1 if gradient else step.stage + 1
-        sends = not isinstance(step, BackwardWeight) and 0 <= to < schedule.stages
-        if sends and schedule.rank_of[to] != rank:
+        if not isinstance(step, BackwardWeight) and 0 <= to < schedule.stages and schedule.rank_of[to] != rank:
             pending.append((Send(step.stage, step.microbatch, gradient, schedule.rank_of[to]), rank))
     _append(steps, pending)
     return PipelineProgram(schedule, tuple(tuple(s) for s in steps))
@@ -448,6 +447,5 @@ class _Check:
 
     def _error(self, rank: int, what: str) -> ScheduleError:
         """An error at the step that a rank has come to."""
-        steps = self.program.steps[rank]
         at = self.at[rank]
-        return ScheduleError(f"{self.schedule.name}: rank {rank}, step {at} ({steps[at]}) {what}")
+        return ScheduleError(f"{self.schedule.name}: rank {rank}, step {at} ({self.program.steps[rank][at]}) {what}")

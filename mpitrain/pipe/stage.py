@@ -42,7 +42,6 @@ from mpitrain.pipe.wire import as_tuple
 
 State = tuple[torch.Tensor, ...]
 _TOGETHER = 4  # blocks in one graph, with backward in halves
-RandomState = list[tuple[torch.device, torch.Tensor]]  # of the generators of the CPU and of the device, if there is one
 Past = dict[int, list[State]]  # of one microbatch in one stage: by number of the block, the states of the slices so far
 Joint = list[tuple[torch.Tensor, torch.Tensor]]  # tensors that end one graph, and the leaves that begin the next
 
@@ -57,7 +56,8 @@ class Kept:
     wanting: tuple[bool, ...] = ()  # which of them get a gradient
     made: list[tuple[State, State]] = field(default_factory=list)  # states in the graph, and detached from it
     past: Past = field(default_factory=dict)
-    random: RandomState | None = None  # before forward, with recompute
+    # before forward, with recompute: states of the generators of the CPU and of the device, if there is one
+    random: list[tuple[torch.device, torch.Tensor]] | None = None
     ending: Callable[[Any], torch.Tensor] | None = None  # the loss of the output, on the last stage
     joints: list[Joint] = field(default_factory=list)  # where the graph is divided between blocks, in order
     weights: list[Callable[[], None]] = field(default_factory=list)  # what does the weight half of backward
@@ -126,10 +126,9 @@ class Stage:
             gradients: Of the outputs that require one; unused on the last stage, whose output is the loss.
         """
         roots, values = self._roots(kept, gradients)
-        inputs = self._inputs(kept)
         if roots:
             torch.autograd.backward(roots, values)
-        return [_complete(t.grad, t) for t in inputs]
+        return [_complete(t.grad, t) for t in self._inputs(kept)]
 
     def backward_input(self, kept: Kept, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the gradients of the inputs, and leave those of the parameters to `backward_weight`."""
