@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -27,12 +27,11 @@ import numpy.typing as npt
 
 from mpitrain.data import Dataset, Description, open_dataset, read_manifest
 from mpitrain.data.format import HELD_OUT, TRAIN, ColumnSpec, is_dataset
-from mpitrain.data.sources.documents import LINES, TextFields, documents_of
+from mpitrain.data.sources.documents import TextFields
 from mpitrain.data.sources.images import BadImage, fitted, load_decoders
-from mpitrain.data.sources.streams import lines_of, opened, plain_suffix
 from mpitrain.data.sources.table_files import cells_of_table, is_table, look, rows_of_table, width
 from mpitrain.errors import InputError
-from mpitrain.inference.prompts import TextCodec
+from mpitrain.inference.prompts import TextCodec, texts_of
 from mpitrain.models.losses import UNCOUNTED
 
 Array = npt.NDArray[Any]
@@ -235,14 +234,6 @@ def _images_in(path: Path) -> list[Path]:
     return sorted(file for file in found if file.suffix.lower() in _IMAGES)
 
 
-_DOCUMENTS = LINES | {".json", ".parquet"}
-
-
-def is_texts(path: Path) -> bool:
-    """Whether a file is one of texts, by its name."""
-    return path.is_file() and plain_suffix(path) in (".txt", *_DOCUMENTS)
-
-
 class Texts(Samples):
     """The texts of a file.
 
@@ -264,7 +255,7 @@ class Texts(Samples):
         begin = [] if description.document_end is None else [description.document_end]
         made, longest = codec(), self.shape[0] + 1
         self._items = []
-        for number, parts in enumerate(_texts_of(path, fields), 1):
+        for number, parts in enumerate(texts_of(path, fields), 1):
             tokens = [made.encode(part) for part in parts]
             given = len(begin) + (len(tokens[0]) if len(tokens) > 1 else 0)
             whole = [*begin, *(token for some in tokens for token in some)]
@@ -291,18 +282,3 @@ class Texts(Samples):
             x[row, : len(tokens) - 1] = tokens[:-1]
             y[row, given - 1 : len(tokens) - 1] = tokens[given:]
         return np.arange(lo, hi), x, y
-
-
-def _texts_of(path: Path, fields: TextFields) -> Iterator[Sequence[str]]:
-    """The text of each sample, or its prompt and its completion."""
-    if plain_suffix(path) in _DOCUMENTS:
-        yield from documents_of(path, fields)
-        return
-    with opened(path) as file:
-        for number, line in lines_of(file, path):
-            try:
-                text = line.decode("utf-8").rstrip("\r\n")
-            except UnicodeDecodeError:
-                raise InputError(f"{path}, line {number} is not UTF-8; convert it") from None
-            if text:
-                yield (text,)
