@@ -34,7 +34,8 @@ import torch
 
 from mpitrain.comm import Communicator
 from mpitrain.comm.selection import TABLES
-from mpitrain.measuring.self_start import measured, parsed, parser, started_here, temporary_folder
+from mpitrain.inference.commands import parse
+from mpitrain.measuring.self_start import measured, parser, started_here, temporary_folder
 from mpitrain.measuring.tune import MEMORIES, AlgorithmContenders
 from mpitrain.models.gpt import GPT
 from mpitrain.monitor import memory_bytes, peak_memory_bytes
@@ -62,7 +63,7 @@ def main(arguments: Sequence[str]) -> int:
         metavar="KIND",
         help="accelerators to measure: auto (those there are), cpu (none), cuda, xpu and so on [auto]",
     )
-    options = parsed(made, arguments)
+    options = parse(made, arguments)
     command = ["-m", "mpitrain.plan", "--measure", *arguments]
     return measured(
         command, options, "machine", lambda world: measure(world, options), lambda results: keep(results, options)

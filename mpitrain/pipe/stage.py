@@ -38,7 +38,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from mpitrain.comm.memory import device as devices
-from mpitrain.pipe.wire import as_tuple
+from mpitrain.pipe.wire import as_tuple, mapped
 
 State = tuple[torch.Tensor, ...]
 _TOGETHER = 4  # blocks in one graph, with backward in halves
@@ -106,7 +106,7 @@ class Stage:
                 output, states = self._run(x, kept, past is not None)
             # without a graph, and requiring gradients where its recomputation will
             if self._inputs(kept) or any(p.requires_grad for block in self.blocks for p in block.parameters()):
-                output = _mapped(lambda t: t.detach().requires_grad_(t.is_floating_point()), output)
+                output = mapped(lambda t: t.detach().requires_grad_(t.is_floating_point()), output)
         else:
             output, states = self._run(x, kept, past is not None)
             kept.outputs = as_tuple(output)
@@ -158,7 +158,7 @@ class Stage:
         """Run the blocks: the output (or the loss), and the states of the blocks that look back."""
         states: dict[int, State] = {}
         if self._copies_input and torch.is_grad_enabled():
-            x = _mapped(torch.clone, x)
+            x = mapped(torch.clone, x)
         for number, block in enumerate(self.blocks):
             if self._breaks_before[number] and torch.is_grad_enabled():
                 joint = [(t, t.detach().requires_grad_(t.requires_grad)) for t in as_tuple(x)]
@@ -207,11 +207,6 @@ class Stage:
 def _complete(gradient: torch.Tensor | None, of: torch.Tensor) -> torch.Tensor:
     """The gradient, or zeros for an input that nothing depends on."""
     return torch.zeros_like(of) if gradient is None else gradient
-
-
-def _mapped(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """A tensor, or each of a tuple, changed."""
-    return change(value) if isinstance(value, torch.Tensor) else tuple(change(t) for t in value)
 
 
 def _begins_in_place(block: nn.Module) -> bool:
