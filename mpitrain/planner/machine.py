@@ -286,26 +286,19 @@ def derived(given: Mapping[str, float]) -> dict[str, float]:
         given: By "section.key", in the file's units; those required are there.
 
     Returns:
-        By "section.key" all that are numbers, those given included; those of a device only where there is one.
+        By "section.key" all that are numbers, those given included, but for those with a default in `MachineProfile`
+        or its `links`; those of a device only where there is one.
     """
     bandwidth, cores = given["node.memory_bandwidth"], given["node.cores"]
     copy = given.get("core.copy_rate", min(_DEFAULT.copy_rate, bandwidth / 2))
     write = given.get("folder.write_rate", given.get("folder.rank_write_rate", 1e9))
     found = {
         "node.seen_cores": cores,
-        "core.threads": 0.9,
         "core.update_rate": min(2 * copy, bandwidth / cores) / _UPDATE_BYTES,
         "core.copy_rate": copy,
         "core.add_rate": 0.8 * copy,
-        "rank.overhead": 2e-3,
-        "rank.step": _DEFAULT.step,
-        "rank.process": 360 << 20,
-        "network.latency": _DEFAULT.latency,
-        "network.bandwidth": _DEFAULT.bandwidth,
-        "network.eager": _DEFAULT.eager,
         "inside.latency": min(_DEFAULT.local_latency, given.get("network.latency", 1.0)),
         "inside.bandwidth": 0.6 * copy,
-        "inside.barrier": _DEFAULT.fence,
         "folder.rank_write_rate": min(5e8, write),
         "folder.write_rate": write,
         "folder.write_limit": max(1e11, write),
