@@ -12,6 +12,7 @@ from pathlib import Path
 from mpitrain.config.settings import Config
 from mpitrain.early import Parser
 from mpitrain.errors import EXIT_DONE, InputError, exit_code_of, refusal
+from mpitrain.pipe.draw import drawn
 from mpitrain.planner import layouts
 from mpitrain.planner.layouts import LayoutRules, ParallelLayout, rules_of
 from mpitrain.planner.machine import MachineProfile, given_machines, read_machine, size_of
@@ -115,12 +116,8 @@ def scaled(
             print(row(points), flush=True)
         print()
     if out is not None:
-        try:
-            picture(out, lines[False], lines[True], f"{machine.name} ({machine.origin})")
-        except ImportError:
-            raise refusal("a picture needs matplotlib; install mpitrain[monitor], or leave out --out") from None
-        except (OSError, ValueError) as error:
-            raise refusal(f"--out {out} cannot be drawn: {error}; give a file as scaling.png") from None
+        with drawn(out, 13, 4.2) as figure:
+            picture(figure, lines[False], lines[True], f"{machine.name} ({machine.origin})")
         print(f"drawn: {out}")
 
 

@@ -29,18 +29,6 @@ def utf8(text: str) -> bytes:
         return text.encode("utf-8", "replace")
 
 
-class TextCodec(ABC):
-    """Makes tokens of text, and text of tokens."""
-
-    @abstractmethod
-    def encode(self, text: str) -> list[int]:
-        """The tokens of a text."""
-
-    @abstractmethod
-    def decoder(self) -> TextDecoder:
-        """Makes text of tokens that come one after the other."""
-
-
 class TextDecoder(ABC):
     """Makes text of tokens that come one after the other."""
 
@@ -57,7 +45,7 @@ class TextDecoder(ABC):
         return "".join([self.add(token) for token in tokens]) + self.finish()
 
 
-class BytesCodec(TextCodec):
+class BytesCodec:
     """Tokens are the bytes of the text in UTF-8. Tokens beyond those are no text."""
 
     def encode(self, text: str) -> list[int]:
@@ -78,7 +66,7 @@ class _BytesDecoder(TextDecoder):
         return self._decoder.decode(b"", final=True)
 
 
-class TokenizerCodec(TextCodec):
+class TokenizerCodec:
     """Tokens of a Hugging Face tokenizer. path: its file. Raises InputError where it cannot be loaded."""
 
     def __init__(self, path: Path) -> None:
@@ -127,6 +115,9 @@ class _TokensDecoder(TextDecoder):
         before = self._text(self._told) if self._told else ""
         self._told, self._new = (self._told + self._new)[-_WINDOW:], []
         return text[len(before) :]
+
+
+TextCodec = BytesCodec | TokenizerCodec  # encode(text): its tokens. decoder(): makes text of tokens
 
 
 def codec_of(tokenizer: Path | None, vocabulary: int, run: Path) -> TextCodec:

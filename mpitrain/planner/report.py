@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from mpitrain.planner.layouts import Prediction, text
 from mpitrain.planner.search import Excess, LayoutPlan
-from mpitrain.storage.disk import replacing
 from mpitrain.storage.text import aligned, bytes_text, seconds_text, short
 
 _WIDTH = 118
@@ -152,14 +150,8 @@ def row(points: Sequence[Point]) -> str:
     return f"{ranks:7,}  {told}  {bytes_text(found.total_memory):>10}  {found.samples:6,}  {text(found.layout)}"
 
 
-def picture(path: Path, strong: Sequence[Point], weak: Sequence[Point], title: str) -> None:
-    """Draw step time, efficiency and memory over ranks into a file, whose name says the format.
-
-    Raises ImportError without matplotlib (extra `monitor`).
-    """
-    from matplotlib.figure import Figure
-
-    figure: Any = Figure(figsize=(13, 4.2), layout="constrained")
+def picture(figure: Any, strong: Sequence[Point], weak: Sequence[Point], title: str) -> None:
+    """Draw step time, efficiency and memory over ranks into a figure of matplotlib."""
     figure.suptitle(title, fontsize=10)
     time, efficiency, memory = figure.subplots(1, 3)
     for points, name, style in ((strong, "strong", "o-"), (weak, "weak", "s--")):
@@ -176,5 +168,3 @@ def picture(path: Path, strong: Sequence[Point], weak: Sequence[Point], title: s
         axis.set_xticks([ranks for ranks, _ in strong], [str(ranks) for ranks, _ in strong], rotation=45)
         axis.grid(alpha=0.3)
         axis.legend()
-    with replacing(path) as aside:
-        figure.savefig(aside, dpi=120)
