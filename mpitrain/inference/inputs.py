@@ -15,7 +15,6 @@ where the data have one; else its first token is given.
 from __future__ import annotations
 
 import math
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from itertools import accumulate
@@ -27,15 +26,15 @@ import numpy.typing as npt
 
 from mpitrain.data import Dataset, Description, open_dataset, read_manifest
 from mpitrain.data.format import HELD_OUT, TRAIN, ColumnSpec, is_dataset
+from mpitrain.data.prepare import files_below
 from mpitrain.data.sources.documents import TextFields
-from mpitrain.data.sources.images import BadImage, fitted, load_decoders
+from mpitrain.data.sources.images import BadImage, fitted, is_image, load_decoders
 from mpitrain.data.sources.table_files import cells_of_table, is_table, look, rows_of_table, width
 from mpitrain.errors import InputError
 from mpitrain.inference.prompts import TextCodec, texts_of
 from mpitrain.models.losses import UNCOUNTED
 
 Array = npt.NDArray[Any]
-_IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp")
 
 
 class Samples(ABC):
@@ -95,7 +94,7 @@ def open_samples(path: Path, description: Description, *, skip_bad: bool = False
         found = _Array(path)
     elif path.is_file() and is_table(path):
         found = _Rows(path, description, skip_bad=skip_bad, keep=keep)
-    elif images := _images_in(path):
+    elif images := [file for file in (files_below(path) if path.is_dir() else [path]) if is_image(file)]:
         found = _Images(path, images, description.x_shape, skip_bad=skip_bad)
     else:
         raise InputError(f"{path} holds no samples that predict reads; give a data set, .npy, .npz, a table or images")
@@ -222,16 +221,6 @@ class _Images(Samples):
             pixels.append(found * np.float32(1 / 255))
         x = np.stack(pixels) if pixels else np.empty((0, *self.shape), self.dtype)
         return np.array(numbers, np.int64), x, None
-
-
-def _images_in(path: Path) -> list[Path]:
-    if not path.is_dir():
-        return [path] if path.suffix.lower() in _IMAGES else []
-    found = []
-    for top, folders, files in os.walk(path):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        found += [Path(top, name) for name in files if not name.startswith(".")]
-    return sorted(file for file in found if file.suffix.lower() in _IMAGES)
 
 
 class Texts(Samples):
