@@ -28,10 +28,9 @@ class Flow:
     """
 
     def __init__(self, name: str, ranks: int, microbatches: int, chunks: int = 1, slices: int = 1) -> None:
-        self._name = name
-        self._count = microbatches
+        self._count, self._ranks, self._built_in = microbatches, ranks, name in SCHEDULES
         self.microbatches = microbatches * slices
-        self._shape = ranks, chunks, slices
+        self._prepared: Callable[[int], PreparedSchedule] = lambda count: _prepared(name, ranks, count, chunks, slices)
         self.held = lru_cache(maxsize=64)(lambda kept: self._extended(_FULL, lambda prepared: prepared.held(kept)))
 
     @property
@@ -51,19 +50,15 @@ class Flow:
         self, costs: Costs, nodes: Sequence[int], cores: float, message: Callable[[int, int], float]
     ) -> list[float]:
         """Return when each rank is done, as `PreparedSchedule.ends_on_shared_cores` says; nothing is extrapolated."""
-        ranks, chunks, slices = self._shape
-        prepared = _prepared(self._name, ranks, self._count, chunks, slices)
-        return prepared.ends_on_shared_cores(costs, nodes, cores, message)
+        return self._prepared(self._count).ends_on_shared_cores(costs, nodes, cores, message)
 
     def _rounds(self, most: int) -> tuple[PreparedSchedule, PreparedSchedule, int]:
         """The schedule with fewer microbatches, with a round more, and how many more rounds the whole one has."""
-        ranks, chunks, slices = self._shape
-        few = self._count
-        if self._name in SCHEDULES and few > most * ranks:
+        few, ranks = self._count, self._ranks
+        if self._built_in and few > most * ranks:
             few = (most - 1) * ranks + few % ranks
         more = (self._count - few) // ranks
-        short, long = (_prepared(self._name, ranks, few + n * (more > 0) * ranks, chunks, slices) for n in (0, 1))
-        return short, long, more
+        return self._prepared(few), self._prepared(few + (more > 0) * ranks), more
 
     def _extended(self, most: int, of: Callable[[PreparedSchedule], list[float]]) -> list[float]:
         short, long, more = self._rounds(most)
