@@ -26,7 +26,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, groupby
 
 from mpitrain.pipe.schedule import (
     Backward,
@@ -290,24 +290,19 @@ def with_messages(schedule: Schedule, costs: Costs = Costs()) -> PipelineProgram
         schedule: The schedule.
         costs: Of the steps, to say in which order they end; every choice gives a right program.
     """
-    ends = [
-        (run.end, rank, number, run.step)
-        for rank, runs in enumerate(simulate(schedule, costs).runs)
-        for number, run in enumerate(runs)
-    ]
+    ends = [(run.end, rank, run.step) for rank, runs in enumerate(simulate(schedule, costs).runs) for run in runs]
     steps: list[list[Step]] = [[] for _ in range(schedule.ranks)]
-    pending: list[tuple[Send, int]] = []  # messages of steps that ended now: after all steps that did
-    now = 0.0
-    for end, rank, _, step in sorted(ends, key=lambda e: e[:3]):
-        if end > now:
-            _append(steps, pending)
-            pending, now = [], end
-        steps[rank].append(step)
-        gradient = not isinstance(step, Forward)
-        to = step.stage - 1 if gradient else step.stage + 1
-        if not isinstance(step, BackwardWeight) and 0 <= to < schedule.stages and schedule.rank_of[to] != rank:
-            pending.append((Send(step.stage, step.microbatch, gradient, schedule.rank_of[to]), rank))
-    _append(steps, pending)
+    for _, together in groupby(sorted(ends, key=lambda e: e[:2]), key=lambda e: e[0]):  # a rank's stay in order
+        messages: list[tuple[Send, int]] = []  # after all steps that end at the same time
+        for _, rank, step in together:
+            steps[rank].append(step)
+            gradient = not isinstance(step, Forward)
+            to = step.stage - 1 if gradient else step.stage + 1
+            if not isinstance(step, BackwardWeight) and 0 <= to < schedule.stages and schedule.rank_of[to] != rank:
+                messages.append((Send(step.stage, step.microbatch, gradient, schedule.rank_of[to]), rank))
+        for send, rank in messages:
+            steps[rank].append(send)
+            steps[send.to].append(Receive(send.stage, send.microbatch, send.gradient, rank))
     return PipelineProgram(schedule, tuple(tuple(s) for s in steps))
 
 
@@ -315,13 +310,6 @@ def forward_only(schedule: Schedule) -> Schedule:
     """The forward steps of a schedule alone, for an evaluation."""
     steps = tuple(tuple(s for s in steps if isinstance(s, Forward)) for steps in schedule.steps)
     return replace(schedule, name=f"{schedule.name} forward", steps=steps)
-
-
-def _append(steps: list[list[Step]], pending: list[tuple[Send, int]]) -> None:
-    """Append each Send to its rank's steps, and its Receive to those of the rank it goes to."""
-    for send, rank in pending:
-        steps[rank].append(send)
-        steps[send.to].append(Receive(send.stage, send.microbatch, send.gradient, rank))
 
 
 def verify(program: PipelineProgram, training: bool = True) -> None:
