@@ -265,13 +265,10 @@ class StepSimulation:
 
     def _reduce_stages(self, schedule: Schedule, ends: Sequence[float]) -> None:
         """The gradients of each position's ranks, from when those are done."""
-        reduced = []
-        for rank, end in enumerate(ends):
-            holds = self.predictor.held(self.layout, self.places, rank)
-            reduced.append(end + self._reduced(holds) + self._tied(schedule, rank))
-        last = max(range(len(reduced)), key=lambda rank: reduced[rank])
+        holds = [self.predictor.held(self.layout, self.places, rank) for rank in range(len(ends))]
+        reduced = [end + self._reduced(holds[rank]) + self._tied(schedule, rank) for rank, end in enumerate(ends)]
         self.parts["gradients"] += max(reduced) - max(ends)
-        self._among_replicas(self.predictor.held(self.layout, self.places, last))
+        self._among_replicas(holds[reduced.index(max(reduced))])
 
     def _tied(self, schedule: Schedule, rank: int) -> float:
         """Seconds of adding up the gradients of parameters that the first and the last stage share."""
