@@ -8,7 +8,6 @@ counted                sizes and operations of blocks, from passes without value
 measured               seconds of blocks, measured in processes side by side
 collectives            seconds of the collective that would run, simulated; between devices, in closed form
 memory                 what each rank holds, which ranks communicate with each other, and bytes by category
-flow                   microbatches through a pipeline's stages: when ranks are done, what they hold
 predictor              everything of a layout; seconds of a step, simulated: blocks, messages, buckets, update
 refine                 the variants of a layout: which blocks a stage gets, which layers are divided
 bounds                 what a layout takes at least, and a guess, in microseconds

@@ -15,8 +15,8 @@ from itertools import pairwise
 from mpitrain.layers.precision import DTYPES
 from mpitrain.layout import Flat, lay_out
 from mpitrain.pipe.schedule import BackwardInput, Schedule
+from mpitrain.pipe.simulate import Flow
 from mpitrain.planner.collectives import Group
-from mpitrain.planner.flow import Flow
 from mpitrain.planner.layouts import ParallelLayout
 from mpitrain.planner.subject import BlockCost, Weight
 from mpitrain.shard.flat import MULTIPLE, lay_in_buckets

@@ -20,9 +20,8 @@ from typing import Any
 from mpitrain.errors import refusal
 from mpitrain.pipe.partition import stage_bounds
 from mpitrain.pipe.schedule import BackwardInput, Schedule
-from mpitrain.pipe.simulate import Costs
+from mpitrain.pipe.simulate import Costs, Flow
 from mpitrain.planner.collectives import CollectiveTimes, DeviceLinks, Group
-from mpitrain.planner.flow import Flow
 from mpitrain.planner.layouts import ParallelLayout, Prediction
 from mpitrain.planner.machine import MachineProfile
 from mpitrain.planner.memory import (
