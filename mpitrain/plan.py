@@ -12,9 +12,9 @@ from pathlib import Path
 from mpitrain.config.settings import Config
 from mpitrain.early import Parser
 from mpitrain.errors import EXIT_DONE, InputError, exit_code_of, refusal
+from mpitrain.pipe.draw import drawn
 from mpitrain.planner import layouts
-from mpitrain.planner.candidates import LayoutRules, rules_of
-from mpitrain.planner.layouts import ParallelLayout
+from mpitrain.planner.layouts import LayoutRules, ParallelLayout, rules_of
 from mpitrain.planner.machine import MachineProfile, given_machines, read_machine, size_of
 from mpitrain.planner.predictor import Predictor
 from mpitrain.planner.report import HEAD, Point, details, nothing_fits, picture, refused, report, row
@@ -85,8 +85,7 @@ def _plan(argv: Sequence[str]) -> int:
         print(told)
     else:
         plan = best(predictor, rules, options.top, seconds=options.seconds)
-        title = f"{nodes * each:,} ranks on {nodes:,} x {machine.name} ({machine.origin})"
-        print(report(plan, title))
+        print(report(plan, f"{nodes * each:,} ranks on {nodes:,} x {machine.name} ({machine.origin})"))
         if not plan.found:
             raise refusal(f"{nothing_fits(plan)}; take more nodes or a smaller model")
         chosen = plan.found[0].layout
@@ -113,16 +112,12 @@ def scaled(
             larger.batch = model.batch * count // nodes[0] if weak else model.batch
             predictor = Predictor(larger, machine, count, options.ranks_per_node, options.memory)
             found = best(predictor, rules, 1, seconds=options.seconds).found
-            points.append(Point(predictor.ranks, found[0] if found else None))
+            points.append((predictor.ranks, found[0] if found else None))
             print(row(points), flush=True)
         print()
     if out is not None:
-        try:
-            picture(out, lines[False], lines[True], f"{machine.name} ({machine.origin})")
-        except ImportError:
-            raise refusal("a picture needs matplotlib; install mpitrain[monitor], or leave out --out") from None
-        except (OSError, ValueError) as error:
-            raise refusal(f"--out {out} cannot be drawn: {error}; give a file as scaling.png") from None
+        with drawn(out, 13, 4.2) as figure:
+            picture(figure, lines[False], lines[True], f"{machine.name} ({machine.origin})")
         print(f"drawn: {out}")
 
 

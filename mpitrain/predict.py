@@ -58,8 +58,8 @@ def _parser() -> argparse.ArgumentParser:
 def _samples(arguments: argparse.Namespace, saved: SavedModel) -> Samples:
     """What is to be predicted."""
     from mpitrain.data.sources.documents import TextFields
-    from mpitrain.inference.inputs import Texts, is_texts, open_samples
-    from mpitrain.inference.prompts import codec_of
+    from mpitrain.inference.inputs import Texts, open_samples
+    from mpitrain.inference.prompts import codec_of, is_texts
 
     about = saved.description
     if about.kind != "tokens" or not is_texts(arguments.input):

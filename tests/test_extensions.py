@@ -12,8 +12,8 @@ import mpitrain as mt
 from mpitrain.data.__main__ import main as data_command
 from mpitrain.errors import InputError
 from mpitrain.monitor import read_metrics
-from mpitrain.pipe.passes import verify, with_messages
 from mpitrain.pipe.schedules import make_schedule
+from mpitrain.pipe.simulate import verify, with_messages
 
 
 def fit(world, config, callbacks=()):

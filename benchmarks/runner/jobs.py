@@ -18,6 +18,7 @@ from benchmarks.runner.report import Report, facts, write
 from mpitrain.comm import Communicator
 from mpitrain.comm.memory import device as hardware
 from mpitrain.errors import InputError
+from mpitrain.inference.commands import parse
 from mpitrain.measuring import self_start
 from mpitrain.speeds.timing import Contender, Times, interleaved
 
@@ -116,10 +117,10 @@ class BenchmarkParser:
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
         """Return the options; of the ranks of a job, rank 0 alone says what is wrong with them."""
-        options = self_start.parsed(self.arguments, arguments)
+        options = parse(self.arguments, arguments)
         if options.quick:
             self.arguments.set_defaults(**self._quick)
-            options = self_start.parsed(self.arguments, arguments)
+            options = parse(self.arguments, arguments)
         return options
 
 

@@ -175,7 +175,7 @@ def _look(path: Path, among: Sequence[Kind]) -> tuple[Kind, list[Found], list[Pa
 def _look_into(folder: Path, among: Sequence[Kind]) -> tuple[Kind, list[Found], list[Path]]:
     by_kind: dict[Kind, list[Path]] = defaultdict(list)
     unknown: list[Path] = []
-    for path in _files_below(folder):
+    for path in files_below(folder):
         if path.stat().st_size or path.suffix.lower() in images.SUFFIXES:  # an empty image is one that is broken
             kind = _kind_of(path, among)
             (unknown if kind is None else by_kind[kind]).append(path)
@@ -194,7 +194,7 @@ def _look_into(folder: Path, among: Sequence[Kind]) -> tuple[Kind, list[Found], 
     return most, [Found(path, folder) for path in paths], others + unknown
 
 
-def _files_below(folder: Path) -> list[Path]:
+def files_below(folder: Path) -> list[Path]:
     """Every file below, sorted, without hidden ones; folders are not followed through links."""
 
     def failed(error: OSError) -> None:

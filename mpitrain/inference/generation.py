@@ -261,12 +261,11 @@ class Generation:
             if free:
                 chosen = None
                 if scores is not None:
-                    numbers_drawn = draws.next([rows[row] for row in free])
                     own = scores[free, : self.model.vocabulary].float().cpu()
                     if self.sampling.repetition != 1:
                         texts = [[*prompts[rows[row]], *made[rows[row]].tokens] for row in free]
                         own = self.sampling.penalized(own, texts)
-                    chosen = self.sampling.choose(own, numbers_drawn)
+                    chosen = self.sampling.choose(own, draws.next([rows[row] for row in free]))
                 found = iter(self.model.settle(chosen, len(free)).tolist())
             following, staying = [], []
             for row, number in enumerate(rows):

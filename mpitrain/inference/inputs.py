@@ -15,9 +15,8 @@ where the data have one; else its first token is given.
 from __future__ import annotations
 
 import math
-import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -27,16 +26,15 @@ import numpy.typing as npt
 
 from mpitrain.data import Dataset, Description, open_dataset, read_manifest
 from mpitrain.data.format import HELD_OUT, TRAIN, ColumnSpec, is_dataset
-from mpitrain.data.sources.documents import LINES, TextFields, documents_of
-from mpitrain.data.sources.images import BadImage, fitted, load_decoders
-from mpitrain.data.sources.streams import lines_of, opened, plain_suffix
+from mpitrain.data.prepare import files_below
+from mpitrain.data.sources.documents import TextFields
+from mpitrain.data.sources.images import BadImage, fitted, is_image, load_decoders
 from mpitrain.data.sources.table_files import cells_of_table, is_table, look, rows_of_table, width
 from mpitrain.errors import InputError
-from mpitrain.inference.prompts import TextCodec
+from mpitrain.inference.prompts import TextCodec, texts_of
 from mpitrain.models.losses import UNCOUNTED
 
 Array = npt.NDArray[Any]
-_IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp")
 
 
 class Samples(ABC):
@@ -51,13 +49,14 @@ class Samples(ABC):
     called = "samples"
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
+    _items: Any  # one for each
 
     def __init__(self) -> None:
         self.left_out: list[tuple[int, str]] = []
         self.kept: dict[str, Sequence[Any]] = {}
 
-    @abstractmethod
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        return len(self._items)
 
     @abstractmethod
     def read(self, lo: int, hi: int) -> tuple[Array, Array, Array | None]:
@@ -95,7 +94,7 @@ def open_samples(path: Path, description: Description, *, skip_bad: bool = False
         found = _Array(path)
     elif path.is_file() and is_table(path):
         found = _Rows(path, description, skip_bad=skip_bad, keep=keep)
-    elif images := _images_in(path):
+    elif images := [file for file in (files_below(path) if path.is_dir() else [path]) if is_image(file)]:
         found = _Images(path, images, description.x_shape, skip_bad=skip_bad)
     else:
         raise InputError(f"{path} holds no samples that predict reads; give a data set, .npy, .npz, a table or images")
@@ -141,28 +140,22 @@ class _Array(Samples):
         super().__init__()
         try:
             loaded = np.load(path, mmap_mode="r", allow_pickle=False)
-            if isinstance(loaded, np.ndarray):
-                self._x: Array = loaded
-            else:
+            if not isinstance(loaded, np.ndarray):
                 names = loaded.files
                 name = "x" if "x" in names else names[0] if len(names) == 1 else ""
                 if not name:
                     raise InputError(f"{path} holds {', '.join(names)}; call the array of samples x")
-                self._x = loaded[name]
+                loaded = loaded[name]
         except (OSError, ValueError, EOFError) as error:
             raise InputError(f"{path} is no plain array ({str(error).splitlines()[0]:.200}); save it again") from None
-        if self._x.ndim == 0 or self._x.dtype.kind not in "biuf":
-            raise InputError(f"{path} is {self._x.dtype} {list(self._x.shape)}; give numbers, a row for each sample")
-        self.shape = self._x.shape[1:]
-        kind = self._x.dtype.kind
-        self.dtype = np.dtype(np.int64 if kind in "iu" and self._x.dtype != np.uint8 else np.float32)
-
-    def __len__(self) -> int:
-        return len(self._x)
+        if loaded.ndim == 0 or loaded.dtype.kind not in "biuf":
+            raise InputError(f"{path} is {loaded.dtype} {list(loaded.shape)}; give numbers, a row for each sample")
+        self._items, self.shape = loaded, loaded.shape[1:]
+        self.dtype = np.dtype(np.int64 if loaded.dtype.kind in "iu" and loaded.dtype != np.uint8 else np.float32)
 
     def read(self, lo: int, hi: int) -> tuple[Array, Array, Array | None]:
-        x = self._x[lo:hi].astype(self.dtype)
-        return np.arange(lo, hi), x * np.float32(1 / 255) if self._x.dtype == np.uint8 else x, None
+        x = self._items[lo:hi].astype(self.dtype)
+        return np.arange(lo, hi), x * np.float32(1 / 255) if self._items.dtype == np.uint8 else x, None
 
 
 class _Rows(Samples):
@@ -189,18 +182,15 @@ class _Rows(Samples):
             specs = tuple(ColumnSpec(name=name) for name in names)
         unfit = (lambda row, told: self.left_out.append((row, told))) if skip_bad else None
         blocks = list(rows_of_table(path, specs, unfit))
-        self._x = np.concatenate([np.empty((0, width(specs)), np.float32), *blocks])
+        self._items = np.concatenate([np.empty((0, width(specs)), np.float32), *blocks])
         if skip_bad:
             without = {row for row, _ in self.left_out}
-            self.names = [row for row in range(len(self._x) + len(without)) if row not in without]
+            self.names = [row for row in range(len(self._items) + len(without)) if row not in without]
         self.kept.update(cells_of_table(path, keep, {row for row, _ in self.left_out}) if keep else {})
-        self.shape, self.dtype = self._x.shape[1:], self._x.dtype
-
-    def __len__(self) -> int:
-        return len(self._x)
+        self.shape, self.dtype = self._items.shape[1:], self._items.dtype
 
     def read(self, lo: int, hi: int) -> tuple[Array, Array, Array | None]:
-        return np.arange(lo, hi), self._x[lo:hi], None
+        return np.arange(lo, hi), self._items[lo:hi], None
 
 
 class _Images(Samples):
@@ -214,15 +204,12 @@ class _Images(Samples):
         if len(wanted) != 3 or wanted[0] != 3:
             raise InputError(f"{path} holds images, and the model was trained on samples of {list(wanted)}; give such")
         self.shape, self.dtype = wanted, np.dtype(np.float32)
-        self._images, self._skip_bad = images, skip_bad
+        self._items, self._skip_bad = images, skip_bad
         self.names = [str(image.relative_to(path)) if path.is_dir() else image.name for image in images]
-
-    def __len__(self) -> int:
-        return len(self._images)
 
     def read(self, lo: int, hi: int) -> tuple[Array, Array, Array | None]:
         numbers, pixels = [], []
-        for number, path in enumerate(self._images[lo:hi], lo):
+        for number, path in enumerate(self._items[lo:hi], lo):
             try:
                 found = fitted(path, f"image {path}", (self.shape[1], self.shape[2]), crop=True)
             except BadImage:
@@ -234,24 +221,6 @@ class _Images(Samples):
             pixels.append(found * np.float32(1 / 255))
         x = np.stack(pixels) if pixels else np.empty((0, *self.shape), self.dtype)
         return np.array(numbers, np.int64), x, None
-
-
-def _images_in(path: Path) -> list[Path]:
-    if not path.is_dir():
-        return [path] if path.suffix.lower() in _IMAGES else []
-    found = []
-    for top, folders, files in os.walk(path):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        found += [Path(top, name) for name in files if not name.startswith(".")]
-    return sorted(file for file in found if file.suffix.lower() in _IMAGES)
-
-
-_DOCUMENTS = LINES | {".json", ".parquet"}
-
-
-def is_texts(path: Path) -> bool:
-    """Whether a file is one of texts, by its name."""
-    return path.is_file() and plain_suffix(path) in (".txt", *_DOCUMENTS)
 
 
 class Texts(Samples):
@@ -274,8 +243,8 @@ class Texts(Samples):
         self.shape, self.dtype = description.x_shape, description.x_dtype
         begin = [] if description.document_end is None else [description.document_end]
         made, longest = codec(), self.shape[0] + 1
-        self._texts: list[tuple[list[int], int]] = []
-        for number, parts in enumerate(_texts_of(path, fields), 1):
+        self._items = []
+        for number, parts in enumerate(texts_of(path, fields), 1):
             tokens = [made.encode(part) for part in parts]
             given = len(begin) + (len(tokens[0]) if len(tokens) > 1 else 0)
             whole = [*begin, *(token for some in tokens for token in some)]
@@ -291,32 +260,14 @@ class Texts(Samples):
                     f"{path}, text {number} has the token {max(whole)}, and the model knows {description.vocabulary}; "
                     "give the run the tokenizer.json of its data"
                 )
-            self._texts.append((whole, max(1, given)))
-        if not self._texts:
+            self._items.append((whole, max(1, given)))
+        if not self._items:
             raise InputError(f"{path} holds no text; write one a line")
-
-    def __len__(self) -> int:
-        return len(self._texts)
 
     def read(self, lo: int, hi: int) -> tuple[Array, Array, Array | None]:
         x = np.zeros((hi - lo, *self.shape), self.dtype)
         y = np.full_like(x, UNCOUNTED)
-        for row, (tokens, given) in enumerate(self._texts[lo:hi]):
+        for row, (tokens, given) in enumerate(self._items[lo:hi]):
             x[row, : len(tokens) - 1] = tokens[:-1]
             y[row, given - 1 : len(tokens) - 1] = tokens[given:]
         return np.arange(lo, hi), x, y
-
-
-def _texts_of(path: Path, fields: TextFields) -> Iterator[Sequence[str]]:
-    """The text of each sample, or its prompt and its completion."""
-    if plain_suffix(path) in _DOCUMENTS:
-        yield from documents_of(path, fields)
-        return
-    with opened(path) as file:
-        for number, line in lines_of(file, path):
-            try:
-                text = line.decode("utf-8").rstrip("\r\n")
-            except UnicodeDecodeError:
-                raise InputError(f"{path}, line {number} is not UTF-8; convert it") from None
-            if text:
-                yield (text,)

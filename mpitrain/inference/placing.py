@@ -353,8 +353,7 @@ def _part_of(module: nn.Module, mesh: Mesh | None, listed: bool) -> Blocks:
     """This rank's blocks of a model, as training divides it, or all of it as one. listed: as blocks in any case."""
     if mesh is not None and mesh.tensor.size > 1:
         parallelize(module, mesh.tensor, plan_for(module))
-    staged = mesh is not None and mesh.pipeline.size > 1
-    if not staged and not listed:
+    if not listed and (mesh is None or mesh.pipeline.size == 1):
         return [("", module)]
     blocks = listed_blocks(module)
     if mesh is None:

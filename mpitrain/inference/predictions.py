@@ -137,13 +137,12 @@ def _require(output: torch.Tensor, shape: list[int], what: str) -> None:
 
 # -- files
 
-NOTHING: Mapping[str, Sequence[Any]] = {}
 Write = Callable[[Sequence[int], Array], None]  # the numbers of samples, and their rows
 
 
 @contextmanager
 def new_file(
-    path: Path, told: Foretold, names: Sequence[str] | None, kept: Mapping[str, Sequence[Any]] = NOTHING
+    path: Path, told: Foretold, names: Sequence[str] | None, kept: Mapping[str, Sequence[Any]]
 ) -> Iterator[Write]:
     """Write what is told of samples into a new file, which is there when all of it is.
 

@@ -6,15 +6,15 @@ Bytes where a run has no tokenizer.json, else what the tokenizer makes of the te
 from __future__ import annotations
 
 import codecs
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from mpitrain.data.sources.documents import LINES, TextFields, documents_of
 from mpitrain.data.sources.encoder import without_surrogates
+from mpitrain.data.sources.streams import lines_of, opened, plain_suffix
 from mpitrain.errors import InputError
-from mpitrain.storage.disk import read_plain, reason
 
 BYTES = 256
 _HALF = "\ufffd"  # what a tokenizer gives for a character of which bytes lack
@@ -27,18 +27,6 @@ def utf8(text: str) -> bytes:
         return text.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError:
         return text.encode("utf-8", "replace")
-
-
-class TextCodec(ABC):
-    """Makes tokens of text, and text of tokens."""
-
-    @abstractmethod
-    def encode(self, text: str) -> list[int]:
-        """The tokens of a text."""
-
-    @abstractmethod
-    def decoder(self) -> TextDecoder:
-        """Makes text of tokens that come one after the other."""
 
 
 class TextDecoder(ABC):
@@ -57,7 +45,7 @@ class TextDecoder(ABC):
         return "".join([self.add(token) for token in tokens]) + self.finish()
 
 
-class BytesCodec(TextCodec):
+class BytesCodec:
     """Tokens are the bytes of the text in UTF-8. Tokens beyond those are no text."""
 
     def encode(self, text: str) -> list[int]:
@@ -78,7 +66,7 @@ class _BytesDecoder(TextDecoder):
         return self._decoder.decode(b"", final=True)
 
 
-class TokenizerCodec(TextCodec):
+class TokenizerCodec:
     """Tokens of a Hugging Face tokenizer. path: its file. Raises InputError where it cannot be loaded."""
 
     def __init__(self, path: Path) -> None:
@@ -129,6 +117,9 @@ class _TokensDecoder(TextDecoder):
         return text[len(before) :]
 
 
+TextCodec = BytesCodec | TokenizerCodec  # encode(text): its tokens. decoder(): makes text of tokens
+
+
 def codec_of(tokenizer: Path | None, vocabulary: int, run: Path) -> TextCodec:
     """What makes tokens of text for a model.
 
@@ -146,33 +137,36 @@ def codec_of(tokenizer: Path | None, vocabulary: int, run: Path) -> TextCodec:
     )
 
 
+_DOCUMENTS = LINES | {".json", ".parquet"}
+
+
+def is_texts(path: Path) -> bool:
+    """Whether a file is one of texts, by its name."""
+    return path.is_file() and plain_suffix(path) in (".txt", *_DOCUMENTS)
+
+
+def texts_of(path: Path, fields: TextFields) -> Iterator[Sequence[str]]:
+    """The text of each sample of a file, or its prompt and its completion. Raises InputError."""
+    if plain_suffix(path) in _DOCUMENTS:
+        yield from documents_of(path, fields)
+        return
+    with opened(path) as file:
+        for number, line in lines_of(file, path):
+            try:
+                text = line.decode("utf-8").rstrip("\r\n")
+            except UnicodeDecodeError:
+                raise InputError(f"{path}, line {number} is not UTF-8; convert it") from None
+            if text:
+                yield (text,)
+
+
 def read_prompts(path: Path) -> list[str]:
-    """The prompts in a file: its lines but empty ones, or, of a .jsonl file, what each has under "prompt".
+    """The prompts in a file: its lines but empty ones, or, of JSON lines, what each has under "prompt".
 
     Raises:
         InputError: The file cannot be read, or has a line without a prompt, or none at all.
     """
-    try:
-        text = read_plain(path).decode("utf-8")
-    except OSError as error:
-        raise InputError(f"--prompts {path} cannot be read: {reason(error)}; give a file of prompts") from None
-    except UnicodeDecodeError as error:
-        raise InputError(f"--prompts {path} is not UTF-8 at byte {error.start}; convert it") from None
-    lines = text.split("\n")
-    found = list(_of_json(path, lines)) if path.suffix == ".jsonl" else [line.rstrip("\r") for line in lines if line]
+    found = [text for (text,) in texts_of(path, TextFields("prompt", hint="give each object a prompt"))]
     if not found:
         raise InputError(f"--prompts {path} holds no prompt; write one a line")
     return found
-
-
-def _of_json(path: Path, lines: Sequence[str]) -> Iterator[str]:
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            value = json.loads(line)["prompt"]
-        except (ValueError, KeyError, TypeError, RecursionError):
-            value = None
-        if not isinstance(value, str):
-            raise InputError(f'--prompts {path}, line {number} is no JSON object with a text "prompt"; mend it')
-        yield value

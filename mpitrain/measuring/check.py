@@ -13,7 +13,8 @@ import torch
 from mpitrain.comm import Communicator, init
 from mpitrain.comm.selection import TABLES, Algorithms
 from mpitrain.errors import EXIT_DONE, EXIT_FAILED, MpitrainError
-from mpitrain.measuring.self_start import launched, parsed, parser, start
+from mpitrain.inference.commands import parse
+from mpitrain.measuring.self_start import launched, parser, start
 
 ELEMENTS = {  # of a rank's vector, or of its block
     torch.float32: (1, 1001, 100_001),
@@ -28,7 +29,7 @@ Case = Callable[[Communicator, int, torch.dtype, str], Made]
 
 def main(arguments: Sequence[str]) -> int:
     """`mpitrain.doctor --check`: the arguments after it; returns the exit code."""
-    options = parsed(parser("mpitrain.doctor --check", __doc__ or "", "2,3", 600), arguments)
+    options = parse(parser("mpitrain.doctor --check", __doc__ or "", "2,3", 600), arguments)
     if launched():
         return check(init())
     return max(start(["-m", "mpitrain.doctor", "--check"], ranks, options.limit) for ranks in options.ranks)

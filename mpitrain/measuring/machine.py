@@ -34,7 +34,8 @@ import torch
 
 from mpitrain.comm import Communicator
 from mpitrain.comm.selection import TABLES
-from mpitrain.measuring.self_start import measured, parsed, parser, started_here, temporary_folder
+from mpitrain.inference.commands import parse
+from mpitrain.measuring.self_start import measured, parser, started_here, temporary_folder
 from mpitrain.measuring.tune import MEMORIES, AlgorithmContenders
 from mpitrain.models.gpt import GPT
 from mpitrain.monitor import memory_bytes, peak_memory_bytes
@@ -62,7 +63,7 @@ def main(arguments: Sequence[str]) -> int:
         metavar="KIND",
         help="accelerators to measure: auto (those there are), cpu (none), cuda, xpu and so on [auto]",
     )
-    options = parsed(made, arguments)
+    options = parse(made, arguments)
     command = ["-m", "mpitrain.plan", "--measure", *arguments]
     return measured(
         command, options, "machine", lambda world: measure(world, options), lambda results: keep(results, options)
@@ -195,8 +196,7 @@ def folder_speeds(world: Communicator, folder: Path, quick: bool) -> dict[str, f
         once, where there are several nodes. Nothing where the folder has not the room.
     """
     nbytes, repeats = (4 << 20, 1) if quick else (128 << 20, 3)
-    free = world.on_root(lambda: shutil.disk_usage(folder).free)
-    if free < _ROOM * nbytes * world.size:
+    if world.on_root(lambda: shutil.disk_usage(folder).free) < _ROOM * nbytes * world.size:
         return {}
     writers = {
         "rank_write_rate": [0],
@@ -205,11 +205,10 @@ def folder_speeds(world: Communicator, folder: Path, quick: bool) -> dict[str, f
     if world.num_nodes > 1:
         writers["write_limit"] = list(range(world.size))
     data = np.random.default_rng(world.rank).bytes(min(_PIECE, nbytes))
-    found = {}
-    for name, ranks in writers.items():
-        rates = [_together(world, folder, data, nbytes, ranks) for _ in range(repeats)]
-        found[name] = float(np.median(rates))
-    return found
+    return {
+        name: float(np.median([_together(world, folder, data, nbytes, ranks) for _ in range(repeats)]))
+        for name, ranks in writers.items()
+    }
 
 
 def _together(world: Communicator, folder: Path, data: bytes, nbytes: int, ranks: list[int]) -> float:

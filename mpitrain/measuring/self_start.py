@@ -11,12 +11,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stderr
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpitrain.early import RANK_NAMES, launched_first
-from mpitrain.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, InputError, MpitrainError
+from mpitrain.early import RANK_NAMES
+from mpitrain.errors import EXIT_DONE, EXIT_FAILED, InputError, exit_code_of
 from mpitrain.storage.text import counted
 
 if TYPE_CHECKING:
@@ -42,13 +42,7 @@ def command(act: Callable[[], int]) -> int:
         return act()
     os.environ["MPI4PY_RC_INITIALIZE"] = "0"  # a process that is an MPI job of its own could not start mpirun
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # and ends what it started
-    try:
-        return act()
-    except MpitrainError as error:
-        print(f"mpitrain: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
+    return exit_code_of(act)
 
 
 def parser(program: str, description: str, ranks: str, limit: float) -> argparse.ArgumentParser:
@@ -73,12 +67,6 @@ def parser(program: str, description: str, ranks: str, limit: float) -> argparse
     )
     made.add_argument("--quick", action="store_true", help="seconds instead of minutes; the figures mean little")
     return made
-
-
-def parsed(made: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
-    """The options of a command line; of the ranks of a job, rank 0 alone says what is wrong with it."""
-    with open(os.devnull, "w") as nowhere, nullcontext() if launched_first() else redirect_stderr(nowhere):
-        return made.parse_args(list(arguments))
 
 
 def at_each(command: Sequence[str], options: argparse.Namespace, name: str) -> tuple[dict[int, Any], int]:

@@ -16,7 +16,8 @@ from mpitrain.comm.inspection import reads_neighbours
 from mpitrain.comm.job.topology import this_machine
 from mpitrain.comm.selection import TABLES, Algorithms, Setting, describe_rules, keep_tuning, rules_from, rules_key
 from mpitrain.errors import InputError
-from mpitrain.measuring.self_start import byte_sizes, measured, parsed, parser
+from mpitrain.inference.commands import parse
+from mpitrain.measuring.self_start import byte_sizes, measured, parser
 from mpitrain.speeds.timing import Contender, interleaved
 
 SIZES = [16 << 2 * i for i in range(12)]  # bytes: 16 B to 64 MiB
@@ -94,7 +95,7 @@ def main(arguments: Sequence[str]) -> int:
     made.add_argument(
         "--sizes", type=byte_sizes, metavar="S,S", help="bytes of a vector, such as 16,64Ki,4Mi [16 to 64Mi]"
     )
-    options = parsed(made, arguments)
+    options = parse(made, arguments)
     command = ["-m", "mpitrain.doctor", "--tune", *arguments]
     return measured(command, options, "algorithms", lambda world: _tune(world, options), _tell)
 

@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import argparse
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from mpitrain.errors import InputError
 from mpitrain.pipe.schedule import Backward, BackwardInput, BackwardWeight, Forward
@@ -60,17 +63,31 @@ def text(simulation: Simulation, width: int) -> str:
     return "\n".join(lines)
 
 
-def picture(simulation: Simulation, path: Path) -> None:
-    """Write the picture; its kind from the file's ending. Raises InputError without matplotlib, or for the ending."""
+@contextmanager
+def drawn(path: Path, width: float, height: float) -> Iterator[Any]:
+    """A figure of so many inches, which is written to a file when it is complete.
+
+    Raises:
+        InputError: There is no matplotlib, or the file cannot be written, or has an ending that says no format.
+    """
     try:
         from matplotlib.figure import Figure
-        from matplotlib.patches import Patch
     except ImportError:
-        raise InputError(
-            "a picture needs matplotlib: pip install mpitrain[monitor], or leave out --out for one in text"
-        ) from None
+        raise InputError("a picture needs matplotlib: pip install mpitrain[monitor], or leave out --out") from None
+    figure = Figure(figsize=(width, height), layout="constrained")
+    yield figure
+    try:
+        with replacing(path) as aside:
+            figure.savefig(aside, dpi=150)
+    except (OSError, ValueError) as error:
+        raise InputError(f"the picture cannot be written to {path}: {error}; give a file as picture.png") from None
+
+
+def picture(simulation: Simulation, figure: Any) -> None:
+    """Draw the picture into a figure of matplotlib."""
+    from matplotlib.patches import Patch
+
     ranks = simulation.schedule.ranks
-    figure = Figure(figsize=(16, 1.2 + 0.45 * ranks), layout="constrained")
     axes = figure.add_subplot()
     room = simulation.makespan * 0.06 / 15  # a digit's width: 0.06 of 15 inches
     for rank, runs in enumerate(simulation.runs):
@@ -91,11 +108,6 @@ def picture(simulation: Simulation, path: Path) -> None:
     axes.legend(
         handles=patches, ncols=len(patches), loc="lower right", bbox_to_anchor=(1, 1), fontsize=8, frameon=False
     )
-    try:
-        with replacing(path) as aside:
-            figure.savefig(aside, dpi=150)
-    except (OSError, ValueError) as error:
-        raise InputError(f"the picture cannot be written to {path}: {error}") from None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -117,12 +129,13 @@ def run(arguments: argparse.Namespace) -> None:
     chunks = arguments.chunks or (2 if arguments.schedule == "interleaved" else 1)
     slices = arguments.slices or (4 if arguments.schedule == "terapipe" else 1)
     schedule = make_schedule(arguments.schedule, arguments.stages, arguments.microbatches, chunks, slices)
-    drawn = simulate(schedule, arguments.costs)
-    print(summary(drawn))
+    simulation = simulate(schedule, arguments.costs)
+    print(summary(simulation))
     if arguments.out is None:
-        print(text(drawn, shutil.get_terminal_size((120, 24)).columns))
+        print(text(simulation, shutil.get_terminal_size((120, 24)).columns))
     else:
-        picture(drawn, arguments.out)
+        with drawn(arguments.out, 16, 1.2 + 0.45 * schedule.ranks) as figure:
+            picture(simulation, figure)
         print(f"picture: {arguments.out}")
 
 

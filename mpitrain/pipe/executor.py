@@ -34,6 +34,7 @@ Seen = Callable[[Any, Any], None]  # of an output and its targets
 Half = Callable[[Stage, Kept, Sequence[torch.Tensor]], list[torch.Tensor]]  # of a backward pass, or all of it
 Watched = Callable[[Step, Callable[[], None]], Callable[[], None]]
 Known = dict[int, OutputSpec]  # by stage, of microbatches that look alike: the output
+Arriving = tuple[list[torch.Tensor], list[Work]]  # from another rank, or (without works) from a stage of this one
 
 
 @dataclass
@@ -55,14 +56,6 @@ class PipelineBatch:
     known: Sequence[Known]
     seen: Seen | None = None
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
-
-
-@dataclass
-class Arriving:
-    """Tensors on their way from another rank, or (without works) from a stage of this one."""
-
-    tensors: list[torch.Tensor]
-    works: list[Work]
 
 
 class Executor:
@@ -184,7 +177,7 @@ class Executor:
         self, run: Half, kept: Callable[[tuple[int, int]], Kept], number: int, stage: Stage, microbatch: int
     ) -> None:
         """Compute gradients of a stage, and pass those of its input on. kept: pops, if no weight half follows."""
-        gradients = [] if number == self._last else self._arriving.pop((number + 1, microbatch, True)).tensors
+        gradients = [] if number == self._last else self._arriving.pop((number + 1, microbatch, True))[0]
         found = run(stage, kept((number, microbatch)), gradients)
         if number > 0:
             self._pass_on(number, microbatch, True, found, number - 1)
@@ -199,7 +192,7 @@ class Executor:
         """Keep a step's results for the Send that follows, or hand them to a stage of this rank."""
         key = number, microbatch, gradient
         if to in self.stages:
-            self._arriving[key] = Arriving([t.detach() for t in tensors], [])
+            self._arriving[key] = [t.detach() for t in tensors], []
         else:
             self._leaving[key] = tensors
 
@@ -215,17 +208,17 @@ class Executor:
             self._tell(number, microbatch, self.wire.receive_header(source))
         known = self._batch.known[microbatch]
         specs = known[number - 1].gradients if gradient else known[number].tensors
-        self._arriving[number, microbatch, gradient] = Arriving(*self.wire.receive(specs, source, gradient))
+        self._arriving[number, microbatch, gradient] = self.wire.receive(specs, source, gradient)
 
     def _wait(self, key: tuple[int, int, bool]) -> None:
         """Wait until tensors from another rank are there."""
-        for work in self._arriving[key].works:
+        for work in self._arriving[key][1]:
             self.wire.wait(work)
 
     def _input(self, number: int, microbatch: int) -> Any:
         """The output of stage `number` as input of the next stage, whose graph begins with these tensors."""
         spec = self._batch.known[microbatch][number]
-        tensors = self._arriving.pop((number, microbatch, False)).tensors
+        tensors, _ = self._arriving.pop((number, microbatch, False))
         if torch.is_grad_enabled():
             for t, told in zip(tensors, spec.tensors, strict=True):
                 t.requires_grad_(told.gradient)

@@ -22,7 +22,7 @@ from mpitrain.comm.memory import device as devices
 from mpitrain.comm.memory.device import generators_kept
 from mpitrain.errors import InputError, refusal
 from mpitrain.layout import split
-from mpitrain.pipe.wire import as_tuple, look
+from mpitrain.pipe.wire import as_tuple, look, mapped
 
 _TRIES = 3  # of a block's timing; the fastest counts
 
@@ -164,8 +164,7 @@ def _timed(block: nn.Module, x: Any) -> tuple[float, Any]:
     if outputs and wanted:
         torch.autograd.grad(outputs, wanted, [torch.ones_like(t) for t in outputs], allow_unused=True)
     devices.synchronize(device)
-    seconds = time.perf_counter() - begin
-    return seconds, y.detach() if isinstance(y, torch.Tensor) else tuple(t.detach() for t in y)
+    return time.perf_counter() - begin, mapped(torch.Tensor.detach, y)
 
 
 _SEQUENCE = 1  # the dimension of it everywhere: [samples, sequence, ...]
@@ -250,9 +249,13 @@ def _compare(name: str, block: nn.Module, x: Any, whole: Any, bounds: Sequence[i
     look_back = getattr(block, "forward_slice", None)
     past: list[Any] = []
     parts: list[Any] = []
+
+    def positions(value: Any, lo: int, hi: int) -> Any:
+        return mapped(lambda t: t[:, lo:hi], value)
+
     try:
         for lo, hi in pairwise(bounds):
-            part = _part(x, lo, hi)
+            part = positions(x, lo, hi)
             if look_back is None:
                 parts.append(block(part))
             else:
@@ -262,7 +265,7 @@ def _compare(name: str, block: nn.Module, x: Any, whole: Any, bounds: Sequence[i
         alike = all(
             torch.allclose(a, b, rtol=1e-3, atol=1e-5)
             for part, (lo, hi) in zip(parts, pairwise(bounds), strict=True)
-            for a, b in zip(as_tuple(part), as_tuple(_part(whole, lo, hi)), strict=True)
+            for a, b in zip(as_tuple(part), as_tuple(positions(whole, lo, hi)), strict=True)
         )
     except (RuntimeError, ValueError, IndexError, TypeError) as error:
         raise _refused(name, block, slices, f"it fails: {' '.join(str(error).split())}") from error
@@ -276,10 +279,3 @@ def _refused(name: str, block: nn.Module, slices: int, what: str) -> InputError:
         f"{slices} slices of the sequence: block {name} ({type(block).__name__}) does not do for them what it does for "
         f"the whole: {what}; it must be causal and say by forward_slice how it looks back, or set parallel.slices to 1"
     )
-
-
-def _part(value: Any, lo: int, hi: int) -> Any:
-    """Positions [lo, hi) of a tensor, or of each of a tuple."""
-    if isinstance(value, torch.Tensor):
-        return value[:, lo:hi]
-    return tuple(_part(v, lo, hi) for v in value)

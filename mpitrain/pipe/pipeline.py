@@ -34,9 +34,9 @@ from mpitrain.pipe.partition import (
     stage_bounds,
     time_costs,
 )
-from mpitrain.pipe.passes import forward_only, with_messages
 from mpitrain.pipe.schedule import BackwardInput, Schedule
 from mpitrain.pipe.schedules import make_schedule
+from mpitrain.pipe.simulate import forward_only, with_messages
 from mpitrain.pipe.stage import Stage
 from mpitrain.pipe.wire import Wire, look
 
@@ -260,8 +260,7 @@ def _costs(
             'cut="time" on one rank cannot measure layers that several work on; take time_costs of the whole model '
             "before it is divided, and give them as cut"
         )
-    everyone = mesh.world if isinstance(mesh, Mesh) else mesh
-    return list(everyone.on_root(lambda: time_costs(blocks, sample)))
+    return list((mesh.world if isinstance(mesh, Mesh) else mesh).on_root(lambda: time_costs(blocks, sample)))
 
 
 def named_tree(blocks: Sequence[tuple[str, nn.Module]]) -> nn.Module:

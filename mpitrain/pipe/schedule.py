@@ -2,7 +2,7 @@
 
 A model is divided into stages 0 .. stages-1, each on one rank; a rank holds `chunks` of them. A batch is divided into
 microbatches. A schedule lists for each rank the compute steps of its stages. Functions in `schedules` make them,
-`passes` adds the messages and proves the result right, `simulate` and `draw` show it, `executor` runs it.
+`simulate` runs it without MPI, adds the messages and proves the result right, `draw` shows it, `executor` runs it.
 Nothing else knows an order.
 
                  stage     0 1 2 3      one chunk a rank, and interleaved: stage s is on rank s mod p

@@ -38,11 +38,10 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from mpitrain.comm.memory import device as devices
-from mpitrain.pipe.wire import as_tuple
+from mpitrain.pipe.wire import as_tuple, mapped
 
 State = tuple[torch.Tensor, ...]
 _TOGETHER = 4  # blocks in one graph, with backward in halves
-RandomState = list[tuple[torch.device, torch.Tensor]]  # of the generators of the CPU and of the device, if there is one
 Past = dict[int, list[State]]  # of one microbatch in one stage: by number of the block, the states of the slices so far
 Joint = list[tuple[torch.Tensor, torch.Tensor]]  # tensors that end one graph, and the leaves that begin the next
 
@@ -57,7 +56,8 @@ class Kept:
     wanting: tuple[bool, ...] = ()  # which of them get a gradient
     made: list[tuple[State, State]] = field(default_factory=list)  # states in the graph, and detached from it
     past: Past = field(default_factory=dict)
-    random: RandomState | None = None  # before forward, with recompute
+    # before forward, with recompute: states of the generators of the CPU and of the device, if there is one
+    random: list[tuple[torch.device, torch.Tensor]] | None = None
     ending: Callable[[Any], torch.Tensor] | None = None  # the loss of the output, on the last stage
     joints: list[Joint] = field(default_factory=list)  # where the graph is divided between blocks, in order
     weights: list[Callable[[], None]] = field(default_factory=list)  # what does the weight half of backward
@@ -106,7 +106,7 @@ class Stage:
                 output, states = self._run(x, kept, past is not None)
             # without a graph, and requiring gradients where its recomputation will
             if self._inputs(kept) or any(p.requires_grad for block in self.blocks for p in block.parameters()):
-                output = _mapped(lambda t: t.detach().requires_grad_(t.is_floating_point()), output)
+                output = mapped(lambda t: t.detach().requires_grad_(t.is_floating_point()), output)
         else:
             output, states = self._run(x, kept, past is not None)
             kept.outputs = as_tuple(output)
@@ -126,10 +126,9 @@ class Stage:
             gradients: Of the outputs that require one; unused on the last stage, whose output is the loss.
         """
         roots, values = self._roots(kept, gradients)
-        inputs = self._inputs(kept)
         if roots:
             torch.autograd.backward(roots, values)
-        return [_complete(t.grad, t) for t in inputs]
+        return [_complete(t.grad, t) for t in self._inputs(kept)]
 
     def backward_input(self, kept: Kept, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the gradients of the inputs, and leave those of the parameters to `backward_weight`."""
@@ -159,7 +158,7 @@ class Stage:
         """Run the blocks: the output (or the loss), and the states of the blocks that look back."""
         states: dict[int, State] = {}
         if self._copies_input and torch.is_grad_enabled():
-            x = _mapped(torch.clone, x)
+            x = mapped(torch.clone, x)
         for number, block in enumerate(self.blocks):
             if self._breaks_before[number] and torch.is_grad_enabled():
                 joint = [(t, t.detach().requires_grad_(t.requires_grad)) for t in as_tuple(x)]
@@ -208,11 +207,6 @@ class Stage:
 def _complete(gradient: torch.Tensor | None, of: torch.Tensor) -> torch.Tensor:
     """The gradient, or zeros for an input that nothing depends on."""
     return torch.zeros_like(of) if gradient is None else gradient
-
-
-def _mapped(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """A tensor, or each of a tuple, changed."""
-    return change(value) if isinstance(value, torch.Tensor) else tuple(change(t) for t in value)
 
 
 def _begins_in_place(block: nn.Module) -> bool:

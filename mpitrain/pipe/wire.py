@@ -8,7 +8,7 @@ message is the tensors' bytes and nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -79,6 +79,11 @@ class OutputSpec:
 def as_tuple(value: Any) -> tuple[Any, ...]:
     """The tensors of a stage's input or output."""
     return tuple(value) if isinstance(value, tuple | list) else (value,)
+
+
+def mapped(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """A tensor, or each of a tuple, changed."""
+    return change(value) if isinstance(value, torch.Tensor) else tuple(change(t) for t in value)
 
 
 def look(value: Any) -> Any:

@@ -1,7 +1,7 @@
 """Bounds and guesses of a layout that take microseconds, so that few of many thousands need be simulated.
 
 A guess adds up what the simulation would, in closed form: a microbatch's seconds times their number, a pipeline's
-filling and draining (`flow.estimate`) with stages cut as evenly as blocks allow, and each bucket's collective, of which
+filling and draining (`estimate`) with stages cut as evenly as blocks allow, and each bucket's collective, of which
 what fits lies under backward.
 
 The bound of a pipeline holds however its blocks are cut. With m microbatches and a microbatch's seconds t_j on stage j,
@@ -20,8 +20,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from mpitrain.pipe.simulate import estimate
 from mpitrain.planner.collectives import Group
-from mpitrain.planner.flow import estimate
 from mpitrain.planner.layouts import ParallelLayout
 from mpitrain.planner.memory import ITEMSIZE, is_unit
 from mpitrain.planner.predictor import Predictor, StepSimulation
@@ -145,10 +145,9 @@ class Bounds:
             *(layout.zero, layout.share_node, layout.shard_within, layout.offload),
         )
         share = -(-self._of.model.batch // layout.data)
-        count = -(-share // layout.microbatch)
+        count = self._of.microbatches(layout)
         if layout.pipeline > 1:
-            seconds = self._pipeline(layout, work, around, count * layout.slices) + around.reduced
-            return seconds + around.once
+            return self._pipeline(layout, work, around, count * layout.slices) + around.reduced + around.once
         turns = around.step.turns
         forward, input_, weight = (s * turns for s in work.passes)
         backward = input_ + weight + work.again * turns * layout.recompute

@@ -101,7 +101,7 @@ class CollectiveTimes:
         for row in measured:
             self._rows.setdefault((row.operation, row.algorithm, row.ranks, row.nodes, row.memory), []).append(row)
         self._ratios: dict[Measured, float] = {}
-        self._known: dict[tuple[str, Group, str, int], float] = {}
+        self._at = lru_cache(None)(self._corrected)
 
     def seconds(self, operation: str, nbytes: float, group: Group, memory: str = "arena") -> float:
         """How long an operation of nbytes takes, from when all ranks have come to it.
@@ -145,20 +145,17 @@ class CollectiveTimes:
             return links.local_latency + nbytes / links.local_bandwidth
         return links.latency * float(links.flights(nbytes)) + nbytes * beside / links.bandwidth
 
-    def _at(self, operation: str, nbytes: int, group: Group, memory: str) -> float:
-        key = operation, group, memory, nbytes
-        if key not in self._known:
-            name, _ = serving(operation, self._setting(nbytes, group, memory))
-            ratio = self._ratio(operation, name, nbytes, group, memory) if self._rows else 1.0
-            self._known[key] = self._simulated(operation, name, nbytes, group, memory) * ratio
-        return self._known[key]
+    def _corrected(self, operation: str, nbytes: int, group: Group, memory: str) -> float:
+        name, _ = serving(operation, self._setting(nbytes, group, memory))
+        ratio = self._ratio(operation, name, nbytes, group, memory) if self._rows else 1.0
+        return self._simulated(operation, name, nbytes, group, memory) * ratio
 
     def _ratio(self, operation: str, name: str, nbytes: int, group: Group, memory: str) -> float:
         """What was measured over what is simulated, of as many ranks, at the sizes nearest to nbytes; 1 for no others.
 
         Groups beside each other on one node take turns as one group of all their ranks does.
         """
-        nodes = len(set(group.nodes))
+        nodes = group.spans
         ranks = group.size * (group.beside if nodes == 1 else 1)
         rows = self._rows.get((operation, name, ranks, nodes, memory), ())
         if not rows or (nodes > 1 and group.beside > 1):
@@ -179,22 +176,20 @@ class CollectiveTimes:
             many = group.size <= 4 * _LONG or not halves
             possible = (_FEW_STEPS[operation] if halves else ()) + (_MANY_STEPS[operation] if many else ())
             return min(_run(make(group.size, group.nodes), nbytes, instant) for make in possible)
-        if nbytes > 2 * _LARGE and len(set(group.nodes)) == 1:  # steps of such programs grow in number with bytes
+        if nbytes > 2 * _LARGE and group.spans == 1:  # steps of such programs grow in number with bytes
             few, more = (serving(operation, self._setting(n * _LARGE, group, memory))[0] for n in (1, 2))
             if few == more == name:
                 first, then = (self._simulated(operation, name, n * _LARGE, group, memory) for n in (1, 2))
                 return first + (then - first) * (nbytes / _LARGE - 1)
-        nodes = len(set(group.nodes))
-        if name in _RINGS and nodes > 2 * _LONG and group.size % nodes == 0:
+        if name in _RINGS and group.spans > 2 * _LONG and group.size % group.spans == 0:
             return self._extrapolated(operation, name, nbytes, group, memory)
         return _run(program, nbytes, links)
 
     def _extrapolated(self, operation: str, name: str, nbytes: int, group: Group, memory: str) -> float:
         """The time of a program round a ring of nodes, by two shorter rings with blocks as long."""
-        nodes = len(set(group.nodes))
-        each, times = group.size // nodes, []
+        nodes, times = group.spans, []
         for count in (_LONG, 2 * _LONG):
-            smaller = replace(group, nodes=tuple(n for n in range(count) for _ in range(each)))
+            smaller = replace(group, nodes=tuple(n for n in range(count) for _ in range(group.size // nodes)))
             setting = self._setting(nbytes * count // nodes, smaller, memory)
             _, program = serving(operation, setting, algorithm=name)
             assert program is not None

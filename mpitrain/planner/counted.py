@@ -311,12 +311,11 @@ class _Once:
         if not values:
             values = [torch.empty(each.shape, dtype=each.dtype) for each in inputs]
         self.leaves = [v.detach().requires_grad_(e.gradient) for v, e in zip(values, inputs, strict=True)]
-        in_place = _begins_in_place(block) and any(e.gradient for e in inputs)
         self.given = [
             _Sink.apply(v) if v.requires_grad else v  # type: ignore[no-untyped-call]
             for v in self.leaves
         ]
-        if in_place:
+        if _begins_in_place(block) and any(e.gradient for e in inputs):
             self.given = [v.clone() for v in self.given]
         self.parameters = [p for p in block.parameters() if p.requires_grad]
         self.recorder = OperationRecorder(guess=cut.axis is not None and cut.fake is not None)

@@ -185,10 +185,8 @@ BIT_RATE = replace(BYTE_RATE, written=("bit/s", _UP))
 _TIMES = {"seconds": 1.0, "second": 1.0, "s": 1.0}
 SECONDS = Unit(_TIMES, _SMALL, ("s", {p: _SMALL[p] for p in ("", "m", "u", "n")}), '"2 us"')
 OPERATIONS = Unit(_OPERATIONS, _DECIMAL, ("flop/s", _LARGE), '"60 Gflop/s"')
-_ONES = {"": 1.0, "M": 1e6}
-ELEMENTS = Unit(
-    dict.fromkeys(("elements/s", "element/s", "/s"), 1.0), _DECIMAL, ("elements/s", _ONES), '"300 Melements/s"'
-)
+_EACH = dict.fromkeys(("elements/s", "element/s", "/s"), 1.0)
+ELEMENTS = Unit(_EACH, _DECIMAL, ("elements/s", {"": 1.0, "M": 1e6}), '"300 Melements/s"')
 FRACTION = Unit({"%": 0.01}, {"": 1.0}, ("%", {"": 1.0}), '0.9 or "90 %"')
 COUNT = Unit({}, {}, ("", {"": 1.0}), "128")
 TEXT = Unit({}, {}, ("", {}), "text")  # is no quantity
@@ -288,26 +286,19 @@ def derived(given: Mapping[str, float]) -> dict[str, float]:
         given: By "section.key", in the file's units; those required are there.
 
     Returns:
-        By "section.key" all that are numbers, those given included; those of a device only where there is one.
+        By "section.key" all that are numbers, those given included, but for those with a default in `MachineProfile`
+        or its `links`; those of a device only where there is one.
     """
     bandwidth, cores = given["node.memory_bandwidth"], given["node.cores"]
     copy = given.get("core.copy_rate", min(_DEFAULT.copy_rate, bandwidth / 2))
     write = given.get("folder.write_rate", given.get("folder.rank_write_rate", 1e9))
     found = {
         "node.seen_cores": cores,
-        "core.threads": 0.9,
         "core.update_rate": min(2 * copy, bandwidth / cores) / _UPDATE_BYTES,
         "core.copy_rate": copy,
         "core.add_rate": 0.8 * copy,
-        "rank.overhead": 2e-3,
-        "rank.step": _DEFAULT.step,
-        "rank.process": 360 << 20,
-        "network.latency": _DEFAULT.latency,
-        "network.bandwidth": _DEFAULT.bandwidth,
-        "network.eager": _DEFAULT.eager,
         "inside.latency": min(_DEFAULT.local_latency, given.get("network.latency", 1.0)),
         "inside.bandwidth": 0.6 * copy,
-        "inside.barrier": _DEFAULT.fence,
         "folder.rank_write_rate": min(5e8, write),
         "folder.write_rate": write,
         "folder.write_limit": max(1e11, write),
@@ -389,9 +380,8 @@ def read_values(file: str) -> Values:
             mend = f"did you mean {near[0]}?" if near else f"there are {', '.join(given_machines())}; or give a file"
             raise refusal(f"there is no machine profile {file!r}; {mend}")
         path = GIVEN / f"{file}.toml"
-    said = read_toml(str(path))
     values: Values = {}
-    for name, value in said.items():
+    for name, value in read_toml(str(path)).items():
         if name in HEAD:
             values[name] = str(value)
         elif name == _COLLECTIVES:
@@ -427,8 +417,7 @@ def profile_of(values: Values, where: str) -> MachineProfile:
         InputError: A figure is missing that cannot be derived.
     """
     flat = {f"{section}.{key}": value for section in SECTIONS for key, value in values.get(section, {}).items()}
-    needed = REQUIRED + (REQUIRED_OF_DEVICE if "device" in values else ("core.matrix",))
-    for name in needed:
+    for name in REQUIRED + (REQUIRED_OF_DEVICE if "device" in values else ("core.matrix",)):
         if name not in flat:
             section, example = name.partition(".")[0], KEYS[name].unit.example
             raise refusal(f"{where}: {name} is missing; write it under [{section}], as {example}")

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
 
 from mpitrain.layers.precision import DTYPES
 from mpitrain.layout import Flat, lay_out
 from mpitrain.pipe.schedule import BackwardInput, Schedule
+from mpitrain.pipe.simulate import Flow
 from mpitrain.planner.collectives import Group
-from mpitrain.planner.flow import Flow
 from mpitrain.planner.layouts import ParallelLayout
 from mpitrain.planner.subject import BlockCost, Weight
 from mpitrain.shard.flat import MULTIPLE, lay_in_buckets
@@ -95,9 +95,8 @@ class LayoutPlaces:
         if not self.layout.zero or self.layout.shard_within == "all":
             return data, None
         local = data.nodes.count(data.nodes[0])
-        inside = Group((data.nodes[0],) * local, data.beside, data.oversubscribed)
-        across = Group(tuple(sorted(set(data.nodes))), self.each, data.oversubscribed)
-        return inside, across if across.size > 1 else None
+        across = self.carriers()
+        return replace(data, nodes=data.nodes[:1] * local), across if across.size > 1 else None
 
     def carriers(self) -> Group:
         """The ranks, one a node, that carry updated parameters to each other, while all ranks of a node do so."""
@@ -360,14 +359,10 @@ def _activations(layout: ParallelLayout, held: StageHoldings, flying: float) -> 
     """Bytes kept at most between forward and backward, and those needed beside them while a block computes."""
     every = [block for stage in held.stages for block in stage]
     working = float(max((block.working for block in every), default=0))
-    once: float
     if layout.pipeline == 1:
         again = [layout.recompute and is_unit(block) for block in every]
         kept = sum(block.taken if r else block.kept for block, r in zip(every, again, strict=True))
-        once = max((block.kept for block, r in zip(every, again, strict=True) if r), default=0)
-        return float(kept), working + once
-    once = 0.0
-    if layout.recompute:
-        once = float(max((sum(block.kept for block in stage) for stage in held.stages), default=0))
+        return float(kept), working + max((block.kept for block, r in zip(every, again, strict=True) if r), default=0)
+    once = max((sum(block.kept for block in stage) for stage in held.stages), default=0) if layout.recompute else 0
     ends = max((stage[-1].given for stage in held.stages if stage), default=0)
     return flying + 2.0 * ends, working + once

@@ -20,9 +20,8 @@ from typing import Any
 from mpitrain.errors import refusal
 from mpitrain.pipe.partition import stage_bounds
 from mpitrain.pipe.schedule import BackwardInput, Schedule
-from mpitrain.pipe.simulate import Costs
+from mpitrain.pipe.simulate import Costs, Flow
 from mpitrain.planner.collectives import CollectiveTimes, DeviceLinks, Group
-from mpitrain.planner.flow import Flow
 from mpitrain.planner.layouts import ParallelLayout, Prediction
 from mpitrain.planner.machine import MachineProfile
 from mpitrain.planner.memory import (
@@ -173,8 +172,7 @@ class StepSimulation:
         """Seconds of gathering each unit's parameters, by the name of its block; the first block has the root's too."""
         meeting = self.meeting(self.shard)
         *units, root = [self.seconds("all_gather", n, self.shard, "private") + meeting for n in holds.buckets]
-        names = [block.name for block in reversed(holds.stages[0]) if is_unit(block)]
-        found = dict(zip(names, units, strict=True))
+        found = dict(zip((b.name for b in reversed(holds.stages[0]) if is_unit(b)), units, strict=True))
         first = holds.stages[0][0].name
         found[first] = found.get(first, 0.0) + root / 2  # gathered once, for forward and backward
         return found
@@ -254,8 +252,7 @@ class StepSimulation:
 
         forward, input_, weight = [[s * self.turns for s in p] for p in passes] if self.spins else passes
         if self.turns > 1.0 and not self.spins:
-            cores = local / self.turns
-            return flow.ends_on_shared_cores(Costs(forward, input_, weight), nodes, cores, message)
+            return flow.ends_on_shared_cores(Costs(forward, input_, weight), nodes, local / self.turns, message)
         longest = max((message(s, s + 1) for s in range(schedule.stages - 1)), default=0.0)
         return flow.ends(Costs(forward, input_, weight, longest))
 
@@ -267,13 +264,10 @@ class StepSimulation:
 
     def _reduce_stages(self, schedule: Schedule, ends: Sequence[float]) -> None:
         """The gradients of each position's ranks, from when those are done."""
-        reduced = []
-        for rank, end in enumerate(ends):
-            holds = self.predictor.held(self.layout, self.places, rank)
-            reduced.append(end + self._reduced(holds) + self._tied(schedule, rank))
-        last = max(range(len(reduced)), key=lambda rank: reduced[rank])
+        holds = [self.predictor.held(self.layout, self.places, rank) for rank in range(len(ends))]
+        reduced = [end + self._reduced(holds[rank]) + self._tied(schedule, rank) for rank, end in enumerate(ends)]
         self.parts["gradients"] += max(reduced) - max(ends)
-        self._among_replicas(self.predictor.held(self.layout, self.places, last))
+        self._among_replicas(holds[reduced.index(max(reduced))])
 
     def _tied(self, schedule: Schedule, rank: int) -> float:
         """Seconds of adding up the gradients of parameters that the first and the last stage share."""
@@ -375,7 +369,11 @@ class Predictor:
     ) -> None:
         self.model, self.machine = model, machine
         self.nodes, self.ranks_per_node, self._room, self.bucket_mb = nodes, ranks_per_node, memory, bucket_mb
-        devices = DeviceLinks(machine.links, machine.device, self._sharing()) if machine.device is not None else None
+        self._sharing = 0  # ranks that share a device
+        devices = None
+        if machine.device is not None:
+            self._sharing = -(-ranks_per_node // machine.device.count)
+            devices = DeviceLinks(machine.links, machine.device, self._sharing)
         self.collectives = CollectiveTimes(machine.links, machine.collectives, devices)
         self.held = lru_cache(maxsize=4096)(self._find_held)
         self._flow = lru_cache(maxsize=256)(Flow)
@@ -391,7 +389,7 @@ class Predictor:
         if self._room is not None:
             return self._room
         if self.machine.device is not None:
-            return self.machine.device.memory / self._sharing()
+            return self.machine.device.memory / self._sharing
         return self.machine.memory / self.ranks_per_node
 
     def predict(self, layout: ParallelLayout) -> Prediction:
@@ -441,12 +439,7 @@ class Predictor:
 
     def turns(self, places: LayoutPlaces) -> float:
         """How much longer than alone a rank computes while all others of its node, or of its device, do."""
-        return float(self._sharing()) if self.machine.device is not None else places.turns
-
-    def _sharing(self) -> int:
-        """Ranks that share a device."""
-        assert self.machine.device is not None
-        return -(-self.ranks_per_node // self.machine.device.count)
+        return float(self._sharing) or places.turns
 
     def places(self, layout: ParallelLayout) -> LayoutPlaces:
         """Where the layout's ranks are.
@@ -467,8 +460,7 @@ class Predictor:
 
     def microbatches(self, layout: ParallelLayout) -> int:
         """Of the rank that has most."""
-        share = -(-self.model.batch // layout.data)
-        return -(-share // layout.microbatch)
+        return -(-self.model.batch // (layout.data * layout.microbatch))
 
     def flow(self, layout: ParallelLayout) -> Flow | None:
         """Through the pipeline; None without one."""

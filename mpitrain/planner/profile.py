@@ -132,24 +132,22 @@ class BlockProfile(ModelProfile):
 
     def _reckoned(self, observed: Sequence[Observed], weights: Sequence[Sequence[Weight]], threads: int) -> list[Timed]:
         """Seconds of each block, counted."""
-        machine, precision = self._machine, self.precision
+        machine, precision, itemsize = self._machine, self.precision, ITEMSIZE[self.precision]
         found: list[Timed] = []
         once: dict[tuple[int, tuple[int, ...]], Timed] = {}  # blocks that are alike share what was observed
         for each, own in zip(observed, weights, strict=True):
             trained = [weight.numel for weight in own if weight.trained]
             key = id(each), tuple(trained)
-            if key in once:
-                found.append(once[key])
-                continue
-            # the first gradient of a small weight is copied to its place, the others are computed there (`in_place`)
-            itemsize = ITEMSIZE[precision]
-            copied = [CountedOperation("copy_", 0.0, 2.0 * n * itemsize) for n in trained if n < LEAST]
-            more = sum(n * itemsize * (1 if n < LEAST else 3) for n in trained)
-            forward, backward = (
-                counted.seconds(operations, machine, precision, threads)
-                for operations in (each.forward, (*each.backward, *copied))
-            )
-            once[key] = Timed(forward, backward, counted.moving(more, machine, threads))
+            if key not in once:
+                # the first gradient of a small weight is copied to its place, the others are computed there
+                # (`shard.in_place`)
+                copied = [CountedOperation("copy_", 0.0, 2.0 * n * itemsize) for n in trained if n < LEAST]
+                more = sum(n * itemsize * (1 if n < LEAST else 3) for n in trained)
+                forward, backward = (
+                    counted.seconds(operations, machine, precision, threads)
+                    for operations in (each.forward, (*each.backward, *copied))
+                )
+                once[key] = Timed(forward, backward, counted.moving(more, machine, threads))
             found.append(once[key])
         return found
 

@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from mpitrain.planner.layouts import Prediction, text
 from mpitrain.planner.search import Excess, LayoutPlan
-from mpitrain.storage.disk import replacing
 from mpitrain.storage.text import aligned, bytes_text, seconds_text, short
 
 _WIDTH = 118
@@ -132,22 +129,12 @@ def _shortened(line: str, width: int) -> str:
     return line if len(line) <= width else f"{line[: width - 1]}…"
 
 
-@dataclass(frozen=True)
-class Point:
-    """The best layout at one number of ranks.
-
-    Attributes:
-        ranks: Of all nodes.
-        prediction: Of the best layout that fits; None where none does.
-    """
-
-    ranks: int
-    prediction: Prediction | None
+Point = tuple[int, Prediction | None]  # a number of ranks, and the best layout that fits on so many
 
 
 def efficiency_of(points: Sequence[Point]) -> float:
     """Throughput of a rank at the last point that has a layout, against that at the first."""
-    rates = [of.samples / of.seconds / point.ranks for point in points if (of := point.prediction) is not None]
+    rates = [of.samples / of.seconds / ranks for ranks, of in points if of is not None]
     return rates[-1] / rates[0]
 
 
@@ -156,37 +143,28 @@ HEAD = "  ranks       step   samples/s  efficiency      memory   batch  layout"
 
 def row(points: Sequence[Point]) -> str:
     """The line of a table about the last of some points; see `HEAD`."""
-    point, found = points[-1], points[-1].prediction
+    ranks, found = points[-1]
     if found is None:
-        return f"{point.ranks:7,}  nothing fits"
+        return f"{ranks:7,}  nothing fits"
     told = f"{seconds_text(found.seconds):>9}  {found.samples / found.seconds:10,.1f}  {efficiency_of(points):10.0%}"
-    memory = bytes_text(found.total_memory)
-    return f"{point.ranks:7,}  {told}  {memory:>10}  {found.samples:6,}  {text(found.layout)}"
+    return f"{ranks:7,}  {told}  {bytes_text(found.total_memory):>10}  {found.samples:6,}  {text(found.layout)}"
 
 
-def picture(path: Path, strong: Sequence[Point], weak: Sequence[Point], title: str) -> None:
-    """Draw step time, efficiency and memory over ranks into a file, whose name says the format.
-
-    Raises ImportError without matplotlib (extra `monitor`).
-    """
-    from matplotlib.figure import Figure
-
-    figure: Any = Figure(figsize=(13, 4.2), layout="constrained")
+def picture(figure: Any, strong: Sequence[Point], weak: Sequence[Point], title: str) -> None:
+    """Draw step time, efficiency and memory over ranks into a figure of matplotlib."""
     figure.suptitle(title, fontsize=10)
     time, efficiency, memory = figure.subplots(1, 3)
     for points, name, style in ((strong, "strong", "o-"), (weak, "weak", "s--")):
-        fits = [(point, point.prediction) for point in points if point.prediction is not None]
-        ranks, own = [point.ranks for point, _ in fits], [point for point, _ in fits]
+        fits = [(count, found) for count, found in points if found is not None]
+        ranks = [count for count, _ in fits]
         time.plot(ranks, [found.seconds for _, found in fits], style, label=name)
-        efficiency.plot(ranks, [efficiency_of(own[: n + 1]) for n in range(len(own))], style, label=name)
+        efficiency.plot(ranks, [efficiency_of(fits[: n + 1]) for n in range(len(fits))], style, label=name)
         memory.plot(ranks, [found.total_memory / 2**30 for _, found in fits], style, label=name)
     time.set(ylabel="seconds a step", yscale="log")
     efficiency.set(ylabel="efficiency", ylim=(0, 1.1))
     memory.set(ylabel="GiB a rank", ylim=(0, None))
     for axis in (time, efficiency, memory):
         axis.set(xscale="log", xlabel="ranks")
-        axis.set_xticks([point.ranks for point in strong], [str(point.ranks) for point in strong], rotation=45)
+        axis.set_xticks([ranks for ranks, _ in strong], [str(ranks) for ranks, _ in strong], rotation=45)
         axis.grid(alpha=0.3)
         axis.legend()
-    with replacing(path) as aside:
-        figure.savefig(aside, dpi=120)

@@ -21,8 +21,7 @@ from typing import Any
 from mpitrain.config.settings import Config
 from mpitrain.errors import InputError, refusal
 from mpitrain.planner.bounds import Bounds
-from mpitrain.planner.candidates import LayoutRules, candidates
-from mpitrain.planner.layouts import SECTION_OF, ParallelLayout, Prediction
+from mpitrain.planner.layouts import SECTION_OF, LayoutRules, ParallelLayout, Prediction, candidates
 from mpitrain.planner.predictor import Predictor
 from mpitrain.planner.refine import Refinement
 
@@ -314,12 +313,11 @@ def offered(predictor: Predictor, rules: LayoutRules, wanted: Mapping[str, Any])
 def _with(layouts: Iterable[ParallelLayout], wanted: Mapping[str, Any]) -> Iterator[ParallelLayout]:
     fixed = {key: wanted[key] for key in _TAKEN if key in wanted} | {"cut": _list(wanted.get("cut", ""))}
     schedule = wanted.get("schedule", "")
-    own = {"schedule": schedule} if ":" in schedule else {}  # of the user's code: takes the place of 1f1b
     for layout in layouts:
         changed = {key: value for key, value in fixed.items() if _matters(key, layout)}
         changed["whole"] = _list(wanted.get("whole", "")) if layout.tensor > 1 else ()
-        if own and layout.schedule == "1f1b" and layout.pipeline > 1:
-            changed |= own
+        if ":" in schedule and layout.schedule == "1f1b" and layout.pipeline > 1:  # the user's code takes its place
+            changed["schedule"] = schedule
         made = replace(layout, **changed)
         if all(getattr(made, key) == wanted[key] for key in _CHOSEN if key in wanted and _matters(key, made)):
             yield made

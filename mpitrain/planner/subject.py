@@ -310,8 +310,7 @@ def signature(block: nn.Module) -> Any:
         own = tuple((k, repr(v)) for k, v in vars(module).items() if isinstance(v, simple))
         hooks = len(module._forward_hooks) + len(module._forward_pre_hooks)
         told.append((name, type(module), own, hooks))
-    shapes = tuple((n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in block.named_parameters())
-    return tuple(told), shapes
+    return tuple(told), tuple((n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in block.named_parameters())
 
 
 @dataclass

@@ -6,7 +6,7 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from mpitrain.comm import Arena, Communicator
 from mpitrain.comm.inspection import PlainMPI
 from mpitrain.comm.programs.simulate import Machine
 from mpitrain.comm.selection import RING_SEGMENT
-from mpitrain.speeds.timing import Contender, Times, interleaved
+from mpitrain.speeds.timing import Contender, interleaved
 
 # -- The figures of `comm.programs.simulate.Machine` inside a node, by small operations that all ranks make at once
 # Probes, made by all ranks at once with a block of the size the algorithms handle (vector / ranks, at most a ring
@@ -36,7 +36,11 @@ _LEAST = 1e-8  # seconds
 
 
 class Probes:
-    """Measurements that give the figures of a `Machine`."""
+    """Measurements that give the figures of a `Machine`.
+
+    Attributes:
+        contenders: What is to be measured, by the names that `machine` knows.
+    """
 
     def __init__(self, world: Communicator, plain: PlainMPI, arena: Arena) -> None:
         """Find out with whom this rank exchanges what.
@@ -46,39 +50,34 @@ class Probes:
             plain: MPI's own calls.
             arena: Memory of the vector's size, of which each rank works on its block.
         """
-        self.world, self.plain = world, plain
-        block = arena.tensor.numel() // world.size
-        mine = slice(world.rank * block, (world.rank + 1) * block)
+        self.world = world
+        numel = arena.tensor.numel() // world.size
+        mine = slice(world.rank * numel, (world.rank + 1) * numel)
         near = [r for r in range(world.size) if world.nodes[r] == world.node]
         place = near.index(world.rank)
-        self.near = near[(place + 1) % len(near)], near[place - 1]  # the ring inside the node
-        other = world.world_ranks[self.near[0]]
-        self.block = arena.tensor[mine]
-        self.neighbour = (arena.peer(other) if arena.kind == "shared" else arena.tensor)[mine]
-        self.message = self.block[: RING_SEGMENT // 4]
-        self.landing = torch.empty_like(self.message).zero_()
-
-    def contenders(self) -> dict[str, Contender]:
-        """What is to be measured, by the names that `machine` knows."""
-        tiny, landing = torch.zeros(2), torch.zeros(2)
-        mine, theirs, few = self.block.numpy(), self.neighbour.numpy(), np.zeros(2, dtype=np.float32)
+        ring = near[(place + 1) % len(near)], near[place - 1]  # inside the node
+        other = world.world_ranks[ring[0]]
+        block = arena.tensor[mine]
+        neighbour = (arena.peer(other) if arena.kind == "shared" else arena.tensor)[mine]
+        message = block[: RING_SEGMENT // 4]
+        own, theirs, few = block.numpy(), neighbour.numpy(), np.zeros(2, dtype=np.float32)
         calls: dict[str, Callable[[], object]] = {
-            "tiny": self.plain.exchange(landing, tiny, *self.near),
-            "exchange": self.plain.exchange(self.landing, self.message, *self.near),
+            "tiny": plain.exchange(torch.zeros(2), torch.zeros(2), *ring),
+            "exchange": plain.exchange(torch.empty_like(message).zero_(), message, *ring),
             "step": partial(np.add, few, few, out=few),
-            "add": partial(np.add, mine, theirs, out=mine),
-            "copy": partial(np.copyto, theirs, mine),
-            "barrier": self.plain.node_barrier,
+            "add": partial(np.add, own, theirs, out=own),
+            "copy": partial(np.copyto, theirs, own),
+            "barrier": plain.node_barrier,
         }
-        return {name: Contender(call) for name, call in calls.items()}
+        self.contenders = {name: Contender(call) for name, call in calls.items()}
+        self.block_bytes, self.message_bytes = block.nbytes, message.nbytes
 
-    def machine(self, times: dict[str, Times]) -> Machine:
-        """The speeds of one rank that has a core for itself, inside a node."""
-        t = {name: value.median for name, value in times.items()}
+    def machine(self, t: Mapping[str, float]) -> Machine:
+        """The speeds of one rank that has a core for itself, inside a node. t: seconds of each contender."""
         nodes, cores = self.world.nodes, os.cpu_count() or 1
         local = max(nodes.count(node) for node in set(nodes))
         turns = max(1.0, local / cores)
-        block, message = self.block.numel() * 4, self.message.numel() * 4
+        block, message = self.block_bytes, self.message_bytes
         step = t["step"] / turns
 
         def rate(nbytes: int, seconds: float) -> float:
@@ -108,9 +107,8 @@ def measure(world: Communicator, quick: bool) -> dict[str, Any]:
     plain, arena = PlainMPI(world), world.arena(max(world.size, size // 4))
     try:
         probes = Probes(world, plain, arena)
-        times = interleaved(world, probes.contenders(), repeats, seconds)
-        quiet = {name: Times([float(np.quantile(of.all, _QUIET))]) for name, of in times.items()}
-        found = asdict(probes.machine(quiet))
+        times = interleaved(world, probes.contenders, repeats, seconds)
+        found = asdict(probes.machine({name: float(np.quantile(of.all, _QUIET)) for name, of in times.items()}))
         del found["eager"]  # the library's own, which is not measured
     finally:
         arena.free()

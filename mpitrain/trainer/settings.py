@@ -20,7 +20,7 @@ from mpitrain.comm import Communicator
 from mpitrain.comm.memory import device as devices
 from mpitrain.config.settings import Config
 from mpitrain.errors import refusal
-from mpitrain.planner.candidates import rules_of
+from mpitrain.planner.layouts import rules_of
 from mpitrain.planner.layouts import text as layout_text
 from mpitrain.planner.machine import MachineProfile, read_machine
 from mpitrain.planner.machine import profile_of as profile_of_values

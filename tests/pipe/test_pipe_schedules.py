@@ -10,7 +10,6 @@ from fractions import Fraction
 import pytest
 
 from mpitrain.errors import InputError
-from mpitrain.pipe.passes import forward_only, verify, with_messages
 from mpitrain.pipe.schedule import Backward, BackwardWeight, PipelineProgram, Receive, Schedule, ScheduleError, Send
 from mpitrain.pipe.schedules import (
     gpipe,
@@ -22,7 +21,7 @@ from mpitrain.pipe.schedules import (
     zb_h1,
     zb_v,
 )
-from mpitrain.pipe.simulate import Costs, PreparedSchedule, simulate
+from mpitrain.pipe.simulate import Costs, PreparedSchedule, forward_only, simulate, verify, with_messages
 
 KINDS: dict[str, Callable[[int, int], Schedule]] = {
     "gpipe": gpipe,

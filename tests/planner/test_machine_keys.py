@@ -14,7 +14,7 @@ from mpitrain.config.settings import Config
 from mpitrain.data import Description
 from mpitrain.errors import InputError
 from mpitrain.planner import layouts
-from mpitrain.planner.machine import SECONDS, SECTIONS, TEXT, derived
+from mpitrain.planner.machine import SECONDS, SECTIONS, TEXT
 from mpitrain.planner.machine import profile_of as machine_of
 from mpitrain.planner.predictor import Predictor
 from mpitrain.planner.profile import BlockProfile, profile_of
@@ -62,14 +62,15 @@ def worse(machine: dict[str, Any], section: str, key: str) -> dict[str, Any]:
     if SECTIONS[section][key].table:
         said[key] = {name: {n: rate * factor for n, rate in table.items()} for name, table in said[key].items()}
     else:
-        said[key] = complete(machine)[f"{section}.{key}"] * factor
+        said[key] = number(machine, section, key) * factor
     return changed
 
 
-def complete(machine: dict[str, Any]) -> dict[str, float]:
-    """All numbers of a machine, with what is derived, by section.key."""
-    given = {f"{section}.{key}": value for section, keys in machine.items() for key, value in keys.items()}
-    return derived({name: value for name, value in given.items() if isinstance(value, float)})
+def number(machine: dict[str, Any], section: str, key: str) -> float:
+    """A number of a machine, given or derived, in the unit of its file."""
+    of, profile = SECTIONS[section][key], machine_of(machine, "a test")
+    holder, _, attribute = of.attribute.rpartition(".")
+    return float(getattr(getattr(profile, holder) if holder else profile, attribute)) / of.factor
 
 
 def answers(values: dict[str, Any]) -> np.ndarray:

@@ -10,8 +10,7 @@ from mpitrain.data import Description
 from mpitrain.errors import InputError
 from mpitrain.layout import is_replicated
 from mpitrain.planner import measured
-from mpitrain.planner.candidates import candidates
-from mpitrain.planner.layouts import ParallelLayout
+from mpitrain.planner.layouts import ParallelLayout, candidates
 from mpitrain.planner.machine import MachineProfile
 from mpitrain.planner.measured import MeasuringFailed, Workers, time_blocks
 from mpitrain.planner.memory import _gradients_apart

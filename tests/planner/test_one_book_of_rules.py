@@ -21,10 +21,9 @@ from mpitrain.mesh import Mesh, coordinates, mesh_shape, uncompiled
 from mpitrain.models import Task, build_model
 from mpitrain.pipe.partition import listed_blocks, parameter_costs, stage_bounds
 from mpitrain.pipe.schedules import make_schedule
-from mpitrain.planner import candidates as candidates_module
+from mpitrain.planner import layouts as layouts_module
 from mpitrain.planner import search as search_module
-from mpitrain.planner.candidates import microbatches, rules_of
-from mpitrain.planner.layouts import ParallelLayout, settings
+from mpitrain.planner.layouts import ParallelLayout, microbatches, rules_of, settings
 from mpitrain.planner.machine import MachineProfile, read_machine
 from mpitrain.planner.predictor import Predictor
 from mpitrain.planner.profile import BlockProfile, profile_of
@@ -195,7 +194,7 @@ def listed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     @lru_cache(None)
     def once(batch: int, kind: Any, name: str, *rest: Any) -> list[Any]:
-        return list(candidates_module.candidates(kind, machine_of(name), *rest))
+        return list(layouts_module.candidates(kind, machine_of(name), *rest))
 
     monkeypatch.setattr(
         search_module, "candidates", lambda model, machine, *rest: once(model.batch, model, machine.name, *rest)
@@ -207,7 +206,7 @@ def any_layout(rng: random.Random, ranks: int, batch: int) -> ParallelLayout:
     tensor = rng.choice([n for n in (1, 2, 4) if ranks % n == 0])
     pipeline = rng.choice([n for n in (1, 2, 4) if ranks // tensor % n == 0])
     data = ranks // tensor // pipeline
-    schedule, chunks = rng.choice(candidates_module._OF_PIPELINE) if pipeline > 1 else ("1f1b", 1)
+    schedule, chunks = rng.choice(layouts_module._OF_PIPELINE) if pipeline > 1 else ("1f1b", 1)
     zero = rng.randrange(4) if data > 1 else 0
     return ParallelLayout(
         data,

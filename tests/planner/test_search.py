@@ -19,8 +19,7 @@ from mpitrain.pipe.schedules import make_schedule
 from mpitrain.planner import layouts as notation
 from mpitrain.planner import refine as refine_module
 from mpitrain.planner.bounds import Bounds
-from mpitrain.planner.candidates import LayoutRules, candidates, microbatches, shapes
-from mpitrain.planner.layouts import ParallelLayout
+from mpitrain.planner.layouts import LayoutRules, ParallelLayout, candidates, microbatches, shapes
 from mpitrain.planner.machine import MachineProfile, read_machine
 from mpitrain.planner.predictor import Predictor
 from mpitrain.planner.profile import profile_of

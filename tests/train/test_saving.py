@@ -8,11 +8,10 @@ import pytest
 
 import mpitrain as mt
 from mpitrain.config.settings import Config
-from mpitrain.planner.restart import daly
 from mpitrain.storage.text import lasting
 from mpitrain.trainer import saving
 from mpitrain.trainer.run import Step
-from mpitrain.trainer.saving import SaveSchedule, saves_after
+from mpitrain.trainer.saving import SaveSchedule, daly, saves_after
 
 HOUR = 3600.0
 

@@ -76,11 +76,13 @@ class TextFields:
         text: The field of the whole text; used where there is no prompt.
         prompt: The field of what is given to the model.
         completion: The field of what the model learns to answer.
+        hint: How people name the fields, for the message where one is missing.
     """
 
     text: str = "text"
     prompt: str | None = None
     completion: str | None = None
+    hint: str = "name the field with --text, or --prompt and --completion"
 
     @property
     def names(self) -> tuple[str, ...]:

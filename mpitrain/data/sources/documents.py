@@ -217,10 +217,7 @@ def _texts(content: Any, fields: TextFields, where: str) -> tuple[str, ...]:
         raise InputError(f'{where}: not an object with fields, such as {{"text": ...}}; mend or remove it')
     for name in fields.names:
         if name not in content:
-            raise InputError(
-                f"{where}: no field {name!r} (there: {', '.join(map(str, content))[:200]}); "
-                "name the field with --text, or --prompt and --completion"
-            )
+            raise InputError(f"{where}: no field {name!r} (there: {', '.join(map(str, content))[:200]}); {fields.hint}")
         if not isinstance(value := content[name], str):
             kind = _KINDS.get(type(value), "null")
             raise InputError(f"{where}: field {name!r} is {kind}, not text; mend or remove it")

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from mpitrain.planner.restart import daly, steps_between, young
+from mpitrain.trainer.saving import daly, steps_between, young
 
 MINUTE, HOUR, DAY = 60.0, 3600.0, 86400.0
 
