@@ -281,9 +281,7 @@ class Trainer(Run):
         parts, rest = self.engine.parts()
         background = self.config.checkpoint.background and not last
         durable = last or self.best.due
-        folder = self.store.save(
-            self.step, parts, self.state() | rest, background=background, durable=durable, owned=True
-        )
+        folder = self.store.save(self.step, parts, self.state() | rest, background=background, durable=durable)
         self.saved = True
         return folder
 
