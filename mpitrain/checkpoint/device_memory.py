@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from mpitrain.comm.memory import device as devices
+from mpitrain.storage.hdf5 import evenly
 
 _BUFFER = 8 << 20  # bytes
 _BUFFERS = 3  # in the way to a file
@@ -116,30 +117,10 @@ class DeviceBytes:
                 self._bytes.narrow(0, int(places[0]), int(lengths[0])).copy_(source, non_blocking=True)
                 return
             there = source.to(self.arrivals.device, non_blocking=True)
-            for rows in _evenly(firsts - begin, places, lengths):
+            for rows in evenly(firsts - begin, places, lengths):
                 first, place, height, width, from_step, to_step = rows
                 into = self._bytes.as_strided((height, width), (to_step, 1), place)
                 into.copy_(there.as_strided((height, width), (from_step, 1), first))
-
-
-def _evenly(
-    firsts: np.ndarray, places: np.ndarray, lengths: np.ndarray
-) -> Iterator[tuple[int, int, int, int, int, int]]:
-    """Stretches as rows of matrices: first, place, rows, bytes of a row, and from row to row in source and target."""
-    begin, count = 0, len(firsts)
-    while begin < count:
-        end = begin + 1
-        steps = (1, 1)
-        if end < count and lengths[end] == lengths[begin]:
-            steps = int(firsts[end] - firsts[begin]), int(places[end] - places[begin])
-            alike = (
-                (lengths[begin + 1 :] == lengths[begin])
-                & (np.diff(firsts[begin:]) == steps[0])
-                & (np.diff(places[begin:]) == steps[1])
-            )
-            end = count if alike.all() else begin + 1 + int(alike.argmin())
-        yield int(firsts[begin]), int(places[begin]), end - begin, int(lengths[begin]), *steps
-        begin = end
 
 
 def read_buffers(nbytes: int, arrivals: Arrivals) -> Iterator[np.ndarray]:
