@@ -37,36 +37,21 @@ def flat_list(lists: Any) -> list[torch.Tensor]:
     return list(lists or [])
 
 
-def options(options: Any, kind: Callable[[], Any]) -> Any:
-    """The options of a reduction.
+def options(given: Any, kind: Callable[[], Any], op: Any = None, *_: Any) -> Any:
+    """Return the options of an operation.
 
     Args:
-        options: The options; in their place the reduction operation alone may be given, or None.
-        kind: Makes options.
-    """
-    if options is None:
-        return kind()
-    if hasattr(options, "timeout"):
-        return options
-    made = kind()
-    made.reduceOp = options
-    return made
-
-
-def rooted(options: Any, kind: Callable[[], Any], op: Any = None, *_: Any) -> Any:
-    """The options of an operation that has a root.
-
-    Args:
-        options: The options; in their place the root may be given.
+        given: The options; in their place may stand the root, the reduction operation, or None.
         kind: Makes options.
         op: The reduction operation, where the root was given.
     """
-    if not isinstance(options, int):
-        return options
+    if hasattr(given, "timeout"):
+        return given
     made = kind()
-    made.rootRank = options
-    if op is not None:
-        made.reduceOp = op
+    if isinstance(given, int):
+        made.rootRank, given = given, op
+    if given is not None:
+        made.reduceOp = given
     return made
 
 

@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -153,13 +152,14 @@ class Operation(GroupWork):
         self._queue, self._order = queue, Order(tensors, queue.streams) if tensors else None
         self._futures: list[torch.futures.Future] = []
         self._change = threading.Lock()
-        self._queued = Queued(name, partial(self._carry_out, call), queue, self._order, self._announce)
 
-    def _carry_out(self, call: Callable[[], None]) -> None:
-        try:
-            call()
-        except BaseException as error:  # surfaces in wait() and in the futures
-            self.error = translation(error)
+        def carry_out() -> None:
+            try:
+                call()
+            except BaseException as error:  # surfaces in wait() and in the futures
+                self.error = translation(error)
+
+        self._queued = Queued(name, carry_out, queue, self._order, self._announce)
 
     def _announce(self) -> None:
         """Resolve the futures that were asked for: it is complete. Their callbacks run in this thread."""
@@ -262,7 +262,14 @@ class MessageWork(GroupWork):
 
     def _done(self) -> bool:
         with self._change:
-            if not self._complete and self._arrived():
+            if self._complete:
+                return True
+            try:
+                arrived = self._work.done()
+            except MpitrainError as error:
+                self._in_flight.discard(self)
+                raise translation(error) from error
+            if arrived:
                 self._work.wait()  # at once, and this thread's stream, on which it lands, comes after it
                 if self._land is not None:
                     self._land()
@@ -270,13 +277,6 @@ class MessageWork(GroupWork):
                 self._complete = True
                 self._in_flight.discard(self)
         return self._complete
-
-    def _arrived(self) -> bool:
-        try:
-            return self._work.done()
-        except MpitrainError as error:
-            self._in_flight.discard(self)
-            raise translation(error) from error
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until it is complete; where its tensor is on a device, the current stream waits for the rest.
