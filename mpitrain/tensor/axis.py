@@ -86,9 +86,7 @@ class Axis:
         self.rng = RngTracker(comm.rank)
         self.column_input: object = None
         self._tags = 0
-        self._slots: _Slots | None = None
-        if comm.size > 1:
-            self._slots = _Slots.of(comm, _FIRST_CAPACITY)
+        self._slots = _Slots.of(comm, _FIRST_CAPACITY) if comm.size > 1 else None
 
     def free(self) -> None:
         """Release the shared memory; the axis still works."""
