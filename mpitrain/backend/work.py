@@ -94,6 +94,10 @@ class GroupWork(dist.Work):
         """See `wait`."""
         self.wait()
 
+    def is_success(self) -> bool:
+        """Whether it is complete and raised nothing."""
+        return self.is_completed() and self.error is None
+
     def exception(self) -> BaseException | None:
         """What the operation raised, if it did."""
         return self.error
@@ -115,9 +119,6 @@ class FinishedWork(GroupWork):
         return True
 
     def is_completed(self) -> bool:
-        return True
-
-    def is_success(self) -> bool:
         return True
 
     def get_future(self) -> torch.futures.Future:
@@ -203,9 +204,6 @@ class Operation(GroupWork):
         """Whether it is complete; lets it make progress."""
         self._queued.done()
         return self._queued.complete
-
-    def is_success(self) -> bool:
-        return self._queued.complete and self.error is None
 
     def get_future(self) -> torch.futures.Future:
         """A future that is resolved with the outputs. Its callbacks may run in any thread.
@@ -296,9 +294,6 @@ class MessageWork(GroupWork):
 
     def is_completed(self) -> bool:
         return self._done()
-
-    def is_success(self) -> bool:
-        return self._complete
 
     def source_rank(self) -> int:
         """The rank in the group that sent what arrived."""

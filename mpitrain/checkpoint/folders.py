@@ -256,9 +256,7 @@ def doomed(
     whole = [step for step in usable if step in verified]
     staying = {*usable[:keep], *whole[:1]}
     staying.update(*(islice(filter(fruitful, some), 1) for some in (usable, whole)))
-    if not staying:
-        return []
-    oldest = min(staying)
+    oldest = min(staying, default=0)  # where nothing stays, nothing is usable, and nothing goes
     staying.add(spared if spared is not None else oldest)
     return [step for step in steps if step not in staying and (step not in unusable or step < oldest)]
 

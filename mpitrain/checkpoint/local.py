@@ -69,10 +69,6 @@ class LocalFolders:
         """The folder of a step's checkpoint."""
         return self.root / folders.folder_name(step)
 
-    def owns(self, folder: Path) -> bool:
-        """Whether a folder is that of one of these checkpoints."""
-        return folder.parent == self.root
-
     def _leads(self, comm: Communicator) -> bool:
         return self._leaders[self._nodes[comm.rank]] == comm.rank
 

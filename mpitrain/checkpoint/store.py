@@ -192,7 +192,7 @@ class Store:
 
     def owns(self, folder: Path) -> bool:
         """Whether a checkpoint folder is of this run."""
-        return folder.parent == self.root or (self._local is not None and self._local.owns(folder))
+        return folder.parent == self.root or (self._local is not None and folder.parent == self._local.root)
 
     # -- saving
 
@@ -338,7 +338,7 @@ class Store:
             CheckpointError: On every rank, where a byte that any of them needs is missing or damaged.
         """
         self.finish()
-        local = self._local if self._local is not None and self._local.owns(folder) else None
+        local = self._local if self._local is not None and folder.parent == self._local.root else None
         try:
             manifest = self._read(folder, parts_for, local)
         except CheckpointError:

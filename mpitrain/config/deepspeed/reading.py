@@ -417,10 +417,6 @@ def _lamb(options: dict[str, Any], findings: Findings) -> dict[str, Any]:
 
 
 _WARMUPS: dict[str, Decay] = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
-_TAKEN = {"warmup_num_steps", "warmup_type", "total_num_steps"}
-_TAKEN_OF_RATES = _TAKEN | {"warmup_min_lr", "warmup_max_lr"}
-_TAKEN_OF_COSINE = _TAKEN | {"warmup_min_ratio", "cos_min_ratio"}
-_TYPES = ("log", "linear")
 
 
 class DeepSpeedCycle(OneCycle):
@@ -465,16 +461,18 @@ def _schedule(
 
 def _warmup(name: str, params: dict[str, Any], optim: Mapping[str, Any], findings: Findings) -> WarmUp:
     kind = _WARMUPS[name]
-    taken = _TAKEN_OF_COSINE if kind == "cosine" else _TAKEN_OF_RATES
-    findings.look(params, "scheduler.params", Keys(taken - ({"total_num_steps"} if kind == "constant" else set())))
+    taken = {"warmup_num_steps", "total_num_steps"}
+    taken |= {"warmup_min_ratio", "cos_min_ratio"} if kind == "cosine" else {"warmup_min_lr", "warmup_max_lr"}
+    known = {"warmup_type", *taken} - ({"total_num_steps"} if kind == "constant" else set())
+    findings.look(params, "scheduler.params", Keys(known))
     numbers = {
         key: findings.number(f"scheduler.params.{key}", value)
         for key, value in params.items()
-        if key in taken - {"warmup_type"} and value is not None
+        if key in taken and value is not None
     }
     if kind != "constant" and "total_num_steps" not in numbers:
         findings.wrong(f"scheduler.params has no total_num_steps for {name}", "give the steps of the whole training")
-    if (curve := params.get("warmup_type") or "log") not in _TYPES:
+    if (curve := params.get("warmup_type") or "log") not in ("log", "linear"):
         findings.wrong(f"scheduler.params.warmup_type {curve!r:.80} is unknown", "give log or linear")
     peak = optim.get("lr")
     if kind == "linear" and "warmup_max_lr" not in params:
