@@ -88,13 +88,8 @@ class Base(_ProcessGroup):
     def _get_backend(self, device: torch.device) -> Base:
         return self
 
-    def _has_hooks(self) -> bool:
-        return False
-
-    def _wait_for_pending_works(self) -> None:
+    def _set_sequence_number_for_group(self) -> None:
         return
-
-    _set_sequence_number_for_group = _wait_for_pending_works
 
     def _get_sequence_number_for_group(self) -> int:
         return 0

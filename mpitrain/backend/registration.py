@@ -162,19 +162,14 @@ def _split_group(original: Callable[..., Any], **given: Any) -> Any:
 
 
 @functools.cache
-def install_functional(kind: str) -> torch.library.Library | None:
+def install_functional(kind: str) -> torch.library.Library:
     """Give torch the functional collectives that it carries out in C++ by ways on which a group in Python is not asked.
 
     They are there as long as what is returned, which is for ever.
 
     Args:
         kind: Of the devices that their tensors lie on.
-
-    Returns:
-        None where torch has none of them.
     """
-    if not hasattr(torch.ops._c10d_functional, "all_gather_into_tensor_out"):
-        return None
     library = torch.library.Library("_c10d_functional", "IMPL")
     key: str = torch._C._dispatch_key_for_device(kind)
     library.impl("all_gather_into_tensor_out", _all_gather_into_tensor_out, key)

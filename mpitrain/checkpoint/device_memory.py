@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import cycle
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,15 +24,7 @@ from mpitrain.storage.hdf5 import evenly
 _BUFFER = 8 << 20  # bytes
 _BUFFERS = 3  # in the way to a file
 _ALIGNMENT = 64  # bytes
-
-
-class _Stretch(NamedTuple):
-    """Bytes [first, last) of a tensor, and where they lie in a buffer."""
-
-    number: int
-    first: int
-    last: int
-    at: int
+_Stretch = tuple[int, int, int, int]  # the number of a tensor, bytes [first, last) of it, where they lie in a buffer
 
 
 def host_pieces(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, int, memoryview]]:
@@ -80,7 +71,7 @@ def _loads(sizes: Sequence[int]) -> list[list[_Stretch]]:
                 loads.append([])
                 end = 0
             last = min(size, first + _BUFFER - end)
-            loads[-1].append(_Stretch(number, first, last, end))
+            loads[-1].append((number, first, last, end))
             end = -(-(end + last - first) // _ALIGNMENT) * _ALIGNMENT
             first = last
     return loads
