@@ -8,7 +8,7 @@ tensor, issued as one.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from mpitrain.backend.base import ArgumentError, translation
-from mpitrain.backend.work import Several
+from mpitrain.backend.work import Several, tensors_in
 from mpitrain.comm import Communicator
 from mpitrain.comm.memory.buffers import inner_tensors
 from mpitrain.comm.memory.elements import DTYPES
@@ -108,7 +108,7 @@ def by_inner_tensors(method: Callable[..., dist.Work]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def call(group: Any, *arguments: Any, **options: Any) -> dist.Work:
-        tensors = list(_tensors(arguments))
+        tensors = list(tensors_in(arguments))
         if all(type(tensor) is torch.Tensor for tensor in tensors):
             return method(group, *arguments, **options)
         try:
@@ -122,14 +122,6 @@ def by_inner_tensors(method: Callable[..., dist.Work]) -> Callable[..., Any]:
         return works[0] if len(works) == 1 else Several(works)
 
     return call
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for one in value:
-            yield from _tensors(one)
 
 
 def _part(value: Any, number: int) -> Any:

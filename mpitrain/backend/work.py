@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -149,7 +149,7 @@ class Operation(GroupWork):
             arguments: Its arguments, its tensors among them, in lists of any depth.
         """
         super().__init__(outputs)
-        tensors = list(_on_devices(arguments))  # which give it a place among what the caller asks of their devices
+        tensors = _on_devices(arguments)  # which give it a place among what the caller asks of their devices
         self._queue, self._order = queue, Order(tensors, queue.streams) if tensors else None
         self._futures: list[torch.futures.Future] = []
         self._change = threading.Lock()
@@ -375,16 +375,20 @@ def _future_for(outputs: Sequence[Any]) -> torch.futures.Future:
     return torch.futures.Future(devices=devices) if devices else torch.futures.Future()
 
 
-def devices_of(tensors: Iterable[Any]) -> list[torch.device]:
+def devices_of(tensors: Sequence[Any]) -> list[torch.device]:
     """The accelerators that tensors lie on."""
     return sorted({t.device for t in _on_devices(tensors)}, key=str)
 
 
-def _on_devices(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """The tensors among values that are not in host memory."""
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            if not value.is_cpu and is_accelerator(value.device):
-                yield value
-        elif isinstance(value, list | tuple):
-            yield from _on_devices(value)
+def _on_devices(values: Sequence[Any]) -> list[torch.Tensor]:
+    """Return the tensors among values that are not in host memory."""
+    return [tensor for tensor in tensors_in(values) if not tensor.is_cpu and is_accelerator(tensor.device)]
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Give the tensors of a value: itself, or those in lists of any depth."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from tensors_in(one)
