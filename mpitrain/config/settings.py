@@ -50,7 +50,6 @@ _DIFFERENT = {
 }
 # settings of earlier versions: their value where nothing was asked for, as older files have it, and what replaces them
 REMOVED = {"parallel.recording": ("", "monitor.timeline records the same actions")}
-Say = Callable[[str], object]
 _ALL_IN_ONE = "train"
 
 
@@ -83,23 +82,22 @@ class Config(Section):
         return Config.from_args([str(given)]) if isinstance(given, (str, Path)) else Config.from_dict(given or {})
 
     @staticmethod
-    def from_dict(values: Mapping[str, Any], origin: str = "config", say: Say = early.say) -> Config:
+    def from_dict(values: Mapping[str, Any], origin: str = "config") -> Config:
         """Check nested values ({"train": {"steps": 10}}).
 
         Args:
-            values: The settings; names of other tools that mean the same are accepted.
+            values: The settings; names of other tools that mean the same are accepted, and a line says each.
             origin: Name of the source, for messages.
-            say: Called with a line for each such name.
 
         Raises:
             InputError: A key or a value is wrong; the message names it and the mend.
         """
-        values = by_our_names(values, sections(), origin, say)
+        values = by_our_names(values, sections(), origin)
         check_names(values, sections(), origin)
         return _checked(values, {}, origin)
 
     @staticmethod
-    def from_args(arguments: Sequence[str], say: Say = early.say) -> Config:
+    def from_args(arguments: Sequence[str]) -> Config:
         """Read a command line, `[FILE.toml] [--section.key value | --section.key=value]...`.
 
         Flags win over the file, and later flags over earlier ones, wherever the file is named: --train.epochs over
@@ -107,13 +105,12 @@ class Config(Section):
 
         Args:
             arguments: Words of the command line.
-            say: Called with a line for each name of other tools that was accepted.
 
         Raises:
             InputError: As `from_dict`, or the file cannot be read.
         """
-        file, given = parse(arguments, say)
-        values = {} if file is None else by_our_names(read_toml(file), sections(), file, say)
+        file, given = parse(arguments)
+        values = {} if file is None else by_our_names(read_toml(file), sections(), file)
         check_names(values, sections(), file or COMMAND_LINE)
         for key, other, _ in INSTEAD:
             if (flagged := {key, other} & given.get("train", {}).keys()) and "train" in values:
@@ -151,12 +148,11 @@ def sections() -> Sections:
     return {name: field.annotation.model_fields for name, field in Config.model_fields.items()}  # type: ignore[union-attr]
 
 
-def parse(arguments: Sequence[str], say: Say = early.say) -> tuple[str | None, dict[str, dict[str, Any]]]:
+def parse(arguments: Sequence[str]) -> tuple[str | None, dict[str, dict[str, Any]]]:
     """Take a command line apart: `[FILE.toml] [--section.key value | --section.key=value]...`, in any order.
 
     Args:
         arguments: Words of the command line.
-        say: Called with a line for each name of other tools that was accepted.
 
     Returns:
         (the configuration file, if one is named; {section: {key: value}} of the flags, of which later ones win).
@@ -182,7 +178,7 @@ def parse(arguments: Sequence[str], say: Say = early.say) -> tuple[str | None, d
         if not dot:
             raise (not_a_key if name in known else unknown)(name, known, COMMAND_LINE)
         if (ours := our_name(section, key, known)) != (section, key):
-            say(_renamed(COMMAND_LINE, name, ".".join(ours)))
+            early.say(_renamed(COMMAND_LINE, name, ".".join(ours)))
             section, key = ours
         check_names({section: {key: None}}, known, COMMAND_LINE)
         if not equals:
@@ -350,14 +346,13 @@ def our_name(section: str, key: str, sections: Sections) -> tuple[str, str]:
     return section, key
 
 
-def by_our_names(values: Mapping[str, Any], sections: Sections, origin: str, say: Say) -> dict[str, Any]:
+def by_our_names(values: Mapping[str, Any], sections: Sections, origin: str) -> dict[str, Any]:
     """Return nested values with each alias replaced by our name, and without removed settings that ask for nothing.
 
     Args:
         values: {section: {key: value}}, unchecked.
         sections: All settings.
         origin: Source of the values: a file's path, or the command line.
-        say: Called with a line for each alias.
 
     Raises:
         InputError: A setting was given under two names.
@@ -374,7 +369,7 @@ def by_our_names(values: Mapping[str, Any], sections: Sections, origin: str, say
             if name in target:
                 raise refusal(f"{origin}: {section}.{key} and {of}.{name} are the same setting; give one of them")
             target[name] = found[section].pop(key)
-            say(_renamed(origin, f"{section}.{key}", f"{of}.{name}"))
+            early.say(_renamed(origin, f"{section}.{key}", f"{of}.{name}"))
     return found
 
 
