@@ -203,11 +203,23 @@ def help_text(program: str) -> str:
 
 
 def _checked(values: Mapping[str, Any], origin: Mapping[str, str], otherwise: str) -> Config:
-    """origin: where single keys come from, by section.key. otherwise: where all others do."""
+    """Return the settings. Raises InputError for a value of the wrong type or out of range.
+
+    Args:
+        values: The settings, by section and key.
+        origin: Where single keys come from, by section.key.
+        otherwise: Where all others come from.
+    """
     try:
         return Config.model_validate(values)
     except ValidationError as error:
-        raise wrong_value(error, origin, otherwise) from None
+        problem = error.errors()[0]
+    name = ".".join(str(part) for part in problem["loc"][:2])
+    where = origin.get(name, otherwise)
+    if problem["type"] == "value_error":  # a check across keys, which names them itself
+        raise refusal(f"{where}: {problem['msg'].removeprefix('Value error, ')}")
+    mend = _SPELLED.get(problem["type"], "")
+    raise refusal(f"{where}: {name} = {problem['input']!r:.200} is wrong: {problem['msg'].lower()}{mend}")
 
 
 def _require_no_setting(word: str, known: Sections) -> None:
@@ -278,22 +290,6 @@ def not_a_key(section: str, sections: Sections, origin: str) -> InputError:
     in_file, as_flag = f"[{section}] and its keys, as {example}, under it", f"--{section}.KEY VALUE"
     mend = f"{as_flag}, as --{section}.{example}" if origin == COMMAND_LINE else in_file
     return refusal(f"{origin}: {section} is a section; write {mend}")
-
-
-def wrong_value(error: ValidationError, origin: Mapping[str, str], otherwise: str) -> InputError:
-    """The error for a value of the wrong type or out of range.
-
-    Args:
-        origin: Where single keys come from, by section.key.
-        otherwise: Where all others come from.
-    """
-    problem = error.errors()[0]
-    name = ".".join(str(part) for part in problem["loc"][:2])
-    where = origin.get(name, otherwise)
-    if problem["type"] == "value_error":  # a check across keys, which names them itself
-        return refusal(f"{where}: {problem['msg'].removeprefix('Value error, ')}")
-    mend = _SPELLED.get(problem["type"], "")
-    return refusal(f"{where}: {name} = {problem['input']!r:.200} is wrong: {problem['msg'].lower()}{mend}")
 
 
 def _wrong_name(name: str, sections: Sections, origin: str, keys: list[str]) -> InputError:
