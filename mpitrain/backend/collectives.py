@@ -187,8 +187,6 @@ def _all_reduce_sparse(tensor: torch.Tensor, reducing: Reducing) -> None:
 
 Call = Callable[[], dist.Work]
 
-_KEY = "BackendSelect"  # the last thing that the dispatcher asks before it looks at the kind of tensor
-
 
 class _Issued(threading.local):
     """The operation that this thread is taking through the dispatcher, and what came of it."""
@@ -255,7 +253,8 @@ def _kernel_of(name: str) -> torch.library.Library:
         return (arguments[0], work.boxed()) if results > 1 else work.boxed()
 
     library = torch.library.Library("c10d", "IMPL")
-    library.impl(name, kernel, _KEY, with_keyset=True)
+    # the last thing that the dispatcher asks before it looks at the kind of tensor
+    library.impl(name, kernel, "BackendSelect", with_keyset=True)
     return library
 
 

@@ -306,11 +306,9 @@ class MessageWork(GroupWork):
 
     def get_future(self) -> torch.futures.Future:
         """A future that is resolved with the outputs, by a thread that waits for them."""
-        future = _future_for(self.outputs)
         if self._done():
             self.wait()  # which orders this thread's stream
-            future.set_result(self.outputs)
-            return future
+            return FinishedWork(self.outputs).get_future()
 
         def finish() -> None:
             try:
@@ -319,6 +317,7 @@ class MessageWork(GroupWork):
                 self.error = error
             future.set_result(self.outputs)
 
+        future = _future_for(self.outputs)
         checked = future.then(self._outcome)
         threading.Thread(target=finish, name="mpitrain-message", daemon=True).start()
         return checked

@@ -342,7 +342,6 @@ FORMAT = "mpitrain checkpoint 2"
 Size = Annotated[StrictInt, Field(ge=0, lt=1 << 63)]
 Crc = Annotated[StrictInt, Field(ge=0, lt=1 << 32)]
 FileName = Annotated[StrictStr, StringConstraints(pattern=r"^[a-z]+(-[0-9]+)*\.(h5|bin)$", max_length=100)]
-NoFile = Literal[""]
 Shape = Annotated[tuple[Size, ...], Field(max_length=64)]
 Scalar = StrictInt | StrictFloat | bool | StrictStr | None
 PieceNumbers = tuple[Size, Size, Size, Size, Size, Size, Size]  # outer, dim, inner, start, stop, lo, hi
@@ -392,6 +391,6 @@ class Payload(BaseModel):
     files: dict[FileName, Annotated[Size, Field(ge=1)]]
     rest: dict[FileName, Crc]
     views: dict[FileName, tuple[Size, Crc]]
-    parity: tuple[tuple[tuple[FileName | NoFile, ...], tuple[FileName, ...], Size], ...]
+    parity: tuple[tuple[tuple[FileName | Literal[""], ...], tuple[FileName, ...], Size], ...]
     extents: tuple[tuple[StrictStr, PieceNumbers, FileName, Size, tuple[Crc, ...]], ...]
     values: ValuesPayload

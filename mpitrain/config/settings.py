@@ -50,7 +50,6 @@ _DIFFERENT = {
 }
 # settings of earlier versions: their value where nothing was asked for, as older files have it, and what replaces them
 REMOVED = {"parallel.recording": ("", "monitor.timeline records the same actions")}
-_ALL_IN_ONE = "train"
 
 
 class Config(Section):
@@ -333,7 +332,7 @@ def our_name(section: str, key: str) -> tuple[str, str]:
     """Return the (section, key) that a name stands for: the setting it is an alias of, or itself."""
     known = sections()
     if section in known and key not in known[section]:
-        for of in known if section == _ALL_IN_ONE else (section,):
+        for of in known if section == "train" else (section,):  # where other tools have all
             for name, field in known[of].items():
                 if key in declared(field, "alias"):
                     return of, name

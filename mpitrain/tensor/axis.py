@@ -360,9 +360,6 @@ class _Exchange(torch.autograd.Function):
         return ctx.of_gradient(grad), None
 
 
-_LARGEST_SEED = (1 << 63) - 1
-
-
 class RngTracker:
     """Switches the default generators between the replicated stream and the rank's own.
 
@@ -397,7 +394,7 @@ class RngTracker:
         self._opener = opener
         ours = [devices.CPU, device] if devices.is_accelerator(device) else [devices.CPU]
         self._before = [(of, devices.generator_state(of)) for of in ours]
-        self._seed = (drawn + self._rank) & _LARGEST_SEED
+        self._seed = (drawn + self._rank) & ((1 << 63) - 1)
         for of in ours:
             devices.seed_generator(of, self._seed)
 
