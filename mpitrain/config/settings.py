@@ -161,16 +161,17 @@ def parse(arguments: Sequence[str]) -> tuple[str | None, dict[str, dict[str, Any
     words, known = list(arguments), sections()
     while words:
         word = words.pop(0)
+        name, equals, text = word.removeprefix("--").partition("=")
+        section, dot, key = name.partition(".")
         if not word.startswith("-"):
-            _require_no_setting(word, known)
+            if dot and key in known.get(section, {}):
+                raise refusal(f"{COMMAND_LINE}: {word} lacks its dashes; write --{name} {text if equals else 'VALUE'}")
             if file is not None:
                 raise refusal(f"{COMMAND_LINE}: {file} and {word} are two configuration files; give one")
             file = word
             continue
-        name, equals, text = word[2:].partition("=")
         if not word.startswith("--") or not name:
             raise refusal(f"argument {word!r} is not understood; write --section.key value")
-        section, dot, key = name.partition(".")
         if not dot:
             raise (_not_a_key if name in known else _unknown)(name, COMMAND_LINE)
         if (ours := our_name(section, key)) != (section, key):
@@ -216,14 +217,6 @@ def _checked(values: Mapping[str, Any], origin: Mapping[str, str], otherwise: st
         raise refusal(f"{where}: {problem['msg'].removeprefix('Value error, ')}")
     mend = _SPELLED.get(problem["type"], "")
     raise refusal(f"{where}: {name} = {problem['input']!r:.200} is wrong: {problem['msg'].lower()}{mend}")
-
-
-def _require_no_setting(word: str, known: Sections) -> None:
-    """Raise InputError for train.steps=5, a setting that lacks its dashes."""
-    name, equals, value = word.partition("=")
-    section, dot, key = name.partition(".")
-    if dot and key in known.get(section, {}):
-        raise refusal(f"{COMMAND_LINE}: {word} lacks its dashes; write --{name} {value if equals else 'VALUE'}")
 
 
 def _choices(annotation: Any) -> tuple[Any, ...]:
