@@ -7,7 +7,7 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from mpitrain.early import __version__, explain_missing_package
+from mpitrain.early import __version__, explain, missing_package
 
 if TYPE_CHECKING:
     from mpitrain.comm import ANY_SOURCE, Arena, Communicator, Work, compression, init
@@ -37,7 +37,7 @@ __all__ += ["Pipeline", "Trainer", "Work", "compression", "init", "initialize", 
 __all__ += ["__version__", "parallelize"]
 
 if sys.argv[:1] == ["-m"]:  # python -m mpitrain.COMMAND, whose own code is not yet there
-    sys.excepthook = explain_missing_package
+    explain(missing_package)
 
 
 def __getattr__(name: str) -> Any:

@@ -100,7 +100,9 @@ def placement(world: Communicator) -> list[Line]:
     core_of, threads = siblings(), os.sched_getaffinity(0)
     cores, machine = cores_of(threads, core_of), cores_of(range(os.cpu_count() or 1), core_of)
     everyone = world.all_gather_object([world.node, sorted(cores), torch.get_num_threads(), len(machine), len(threads)])
-    lines: list[Line] = [(OK, "ranks", f"{world.size} on {counted(world.num_nodes, 'node')}: {_short(per_host)}")]
+    shown = ", ".join(f"{name} x {count}" for name, count in list(per_host.items())[:4])
+    shown += f" and {len(per_host) - 4} more" if len(per_host) > 4 else ""
+    lines: list[Line] = [(OK, "ranks", f"{world.size} on {counted(world.num_nodes, 'node')}: {shown}")]
     if len(per_host) > world.num_nodes:
         lines.append((WARN, "nodes", f"{len(per_host)} host names but {world.num_nodes} groups that share memory"))
     crowded: list[str] = []
@@ -125,10 +127,9 @@ def placement(world: Communicator) -> list[Line]:
 def memory(world: Communicator) -> list[Line]:
     """/dev/shm of each node, and the memory that the ranks there may have. Collective."""
     try:
-        usage = shutil.disk_usage(SHARED_MEMORY)
-        shared = [usage.total, usage.free]
+        shared = shutil.disk_usage(SHARED_MEMORY)[::2]  # total, free
     except OSError:
-        shared = [0, 0]
+        shared = 0, 0
     everyone = world.all_gather_object([shared, node_memory_bytes()])
     total, free = (min(values[0][i] for values in everyone) for i in range(2))
     text, low = f"{free // MIB:,} of {total // MIB:,} MiB free on the smallest node", free < 256 * MIB
@@ -143,7 +144,11 @@ def devices(world: Communicator) -> list[Line]:
     kind = hardware.accelerator()
     names = [hardware.name(torch.device(kind, number)) for number in range(hardware.count(kind))] if kind else []
     mine = hardware.of_rank("auto", world.local_rank)
-    everyone = world.all_gather_object([world.node, kind, names, _told_apart(world, mine), str(mine)])
+    # the same for ranks that share the device; one without a number of its own is taken for unshared
+    identity = hardware.identity(mine) if hardware.is_accelerator(mine) else ""
+    if identity == str(mine) and hardware.count(mine.type) == 1:
+        identity += f" of rank {world.rank}"
+    everyone = world.all_gather_object([world.node, kind, names, identity, str(mine)])
     kinds = {values[1] for values in everyone}
     if kinds == {""}:
         return [(OK, "device", "no accelerator: the ranks compute on CPUs")]
@@ -167,15 +172,6 @@ def devices(world: Communicator) -> list[Line]:
         f"comm.device auto takes {_fastest(ways)}" if ways else "one rank: nothing is carried; start several to see"
     )
     return [*lines, (OK, "device memory", choice)]
-
-
-def _told_apart(world: Communicator, device: torch.device) -> str:
-    """What is the same for ranks that share the device; a device without a number of its own is taken for unshared."""
-    if not hardware.is_accelerator(device):
-        return ""
-    found = hardware.identity(device)
-    unknown = found == str(device) and hardware.count(device.type) == 1
-    return f"{found} of rank {world.rank}" if unknown else found
 
 
 def _speeds(way: Way) -> str:
@@ -237,11 +233,6 @@ def algorithms(world: Communicator) -> list[Line]:
         rules = describe_rules(table.rules("all_reduce", place, world.size))
         lines.append((OK, "algorithms", f"all_reduce, {words}: {rules} ({origin})"))
     return lines
-
-
-def _short(per_host: Counter[str]) -> str:
-    shown = [f"{name} x {count}" for name, count in list(per_host.items())[:4]]
-    return ", ".join(shown) + (f" and {len(per_host) - 4} more" if len(per_host) > 4 else "")
 
 
 def _range(values: set[int]) -> str:

@@ -104,16 +104,29 @@ def read_arguments(read: Callable[[], T]) -> T | None:
         raise SystemExit(error.exit_code) from None
 
 
-def explain_missing_package(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """End a command of ours, as its `sys.excepthook`, with one line where a package is what is not installed."""
+def explain(line_for: Callable[[BaseException], str | None]) -> None:
+    """End this process with one line, said by the first rank, at an error that nothing catches.
+
+    Args:
+        line_for: Returns the line for an error; None for an error that Python is to report as it does.
+    """
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        line = line_for(error)
+        if line is None:
+            sys.__excepthook__(kind, error, trace)
+            return
+        if line:
+            say(line)
+        raise SystemExit(getattr(error, "exit_code", 2))
+
+    sys.excepthook = hook
+
+
+def missing_package(error: BaseException) -> str | None:
+    """Return the line for a package that mpitrain needs and that is not installed; None for another error."""
     if not isinstance(error, ModuleNotFoundError) or error.name not in _NEEDED:
-        sys.__excepthook__(kind, error, trace)
-        return
-    if launched_first():
-        name = error.name.replace("_", "-")
-        print(
-            f"mpitrain: the package {name} is not installed for {sys.executable}: pip install {name}, or load the "
-            "environment that has it",
-            file=sys.stderr,
-        )
-    raise SystemExit(2)
+        return None
+    name = error.name.replace("_", "-")
+    advice = f"pip install {name}, or load the environment that has it"
+    return f"the package {name} is not installed for {sys.executable}: {advice}"

@@ -127,13 +127,9 @@ class SavedModel:
     def load(self) -> Task:
         """The trained model in eval mode."""
         task = self.build()
-        self.fill(task.module)
+        fill(task.module, self.folder, self.manifest)
         task.module.eval()
         return task
-
-    def fill(self, module: nn.Module) -> None:
-        """Load the weights into a module, or into the part of one that this rank has; see `load_weights`."""
-        fill(module, self.folder, self.manifest)
 
 
 def require_trusted(section: ModelSection, run: Path, trust: bool) -> None:

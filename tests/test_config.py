@@ -114,27 +114,22 @@ ALIASES = {
 }
 
 
-def test_names_of_other_tools_that_mean_the_same_are_accepted_and_ours_is_said_once(tmp_path):
+def test_names_of_other_tools_that_mean_the_same_are_accepted_and_ours_is_said_once(tmp_path, monkeypatch):
     for theirs, (ours, value) in ALIASES.items():
         (section, key), (of, name) = theirs.split("."), ours.split(".")
         file = tmp_path / "my.toml"
         file.write_text(f"[{section}]\n{key} = {json.dumps(value)}\n")
         for origin, read in (
-            (
-                "command line",
-                lambda say, theirs=theirs, value=value: Config.from_args([f"--{theirs}", str(value).lower()], say),
-            ),
-            (str(file), lambda say, file=file: Config.from_args([str(file)], say)),
-            (
-                "config",
-                lambda say, section=section, key=key, value=value: Config.from_dict({section: {key: value}}, say=say),
-            ),
+            ("command line", lambda theirs=theirs, value=value: Config.from_args([f"--{theirs}", str(value).lower()])),
+            (str(file), lambda file=file: Config.from_args([str(file)])),
+            ("config", lambda section=section, key=key, value=value: Config.from_dict({section: {key: value}})),
         ):
             said: list[str] = []
-            config = read(said.append)
+            monkeypatch.setattr("mpitrain.early.say", said.append)
+            config = read()
             assert getattr(getattr(config, of), name) == value
             assert said == [f"{origin}: {theirs} is called {ours} here"]
-    Config.from_args([str(file), "--model.width", "32"], said.append)  # flags win over a file, whatever its words
+    Config.from_args([str(file), "--model.width", "32"])  # flags win over a file, whatever its words
     with pytest.raises(InputError, match=r"train.num_epochs and train.epochs are the same setting; give one"):
         Config.from_dict({"train": {"epochs": 1, "num_epochs": 2}})
 
@@ -209,7 +204,7 @@ def test_names_that_are_none_are_refused_in_one_line(values):
         Config.from_dict(values)
 
 
-def test_a_setting_that_is_gone_is_answered_with_what_replaces_it(tmp_path):
+def test_a_setting_that_is_gone_is_answered_with_what_replaces_it(tmp_path, monkeypatch):
     file = tmp_path / "my.toml"
     known = sections()
     for name, (empty, instead) in REMOVED.items():
@@ -227,7 +222,8 @@ def test_a_setting_that_is_gone_is_answered_with_what_replaces_it(tmp_path):
             with pytest.raises(InputError, match=f"^{re.escape(f'{origin}: {name} is gone: {instead}')}$"):
                 read()
         said: list[str] = []  # the resolved settings of earlier runs name it
-        assert Config.from_dict({section: {key: empty}}, say=said.append) == Config() and not said
+        monkeypatch.setattr("mpitrain.early.say", said.append)
+        assert Config.from_dict({section: {key: empty}}) == Config() and not said
 
 
 def test_what_other_tools_call_a_setting_is_no_key_of_ours_and_stands_for_one_setting():

@@ -32,15 +32,12 @@ def main(arguments: list[str]) -> None:
     from mpitrain.comm import init
 
     world = init()
-    script = _script(arguments)
-    as_module = arguments[0] == "-m"
-    if as_module:
-        arguments = arguments[1:]
+    as_module, words = _script(arguments)
     publish(world)
     os.environ.setdefault("MASTER_ADDR", world.broadcast_object(socket.gethostname()))  # for scripts that read them;
     os.environ.setdefault("MASTER_PORT", "29500")  # nothing listens there
     take_over()
-    sys.argv = arguments
+    sys.argv, script = words, words[0]
     try:
         if as_module:
             runpy.run_module(script, run_name="__main__", alter_sys=True)
@@ -55,14 +52,18 @@ def main(arguments: list[str]) -> None:
         raise
 
 
-def _script(arguments: list[str]) -> str:
-    """Return the script or module to run. Raises InputError on all ranks where there is none."""
-    named = arguments[1:] if arguments[:1] == ["-m"] else arguments
-    if not named:
+def _script(arguments: list[str]) -> tuple[bool, list[str]]:
+    """Return whether a module is to be run, and it or the script with its arguments.
+
+    Raises InputError on all ranks where there is none.
+    """
+    as_module = arguments[:1] == ["-m"]
+    words = arguments[1:] if as_module else arguments
+    if not words:
         raise refusal(USAGE)
-    if named is arguments and not os.path.exists(named[0]):
-        raise refusal(f"there is no script {named[0]}; {USAGE}")
-    return named[0]
+    if not as_module and not os.path.exists(words[0]):
+        raise refusal(f"there is no script {words[0]}; {USAGE}")
+    return as_module, words
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ tensor, issued as one.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from mpitrain.backend.base import ArgumentError, translation
-from mpitrain.backend.work import Several
+from mpitrain.backend.work import Several, tensors_in
 from mpitrain.comm import Communicator
 from mpitrain.comm.memory.buffers import inner_tensors
 from mpitrain.comm.memory.elements import DTYPES
@@ -37,36 +37,21 @@ def flat_list(lists: Any) -> list[torch.Tensor]:
     return list(lists or [])
 
 
-def options(options: Any, kind: Callable[[], Any]) -> Any:
-    """The options of a reduction.
+def options(given: Any, kind: Callable[[], Any], op: Any = None, *_: Any) -> Any:
+    """Return the options of an operation.
 
     Args:
-        options: The options; in their place the reduction operation alone may be given, or None.
-        kind: Makes options.
-    """
-    if options is None:
-        return kind()
-    if hasattr(options, "timeout"):
-        return options
-    made = kind()
-    made.reduceOp = options
-    return made
-
-
-def rooted(options: Any, kind: Callable[[], Any], op: Any = None, *_: Any) -> Any:
-    """The options of an operation that has a root.
-
-    Args:
-        options: The options; in their place the root may be given.
+        given: The options; in their place may stand the root, the reduction operation, or None.
         kind: Makes options.
         op: The reduction operation, where the root was given.
     """
-    if not isinstance(options, int):
-        return options
+    if hasattr(given, "timeout"):
+        return given
     made = kind()
-    made.rootRank = options
-    if op is not None:
-        made.reduceOp = op
+    if isinstance(given, int):
+        made.rootRank, given = given, op
+    if given is not None:
+        made.reduceOp = given
     return made
 
 
@@ -123,7 +108,7 @@ def by_inner_tensors(method: Callable[..., dist.Work]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def call(group: Any, *arguments: Any, **options: Any) -> dist.Work:
-        tensors = list(_tensors(arguments))
+        tensors = list(tensors_in(arguments))
         if all(type(tensor) is torch.Tensor for tensor in tensors):
             return method(group, *arguments, **options)
         try:
@@ -137,14 +122,6 @@ def by_inner_tensors(method: Callable[..., dist.Work]) -> Callable[..., Any]:
         return works[0] if len(works) == 1 else Several(works)
 
     return call
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for one in value:
-            yield from _tensors(one)
 
 
 def _part(value: Any, number: int) -> Any:

@@ -52,21 +52,6 @@ class NoStore(dist.Store):
     getNumKeys = deleteKey = compareSet = multiGet = multiSet = hasExtendedApi = _refuse  # as C++ calls them
 
 
-def asynchronous(options: Any) -> bool:
-    """Whether the caller goes on before the operation is complete; releases before 2.8 do not say, so it may."""
-    return bool(getattr(options, "asyncOp", True))
-
-
-def premultiplier(op: Any) -> float | torch.Tensor:
-    """The factor of a PREMUL_SUM operation."""
-    try:
-        return op.factor
-    except AttributeError:
-        raise ArgumentError(
-            f"torch {torch.__version__} does not tell the factor of PREMUL_SUM; multiply the tensor and use SUM"
-        ) from None
-
-
 _ProcessGroup: Any = Any if TYPE_CHECKING else dist.ProcessGroup  # its stubs name every parameter
 
 
@@ -103,13 +88,8 @@ class Base(_ProcessGroup):
     def _get_backend(self, device: torch.device) -> Base:
         return self
 
-    def _has_hooks(self) -> bool:
-        return False
-
-    def _wait_for_pending_works(self) -> None:
+    def _set_sequence_number_for_group(self) -> None:
         return
-
-    _set_sequence_number_for_group = _wait_for_pending_works
 
     def _get_sequence_number_for_group(self) -> int:
         return 0

@@ -35,11 +35,10 @@ from mpitrain.backend.arguments import (
     known,
     listed,
     options,
-    rooted,
     row_counts,
     to_read,
 )
-from mpitrain.backend.base import ArgumentError, Base, asynchronous, premultiplier, translation
+from mpitrain.backend.base import ArgumentError, Base, translation
 from mpitrain.backend.work import FinishedWork, Operation, Queue, Several
 from mpitrain.comm import Communicator
 from mpitrain.comm.memory.elements import DTYPES
@@ -82,7 +81,11 @@ class Reducing:
         self.bitwise = _BITWISE.get(kind)
         self.name = _NAMES.get(kind, "sum")
         if kind == _Ops.PREMUL_SUM:
-            self.factor = premultiplier(op)
+            if not hasattr(op, "factor"):
+                raise ArgumentError(
+                    f"torch {torch.__version__} does not tell the factor of PREMUL_SUM; multiply the tensor and use SUM"
+                )
+            self.factor = op.factor
         elif self.bitwise is None and kind not in _NAMES:
             raise ArgumentError(f"reduction {kind} is not one of ours; use {', '.join(map(str, _NAMES))}")
         if self.bitwise is not None and (dtype.is_floating_point or dtype.is_complex):
@@ -184,8 +187,6 @@ def _all_reduce_sparse(tensor: torch.Tensor, reducing: Reducing) -> None:
 
 Call = Callable[[], dist.Work]
 
-_KEY = "BackendSelect"  # the last thing that the dispatcher asks before it looks at the kind of tensor
-
 
 class _Issued(threading.local):
     """The operation that this thread is taking through the dispatcher, and what came of it."""
@@ -252,7 +253,8 @@ def _kernel_of(name: str) -> torch.library.Library:
         return (arguments[0], work.boxed()) if results > 1 else work.boxed()
 
     library = torch.library.Library("c10d", "IMPL")
-    library.impl(name, kernel, _KEY, with_keyset=True)
+    # the last thing that the dispatcher asks before it looks at the kind of tensor
+    library.impl(name, kernel, "BackendSelect", with_keyset=True)
     return library
 
 
@@ -301,7 +303,7 @@ class GroupCollectives(Base):
     @by_inner_tensors
     def reduce(self, tensors: Any, opts: Any = None, *others: Any) -> dist.Work:
         """The root's tensor becomes the reduction of all ranks'; the others' stay as they were."""
-        tensors, opts = listed(tensors), rooted(opts, dist.ReduceOptions, *others)
+        tensors, opts = listed(tensors), options(opts, dist.ReduceOptions, *others)
         root = opts.rootRank
         alike, shown = (tensors, opts.reduceOp.op, "to", root), ("reduce_", tensors, root, 0)
         return self._reduce("reduce", partial(Reducing.reduce, root=root), opts, tensors, alike=alike, shown=shown)
@@ -343,7 +345,7 @@ class GroupCollectives(Base):
     @by_inner_tensors
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
         """Each tensor becomes the root's."""
-        tensors, opts = listed(tensors), rooted(opts, dist.BroadcastOptions)
+        tensors, opts = listed(tensors), options(opts, dist.BroadcastOptions)
         root = opts.rootRank
 
         def call() -> None:
@@ -406,7 +408,7 @@ class GroupCollectives(Base):
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
         """The root's list of outputs becomes every rank's input."""
         [x] = listed(inputs)
-        opts = rooted(opts, dist.GatherOptions)
+        opts = options(opts, dist.GatherOptions)
         root, outs = opts.rootRank, flat_list(outputs)
         if self.comm.rank == root:
             check_length(self.comm, "gather", "output", [outs])
@@ -426,7 +428,7 @@ class GroupCollectives(Base):
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
         """The output becomes this rank's entry of the root's list of inputs."""
         [out] = listed(outputs)
-        opts = rooted(opts, dist.ScatterOptions)
+        opts = options(opts, dist.ScatterOptions)
         root, blocks = opts.rootRank, flat_list(inputs)
         if self.comm.rank == root:
             check_length(self.comm, "scatter", "input", [blocks])
@@ -526,7 +528,7 @@ class GroupCollectives(Base):
         arguments: Sequence[Any],
     ) -> dist.Work:
         self._compare(name, alike)
-        at_once = not asynchronous(options) and self._coalesced is None
+        at_once = not getattr(options, "asyncOp", True) and self._coalesced is None
         if at_once and self._queue.limit is None:
             self._queue.perform(call)
             return FinishedWork(outputs)

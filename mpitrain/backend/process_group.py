@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 
 from mpitrain.backend.arguments import Written, by_inner_tensors, listed, to_read
-from mpitrain.backend.base import GroupError, NoStore, asynchronous, translation
+from mpitrain.backend.base import GroupError, NoStore, translation
 from mpitrain.backend.collectives import GroupCollectives, watched
 from mpitrain.backend.work import FinishedWork, MessageWork, Queue, comes_true, seconds_of
 from mpitrain.comm import ANY_SOURCE, Communicator, init
@@ -123,8 +123,9 @@ class GroupRegistry:
         offer = [(name, surplus) for name, surplus in self.left.items() if set(name[0]) <= set(key)]
         if control.rank != first:
             _tell(control, offer, first, tag)
-            use, free, forget = _hear(control, first, tag)
-            return use, _names(free), _names(forget)
+            use, *names = _hear(control, first, tag)
+            free, forget = ([(tuple(ranks), number) for ranks, number in listed] for listed in names)
+            return use, free, forget
         everyone = list(offer)
         for rank in key[1:]:
             everyone += [((tuple(ranks), number), surplus) for (ranks, number), surplus in _hear(control, rank, tag)]
@@ -132,10 +133,6 @@ class GroupRegistry:
         for rank in key[1:]:
             _tell(control, verdict, rank, tag)
         return verdict
-
-
-def _names(listed: Iterable[tuple[list[int], int]]) -> list[Name]:
-    return [(tuple(ranks), number) for ranks, number in listed]
 
 
 def _tell(control: Communicator, value: Any, rank: int, tag: int) -> None:
@@ -393,7 +390,7 @@ class MPIProcessGroup(GroupCollectives):
         """
         limit = opts if isinstance(opts, timedelta) else getattr(opts, "timeout", timeout)
         seconds = seconds_of(limit, self.timeout)
-        if asynchronous(opts) or self._coalesced is not None or watched():
+        if getattr(opts, "asyncOp", True) or self._coalesced is not None or watched():
             shown: Any = ("barrier", torch.empty(0), [])
             return self._run("barrier", lambda: self._barriers.wait(seconds), [], opts, shown=shown)
         self._compare("barrier", [])

@@ -28,10 +28,9 @@ import inspect
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from itertools import pairwise
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, urlsplit
 
@@ -41,7 +40,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.rendezvous import _rendezvous_handlers, register_rendezvous_handler, rendezvous
 
 from mpitrain.backend.base import ArgumentError, Base, NoStore
-from mpitrain.early import launched_first
+from mpitrain.early import explain
 from mpitrain.errors import InputError
 
 if TYPE_CHECKING:
@@ -163,19 +162,14 @@ def _split_group(original: Callable[..., Any], **given: Any) -> Any:
 
 
 @functools.cache
-def install_functional(kind: str) -> torch.library.Library | None:
+def install_functional(kind: str) -> torch.library.Library:
     """Give torch the functional collectives that it carries out in C++ by ways on which a group in Python is not asked.
 
     They are there as long as what is returned, which is for ever.
 
     Args:
         kind: Of the devices that their tensors lie on.
-
-    Returns:
-        None where torch has none of them.
     """
-    if not hasattr(torch.ops._c10d_functional, "all_gather_into_tensor_out"):
-        return None
     library = torch.library.Library("_c10d_functional", "IMPL")
     key: str = torch._C._dispatch_key_for_device(kind)
     library.impl("all_gather_into_tensor_out", _all_gather_into_tensor_out, key)
@@ -203,15 +197,6 @@ _LAUNCHERS = (
 )
 
 
-def from_launcher(environment: Mapping[str, str]) -> dict[str, str] | None:
-    """RANK, WORLD_SIZE and LOCAL_RANK as the launcher says them; None if no launcher we know does."""
-    for names in _LAUNCHERS:
-        if all(environment.get(name, "").isdigit() for name in names):
-            rank, size, local = (environment[name] for name in names)
-            return {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local}
-    return None
-
-
 def publish(world: Communicator) -> None:
     """Set the variables to what MPI says."""
     values = {
@@ -232,29 +217,22 @@ def announce() -> None:
         InputError: Processes of torchrun or accelerate launch are no ranks of MPI, or several are the same one.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("LOCAL_WORLD_SIZE", "1") != "1":
-        sys.excepthook = _say
+        first = os.environ.get("LOCAL_RANK", "0") == "0"
+        explain(lambda error: (str(error) if first else "") if isinstance(error, InputError) else None)
         raise InputError(
             "torchrun (or accelerate launch, which calls it) starts processes that MPI does not know; start the script "
             f"with mpirun or srun instead: mpirun -n N python -m mpitrain.backend {os.path.basename(sys.argv[0])}"
         )
-    told = from_launcher(os.environ)
-    if told is not None:
-        os.environ.update(told)
+    for names in _LAUNCHERS:
+        if all(os.environ.get(name, "").isdigit() for name in names):
+            for variable, name in zip(("RANK", "WORLD_SIZE", "LOCAL_RANK"), names, strict=True):
+                os.environ[variable] = os.environ[name]
+            return
     # `python -m mpitrain.backend` reads its arguments before it starts MPI
-    elif multiprocessing.parent_process() is None and ("-m", "mpitrain.backend") not in pairwise(sys.orig_argv):
+    if multiprocessing.parent_process() is None and ("-m", "mpitrain.backend") not in pairwise(sys.orig_argv):
         from mpitrain.comm import init
 
         publish(init(abort_on_error=False))
-
-
-def _say(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Report an error before there is MPI, which would see to it that one rank speaks."""
-    if not isinstance(error, InputError):
-        sys.__excepthook__(kind, error, trace)
-        return
-    if launched_first() and os.environ.get("LOCAL_RANK", "0") == "0":
-        print(f"mpitrain: {error}", file=sys.stderr, flush=True)
-    raise SystemExit(error.exit_code)
 
 
 def register() -> None:

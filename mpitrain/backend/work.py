@@ -14,10 +14,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -95,6 +94,10 @@ class GroupWork(dist.Work):
         """See `wait`."""
         self.wait()
 
+    def is_success(self) -> bool:
+        """Whether it is complete and raised nothing."""
+        return self.is_completed() and self.error is None
+
     def exception(self) -> BaseException | None:
         """What the operation raised, if it did."""
         return self.error
@@ -116,9 +119,6 @@ class FinishedWork(GroupWork):
         return True
 
     def is_completed(self) -> bool:
-        return True
-
-    def is_success(self) -> bool:
         return True
 
     def get_future(self) -> torch.futures.Future:
@@ -149,17 +149,18 @@ class Operation(GroupWork):
             arguments: Its arguments, its tensors among them, in lists of any depth.
         """
         super().__init__(outputs)
-        tensors = list(_on_devices(arguments))  # which give it a place among what the caller asks of their devices
+        tensors = _on_devices(arguments)  # which give it a place among what the caller asks of their devices
         self._queue, self._order = queue, Order(tensors, queue.streams) if tensors else None
         self._futures: list[torch.futures.Future] = []
         self._change = threading.Lock()
-        self._queued = Queued(name, partial(self._carry_out, call), queue, self._order, self._announce)
 
-    def _carry_out(self, call: Callable[[], None]) -> None:
-        try:
-            call()
-        except BaseException as error:  # surfaces in wait() and in the futures
-            self.error = translation(error)
+        def carry_out() -> None:
+            try:
+                call()
+            except BaseException as error:  # surfaces in wait() and in the futures
+                self.error = translation(error)
+
+        self._queued = Queued(name, carry_out, queue, self._order, self._announce)
 
     def _announce(self) -> None:
         """Resolve the futures that were asked for: it is complete. Their callbacks run in this thread."""
@@ -203,9 +204,6 @@ class Operation(GroupWork):
         """Whether it is complete; lets it make progress."""
         self._queued.done()
         return self._queued.complete
-
-    def is_success(self) -> bool:
-        return self._queued.complete and self.error is None
 
     def get_future(self) -> torch.futures.Future:
         """A future that is resolved with the outputs. Its callbacks may run in any thread.
@@ -262,7 +260,14 @@ class MessageWork(GroupWork):
 
     def _done(self) -> bool:
         with self._change:
-            if not self._complete and self._arrived():
+            if self._complete:
+                return True
+            try:
+                arrived = self._work.done()
+            except MpitrainError as error:
+                self._in_flight.discard(self)
+                raise translation(error) from error
+            if arrived:
                 self._work.wait()  # at once, and this thread's stream, on which it lands, comes after it
                 if self._land is not None:
                     self._land()
@@ -270,13 +275,6 @@ class MessageWork(GroupWork):
                 self._complete = True
                 self._in_flight.discard(self)
         return self._complete
-
-    def _arrived(self) -> bool:
-        try:
-            return self._work.done()
-        except MpitrainError as error:
-            self._in_flight.discard(self)
-            raise translation(error) from error
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until it is complete; where its tensor is on a device, the current stream waits for the rest.
@@ -297,9 +295,6 @@ class MessageWork(GroupWork):
     def is_completed(self) -> bool:
         return self._done()
 
-    def is_success(self) -> bool:
-        return self._complete
-
     def source_rank(self) -> int:
         """The rank in the group that sent what arrived."""
         source = self._work.source
@@ -311,11 +306,9 @@ class MessageWork(GroupWork):
 
     def get_future(self) -> torch.futures.Future:
         """A future that is resolved with the outputs, by a thread that waits for them."""
-        future = _future_for(self.outputs)
         if self._done():
             self.wait()  # which orders this thread's stream
-            future.set_result(self.outputs)
-            return future
+            return FinishedWork(self.outputs).get_future()
 
         def finish() -> None:
             try:
@@ -324,6 +317,7 @@ class MessageWork(GroupWork):
                 self.error = error
             future.set_result(self.outputs)
 
+        future = _future_for(self.outputs)
         checked = future.then(self._outcome)
         threading.Thread(target=finish, name="mpitrain-message", daemon=True).start()
         return checked
@@ -380,16 +374,20 @@ def _future_for(outputs: Sequence[Any]) -> torch.futures.Future:
     return torch.futures.Future(devices=devices) if devices else torch.futures.Future()
 
 
-def devices_of(tensors: Iterable[Any]) -> list[torch.device]:
+def devices_of(tensors: Sequence[Any]) -> list[torch.device]:
     """The accelerators that tensors lie on."""
     return sorted({t.device for t in _on_devices(tensors)}, key=str)
 
 
-def _on_devices(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """The tensors among values that are not in host memory."""
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            if not value.is_cpu and is_accelerator(value.device):
-                yield value
-        elif isinstance(value, list | tuple):
-            yield from _on_devices(value)
+def _on_devices(values: Sequence[Any]) -> list[torch.Tensor]:
+    """Return the tensors among values that are not in host memory."""
+    return [tensor for tensor in tensors_in(values) if not tensor.is_cpu and is_accelerator(tensor.device)]
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Give the tensors of a value: itself, or those in lists of any depth."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from tensors_in(one)

@@ -218,26 +218,31 @@ def write_checkpoint(
     """
     comm = layout.comm
     temporary = _begin(comm, target)
+
+    def write_own() -> list[Any]:
+        path = temporary / layout.file
+        offsets, size, rest = layout.begin(path, parts)
+        extents = [encode_extent(extent) for extent in write_parts(path, parts, offsets)]
+        tensors = [[p.spec.name, list(p.spec.shape), p.spec.dtype] for p in parts]
+        return [layout.file if layout.owner else "", size, rest, tensors, extents]
+
     try:
-        told = attempt(comm, lambda: _write_own(layout, temporary, parts), target.final, saving=True)
+        told = attempt(comm, write_own, target.final, saving=True)
         everyone = comm.gather_objects(told) if target.alone else comm.all_gather_object(told)
         if not target.alone:
             values = comm.broadcast_object(values)
+        sizes = {name: size for name, size, *_ in everyone if name}
         parity: Sequence[ParitySet] = ()
         if protect is not None:
             owners = {of[0]: rank for rank, of in enumerate(everyone) if of[0]}
-            sizes = {of[0]: of[1] for of in everyone if of[0]}
             parity = attempt(comm, partial(protect, temporary, owners, sizes), target.final, saving=True) or ()
 
         def commit() -> None:
-            tensors = {
-                name: TensorSpec(name, tuple(shape), dtype) for *_, of, _ in everyone for name, shape, dtype in of
-            }
+            tensors = {name: TensorSpec(name, tuple(shape), kind) for *_, of, _ in everyone for name, shape, kind in of}
             extents = tuple(decode_extent(e) for *_, of in everyone for e in of)
             view = layout.view(tensors, extents, values.get("tied", {})) if target.alone else None
-            files = {name: size for name, size, *_ in everyone if name}
             rest = {name: of for name, _, of, *_ in everyone if name}
-            manifest = Manifest(step, tensors, files, extents, values, rest, parity=tuple(parity))
+            manifest = Manifest(step, tensors, sizes, extents, values, rest, parity=tuple(parity))
             finish_folder(temporary, target.final, manifest, view)
             after()
 
@@ -267,14 +272,6 @@ def _begin(comm: Communicator, target: Target) -> Path:
     if why:
         raise refusal(why)
     return target.final.parent / name
-
-
-def _write_own(layout: FileLayout, temporary: Path, parts: Sequence[Part]) -> list[Any]:
-    path = temporary / layout.file
-    offsets, size, rest = layout.begin(path, parts)
-    extents = write_parts(path, parts, offsets)
-    tensors = [[p.spec.name, list(p.spec.shape), p.spec.dtype] for p in parts]
-    return [layout.file if layout.owner else "", size, rest, tensors, [encode_extent(e) for e in extents]]
 
 
 def finish_folder(temporary: Path, final: Path, manifest: Manifest, view: bytes | None) -> None:

@@ -25,7 +25,7 @@ from mpitrain.checkpoint.manifest import (
     Manifest,
     TensorSpec,
     grouped,
-    missing_files,
+    missing_file,
     read_manifest,
     require_files,
 )
@@ -48,7 +48,7 @@ def state(folder: Path) -> str:
         manifest = read_manifest(folder)
     except CheckpointError as error:
         return str(error)
-    return next(iter(missing_files(folder, manifest.files.items())), "whole")
+    return missing_file(folder, manifest.files.items()) or "whole"
 
 
 def load_tensor(folder: Path, manifest: Manifest, name: str) -> torch.Tensor:
@@ -90,7 +90,7 @@ def listing(path: Path) -> Iterator[str]:
     """What `ls` prints of a run folder: a line for each checkpoint."""
     yield f"{'step':>10}  {'size':>11}  {'files':>5}  {'written':19}  state"
     listed = folders.require(path)
-    best = folders.best_folder(listed[0].parent)
+    best = folders.best_step(listed[0].parent)
     for folder in listed:
         manifest: Manifest | None = None
         try:
@@ -103,7 +103,7 @@ def listing(path: Path) -> Iterator[str]:
             files = size = time = "?"
         since = manifest.values.get(FRUITLESS) if manifest is not None else None
         remark = f", nothing learned since step {since}" if since else ""
-        remark += ", best" if folder == best else ""
+        remark += ", best" if best is not None and folder.name == folders.folder_name(best) else ""
         yield f"{step:>10}  {size:>11}  {files:>5}  {time:19}  {state(folder)}{remark}"
 
 
@@ -183,8 +183,7 @@ def damages(folder: Path) -> Iterator[str]:
     sizes = manifest.files | {name: size for name, (size, _) in manifest.views.items()}
     complete = True
     for name, size in sizes.items():
-        problem = next(iter(missing_files(folder, [(name, size)])), None)
-        if problem is not None:
+        if problem := missing_file(folder, [(name, size)]):
             yield problem
             complete = False
             continue

@@ -322,7 +322,10 @@ def _read_safetensors(file: Path) -> dict[str, torch.Tensor]:
             length = int.from_bytes(opened.read(8), "little")
             if not 2 <= length <= min(_LONGEST_HEADER, size - 8):
                 raise ValueError(f"a header of {length} bytes in a file of {size}")
-            entries = _entries(opened.read(length))
+            content = from_json(opened.read(length))
+        if isinstance(content, dict):
+            content.pop("__metadata__", None)
+        entries = _HEADER.validate_python(content)
         data = np.memmap(file, dtype=np.uint8, mode="c", offset=8 + length) if size > 8 + length else np.empty(0, "u1")
         tensors, end = {}, 0
         for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
@@ -340,11 +343,3 @@ def _read_safetensors(file: Path) -> dict[str, torch.Tensor]:
     except (ValueError, RuntimeError) as error:  # RuntimeError: a shape that torch does not take
         raise InputError(f"{file} is no safetensors file: {str(error).splitlines()[0]}") from None
     return {name: tensors[name] for name in entries}
-
-
-def _entries(header: bytes) -> dict[str, _TensorEntry]:
-    """The tensors that a header tells of. Raises ValueError."""
-    content = from_json(header)
-    if isinstance(content, dict):
-        content.pop("__metadata__", None)
-    return _HEADER.validate_python(content)

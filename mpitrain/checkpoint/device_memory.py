@@ -14,25 +14,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import cycle
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from mpitrain.comm.memory import device as devices
+from mpitrain.storage.hdf5 import evenly
 
 _BUFFER = 8 << 20  # bytes
 _BUFFERS = 3  # in the way to a file
 _ALIGNMENT = 64  # bytes
-
-
-class _Stretch(NamedTuple):
-    """Bytes [first, last) of a tensor, and where they lie in a buffer."""
-
-    number: int
-    first: int
-    last: int
-    at: int
+_Stretch = tuple[int, int, int, int]  # the number of a tensor, bytes [first, last) of it, where they lie in a buffer
 
 
 def host_pieces(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, int, memoryview]]:
@@ -79,7 +71,7 @@ def _loads(sizes: Sequence[int]) -> list[list[_Stretch]]:
                 loads.append([])
                 end = 0
             last = min(size, first + _BUFFER - end)
-            loads[-1].append(_Stretch(number, first, last, end))
+            loads[-1].append((number, first, last, end))
             end = -(-(end + last - first) // _ALIGNMENT) * _ALIGNMENT
             first = last
     return loads
@@ -116,30 +108,10 @@ class DeviceBytes:
                 self._bytes.narrow(0, int(places[0]), int(lengths[0])).copy_(source, non_blocking=True)
                 return
             there = source.to(self.arrivals.device, non_blocking=True)
-            for rows in _evenly(firsts - begin, places, lengths):
+            for rows in evenly(firsts - begin, places, lengths):
                 first, place, height, width, from_step, to_step = rows
                 into = self._bytes.as_strided((height, width), (to_step, 1), place)
                 into.copy_(there.as_strided((height, width), (from_step, 1), first))
-
-
-def _evenly(
-    firsts: np.ndarray, places: np.ndarray, lengths: np.ndarray
-) -> Iterator[tuple[int, int, int, int, int, int]]:
-    """Stretches as rows of matrices: first, place, rows, bytes of a row, and from row to row in source and target."""
-    begin, count = 0, len(firsts)
-    while begin < count:
-        end = begin + 1
-        steps = (1, 1)
-        if end < count and lengths[end] == lengths[begin]:
-            steps = int(firsts[end] - firsts[begin]), int(places[end] - places[begin])
-            alike = (
-                (lengths[begin + 1 :] == lengths[begin])
-                & (np.diff(firsts[begin:]) == steps[0])
-                & (np.diff(places[begin:]) == steps[1])
-            )
-            end = count if alike.all() else begin + 1 + int(alike.argmin())
-        yield int(firsts[begin]), int(places[begin]), end - begin, int(lengths[begin]), *steps
-        begin = end
 
 
 def read_buffers(nbytes: int, arrivals: Arrivals) -> Iterator[np.ndarray]:

@@ -151,39 +151,30 @@ def write_parts(path: Path, parts: Sequence[Part], offsets: Sequence[int]) -> li
     Raises:
         OSError: The disk is full, or fails.
     """
-    here = [number for number, part in enumerate(parts) if part.data.is_cpu]
     there = [number for number, part in enumerate(parts) if not part.data.is_cpu]
-    hashes: dict[int, tuple[int, ...]] = {}
+    hashers = [ExtentHasher(HASHED) for _ in parts]
     with ThreadPoolExecutor(1, "mpitrain-hash") as pool, opened(path, os.O_WRONLY) as descriptor:
         file = _Writing(descriptor, min(offsets, default=0))
         if there:
-            hashes |= _write_from_device(file, parts, offsets, there, pool)
-        raws = {number: bytes_of(parts[number].data) for number in here}
-        hashing = pool.submit(lambda: {number: _block_hashes(raw) for number, raw in raws.items()})
-        for number, raw in raws.items():
+            from mpitrain.checkpoint.device_memory import host_pieces
+
+            for at, first, data in host_pieces([parts[number].data for number in there]):
+                hashed = pool.submit(hashers[there[at]].update, data)
+                file.write(data, offsets[there[at]] + first)
+                hashed.result()  # then the memory is used again
+        hashing = []
+        for part, offset, hasher in zip(parts, offsets, hashers, strict=True):
+            raw = bytes_of(part.data) if part.data.is_cpu else memoryview(b"")
+            hashing.append(pool.submit(hasher.update, raw))
             for lo in range(0, len(raw), _WRITTEN):
-                file.write(raw[lo : lo + _WRITTEN], offsets[number] + lo)
+                file.write(raw[lo : lo + _WRITTEN], offset + lo)
         os.fsync(descriptor)
-        hashes |= hashing.result()
+        for hashed in hashing:
+            hashed.result()
     return [
-        Extent(part.piece, path.name, offset, hashes[number])
-        for number, (part, offset) in enumerate(zip(parts, offsets, strict=True))
+        Extent(part.piece, path.name, offset, tuple(hasher.hashes()))
+        for part, offset, hasher in zip(parts, offsets, hashers, strict=True)
     ]
-
-
-def _write_from_device(
-    file: _Writing, parts: Sequence[Part], offsets: Sequence[int], there: Sequence[int], pool: ThreadPoolExecutor
-) -> dict[int, tuple[int, ...]]:
-    """Write those of the parts that lie on a device; returns the hashes of each."""
-    from mpitrain.checkpoint.device_memory import host_pieces
-
-    hashers = {number: ExtentHasher(HASHED) for number in there}
-    for at, first, data in host_pieces([parts[number].data for number in there]):
-        number = there[at]
-        hashing = pool.submit(hashers[number].update, data)
-        file.write(data, offsets[number] + first)
-        hashing.result()  # then the memory is used again
-    return {number: tuple(hasher.hashes()) for number, hasher in hashers.items()}
 
 
 class _Writing:
@@ -201,11 +192,6 @@ class _Writing:
                 stretch = ctypes.c_int64(self._begun), ctypes.c_int64(end - self._begun)
                 _sync_file_range(self._descriptor, *stretch, _WRITE)
             self._begun = end
-
-
-def _block_hashes(raw: memoryview) -> tuple[int, ...]:
-    """Return the CRC-32 of each HASHED bytes."""
-    return tuple(crc32(raw[lo : lo + HASHED]) for lo in range(0, len(raw), HASHED))
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -92,20 +92,12 @@ def best_step(root: Path) -> int | None:
     return step if step is not None and is_checkpoint(root / folder_name(step)) else None
 
 
-def best_folder(path: Path) -> Path | None:
-    """The checkpoint of a run folder that is marked as the best; None where none is."""
-    for root in (path, path / CHECKPOINTS):
+def marked_best(run: Path) -> Path:
+    """Return the checkpoint of a run folder that is marked as the best. Raises InputError where none is."""
+    for root in (run, run / CHECKPOINTS):
         if (step := best_step(root)) is not None:
             return root / folder_name(step)
-    return None
-
-
-def marked_best(run: Path) -> Path:
-    """The same. Raises InputError where none is."""
-    folder = best_folder(run)
-    if folder is None:
-        raise InputError(f"{run} has no checkpoint that is marked as the best; train with checkpoint.best")
-    return folder
+    raise InputError(f"{run} has no checkpoint that is marked as the best; train with checkpoint.best")
 
 
 def locked_with(root: Path) -> list[Path]:
@@ -264,9 +256,7 @@ def doomed(
     whole = [step for step in usable if step in verified]
     staying = {*usable[:keep], *whole[:1]}
     staying.update(*(islice(filter(fruitful, some), 1) for some in (usable, whole)))
-    if not staying:
-        return []
-    oldest = min(staying)
+    oldest = min(staying, default=0)  # where nothing stays, nothing is usable, and nothing goes
     staying.add(spared if spared is not None else oldest)
     return [step for step in steps if step not in staying and (step not in unusable or step < oldest)]
 
@@ -290,12 +280,6 @@ def more_room(size: int, saves: int, keep: int, held: Sequence[int]) -> int:
     return most
 
 
-def held_bytes(root: Path) -> list[int]:
-    """The bytes of each checkpoint of ours in a folder, newest first."""
-    found = [root / folder_name(step) for step in finished_steps(root)]
-    return [sum(p.stat().st_size for p in folder.iterdir()) for folder in found if is_checkpoint(folder)]
-
-
 def require_room(root: Path, what: str, size: int, saves: int, keep: int, mend: str) -> None:
     """Raise InputError where saves to come do not fit.
 
@@ -308,7 +292,9 @@ def require_room(root: Path, what: str, size: int, saves: int, keep: int, mend: 
         mend: What can be done about it.
     """
     with usable(f"{what} {root}", "choose another folder"):
-        needed = more_room(size, saves, keep, held_bytes(root))
+        there = [root / folder_name(step) for step in finished_steps(root)]
+        held = [sum(path.stat().st_size for path in folder.iterdir()) for folder in there if is_checkpoint(folder)]
+        needed = more_room(size, saves, keep, held)
         lacks = disk.lack_of_room(root, needed)
     if lacks:
         number, each = min(saves, keep + 1), bytes_text(size)

@@ -34,7 +34,7 @@ from mpitrain.checkpoint.manifest import (
     ParitySet,
     Values,
     decode,
-    missing_files,
+    missing_file,
     read_manifest,
 )
 from mpitrain.checkpoint.parity import FileTransfer, exchange
@@ -69,10 +69,6 @@ class LocalFolders:
         """The folder of a step's checkpoint."""
         return self.root / folders.folder_name(step)
 
-    def owns(self, folder: Path) -> bool:
-        """Whether a folder is that of one of these checkpoints."""
-        return folder.parent == self.root
-
     def _leads(self, comm: Communicator) -> bool:
         return self._leaders[self._nodes[comm.rank]] == comm.rank
 
@@ -94,25 +90,26 @@ class LocalFolders:
         self.root = self._base / f"mpitrain-{identity}"
         probe = comm.broadcast_object(secrets.token_hex(4))
         own = self.root / f"{folders.PROBE}-{self._nodes[comm.rank]}.tmp-{probe}"
-        self._on_leaders(comm, self._make)
+
+        def make() -> None:
+            with folders.usable(f"checkpoint.local {self._base}", "give a folder on each node's disk"):
+                self.root.mkdir(parents=True, exist_ok=True)
+                folders.remove_leftovers(self.root)
+
+        def check_others() -> None:
+            if len(list(self.root.glob(f"{folders.PROBE}-*.tmp-{probe}"))) > 1:
+                raise InputError(
+                    f"checkpoint.local {self._base} is one folder for several nodes; give one on each node's own disk, "
+                    "or leave it empty"
+                )
+
+        self._on_leaders(comm, make)
         try:
             self._on_leaders(comm, own.touch)
-            self._on_leaders(comm, partial(self._check_others, probe))
+            self._on_leaders(comm, check_others)
         finally:
             if self._leads(comm):
                 own.unlink(missing_ok=True)
-
-    def _make(self) -> None:
-        with folders.usable(f"checkpoint.local {self._base}", "give a folder on each node's disk"):
-            self.root.mkdir(parents=True, exist_ok=True)
-            folders.remove_leftovers(self.root)
-
-    def _check_others(self, probe: str) -> None:
-        if len(list(self.root.glob(f"{folders.PROBE}-*.tmp-{probe}"))) > 1:
-            raise InputError(
-                f"checkpoint.local {self._base} is one folder for several nodes; give one on each node's own disk, "
-                "or leave it empty"
-            )
 
     def require_room(self, comm: Communicator, of_ranks: Sequence[int], saves: int) -> None:
         """Raise InputError where a node's disk has no room for its part of the saves to come, and what protects it.
@@ -184,7 +181,12 @@ class LocalFolders:
 
     def manifest(self, comm: Communicator, folder: Path) -> Manifest:
         """The manifest of a checkpoint, from any node that has it; nodes without it get it. Raises CheckpointError."""
-        mine = _content_of(folder) if self._leads(comm) else None
+        mine: tuple[int, bytes] | None = None  # the CRC-32 and the bytes of the manifest here, where it is whole
+        if self._leads(comm):
+            with suppress(CheckpointError, OSError):
+                read_manifest(folder)
+                data = (folder / MANIFEST).read_bytes()
+                mine = zlib.crc32(data), data
         held = comm.all_gather_object(mine and mine[0])
         chosen = [rank for rank, crc in enumerate(held) if crc]
         if not chosen:
@@ -224,7 +226,7 @@ class LocalFolders:
         self._on_leaders(comm, partial(_clear, folder), folder)
         sizes = manifest.files | {p: one.chunk for one in manifest.parity for p in one.parities}
         leads = self._leads(comm)
-        mine = [name for name, size in sizes.items() if leads and not any(missing_files(folder, [(name, size)]))]
+        mine = [name for name, size in sizes.items() if leads and not missing_file(folder, [(name, size)])]
         damaged = [n for n in mine if suspect and n in manifest.files and not has_whole_tensors(folder, manifest, n)]
         held = comm.all_gather_object([name for name in mine if name not in damaged])
         found_damaged = sorted({name for names in comm.all_gather_object(damaged) for name in names})
@@ -305,13 +307,3 @@ def _identity(shared: Path) -> str:
     if not re.fullmatch("[0-9a-f]{16}", identity):  # it becomes the name of a folder
         raise InputError(f"{path} holds no identity of a run; remove it")
     return identity
-
-
-def _content_of(folder: Path) -> tuple[int, bytes] | None:
-    """The CRC-32 and the bytes of a manifest; None where it is not whole."""
-    try:
-        read_manifest(folder)
-        data = (folder / MANIFEST).read_bytes()
-    except (CheckpointError, OSError):
-        return None
-    return zlib.crc32(data), data

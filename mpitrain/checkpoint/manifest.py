@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -226,7 +226,12 @@ def decode(data: bytes) -> Manifest:
     if zlib.crc32(payload_text.encode()) != stored:
         raise ValueError("its hash does not match")
     content = from_json(payload_text)
-    payload = checked(content)
+    if isinstance(content, dict) and content.get("format") != FORMAT:
+        raise ValueError(f"its format is {content.get('format')!r:.40}, this version reads {FORMAT!r}")
+    try:
+        payload = Payload.model_validate(content)
+    except ValidationError as error:
+        raise ValueError(first_problem(error)) from None
     manifest = Manifest(
         payload.step,
         {name: TensorSpec(name, shape, dtype) for name, shape, dtype in payload.tensors},
@@ -309,29 +314,26 @@ def is_fruitful(folder: Path) -> bool:
         return False
 
 
-def missing_files(folder: Path, files: Iterable[tuple[str, int]]) -> Iterator[str]:
-    """Look for files.
+def missing_file(folder: Path, files: Iterable[tuple[str, int]]) -> str:
+    """Return a sentence for the first file that is not there in its full size; empty where all are.
 
     Args:
         folder: Where they are to be.
         files: Their names, and the bytes that each is to have.
-
-    Yields:
-        A sentence for each file that is not there in its full size.
     """
     for name, size in files:
         try:
             found = (folder / name).stat().st_size
         except OSError:
-            yield f"{folder / name} is missing"
-            continue
+            return f"{folder / name} is missing"
         if found != size:
-            yield f"{folder / name} has {found} bytes, its manifest says {size}"
+            return f"{folder / name} has {found} bytes, its manifest says {size}"
+    return ""
 
 
 def require_files(folder: Path, files: Iterable[tuple[str, int]]) -> None:
-    """Raise CheckpointError for the first of some files that is not there in its full size; see `missing_files`."""
-    for problem in missing_files(folder, files):
+    """Raise CheckpointError for the first of some files that is not there in its full size; see `missing_file`."""
+    if problem := missing_file(folder, files):
         raise CheckpointError(problem)
 
 
@@ -340,7 +342,6 @@ FORMAT = "mpitrain checkpoint 2"
 Size = Annotated[StrictInt, Field(ge=0, lt=1 << 63)]
 Crc = Annotated[StrictInt, Field(ge=0, lt=1 << 32)]
 FileName = Annotated[StrictStr, StringConstraints(pattern=r"^[a-z]+(-[0-9]+)*\.(h5|bin)$", max_length=100)]
-NoFile = Literal[""]
 Shape = Annotated[tuple[Size, ...], Field(max_length=64)]
 Scalar = StrictInt | StrictFloat | bool | StrictStr | None
 PieceNumbers = tuple[Size, Size, Size, Size, Size, Size, Size]  # outer, dim, inner, start, stop, lo, hi
@@ -390,16 +391,6 @@ class Payload(BaseModel):
     files: dict[FileName, Annotated[Size, Field(ge=1)]]
     rest: dict[FileName, Crc]
     views: dict[FileName, tuple[Size, Crc]]
-    parity: tuple[tuple[tuple[FileName | NoFile, ...], tuple[FileName, ...], Size], ...]
+    parity: tuple[tuple[tuple[FileName | Literal[""], ...], tuple[FileName, ...], Size], ...]
     extents: tuple[tuple[StrictStr, PieceNumbers, FileName, Size, tuple[Crc, ...]], ...]
     values: ValuesPayload
-
-
-def checked(content: Any) -> Payload:
-    """Check what a manifest holds. Raises ValueError with what is wrong, in one line."""
-    if isinstance(content, dict) and content.get("format") != FORMAT:
-        raise ValueError(f"its format is {content.get('format')!r:.40}, this version reads {FORMAT!r}")
-    try:
-        return Payload.model_validate(content)
-    except ValidationError as error:
-        raise ValueError(first_problem(error)) from None

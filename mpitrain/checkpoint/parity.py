@@ -284,8 +284,16 @@ def exchange(comm: Communicator, rounds: Iterable[Sequence[FileTransfer]]) -> No
     Raises:
         OSError, CheckpointError: After the last round, what this rank's `get` or `put` raised first.
     """
-    failure: Exception | None = None
+    failures: list[Exception] = []
     limit = comm.process.watchdog.timeout
+
+    def unless_failed(act: Callable[[memoryview], None], data: torch.Tensor) -> None:
+        if not failures:
+            try:
+                act(data.numpy().data)
+            except (OSError, MpitrainError) as error:
+                failures.append(error)
+
     for messages in rounds:
         receiving = []
         for message in messages:
@@ -297,24 +305,15 @@ def exchange(comm: Communicator, rounds: Iterable[Sequence[FileTransfer]]) -> No
             if message.source != comm.rank:
                 continue
             data = torch.zeros(message.nbytes, dtype=torch.uint8)
-            failure = _attempt(message.get, data, failure)
+            unless_failed(message.get, data)
             if message.dest == comm.rank:
-                failure = _attempt(message.put, data, failure)
+                unless_failed(message.put, data)
             else:
                 sending.append(comm.isend(data, message.dest, TAG))
         for message, data, work in receiving:
             work.wait(limit)
-            failure = _attempt(message.put, data, failure)
+            unless_failed(message.put, data)
         for work in sending:
             work.wait(limit)
-    if failure is not None:
-        raise failure
-
-
-def _attempt(act: Callable[[memoryview], None], data: torch.Tensor, failure: Exception | None) -> Exception | None:
-    if failure is None:
-        try:
-            act(data.numpy().data)
-        except (OSError, MpitrainError) as error:
-            return error
-    return failure
+    if failures:
+        raise failures[0]

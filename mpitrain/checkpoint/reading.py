@@ -19,12 +19,11 @@ needs of the round before. So every byte is read and hashed once a node, and wha
 from __future__ import annotations
 
 import threading
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise, repeat
+from itertools import pairwise, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,7 +34,7 @@ from mpitrain.checkpoint.manifest import HASHED, Extent, Manifest, TensorSpec, d
 from mpitrain.errors import CheckpointError
 from mpitrain.layout import Piece, stretches
 from mpitrain.storage.disk import opened
-from mpitrain.storage.hdf5 import crc32, read_at
+from mpitrain.storage.hdf5 import crc32, evenly, read_at
 
 if TYPE_CHECKING:
     from mpitrain.checkpoint.device_memory import Arrivals, DeviceBytes
@@ -44,7 +43,8 @@ if TYPE_CHECKING:
 
 THREADS = 4
 BlockStretches = tuple[int, tuple[np.ndarray, np.ndarray, np.ndarray]]  # number of the block; of a `Use` all but memory
-Overlap = tuple[np.ndarray, np.ndarray, list[BlockStretches]]  # see `_overlap`
+# what two pieces have in common: stretches of elements (places in the target, lengths), and as bytes by block
+Overlap = tuple[np.ndarray, np.ndarray, list[BlockStretches]]
 
 
 @dataclass(frozen=True)
@@ -68,28 +68,9 @@ class Use:
         if not isinstance(self.memory, np.ndarray):
             self.memory.put(block, self.firsts, self.places, self.lengths)
             return
-        count = len(self.firsts)
-        if count > 4 and _even(self.firsts) and _even(self.places) and (self.lengths[1:-1] == self.lengths[1]).all():
-            shape = (count - 2, int(self.lengths[1]))  # the first and the last may be cut
-            into = _rows(self.memory, self.places[1:], shape)
-            np.copyto(into, _rows(block, self.firsts[1:], shape))
-            ends: Iterable[int] = (0, count - 1)
-        else:
-            ends = range(count)
-        for i in ends:
-            first, place, length = int(self.firsts[i]), int(self.places[i]), int(self.lengths[i])
-            self.memory[place : place + length] = block[first : first + length]
-
-
-def _even(numbers: np.ndarray) -> bool:
-    """Whether those after the first lie at equal distances."""
-    return bool((np.diff(numbers[1:-1]) == numbers[2] - numbers[1]).all())
-
-
-def _rows(memory: np.ndarray, firsts: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
-    """Rows of a matrix that begin at evenly spaced places of flat memory."""
-    step = int(firsts[1] - firsts[0])
-    return np.lib.stride_tricks.as_strided(memory[int(firsts[0]) :], shape, (step, 1))
+        for first, place, height, width, from_step, to_step in evenly(self.firsts, self.places, self.lengths):
+            rows = np.ndarray((height, width), np.uint8, block, first, (from_step, 1))
+            np.copyto(np.ndarray((height, width), np.uint8, self.memory, place, (to_step, 1)), rows)
 
 
 @dataclass
@@ -122,6 +103,12 @@ class Block:
         return memory[place : place + self.size].data if isinstance(memory, np.ndarray) else None
 
 
+def _block_of(manifest: Manifest, extent: Extent, number: int) -> Block:
+    """Return a block of an extent, from which nothing is filled yet."""
+    nbytes = extent.piece.numel * manifest.tensors[extent.piece.name].itemsize
+    return Block(extent, number, min(HASHED, nbytes - number * HASHED))
+
+
 def plan(folder: Path, manifest: Manifest, parts: Sequence[Part]) -> list[Block]:
     """Find the blocks that fill some parts.
 
@@ -148,16 +135,17 @@ def plan(folder: Path, manifest: Manifest, parts: Sequence[Part]) -> list[Block]
             held = extent.piece
             key = (held.box, held.lo, held.hi, wanted.box, wanted.lo, wanted.hi, item)
             if key not in overlaps:
-                overlaps[key] = _overlap(held, wanted, item)
+                sources, targets, lengths = stretches(held, wanted)
+                cut = _by_block(sources * item, targets * item, lengths * item) if len(lengths) else ()
+                overlaps[key] = targets, lengths, list(cut)
             targets, lengths, by_block = overlaps[key]
             if not len(lengths):
                 continue
             filled.append((targets, lengths))
-            size = held.numel * item
             for number, stretches_of in by_block:
                 place = (extent.file, extent.offset, number)
                 if place not in blocks:
-                    blocks[place] = Block(extent, number, min(HASHED, size - number * HASHED))
+                    blocks[place] = _block_of(manifest, extent, number)
                 blocks[place].uses.append(Use(memory, *stretches_of))
         found = union(*(np.concatenate(a) for a in zip(*filled, strict=True))) if filled else 0
         if found != part.piece.numel:
@@ -189,15 +177,6 @@ def settle(blocks: Iterable[Block]) -> None:
     arrivals = arrivals_of(blocks)
     if arrivals is not None:
         arrivals.stream.synchronize()
-
-
-def _overlap(source: Piece, target: Piece, item: int) -> Overlap:
-    """What two pieces have in common: stretches of elements (places in the target, lengths), and as bytes by block.
-
-    item: bytes of an element.
-    """
-    sources, targets, lengths = stretches(source, target)
-    return targets, lengths, list(_by_block(sources * item, targets * item, lengths * item)) if len(lengths) else []
 
 
 def _by_block(sources: np.ndarray, targets: np.ndarray, lengths: np.ndarray) -> Iterator[BlockStretches]:
@@ -282,10 +261,9 @@ def check(folder: Path, manifest: Manifest, extent: Extent, descriptor: int, scr
     Returns:
         A sentence for each damaged block of the extent.
     """
-    size = extent.piece.numel * manifest.tensors[extent.piece.name].itemsize
     problems = []
     for number in range(len(extent.hashes)):
-        block = Block(extent, number, min(HASHED, size - number * HASHED))
+        block = _block_of(manifest, extent, number)
         try:
             read_block(folder, block, descriptor, scratch[: block.size])
         except CheckpointError as error:
@@ -366,9 +344,10 @@ def cooperative_read(node: Communicator, folder: Path, manifest: Manifest, block
         CheckpointError, OSError: On the rank that meets damaged bytes or a failing disk, and on no other. What the
             others were to get may then be wrong, so the ranks must agree on the outcome.
     """
-    numbering = Numbering(manifest)
-    mine = {numbering.number(block): block for block in blocks}
-    needing = np.zeros(numbering.count, dtype=np.int32)  # how many ranks need each block
+    every = [(extent, number) for extent in manifest.extents for number in range(len(extent.hashes))]
+    places = {(extent.file, extent.offset, number): place for place, (extent, number) in enumerate(every)}
+    mine = {places[block.extent.file, block.extent.offset, block.number]: block for block in blocks}
+    needing = np.zeros(len(every), dtype=np.int32)  # how many ranks need each block
     needing[list(mine)] = 1
     if node.size > 1:
         node.all_reduce(needing)
@@ -377,33 +356,13 @@ def cooperative_read(node: Communicator, folder: Path, manifest: Manifest, block
     if slots is None:
         read(folder, blocks)
         return
-    error = _read_shared(node, slots, folder, [mine.get(number) or numbering.block(number) for number in shared])
-    settle([block for number, block in mine.items() if needing[number] > 1])
+    together = [mine.get(place) or _block_of(manifest, *every[place]) for place in shared]
+    error = _read_shared(node, slots, folder, together)
+    settle(together)
     slots.free()
     if error is not None:
         raise error
-    read(folder, [block for number, block in mine.items() if needing[number] == 1])
-
-
-class Numbering:
-    """All blocks of a checkpoint, numbered in the order of the manifest: the same on all ranks."""
-
-    def __init__(self, manifest: Manifest) -> None:
-        self._manifest = manifest
-        self._firsts = list(accumulate((len(extent.hashes) for extent in manifest.extents), initial=0))
-        places = zip(manifest.extents, self._firsts, strict=False)
-        self._first_at = {(extent.file, extent.offset): first for extent, first in places if extent.hashes}
-        self.count = self._firsts[-1]
-
-    def number(self, block: Block) -> int:
-        return self._first_at[block.extent.file, block.extent.offset] + block.number
-
-    def block(self, number: int) -> Block:
-        """A block that nothing is filled from here."""
-        place = bisect_right(self._firsts, number) - 1
-        extent, within = self._manifest.extents[place], number - self._firsts[place]
-        nbytes = extent.piece.numel * self._manifest.tensors[extent.piece.name].itemsize
-        return Block(extent, within, min(HASHED, nbytes - within * HASHED))
+    read(folder, [block for place, block in mine.items() if needing[place] == 1])
 
 
 def loads(sizes: Sequence[int]) -> list[list[tuple[int, int]]]:

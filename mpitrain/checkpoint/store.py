@@ -10,13 +10,10 @@ Saving while training goes on: a copy of the state in host memory, and the threa
 The copy is one pass over the state, into memory that is kept from save to save. Of a device's state it is the one copy
 to the host, into pinned memory, and the only wait for the device. Whatever goes wrong in the thread
 is agreed upon by all ranks there, and raised where the training calls next.
-
-Replicas: pieces of a checkpoint that several ranks hold are written by one of them.
 """
 
 from __future__ import annotations
 
-import hashlib
 import mmap
 import threading
 import time
@@ -37,7 +34,6 @@ from mpitrain.checkpoint.local import LocalFolders
 from mpitrain.checkpoint.manifest import FRUITLESS, Manifest, Values, is_fruitful, read_manifest, require_files
 from mpitrain.checkpoint.reading import Block, cooperative_read, files_of, plan
 from mpitrain.errors import CheckpointError, InputError, MpitrainError, refusal
-from mpitrain.layout import Piece
 from mpitrain.storage import locks
 
 if TYPE_CHECKING:
@@ -87,7 +83,6 @@ class Store:
         self._local = LocalFolders(Path(local), self._nodes, redundancy) if local else None
         self._layout: FileLayout | None = None  # of the thread that writes, made by the first save
         self._node: Communicator | None = None  # of the ranks that read together, made by the first load
-        self._replicas = Replicas()
         self._snapshot = Snapshot()
         self._task: BackgroundTask | None = None
         self._removal: BackgroundTask | None = None
@@ -197,7 +192,7 @@ class Store:
 
     def owns(self, folder: Path) -> bool:
         """Whether a checkpoint folder is of this run."""
-        return folder.parent == self.root or (self._local is not None and self._local.owns(folder))
+        return folder.parent == self.root or (self._local is not None and folder.parent == self._local.root)
 
     # -- saving
 
@@ -209,24 +204,22 @@ class Store:
         *,
         background: bool = False,
         durable: bool = False,
-        owned: bool = False,
     ) -> Path:
         """Write a checkpoint of what the ranks hold together, when the last save has ended.
 
         Args:
             step: The step.
-            parts: What this rank holds. A piece that several ranks hold is written by the first of them.
+            parts: What this rank writes. A piece given by several ranks is written by each (see `mpitrain.ownership`).
             values: What is kept beside the tensors, as JSON has it; rank 0's count.
             background: Return when the parts are copied, and write from a thread.
             durable: Write into the run folder also where the checkpoint would only go onto the nodes' disks.
-            owned: Each piece is among one rank's parts alone (see `mpitrain.ownership`); no comparison is needed.
 
         Returns:
             The folder of the checkpoint.
 
         Raises:
             InputError, CheckpointError: On every rank, and leaving no trace, where any cannot write its part. A save in
-                the background raises in the next `save`, `check` or `finish`.
+                the background raises in the next `save` or `finish`.
         """
         began = time.perf_counter()
         self.finish()
@@ -237,7 +230,6 @@ class Store:
             self._layout = FileLayout(saving, self._nodes, self._files)
         if background:
             require_threads(self.comm)
-        parts = parts if owned else self._replicas.written_here(self.comm, parts)
         shared = self._local is None or durable or self._since_flush + 1 >= self.flush_every
         self._since_flush = 0 if shared else self._since_flush + 1
         write = partial(self._write, step, shared=shared, best=self.best)
@@ -254,13 +246,6 @@ class Store:
         Not collective: add it to what is summed anyway, and call `finish` on all ranks when any says so.
         """
         return self._task is not None and self._task.error is not None
-
-    def check(self) -> None:
-        """Raise on every rank if a save in the background has failed."""
-        failed = np.array([self.failing], dtype=np.int64)
-        self.comm.all_reduce(failed, "max")
-        if failed[0]:
-            self.finish()
 
     def finish(self) -> None:
         """Return when nothing is being written. Raises what a save in the background has raised."""
@@ -353,7 +338,7 @@ class Store:
             CheckpointError: On every rank, where a byte that any of them needs is missing or damaged.
         """
         self.finish()
-        local = self._local if self._local is not None and self._local.owns(folder) else None
+        local = self._local if self._local is not None and folder.parent == self._local.root else None
         try:
             manifest = self._read(folder, parts_for, local)
         except CheckpointError:
@@ -486,14 +471,13 @@ class BackgroundTask:
     def __init__(self, function: Callable[[], object]) -> None:
         self.error: BaseException | None = None
         self.seconds = 0.0
-        self._function = function
-        self._thread = threading.Thread(target=self._run, name="mpitrain-checkpoint", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(function,), name="mpitrain-checkpoint", daemon=True)
         self._thread.start()
 
-    def _run(self) -> None:
+    def _run(self, function: Callable[[], object]) -> None:
         began = time.perf_counter()
         try:
-            self._function()
+            function()
         except BaseException as error:  # raised by wait()
             self.error = error
         self.seconds = time.perf_counter() - began
@@ -503,41 +487,3 @@ class BackgroundTask:
         self._thread.join()
         if self.error is not None:
             raise self.error
-
-
-class Replicas:
-    """Which of the pieces that this rank holds it is to write; remembered until some rank holds other pieces."""
-
-    def __init__(self) -> None:
-        self._pieces: list[Piece] = []
-        self._digest = np.zeros(2, dtype=np.int64)  # of this rank's pieces
-        self._everyone: np.ndarray | None = None  # all ranks' digests when `_mine` was found
-        self._mine: list[int] = []
-
-    def written_here(self, comm: Communicator, parts: Sequence[Part]) -> list[Part]:
-        """The parts that this rank writes: those whose pieces no rank before it holds, each piece once. Collective."""
-        pieces = [part.piece for part in parts]
-        if pieces != self._pieces or self._everyone is None:
-            self._pieces, self._digest = pieces, _digest(repr(pieces))
-        everyone = np.empty(2 * comm.size, dtype=np.int64)
-        comm.all_gather(everyone, self._digest)
-        if self._everyone is None or not np.array_equal(everyone, self._everyone):
-            self._everyone, self._mine = everyone, _first_holders(comm, pieces)
-        return [parts[number] for number in self._mine]
-
-
-def _first_holders(comm: Communicator, pieces: Sequence[Piece]) -> list[int]:
-    """The numbers of the pieces that this rank is the first to hold."""
-    keys = np.array([_digest(repr(piece)) for piece in pieces], dtype=np.int64).reshape(-1)
-    counts = np.empty(comm.size, dtype=np.int64)
-    comm.all_gather(counts, np.array([keys.size]))
-    everyone = np.empty(int(counts.sum()), dtype=np.int64)
-    comm.all_gather(everyone, keys, counts=[int(n) for n in counts])
-    begin = int(counts[: comm.rank].sum()) // 2
-    _, first = np.unique(everyone.reshape(-1, 2), axis=0, return_index=True)
-    mine = set(first.tolist())
-    return [number for number in range(len(pieces)) if begin + number in mine]
-
-
-def _digest(text: str) -> np.ndarray:
-    return np.frombuffer(hashlib.blake2b(text.encode(), digest_size=16).digest(), dtype=np.int64)

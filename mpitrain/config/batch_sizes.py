@@ -59,11 +59,6 @@ class BatchSizes:
                 return done
         return done + samples // self.batch
 
-    def steps_reaching(self, samples: int) -> int:
-        """Return the fewest steps that take at least `samples` samples."""
-        steps = self.steps(samples)
-        return steps if self.before(steps) >= samples else steps + 1
-
     def warmup_after(self, step: int) -> Stages:
         """Return the rest of the warm-up, when `step` steps are done."""
         left = []

@@ -263,15 +263,14 @@ class WarmUp:
         peak, batch = own if self.peak is None else self.peak, update - 1
         if batch < 0:
             return 0.0 if self.kind == "cosine" else self.first  # a cosine from 0, whatever its ratio
-        share = self._warmed(batch) if batch < self.warmup else self._after(batch)
+        if batch >= self.warmup:
+            share = self._after(batch)
+        else:
+            share = math.log(batch + 1) / math.log(self.warmup) if self.logarithmic else batch / self.warmup
         if self.kind != "cosine":
             return self.first + (peak - self.first) * share
         low = self.first if batch < self.warmup else self.last
         return peak * (low + (1 - low) * share)
-
-    def _warmed(self, batch: int) -> float:
-        """Return the height of the warm-up at one of its batches, from 0 to 1."""
-        return math.log(batch + 1) / math.log(self.warmup) if self.logarithmic else batch / self.warmup
 
     def _after(self, batch: int) -> float:
         """Return the height of the rate at a batch after the warm-up, from 1 to 0."""

@@ -37,7 +37,9 @@ def find(key: str, path: str) -> Callable[..., Any]:
     module = _import(f"{key} {path}", module_name)
     function = getattr(module, name, None)
     if function is None:
-        known = [other for other, value in vars(module).items() if _is_of(module, value) and not other.startswith("_")]
+        package = module.__name__.partition(".")[0]  # what was defined there, not imported from elsewhere
+        own = {other: str(getattr(value, "__module__", "")) for other, value in vars(module).items() if callable(value)}
+        known = [other for other, home in own.items() if home.partition(".")[0] == package and other[0] != "_"]
         otherwise = f"define it there, or name one of {', '.join(known[:_SHOWN])}" if known else "define it there"
         raise InputError(
             f"{key} {path}: {module.__file__ or module_name} has no function {name!r}; "
@@ -47,12 +49,6 @@ def find(key: str, path: str) -> Callable[..., Any]:
         raise InputError(f"{key} {path}: {name} is {type(function).__name__}, not a function; name one")
     found: Callable[..., Any] = function
     return found
-
-
-def _is_of(module: ModuleType, value: object) -> bool:
-    """Return whether a function or class was defined in a module's own package, not imported from elsewhere."""
-    package = module.__name__.partition(".")[0]
-    return callable(value) and str(getattr(value, "__module__", "")).partition(".")[0] == package
 
 
 def require_outside(key: str, path: str, folder: Path) -> None:
@@ -110,19 +106,16 @@ def _import(named: str, module_name: str) -> ModuleType:
         # its own import may be what is missing: then that is the message
         if error.name is None or not (module_name + ".").startswith(error.name + "."):
             raise InputError(f"{named}: {module_name} needs {told(error)}; install it") from error
+        # the package that should have held it, or all top-level modules
+        parent, dot, _ = error.name.rpartition(".")
+        where = list(getattr(sys.modules.get(parent), "__path__", [])) if dot else None
+        beside = [parent + dot + module.name for module in pkgutil.iter_modules(where)]
         raise InputError(
             f"{named}: there is no module {error.name!r} in {os.getcwd()} or among the installed packages; "
-            + suggestion(error.name, _modules_beside(error.name), "start the job in its folder, or install it")
+            + suggestion(error.name, beside, "start the job in its folder, or install it")
         ) from None
     except (Exception, SystemExit) as error:
         raise InputError(f"{named}: importing {module_name} raised {told(error)}; mend it") from error
-
-
-def _modules_beside(name: str) -> list[str]:
-    """Full names of the modules in the package that should have held `name`, or of all top-level modules."""
-    parent, dot, _ = name.rpartition(".")
-    where = list(getattr(sys.modules.get(parent), "__path__", [])) if dot else None
-    return [parent + dot + module.name for module in pkgutil.iter_modules(where)]
 
 
 def suggestion(name: str, known: Iterable[str], otherwise: str) -> str:
@@ -133,14 +126,11 @@ def suggestion(name: str, known: Iterable[str], otherwise: str) -> str:
 
 def told(error: BaseException) -> str:
     """Return what the user's own code raised, and where, on one line: `ValueError: depth is 0 (model.py:12)`."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_plumbing(frame.filename)]
+    plumbing = (_PACKAGE, "<frozen importlib", importlib.__file__)
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(plumbing)]
     own = [frame for frame in frames if "site-packages" not in frame.filename] or frames  # rather theirs than torch's
     place = f" ({os.path.basename(own[-1].filename)}:{own[-1].lineno})" if own else ""
     if isinstance(error, SyntaxError):
         place = f" ({os.path.basename(error.filename or '?')}:{error.lineno})"
         return f"{type(error).__name__}: {error.msg}{place}"
     return f"{type(error).__name__}: {' '.join(str(error).split())}{place}"
-
-
-def _is_plumbing(filename: str) -> bool:
-    return filename.startswith((_PACKAGE, "<frozen importlib")) or filename == importlib.__file__

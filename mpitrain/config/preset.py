@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from mpitrain.choices import Model
 from mpitrain.config.toml_file import read_toml
@@ -22,6 +22,7 @@ CONFIG_JSON = "config.json"
 _LONGEST = 1 << 20  # bytes
 _TANH_GELU = ("gelu_new", "gelu_pytorch_tanh")
 Values = dict[str, Any]
+Number = TypeVar("Number", int, float)
 
 
 def with_preset(given: Mapping[str, Any]) -> Values:
@@ -170,20 +171,20 @@ class _Source:
                 f"{' or '.join(json.dumps(v) for v in fitting)}; use model.factory for it"
             )
 
-    def number(self, key: str, otherwise: int | None = None) -> int:
-        """A positive integer. Raises InputError for anything else, and where it is missing without `otherwise`."""
-        value = self.values.get(key)
-        value = otherwise if value is None else value
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**53:
-            raise InputError(f"model.preset {self.file}: {key} is {value!r:.80}, not a positive number; mend it there")
-        return value
+    def number(self, key: str, otherwise: Number, within: Mapping[str, Any] | None = None) -> Number:
+        """Return a positive number, a whole one where `otherwise` is. Raises InputError for anything else.
 
-    def real(self, key: str, otherwise: float, within: Mapping[str, Any] | None = None) -> float:
-        """A positive number. within: the keys among which it is looked for; None: all."""
-        value = (self.values if within is None else within).get(key, otherwise)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 1e300:
+        Args:
+            key: Its key.
+            otherwise: The number where there is none.
+            within: The keys among which it is looked for; None: all.
+        """
+        value = (self.values if within is None else within).get(key)
+        value = otherwise if value is None else value
+        kinds, limit = (int, 2**53) if isinstance(otherwise, int) else ((int, float), 1e300)
+        if not isinstance(value, kinds) or isinstance(value, bool) or not 0 < value < limit:
             raise InputError(f"model.preset {self.file}: {key} is {value!r:.80}, not a positive number; mend it there")
-        return float(value)
+        return type(otherwise)(value)
 
     def flag(self, key: str, otherwise: bool) -> bool:
         """True or false."""
@@ -203,7 +204,7 @@ def _gpt2(source: _Source) -> Values:
         "heads": source.number("n_head", 12),
         "hidden": source.number("n_inner", 4 * width),
         "norm": "layernorm",
-        "norm_eps": source.real("layer_norm_epsilon", 1e-5),
+        "norm_eps": source.number("layer_norm_epsilon", 1e-5),
         "positions": "learned",
         "max_positions": source.number("n_positions", 1024),
         "mlp": "gelu",
@@ -264,7 +265,7 @@ def _like_llama(
         "kv_heads": source.number("num_key_value_heads", kv_heads or heads),
         "hidden": source.number("intermediate_size", hidden),
         "norm": "rmsnorm",
-        "norm_eps": source.real("rms_norm_eps", 1e-6),
+        "norm_eps": source.number("rms_norm_eps", 1e-6),
         "positions": "rotary",
         "max_positions": source.number("max_position_embeddings", positions),
         "rope_base": _rope_base(source),
@@ -277,7 +278,7 @@ def _like_llama(
 
 def _rope_base(source: _Source) -> float:
     """Read the base of plain rotary positions. Raises InputError for those that are scaled in any way."""
-    base = source.real("rope_theta", 10000.0)
+    base = source.number("rope_theta", 10000.0)
     for key in ("rope_scaling", "rope_parameters"):
         rope = source.values.get(key)
         if rope is None:
@@ -288,7 +289,7 @@ def _rope_base(source: _Source) -> float:
                 f"model.preset {source.file}: {key} of kind {kind!r:.80} is not among what gpt has (plain rotary "
                 "positions); use model.factory for it"
             )
-        base = source.real("rope_theta", base, rope)
+        base = source.number("rope_theta", base, rope)
     for where in (source.values, source.values.get("rope_parameters") or {}):
         if where.get("partial_rotary_factor", 1.0) != 1.0:
             source.values["partial_rotary_factor"] = where["partial_rotary_factor"]

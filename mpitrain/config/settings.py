@@ -50,8 +50,6 @@ _DIFFERENT = {
 }
 # settings of earlier versions: their value where nothing was asked for, as older files have it, and what replaces them
 REMOVED = {"parallel.recording": ("", "monitor.timeline records the same actions")}
-Say = Callable[[str], object]
-_ALL_IN_ONE = "train"
 
 
 class Config(Section):
@@ -83,23 +81,20 @@ class Config(Section):
         return Config.from_args([str(given)]) if isinstance(given, (str, Path)) else Config.from_dict(given or {})
 
     @staticmethod
-    def from_dict(values: Mapping[str, Any], origin: str = "config", say: Say = early.say) -> Config:
+    def from_dict(values: Mapping[str, Any], origin: str = "config") -> Config:
         """Check nested values ({"train": {"steps": 10}}).
 
         Args:
-            values: The settings; names of other tools that mean the same are accepted.
+            values: The settings; names of other tools that mean the same are accepted, and a line says each.
             origin: Name of the source, for messages.
-            say: Called with a line for each such name.
 
         Raises:
             InputError: A key or a value is wrong; the message names it and the mend.
         """
-        values = by_our_names(values, sections(), origin, say)
-        check_names(values, sections(), origin)
-        return _checked(values, {}, origin)
+        return _checked(_by_our_names(values, origin), {}, origin)
 
     @staticmethod
-    def from_args(arguments: Sequence[str], say: Say = early.say) -> Config:
+    def from_args(arguments: Sequence[str]) -> Config:
         """Read a command line, `[FILE.toml] [--section.key value | --section.key=value]...`.
 
         Flags win over the file, and later flags over earlier ones, wherever the file is named: --train.epochs over
@@ -107,14 +102,12 @@ class Config(Section):
 
         Args:
             arguments: Words of the command line.
-            say: Called with a line for each name of other tools that was accepted.
 
         Raises:
             InputError: As `from_dict`, or the file cannot be read.
         """
-        file, given = parse(arguments, say)
-        values = {} if file is None else by_our_names(read_toml(file), sections(), file, say)
-        check_names(values, sections(), file or COMMAND_LINE)
+        file, given = parse(arguments)
+        values = {} if file is None else _by_our_names(read_toml(file), file)
         for key, other, _ in INSTEAD:
             if (flagged := {key, other} & given.get("train", {}).keys()) and "train" in values:
                 for each in {key, other} - flagged:
@@ -151,12 +144,11 @@ def sections() -> Sections:
     return {name: field.annotation.model_fields for name, field in Config.model_fields.items()}  # type: ignore[union-attr]
 
 
-def parse(arguments: Sequence[str], say: Say = early.say) -> tuple[str | None, dict[str, dict[str, Any]]]:
+def parse(arguments: Sequence[str]) -> tuple[str | None, dict[str, dict[str, Any]]]:
     """Take a command line apart: `[FILE.toml] [--section.key value | --section.key=value]...`, in any order.
 
     Args:
         arguments: Words of the command line.
-        say: Called with a line for each name of other tools that was accepted.
 
     Returns:
         (the configuration file, if one is named; {section: {key: value}} of the flags, of which later ones win).
@@ -169,22 +161,23 @@ def parse(arguments: Sequence[str], say: Say = early.say) -> tuple[str | None, d
     words, known = list(arguments), sections()
     while words:
         word = words.pop(0)
+        name, equals, text = word.removeprefix("--").partition("=")
+        section, dot, key = name.partition(".")
         if not word.startswith("-"):
-            _require_no_setting(word, known)
+            if dot and key in known.get(section, {}):
+                raise refusal(f"{COMMAND_LINE}: {word} lacks its dashes; write --{name} {text if equals else 'VALUE'}")
             if file is not None:
                 raise refusal(f"{COMMAND_LINE}: {file} and {word} are two configuration files; give one")
             file = word
             continue
-        name, equals, text = word[2:].partition("=")
         if not word.startswith("--") or not name:
             raise refusal(f"argument {word!r} is not understood; write --section.key value")
-        section, dot, key = name.partition(".")
         if not dot:
-            raise (not_a_key if name in known else unknown)(name, known, COMMAND_LINE)
-        if (ours := our_name(section, key, known)) != (section, key):
-            say(_renamed(COMMAND_LINE, name, ".".join(ours)))
+            raise (_not_a_key if name in known else _unknown)(name, COMMAND_LINE)
+        if (ours := our_name(section, key)) != (section, key):
+            early.say(_renamed(COMMAND_LINE, name, ".".join(ours)))
             section, key = ours
-        check_names({section: {key: None}}, known, COMMAND_LINE)
+        _check_names({section: {key: None}}, COMMAND_LINE)
         if not equals:
             if not words or words[0].startswith("--"):
                 raise refusal(f"--{name} has no value; write --{name} VALUE")
@@ -207,19 +200,23 @@ def help_text(program: str) -> str:
 
 
 def _checked(values: Mapping[str, Any], origin: Mapping[str, str], otherwise: str) -> Config:
-    """origin: where single keys come from, by section.key. otherwise: where all others do."""
+    """Return the settings. Raises InputError for a value of the wrong type or out of range.
+
+    Args:
+        values: The settings, by section and key.
+        origin: Where single keys come from, by section.key.
+        otherwise: Where all others come from.
+    """
     try:
         return Config.model_validate(values)
     except ValidationError as error:
-        raise wrong_value(error, origin, otherwise) from None
-
-
-def _require_no_setting(word: str, known: Sections) -> None:
-    """Raise InputError for train.steps=5, a setting that lacks its dashes."""
-    name, equals, value = word.partition("=")
-    section, dot, key = name.partition(".")
-    if dot and key in known.get(section, {}):
-        raise refusal(f"{COMMAND_LINE}: {word} lacks its dashes; write --{name} {value if equals else 'VALUE'}")
+        problem = error.errors()[0]
+    name = ".".join(str(part) for part in problem["loc"][:2])
+    where = origin.get(name, otherwise)
+    if problem["type"] == "value_error":  # a check across keys, which names them itself
+        raise refusal(f"{where}: {problem['msg'].removeprefix('Value error, ')}")
+    mend = _SPELLED.get(problem["type"], "")
+    raise refusal(f"{where}: {name} = {problem['input']!r:.200} is wrong: {problem['msg'].lower()}{mend}")
 
 
 def _choices(annotation: Any) -> tuple[Any, ...]:
@@ -240,73 +237,57 @@ def _value(text: str, annotation: Any) -> Any:
     return text
 
 
-def check_names(values: Mapping[str, Any], sections: Sections, origin: str) -> None:
+def _check_names(values: Mapping[str, Any], origin: str) -> None:
     """Check that nested values have known sections and keys only.
 
     Args:
         values: {section: {key: value}}.
-        sections: What there is.
         origin: Where the values come from: a file's path, or `COMMAND_LINE`.
 
     Raises:
         InputError: There is no such section or key; the message names what is most likely meant.
     """
+    known = sections()
     for section, keys in values.items():
-        if section not in sections:
-            raise _wrong_name(str(section), sections, origin, [*map(str, keys)] if isinstance(keys, Mapping) else [])
+        if section not in known:
+            raise _wrong_name(str(section), origin, [*map(str, keys)] if isinstance(keys, Mapping) else [])
         if not isinstance(keys, Mapping):
-            raise not_a_key(section, sections, origin)
+            raise _not_a_key(section, origin)
         for key in keys:
-            if key not in sections[section]:
-                raise unknown(f"{section}.{key}", sections, origin)
+            if key not in known[section]:
+                raise _unknown(f"{section}.{key}", origin)
 
 
-def unknown(name: str, sections: Sections, origin: str) -> InputError:
+def _unknown(name: str, origin: str) -> InputError:
     """The error for a name that is no section.key, with the keys that it may stand for."""
     section, dot, key = name.partition(".")
     if not dot:
-        return _wrong_name(name, sections, origin, [])
+        return _wrong_name(name, origin, [])
     if name in REMOVED:
         return refusal(f"{origin}: {name} is gone: {REMOVED[name][1]}")
-    if key in sections.get(section, {}):
+    if key in sections().get(section, {}):
         return refusal(
             f"{origin}: {name!r} is key {key!r} of section {section!r}; write [{section}] and {key} under it"
         )
-    _, found = _nearest(section, key, sections)
+    _, found = _nearest(section, key)
     return _mistaken(name, found, origin)
 
 
-def not_a_key(section: str, sections: Sections, origin: str) -> InputError:
+def _not_a_key(section: str, origin: str) -> InputError:
     """The error for a value given to a whole section."""
-    example = next(iter(sections[section]))
+    example = next(iter(sections()[section]))
     in_file, as_flag = f"[{section}] and its keys, as {example}, under it", f"--{section}.KEY VALUE"
     mend = f"{as_flag}, as --{section}.{example}" if origin == COMMAND_LINE else in_file
     return refusal(f"{origin}: {section} is a section; write {mend}")
 
 
-def wrong_value(error: ValidationError, origin: Mapping[str, str], otherwise: str) -> InputError:
-    """The error for a value of the wrong type or out of range.
-
-    Args:
-        origin: Where single keys come from, by section.key.
-        otherwise: Where all others come from.
-    """
-    problem = error.errors()[0]
-    name = ".".join(str(part) for part in problem["loc"][:2])
-    where = origin.get(name, otherwise)
-    if problem["type"] == "value_error":  # a check across keys, which names them itself
-        return refusal(f"{where}: {problem['msg'].removeprefix('Value error, ')}")
-    mend = _SPELLED.get(problem["type"], "")
-    return refusal(f"{where}: {name} = {problem['input']!r:.200} is wrong: {problem['msg'].lower()}{mend}")
-
-
-def _wrong_name(name: str, sections: Sections, origin: str, keys: list[str]) -> InputError:
+def _wrong_name(name: str, origin: str, keys: list[str]) -> InputError:
     """The error for what should be a section. keys: what was given in it."""
     if "." in name:
-        return unknown(name, sections, origin)
-    sure, found = _nearest(name, keys[0], sections) if keys else _nearest("", name, sections)
-    near = difflib.get_close_matches(name[:_LONGEST], sections, n=1, cutoff=_NEAR)
-    if keys and near and (sure < 1 or keys[0] in sections[near[0]]):  # else the key alone says what is meant
+        return _unknown(name, origin)
+    sure, found = _nearest(name, keys[0]) if keys else _nearest("", name)
+    near = difflib.get_close_matches(name[:_LONGEST], sections(), n=1, cutoff=_NEAR)
+    if keys and near and (sure < 1 or keys[0] in sections()[near[0]]):  # else the key alone says what is meant
         return _mistaken(name, near, origin)
     if keys:
         return _mistaken(f"{name}.{keys[0]}", found, origin)
@@ -324,11 +305,11 @@ def _mistaken(name: str, found: list[str], origin: str) -> InputError:
     return refusal(f"{origin}: unknown key {name!r:.200}; did you mean {meant}?{hint}")
 
 
-def _nearest(section: str, key: str, sections: Sections) -> tuple[float, list[str]]:
+def _nearest(section: str, key: str) -> tuple[float, list[str]]:
     """The settings most likely meant by a key in a section, and how likely (about 1: it is spelled like that)."""
     scores = {
         f"{of}.{name}": max(_alike(key, word) for word in (name, *other_names(field))) + _OWN_SECTION * (of == section)
-        for of, settings in sections.items()
+        for of, settings in sections().items()
         for name, field in settings.items()
     }
     best = max(scores.values())
@@ -340,32 +321,31 @@ def _alike(one: str, other: str) -> float:
     return difflib.SequenceMatcher(None, one[:_LONGEST].lower().replace("-", "_"), other).ratio()
 
 
-def our_name(section: str, key: str, sections: Sections) -> tuple[str, str]:
+def our_name(section: str, key: str) -> tuple[str, str]:
     """Return the (section, key) that a name stands for: the setting it is an alias of, or itself."""
-    if section in sections and key not in sections[section]:
-        for of in sections if section == _ALL_IN_ONE else (section,):
-            for name, field in sections[of].items():
+    known = sections()
+    if section in known and key not in known[section]:
+        for of in known if section == "train" else (section,):  # where other tools have all
+            for name, field in known[of].items():
                 if key in declared(field, "alias"):
                     return of, name
     return section, key
 
 
-def by_our_names(values: Mapping[str, Any], sections: Sections, origin: str, say: Say) -> dict[str, Any]:
+def _by_our_names(values: Mapping[str, Any], origin: str) -> dict[str, Any]:
     """Return nested values with each alias replaced by our name, and without removed settings that ask for nothing.
 
     Args:
         values: {section: {key: value}}, unchecked.
-        sections: All settings.
         origin: Source of the values: a file's path, or the command line.
-        say: Called with a line for each alias.
 
     Raises:
-        InputError: A setting was given under two names.
+        InputError: A setting was given under two names, or there is no such section or key.
     """
     found = {section: dict(keys) if isinstance(keys, Mapping) else keys for section, keys in values.items()}
     for section, keys in values.items():
         for key in keys if isinstance(keys, Mapping) else ():
-            of, name = our_name(section, key, sections)
+            of, name = our_name(section, key)
             target = found.setdefault(of, {})
             if f"{section}.{key}" in REMOVED and keys[key] == REMOVED[f"{section}.{key}"][0]:
                 del found[section][key]
@@ -374,7 +354,8 @@ def by_our_names(values: Mapping[str, Any], sections: Sections, origin: str, say
             if name in target:
                 raise refusal(f"{origin}: {section}.{key} and {of}.{name} are the same setting; give one of them")
             target[name] = found[section].pop(key)
-            say(_renamed(origin, f"{section}.{key}", f"{of}.{name}"))
+            early.say(_renamed(origin, f"{section}.{key}", f"{of}.{name}"))
+    _check_names(found, origin)
     return found
 
 

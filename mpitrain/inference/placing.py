@@ -25,7 +25,7 @@ from torch import nn
 
 from mpitrain.errors import InputError, refusal
 from mpitrain.inference.commands import Job
-from mpitrain.loading import SavedModel, saved_in
+from mpitrain.loading import SavedModel, fill, saved_in
 from mpitrain.models.earlier import POSITIONS, State
 from mpitrain.models.hugging_face.families import CACHE_NAMES
 from mpitrain.pipe.partition import check_slices, listed_blocks, parameter_costs, stage_bounds
@@ -339,7 +339,7 @@ def _loaded(folder: Path, job: Job, device: torch.device, trust: bool) -> Langua
         through, settle = line.through, line.settle
         part = module if blocks == [("", module)] else named_tree(blocks)
     del module
-    job.agreed(lambda: saved.fill(part))
+    job.agreed(lambda: fill(part, saved.folder, saved.manifest))
     part.to(device)
     decoder: Decoder
     if known is not None:

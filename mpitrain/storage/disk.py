@@ -170,7 +170,9 @@ def lack_of_room(folder: Path, nbytes: int) -> str:
     free = free_bytes(folder)
     if free < nbytes:
         return f"{bytes_text(free)} are free"
-    if nbytes <= 0 or _is_in_memory(folder):  # there a reservation would take memory
+    status = (ctypes.c_long * 32)()  # struct statfs, which begins with the file system's type; larger than any
+    in_memory = _libc.statfs(os.fsencode(folder), status) == 0 and status[0] in _IN_MEMORY
+    if nbytes <= 0 or in_memory:  # there a reservation would take memory
         return ""
     with tempfile.TemporaryFile(dir=folder) as file:
         # not posix_fallocate: where the file system cannot, that writes into every block
@@ -184,11 +186,6 @@ def free_bytes(folder: Path) -> int:
     """Bytes that this user may still write on the disk of a folder, whatever quotas say. Raises OSError."""
     status = os.statvfs(folder)
     return (status.f_bavail if os.geteuid() else status.f_bfree) * status.f_frsize
-
-
-def _is_in_memory(folder: Path) -> bool:
-    status = (ctypes.c_long * 32)()  # struct statfs, which begins with the file system's type; larger than any
-    return _libc.statfs(os.fsencode(folder), status) == 0 and status[0] in _IN_MEMORY
 
 
 def temporary_name(name: str) -> str:
@@ -223,12 +220,6 @@ def end_folder(path: Path) -> None:
     sync(path)
 
 
-def _is_unfinished(path: Path) -> bool:
-    """Return whether this is a folder begun by `begin_folder`: it has the mark, or nothing at all in it."""
-    folder = path.is_dir() and not path.is_symlink()
-    return folder and ((path / MARK).is_file() or not any(path.iterdir()))
-
-
 def leftovers(parent: Path, name: re.Pattern[str], ours: Callable[[Path], bool]) -> Iterator[Path]:
     """What folders that were never finished left behind. For whoever knows that nobody is filling one there.
 
@@ -238,7 +229,8 @@ def leftovers(parent: Path, name: re.Pattern[str], ours: Callable[[Path], bool])
         ours: Whether a folder without the mark, of which only the renaming was missing, is known by its content.
     """
     for path in parent.iterdir():
-        if name.fullmatch(path.name) and (_is_unfinished(path) or ours(path)):
+        folder = bool(name.fullmatch(path.name)) and path.is_dir() and not path.is_symlink()
+        if folder and ((path / MARK).is_file() or not any(path.iterdir()) or ours(path)):
             yield path
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import io
 import os
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -136,6 +137,27 @@ def read_at(descriptor: int, into: memoryview, offset: int) -> int:
             break
         done += count
     return done
+
+
+def evenly(
+    firsts: np.ndarray, places: np.ndarray, lengths: np.ndarray
+) -> Iterator[tuple[int, int, int, int, int, int]]:
+    """Yield stretches of bytes, and their places elsewhere, as rows of matrices: as long ones at even distances.
+
+    Yields:
+        (first byte, its place, rows, bytes of a row, bytes from row to row here, and there).
+    """
+    count, same = len(firsts), lengths[1:] == lengths[:-1]
+    even = same[1:] & same[:-1] & (np.diff(firsts, 2) == 0) & (np.diff(places, 2) == 0)  # a stretch and the next two
+    ends = [*(np.flatnonzero(~even) + 2).tolist(), count]  # of matrices that began before
+    begin = 0
+    while begin < count:
+        end, steps = begin + 1, (1, 1)
+        if end < count and same[begin]:
+            end = ends[bisect_left(ends, begin + 2)]
+            steps = int(firsts[begin + 1] - firsts[begin]), int(places[begin + 1] - places[begin])
+        yield int(firsts[begin]), int(places[begin]), end - begin, int(lengths[begin]), *steps
+        begin = end
 
 
 def bytes_of_array(values: npt.NDArray[Any]) -> memoryview:

@@ -86,9 +86,7 @@ class Axis:
         self.rng = RngTracker(comm.rank)
         self.column_input: object = None
         self._tags = 0
-        self._slots: _Slots | None = None
-        if comm.size > 1:
-            self._slots = _Slots.of(comm, _FIRST_CAPACITY)
+        self._slots = _Slots.of(comm, _FIRST_CAPACITY) if comm.size > 1 else None
 
     def free(self) -> None:
         """Release the shared memory; the axis still works."""
@@ -362,9 +360,6 @@ class _Exchange(torch.autograd.Function):
         return ctx.of_gradient(grad), None
 
 
-_LARGEST_SEED = (1 << 63) - 1
-
-
 class RngTracker:
     """Switches the default generators between the replicated stream and the rank's own.
 
@@ -399,7 +394,7 @@ class RngTracker:
         self._opener = opener
         ours = [devices.CPU, device] if devices.is_accelerator(device) else [devices.CPU]
         self._before = [(of, devices.generator_state(of)) for of in ours]
-        self._seed = (drawn + self._rank) & _LARGEST_SEED
+        self._seed = (drawn + self._rank) & ((1 << 63) - 1)
         for of in ours:
             devices.seed_generator(of, self._seed)
 

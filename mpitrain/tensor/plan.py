@@ -30,7 +30,7 @@ whole together: those of a pair, since what is between them is divided or not, a
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
@@ -111,7 +111,11 @@ def parallelize(
     ]
     made = {each.name: style.apply(each) for each, style in planned}
     _keep_ties(model, [each for each, _ in planned], made)
-    _localize([each for each, style in planned if style.needs_row], styles, axis.size)
+    columns = {each.parent: each.name.rpartition(".")[0] for each, style in planned if style.needs_row}
+    for parent, name in columns.items():  # attention modules count this rank's heads
+        inside = [each.rpartition(".")[2] for each in styles if each.rpartition(".")[0] == name]
+        for key, count in localize_heads(name, parent, axis.size, inside).items():
+            setattr(parent, key, count)
     _replace_criterion(model, [each for each, style in planned if style.by_vocabulary])
     instead = {each.module: made[each.name] for each, _ in planned}
     for name, module in list(model.named_modules(remove_duplicate=False)):
@@ -179,17 +183,6 @@ def _keep_ties(model: nn.Module, planned: Sequence[PlannedModule], made: Mapping
                 raise refusal(
                     f"{name} shares {key} with {parts[parameter][0]}, which the plan divides; plan {name} alike"
                 )
-
-
-def _localize(columns: Sequence[PlannedModule], names: Iterable[str], ranks: int) -> None:
-    """Set the attributes by which attention modules count their heads to the number of this rank's.
-
-    columns: the column layers in them; names: of all planned modules.
-    """
-    for parent, name in {each.parent: each.name.rpartition(".")[0] for each in columns}.items():
-        inside = [each.rpartition(".")[2] for each in names if each.rpartition(".")[0] == name]
-        for key, count in localize_heads(name, parent, ranks, inside).items():
-            setattr(parent, key, count)
 
 
 def _replace_criterion(model: nn.Module, vocabulary: Sequence[PlannedModule]) -> None:
@@ -263,7 +256,11 @@ def without_whole(
             meant = _meant(pattern, divided) or "; leave it out"
             raise refusal(f"parallel.whole {pattern!r} matches no layer that the plan divides{meant}")
         kept.update(found)
-    for groups, why in ((_pairs(divided, styles), "are a pair"), (_tied(model, divided), "share a weight")):
+    users: dict[nn.Parameter, list[str]] = {}
+    for name in divided:
+        for parameter in model.get_submodule(name).parameters(recurse=False):
+            users.setdefault(parameter, []).append(name)
+    for groups, why in ((_pairs(divided, styles), "are a pair"), (users.values(), "share a weight")):
         for group in groups:
             if 0 < len(kept.intersection(group)) < len(group):
                 named, left = (next(name for name in group if (name in kept) is there) for there in (True, False))
@@ -315,12 +312,3 @@ def _in_order(names: Sequence[str], styles: Mapping[str, ParallelStyle]) -> list
         last = found.pop()
         found[-1] += last
     return found
-
-
-def _tied(model: nn.Module, divided: Sequence[str]) -> list[list[str]]:
-    """Divided layers that have a parameter in common."""
-    users: dict[nn.Parameter, list[str]] = {}
-    for name in divided:
-        for parameter in model.get_submodule(name).parameters(recurse=False):
-            users.setdefault(parameter, []).append(name)
-    return [names for names in users.values() if len(names) > 1]

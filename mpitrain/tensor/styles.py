@@ -168,7 +168,13 @@ class Undivided(ParallelStyle):
     def apply(self, planned: PlannedModule) -> nn.Module:
         module, exchange = planned.module, self.exchange
         if planned.sequence and exchange is not None:
-            module.register_forward_hook(lambda m, args, out: _of_first(exchange, out, planned.axis))
+
+            def exchanged(m: nn.Module, args: Any, out: Any) -> Any:  # out: a tensor, or a tuple that begins with it
+                if isinstance(out, tuple):
+                    return exchange(out[0], planned.axis, SEQUENCE), *out[1:]
+                return exchange(out, planned.axis, SEQUENCE)
+
+            module.register_forward_hook(exchanged)
         for parameter in module.parameters(recurse=False) if planned.sequence and self.sums else ():
             sum_gradient(parameter, planned.axis)
         return module
@@ -197,13 +203,6 @@ STYLES: Mapping[str, ParallelStyle] = {
     "split": Undivided(sums=True),
     "whole": Undivided(replicated=True),
 }
-
-
-def _of_first(exchange: Callable[[torch.Tensor, Axis, int], torch.Tensor], output: Any, axis: Axis) -> Any:
-    """A module's output with what is along the sequence exchanged: a tensor, or the first of a tuple."""
-    if isinstance(output, tuple):
-        return exchange(output[0], axis, SEQUENCE), *output[1:]
-    return exchange(output, axis, SEQUENCE)
 
 
 def _linear(planned: PlannedModule, style: str) -> LinearParts:

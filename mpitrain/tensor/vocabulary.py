@@ -146,7 +146,9 @@ class _CrossEntropy(torch.autograd.Function):
         targets = y.where(counted, 0)
         _check_range(targets, classes, "target")
         dtype = torch.promote_types(scores.dtype, torch.float32)
-        share = _shares(own, by_sample, dtype)
+        each = own.flatten(1 if by_sample else 0).to(dtype)
+        counts = each.sum(1, keepdim=True).clamp(min=1) * len(each) if by_sample else own.sum()
+        share = (each / counts).flatten()  # what each token's loss counts for in the mean
         wide = scores.reshape(len(y), stop - start).to(dtype)
         here = (y >= start) & (y < stop) & counted
         column = (y - start).clamp_(0, max(0, stop - start - 1)).unsqueeze(-1)  # any one, where y is another rank's
@@ -190,14 +192,6 @@ class _CrossEntropy(torch.autograd.Function):
             right = (each * (1 - ctx.smoothing)).masked_fill_(~here, 0).unsqueeze(-1)
             into.scatter_(-1, column, into.gather(-1, column) - right)
         return into.view(ctx.shape).to(ctx.dtype), None, None, None, None, None, None
-
-
-def _shares(counted: torch.Tensor, by_sample: bool, dtype: torch.dtype) -> torch.Tensor:
-    """What each token's loss counts for in the mean, [tokens]. counted: [samples, ...], whether it does at all."""
-    if not by_sample:
-        return counted.flatten().to(dtype) / counted.sum()
-    each = counted.flatten(1).to(dtype)
-    return (each / (each.sum(1, keepdim=True).clamp(min=1) * len(each))).flatten()
 
 
 def _check_range(numbers: torch.Tensor, size: int, name: str) -> None:

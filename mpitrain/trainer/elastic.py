@@ -33,7 +33,7 @@ import numpy as np
 import torch
 
 from mpitrain.checkpoint import Manifest, Part, Store, TensorSpec
-from mpitrain.checkpoint.manifest import DTYPES, Extent, decode_extent, encode_extent
+from mpitrain.checkpoint.manifest import DTYPES, Extent, decode_extent, decode_piece, encode_extent, encode_piece
 from mpitrain.checkpoint.reading import Block, plan, settle
 from mpitrain.checkpoint.store import Snapshot, needed
 from mpitrain.comm import Communicator
@@ -181,14 +181,17 @@ class Copies:
         return manifest
 
     def parts(self, world: Communicator) -> tuple[int, list[Part], dict[str, Any]] | None:
-        """The newest set that the ranks hold whole between them as a checkpoint is written: step, this rank's parts
-        and the values that go with them; None if there is none. Collective."""
+        """The newest set that the ranks hold whole between them as a checkpoint is written: step, the parts that this
+        rank is the first to hold, and the values that go with them; None if there is none. Collective."""
         found = self.newest(world)
         if found is None:
             return None
         key, files = found
         manifest, _ = self._manifest(world, key, files)
-        return key.step, [part for copy in files.values() for part in _parts(copy)], manifest.values
+        held = {part.piece: part for copy in files.values() for part in _parts(copy)}
+        told = world.all_gather_object([encode_piece(piece) for piece in held])
+        before = {decode_piece(*piece) for of in told[: world.rank] for piece in of}
+        return key.step, [part for piece, part in held.items() if piece not in before], manifest.values
 
     def newest(self, world: Communicator) -> tuple[Key, dict[str, PeerCopy]] | None:
         """The newest set that the ranks hold whole between them, and what this rank has of it. Collective.

@@ -206,7 +206,7 @@ class Trainer(Run):
         train = self.config.train
         if train.epochs:
             left = max(0, math.ceil(train.epochs * len(self.data)) - self.position)
-            steps = self.batch_sizes.steps_reaching(self.batch_sizes.before(self.step) + left)
+            steps = self.batch_sizes.steps(self.batch_sizes.before(self.step) + left - 1) + 1  # the fewest for all
             self.config = self.config.model_copy(update={"train": train.model_copy(update={"steps": steps})})
             self.strategy.config = self.folder.config = self.config
         return self.config
@@ -281,9 +281,7 @@ class Trainer(Run):
         parts, rest = self.engine.parts()
         background = self.config.checkpoint.background and not last
         durable = last or self.best.due
-        folder = self.store.save(
-            self.step, parts, self.state() | rest, background=background, durable=durable, owned=True
-        )
+        folder = self.store.save(self.step, parts, self.state() | rest, background=background, durable=durable)
         self.saved = True
         return folder
 

@@ -22,6 +22,14 @@ def store(world, folder):
     return made
 
 
+def _check(store):
+    """Raise on every rank what a save in the background has raised on any, as a trainer does at each step."""
+    failing = torch.tensor([int(store.failing)])
+    store.comm.all_reduce(failing, "max")
+    if failing:
+        store.finish()
+
+
 @pytest.mark.ranks(1, 2, 3)
 def test_a_background_save_holds_the_state_at_its_call(world, store, device):
     tensors = small_tensors()
@@ -59,11 +67,11 @@ def test_an_error_in_the_background_is_raised_on_all_ranks_by_the_next_check(wor
     store.save(2, parts, {}, background=True)
     with pytest.raises(MpitrainError, match="step-00000002 could not be saved: the disk is full") as caught:
         for _ in range(3000):  # 30 s
-            store.check()
+            _check(store)
             time.sleep(0.01)
     assert caught.value.agreed
     monkeypatch.undo()
-    store.check()
+    _check(store)
     store.save(3, parts, {}, background=True)  # and the next one can be whole
     store.finish()
     world.barrier()
@@ -97,7 +105,7 @@ def test_collectives_of_the_training_go_on_while_the_thread_saves(world, store):
             store.save(step, parts, {}, background=True)
             for _ in range(50):
                 world.all_reduce(numbers, "avg")
-                store.check()
+                _check(store)
     assert bool((numbers == 1).all())
     filled = empty(parts)
     store.load(store.newest_first()[0], lambda manifest: filled)

