@@ -402,12 +402,7 @@ class ServedWorker:
     """
 
     def __init__(
-        self,
-        roles: Roles,
-        flats: SharedFlats,
-        boxes: tuple[Mailbox, Mailbox],
-        bulk: bool,
-        failed: Callable[[], None],
+        self, roles: Roles, flats: SharedFlats, boxes: tuple[Mailbox, Mailbox], bulk: bool, failed: Callable[[], None]
     ) -> None:
         self._roles, self._flats, self._bulk, self._failed = roles, flats, bulk, failed
         self._questions, self._answers = boxes

@@ -296,23 +296,19 @@ class Engine:
         lr: The learning rate; None leaves the optimizer's own.
         """
         with self.clock.optimizer:
-            result = self._step(lr)
+            if lr is not None:
+                set_rate(self.optimizer, lr)
+            squares = self._updater.squares()
+            told = device.fetched(squares)
+            if unseen := self._updater.skips:
+                self._update_unseen(squares)
+            found = float(told())
+            norm = math.sqrt(found) / self.scale.value if math.isfinite(found) else math.nan
+            finite = math.isfinite(norm)
+            if finite and not unseen:
+                self._update(norm)
+            self.scale.update(overflowed=not finite)
         self.clock.settle()
-        return result
-
-    def _step(self, lr: float | None) -> StepResult:
-        if lr is not None:
-            set_rate(self.optimizer, lr)
-        squares = self._updater.squares()
-        told = device.fetched(squares)
-        if unseen := self._updater.skips:
-            self._update_unseen(squares)
-        found = float(told())
-        norm = math.sqrt(found) / self.scale.value if math.isfinite(found) else math.nan
-        finite = math.isfinite(norm)
-        if finite and not unseen:
-            self._update(norm)
-        self.scale.update(overflowed=not finite)
         return StepResult(norm, not finite)
 
     def _update(self, norm: float) -> None:

@@ -58,11 +58,7 @@ class Lion(_Elementwise):
     """
 
     def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 1e-4,
-        betas: Sequence[float] = (0.9, 0.99),
-        weight_decay: float = 0.0,
+        self, params: Iterable[Any], lr: float = 1e-4, betas: Sequence[float] = (0.9, 0.99), weight_decay: float = 0.0
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": checked_betas(betas), "weight_decay": weight_decay})
 
@@ -183,9 +179,7 @@ def _refuse_unmatched(section: OptimSection, names: list[str]) -> None:
 
 
 def make_optimizer(
-    section: OptimSection,
-    named: Iterable[tuple[str, nn.Parameter]],
-    roles: ParameterRoles | None = None,
+    section: OptimSection, named: Iterable[tuple[str, nn.Parameter]], roles: ParameterRoles | None = None
 ) -> torch.optim.Optimizer:
     """The optimizer of `section` over the parameters; fused where torch has it for the class.
 

@@ -68,13 +68,7 @@ class Trainer(Run):
     roles: ParameterRoles
     met = 0
 
-    def __init__(
-        self,
-        config: Given,
-        callbacks: Sequence[Callback] = (),
-        *,
-        world: Communicator | None = None,
-    ) -> None:
+    def __init__(self, config: Given, callbacks: Sequence[Callback] = (), *, world: Communicator | None = None) -> None:
         """config: the settings, nested values, the path of a TOML file, or a function, which rank 0 reads or calls.
 
         Raises InputError on all ranks for settings that are wrong.

@@ -160,10 +160,9 @@ class LocalEngine(Engine):
         compression = None if parallel.local_compression == "none" else from_name(parallel.local_compression)
         self._left_out = LeftOut(f"{LEFT_OUT}{world.rank}/", compression)
         for n, part in enumerate(slices):
-            if compression is None:
-                break
             whole = [(at, p) for p, first, last, at in self._contents(n, part) if last - first == p.numel()]
-            buckets.append(compression.bucket(str(n), [(at, tuple(p.shape)) for at, p in whole]))
+            if compression is not None:
+                buckets.append(compression.bucket(str(n), [(at, tuple(p.shape)) for at, p in whole]))
         # copies of a parameter on several stages or tensor ranks must stay equal
         exact, weight = self.cut, grouping.weight
         self.averaging = Averaging(slices, peers, weight, parallel, buckets, reproducible=exact, wrote=self._wrote)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -79,7 +78,7 @@ def whole_steps(what: str) -> InputError:
     )
 
 
-_IN_USE: WeakSet[nn.Module] = WeakSet()  # modules with parameters of their own
+_MARK = "_mpitrain_engine"  # attribute of a module that an engine has: its own id, which no copy of it has
 
 
 class GivenModel:
@@ -95,7 +94,7 @@ class GivenModel:
     def __init__(self, model: nn.Module) -> None:
         self.names: Sequence[str] = list(model.state_dict())
         self._modules = [m for m in model.modules() if any(True for _ in m.parameters(recurse=False))]
-        if any(m in _IN_USE for m in self._modules):
+        if any(vars(m).get(_MARK) == id(m) for m in self._modules):
             raise refusal(
                 f"{type(model).__name__} has an engine already; call that one's close() before mt.initialize makes "
                 "another, or give it a model of its own"
@@ -104,12 +103,14 @@ class GivenModel:
 
     def take(self, module: nn.Module) -> None:
         """An engine has it now. module: This rank's part of it."""
-        _IN_USE.update(self._modules)
+        for m in self._modules:
+            setattr(m, _MARK, id(m))
         self._frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
 
     def release(self) -> None:
         """The engine was closed."""
-        _IN_USE.difference_update(self._modules)
+        for m in self._modules:
+            vars(m).pop(_MARK, None)
 
     def require_frozen(self) -> None:
         """Raise InputError for a parameter that is trained only since the engine was made."""

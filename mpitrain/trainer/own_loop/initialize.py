@@ -332,14 +332,7 @@ def place_on_mesh(
         return chosen
 
     divided = divide(
-        model,
-        mesh,
-        config,
-        criterion=criterion,
-        cut=config.parallel.cut,
-        device=device,
-        plan=plan,
-        blocks=blocks,
+        model, mesh, config, criterion=criterion, cut=config.parallel.cut, device=device, plan=plan, blocks=blocks
     )
     if whole:
         if own is None and (blocks or plan is not None or hasattr(model, "pipeline_blocks")):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -84,10 +84,8 @@ class TrainingEngine:
     @contextmanager
     def _computing(self) -> Iterator[None]:
         """Let the model draw its random numbers of this step, and name memory that lacks."""
-        with ExitStack() as stack:
-            stack.enter_context(full_told(self.device))
-            if self._draws is not None:
-                stack.enter_context(self._draws.drawing(self.steps))
+        drawing = self._draws.drawing(self.steps) if self._draws is not None else nullcontext()
+        with full_told(self.device), drawing:
             yield
 
     @property
