@@ -226,8 +226,7 @@ class WholeGradients(Gradients):
                 self._views[parameter] = (view, flat.dtype != group.dtype)
         self._buckets = [b for g, group in enumerate(groups) for b in group.buckets(self._arenas[g].tensor)]
         self._compressed = [reduction.compressed(groups[g], b, (g, b)) for g, b in numbered(groups)]
-        whole = not sharded and reduction.compression is None and not reduction.overlaps
-        self.at_once = self.flat if whole else None
+        self.at_once = self.flat if not sharded and reduction.compression is None and not reduction.overlaps else None
 
     def _allocate(self, dtype: torch.dtype | None) -> list[Arena]:
         """Memory for each group."""

@@ -258,7 +258,11 @@ class Engine:
                 done += 1
             if tree is not None:
                 tree.add(last=number == len(workers) - 1)
-        self._keep_up(done, rounds)
+        for _ in range(done, rounds):  # the collective passes of the ranks that have more microbatches than this one
+            if self.sharding.parameters.gathers:
+                self.backward(self.forward(*self._example) * 0.0, reduce=False)
+            elif self.sharding.gradients.reduces_each_pass:
+                self.sharding.reducer.finish()
         if tree is not None or (done == 0 and not self.sharding.gradients.reduces_each_pass):
             self.sharding.reducer.finish()
         return losses
@@ -281,14 +285,6 @@ class Engine:
             pipeline.synchronize_tied(used)
             self.sharding.reducer.finish()
         return loss / self.scale.value
-
-    def _keep_up(self, done: int, rounds: int) -> None:
-        """Take part in the collective passes of the ranks that have more microbatches than this one."""
-        for _ in range(done, rounds):
-            if self.sharding.parameters.gathers:
-                self.backward(self.forward(*self._example) * 0.0, reduce=False)
-            elif self.sharding.gradients.reduces_each_pass:
-                self.sharding.reducer.finish()
 
     def step(self, lr: float | None = None) -> StepResult:
         """Clip the gradients and update, unless they are not finite on some rank. Collective.

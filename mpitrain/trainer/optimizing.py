@@ -90,14 +90,8 @@ class UncorrectedAdamW(_Elementwise):
         weight_decay: float = 0.0,
         decoupled: bool = True,
     ) -> None:
-        given = {
-            "lr": lr,
-            "betas": checked_betas(betas),
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "decoupled": decoupled,
-        }
-        super().__init__(params, given)
+        given = {"lr": lr, "betas": checked_betas(betas), "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, given | {"decoupled": decoupled})
 
     def _update(self, value: Any, gradient: Any, group: Any, state: Any) -> None:
         first, second = group["betas"]
@@ -439,13 +433,8 @@ class TorchSchedule:
     def __init__(self, section: OptimSection, steps: int) -> None:
         self._kind = kind = _scheduler_class("optim.schedule", section.schedule)
         accepted = inspect.signature(kind).parameters
-        options: dict[str, Any] = {
-            "total_steps": steps,
-            "T_max": steps,
-            "max_lr": section.lr,
-            "base_lr": section.lr_end,
-        }
-        options = {key: value for key, value in options.items() if key in accepted}
+        usual = {"total_steps": steps, "T_max": steps, "max_lr": section.lr, "base_lr": section.lr_end}
+        options: dict[str, Any] = {key: value for key, value in usual.items() if key in accepted}
         options |= section.schedule_options
         refuse_unknown("optim.schedule_options", kind, options, ("optimizer", "last_epoch"))
         if options.get("cycle_momentum"):

@@ -298,8 +298,7 @@ class EarlyStopping(Callback):
         if self.best.waited >= trainer.config.train.patience:
             best = f"{words(self.best.metric)} {figure(self.best.metric, self.best.value)}"
             found = f"the best was {best} at step {self.best.step}" if self.best.step else "none was finite"
-            times = counted(self.best.waited, "evaluation")
-            trainer.end(f"{words(self.best.metric)} no better in {times}, {found}")
+            trainer.end(f"{words(self.best.metric)} no better in {counted(self.best.waited, 'evaluation')}, {found}")
             trainer.say(f"ending after step {trainer.step}: {trainer.stop_reason}" + (f"; {more}" if more else ""))
 
     def state(self, trainer: Run) -> dict[str, Any]:
@@ -347,8 +346,7 @@ class BestCheckpoint(Callback):
         if not named:
             return
         self.best = Best.of(values.get(self.KEY) if trainer.resumed_step is not None else None, named)
-        folder = trainer.store.folder(self.best.step)
-        if not trainer.world.on_root(lambda: is_checkpoint(folder)):
+        if not trainer.world.on_root(lambda: is_checkpoint(trainer.store.folder(self.best.step))):
             self.best = Best(self.best.metric)
         higher(trainer, "checkpoint.best", self.best.metric)
         trainer.store.keeps_best, trainer.store.best = True, self.best.step or -1

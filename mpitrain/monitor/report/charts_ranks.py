@@ -331,8 +331,7 @@ def bytes_by_operation(runs: Sequence[Named]) -> Drawing:
         return Drawing("bytes", title, NOTHING if any(findings.traffic(n.run) for n in runs) else NO_ACCOUNT)
     most = max(row["value"] for row in rows)
     rows = [row for row in rows if row["value"] > LITTLE * most]
-    told = ["algorithm:N", "calls:Q"]
-    chart = style.bars(rows, title, "sent ({} a step)", style.byte_unit, 26, *_BY_TIER, told)
+    chart = style.bars(rows, title, "sent ({} a step)", style.byte_unit, 26, *_BY_TIER, ["algorithm:N", "calls:Q"])
     note = "Means over the ranks of the last start. What a rank reads in its neighbours' memory counts as sent, too. "
     note += "What is less than a hundredth of the largest is in the table alone."
     return Drawing("bytes", title, note, chart)

@@ -285,8 +285,7 @@ class LocalEngine(Engine):
         own = [h for h in self._outer() if not number] + self._ahead()
         parts += [part for h in own if h.written for part in h.parts(h.data, 0, h.last - h.first)]
         parts += self._left_out.parts()
-        keys = ("optimizer", "loss_scale")
-        of_groups = self.meeting.all_gather_object({key: values[key] for key in keys})
+        of_groups = self.meeting.all_gather_object({key: values[key] for key in ("optimizer", "loss_scale")})
         local = {"groups": self.grouping.count, "ahead": self.averaging.ahead is not None}
         return parts, values | of_groups[0] | {"replicas": of_groups, "local": local}
 

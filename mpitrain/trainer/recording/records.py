@@ -223,9 +223,6 @@ class RankRecords(Callback):
                 self._sent[operation, axis, algorithm] = figures
         return rows
 
-    def on_exception(self, trainer: Run, error: BaseException) -> None:
-        self._close()
-
     def teardown(self, trainer: Run) -> None:
         if self._started:
             trainer.world.journal.stop()
