@@ -1,4 +1,5 @@
-"""A decoder-only transformer over bytes or tokens.
+"""A decoder-only transformer over bytes or tokens: by its settings GPT-2 (Radford et al. 2019) or Llama (Touvron et al.
+2023).
 
     tokens -> embedding (+ positions) -> dropout -> [ + attention(norm) -> + mlp(norm) ] x layers -> norm -> head
                   \\______________________________ one tensor, where tied ___________________________________/
