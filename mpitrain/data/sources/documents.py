@@ -193,15 +193,14 @@ def _elements(path: Path, fields: TextFields, encoding: str | None) -> Iterator[
                 chunk = text.read(max(streams.CHUNK, len(rest)))  # twice as much each time: it is decoded again
                 rest, more, at = rest + chunk, bool(chunk), 0
                 while (start := _NEXT.match(rest, at)) and start.end() < len(rest) and rest[start.end()] != "]":
+                    where = f"{path}, line {line + rest.count(chr(10), at, start.end())}"
                     try:
                         content, end = decode(rest, start.end())
                     except (ValueError, RecursionError) as error:
                         if more and len(rest) - at <= streams.LONGEST:
                             break  # it may go on in the next chunk
-                        where = f"{path}, line {line + rest.count(chr(10), at, start.end())}"
                         reason = getattr(error, "msg", "nested too deeply")
                         raise InputError(f"{where}: not JSON ({reason}); mend or remove the element") from None
-                    where = f"{path}, line {line + rest.count(chr(10), at, start.end())}"
                     yield _texts(content, fields, where)
                     line, at = line + rest.count("\n", at, end), end
                 rest = rest[at:]
