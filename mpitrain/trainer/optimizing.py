@@ -146,10 +146,9 @@ class ParameterRoles:
         trained = [name for p, name in first.items() if p.requires_grad]
         _refuse_unmatched(section, trained)
         matched: dict[str, int] = {}
-        for number, group in enumerate(section.groups):  # the first that matches counts
-            for name in trained:
-                if any(fnmatchcase(name, pattern) for pattern in patterns_of(group)):
-                    matched.setdefault(name, number)
+        for number, group in reversed(list(enumerate(section.groups))):  # the first that matches counts
+            found = [name for name in trained if any(fnmatchcase(name, pattern) for pattern in patterns_of(group))]
+            matched |= dict.fromkeys(found, number)
         tables = {p for m in module.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
         matrices = [p for _, p in every if p.dim() == 2]
         hidden = set(matrices[:-1]) - tables - {matrices[-1]} if matrices else set()

@@ -433,12 +433,10 @@ def as_saved(family: str, names: Iterable[str], tied: bool) -> dict[str, str]:
 
     A model that was saved without its head has no prefix; buffers, and the head of a tied one, are left out.
     """
-    prefix, found = _PREFIX[family], {}
+    prefix = _PREFIX[family]
     listed = [name for name in names if not _BUFFERS.search(name) and not (tied and name == _HEAD)]
     bare = not any(name.startswith(prefix) for name in listed)
-    for name in listed:
-        found[prefix + name if bare and name != _HEAD else name] = name
-    return found
+    return {prefix + name if bare and name != _HEAD else name: name for name in listed}
 
 
 def _gpt2(model: Mapping[str, Any], vocabulary: int) -> list[NamedPart]:

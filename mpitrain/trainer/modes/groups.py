@@ -176,16 +176,13 @@ class LocalEngine(Engine):
         place = [*(other.rank for other in axes.others), sharding.shard.rank, replica]
         mine = [self.grouping.number, place, sharding.shard.size, zlib.crc32(repr(kept).encode())]
         everyone = self._world.all_gather_object(mine)
-        groups: list[list[Any]] = [[] for _ in range(self.grouping.count)]
-        for number, *rest in everyone:
-            groups[number].append(rest)
-        first = sorted(groups[0])
-        if any(sorted(group) != first for group in groups):
+        groups = [sorted(rest for of, *rest in everyone if of == number) for number in range(self.grouping.count)]
+        if any(group != groups[0] for group in groups):
             raise refusal(
                 f"parallel.zero {self.sharding.parallel.zero} lays shares out otherwise in some groups than in others, "
                 "because they lie otherwise on the nodes; let parallel.local_group divide the ranks of each node"
             )
-        return [rest[0] for rest in first].index(place)
+        return [rest[0] for rest in groups[0]].index(place)
 
     def _contents(self, number: int, part: FlatSlice) -> Iterator[tuple[nn.Parameter, int, int, int]]:
         """(parameter, first, last, place in the slice) of what lies in a slice."""
@@ -337,12 +334,10 @@ class LocalEngine(Engine):
             return manifest
         tensors = dict(manifest.tensors)
         if number:
-            own = self._prefix + OPTIMIZER
+            own, all_of_it = self._prefix + OPTIMIZER, manifest.tensors.items()
+            plain = {name.removeprefix(self._prefix): spec for name, spec in all_of_it if name.startswith(own)}
             tensors = {n: s for n, s in tensors.items() if not n.startswith(OPTIMIZER)}
-            for name, spec in manifest.tensors.items():
-                if name.startswith(own):
-                    plain = name.removeprefix(self._prefix)
-                    tensors[plain] = replace(spec, name=plain)
+            tensors |= {name: replace(spec, name=name) for name, spec in plain.items()}
         return replace(manifest, tensors=tensors, values=manifest.values | manifest.value("replicas")[number])
 
     def finish_load(self, manifest: Manifest) -> None:
