@@ -117,10 +117,8 @@ def splits_by_name(files: Sequence[Path]) -> dict[Path, str] | None:
     Raises:
         InputError: Others beside these are named neither.
     """
-    found: dict[Path, str] = {}
-    for path in files:
-        if match := _SPLIT.match(streams.plain_stem(path)):
-            found[path] = TRAIN if match[1] == "train" else HELD_OUT
+    matches = {path: _SPLIT.match(streams.plain_stem(path)) for path in files}
+    found = {path: TRAIN if match[1] == "train" else HELD_OUT for path, match in matches.items() if match}
     if set(found.values()) != {TRAIN, HELD_OUT}:
         return None
     other = next((path for path in files if path not in found), None)

@@ -171,8 +171,7 @@ def memory_over_time(named: Named) -> Drawing:
     areas: list[dict[str, Any]] = []
     # all panels have the same steps: where one lacks a step that another has, Vega-Lite would draw 0
     taken = [rank.step[-1:] for rank in shown]
-    for rank in shown:
-        taken.append(rank.step[np.isfinite(np.array([rank.memory[c] for c in CATEGORIES])).any(axis=0)])
+    taken += [rank.step[np.isfinite([rank.memory[c] for c in CATEGORIES]).any(axis=0)] for rank in shown]
     steps = findings.thinned(np.unique(np.concatenate(taken)), POINTS)
     if len(steps) < 2:
         return memory_categories([named])  # there is no area over one step
