@@ -263,9 +263,8 @@ class WholeGradients(Gradients):
         return self.reduction.sum(x, bucket, shapes, background=background)
 
     def end(self, works: Sequence[Work | None]) -> None:
-        for work in works:
-            if work is not None:
-                work.wait()
+        for work in filter(None, works):
+            work.wait()
         if self.reduction.replicas is not None:
             for bucket in self._buckets:
                 self.reduction.among_replicas(self.reduction.own(bucket))
@@ -463,9 +462,8 @@ class ShardedGradients(Gradients):
 
     def free(self) -> None:
         for readers in self._readers:
-            for reader in readers:
-                if reader is not None:
-                    reader.release()
+            for reader in filter(None, readers):
+                reader.release()
         for slots in self._slots:
             for slot in slots:
                 slot.free()
