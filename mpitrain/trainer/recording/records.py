@@ -217,6 +217,9 @@ class RankRecords(Callback):
                 self._sent[operation, axis, algorithm] = figures
         return rows
 
+    def on_exception(self, trainer: Run, error: BaseException) -> None:
+        self._close()  # where ranks died, another may get this one's number and go on with its file
+
     def teardown(self, trainer: Run) -> None:
         if self._started:
             trainer.world.journal.stop()
