@@ -130,7 +130,14 @@ def slot_count(overlaps: bool, in_order: bool, shared: bool, nodes: int) -> int:
 
 
 def formula(
-    stage: ZeroStage, ranks: int, numel: float, itemsize: int, moments: int, *, copied: bool = False, sharing: int = 0
+    stage: ZeroStage,
+    ranks: int,
+    numel: float,
+    itemsize: int,
+    moments: int,
+    *,
+    copied: bool = False,
+    sharing: int = 0,
 ) -> Account:
     """What training takes on each rank, without padding.
 
