@@ -68,7 +68,7 @@ def _generators(family: str, sizes: dict[str, int]) -> dict[str, Callable[[torch
     from mpitrain.inference.commands import Job
     from mpitrain.inference.generation import Draws, Generation, Sampling
     from mpitrain.inference.placing import placed
-    from mpitrain.models.hugging_face.folder import quiet
+    from mpitrain.models.hugging_face import quiet
     from mpitrain.trainer.weights import import_folder
 
     tokens = sizes["tokens"]

@@ -23,9 +23,7 @@ from mpitrain.inference.commands import add_trust
 from mpitrain.loading import BASE, saved_in
 from mpitrain.models import Task
 from mpitrain.models.build import adapted_layers
-from mpitrain.models.hugging_face import PREFIX
-from mpitrain.models.hugging_face.families import Facade
-from mpitrain.models.hugging_face.folder import save_folder
+from mpitrain.models.hugging_face import PREFIX, Facade, save_folder
 from mpitrain.storage.disk import new_folder, replacing, require_new
 
 _FILES = (".safetensors", ".pt")

@@ -10,9 +10,9 @@ from collections.abc import Iterable
 from typing import Literal
 
 Model = Literal["gpt", "resnet", "mlp"]  # models.build
-Norm = Literal["layernorm", "rmsnorm"]  # models.gpt.model
-Positions = Literal["rotary", "learned"]  # models.gpt.model
-FeedForward = Literal["gelu", "swiglu"]  # models.gpt.model
+Norm = Literal["layernorm", "rmsnorm"]  # models.gpt
+Positions = Literal["rotary", "learned"]  # models.gpt
+FeedForward = Literal["gelu", "swiglu"]  # models.gpt
 RESNET_LAYERS = (18, 34, 50, 101)  # models.resnet
 Precision = Literal["fp32", "bf16", "fp16"]  # layers.precision
 # of the learning rate after its warm-up: config.learning_rate

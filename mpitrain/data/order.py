@@ -70,10 +70,6 @@ class SampleOrder(Ordering):
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"seed is {self.seed}; it must be from 0 to 2^63-1")
 
-    def epoch(self, position: int) -> int:
-        """The epoch that a running position lies in."""
-        return position // self.samples
-
     def at(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         epochs = positions // self.samples
         ids = np.empty(len(positions), np.int64)

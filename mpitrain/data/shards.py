@@ -25,19 +25,8 @@ import numpy.typing as npt
 
 from mpitrain.data.format import EXTENT_BYTES, DatasetManifest, FieldSpec, ShardSpec
 from mpitrain.errors import InputError
+from mpitrain.storage import hdf5
 from mpitrain.storage.disk import open_plain
-from mpitrain.storage.hdf5 import (
-    SIGNATURE,
-    ExtentHasher,
-    Image,
-    begin_file,
-    bytes_of_array,
-    contiguous,
-    crc32,
-    hdf5_image,
-    read_at,
-    write_at,
-)
 
 _COPY_BYTES = 8 << 20
 _TABLE = np.dtype("<u4")
@@ -57,7 +46,7 @@ class ShardWriter:
 
     def __init__(self, path: Path, fields: Sequence[FieldSpec], capacity: int) -> None:
         self._path, self._fields, self._capacity = path, fields, capacity
-        self._hashers = [ExtentHasher(field.extent_rows(EXTENT_BYTES)) for field in fields]
+        self._hashers = [hdf5.ExtentHasher(field.extent_rows(EXTENT_BYTES)) for field in fields]
         self._places = create_structure(path, fields, capacity)
         self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         self.rows = 0
@@ -75,7 +64,7 @@ class ShardWriter:
         """
         for field, hasher, (begin, _), column in zip(self._fields, self._hashers, self._places, columns, strict=True):
             hasher.update(column)
-            write_at(self._descriptor, bytes_of_array(column), begin + self.rows * field.row_bytes)
+            hdf5.write_at(self._descriptor, hdf5.bytes_of_array(column), begin + self.rows * field.row_bytes)
         self.rows += len(columns[0])
 
     def finish(self) -> ShardSpec:
@@ -85,8 +74,8 @@ class ShardWriter:
         crcs = {}
         for field, hasher, (_, begin) in zip(self._fields, self._hashers, self._places, strict=True):
             table = np.array(hasher.hashes(), _TABLE)
-            write_at(self._descriptor, bytes_of_array(table), begin)
-            crcs[field.name] = crc32(table.data)
+            hdf5.write_at(self._descriptor, hdf5.bytes_of_array(table), begin)
+            crcs[field.name] = hdf5.crc32(table.data)
         os.fsync(self._descriptor)
         size = os.fstat(self._descriptor).st_size
         os.close(self._descriptor)
@@ -107,7 +96,7 @@ class ShardWriter:
                 size = self.rows * field.row_bytes
                 for start in range(0, size, _COPY_BYTES):
                     piece = os.pread(long, min(_COPY_BYTES, size - start), old + start)
-                    write_at(self._descriptor, memoryview(piece), new + start)
+                    hdf5.write_at(self._descriptor, memoryview(piece), new + start)
         finally:
             os.close(long)
 
@@ -123,8 +112,8 @@ def create_structure(path: Path, fields: Sequence[FieldSpec], rows: int) -> list
     Returns:
         Where the rows of each field and their table of hashes begin, in bytes from the beginning of the file.
     """
-    image = Image()
-    with hdf5_image(image) as shard:
+    image = hdf5.Image()
+    with hdf5.hdf5_image(image) as shard:
         shard.create_group("crc32")
         places = [
             (
@@ -133,14 +122,14 @@ def create_structure(path: Path, fields: Sequence[FieldSpec], rows: int) -> list
             )
             for field in fields
         ]
-    begin_file(path, image)
+    hdf5.begin_file(path, image)
     return places
 
 
 def _create_data_set(file: h5py.File, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> int:
     """Make an empty data set; returns the offset of its bytes in the file."""
     space, kind = h5py.h5s.create_simple(shape), h5py.h5t.py_create(dtype)
-    return int(h5py.h5d.create(file.id, name.encode(), kind, space, contiguous()).get_offset())
+    return int(h5py.h5d.create(file.id, name.encode(), kind, space, hdf5.contiguous()).get_offset())
 
 
 class OpenShard:
@@ -171,7 +160,7 @@ class OpenShard:
             raise InputError(f"{self._label}: no permission to read it; ask its owner for access") from None
         except OSError as error:
             raise self._error(f"cannot be read ({error.strerror})") from None
-        if os.pread(self._descriptor, len(SIGNATURE), 0) != SIGNATURE:
+        if os.pread(self._descriptor, len(hdf5.SIGNATURE), 0) != hdf5.SIGNATURE:
             raise self._error("is not an HDF5 file")
         if (size := os.fstat(self._descriptor).st_size) != spec.bytes:
             raise self._error(f"has {size} bytes where the manifest says {spec.bytes}")
@@ -246,14 +235,14 @@ class OpenShard:
         spec = self._fields[field]
         rows = np.empty((end - begin, *spec.shape), spec.stored)
         self._pread(field, begin, rows)
-        if crc32(rows.data) != self._tables[field][extent]:
+        if hdf5.crc32(rows.data) != self._tables[field][extent]:
             raise self._error(f"field {spec.name}, extent {extent} (rows {begin} to {end - 1}) is damaged")
         return rows
 
     def _pread(self, field: int, start: int, out: npt.NDArray[Any]) -> None:
         offset = self._offsets[field] + start * self._row_bytes[field]
         try:
-            done = read_at(self._descriptor, bytes_of_array(out), offset)
+            done = hdf5.read_at(self._descriptor, hdf5.bytes_of_array(out), offset)
         except OSError as error:
             raise self._error(f"cannot be read ({error.strerror})") from error
         if done < out.nbytes:
@@ -275,7 +264,7 @@ class OpenShard:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise self._error(f"cannot be read as HDF5 ({reason})") from None
         for field, table in zip(self._fields, tables, strict=True):
-            if crc32(table.data) != spec.tables[field.name]:
+            if hdf5.crc32(table.data) != spec.tables[field.name]:
                 raise self._error(f"field {field.name}: its table of hashes is damaged")
         return offsets, tables
 

@@ -27,7 +27,7 @@ from mpitrain.errors import InputError, refusal
 from mpitrain.inference.commands import Job
 from mpitrain.loading import SavedModel, fill, saved_in
 from mpitrain.models.earlier import POSITIONS, State
-from mpitrain.models.hugging_face.families import CACHE_NAMES
+from mpitrain.models.hugging_face import CACHE_NAMES
 from mpitrain.pipe.partition import check_slices, listed_blocks, parameter_costs, stage_bounds
 from mpitrain.pipe.wire import OutputSpec, Wire, as_tuple
 from mpitrain.tensor import parallelize, plan_for

@@ -311,9 +311,8 @@ class Averaging:
 
     def _finish(self) -> None:
         """Let the outer optimizer use the differences, once they are summed."""
-        for work in self._works:
-            if work is not None:
-                work.wait()
+        for work in filter(None, self._works):
+            work.wait()
         for number, (anchor, difference) in enumerate(zip(self._anchors, self._differences, strict=True)):
             self.outer.step(number, anchor, difference)
         self._works, self._differences = [], []

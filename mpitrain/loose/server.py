@@ -30,7 +30,7 @@ from mpitrain.comm.runtime.work import Messages
 from mpitrain.config.settings import Config
 from mpitrain.errors import CommunicationError
 from mpitrain.loose.clock import AppliedPart, Clock, Commit, LetterKind, Portion, Pull, Remembered, StepRecord, Summing
-from mpitrain.loose.sharding import OwnShares, Roles, SharedFlats, ShareUpdate
+from mpitrain.loose.sharding import OwnShares, Roles, SharedFlats, ShareUpdate, squares
 
 _IDLE = 0.5  # seconds between looks at whether to go on
 _RECEIVING = 1e-4  # likewise while payloads arrive
@@ -340,11 +340,11 @@ class Server:
         if self._sum.told or len(self._sum.commits) < parts or min(self._sum.added, default=parts) < parts:
             return
         self._sum.told = True
-        squares = self._update.squares()
+        own = squares(self._update.sums)
         for server in self._roles.servers:
             if server != self._questions.rank:
-                self._questions.post(server, [LetterKind.SQUARES, step, squares])
-        self._know_squares(step, squares)
+                self._questions.post(server, [LetterKind.SQUARES, step, own])
+        self._know_squares(step, own)
 
     def _know_squares(self, step: int, squares: float) -> None:
         known = self._squares.setdefault(step, [])
@@ -402,12 +402,7 @@ class ServedWorker:
     """
 
     def __init__(
-        self,
-        roles: Roles,
-        flats: SharedFlats,
-        boxes: tuple[Mailbox, Mailbox],
-        bulk: bool,
-        failed: Callable[[], None],
+        self, roles: Roles, flats: SharedFlats, boxes: tuple[Mailbox, Mailbox], bulk: bool, failed: Callable[[], None]
     ) -> None:
         self._roles, self._flats, self._bulk, self._failed = roles, flats, bulk, failed
         self._questions, self._answers = boxes

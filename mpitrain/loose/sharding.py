@@ -354,11 +354,12 @@ class ShareUpdate:
 
     Attributes:
         parameters: All that are trained, in the order of the layout.
+        sums: The gradients added up, bucket by bucket.
     """
 
     def __init__(self, sharding: Sharding, sums: OwnShares, published: OwnShares, buckets: int) -> None:
         self._sharding, self.published = sharding, published
-        self._sums = [sums.bucket(number) for number in range(buckets)]
+        self.sums = [sums.bucket(number) for number in range(buckets)]
         self.parameters = [p for group in sharding.groups for p in group.parameters]
 
     @torch.no_grad()
@@ -371,7 +372,7 @@ class ShareUpdate:
             factor: What they are multiplied by.
             first: Forget what was added before.
         """
-        place = self._sums[bucket]
+        place = self.sums[bucket]
         if not first:
             place.add_(gradients, alpha=factor)
         elif factor == 1.0:
@@ -380,11 +381,6 @@ class ShareUpdate:
             torch.mul(gradients, factor, out=place)
         else:
             place.copy_(gradients).mul_(factor)
-
-    @torch.no_grad()
-    def squares(self) -> float:
-        """The sum of the squares of all gradients added up; not finite where one of them is not."""
-        return squares(self._sums)
 
     @torch.no_grad()
     def apply(self, buckets: Iterable[int], lr: float, factor: float, unused: Set[nn.Parameter] = frozenset()) -> None:

@@ -19,52 +19,38 @@ from torch import nn
 from mpitrain.models.task import BlockModel, Criterion
 
 SMALL_IMAGE = 64  # pixels, of the longer side
+WIDER = 4  # times its width that a bottleneck gives
 
 
 class ResidualBlock(nn.Module):
-    """Convolutions beside a shortcut.
+    """Convolutions beside a shortcut: two of 3x3, or 1x1 down, 3x3 and 1x1 up to `WIDER` times the width.
 
-    Args:
-        stride: Of all convolutions together.
-        convolutions: (inputs, outputs, kernel, stride) of each; a BatchNorm follows each, and a ReLU all but the last.
+    A BatchNorm follows each convolution, and a ReLU all but the last.
     """
 
-    def __init__(self, stride: int, *convolutions: tuple[int, int, int, int]) -> None:
+    def __init__(self, inputs: int, width: int, stride: int, bottleneck: bool) -> None:
         super().__init__()
+        convolutions = [(inputs, width, 3, stride), (width, width, 3, 1)]  # inputs, outputs, kernel and stride
+        if bottleneck:
+            convolutions = [(inputs, width, 1, 1), (width, width, 3, stride), (width, WIDER * width, 1, 1)]
         layers: list[nn.Module] = []
-        for inputs, outputs, kernel, own_stride in convolutions:
-            layers += [convolution(inputs, outputs, kernel, own_stride), nn.BatchNorm2d(outputs), nn.ReLU(inplace=True)]
+        for channels, outputs, kernel, own_stride in convolutions:
+            layers += [convolution(channels, outputs, kernel, own_stride), nn.BatchNorm2d(outputs)]
+            layers.append(nn.ReLU(inplace=True))
         self.residual = nn.Sequential(*layers[:-1])
-        self.shortcut = shortcut(convolutions[0][0], convolutions[-1][1], stride)
+        self.shortcut = shortcut(inputs, convolutions[-1][1], stride)
         self.activation = nn.ReLU(inplace=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.activation(self.residual(x) + self.shortcut(x))
 
 
-class BasicBlock(ResidualBlock):
-    """Two 3x3 convolutions beside a shortcut."""
-
-    expansion = 1
-
-    def __init__(self, inputs: int, width: int, stride: int) -> None:
-        super().__init__(stride, (inputs, width, 3, stride), (width, width, 3, 1))
-
-
-class Bottleneck(ResidualBlock):
-    """1x1 down, 3x3, 1x1 up to four times the width, beside a shortcut."""
-
-    expansion = 4
-
-    def __init__(self, inputs: int, width: int, stride: int) -> None:
-        super().__init__(stride, (inputs, width, 1, 1), (width, width, 3, stride), (width, 4 * width, 1, 1))
-
-
-STAGES: dict[int, tuple[type[BasicBlock] | type[Bottleneck], tuple[int, int, int, int]]] = {
-    18: (BasicBlock, (2, 2, 2, 2)),
-    34: (BasicBlock, (3, 4, 6, 3)),
-    50: (Bottleneck, (3, 4, 6, 3)),
-    101: (Bottleneck, (3, 4, 23, 3)),
+# by layers: whether blocks are bottlenecks, and how many each stage has
+STAGES = {
+    18: (False, (2, 2, 2, 2)),
+    34: (False, (3, 4, 6, 3)),
+    50: (True, (3, 4, 6, 3)),
+    101: (True, (3, 4, 23, 3)),
 }
 
 
@@ -94,14 +80,15 @@ class ResNet(BlockModel):
         channels_last: bool = False,
     ) -> None:
         super().__init__()
-        kind, depths = STAGES[layers]
+        bottleneck, depths = STAGES[layers]
         self.stem = Stem(channels, width, small, channels_last)
         stages, inputs = [], width
         for index, depth in enumerate(depths):
             own = width * 2**index
-            first = kind(inputs, own, 2 if index > 0 else 1)
-            inputs = own * kind.expansion
-            stages.append(nn.Sequential(first, *(kind(inputs, own, 1) for _ in range(depth - 1))))
+            first = ResidualBlock(inputs, own, 2 if index > 0 else 1, bottleneck)
+            inputs = WIDER * own if bottleneck else own
+            others = (ResidualBlock(inputs, own, 1, bottleneck) for _ in range(depth - 1))
+            stages.append(nn.Sequential(first, *others))
         self.stages = nn.ModuleList(stages)
         self.pool = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())
         self.head = nn.Linear(inputs, outputs)

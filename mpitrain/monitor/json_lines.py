@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
 
 from mpitrain.errors import InputError, first_problem
 from mpitrain.storage.disk import open_plain, reason
@@ -212,10 +212,6 @@ KnownNumbers = Annotated[
 ]
 
 
-class _Line(BaseModel):
-    model_config = ConfigDict(extra="allow")
-
-
 class MemoryFigures(BaseModel):
     """Rank 0's bytes by category."""
 
@@ -227,7 +223,7 @@ class MemoryFigures(BaseModel):
     expected: dict[str, Number]
 
 
-class StepLine(_Line):
+class StepLine(BaseModel, extra="allow"):
     """A line of metrics.jsonl, of any version: only the step's number is certain."""
 
     step: Count
@@ -260,7 +256,7 @@ class FullStepLine(StepLine):
     world_size: Ranks
 
 
-class EventLine(_Line):
+class EventLine(BaseModel, extra="allow"):
     """A line of events.jsonl; which of the keys it has is told by `event`."""
 
     time: Time

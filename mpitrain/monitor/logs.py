@@ -88,9 +88,7 @@ def _log_to(handler: logging.Handler, rank: int, level: int) -> logging.Logger:
 def close_rank_log() -> None:
     """Close the file, or forget what is kept for one; without either there is nothing to be done."""
     logger = logging.getLogger(NAME)
-    for handler in [
-        handler for handler in logger.handlers if isinstance(handler, (logging.FileHandler, MemoryHandler))
-    ]:
+    for handler in [h for h in logger.handlers if isinstance(h, (logging.FileHandler, MemoryHandler))]:
         logger.removeHandler(handler)
         logging.getLogger(WARNINGS).removeHandler(handler)
         handler.close()

@@ -19,23 +19,15 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
 
+    from mpitrain.monitor.timeline.spans import Spans
+
 PARTS = ("data", "forward", "backward", "communication", "optimizer", "evaluation", "checkpoint", "other")
 _MANY = 4096
-
-
-class PartListener(Protocol):
-    """What is told of each part once it is over, while a timeline is recorded."""
-
-    def part(self, name: str, begin: float, end: float, waited: float) -> None:
-        """A part is over. begin, end: seconds of `time.perf_counter()`. waited: with nested parts."""
-
-    def action(self, kind: str, stage: int, microbatch: int, begin: float, end: float) -> None:
-        """An action of a pipeline is over. kind: of the action. begin, end: as above, on the host."""
 
 
 class TimedPart:
@@ -82,7 +74,7 @@ class StepClock:
             if is_accelerator(device):
                 self._device_times = _DeviceTimes(device, now)
                 self._stamp = self._device_times.stamp
-        self.listener: PartListener | None = None
+        self.listener: Spans | None = None
         self.steps: list[tuple[int, float, dict[str, float]]] | None = None
         self._open: list[tuple[str, Any, float]] = []  # part, stamp and waited when it began
         self._pending: deque[tuple[str, Any, float]] = deque()  # part that was the innermost, until when, waited then

@@ -91,7 +91,6 @@ class TensorBoard(Tracker):
 
     def __init__(self) -> None:
         self._make = _package("torch.utils.tensorboard", "monitor.tensorboard", "monitor").SummaryWriter
-        self._board: Any = None
 
     def start(self, run_dir: Path, config: Mapping[str, Any], resume_step: int | None) -> None:
         purge = None if resume_step is None else resume_step + 1
@@ -102,8 +101,7 @@ class TensorBoard(Tracker):
             self._board.add_scalar(name, value, step)
 
     def close(self) -> None:
-        if self._board is not None:
-            self._board.close()
+        self._board.close()
 
 
 class WeightsAndBiases(Tracker):
@@ -116,7 +114,6 @@ class WeightsAndBiases(Tracker):
     def __init__(self) -> None:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # which would go to a server as it is imported
         self._wandb = _package("wandb", "monitor.wandb", "trackers")
-        self._run: Any = None
 
     def start(self, run_dir: Path, config: Mapping[str, Any], resume_step: int | None) -> None:
         mode = os.environ.get("WANDB_MODE") or "offline"
@@ -139,8 +136,7 @@ class WeightsAndBiases(Tracker):
         self._run.log(dict(figures), step=step)
 
     def close(self) -> None:
-        if self._run is not None:
-            self._run.finish()
+        self._run.finish()
 
 
 class MLflow(Tracker):
@@ -192,9 +188,8 @@ class MLflow(Tracker):
             self._flush()
 
     def close(self) -> None:
-        if self._run:
-            self._flush()
-            self._client.set_terminated(self._run)
+        self._flush()
+        self._client.set_terminated(self._run)
 
     def _flush(self) -> None:
         waiting, self._waiting = self._waiting, []

@@ -154,11 +154,9 @@ def broadcast_state(module: nn.Module, comm: Communicator, root: int = 0) -> Non
 def broadcast_tensors(tensors: Iterable[torch.Tensor], comm: Communicator, root: int) -> None:
     """Give every rank the root's values. Collective."""
     for tensor in tensors:
-        if tensor.is_contiguous():
-            comm.broadcast(tensor, root)
-        else:
-            dense = tensor.contiguous()
-            comm.broadcast(dense, root)
+        dense = tensor.contiguous()  # the tensor itself where it is that already
+        comm.broadcast(dense, root)
+        if dense is not tensor:
             tensor.copy_(dense)
 
 

@@ -226,8 +226,7 @@ class WholeGradients(Gradients):
                 self._views[parameter] = (view, flat.dtype != group.dtype)
         self._buckets = [b for g, group in enumerate(groups) for b in group.buckets(self._arenas[g].tensor)]
         self._compressed = [reduction.compressed(groups[g], b, (g, b)) for g, b in numbered(groups)]
-        whole = not sharded and reduction.compression is None and not reduction.overlaps
-        self.at_once = self.flat if whole else None
+        self.at_once = self.flat if not sharded and reduction.compression is None and not reduction.overlaps else None
 
     def _allocate(self, dtype: torch.dtype | None) -> list[Arena]:
         """Memory for each group."""
@@ -264,9 +263,8 @@ class WholeGradients(Gradients):
         return self.reduction.sum(x, bucket, shapes, background=background)
 
     def end(self, works: Sequence[Work | None]) -> None:
-        for work in works:
-            if work is not None:
-                work.wait()
+        for work in filter(None, works):
+            work.wait()
         if self.reduction.replicas is not None:
             for bucket in self._buckets:
                 self.reduction.among_replicas(self.reduction.own(bucket))
@@ -464,9 +462,8 @@ class ShardedGradients(Gradients):
 
     def free(self) -> None:
         for readers in self._readers:
-            for reader in readers:
-                if reader is not None:
-                    reader.release()
+            for reader in filter(None, readers):
+                reader.release()
         for slots in self._slots:
             for slot in slots:
                 slot.free()

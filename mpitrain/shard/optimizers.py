@@ -294,8 +294,7 @@ class DividedMatrix:
         assert self.axis is not None
         counts = [part.numel for part in self.slices]
         everything = memory("parts", sum(counts), mine.dtype)
-        own = memory("part", mine.numel(), mine.dtype).copy_(mine)
-        self.axis.all_gather(everything, own, counts=counts)
+        self.axis.all_gather(everything, memory("part", mine.numel(), mine.dtype).copy_(mine), counts=counts)
         matrix = torch.empty(math.prod(self.slices[0].shape), dtype=mine.dtype, device=mine.device)
         for part, end in zip(self.slices, accumulate(counts), strict=True):
             for view, lo, box in _views(matrix, part):
@@ -327,9 +326,8 @@ class TrustRatios(torch.optim.Optimizer):
 
     needs_whole = True
     gather: SquaresSum | None = None
-    _measured: Callable[
-        ..., torch.Tensor
-    ]  # of (value, group): that whose norm goes with the parameter's into the ratio
+    # of (value, group): that whose norm goes with the parameter's into the ratio
+    _measured: Callable[..., torch.Tensor]
     _ratio: Callable[..., torch.Tensor]  # of (norm of the parameter, norm of what is measured, group)
     _apply: Callable[..., None]  # updates the parameter `value`; of (value, what the ratio has scaled, group)
 

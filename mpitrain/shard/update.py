@@ -193,8 +193,7 @@ def _rounds(flat_parameters: Sequence[FlatParameter], files: bool) -> list[list[
         return [list(flat_parameters)]
     total = sum(s.value.numel() for s in flat_parameters)
     count = min(len(flat_parameters), max(1, -(-total // SCRATCH)))
-    bounds = split(len(flat_parameters), count)
-    return [list(flat_parameters[lo:hi]) for lo, hi in pairwise(bounds) if lo < hi]
+    return [list(flat_parameters[lo:hi]) for lo, hi in pairwise(split(len(flat_parameters), count)) if lo < hi]
 
 
 def set_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:

@@ -16,15 +16,7 @@ import torch
 from mpitrain.comm import Communicator
 from mpitrain.comm.memory.device import CPU
 from mpitrain.config.settings import Config
-from mpitrain.data import (
-    Batch,
-    Dataset,
-    Loader,
-    Share,
-    resolve,
-    stage_on_nodes,
-    staged_folder,
-)
+from mpitrain.data import Batch, Dataset, Loader, Share, resolve, stage_on_nodes, staged_folder
 from mpitrain.data.format import HELD_OUT, TRAIN
 from mpitrain.data.mix import check_data, data_paths, open_split
 from mpitrain.data.on_device import Augment, pin

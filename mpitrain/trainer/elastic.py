@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise
@@ -246,10 +247,8 @@ class Copies:
 
 def newest_whole(held: Sequence[tuple[Key, int]]) -> Key | None:
     """The newest set of which every owner's copy is held by some rank; of one step, the one made last."""
-    owners: dict[Key, set[int]] = {}
-    for key, owner in held:
-        owners.setdefault(key, set()).add(owner)
-    whole = [key for key, of in owners.items() if len(of) == key.ranks]
+    owners = Counter(key for key, _ in dict.fromkeys(held))
+    whole = [key for key, count in owners.items() if count == key.ranks]
     return max(whole, key=lambda key: (key.step, key.losses), default=None)
 
 

@@ -258,7 +258,11 @@ class Engine:
                 done += 1
             if tree is not None:
                 tree.add(last=number == len(workers) - 1)
-        self._keep_up(done, rounds)
+        for _ in range(done, rounds):  # the collective passes of the ranks that have more microbatches than this one
+            if self.sharding.parameters.gathers:
+                self.backward(self.forward(*self._example) * 0.0, reduce=False)
+            elif self.sharding.gradients.reduces_each_pass:
+                self.sharding.reducer.finish()
         if tree is not None or (done == 0 and not self.sharding.gradients.reduces_each_pass):
             self.sharding.reducer.finish()
         return losses
@@ -282,37 +286,25 @@ class Engine:
             self.sharding.reducer.finish()
         return loss / self.scale.value
 
-    def _keep_up(self, done: int, rounds: int) -> None:
-        """Take part in the collective passes of the ranks that have more microbatches than this one."""
-        for _ in range(done, rounds):
-            if self.sharding.parameters.gathers:
-                self.backward(self.forward(*self._example) * 0.0, reduce=False)
-            elif self.sharding.gradients.reduces_each_pass:
-                self.sharding.reducer.finish()
-
     def step(self, lr: float | None = None) -> StepResult:
         """Clip the gradients and update, unless they are not finite on some rank. Collective.
 
         lr: The learning rate; None leaves the optimizer's own.
         """
         with self.clock.optimizer:
-            result = self._step(lr)
+            if lr is not None:
+                set_rate(self.optimizer, lr)
+            squares = self._updater.squares()
+            told = device.fetched(squares)
+            if unseen := self._updater.skips:
+                self._update_unseen(squares)
+            found = float(told())
+            norm = math.sqrt(found) / self.scale.value if math.isfinite(found) else math.nan
+            finite = math.isfinite(norm)
+            if finite and not unseen:
+                self._update(norm)
+            self.scale.update(overflowed=not finite)
         self.clock.settle()
-        return result
-
-    def _step(self, lr: float | None) -> StepResult:
-        if lr is not None:
-            set_rate(self.optimizer, lr)
-        squares = self._updater.squares()
-        told = device.fetched(squares)
-        if unseen := self._updater.skips:
-            self._update_unseen(squares)
-        found = float(told())
-        norm = math.sqrt(found) / self.scale.value if math.isfinite(found) else math.nan
-        finite = math.isfinite(norm)
-        if finite and not unseen:
-            self._update(norm)
-        self.scale.update(overflowed=not finite)
         return StepResult(norm, not finite)
 
     def _update(self, norm: float) -> None:

@@ -58,11 +58,7 @@ class Lion(_Elementwise):
     """
 
     def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 1e-4,
-        betas: Sequence[float] = (0.9, 0.99),
-        weight_decay: float = 0.0,
+        self, params: Iterable[Any], lr: float = 1e-4, betas: Sequence[float] = (0.9, 0.99), weight_decay: float = 0.0
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": checked_betas(betas), "weight_decay": weight_decay})
 
@@ -94,14 +90,8 @@ class UncorrectedAdamW(_Elementwise):
         weight_decay: float = 0.0,
         decoupled: bool = True,
     ) -> None:
-        given = {
-            "lr": lr,
-            "betas": checked_betas(betas),
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "decoupled": decoupled,
-        }
-        super().__init__(params, given)
+        given = {"lr": lr, "betas": checked_betas(betas), "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, given | {"decoupled": decoupled})
 
     def _update(self, value: Any, gradient: Any, group: Any, state: Any) -> None:
         first, second = group["betas"]
@@ -156,10 +146,9 @@ class ParameterRoles:
         trained = [name for p, name in first.items() if p.requires_grad]
         _refuse_unmatched(section, trained)
         matched: dict[str, int] = {}
-        for number, group in enumerate(section.groups):  # the first that matches counts
-            for name in trained:
-                if any(fnmatchcase(name, pattern) for pattern in patterns_of(group)):
-                    matched.setdefault(name, number)
+        for number, group in reversed(list(enumerate(section.groups))):  # the first that matches counts
+            found = [name for name in trained if any(fnmatchcase(name, pattern) for pattern in patterns_of(group))]
+            matched |= dict.fromkeys(found, number)
         tables = {p for m in module.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
         matrices = [p for _, p in every if p.dim() == 2]
         hidden = set(matrices[:-1]) - tables - {matrices[-1]} if matrices else set()
@@ -183,9 +172,7 @@ def _refuse_unmatched(section: OptimSection, names: list[str]) -> None:
 
 
 def make_optimizer(
-    section: OptimSection,
-    named: Iterable[tuple[str, nn.Parameter]],
-    roles: ParameterRoles | None = None,
+    section: OptimSection, named: Iterable[tuple[str, nn.Parameter]], roles: ParameterRoles | None = None
 ) -> torch.optim.Optimizer:
     """The optimizer of `section` over the parameters; fused where torch has it for the class.
 
@@ -445,13 +432,8 @@ class TorchSchedule:
     def __init__(self, section: OptimSection, steps: int) -> None:
         self._kind = kind = _scheduler_class("optim.schedule", section.schedule)
         accepted = inspect.signature(kind).parameters
-        options: dict[str, Any] = {
-            "total_steps": steps,
-            "T_max": steps,
-            "max_lr": section.lr,
-            "base_lr": section.lr_end,
-        }
-        options = {key: value for key, value in options.items() if key in accepted}
+        usual = {"total_steps": steps, "T_max": steps, "max_lr": section.lr, "base_lr": section.lr_end}
+        options: dict[str, Any] = {key: value for key, value in usual.items() if key in accepted}
         options |= section.schedule_options
         refuse_unknown("optim.schedule_options", kind, options, ("optimizer", "last_epoch"))
         if options.get("cycle_momentum"):

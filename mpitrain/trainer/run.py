@@ -158,6 +158,9 @@ class Run(ABC):
     rank), meter (of the metrics), schedule (of the learning rate), store (the checkpoints), parameters (of the whole
     model).
 
+    began: `time.monotonic()` when this job held the run folder. start: steps done when its first step was about to
+    begin; None until then. skipped: steps of this job without an update.
+
     step: steps done; while a step is taken, those before it. position: samples of the run's order that they took.
     batch_sizes: of each step's global batch. samples: of a step's batch that this rank's group trains on. resumed_step:
     the step of this run that the state was loaded from; None where it is a run from the start. saved: whether this job
@@ -184,7 +187,9 @@ class Run(ABC):
     batch_sizes: BatchSizes
     samples: int
     figures: dict[str, float]
-    step = position = 0
+    began: float
+    start: int | None = None
+    step = position = skipped = 0
     resumed_step: int | None = None
     saved = False
     # why training stops before its end, in a few words; whether all ranks agreed on it; whether the run is then done

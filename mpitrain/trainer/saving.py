@@ -113,9 +113,7 @@ class SaveSchedule(Callback):
         if self._told / _NEWS < every < self._told * _NEWS:
             return every, ""
         self._told = every
-        cost = (
-            f"a save holds training up for {lasting(held)}" if section.background else f"a save takes {lasting(held)}"
-        )
+        cost = f"a save {'holds training up for' if section.background else 'takes'} {lasting(held)}"
         if every > steps_between(held, step_seconds, mtbf):
             cost += f" and is written in {lasting(least)}"
         who = "this node" if nodes == 1 else f"of {nodes} nodes one"
@@ -205,8 +203,7 @@ def require_given(trainer: Run) -> None:
 def load_newest(trainer: Run) -> Restored:
     """The state of the newest checkpoint that is whole, loaded; of the start, where there is none. Collective."""
     resume, reasons = trainer.config.checkpoint.resume, []
-    candidates = trainer.store.newest_first() if resume == "auto" else trainer.store.at(Path(resume))
-    for folder in candidates:
+    for folder in trainer.store.newest_first() if resume == "auto" else trainer.store.at(Path(resume)):
         try:
             manifest = trainer.store.load(folder, partial(_wanted, trainer, folder))
             of, _ = manifest.value("data"), manifest.value("position")

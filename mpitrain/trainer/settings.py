@@ -94,10 +94,7 @@ def _chosen(
     measure = not on_device and machine.origin.startswith("measured")
     wanted = given(config)
     description = description_of(config)
-    with (
-        all_cores(),
-        closing(profile_of(config, description, machine, measure, _MEASURING, ranks_per_node)) as model,
-    ):
+    with all_cores(), closing(profile_of(config, description, machine, measure, _MEASURING, ranks_per_node)) as model:
         predictor = Predictor(model, machine, nodes, ranks_per_node, bucket_mb=config.comm.bucket_mb)
         plan = best(predictor, rules_of(config), 1, wanted=wanted)
     if not plan.found:

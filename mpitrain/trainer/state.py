@@ -167,9 +167,7 @@ class EngineState:
         alike = [h for h in alike if h.written and self._writes_copies]
         ranges = shares([h.last - h.first for h in alike], size, rank)  # of what every rank has
         found = [part for n, lo, hi in ranges for part in alike[n].parts(_flat(alike[n].data), lo, hi)]
-        for holding in own if first else ():
-            if holding.written:
-                found += holding.parts(_flat(holding.data), 0, holding.last - holding.first)
+        found += [p for h in own if first and h.written for p in h.parts(_flat(h.data), 0, h.last - h.first)]
         if rank == 0 and self._writes_copies:  # what has no elements is in nobody's share
             empty = [self.holding(MODEL, p, 0, 0, p.detach()) for p in self._names if not p.numel()]
             found += [Part(h.spec, Piece.whole(h.name, 0), h.data.reshape(-1)) for h in empty if h.written]

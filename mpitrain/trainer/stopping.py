@@ -59,27 +59,14 @@ class StopInTime(Callback):
         self._last = 0.0  # time.monotonic() of the last update, or of the start
 
     def setup(self, trainer: Run) -> None:
-        self.begin(trainer.config.run.stop_before)
-
-    def begin(self, margin: float) -> None:
-        """Install the handlers of SIGUSR1 and SIGTERM until `close`.
-
-        margin: seconds before the end of the batch job's time at which to stop; more where steps or saves take long.
-        """
-        self._margin, self._longest, self._file, self._asked = margin, 0.0, None, ""
+        """Install the handlers of SIGUSR1 and SIGTERM until `teardown`."""
+        self._margin, self._longest = trainer.config.run.stop_before, 0.0  # more where steps or saves take long
+        self._file, self._asked = None, ""
         self._handlers = {n: signal.signal(n, self._ask) for n in (signal.SIGUSR1, signal.SIGTERM)}
         self._asked = self._asked or early.asked()
 
-    def watch(self, folder: Path) -> None:
-        """Look at the folder's file and the clock from now on; one rank does."""
-        self._file, self._end = folder / STOP_FILE, end_of_job(os.environ)
-
     def _ask(self, number: int, frame: object) -> None:
         self._asked = signal.Signals(number).name  # nothing more in a handler
-
-    def took(self, seconds: float) -> None:
-        """A step, with a save where there was one, took so long."""
-        self._longest = max(self._longest, seconds)
 
     def reason(self) -> str:
         """Why to stop, in a few words; empty while there is no reason."""
@@ -92,28 +79,25 @@ class StopInTime(Callback):
                     self._asked = f"{self._file} is there"
         return self._asked
 
-    def close(self) -> None:
+    def on_fit_start(self, trainer: Run) -> None:
+        self._last = time.monotonic()
+        if trainer.world.rank == 0:  # which looks at the file and the clock
+            self._file, self._end = trainer.folder.path / STOP_FILE, end_of_job(os.environ)
+
+    def on_update(self, trainer: Run, step: Step) -> None:
+        now = time.monotonic()
+        self._longest = max(self._longest, now - self._last)  # of a step, with a save where there was one
+        self._last = now
+        if reason := self.reason():
+            trainer.request_stop(reason)
+
+    def teardown(self, trainer: Run) -> None:
         """Put the handlers of before back, and remove the file that was heeded."""
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         if self._file is not None and self._asked:  # done as asked; the next start shall not stop at once
             self._file.unlink(missing_ok=True)
         self._handlers, self._file = {}, None
-
-    def on_fit_start(self, trainer: Run) -> None:
-        self._last = time.monotonic()
-        if trainer.world.rank == 0:
-            self.watch(trainer.folder.path)
-
-    def on_update(self, trainer: Run, step: Step) -> None:
-        now = time.monotonic()
-        self.took(now - self._last)
-        self._last = now
-        if reason := self.reason():
-            trainer.request_stop(reason)
-
-    def teardown(self, trainer: Run) -> None:
-        self.close()
 
 
 def end_of_job(environment: Mapping[str, str]) -> float | None:
@@ -298,8 +282,7 @@ class EarlyStopping(Callback):
         if self.best.waited >= trainer.config.train.patience:
             best = f"{words(self.best.metric)} {figure(self.best.metric, self.best.value)}"
             found = f"the best was {best} at step {self.best.step}" if self.best.step else "none was finite"
-            times = counted(self.best.waited, "evaluation")
-            trainer.end(f"{words(self.best.metric)} no better in {times}, {found}")
+            trainer.end(f"{words(self.best.metric)} no better in {counted(self.best.waited, 'evaluation')}, {found}")
             trainer.say(f"ending after step {trainer.step}: {trainer.stop_reason}" + (f"; {more}" if more else ""))
 
     def state(self, trainer: Run) -> dict[str, Any]:
@@ -347,8 +330,7 @@ class BestCheckpoint(Callback):
         if not named:
             return
         self.best = Best.of(values.get(self.KEY) if trainer.resumed_step is not None else None, named)
-        folder = trainer.store.folder(self.best.step)
-        if not trainer.world.on_root(lambda: is_checkpoint(folder)):
+        if not trainer.world.on_root(lambda: is_checkpoint(trainer.store.folder(self.best.step))):
             self.best = Best(self.best.metric)
         higher(trainer, "checkpoint.best", self.best.metric)
         trainer.store.keeps_best, trainer.store.best = True, self.best.step or -1

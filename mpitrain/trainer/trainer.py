@@ -68,13 +68,7 @@ class Trainer(Run):
     roles: ParameterRoles
     met = 0
 
-    def __init__(
-        self,
-        config: Given,
-        callbacks: Sequence[Callback] = (),
-        *,
-        world: Communicator | None = None,
-    ) -> None:
+    def __init__(self, config: Given, callbacks: Sequence[Callback] = (), *, world: Communicator | None = None) -> None:
         """config: the settings, nested values, the path of a TOML file, or a function, which rank 0 reads or calls.
 
         Raises InputError on all ranks for settings that are wrong.
@@ -121,7 +115,7 @@ class Trainer(Run):
     def working(self) -> Iterator[None]:
         """Hold the run folder, and have the callbacks set up, inside. Collective."""
         with self.folder:
-            self.config = self.folder.config
+            self.config, self.began = self.folder.config, time.monotonic()
             self.call(lambda callback: callback.setup(self))
             try:
                 yield
@@ -142,6 +136,7 @@ class Trainer(Run):
                 self.resume()
                 self.make_room()
                 self.call(lambda callback: callback.on_fit_start(self))
+                self.start = self.step if self.start is None else self.start
                 with closing(self.strategy.steps(self)) as steps:  # type: ignore[type-var]
                     while self.step < self.config.train.steps and not self._ending:
                         self.do_step(steps)
@@ -156,7 +151,7 @@ class Trainer(Run):
         """The next step with all that hangs on it."""
         step = next(steps)
         self.step, self.position = step.number, self.position + self.batch_sizes.size(step.number - 1)
-        self.folder.step = self.step
+        self.folder.step, self.skipped = self.step, self.skipped + step.skipped
         self.call(lambda callback: callback.on_update(self, step))
         if step.together:
             self._agree_to_stop()

@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from mpitrain.models.gpt import GPT, Attention
-from mpitrain.models.gpt.model import rotate, turns_of
+from mpitrain.models.gpt import GPT, Attention, rotate, turns_of
 from mpitrain.models.losses import cross_entropy
 
 

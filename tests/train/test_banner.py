@@ -47,8 +47,8 @@ def last_lines(monkeypatch, capsys):
 
     def lines(trainer, *, start=0, loss=2.41234, seconds=80.0, skipped=0, row=Fruitless()) -> list[str]:
         callback = console.Console(SimpleNamespace(row=row))
-        callback._began, callback._start, callback._loss, callback._skipped = 900.0, start, loss, skipped
-        callback._step_seconds = seconds
+        trainer.began, trainer.start, trainer.skipped = 900.0, start, skipped
+        callback._loss, callback._step_seconds = loss, seconds
         if trainer.held_out is not None:
             callback._held_out = {"loss": "2.4400", "accuracy": "0.91"}
         capsys.readouterr()

@@ -6,6 +6,8 @@ import os
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -29,10 +31,11 @@ def test_the_end_of_the_job_is_what_the_batch_system_says():
 
 
 def stopping_in(folder: Path | None, margin: float = 0) -> StopInTime:
-    stopping = StopInTime()
-    stopping.begin(margin)
+    stopping, config = StopInTime(), SimpleNamespace(run=SimpleNamespace(stop_before=margin))
+    trainer: Any = SimpleNamespace(config=config, world=SimpleNamespace(rank=0), folder=SimpleNamespace(path=folder))
+    stopping.setup(trainer)
     if folder is not None:
-        stopping.watch(folder)
+        stopping.on_fit_start(trainer)
     return stopping
 
 
@@ -42,7 +45,7 @@ def test_a_file_stops_and_is_gone_afterwards(tmp_path):
     (tmp_path / "stop").touch()
     stopping._looked = 0.0  # as if a while had passed
     assert "stop is there" in stopping.reason()
-    stopping.close()
+    stopping.teardown(None)
     assert not (tmp_path / "stop").exists()
 
 
@@ -50,10 +53,10 @@ def test_time_that_is_nearly_up_stops(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(time.time() + 100))
     early, late = (stopping_in(tmp_path, margin) for margin in (60, 120))
     assert early.reason() == "" and late.reason() == "the job's time is up"
-    early.took(50)  # three more such steps would not fit
+    early._longest = 50.0  # three more such steps would not fit
     assert early.reason() == "the job's time is up"
-    late.close()
-    early.close()
+    late.teardown(None)
+    early.teardown(None)
 
 
 def test_a_signal_stops(tmp_path):
@@ -61,7 +64,7 @@ def test_a_signal_stops(tmp_path):
     stopping = stopping_in(None)
     os.kill(os.getpid(), signal.SIGUSR1)
     assert stopping.reason() == "SIGUSR1"
-    stopping.close()
+    stopping.teardown(None)
     assert signal.getsignal(signal.SIGUSR1) == before
 
 

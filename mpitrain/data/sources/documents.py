@@ -117,10 +117,8 @@ def splits_by_name(files: Sequence[Path]) -> dict[Path, str] | None:
     Raises:
         InputError: Others beside these are named neither.
     """
-    found: dict[Path, str] = {}
-    for path in files:
-        if match := _SPLIT.match(streams.plain_stem(path)):
-            found[path] = TRAIN if match[1] == "train" else HELD_OUT
+    matches = {path: _SPLIT.match(streams.plain_stem(path)) for path in files}
+    found = {path: TRAIN if match[1] == "train" else HELD_OUT for path, match in matches.items() if match}
     if set(found.values()) != {TRAIN, HELD_OUT}:
         return None
     other = next((path for path in files if path not in found), None)
@@ -193,15 +191,14 @@ def _elements(path: Path, fields: TextFields, encoding: str | None) -> Iterator[
                 chunk = text.read(max(streams.CHUNK, len(rest)))  # twice as much each time: it is decoded again
                 rest, more, at = rest + chunk, bool(chunk), 0
                 while (start := _NEXT.match(rest, at)) and start.end() < len(rest) and rest[start.end()] != "]":
+                    where = f"{path}, line {line + rest.count(chr(10), at, start.end())}"
                     try:
                         content, end = decode(rest, start.end())
                     except (ValueError, RecursionError) as error:
                         if more and len(rest) - at <= streams.LONGEST:
                             break  # it may go on in the next chunk
-                        where = f"{path}, line {line + rest.count(chr(10), at, start.end())}"
                         reason = getattr(error, "msg", "nested too deeply")
                         raise InputError(f"{where}: not JSON ({reason}); mend or remove the element") from None
-                    where = f"{path}, line {line + rest.count(chr(10), at, start.end())}"
                     yield _texts(content, fields, where)
                     line, at = line + rest.count("\n", at, end), end
                 rest = rest[at:]

@@ -171,8 +171,7 @@ def memory_over_time(named: Named) -> Drawing:
     areas: list[dict[str, Any]] = []
     # all panels have the same steps: where one lacks a step that another has, Vega-Lite would draw 0
     taken = [rank.step[-1:] for rank in shown]
-    for rank in shown:
-        taken.append(rank.step[np.isfinite(np.array([rank.memory[c] for c in CATEGORIES])).any(axis=0)])
+    taken += [rank.step[np.isfinite([rank.memory[c] for c in CATEGORIES]).any(axis=0)] for rank in shown]
     steps = findings.thinned(np.unique(np.concatenate(taken)), POINTS)
     if len(steps) < 2:
         return memory_categories([named])  # there is no area over one step
@@ -331,8 +330,7 @@ def bytes_by_operation(runs: Sequence[Named]) -> Drawing:
         return Drawing("bytes", title, NOTHING if any(findings.traffic(n.run) for n in runs) else NO_ACCOUNT)
     most = max(row["value"] for row in rows)
     rows = [row for row in rows if row["value"] > LITTLE * most]
-    told = ["algorithm:N", "calls:Q"]
-    chart = style.bars(rows, title, "sent ({} a step)", style.byte_unit, 26, *_BY_TIER, told)
+    chart = style.bars(rows, title, "sent ({} a step)", style.byte_unit, 26, *_BY_TIER, ["algorithm:N", "calls:Q"])
     note = "Means over the ranks of the last start. What a rank reads in its neighbours' memory counts as sent, too. "
     note += "What is less than a hundredth of the largest is in the table alone."
     return Drawing("bytes", title, note, chart)

@@ -221,10 +221,8 @@ def steps_axis() -> alt.X:
 
 def byte_unit(most: float) -> tuple[float, str]:
     """The bytes of a unit that suits, and its name."""
-    for size, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if most >= size:
-            return size, name
-    return 1.0, "B"
+    units = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+    return next((unit for unit in units if most >= unit[0]), (1.0, "B"))
 
 
 def bytes_text(count: float) -> str:
@@ -235,7 +233,5 @@ def bytes_text(count: float) -> str:
 
 def time_unit(most: float) -> tuple[float, str]:
     """The seconds of a unit that suits a time, and its name."""
-    for least, size, name in ((7200.0, 3600.0, "h"), (300.0, 60.0, "min"), (1.0, 1.0, "s")):
-        if most >= least:
-            return size, name
-    return 1e-3, "ms"
+    units = ((7200.0, 3600.0, "h"), (300.0, 60.0, "min"), (1.0, 1.0, "s"))
+    return next(((size, name) for least, size, name in units if most >= least), (1e-3, "ms"))

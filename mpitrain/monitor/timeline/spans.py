@@ -54,14 +54,14 @@ class Spans:
         self.after_backward: Callable[[float], None] = lambda end: None
 
     def part(self, name: str, begin: float, end: float, waited: float) -> None:
-        """See `PartListener`."""
+        """A part is over. begin, end: seconds of `time.perf_counter()`. waited: with nested parts."""
         if name == "backward":
             self.after_backward(end)
         self.waited[name] = self.waited.get(name, 0.0) + waited
         self._keep(("part", name, begin, end, {"waited": waited}))
 
     def action(self, kind: str, stage: int, microbatch: int, begin: float, end: float) -> None:
-        """See `PartListener`."""
+        """An action of a pipeline is over. kind: of the action. begin, end: as above, on the host."""
         self._keep(("action", kind, begin, end, {"stage": stage, "microbatch": microbatch}))
 
     def module(self, name: str, direction: str, begin: float, end: float) -> None:

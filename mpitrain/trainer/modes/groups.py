@@ -160,10 +160,9 @@ class LocalEngine(Engine):
         compression = None if parallel.local_compression == "none" else from_name(parallel.local_compression)
         self._left_out = LeftOut(f"{LEFT_OUT}{world.rank}/", compression)
         for n, part in enumerate(slices):
-            if compression is None:
-                break
             whole = [(at, p) for p, first, last, at in self._contents(n, part) if last - first == p.numel()]
-            buckets.append(compression.bucket(str(n), [(at, tuple(p.shape)) for at, p in whole]))
+            if compression is not None:
+                buckets.append(compression.bucket(str(n), [(at, tuple(p.shape)) for at, p in whole]))
         # copies of a parameter on several stages or tensor ranks must stay equal
         exact, weight = self.cut, grouping.weight
         self.averaging = Averaging(slices, peers, weight, parallel, buckets, reproducible=exact, wrote=self._wrote)
@@ -177,16 +176,13 @@ class LocalEngine(Engine):
         place = [*(other.rank for other in axes.others), sharding.shard.rank, replica]
         mine = [self.grouping.number, place, sharding.shard.size, zlib.crc32(repr(kept).encode())]
         everyone = self._world.all_gather_object(mine)
-        groups: list[list[Any]] = [[] for _ in range(self.grouping.count)]
-        for number, *rest in everyone:
-            groups[number].append(rest)
-        first = sorted(groups[0])
-        if any(sorted(group) != first for group in groups):
+        groups = [sorted(rest for of, *rest in everyone if of == number) for number in range(self.grouping.count)]
+        if any(group != groups[0] for group in groups):
             raise refusal(
                 f"parallel.zero {self.sharding.parallel.zero} lays shares out otherwise in some groups than in others, "
                 "because they lie otherwise on the nodes; let parallel.local_group divide the ranks of each node"
             )
-        return [rest[0] for rest in first].index(place)
+        return [rest[0] for rest in groups[0]].index(place)
 
     def _contents(self, number: int, part: FlatSlice) -> Iterator[tuple[nn.Parameter, int, int, int]]:
         """(parameter, first, last, place in the slice) of what lies in a slice."""
@@ -286,8 +282,7 @@ class LocalEngine(Engine):
         own = [h for h in self._outer() if not number] + self._ahead()
         parts += [part for h in own if h.written for part in h.parts(h.data, 0, h.last - h.first)]
         parts += self._left_out.parts()
-        keys = ("optimizer", "loss_scale")
-        of_groups = self.meeting.all_gather_object({key: values[key] for key in keys})
+        of_groups = self.meeting.all_gather_object({key: values[key] for key in ("optimizer", "loss_scale")})
         local = {"groups": self.grouping.count, "ahead": self.averaging.ahead is not None}
         return parts, values | of_groups[0] | {"replicas": of_groups, "local": local}
 
@@ -339,12 +334,10 @@ class LocalEngine(Engine):
             return manifest
         tensors = dict(manifest.tensors)
         if number:
-            own = self._prefix + OPTIMIZER
+            own, all_of_it = self._prefix + OPTIMIZER, manifest.tensors.items()
+            plain = {name.removeprefix(self._prefix): spec for name, spec in all_of_it if name.startswith(own)}
             tensors = {n: s for n, s in tensors.items() if not n.startswith(OPTIMIZER)}
-            for name, spec in manifest.tensors.items():
-                if name.startswith(own):
-                    plain = name.removeprefix(self._prefix)
-                    tensors[plain] = replace(spec, name=plain)
+            tensors |= {name: replace(spec, name=name) for name, spec in plain.items()}
         return replace(manifest, tensors=tensors, values=manifest.values | manifest.value("replicas")[number])
 
     def finish_load(self, manifest: Manifest) -> None:

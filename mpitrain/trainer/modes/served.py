@@ -13,9 +13,9 @@ import math
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -251,8 +251,7 @@ class Session:
         inbox = {w: OwnShares(sharding.groups, share, kinds) for w in roles.workers if not flats.sees(w)}
         self.engine.inbox = inbox
         staleness = None if self._staleness == "none" else self._staleness
-        gives_out = world.rank == roles.servers[0]
-        clock = Clock(remembered.applied(), roles.workers, staleness) if gives_out else None
+        clock = Clock(remembered.applied(), roles.workers, staleness) if world.rank == roles.servers[0] else None
         # bytes of one part: the gradients to servers of other nodes, and the parameters from them
         moved = 2 * sum(g.layout.numel // g.layout.parts * g.dtype.itemsize for g in sharding.groups)
         nodes, trainer = world.nodes, self._trainer
@@ -393,8 +392,7 @@ class Session:
         return step
 
 
-@dataclass(frozen=True)
-class Left:
+class Left(NamedTuple):
     """The state that a rank keeps of the time before ranks died.
 
     Attributes:

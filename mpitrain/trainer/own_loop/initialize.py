@@ -37,8 +37,7 @@ from mpitrain.trainer.device import found_on, move
 from mpitrain.trainer.engine import Engine, Loss, LossScale
 from mpitrain.trainer.optimizing import ParameterRoles, make_optimizer, make_scheduler, optimizer_class
 from mpitrain.trainer.options import Settings, every_setting, from_config, from_deepspeed
-from mpitrain.trainer.own_loop.checks import GivenModel
-from mpitrain.trainer.own_loop.training_engine import PipelineEngine, TrainingEngine
+from mpitrain.trainer.own_loop.training_engine import GivenModel, PipelineEngine, TrainingEngine
 
 Names = Mapping[nn.Parameter, Sequence[str]]
 OptimizerOf = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -332,14 +331,7 @@ def place_on_mesh(
         return chosen
 
     divided = divide(
-        model,
-        mesh,
-        config,
-        criterion=criterion,
-        cut=config.parallel.cut,
-        device=device,
-        plan=plan,
-        blocks=blocks,
+        model, mesh, config, criterion=criterion, cut=config.parallel.cut, device=device, plan=plan, blocks=blocks
     )
     if whole:
         if own is None and (blocks or plan is not None or hasattr(model, "pipeline_blocks")):

@@ -44,20 +44,13 @@ class Console(Callback):
     def __init__(self, learning: LearningCheck) -> None:
         """learning: knows since when nothing was learned."""
         self._learning = learning
-        self._began = time.monotonic()
-        self._start: int | None = None  # steps done when this job began
         self._loss = math.nan
         self._held_out: dict[str, str] = {}
-        self._skipped = 0  # steps
         self._step_seconds = 0.0  # of the steps of this job, as in metrics.jsonl
 
-    def setup(self, trainer: Run) -> None:
-        self._began = time.monotonic()
-
     def on_fit_start(self, trainer: Run) -> None:
-        if self._start is not None:  # ranks were lost, and the job goes on
+        if trainer.start is not None:  # ranks were lost, and the job goes on
             return
-        self._start = trainer.step
         if trainer.world.rank == 0:
             tell(banner(trainer))
             trainer.folder.write_config(trainer.config)
@@ -67,7 +60,6 @@ class Console(Callback):
 
     def on_step_end(self, trainer: Run, step: Step) -> None:
         self._loss = step.loss
-        self._skipped += step.skipped
         self._step_seconds += step.seconds
         if step.held_out_loss is not None:
             self._held_out = {spoken(n): figure(n, value) for n, value in trainer.figures.items()}
@@ -77,7 +69,7 @@ class Console(Callback):
         trainer.folder.log.info("ended at step %d", trainer.step)
         if trainer.world.rank:
             return
-        steps, row, start = trainer.config.train.steps, self._learning.row, self._start or 0
+        steps, row, start = trainer.config.train.steps, self._learning.row, trainer.start or 0
         stopped, early = not trainer.done, trainer.done and trainer.step < steps
         resume = trainer.folder.resume_command()
         resume += " --train.patience 0" if early else ""
@@ -86,10 +78,10 @@ class Console(Callback):
         rate = samples / self._step_seconds if self._step_seconds > 0 else 0.0
         rows = [("loss", "none: no step was taken" if trainer.step == start else f"{self._loss:.4f}")]
         rows += [(f"held-out {name}", text) for name, text in self._held_out.items()]
-        if self._skipped:
-            rows.append(("skipped", f"{counted(self._skipped, 'step')}, for gradients that were not finite"))
+        if trainer.skipped:
+            rows.append(("skipped", f"{counted(trainer.skipped, 'step')}, for gradients that were not finite"))
         rows.append(("throughput", rates_text(rate, rate * trainer.tokens) if rate else "none"))
-        took = duration(time.monotonic() - self._began)
+        took = duration(time.monotonic() - trainer.began)
         rows.append(("time", f"{took}, {duration(self._step_seconds)} of it in {taken}"))
         rows.append(("peak memory", f"{short(peak)}B per rank at most"))
         rows.append(("run folder", str(trainer.folder.path)))
@@ -185,16 +177,11 @@ class EventRecords(Callback):
 
     def __init__(self) -> None:
         self._log: EventLog | None = None
-        self._began = time.monotonic()
         self._marked = 0.0  # time.perf_counter() when all of the last step was done but saving
-        self._first_start = True  # of this job
         self._outcome = ""  # with which training came to its end; empty as long as it did not
         self._peak = 0  # bytes of the rank that held most
         self._error: BaseException | None = None
         self._told = False  # that a line is missing
-
-    def setup(self, trainer: Run) -> None:
-        self._began = time.monotonic()
 
     def on_fit_start(self, trainer: Run) -> None:
         self._outcome, self._error = "", None
@@ -202,8 +189,7 @@ class EventRecords(Callback):
             self._close()
         elif self._log is None:
             self._log = EventLog(trainer.folder.path)
-        if self._first_start:
-            self._first_start = False
+        if trainer.start is None:
             self._write(trainer, "start", **start_fields(trainer))
 
     def on_evaluate(self, trainer: Run, loss: float) -> None:
@@ -236,7 +222,7 @@ class EventRecords(Callback):
                 with suppress(InputError):  # what is to be told is how the run failed, and not this
                     self._log = EventLog(trainer.folder.path)
             peak = self._peak or _own_peak(trainer)
-            seconds = time.monotonic() - self._began
+            seconds = time.monotonic() - trainer.began
             self._write(trainer, "end", outcome=outcome, message=message, seconds=seconds, peak_memory_bytes=peak)
         self._close()
 

@@ -68,17 +68,12 @@ class Records(Callback):
         self._metrics: MetricsWriter | None = None
         self._tracking: Tracking | None = None
         self._progress: Progress | None = None
-        self._start: int | None = None  # steps done when this job began
-        self._skipped = 0  # steps
 
     def on_fit_start(self, trainer: Run) -> None:
-        again, config = self._start is not None, trainer.config
-        if self._start is None:
-            self._start = trainer.step
         if trainer.world.rank:
             return
         self._close(trainer)
-        resumed = trainer.step if again else trainer.resumed_step
+        config, resumed = trainer.config, trainer.resumed_step if trainer.start is None else trainer.step
         tracking = Tracking(asked_for(config.monitor), partial(_warn, trainer))  # before files are touched
         self._metrics = MetricsWriter(trainer.folder.path, resumed)
         tracking.start(trainer.folder.path, config.model_dump(mode="json"), resumed)
@@ -88,8 +83,7 @@ class Records(Callback):
         trainer.print = self._progress.say
 
     def on_step_end(self, trainer: Run, step: Step) -> None:
-        self._skipped += step.skipped
-        if step.number - 1 == self._start:
+        if step.number - 1 == trainer.start:
             step.extras["memory"] = asdict(trainer.engine.memory())
         if self._metrics is None or self._progress is None or self._tracking is None:
             return
@@ -114,7 +108,7 @@ class Records(Callback):
         figures |= step.extras
         self._metrics.write(step=step.number, **figures)
         self._tracking.log(step.number, figures)
-        self._progress.update(step.number, step.loss, step.lr, (tokens or samples) / step.seconds, self._skipped)
+        self._progress.update(step.number, step.loss, step.lr, (tokens or samples) / step.seconds, trainer.skipped)
         if step.held_out_loss is not None:
             trainer.say(f"step {step.number}: held-out {figures_text(trainer.figures)}")
 
@@ -224,7 +218,7 @@ class RankRecords(Callback):
         return rows
 
     def on_exception(self, trainer: Run, error: BaseException) -> None:
-        self._close()
+        self._close()  # where ranks died, another may get this one's number and go on with its file
 
     def teardown(self, trainer: Run) -> None:
         if self._started:
@@ -292,18 +286,9 @@ def expected_bytes(trainer: Run, samples: int) -> dict[str, float]:
         passes: list[Sequence[AxisExchange]] = [(*blocks[n].forwards, *blocks[n].backwards) for n in own]
         if trainer.config.train.recompute:
             passes += [_again(names[number], blocks[number], staged) for number in own]
-        found["tensor"] = times * sum(exchanged(each, mesh.tensor.size) for each in passes)
+        exchanges = [each for some in passes for each in some if each.axis == "tensor"]
+        found["tensor"] = times * sum(bytes_sent(e.operation, e.nbytes, mesh.tensor.size) for e in exchanges)
     return found
-
-
-def exchanged(exchanges: Sequence[AxisExchange], ranks: int) -> float:
-    """Bytes that a rank of a tensor axis sends in a block's pass.
-
-    Args:
-        exchanges: What the block exchanges.
-        ranks: Of the axis.
-    """
-    return sum(bytes_sent(each.operation, each.nbytes, ranks) for each in exchanges if each.axis == "tensor")
 
 
 def _again(name: str, block: Observed, staged: bool) -> Sequence[AxisExchange]:

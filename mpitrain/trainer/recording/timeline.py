@@ -14,6 +14,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -36,10 +37,8 @@ _HOOKS_MAY_COST = 0.01  # of what forward and backward take
 _UNKNOWN = 0.05  # seconds of forward and backward, where no step was taken yet
 _CALL_COST = 35e-6  # seconds that a call with its backward takes longer at most
 _TRANSPARENT = (nn.ModuleList, nn.ModuleDict)  # they are not called themselves
-_OTHERWISE = (
-    nn.TransformerEncoderLayer,
-    nn.MultiheadAttention,
-)  # compute otherwise, in evaluation, where there are hooks
+# compute otherwise, in evaluation, where there are hooks
+_OTHERWISE = (nn.TransformerEncoderLayer, nn.MultiheadAttention)
 
 
 class _Call:
@@ -149,9 +148,7 @@ class ModuleHooks:
             kept -= 1
         self._end_down_to(kept, now)
         begin = now
-        while kept and under_way[kept - 1][0].inside(
-            call
-        ):  # the last of its modules has the same output, and told it first
+        while kept and under_way[kept - 1][0].inside(call):  # its last module has the same output, and told it first
             kept -= 1
             begin = under_way[kept][1]
         under_way.insert(kept, (call, begin))
@@ -215,13 +212,8 @@ def affordable(levels: Sequence[Sequence[object]], calls: int, seconds: float) -
         calls: Of each module in a step.
         seconds: What the hooks may cost in a step.
     """
-    number, count = 0, 0
-    for level in levels:
-        count += len(level)
-        if number and count * calls * _CALL_COST > seconds:
-            break
-        number += 1
-    return number
+    within = sum(modules * calls * _CALL_COST <= seconds for modules in accumulate(map(len, levels)))
+    return min(len(levels), max(1, within))
 
 
 class Recording:
@@ -239,11 +231,9 @@ class Recording:
         self.token = world.broadcast_object(f"{time.time_ns()}")
         self.spans = Spans()
         levels = levels_of(engine.module)
-        calls = max(
-            1, -(-trainer.samples // (trainer.mesh.data.size * (trainer.config.train.microbatch or trainer.samples)))
-        )
-        depth = affordable(levels, calls, _HOOKS_MAY_COST * step_seconds)
-        self.depth = min(world.all_gather_object(depth))
+        microbatch = trainer.config.train.microbatch or trainer.samples
+        calls = max(1, -(-trainer.samples // (trainer.mesh.data.size * microbatch)))
+        self.depth = min(world.all_gather_object(affordable(levels, calls, _HOOKS_MAY_COST * step_seconds)))
         self._offsets = [self.offset()]
         self._hooks = ModuleHooks([named for level in levels[: self.depth] for named in level], self.spans.module)
         self.spans.after_backward = self._hooks.end_of_backward
@@ -407,29 +397,23 @@ def offset_of(world: Communicator, clock: Clock) -> Offset:
         world: All ranks.
         clock: This rank's.
     """
-    firsts = [world.nodes.index(node) for node in sorted(set(world.nodes))]
+    firsts = sorted(world.nodes.index(node) for node in set(world.nodes))
     mine = [rank for rank, node in enumerate(world.nodes) if node == world.node]
+    if world.rank not in firsts:
+        own, told = _answer(world, mine[0], clock), torch.empty(2, dtype=torch.float64)
+        _sleep_until(world, world.irecv(told, mine[0], _TOLD))
+        seconds, within = told.tolist()
+        return Offset(own.at, own.seconds + seconds, own.within + within)
     own = Offset(clock(), 0.0, 0.0)
-    if world.rank in firsts:
-        for rank in mine[1:]:
-            _ask(world, rank, clock)
-    else:
-        own = _answer(world, mine[0], clock)
-    firsts.sort()
-    of_first = own if world.rank in firsts else Offset(0.0, 0.0, 0.0)
-    if world.rank == 0:
-        for rank in firsts[1:]:
-            _ask(world, rank, clock)
-    elif world.rank in firsts:
-        of_first = own = _answer(world, 0, clock)
-    if world.rank in firsts:  # whose offset is added to that of the other ranks of its node
-        for rank in mine[1:]:
-            world.send(torch.tensor([of_first.seconds, of_first.within], dtype=torch.float64), rank, _TOLD)
-        return own
-    told = torch.empty(2, dtype=torch.float64)
-    _sleep_until(world, world.irecv(told, mine[0], _TOLD))
-    seconds, within = told.tolist()
-    return Offset(own.at, own.seconds + seconds, own.within + within)
+    for rank in mine[1:]:
+        _ask(world, rank, clock)
+    if world.rank:
+        own = _answer(world, 0, clock)
+    for rank in firsts[1:] if world.rank == 0 else ():
+        _ask(world, rank, clock)
+    for rank in mine[1:]:  # to whose offset that of their first rank is added
+        world.send(torch.tensor([own.seconds, own.within], dtype=torch.float64), rank, _TOLD)
+    return own
 
 
 def _ask(world: Communicator, rank: int, clock: Clock) -> None:
@@ -438,9 +422,8 @@ def _ask(world: Communicator, rank: int, clock: Clock) -> None:
     best, at, seconds = float("inf"), 0.0, 0.0
     began = time.perf_counter()
     for number in range(_MOST):
-        last = (
-            number >= _QUESTIONS and (best < _GOOD or time.perf_counter() - began > _LONGEST)
-        ) or number == _MOST - 1
+        enough = best < _GOOD or time.perf_counter() - began > _LONGEST
+        last = (number >= _QUESTIONS and enough) or number == _MOST - 1
         question[0] = 1.0 if last else 0.0
         if number % _BURST == 0:
             time.sleep(_PAUSE)

@@ -1,4 +1,5 @@
-"""A decoder-only transformer over bytes or tokens.
+"""A decoder-only transformer over bytes or tokens: by its settings GPT-2 (Radford et al. 2019) or Llama (Touvron et al.
+2023).
 
     tokens -> embedding (+ positions) -> dropout -> [ + attention(norm) -> + mlp(norm) ] x layers -> norm -> head
                   \\______________________________ one tensor, where tied ___________________________________/
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -246,7 +248,7 @@ class GPT(BlockModel):
         if tied:
             self.head.weight = self.embedding.weight
         if apart is not None:
-            self.embedding.register_forward_hook(BeginPair(apart))
+            self.embedding.register_forward_hook(partial(begin_pair, apart))
             self.dropout = OnStream(self.dropout)
         self.criterion = cross_entropy
 
@@ -298,18 +300,9 @@ class GPT(BlockModel):
 #   place        0 1 2 0 1 2 3 0
 
 
-class BeginPair:
-    """A forward hook of an embedding: its output becomes a pair with the tokens that end a document.
-
-    Args:
-        token: Which one does.
-    """
-
-    def __init__(self, token: int) -> None:
-        self.token = token
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> Stream:
-        return output, (args[0] == self.token).to(torch.uint8)
+def begin_pair(token: int, module: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> Stream:
+    """Make a pair of an embedding's output and the places of the token that ends a document: a forward hook."""
+    return output, (args[0] == token).to(torch.uint8)
 
 
 class OnStream(nn.Module):
