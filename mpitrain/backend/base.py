@@ -1,4 +1,4 @@
-"""What torch expects of a process group beside its operations: its errors, a store, its names; and how releases differ.
+"""The parts of a process group that torch expects besides operations: errors, a store, names; differences of releases.
 
 What goes wrong in a process group is a RuntimeError, too, and a wrong argument a ValueError. torch's other backends
 find each other by a store that the ranks share, over a port of rank 0's. Ours need none. A store of each process for

@@ -74,7 +74,7 @@ def _judge(key: Key, offers: Iterable[tuple[Name, int]]) -> Verdict:
 
 @dataclass
 class GroupRegistry:
-    """What the process groups of a process share.
+    """State that all process groups of a process share.
 
     Attributes:
         control: A communicator over all ranks, for agreements between the members of groups.

@@ -111,7 +111,7 @@ def _asked(url: str) -> str:
 
 
 def _ours(group: Any) -> bool:
-    """Whether the group, or without one the default group, is ours."""
+    """Return True if the group is ours; without a group, if the default group is."""
     return isinstance(c10d.GroupMember.WORLD if group is None else group, Base)
 
 

@@ -305,17 +305,17 @@ def require_room(root: Path, what: str, size: int, saves: int, keep: int, mend: 
 
 
 @contextmanager
-def usable(what: str, mend: str) -> Iterator[None]:
+def usable(what: str, remedy: str) -> Iterator[None]:
     """Raise InputError where the system refuses what is done inside.
 
     Args:
         what: Name of the file or folder in the message.
-        mend: How to fix it.
+        remedy: How to fix it.
     """
     try:
         yield
     except OSError as error:
-        raise InputError(f"{what} cannot be used: {disk.reason(error)}; {mend}") from None
+        raise InputError(f"{what} cannot be used: {disk.reason(error)}; {remedy}") from None
 
 
 def unreadable(folder: Path, error: OSError) -> CheckpointError:

@@ -326,7 +326,7 @@ class _Slices:
 
     @cached_property
     def carries(self) -> Ints:
-        """Whether the rank carries a slice: a node may have more ranks than there are slices."""
+        """True for a rank that carries a slice: a node may have more ranks than there are slices."""
         return self.places.local[self.rank] < self.places.least
 
     @cached_property
@@ -392,7 +392,7 @@ class _Slices:
             yield from self.publish((node - t // segments - 1) % parts, t % segments)
 
     def straight(self) -> Iterator[Step]:
-        """What a node has of a part goes straight to the node that sums it, and the sum straight to all."""
+        """Send each node's share of a part directly to the node that sums it, and the sum directly to all nodes."""
         yield from self.sum_directly(0)
         for s in range(self.segments):
             if s + 1 < self.segments:

@@ -421,7 +421,7 @@ def offsets(counts: Sequence[int]) -> list[int]:
 
 
 def moved_by_library(topology: Topology, operation: str, blocks: Sequence[int] | int, root: int = 0) -> Moved:
-    """What the library moves on this rank, as far as that can be told; see `blocks_sent`.
+    """Return the bytes that the MPI library moves on this rank, as far as they can be known; see `blocks_sent`.
 
     Args:
         topology: The ranks.

@@ -106,7 +106,7 @@ _SMALLEST = 1 << 19  # bytes of a piece below which an operation costs more in p
 
 @dataclass(frozen=True)
 class TensorPart:
-    """What a piece takes of one tensor.
+    """The part of one tensor that a piece holds.
 
     Attributes:
         spans: Offset and length of what it takes of each block, in elements of the tensor.
@@ -270,7 +270,7 @@ class Staged(Transport):
 
 
 def spans(part: TensorPart, place: Tensor, tensor: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Of each block, what lies in the slot and what lies on the device."""
+    """Return for each block its part in the slot and its part on the device."""
     pieces = torch.split(place, [length for _, length in part.spans])
     return [(near, tensor[lo : lo + n]) for near, (lo, n) in zip(pieces, part.spans, strict=True) if n]
 
