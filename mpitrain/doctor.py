@@ -76,7 +76,7 @@ def main() -> int:
 
 def software(world: Communicator) -> list[Line]:
     """Libraries, the same on every rank. Collective."""
-    facts, missing = mpi_facts(world), launcher.lacks_for_faults()
+    facts, missing = mpi_facts(), launcher.lacks_for_faults()
     level = facts.thread_level
     versions = ", ".join(f"{module.__name__} {module.__version__}" for module in (torch, h5py, numpy))
     seen = world.all_gather_object([facts.library, facts.mpi4py, versions, platform.python_version()])

@@ -304,24 +304,6 @@ class MessageWork(GroupWork):
 
     _source_rank = source_rank
 
-    def get_future(self) -> torch.futures.Future:
-        """A future that is resolved with the outputs, by a thread that waits for them."""
-        if self._done():
-            self.wait()  # which orders this thread's stream
-            return FinishedWork(self.outputs).get_future()
-
-        def finish() -> None:
-            try:
-                self.wait()
-            except BaseException as error:  # surfaces in the future
-                self.error = error
-            future.set_result(self.outputs)
-
-        future = _future_for(self.outputs)
-        checked = future.then(self._outcome)
-        threading.Thread(target=finish, name="mpitrain-message", daemon=True).start()
-        return checked
-
 
 class Several(GroupWork):
     """Operations that were issued as one."""

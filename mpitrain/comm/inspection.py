@@ -38,7 +38,7 @@ class MpiFacts:
     launcher: str
 
 
-def mpi_facts(world: Communicator) -> MpiFacts:
+def mpi_facts() -> MpiFacts:
     """What is known of the MPI library of this process."""
     level, path = _LEVELS.get(MPI.Query_thread(), "unknown"), proc.mapped("/libmpi.so", "/libmpich")
     return MpiFacts(library_name(), next(iter(path), "unknown"), MPI4PY, level, _launcher())
