@@ -105,15 +105,16 @@ def _compressed(
     comm: Dispatcher, compression: Compression | Bucket, op: str, algorithm: str, reproducible: bool, x: Tensor
 ) -> Invocation:
     """One operation of several collectives, all in the thread that carries it out."""
-    compression.check(x.dtype, op)
+    bucket = compression if isinstance(compression, Bucket) else Bucket(compression, None, None)
+    bucket.compression.check(x.dtype, op)
     if reproducible:
         raise InputError("a compressed sum depends on the number of ranks; leave out reproducible or compression")
 
     def bind(binder: Binder, x: Tensor) -> Call:
-        return partial(compression.all_reduce, Channel(comm, binder), x, op, algorithm)
+        act, channel = bucket.compression.all_reduce, Channel(comm, binder)
+        return partial(act, channel, x, op, algorithm, key=bucket.key, shapes=bucket.shapes)
 
-    alike = op, algorithm, str(compression)
-    by = (compression.compression if isinstance(compression, Bucket) else compression).name
+    alike, by = (op, algorithm, str(compression)), bucket.compression.name
     return Invocation("all_reduce", bind, (x,), (True,), alike=alike, on_device=True, algorithm=by)
 
 
