@@ -445,9 +445,9 @@ def needed(parts: Sequence[Part]) -> int:
 
 def require_threads() -> None:
     """Raise InputError where MPI cannot be called from the thread that saves."""
-    from mpitrain.comm.inspection import mpi_facts
+    from mpitrain.comm.inspection import thread_level
 
-    level = mpi_facts().thread_level
+    level = thread_level()
     if level != "MULTIPLE":
         raise refusal(
             f"checkpoint.background needs an MPI with THREAD_MULTIPLE, this one gives {level}; use another MPI or "
