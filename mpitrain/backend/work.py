@@ -258,7 +258,8 @@ class MessageWork(GroupWork):
         self._in_flight = in_flight
         in_flight.add(self)
 
-    def _done(self) -> bool:
+    def is_completed(self) -> bool:
+        """Return whether it is complete; lets it make progress."""
         with self._change:
             if self._complete:
                 return True
@@ -285,15 +286,12 @@ class MessageWork(GroupWork):
         Raises:
             GroupError: It is not complete in that time.
         """
-        if not self._done():
+        if not self.is_completed():
             with self._work.limited_wait():
-                _poll(self._done, seconds_of(timeout, self._timeout), self.name, "is the other rank there?")
+                _poll(self.is_completed, seconds_of(timeout, self._timeout), self.name, "is the other rank there?")
         for device, event in self._landed.items():
             current_stream(device).wait_event(event)
         return True
-
-    def is_completed(self) -> bool:
-        return self._done()
 
     def source_rank(self) -> int:
         """The rank in the group that sent what arrived."""
