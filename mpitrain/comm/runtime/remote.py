@@ -136,7 +136,7 @@ class Table:
         pairs = np.empty((2, len(local), 2), dtype=np.int64)
         pairs[0, :, 0] = local
         pairs[:, :, 1] = sizes
-        self._pairs, self._starts = pairs, pairs[1, :, 0]
+        self._starts = pairs[1, :, 0]  # a view, which keeps the pairs
         here, there = pairs.ctypes.data, pairs.ctypes.data + _PAIR * len(local)
         near, self.transfers = transfers.neighbours, list[Call]()
         for at, (rank, _, nbytes, write) in zip(count(0, _PAIR), transfers.rows, strict=False):
