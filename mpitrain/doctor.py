@@ -12,9 +12,11 @@ import importlib
 import os
 import platform
 import shutil
+import socket
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 
 if __name__ == "__main__":  # before the other imports, which start MPI: --clean works where that is impossible
     from mpitrain import early
@@ -40,14 +42,16 @@ import torch
 
 from mpitrain.comm import Communicator, init
 from mpitrain.comm.collectives.transports.choice import Way
-from mpitrain.comm.inspection import all_reduce_seconds, bandwidth, hosts, mpi_facts, reads_neighbours
+from mpitrain.comm.inspection import bandwidth, launcher_name, library_path, reads_neighbours, thread_level
 from mpitrain.comm.job import launcher
-from mpitrain.comm.job.topology import cores_of, sharing, siblings
+from mpitrain.comm.job.mpi import MPI4PY
+from mpitrain.comm.job.topology import cores_of, library_name, sharing, siblings
 from mpitrain.comm.memory import device as hardware
 from mpitrain.comm.selection import Setting, describe_rules
 from mpitrain.early import VERSION
 from mpitrain.errors import EXIT_DONE, EXIT_FAILED, tell
 from mpitrain.monitor.memory import node_memory_bytes
+from mpitrain.speeds.timing import Contender, interleaved
 from mpitrain.storage.disk import SHARED_MEMORY
 from mpitrain.storage.text import counted
 
@@ -76,14 +80,13 @@ def main() -> int:
 
 def software(world: Communicator) -> list[Line]:
     """Libraries, the same on every rank. Collective."""
-    facts, missing = mpi_facts(world), launcher.lacks_for_faults()
-    level = facts.thread_level
+    library, level, missing = library_name(), thread_level(), launcher.lacks_for_faults()
     versions = ", ".join(f"{module.__name__} {module.__version__}" for module in (torch, h5py, numpy))
-    seen = world.all_gather_object([facts.library, facts.mpi4py, versions, platform.python_version()])
+    seen = world.all_gather_object([library, MPI4PY, versions, platform.python_version()])
     lines: list[Line] = [
-        (OK, "MPI", f"{facts.library} ({facts.library_path}), started by {facts.launcher}"),
+        (OK, "MPI", f"{library} ({library_path()}), started by {launcher_name()}"),
         (OK, "thread level", level) if level == "MULTIPLE" else (BAD, "thread level", f"{level}: {_ONE_THREAD}"),
-        (OK, "mpi4py", facts.mpi4py),
+        (OK, "mpi4py", MPI4PY),
         (OK, "python", f"{platform.python_version()}, {VERSION}, {versions}"),
         (OK, "fault tolerance", f"ULFM is off: elastic.mode needs {missing}" if missing else "ULFM is on"),
     ]
@@ -96,7 +99,7 @@ def software(world: Communicator) -> list[Line]:
 
 def placement(world: Communicator) -> list[Line]:
     """Ranks, nodes, cores and threads. Collective."""
-    per_host = Counter(hosts(world))
+    per_host = Counter(world.all_gather_object(socket.gethostname()))
     core_of, threads = siblings(), os.sched_getaffinity(0)
     cores, machine = cores_of(threads, core_of), cores_of(range(os.cpu_count() or 1), core_of)
     everyone = world.all_gather_object([world.node, sorted(cores), torch.get_num_threads(), len(machine), len(threads)])
@@ -214,8 +217,11 @@ def speed(world: Communicator) -> list[Line]:
         if other is not None:
             rate = bandwidth(world, other, 0.4)
             lines.append((OK, "bandwidth", f"{rate / 1e9:.2f} GB/s {name} (rank 0 to {other}, 4 MiB messages)"))
-    library = all_reduce_seconds(world, 4 * MIB, "mpi")
-    ours = all_reduce_seconds(world, 4 * MIB, "auto")
+    arena = world.arena(MIB)  # 4 MiB of fp32
+    reduce = partial(world.all_reduce, arena.tensor)
+    calls = {name: Contender(partial(reduce, algorithm=name), single=True) for name in ("mpi", "auto")}
+    library, ours = (times.best for times in interleaved(world, calls, repeats=5).values())
+    arena.free()
     verdict = OK if ours < 1.5 * library else WARN
     lines.append((verdict, "all_reduce", f"4 MiB: {ours * 1e3:.2f} ms, the MPI library's own {library * 1e3:.2f} ms"))
     return lines

@@ -153,9 +153,7 @@ def _hear(control: Communicator, rank: int, tag: int) -> Any:
 def place() -> GroupRegistry:
     """This process's one. Collective over all ranks the first time."""
     world = init(abort_on_error=False)
-    control = world.subgroup(range(world.size), label="torch.distributed")
-    assert control is not None
-    return GroupRegistry(control)
+    return GroupRegistry(world.split(0, world.rank, label="torch.distributed"))
 
 
 def _short(ranks: Sequence[int]) -> str:

@@ -258,7 +258,8 @@ class MessageWork(GroupWork):
         self._in_flight = in_flight
         in_flight.add(self)
 
-    def _done(self) -> bool:
+    def is_completed(self) -> bool:
+        """Return whether it is complete; lets it make progress."""
         with self._change:
             if self._complete:
                 return True
@@ -285,15 +286,12 @@ class MessageWork(GroupWork):
         Raises:
             GroupError: It is not complete in that time.
         """
-        if not self._done():
+        if not self.is_completed():
             with self._work.limited_wait():
-                _poll(self._done, seconds_of(timeout, self._timeout), self.name, "is the other rank there?")
+                _poll(self.is_completed, seconds_of(timeout, self._timeout), self.name, "is the other rank there?")
         for device, event in self._landed.items():
             current_stream(device).wait_event(event)
         return True
-
-    def is_completed(self) -> bool:
-        return self._done()
 
     def source_rank(self) -> int:
         """The rank in the group that sent what arrived."""
@@ -303,24 +301,6 @@ class MessageWork(GroupWork):
         return source
 
     _source_rank = source_rank
-
-    def get_future(self) -> torch.futures.Future:
-        """A future that is resolved with the outputs, by a thread that waits for them."""
-        if self._done():
-            self.wait()  # which orders this thread's stream
-            return FinishedWork(self.outputs).get_future()
-
-        def finish() -> None:
-            try:
-                self.wait()
-            except BaseException as error:  # surfaces in the future
-                self.error = error
-            future.set_result(self.outputs)
-
-        future = _future_for(self.outputs)
-        checked = future.then(self._outcome)
-        threading.Thread(target=finish, name="mpitrain-message", daemon=True).start()
-        return checked
 
 
 class Several(GroupWork):

@@ -226,10 +226,9 @@ class Store:
         self.waited_seconds = time.perf_counter() - began
         if self._layout is None:
             saving = self.comm.split(0, self.comm.rank, label="checkpoint")
-            assert saving is not None
             self._layout = FileLayout(saving, self._nodes, self._files)
         if background:
-            require_threads(self.comm)
+            require_threads()
         shared = self._local is None or durable or self._since_flush + 1 >= self.flush_every
         self._since_flush = 0 if shared else self._since_flush + 1
         write = partial(self._write, step, shared=shared, best=self.best)
@@ -372,7 +371,6 @@ class Store:
         blocks = attempt(self.comm, partial(prepare, manifest), folder) or []
         if self._node is None:
             self._node = self.comm.split(self._nodes[self.comm.rank], self.comm.rank, label="checkpoint node")
-            assert self._node is not None
         fill = partial(cooperative_read, self._node, folder, manifest, blocks)
         if local is not None:
             self._fill_local(local, folder, manifest, blocks, fill)
@@ -445,11 +443,11 @@ def needed(parts: Sequence[Part]) -> int:
     return sum(-(-p.data.nbytes // _ALIGNMENT) * _ALIGNMENT for p in parts)
 
 
-def require_threads(comm: Communicator) -> None:
+def require_threads() -> None:
     """Raise InputError where MPI cannot be called from the thread that saves."""
-    from mpitrain.comm.inspection import mpi_facts
+    from mpitrain.comm.inspection import thread_level
 
-    level = mpi_facts(comm).thread_level
+    level = thread_level()
     if level != "MULTIPLE":
         raise refusal(
             f"checkpoint.background needs an MPI with THREAD_MULTIPLE, this one gives {level}; use another MPI or "

@@ -135,12 +135,6 @@ class Bucket:
     key: Hashable
     shapes: Shapes | None
 
-    def check(self, dtype: torch.dtype, op: str) -> None:
-        self.compression.check(dtype, op)
-
-    def all_reduce(self, comm: Collectives, x: Any, op: str = "sum", algorithm: str = "auto") -> None:
-        self.compression.all_reduce(comm, x, op, algorithm, key=self.key, shapes=self.shapes)
-
     def __str__(self) -> str:
         return f"{self.compression} {self.key}"
 

@@ -3,50 +3,27 @@
 from __future__ import annotations
 
 import os
-import socket
 import time
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from mpitrain.comm.communicator import Communicator
-from mpitrain.comm.job.mpi import MPI, MPI4PY
-from mpitrain.comm.job.topology import library_name
+from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.runtime.agreement import Call
 from mpitrain.storage import proc
 
 _LEVELS = {getattr(MPI, f"THREAD_{name}"): name for name in ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")}
 
 
-@dataclass(frozen=True)
-class MpiFacts:
-    """What is known of the MPI library of this process.
-
-    Attributes:
-        library: Its name and version.
-        library_path: The file that was loaded.
-        mpi4py: The version of mpi4py.
-        thread_level: MPI's word for which threads may call it.
-        launcher: What started this process.
-    """
-
-    library: str
-    library_path: str
-    mpi4py: str
-    thread_level: str
-    launcher: str
+def thread_level() -> str:
+    """Return MPI's word for which threads may call it."""
+    return _LEVELS.get(MPI.Query_thread(), "unknown")
 
 
-def mpi_facts(world: Communicator) -> MpiFacts:
-    """What is known of the MPI library of this process."""
-    level, path = _LEVELS.get(MPI.Query_thread(), "unknown"), proc.mapped("/libmpi.so", "/libmpich")
-    return MpiFacts(library_name(), next(iter(path), "unknown"), MPI4PY, level, _launcher())
-
-
-def hosts(world: Communicator) -> list[str]:
-    """The host name of every rank. Collective."""
-    return world.all_gather_object(socket.gethostname())
+def library_path() -> str:
+    """Return the file of the MPI library that was loaded."""
+    return next(iter(proc.mapped("/libmpi.so", "/libmpich")), "unknown")
 
 
 def reads_neighbours(world: Communicator) -> bool:
@@ -79,22 +56,8 @@ def bandwidth(world: Communicator, other: int, seconds: float, nbytes: int = 4 <
     return float(world.broadcast_object(rate))
 
 
-def all_reduce_seconds(world: Communicator, nbytes: int, algorithm: str, repeats: int = 5) -> float:
-    """The best time of an all-reduce of float32 in an arena. Collective."""
-    arena = world.arena(nbytes // 4)
-    best = float("inf")
-    for _ in range(repeats):
-        world.barrier()
-        begin = time.perf_counter()
-        world.all_reduce(arena.tensor, algorithm=algorithm)
-        best = min(best, time.perf_counter() - begin)
-    arena.free()
-    slowest = np.array([best])
-    world.all_reduce(slowest, "max")
-    return float(slowest[0])
-
-
-def _launcher() -> str:
+def launcher_name() -> str:
+    """Return the name of what started this process."""
     if "OMPI_COMM_WORLD_SIZE" in os.environ:
         return "mpirun of Open MPI"
     if "SLURM_STEP_ID" in os.environ and "PMI_SIZE" not in os.environ:

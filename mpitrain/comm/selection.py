@@ -22,7 +22,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from torch import Tensor
@@ -394,10 +394,8 @@ REDUCE = Algorithms(
 TABLES = {table.operation: table for table in (ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, BROADCAST, REDUCE)}
 
 
-def serving(
-    operation: str, setting: Setting, tuning: Tuning = Tuning(), algorithm: str = "auto", *, halves: bool = False
-) -> tuple[str, Program | None]:
-    """What serves a call of an operation on host memory, as the operation itself would find.
+def serving(operation: str, setting: Setting, algorithm: str = "auto") -> tuple[str, Program | None]:
+    """Return what serves a call of an operation on fp32 in host memory, as the operation itself would find.
 
     A vector in private memory that an algorithm has to reach passes through shared staging memory; two_level, whose
     program has no slots for that, then runs once for each window of it (`binding.WINDOW`) and not once for the vector.
@@ -405,11 +403,7 @@ def serving(
     Args:
         operation: all_reduce, reduce_scatter, all_gather, broadcast or reduce.
         setting: That of the call, with `block` where the vector consists of blocks.
-        tuning: By which "auto" chooses.
-        algorithm: The algorithm that the call asks for.
-        halves: Whether the elements are of 16 bits. Where the program sends partial sums
-            (`Program.sends_partial_sums`), and in every reduce whose program does not reach the others' vectors, they
-            travel as fp32: the program is the one for twice the bytes.
+        algorithm: The algorithm that the call asks for; "auto" chooses by the built-in rules.
 
     Returns:
         The name of the algorithm, and its program; None where the MPI library's own call serves, or where there is
@@ -421,7 +415,7 @@ def serving(
     algorithms = TABLES.get(operation)
     if algorithms is None:
         raise InputError(f"operation {operation!r} has no table of algorithms; use {', '.join(TABLES)}")
-    name = _name(algorithms, setting, tuning, algorithm, halves)
+    name = _name(algorithms, setting, algorithm)
     chosen = all_reduce_algorithm(name, setting) if algorithms is ALL_REDUCE else algorithms[name]
     if chosen.reach and setting.memory == "private" and not chosen.stages:
         if algorithms is not ALL_REDUCE:
@@ -431,20 +425,17 @@ def serving(
         raise InputError(f"algorithm {name} of {operation} needs all ranks on one node; use {chosen.instead}")
     if chosen.program is None or setting.size == 1 or setting.numel == 0:
         return name, None
-    program = chosen.program(setting)
-    if halves and (program.sends_partial_sums or (operation == "reduce" and not chosen.reach)):
-        program = chosen.program(replace(setting, nbytes=2 * setting.nbytes, block=2 * setting.block))
-    return name, program
+    return name, chosen.program(setting)
 
 
-def _name(algorithms: Algorithms, setting: Setting, tuning: Tuning, algorithm: str, halves: bool) -> str:
+def _name(algorithms: Algorithms, setting: Setting, algorithm: str) -> str:
     name, by_itself = algorithm, algorithm == "auto"
     if by_itself and algorithms.operation == "all_gather" and setting.block * setting.size != setting.nbytes:
         name = "mpi"  # of blocks that differ
     elif by_itself:
-        name = fastest(algorithms, setting, tuning, lambda: setting.memory == "reachable")
+        name = fastest(algorithms, setting, Tuning(), lambda: setting.memory == "reachable")
     if algorithms is REDUCE_SCATTER:
-        return reduce_scatter_name(name, setting, by_itself=by_itself, halves=halves)
+        return reduce_scatter_name(name, setting, by_itself=by_itself, halves=False)
     return all_gather_name(name, setting) if algorithms.operation == "all_gather" else name
 
 

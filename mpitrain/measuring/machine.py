@@ -137,8 +137,7 @@ def overhead(world: Communicator, quick: bool) -> float:
     Each rank trains by itself; the median over the ranks counts. What the model itself takes, its gradients and its
     update, is measured as plain torch and subtracted.
     """
-    alone = world.subgroup([world.rank])
-    assert alone is not None
+    alone = world.split(world.rank)
     steps, stamps = _WARM + (20 if quick else 100), _Stamps()
     with tempfile.TemporaryDirectory(prefix="mpitrain-machine-") as folder:
         settings: dict[str, Any] = {

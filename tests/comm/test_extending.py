@@ -27,7 +27,6 @@ from mpitrain.comm.programs.program import (
     reduce_scatter_of,
 )
 from mpitrain.comm.programs.verify import ProgramError, verify
-from mpitrain.comm.runtime.agreement import described
 from mpitrain.comm.runtime.executor import Reduction
 from mpitrain.comm.selection import ALL_REDUCE, TABLES, Algorithm, Algorithms
 from mpitrain.errors import InputError
@@ -76,11 +75,7 @@ def bind_scan(binder, x, op, algorithm):
     return binder.compile(program, binder.in_place(program, x), reduction)
 
 
-def scan_in_words(binder, x, op, algorithm):
-    return described("scan", x.numel(), x.dtype, op)
-
-
-SCANNING = CollectiveOperation("scan", 1, bind_scan, scan_in_words, together=False)
+SCANNING = CollectiveOperation("scan", bind_scan, parameters=("op", "algorithm"), together=False)
 
 
 def scan(comm, x, op="sum", algorithm="auto", async_op=False):

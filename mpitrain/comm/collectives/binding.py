@@ -26,7 +26,7 @@ from mpitrain.comm.memory.device import synchronize
 from mpitrain.comm.programs.program import Program, chunk_bounds, even_bounds
 from mpitrain.comm.programs.verify import Proofs
 from mpitrain.comm.runtime import agreement, executor
-from mpitrain.comm.runtime.agreement import LINE, ROW, Board, Call, Register, Signature
+from mpitrain.comm.runtime.agreement import LINE, ROW, Board, Call, Register, Signature, described
 from mpitrain.comm.runtime.compiling import Plan
 from mpitrain.comm.runtime.executor import Compiled, Layout, Reduction
 from mpitrain.comm.runtime.remote import Neighbours, probe
@@ -486,25 +486,45 @@ class CollectiveOperation:
 
     Attributes:
         name: Its name in messages.
-        tensors: How many of what it is given are tensors.
         bind: Makes what performs it on a rank's memory, of a binder and what is given.
-        said: Tells in words what must be the same on the ranks of a node, of a binder and what is given.
         parameters: The names of what it is given besides tensors.
-        by_rank: For each tensor, whether it is one block a rank; else it is one block. Empty where it may not be cut.
+        by_rank: For each tensor, whether it is one block a rank; else it is one block. Empty where its one tensor may
+            not be cut.
         together: Whether its ranks wait for each other where all of them have elements.
         in_place: Whether a tensor that it changes is read as well.
         placed: The tensor that neighbours find in an arena by its offset, of the rank and what is given.
     """
 
     name: str
-    tensors: int
     bind: Callable[..., Compiled]
-    said: Callable[..., str]
     parameters: tuple[str, ...] = ()
     by_rank: tuple[bool, ...] = ()
     together: bool = True
     in_place: bool = False
     placed: Callable[..., torch.Tensor | None] | None = None
+
+    @property
+    def tensors(self) -> int:
+        """Number of tensors among what it is given."""
+        return len(self.by_rank) or 1
+
+    def said(self, binder: Binder, *given: Any, place: str = "") -> str:
+        """Return in words what must be the same on the ranks of a node.
+
+        Args:
+            binder: Binder of the ranks.
+            given: Tensors and other arguments of the operation.
+            place: Where the tensor that neighbours reach lies in an arena; empty in none, or if they reach none.
+        """
+        first, rest = given[0], given[self.tensors :]
+        root, counts = self.value(rest, "root"), self.value(rest, "counts")
+        name = self.name
+        if root is not None:
+            name += f" {'from' if name in ('broadcast', 'scatter') else 'to'} rank {root}"
+        numel = first.numel() * (binder.topology.size if self.by_rank == (False, True) else 1)  # of all blocks
+        reproducible = "reproducible" * self.value(rest, "reproducible", False)
+        blocks = f"in blocks of {list(counts)}" if counts and min(counts) != max(counts) else ""
+        return described(name, numel, first.dtype, self.value(rest, "op", ""), reproducible, place, blocks)
 
     def key(self, *given: Any) -> tuple[Hashable, ...]:
         """Under which what performs it is kept; the operation's function looks for the same in `ready`."""

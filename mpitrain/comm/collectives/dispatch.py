@@ -485,8 +485,3 @@ def block_sizes(
             f"{whole_name} is one block per rank"
         )
     return blocks
-
-
-def unequal(counts: Sequence[int] | None) -> str:
-    """Block sizes in words, where the number of all elements does not tell them."""
-    return f"in blocks of {list(counts)}" if counts and min(counts) != max(counts) else ""

@@ -27,12 +27,12 @@ from mpitrain.comm.collectives.binding import (
     moved_by_library,
     offsets,
 )
-from mpitrain.comm.collectives.dispatch import NOT_READY, Dispatcher, block_sizes, unequal
+from mpitrain.comm.collectives.dispatch import NOT_READY, Dispatcher, block_sizes
 from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.memory.buffers import bytes_at, even_blocks, overlap, pieces, tensor_at, uneven_blocks
 from mpitrain.comm.memory.elements import LARGEST_COUNT
 from mpitrain.comm.programs.program import chunk_bounds
-from mpitrain.comm.runtime.agreement import Call, described
+from mpitrain.comm.runtime.agreement import Call
 from mpitrain.comm.runtime.executor import Compiled, Layout
 from mpitrain.comm.runtime.work import Work
 from mpitrain.comm.selection import Algorithm, all_gather_name
@@ -74,19 +74,13 @@ def _bind_broadcast(binder: Binder, x: Tensor, root: int, algorithm: str) -> Com
         return Compiled(calls, moved=moved_by_library(binder.topology, "broadcast", x.nbytes, root))
     program = binder.program(chosen, setting)
     arena, neighbours = binder.require_reach(x, selection.BROADCAST, name) if chosen.reach else (None, None)
-    said = _said_broadcast(binder, x, root, name, binder.place(x))
+    said = BROADCAST.said(binder, x, root, name, place=binder.place(x))
     return binder.compile(program, binder.in_place(program, x, neighbours), None, arena, said=said)
-
-
-def _said_broadcast(binder: Binder, x: Tensor, root: int, algorithm: str, place: str = "") -> str:
-    return described(f"broadcast from rank {root}", x.numel(), x.dtype, place)
 
 
 BROADCAST = CollectiveOperation(
     "broadcast",
-    1,
     _bind_broadcast,
-    _said_broadcast,
     parameters=("root", "algorithm"),
     by_rank=(False,),
     together=False,
@@ -172,21 +166,14 @@ def _bind_all_gather(binder: Binder, out: Tensor, x: Tensor, algorithm: str, cou
         find = binder.peers(read, arena)
         layout = replace(layout, peers=lambda r: find(r) - before(r))
     where = binder.place(read) + " in place" * (read is out and arena is not None)
-    inner = binder.compile(program, layout, None, arena, said=_said_all_gather(binder, out, x, name, counts, where))
+    said = ALL_GATHER.said(binder, out, x, name, counts, place=where)
+    inner = binder.compile(program, layout, None, arena, said=said)
     return Compiled([*place, inner], [inner])
-
-
-def _said_all_gather(
-    binder: Binder, out: Tensor, x: Tensor, algorithm: str, counts: Sequence[int] | None, where: str = ""
-) -> str:
-    return described("all_gather", out.numel(), x.dtype, where, unequal(counts))
 
 
 ALL_GATHER = CollectiveOperation(
     "all_gather",
-    2,
     _bind_all_gather,
-    _said_all_gather,
     parameters=("algorithm", "counts"),
     by_rank=(True, False),
     placed=_placed_all_gather,
@@ -273,21 +260,15 @@ def _bind_rooted(gathers: bool, binder: Binder, block: Tensor, whole: Tensor | N
     return binder.compile(binder.program(_GATHER if gathers else _SCATTER, binder.setting(block, root=root)), layout)
 
 
-def _said_rooted(way: str, binder: Binder, block: Tensor, whole: Tensor | None, root: int) -> str:
-    return described(f"{way} rank {root}", block.numel() * binder.topology.size, block.dtype)
-
-
 GATHER, SCATTER = (
     CollectiveOperation(
         name,
-        2,
         partial(_bind_rooted, name == "gather"),
-        partial(_said_rooted, f"{name} {way}"),
         parameters=("root",),
         by_rank=(False, True),
         together=False,
     )
-    for name, way in (("gather", "to"), ("scatter", "from"))
+    for name in ("gather", "scatter")
 )
 
 
@@ -354,13 +335,7 @@ def _bind_all_to_all(binder: Binder, x: Tensor, out: Tensor) -> Compiled:
     return Compiled([partial(comm.Alltoall, send, receive)], moved=moved)
 
 
-ALL_TO_ALL = CollectiveOperation(
-    "all_to_all",
-    2,
-    _bind_all_to_all,
-    lambda binder, x, out: described("all_to_all", x.numel(), x.dtype),
-    by_rank=(True, True),
-)
+ALL_TO_ALL = CollectiveOperation("all_to_all", _bind_all_to_all, by_rank=(True, True))
 
 
 def _uneven(

@@ -30,7 +30,7 @@ from mpitrain.comm.collectives.binding import (
     offsets,
     scaling,
 )
-from mpitrain.comm.collectives.dispatch import NOT_READY, Dispatcher, block_sizes, unequal
+from mpitrain.comm.collectives.dispatch import NOT_READY, Dispatcher, block_sizes
 from mpitrain.comm.collectives.moving import ALL_GATHER
 from mpitrain.comm.compression import Bucket, Compression
 from mpitrain.comm.job.mpi import MPI
@@ -38,7 +38,7 @@ from mpitrain.comm.job.traffic import Moved, Note
 from mpitrain.comm.memory.buffers import overlap, typed, typed_pieces
 from mpitrain.comm.memory.elements import HALVES
 from mpitrain.comm.programs.program import Program
-from mpitrain.comm.runtime.agreement import Call, described
+from mpitrain.comm.runtime.agreement import Call
 from mpitrain.comm.runtime.executor import Compiled, Layout, Reduction
 from mpitrain.comm.runtime.remote import Neighbours
 from mpitrain.comm.runtime.split_phase import Event, SplitPhase
@@ -105,15 +105,16 @@ def _compressed(
     comm: Dispatcher, compression: Compression | Bucket, op: str, algorithm: str, reproducible: bool, x: Tensor
 ) -> Invocation:
     """One operation of several collectives, all in the thread that carries it out."""
-    compression.check(x.dtype, op)
+    bucket = compression if isinstance(compression, Bucket) else Bucket(compression, None, None)
+    bucket.compression.check(x.dtype, op)
     if reproducible:
         raise InputError("a compressed sum depends on the number of ranks; leave out reproducible or compression")
 
     def bind(binder: Binder, x: Tensor) -> Call:
-        return partial(compression.all_reduce, Channel(comm, binder), x, op, algorithm)
+        act, channel = bucket.compression.all_reduce, Channel(comm, binder)
+        return partial(act, channel, x, op, algorithm, key=bucket.key, shapes=bucket.shapes)
 
-    alike = op, algorithm, str(compression)
-    by = (compression.compression if isinstance(compression, Bucket) else compression).name
+    alike, by = (op, algorithm, str(compression)), bucket.compression.name
     return Invocation("all_reduce", bind, (x,), (True,), alike=alike, on_device=True, algorithm=by)
 
 
@@ -126,7 +127,7 @@ def _bind_all_reduce(
         return NOTHING
     setting = binder.setting(x, reproducible=reproducible)
     if said is None:
-        said = _said_all_reduce(binder, x, op, algorithm, reproducible, binder.place(x))
+        said = ALL_REDUCE.said(binder, x, op, algorithm, reproducible, place=binder.place(x))
     name = binder.choose(selection.ALL_REDUCE, algorithm, setting)
     chosen, neighbours = all_reduce_algorithm(name, setting), None
     if chosen.program is None:
@@ -152,15 +153,9 @@ def _bind_all_reduce(
     return binder.compile(program, binder.in_place(program, x, neighbours), reduction, binder.arena_of(x), said=said)
 
 
-def _said_all_reduce(binder: Binder, x: Tensor, op: str, algorithm: str, reproducible: bool, place: str = "") -> str:
-    return described("all_reduce", x.numel(), x.dtype, op, "reproducible" * reproducible, place)
-
-
 ALL_REDUCE = CollectiveOperation(
     "all_reduce",
-    1,
     _bind_all_reduce,
-    _said_all_reduce,
     parameters=("op", "algorithm", "reproducible"),
     by_rank=(False,),
     in_place=True,
@@ -216,7 +211,7 @@ def _bind_reduce(binder: Binder, x: Tensor, op: str, root: int, algorithm: str) 
     program = binder.program(chosen, setting)
     if chosen.reach:
         arena, neighbours = binder.require_reach(x, selection.REDUCE, name)
-        said = _said_reduce(binder, x, op, root, name, binder.place(x))
+        said = REDUCE.said(binder, x, op, root, name, place=binder.place(x))
         return binder.compile(program, binder.in_place(program, x, neighbours), reduction, arena, said=said)
     layout = binder.in_place(program, x)
     if at_root:
@@ -226,15 +221,9 @@ def _bind_reduce(binder: Binder, x: Tensor, op: str, root: int, algorithm: str) 
     return Compiled([inner], [inner, sums])
 
 
-def _said_reduce(binder: Binder, x: Tensor, op: str, root: int, algorithm: str, place: str = "") -> str:
-    return described(f"reduce to rank {root}", x.numel(), x.dtype, op, place)
-
-
 REDUCE = CollectiveOperation(
     "reduce",
-    1,
     _bind_reduce,
-    _said_reduce,
     parameters=("op", "root", "algorithm"),
     by_rank=(False,),
     together=False,
@@ -294,13 +283,9 @@ def _bind_deferred(binder: Binder, x: Tensor, out: Tensor, op: str, events: Mapp
     reduction, arena = Reduction.of(op, x.dtype, binder.topology.size), binder.arena_of(x)
     program = binder.program(_DEFERRED, binder.setting(x, block=out.numel() * x.element_size()))
     layout = _layout(binder, program, x, out, [out.numel()] * binder.topology.size, None)
-    layout = replace(layout, events=events, said=(_in_words(binder, x, None, op), ""))
+    said = REDUCE_SCATTER.said(binder, x, out, op, None, "", False, place=binder.place(x))
+    layout = replace(layout, events=events, said=(said, ""))
     return Compiled((), binder.plan(program, layout, reduction, arena).bind_phases(layout))
-
-
-def _in_words(binder: Binder, x: Tensor, counts: Sequence[int] | None, op: str) -> str:
-    """The arguments that must be the same on the ranks that touch each other's memory."""
-    return described("reduce_scatter", x.numel(), x.dtype, op, binder.place(x), unequal(counts))
 
 
 def _layout(
@@ -337,7 +322,8 @@ def _bind_reduce_scatter(
     arena, neighbours = binder.require_reach(x, selection.REDUCE_SCATTER, name) if chosen.reach else (None, None)
     layout = _layout(binder, program, x, out, blocks, neighbours)
     if not program.sends_partial_sums:
-        return binder.compile(program, layout, reduction, arena, said=_in_words(binder, x, counts, op))
+        said = REDUCE_SCATTER.said(binder, x, out, op, counts, name, reproducible, place=binder.place(x))
+        return binder.compile(program, layout, reduction, arena, said=said)
     whole = torch.empty(x.numel(), dtype=x.dtype)
     inner = binder.compile(program, replace(layout, target=whole.data_ptr()), reduction)
     first = offsets(blocks)[binder.topology.rank]
@@ -346,9 +332,7 @@ def _bind_reduce_scatter(
 
 REDUCE_SCATTER = CollectiveOperation(
     "reduce_scatter",
-    2,
     _bind_reduce_scatter,
-    lambda binder, x, out, op, counts, *_: described("reduce_scatter", x.numel(), x.dtype, op, unequal(counts)),
     parameters=("op", "counts", "algorithm", "reproducible"),
     by_rank=(True, False),
     placed=lambda rank, x, out, op, counts, algorithm, reproducible: selection.REDUCE_SCATTER.placed(algorithm, x),

@@ -1,6 +1,6 @@
 """Collective algorithms as data: steps, and what can be known of them without running MPI.
 
-An algorithm is a pure generator of `Step`s for a rank. The same steps are verified, counted and simulated
+An algorithm is a pure generator of `Step`s for a rank. The same steps are verified and simulated
 here, and executed by `executor.py`; nothing else executes a collective.
 
 Memory as a program sees it, in chunks (the caller's buffer cut into `chunks` pieces of any sizes):
@@ -27,8 +27,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
-
-import numpy as np
 
 NONE = -1  # no peer
 WORK, SLOT, INBOX, CALLER, BOARD = "work", "slot", "inbox", "caller", "board"
@@ -283,53 +281,6 @@ def tree_order(parts: Sequence[Any], join: Callable[[Any, Any], Any]) -> Any:
         return parts[0]
     half = 1 << (len(parts) - 1).bit_length() - 1
     return join(tree_order(parts[:half], join), tree_order(parts[half:], join))
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """What one rank sends and does in a run.
-
-    Attributes:
-        bytes_sent: What leaves the rank.
-        messages: In how many pieces.
-        rounds: Steps in which it waits for another rank: exchanges, fences and waits for a signal.
-        fences: Those of the rounds that are fences or waits for a signal.
-        bytes_reduced: What it adds to something else; a combination of n parts counts n - 1 of them.
-        bytes_copied: What it copies by itself.
-    """
-
-    bytes_sent: int
-    messages: int
-    rounds: int
-    fences: int
-    bytes_reduced: int
-    bytes_copied: int
-
-
-def count(program: Program, rank: int, chunk_bytes: Sequence[int]) -> Traffic:
-    """Count what one rank of a program sends and does; `chunk_bytes` has the size of every chunk, in bytes."""
-    total = np.concatenate([[0], np.cumsum(chunk_bytes)])
-    cell = max(chunk_bytes, default=0)
-    sent = messages = rounds = fences = reduced = copied = 0
-
-    def size_of(span: Span) -> int:
-        lo, hi = int(span.lo), int(span.hi)
-        return int(total[hi] - total[lo]) if span.memory == WORK else (hi - lo) * cell
-
-    for step in program.steps(rank):
-        if isinstance(step, Exchange):
-            if int(step.to) != NONE:
-                sent, messages = sent + size_of(step.send), messages + 1
-            if int(step.source) != NONE and step.reduce:
-                reduced += size_of(step.recv)
-            rounds += int(step.to) != NONE or int(step.source) != NONE
-        elif isinstance(step, Fence | Await):
-            fences, rounds = fences + 1, rounds + 1
-        elif isinstance(step, Combine):
-            reduced += size_of(step.into) * (sum(int(owner) != NONE for owner, _ in step.parts) - 1)
-        elif isinstance(step, Copy) and int(step.dest) != NONE:
-            copied += size_of(step.of)
-    return Traffic(sent, messages, rounds, fences, reduced, copied)
 
 
 # -- The collectives: for each, what its ranks start from and what they must end with.

@@ -70,8 +70,7 @@ class Register:
         self.last = [0]
         self._directories = {rank: area[_TEXT:].reshape(_ENTRIES, _TEXT) for rank, area in areas.items()}
         self._signed = 0  # texts in the directory so far
-        lock = threading.Lock()
-        self._acquire, self._release = lock.acquire, lock.release
+        self._lock = threading.Lock()
 
     def signature(self, said: str, *, meets: bool, together: bool) -> Signature:
         """Make what signs for an operation each time it is called.
@@ -102,8 +101,8 @@ class Register:
         Raises:
             CommunicationError: Another rank has signed for something else.
         """
-        self._acquire()
-        self._release()
+        with self._lock:
+            pass
         for call in self._syncs:
             call()
         word = number + digest

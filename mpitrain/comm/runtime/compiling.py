@@ -138,8 +138,34 @@ class Plan:
             sync: What makes writes to memory that the node shares visible (MPI-4.1, section 12.7), called before this
                 rank tells others of them, and after others have told it of theirs.
         """
-        self._comm, self._compiled = comm, _Compiler(program, comm.rank, layout, reduction, meet, sync)
         self._computes = reduction is not None and (layout.dtype.is_floating_point or layout.dtype.is_complex)
+        self._comm, self._program, self._layout, self._reduction = comm, program, layout, reduction
+        self._scale = reduction.scale if reduction is not None else None
+        self._sync, self._fence = sync, [*sync, meet, *sync]
+        self._rank, self._item = comm.rank, layout.dtype.itemsize
+        in_place = layout.source == layout.target
+        self._inside = self._between = 0  # bytes, by the phase that is compiled
+        self._arrived = bytearray([in_place]) * program.chunks  # which chunks of WORK lie in the target by now
+        self._phases: list[tuple[list[Maker], str, Moved]] = []  # with the event before each, and what it moves
+        self._scratch: list[torch.Tensor] = []
+        self._exchanges = 0
+        self._landings: list[int] = []  # numbers of scratch areas
+        self._fetches: list[int] = []
+        self._transfers = Transfers(layout.neighbours) if layout.neighbours is not None else None
+        self._locals: list[Place] = []  # this rank's side of each transfer
+        self._inbox_bounds = layout.inbox_bounds or [i * layout.slot for i in range(program.inbox + 1)]
+        own = 0 if layout.inbox else self._inbox_bounds[-1]
+        self._inbox = self._new_scratch(own) if own else NONE  # in scratch memory, unless the caller gave one
+        phases = program.phases(self._rank)
+        for steps in phases:
+            self._order = _CallOrder()
+            self._compile(steps)
+            if steps is phases[-1]:
+                self._bring_home()
+            awaited = steps[0].event if steps and isinstance(steps[0], Await) else ""
+            moved = Moved(program.name.split()[0], self._inside, self._between)
+            self._phases.append(([entry.call for entry in self._order.entries], awaited, moved))
+            self._inside = self._between = 0
 
     def bind(self, layout: Layout) -> Compiled:
         """Bind a program of one phase to a layout's addresses. Of all that were bound, one may run at a time."""
@@ -148,49 +174,15 @@ class Plan:
 
     def bind_phases(self, layout: Layout) -> list[Compiled]:
         """Bind each phase of the program to a layout's addresses. Of all that were bound, one may run at a time."""
-        compiled, meets = self._compiled, layout.board is not None
-        binding = executor.Binding(self._comm, layout, compiled.scratch, compiled.transfers, compiled.locals)
+        meets = layout.board is not None
+        binding = executor.Binding(self._comm, layout, self._scratch, self._transfers, self._locals)
         bound: list[Compiled] = []
-        for makers, event, moved in compiled.phases:
+        for makers, event, moved in self._phases:
             first = len(binding.made)
             calls = [call for make in makers for call in make(binding)]
             awaits = binding.telling(event) if event else None
             bound.append(Compiled(calls, [self], binding.made[first:], self._computes, meets, awaits, moved))
         return bound
-
-
-class _Compiler:
-    def __init__(
-        self, program: Program, rank: int, layout: Layout, reduction: Reduction | None, meet: Call, sync: Sequence[Call]
-    ) -> None:
-        self.program, self.layout, self.reduction = program, layout, reduction
-        self.scale = reduction.scale if reduction is not None else None
-        self.sync, self.fence = sync, [*sync, meet, *sync]
-        self.rank = rank
-        self.item = layout.dtype.itemsize
-        in_place = layout.source == layout.target
-        self.inside = self.between = 0  # bytes, by the phase that is compiled
-        self.arrived = bytearray([in_place]) * program.chunks  # which chunks of WORK lie in the target by now
-        self.phases: list[tuple[list[Maker], str, Moved]] = []  # with the event before each, and what it moves
-        self.scratch: list[torch.Tensor] = []
-        self.exchanges = 0
-        self.landings: list[int] = []  # numbers of scratch areas
-        self.fetches: list[int] = []
-        self.transfers = Transfers(layout.neighbours) if layout.neighbours is not None else None
-        self.locals: list[Place] = []  # this rank's side of each transfer
-        self.inbox_bounds = layout.inbox_bounds or [i * layout.slot for i in range(program.inbox + 1)]
-        own = 0 if layout.inbox else self.inbox_bounds[-1]
-        self.inbox = self._new_scratch(own) if own else NONE  # in scratch memory, unless the caller gave one
-        phases = program.phases(self.rank)
-        for steps in phases:
-            self.order = _CallOrder()
-            self._compile(steps)
-            if steps is phases[-1]:
-                self._bring_home()
-            awaited = steps[0].event if steps and isinstance(steps[0], Await) else ""
-            moved = Moved(program.name.split()[0], self.inside, self.between)
-            self.phases.append(([entry.call for entry in self.order.entries], awaited, moved))
-            self.inside = self.between = 0
 
     def _compile(self, steps: Sequence[Step]) -> None:
         finished = False  # whether the step was done with the one before it
@@ -201,32 +193,32 @@ class _Compiler:
                 self._exchange(step)
             elif isinstance(step, Combine):  # a Finish of the same span is best done while it is in the cache
                 finished = isinstance(following, Finish) and _region(following.span) == _region(step.into)
-                self._combine(step, self.scale if finished else None)
+                self._combine(step, self._scale if finished else None)
             elif isinstance(step, Copy):
                 self._copy(step)
             elif isinstance(step, Finish):
                 self._finish(step)
             elif isinstance(step, Fence) and not isinstance(following, Compare):
-                self.order.barrier(lambda binding: self.fence)
+                self._order.barrier(lambda binding: self._fence)
             elif isinstance(step, Signal):
-                self.order.barrier(lambda binding: self.sync)
-                self.order.barrier(partial(executor.signal, step.event))
+                self._order.barrier(lambda binding: self._sync)
+                self._order.barrier(partial(executor.signal, step.event))
             elif isinstance(step, Await):
-                self.order.barrier(partial(executor.wait_for_all, step.event))
-                self.order.barrier(lambda binding: self.sync)
+                self._order.barrier(partial(executor.wait_for_all, step.event))
+                self._order.barrier(lambda binding: self._sync)
             elif isinstance(step, Compare):  # and so are the two steps before it
-                self.order.barrier(partial(executor.meet, self.fence))
+                self._order.barrier(partial(executor.meet, self._fence))
 
     def _count(self, other: int, numel: int) -> None:
         """Elements go to another rank, or between its memory and this rank's; none are counted that stay here."""
-        if other != self.rank:
-            here = self.program.nodes[other] == self.program.nodes[self.rank]
-            self.inside += numel * self.item * here
-            self.between += numel * self.item * (not here)
+        if other != self._rank:
+            here = self._program.nodes[other] == self._program.nodes[self._rank]
+            self._inside += numel * self._item * here
+            self._between += numel * self._item * (not here)
 
     def _new_scratch(self, numel: int) -> int:
-        self.scratch.append(torch.empty(numel, dtype=self.layout.dtype, device=self.layout.device))
-        return len(self.scratch) - 1
+        self._scratch.append(torch.empty(numel, dtype=self._layout.dtype, device=self._layout.device))
+        return len(self._scratch) - 1
 
     def _elements(self, span: Span) -> tuple[int, int]:
         """Offset and number of elements of a span in its memory."""
@@ -234,31 +226,31 @@ class _Compiler:
         if hi <= lo:
             return 0, 0
         if span.memory == SLOT:
-            return lo * self.layout.slot, (hi - lo) * self.layout.slot
-        bounds = self.layout.bounds if span.memory == WORK else self.inbox_bounds
+            return lo * self._layout.slot, (hi - lo) * self._layout.slot
+        bounds = self._layout.bounds if span.memory == WORK else self._inbox_bounds
         return bounds[lo], bounds[hi] - bounds[lo]
 
     def _place(self, owner: int, span: Span, numel: int, *, written: bool = False) -> Place:
         """Where a span of a rank's memory is to be read (or written)."""
         start = self._elements(span)[0]
-        if span.memory == INBOX and self.inbox != NONE:
-            return Place(SCRATCH, self.inbox, start, numel)
+        if span.memory == INBOX and self._inbox != NONE:
+            return Place(SCRATCH, self._inbox, start, numel)
         if span.memory != WORK:
             return Place(span.memory, owner, start, numel)
-        if owner != self.rank:
+        if owner != self._rank:
             return Place(PEER, owner, start, numel)
-        bounds = self.layout.bounds  # a chunk without elements lies nowhere: nothing was written there
-        arrived = [self.arrived[c] for c in range(int(span.lo), int(span.hi)) if bounds[c] < bounds[c + 1]]
+        bounds = self._layout.bounds  # a chunk without elements lies nowhere: nothing was written there
+        arrived = [self._arrived[c] for c in range(int(span.lo), int(span.hi)) if bounds[c] < bounds[c + 1]]
         if written or all(arrived):
             return Place(TARGET, owner, start, numel)
         if any(arrived):
-            raise AssertionError(f"{self.program.name}: a span lies half in the input and half in the output")
+            raise AssertionError(f"{self._program.name}: a span lies half in the input and half in the output")
         return Place(SOURCE, owner, start, numel)
 
     def _mark(self, span: Span) -> None:
         if span.memory == WORK:
             lo, hi = int(span.lo), int(span.hi)
-            self.arrived[lo:hi] = b"\1" * (hi - lo)
+            self._arrived[lo:hi] = b"\1" * (hi - lo)
 
     def _exchange(self, step: Exchange) -> None:
         to, source = int(step.to), int(step.source)
@@ -267,13 +259,13 @@ class _Compiler:
         sends, receives = leaving > 0, arriving > 0
         if not sends and not receives:
             return
-        number = self.exchanges
+        number = self._exchanges
         slot = number % _LANDINGS
-        self.exchanges += 1
+        self._exchanges += 1
         reads: list[Region] = []
         writes: list[Region] = []
         messages: list[Message] = []
-        landing = self._place(self.rank, step.recv, arriving, written=True)
+        landing = self._place(self._rank, step.recv, arriving, written=True)
         if receives:
             if step.reduce:
                 landing = Place(SCRATCH, self._landing(slot), 0, arriving)
@@ -283,56 +275,56 @@ class _Compiler:
             messages.append(Message(False, landing, source))
         if sends:
             reads.append(_region(step.send))
-            messages.append(Message(True, self._place(self.rank, step.send, leaving), to))
+            messages.append(Message(True, self._place(self._rank, step.send, leaving), to))
             self._count(to, leaving)
-        self.order.exchange(number, messages, reads, writes)
+        self._order.exchange(number, messages, reads, writes)
         if not receives:
             return
         if step.reduce:
-            assert self.reduction is not None
-            current = self._place(self.rank, step.recv, arriving)
-            into = self._place(self.rank, step.recv, arriving, written=True)
+            assert self._reduction is not None
+            current = self._place(self._rank, step.recv, arriving)
+            into = self._place(self._rank, step.recv, arriving, written=True)
             region = _region(step.recv)
-            make = partial(executor.combine, self.reduction, [current, landing], into, False, None)
-            self.order.local(make, [(SCRATCH, slot, slot + 1), region], [region])
+            make = partial(executor.combine, self._reduction, [current, landing], into, False, None)
+            self._order.local(make, [(SCRATCH, slot, slot + 1), region], [region])
         self._mark(step.recv)
 
     def _landing(self, slot: int) -> int:
-        if not self.landings:
-            steps = self.program.executed(self.rank)
+        if not self._landings:
+            steps = self._program.executed(self._rank)
             arriving = [s for s in steps if isinstance(s, Exchange) and s.reduce and int(s.source) != NONE]
             largest = max(self._elements(step.recv)[1] for step in arriving)
-            self.landings = [self._new_scratch(largest) for _ in range(_LANDINGS)]
-        return self.landings[slot]
+            self._landings = [self._new_scratch(largest) for _ in range(_LANDINGS)]
+        return self._landings[slot]
 
     def _is_remote(self, owner: int, span: Span) -> bool:
-        return owner != self.rank and span.memory == WORK and self.transfers is not None
+        return owner != self._rank and span.memory == WORK and self._transfers is not None
 
     def _transfer(self, local: Place, owner: int, span: Span, *, write: bool) -> Maker:
         """Copies between a place here and a span of another process's WORK."""
-        assert self.transfers is not None
-        start, first, most = self._elements(span)[0], len(self.locals), LARGEST_COUNT // self.item
+        assert self._transfers is not None
+        start, first, most = self._elements(span)[0], len(self._locals), LARGEST_COUNT // self._item
         for lo in range(0, local.numel, most):
             numel = min(most, local.numel - lo)
-            self.locals.append(local._replace(start=local.start + lo, numel=numel))
-            self.transfers.add(owner, (start + lo) * self.item, numel * self.item, write=write)
-        return partial(executor.transfer, slice(first, len(self.locals)))
+            self._locals.append(local._replace(start=local.start + lo, numel=numel))
+            self._transfers.add(owner, (start + lo) * self._item, numel * self._item, write=write)
+        return partial(executor.transfer, slice(first, len(self._locals)))
 
     def _fetched(self, slot: int, numel: int) -> Place:
         """Memory for what is read from another process before it is combined."""
-        while len(self.fetches) <= slot:
-            self.fetches.append(self._new_scratch(max(self.layout.slot, numel)))
-        return Place(SCRATCH, self.fetches[slot], 0, numel)
+        while len(self._fetches) <= slot:
+            self._fetches.append(self._new_scratch(max(self._layout.slot, numel)))
+        return Place(SCRATCH, self._fetches[slot], 0, numel)
 
     def _combine(self, step: Combine, scale: float | None) -> None:
-        assert self.reduction is not None
+        assert self._reduction is not None
         present = [(int(owner), span) for owner, span in step.parts if int(owner) != NONE]
         numel = min(self._elements(span)[1] for span in (step.into, *(span for _, span in present)))
         if numel == 0:
             return
-        into = self._place(self.rank, step.into, numel, written=True)
+        into = self._place(self._rank, step.into, numel, written=True)
         # then one landing place in the cache is enough; 16-bit sums would lose digits by rounding after each pair
-        one_by_one = self.reduction.dtype not in HALVES and not step.tree
+        one_by_one = self._reduction.dtype not in HALVES and not step.tree
         parts: list[Place] = []
         makers: list[Maker] = []
         for number, (owner, span) in enumerate(present):
@@ -345,12 +337,12 @@ class _Compiler:
             parts.append(landing)
             if one_by_one and len(parts) == 2:
                 last = scale if number == len(present) - 1 else None
-                makers.append(partial(executor.combine, self.reduction, parts, into, False, last))
+                makers.append(partial(executor.combine, self._reduction, parts, into, False, last))
                 parts = [into]
         if len(parts) > 1 or len(present) == 1:
-            makers.append(partial(executor.combine, self.reduction, parts, into, step.tree, scale))
+            makers.append(partial(executor.combine, self._reduction, parts, into, step.tree, scale))
         for make in makers:
-            self.order.local(make, [_region(span) for _, span in present], [_region(step.into)])
+            self._order.local(make, [_region(span) for _, span in present], [_region(step.into)])
         self._mark(step.into)
 
     def _copy(self, step: Copy) -> None:
@@ -361,30 +353,30 @@ class _Compiler:
         if numel == 0:
             return
         if self._is_remote(source, step.of):
-            make = self._transfer(self._place(self.rank, step.into, numel, written=True), source, step.of, write=False)
+            make = self._transfer(self._place(self._rank, step.into, numel, written=True), source, step.of, write=False)
         elif self._is_remote(dest, step.into):
-            make = self._transfer(self._place(self.rank, step.of, numel), dest, step.into, write=True)
+            make = self._transfer(self._place(self._rank, step.of, numel), dest, step.into, write=True)
         else:
             of = self._place(source, step.of, numel)
             make = partial(executor.copy, self._place(dest, step.into, numel, written=True), of)
-        self._count(source if dest == self.rank else dest, numel)
-        self.order.local(make, [_region(step.of)], [_region(step.into)])
-        if dest == self.rank:
+        self._count(source if dest == self._rank else dest, numel)
+        self._order.local(make, [_region(step.of)], [_region(step.into)])
+        if dest == self._rank:
             self._mark(step.into)
 
     def _finish(self, step: Finish) -> None:
-        (_, numel), scale, region = self._elements(step.span), self.scale, _region(step.span)
+        (_, numel), scale, region = self._elements(step.span), self._scale, _region(step.span)
         if numel and scale is not None:
-            place = self._place(self.rank, step.span, numel)
-            self.order.local(lambda binding: executor.scaling(binding.view(place), scale), [region], [region])
+            place = self._place(self._rank, step.span, numel)
+            self._order.local(lambda binding: executor.scaling(binding.view(place), scale), [region], [region])
 
     def _bring_home(self) -> None:
         """Blocks this rank must end with that were never written are still in the caller's input: copy them."""
-        segments = self.program.segments
-        for goal in self.program.collective.ends(self.rank):
-            if goal.memory == WORK and not any(self.arrived[goal.cell * segments : (goal.cell + 1) * segments]):
+        segments = self._program.segments
+        for goal in self._program.collective.ends(self._rank):
+            if goal.memory == WORK and not any(self._arrived[goal.cell * segments : (goal.cell + 1) * segments]):
                 block = Span(goal.cell * segments, (goal.cell + 1) * segments)
-                self._copy(Copy(self.rank, block, self.rank, block))
+                self._copy(Copy(self._rank, block, self._rank, block))
 
 
 def _region(span: Span) -> Region:

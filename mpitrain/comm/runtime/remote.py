@@ -13,12 +13,14 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import count
 
 import numpy as np
 
 from mpitrain.comm.job.mpi import MPI
-from mpitrain.comm.runtime.agreement import Board, addresses, row_of
+from mpitrain.comm.runtime.agreement import Board, Call, addresses, row_of
 from mpitrain.errors import CommunicationError
 
 _PAIR = 16  # bytes of an address and a length
@@ -107,19 +109,11 @@ class Transfers:
         self.rows.append((rank, offset, nbytes, write))
 
     @functools.cached_property
-    def places(self) -> np.ndarray:
-        """For each transfer, the number of its rank's row on the board."""
-        return np.array([self.neighbours.places[rank] for rank, *_ in self.rows], dtype=np.intp)
-
-    @functools.cached_property
-    def offsets(self) -> np.ndarray:
-        """The offset of each transfer, in bytes."""
-        return np.array([offset for _, offset, _, _ in self.rows], dtype=np.int64)
-
-    @functools.cached_property
-    def sizes(self) -> np.ndarray:
-        """The length of each transfer, in bytes."""
-        return np.array([nbytes for _, _, nbytes, _ in self.rows], dtype=np.int64)
+    def columns(self) -> np.ndarray:
+        """Return three rows of numbers: for each transfer the board's row of its rank, its offset, and its length."""
+        places = self.neighbours.places
+        each = [(places[rank], offset, nbytes) for rank, offset, nbytes, _ in self.rows]
+        return np.ascontiguousarray(np.array(each, dtype=np.int64).reshape(-1, 3).T)
 
 
 class Table:
@@ -138,50 +132,38 @@ class Table:
             transfers: What is to be transferred.
             local: For each, the address in this process.
         """
-        self._transfers = transfers
-        count = len(local)
-        pairs = np.empty((2, count, 2), dtype=np.int64)
+        self._places, self._offsets, sizes = transfers.columns
+        pairs = np.empty((2, len(local), 2), dtype=np.int64)
         pairs[0, :, 0] = local
-        pairs[:, :, 1] = transfers.sizes if count else 0
-        self._pairs, self._starts = pairs, pairs[1, :, 0]
-        here, there = pairs.ctypes.data, pairs.ctypes.data + _PAIR * count
-        self.transfers = [
-            Transfer(transfers.neighbours, rank, (here + _PAIR * i, there + _PAIR * i), nbytes, write)
-            for i, (rank, _, nbytes, write) in enumerate(transfers.rows)
-        ]
+        pairs[:, :, 1] = sizes
+        self._starts = pairs[1, :, 0]  # a view, which keeps the pairs
+        here, there = pairs.ctypes.data, pairs.ctypes.data + _PAIR * len(local)
+        near, self.transfers = transfers.neighbours, list[Call]()
+        for at, (rank, _, nbytes, write) in zip(count(0, _PAIR), transfers.rows, strict=False):
+            function = near.writev if write else near.readv
+            self.transfers.append(partial(_transfer, function, near.pids[rank], rank, here + at, there + at, nbytes))
 
     def fill(self, rows: bytes) -> None:
         """Take the addresses of the other processes' memory out of the board's rows."""
-        np.add(addresses(rows)[self._transfers.places], self._transfers.offsets, out=self._starts)
+        np.add(addresses(rows)[self._places], self._offsets, out=self._starts)
 
 
-class Transfer:
-    """One copy between memory of this process and another's; calling it performs it.
+def _transfer(function: Callable[..., int], process: int, rank: int, local: int, remote: int, nbytes: int) -> None:
+    """Copy between memory of this process and another's.
+
+    Args:
+        function: The system call for the direction.
+        process: Id of the other process.
+        rank: Rank of the other process.
+        local, remote: Addresses of the (address, length) pairs for here and for there.
+        nbytes: Length of what is copied.
 
     Raises:
-        CommunicationError: In the call: the other process is gone, or its tensor is smaller.
+        CommunicationError: The other process is gone, or its tensor is smaller.
     """
-
-    __slots__ = ("_function", "_nbytes", "_pid", "_pointers", "_rank")
-
-    def __init__(self, neighbours: Neighbours, rank: int, pointers: tuple[int, int], nbytes: int, write: bool) -> None:
-        """Prepare a transfer.
-
-        Args:
-            neighbours: The processes.
-            rank: The rank of the other one.
-            pointers: Addresses of the (address, length) pairs for here and for there.
-            nbytes: How much is copied.
-            write: Whether it is copied there, else from there.
-        """
-        self._function = neighbours.writev if write else neighbours.readv
-        self._pid, self._rank, self._pointers, self._nbytes = neighbours.pids[rank], rank, pointers, nbytes
-
-    def __call__(self) -> None:
-        local, remote = self._pointers
-        done = self._function(self._pid, local, 1, remote, 1, 0)
-        if done != self._nbytes:
-            reason = os.strerror(ctypes.get_errno()) if done < 0 else f"only {done} of {self._nbytes} bytes were there"
-            raise CommunicationError(
-                f"the memory of rank {self._rank} cannot be reached ({reason}): it has died, or passed a smaller tensor"
-            )
+    done = function(process, local, 1, remote, 1, 0)
+    if done != nbytes:
+        reason = os.strerror(ctypes.get_errno()) if done < 0 else f"only {done} of {nbytes} bytes were there"
+        raise CommunicationError(
+            f"the memory of rank {rank} cannot be reached ({reason}): it has died, or passed a smaller tensor"
+        )

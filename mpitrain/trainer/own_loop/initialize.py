@@ -292,7 +292,6 @@ def places(comm: Communicator, parallel: ParallelSection) -> Mesh:
         mesh = Mesh.make(comm, parallel.data, parallel.pipeline, parallel.tensor)
     else:
         alone = comm if comm.size == 1 else comm.split(comm.rank, label="alone")
-        assert alone is not None
         mesh = Mesh(comm, comm, alone, alone)
     refuse_divisions(parallel, mesh)
     if parallel.cut == "time" and parallel.pipeline > 1:
