@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mpitrain.errors import InputError
-from mpitrain.pipe.schedule import Backward, BackwardInput, BackwardWeight, Forward
-from mpitrain.pipe.schedules import SCHEDULES, make_schedule
+from mpitrain.pipe.schedule import SCHEDULES, Backward, BackwardInput, BackwardWeight, Forward, make_schedule
 from mpitrain.pipe.simulate import Costs, Simulation, simulate
 from mpitrain.storage.disk import replacing
 

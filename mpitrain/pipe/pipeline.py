@@ -34,8 +34,7 @@ from mpitrain.pipe.partition import (
     stage_bounds,
     time_costs,
 )
-from mpitrain.pipe.schedule import BackwardInput, Schedule
-from mpitrain.pipe.schedules import make_schedule
+from mpitrain.pipe.schedule import BackwardInput, Schedule, make_schedule
 from mpitrain.pipe.simulate import forward_only, with_messages
 from mpitrain.pipe.stage import Stage
 from mpitrain.pipe.wire import Wire, look
