@@ -144,8 +144,7 @@ class BucketReduction:
             shapes: What compression knows of the bucket; None to reduce it uncompressed.
             background: Return at once, with a Work to wait for.
         """
-        comm = self.comms[number % len(self.comms)]
-        return comm.all_reduce(
+        return self.comms[number % len(self.comms)].all_reduce(
             x, self.op, self.algorithm, background, compression=shapes, reproducible=self.reproducible
         )
 

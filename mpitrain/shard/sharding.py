@@ -12,7 +12,7 @@ training keeps WholeGradients at every stage, because it sums the gradients of s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
@@ -238,6 +238,14 @@ class Sharding:
         """Return the place of each parameter's gradient, where every rank keeps all gradients."""
         pairs = zip(self.groups, self.gradients.flat, strict=True)
         return {p: view for group, flat in pairs for p, view in zip(group.parameters, group.views(flat), strict=True)}
+
+    def reduced_gradients(self) -> Iterator[torch.Tensor]:
+        """Yield the reduced gradients that this rank has, bucket by bucket."""
+        for g, group in enumerate(self.groups):
+            for b in range(group.layout.buckets):
+                lo, hi = group.layout.share(b, self.shard.rank if self.stage.states else 0)
+                if lo < hi:
+                    yield self.gradients.own(g, lo, hi)
 
     def set_apart(self, unused: Set[nn.Parameter]) -> None:
         """Divide flat parameters, so that none of them holds both unused parameters and used ones."""

@@ -95,12 +95,7 @@ class Updater:
         sums are then added exactly.
         """
         sharding = self._sharding
-        sums = []
-        for g, group in enumerate(sharding.groups):
-            for b in range(group.layout.buckets):
-                lo, hi = group.layout.share(b, sharding.shard.rank if sharding.stage.states else 0)
-                sums.append(_squares_of_rows(sharding.gradients.own(g, lo, hi).view(-1, EXACT_BLOCK)))
-        mine = torch.cat(sums).cpu()
+        mine = torch.cat([_squares_of_rows(g.view(-1, EXACT_BLOCK)) for g in sharding.reduced_gradients()]).cpu()
         if sharding.stage.states and sharding.shard.size > 1:
             everyone = torch.empty(mine.numel() * sharding.shard.size, dtype=torch.float64)
             sharding.shard.all_gather(everyone, mine)

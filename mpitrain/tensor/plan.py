@@ -296,8 +296,7 @@ def _pairs(divided: Sequence[str], styles: Mapping[str, ParallelStyle]) -> list[
     for name in alone:
         families.setdefault(name.rpartition(".")[0], []).append(name)
     whole = [each for each in families.values() if len({styles[name].needs_row for name in each}) == 2]
-    taken = {name for family in whole for name in family}
-    rest = [name for name in alone if name not in taken]
+    rest = [name for name in alone if not any(name in family for family in whole)]
     return [pair for family in [*whole, rest] for pair in _in_order(family, styles)]
 
 
@@ -309,6 +308,5 @@ def _in_order(names: Sequence[str], styles: Mapping[str, ParallelStyle]) -> list
             found.append([])
         found[-1].append(name)
     if len(found) > 1 and styles[found[-1][-1]].needs_row:
-        last = found.pop()
-        found[-1] += last
+        found[-2:] = [found[-2] + found[-1]]
     return found

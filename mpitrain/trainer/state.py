@@ -209,10 +209,9 @@ class EngineState:
             self._base.require(manifest.values.get("base"))
         else:
             require_whole(manifest.values.get("base"))
-        wanted = [*self._alike(), *self._shares(), *self._masters(wider=False), *self._empty_states(manifest)]
         self._pending = []
         found: list[Part] = []
-        for holding in wanted:
+        for holding in [*self._alike(), *self._shares(), *self._masters(wider=False), *self._empty_states(manifest)]:
             source, dtype = _source(manifest, holding)
             data = holding.data
             direct = data.is_contiguous() and data.dtype == dtype
@@ -230,7 +229,6 @@ class EngineState:
             if name.startswith(OPTIMIZER):
                 key, _, parameter = name.removeprefix(OPTIMIZER).partition("/")
                 keys.setdefault(parameter, []).append((key, spec))
-        known = set(self._names.values())
         values = manifest.value("optimizer")
         found: list[Holding] = []
         self._states = []
@@ -253,7 +251,7 @@ class EngineState:
                         found.append(Holding(f"{OPTIMIZER}{key}/{name}", part, 0, part.numel, own[key], True))
                 odd.append(own | values.get(name, {}))
             self._states.append((flat_parameter, state, odd))
-        strangers = sorted(set(keys) - known)
+        strangers = sorted(set(keys) - set(self._names.values()))
         if strangers and not self._staged:
             raise CheckpointError(f"the checkpoint has optimizer state of {strangers[0]}, which this model lacks")
         return found

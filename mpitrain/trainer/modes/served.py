@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -392,22 +392,6 @@ class Session:
         return step
 
 
-class Left(NamedTuple):
-    """The state that a rank keeps of the time before ranks died.
-
-    Attributes:
-        engine: With its memory.
-        step: Which all ranks know to be complete.
-        values: What is kept with the model, of that step.
-        remembered: What was applied.
-    """
-
-    engine: ServedEngine
-    step: int
-    values: dict[str, Any]
-    remembered: Remembered
-
-
 class ServedSurvivors(Survivors):
     """The state of a run with servers that outlives the death of workers: the servers have all of it, and keep it.
 
@@ -424,7 +408,8 @@ class ServedSurvivors(Survivors):
     def __init__(self, trainer: Run, strategy: Served) -> None:
         super().__init__(trainer)
         self._strategy = strategy
-        self._left: Left | None = None
+        # of the time before ranks died: the engine with its memory, what was applied, the last step that all ranks know
+        self._left: tuple[ServedEngine, Remembered, Restored] | None = None
         self._servers = set(strategy.roles.servers)  # numbers in the first world
         self._completed = 0  # steps that were complete when ranks died
 
@@ -471,14 +456,14 @@ class ServedSurvivors(Survivors):
         if told[0][0] != 0 and remembered.records:  # nobody knows what the first rank has recorded
             step = int(remembered.records[0].step) - 1
         values = trainer.state() | {"position": session.position(step)}
-        self._left, self._completed = Left(session.engine, step, values, remembered), remembered.completed
+        self._left, self._completed = (session.engine, remembered, Restored(step, values)), remembered.completed
 
     def restore(self, trainer: Run) -> Restored | None:
-        left, self._store = self._left, trainer.store
-        if left is None:
+        self._store = trainer.store
+        if self._left is None:
             return None
         assert isinstance(trainer.engine, ServedEngine)
-        trainer.engine.take_over(left.engine)
-        self._strategy.remembered = left.remembered
+        earlier, self._strategy.remembered, restored = self._left
+        trainer.engine.take_over(earlier)
         self._left = None
-        return Restored(left.step, left.values)
+        return restored
