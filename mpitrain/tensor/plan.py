@@ -39,8 +39,7 @@ from torch import nn
 from mpitrain.errors import refusal
 from mpitrain.layout import logical_of
 from mpitrain.tensor.axis import Axis
-from mpitrain.tensor.features import localize_heads
-from mpitrain.tensor.linear import ColumnParallelLinear, RowParallelLinear, sum_gradient
+from mpitrain.tensor.linear import ColumnParallelLinear, RowParallelLinear, localize_heads, sum_gradient
 from mpitrain.tensor.styles import STYLES, OfHeads, ParallelStyle, PlannedModule, Undivided
 from mpitrain.tensor.vocabulary import VocabularyCrossEntropy, VocabularyParallelEmbedding
 

@@ -19,8 +19,7 @@ from torch.nn import functional
 from mpitrain.comm.memory.device import is_accelerator
 from mpitrain.errors import InputError
 from mpitrain.tensor.axis import Axis, reduce, reduce_scatter
-from mpitrain.tensor.features import Features, part_of
-from mpitrain.tensor.linear import SEQUENCE
+from mpitrain.tensor.linear import SEQUENCE, Features, part_of
 
 IGNORED = -100  # torch's default
 
