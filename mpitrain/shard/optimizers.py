@@ -97,13 +97,8 @@ class Muon(torch.optim.Muon):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """One update. Collective over the ranks that hold the matrices."""
-        updates: dict[torch.Tensor, torch.Tensor] = {}
-        groups: dict[torch.Tensor, dict[str, Any]] = {}
-        for group in self.param_groups:
-            for value in group["params"]:
-                groups[value] = group
-                if value.grad is not None:
-                    updates[value] = self._momentum(value, group)
+        groups = {value: group for group in self.param_groups for value in group["params"]}
+        updates = {value: self._momentum(value, groups[value]) for value in groups if value.grad is not None}
         for value in updates:
             value.mul_(1 - groups[value]["lr"] * groups[value]["weight_decay"])
         for part, update in self._made_orthogonal(updates, groups):

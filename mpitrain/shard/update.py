@@ -70,8 +70,7 @@ class Updater:
         ]
         total = torch.zeros(1, dtype=torch.float64, device=sharding.groups[0].device)
         if gradients:
-            norms = torch.stack(torch._foreach_norm(gradients, 2, dtype=_wide(*gradients)))
-            total += norms.double().square_().sum()
+            total += torch.stack(torch._foreach_norm(gradients, 2, dtype=_wide(*gradients))).double().square_().sum()
         if self._parts or sharding.stage.states:  # the other ranks of the shard have summed further ones
             sharding.shard.all_reduce(total)
         for axis in self._axes:

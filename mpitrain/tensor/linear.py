@@ -202,8 +202,7 @@ def _only_the_part(whole: torch.Tensor, part: torch.Tensor, axis: Axis) -> Keepi
     storage, numel, tag = whole.untyped_storage()._cdata, whole.numel(), axis.new_tag()  # fake tensors have no address
 
     def keep(saved: torch.Tensor) -> Any:
-        same = saved.numel() == numel and saved.untyped_storage()._cdata == storage
-        return saved.shape if same else saved
+        return saved.shape if saved.numel() == numel and saved.untyped_storage()._cdata == storage else saved
 
     def bring(kept: Any) -> torch.Tensor:
         return axis.all_gather(part, SEQUENCE, tag)[0].view(kept) if isinstance(kept, torch.Size) else kept

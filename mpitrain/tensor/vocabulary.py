@@ -168,8 +168,7 @@ class _CrossEntropy(torch.autograd.Function):
 
         largest = told[:, 0].amax(0)
         total = ((told[:, 0] - largest).exp_() * told[:, 1]).sum(0)
-        logarithm = total.log() + largest
-        loss = logarithm - (1 - label_smoothing) * told[:, 2].sum(0)
+        loss = total.log() + largest - (1 - label_smoothing) * told[:, 2].sum(0)
         if label_smoothing:
             loss -= label_smoothing / classes * told[:, 3].sum(0)
         # exponentials here times this are the probabilities, already weighed for the mean

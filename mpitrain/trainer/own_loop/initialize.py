@@ -276,8 +276,7 @@ def _shown(value: Any) -> str:
         return str(int(value))  # 1.0 is no other setting than 1
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
-    plain = value is None or isinstance(value, (bool, int, float, str))
-    return str(value) if plain else type(value).__name__
+    return str(value) if value is None or isinstance(value, (bool, int, float, str)) else type(value).__name__
 
 
 # -- the model, the optimizer and the scheduler of the user, put onto a mesh

@@ -348,9 +348,8 @@ def data_bytes(sharding: Sharding, microbatches: int, *, staged: bool = False) -
     replicas = 1 if reduction.replicas is None else reduction.replicas.size
     if reduction.compression is None:
         nbytes = sum(g.layout.numel * (sharding.reduce_dtype or g.dtype).itemsize for g in sharding.groups)
-        sharded = sharding.stage.states
         return bytes_along_data(
-            nbytes, reduction.comm.size, gathered, sharded=sharded, passes=passes, replicas=replicas
+            nbytes, reduction.comm.size, gathered, sharded=sharding.stage.states, passes=passes, replicas=replicas
         )
     return passes * _compressed(sharding) + bytes_along_data(0, 1, gathered)
 
