@@ -264,9 +264,8 @@ class WholeGradients(Gradients):
     def end(self, works: Sequence[Work | None]) -> None:
         for work in filter(None, works):
             work.wait()
-        if self.reduction.replicas is not None:
-            for bucket in self._buckets:
-                self.reduction.among_replicas(self.reduction.own(bucket))
+        for bucket in self._buckets:
+            self.reduction.among_replicas(self.reduction.own(bucket))
 
     def zero(self) -> None:
         self._given.clear()

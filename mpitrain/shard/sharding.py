@@ -77,10 +77,13 @@ class Sharding:
         flat_parameters: What this rank's optimizer updates.
         host: Carries gradients and parameters, where a device's parameters are updated on the host; None elsewhere.
         files: Where the optimizer's states are kept; None: in memory.
+        writes_copies: Whether this rank takes part in saving what every data-parallel rank has whole.
 
     Raises:
         InputError: Options that do not go together, with each other or with the optimizer.
     """
+
+    writes_copies = True
 
     def __init__(
         self,

@@ -40,7 +40,6 @@ from mpitrain.trainer.memory import MemoryAccount
 from mpitrain.trainer.options import every_setting
 from mpitrain.trainer.run import Restored, Run, Step, Strategy
 from mpitrain.trainer.saving import SaveSchedule
-from mpitrain.trainer.state import EngineState
 
 _LEFT_OUT = {  # settings that have no other value than the default beside servers
     *("parallel.pipeline", "parallel.tensor", "parallel.zero", "parallel.offload", "parallel.offload_parameters"),
@@ -70,9 +69,6 @@ class ServedEngine(Engine):
 
     def _place(self, axes: Axes) -> ServedSharding:
         return ServedSharding(self.module, self.optimizer, self.comm, self.config, self._world, self._roles)
-
-    def _make_state(self, axes: Axes) -> EngineState:
-        return EngineState(self.sharding, axes, writes_copies=self._world.rank == self._roles.workers[0])
 
     def memory(self) -> MemoryAccount:
         """Count the bytes; a rank that works and serves has its shares of parameters and gradients besides."""
