@@ -63,7 +63,6 @@ class Mesh:
         data_axis = world.split(p_rank * t + t_rank, d_rank, label="data")
         pipeline_axis = world.split(d_rank * t + t_rank, p_rank, label="pipeline")
         tensor_axis = world.split(d_rank * p + p_rank, t_rank, label="tensor")
-        assert data_axis is not None and pipeline_axis is not None and tensor_axis is not None
         return Mesh(world, data_axis, pipeline_axis, tensor_axis)
 
     def free(self) -> None:

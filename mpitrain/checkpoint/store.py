@@ -226,7 +226,6 @@ class Store:
         self.waited_seconds = time.perf_counter() - began
         if self._layout is None:
             saving = self.comm.split(0, self.comm.rank, label="checkpoint")
-            assert saving is not None
             self._layout = FileLayout(saving, self._nodes, self._files)
         if background:
             require_threads(self.comm)
@@ -372,7 +371,6 @@ class Store:
         blocks = attempt(self.comm, partial(prepare, manifest), folder) or []
         if self._node is None:
             self._node = self.comm.split(self._nodes[self.comm.rank], self.comm.rank, label="checkpoint node")
-            assert self._node is not None
         fill = partial(cooperative_read, self._node, folder, manifest, blocks)
         if local is not None:
             self._fill_local(local, folder, manifest, blocks, fill)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 import torch
@@ -184,6 +184,12 @@ class Communicator(PointToPoint):
         return Mailbox(comm, self._topology, self.process, f"{self.label}: mailbox {name}", self.label)
 
     # -- groups
+
+    @overload
+    def split(self, color: int, key: int = 0, label: str = "") -> Communicator: ...
+
+    @overload
+    def split(self, color: int | None, key: int = 0, label: str = "") -> Communicator | None: ...
 
     def split(self, color: int | None, key: int = 0, label: str = "") -> Communicator | None:
         """The communicator of the ranks that give the same color, in order of (key, rank). Collective.

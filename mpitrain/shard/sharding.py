@@ -154,7 +154,6 @@ class Sharding:
     def _split(self, color: int, key: int, name: str) -> Communicator:
         """A communicator of the ranks that give the same color, freed by `close`. Collective."""
         made = self.comm.split(color, key, label=f"{self.comm.label}/{name}")
-        assert made is not None
         self._made.append(made)
         return made
 

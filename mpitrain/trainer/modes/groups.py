@@ -147,9 +147,7 @@ class LocalEngine(Engine):
         self._prefix = f"{REPLICA}{grouping.number}/"
         self.cut = any(other.size > 1 for other in axes.others)
         place = self._require_alike(axes)
-        meeting, peers = (world.split(place, grouping.number, label=n) for n in ("meeting", "peers"))
-        assert meeting is not None and peers is not None
-        self.meeting, self._peers = meeting, peers
+        self.meeting, self._peers = (world.split(place, grouping.number, label=n) for n in ("meeting", "peers"))
         self._holders = self.sharding.replicas if self.sharding.stage.states else self.comm
         flat_of = {flat.value: flat for flat in self.sharding.flat_parameters}
         kinds = by_dtype(flat_of)
@@ -163,7 +161,7 @@ class LocalEngine(Engine):
             if compression is not None:
                 buckets.append(compression.bucket(str(n), [(at, tuple(p.shape)) for at, p in whole]))
         # copies of a parameter on several stages or tensor ranks must stay equal
-        exact, weight = self.cut, grouping.weight
+        exact, weight, peers = self.cut, grouping.weight, self._peers
         self.averaging = Averaging(slices, peers, weight, parallel, buckets, reproducible=exact, wrote=self._wrote)
 
     def _require_alike(self, axes: Axes) -> int:
@@ -365,11 +363,9 @@ class Local(Strategy):
     def places(self, config: Config, world: Communicator) -> GroupPlaces:
         parallel, grouping = config.parallel, self.grouping
         group = world.split(grouping.number, world.rank, label=f"group {grouping.number}")
-        assert group is not None
         mesh = Mesh.make(group, grouping.each, parallel.pipeline, parallel.tensor)
         number, p, t = grouping.number * grouping.each + mesh.data.rank, mesh.pipeline.rank, mesh.tensor.rank
         everyone = world.split(p * parallel.tensor + t, number, label="everyone")
-        assert everyone is not None
         self.engine = partial(LocalEngine, world=world, everyone=everyone, grouping=grouping)
         workers = VirtualWorkers(mesh.data.rank, mesh.data.size, mesh.data.size)
         evaluating = VirtualWorkers(everyone.rank, everyone.size, everyone.size)

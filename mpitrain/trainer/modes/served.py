@@ -227,9 +227,8 @@ class Session:
         world, self._sizes, self._parts = trainer.world, trainer.batch_sizes, remembered.parts
         self._origin = trainer.position - self._sizes.before(trainer.step)  # where the run's first step would begin
         self._order = trainer.data.order(trainer.config.run.seed)
-        engine = trainer.engine
-        assert isinstance(engine, ServedEngine)
-        self.engine, self._sharding = engine, engine.sharding
+        assert isinstance(trainer.engine, ServedEngine)
+        self.engine, self._sharding = trainer.engine, trainer.engine.sharding
         self._boxes = world.mailbox("to servers"), world.mailbox("to workers")
         self._error: BaseException | None = None
         self._server = self._make_server(world, remembered) if world.rank in roles.servers else None

@@ -144,7 +144,6 @@ def _optimizing(
     roles = ParameterRoles.of(section, model) if given is None else None
 
     def make(module: nn.Module) -> torch.optim.Optimizer:
-        made: torch.optim.Optimizer
         if given is None:
             made = make_optimizer(section, module.named_parameters(), roles)
         else:
@@ -291,7 +290,6 @@ def places(comm: Communicator, parallel: ParallelSection) -> Mesh:
         mesh = Mesh.make(comm, parallel.data, parallel.pipeline, parallel.tensor)
     else:
         alone = comm if comm.size == 1 else comm.split(comm.rank, label="alone")
-        assert alone is not None
         mesh = Mesh(comm, comm, alone, alone)
     refuse_divisions(parallel, mesh)
     if parallel.cut == "time" and parallel.pipeline > 1:
