@@ -153,9 +153,8 @@ class Sharding:
 
     def _split(self, color: int, key: int, name: str) -> Communicator:
         """A communicator of the ranks that give the same color, freed by `close`. Collective."""
-        made = self.comm.split(color, key, label=f"{self.comm.label}/{name}")
-        self._made.append(made)
-        return made
+        self._made.append(self.comm.split(color, key, label=f"{self.comm.label}/{name}"))
+        return self._made[-1]
 
     def _place_parameters(self, trained: list[nn.Parameter]) -> tuple[list[FlatGroup], Parameters]:
         """Lay the parameters out, and move them to where the stage keeps them. Collective."""
