@@ -43,8 +43,16 @@ from mpitrain.layout import split
 from mpitrain.models.gpt import TransformerBlock
 from mpitrain.models.losses import cross_entropy
 from mpitrain.pipe.pipeline import Pipeline
-from mpitrain.pipe.schedule import Backward, BackwardInput, BackwardWeight, Compute, Forward, Schedule, Step
-from mpitrain.pipe.schedules import make_schedule
+from mpitrain.pipe.schedule import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Compute,
+    Forward,
+    Schedule,
+    Step,
+    make_schedule,
+)
 from mpitrain.pipe.simulate import Costs, Simulation, TimedStep, simulate
 from mpitrain.speeds.timing import Contender
 

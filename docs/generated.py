@@ -51,8 +51,8 @@ PUBLIC = {  # pages' headings, and the modules whose public names are under them
     "Pipelines and tensor parallel layers": [
         "mpitrain.mesh:Mesh",
         "mpitrain.pipe.pipeline:Pipeline",
-        "mpitrain.pipe.schedule",
-        "mpitrain.pipe.schedules:make_schedule",
+        "mpitrain.pipe.schedule:Backward,BackwardInput,BackwardWeight,Compute,Forward,PipelineProgram,Receive,Schedule",
+        "mpitrain.pipe.schedule:ScheduleError,Send,make_schedule",
         "mpitrain.tensor",
     ],
     "Models": ["mpitrain.models.task"],

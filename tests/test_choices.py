@@ -19,7 +19,7 @@ from mpitrain.errors import InputError
 from mpitrain.layers.precision import DTYPES
 from mpitrain.models.build import MODELS
 from mpitrain.models.resnet import STAGES
-from mpitrain.pipe.schedules import SCHEDULES
+from mpitrain.pipe.schedule import SCHEDULES
 from mpitrain.trainer.trainer import STRATEGIES
 
 

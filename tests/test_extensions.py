@@ -12,7 +12,7 @@ import mpitrain as mt
 from mpitrain.data.__main__ import main as data_command
 from mpitrain.errors import InputError
 from mpitrain.monitor import read_metrics
-from mpitrain.pipe.schedules import make_schedule
+from mpitrain.pipe.schedule import make_schedule
 from mpitrain.pipe.simulate import verify, with_messages
 
 

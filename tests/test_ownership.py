@@ -7,7 +7,7 @@ from torch import nn
 
 from mpitrain.layout import logical_of
 from mpitrain.ownership import TENSOR, Axes, Ownership, owners_of
-from mpitrain.tensor.features import Features, part_of
+from mpitrain.tensor.linear import Features, part_of
 
 
 def part(rank: int, size: int) -> nn.Module:

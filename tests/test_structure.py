@@ -136,8 +136,7 @@ def _outside_functions(body: list[ast.stmt], types: bool) -> Iterator[ast.stmt]:
 
 WITHOUT_MPI = """
     comm comm.algorithms.* comm.memory.device comm.programs.* comm.selection config.* layers.* layout mesh models.*
-    pipe.partition pipe.schedule pipe.schedules pipe.simulate planner.* shard.flat
-    shard.placement tensor.*
+    pipe.partition pipe.schedule pipe.simulate planner.* shard.flat shard.placement tensor.*
 """
 
 

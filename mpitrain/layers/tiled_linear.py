@@ -9,7 +9,7 @@ each tile is a unit of its own, so that one tile at a time is whole. x [..., in]
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import pairwise, product
 
 import torch
 from torch import nn
@@ -59,16 +59,13 @@ class TiledLinear(nn.Module):
         """A layer with the values of a plain one, in tiles."""
         width, height = linear.in_features, linear.out_features
         made = TiledLinear(width, height, linear.bias is not None, in_tiles=in_tiles, out_tiles=out_tiles)
-        columns, rows = split(width, in_tiles), split(height, out_tiles)
-        tiles = iter(made.tiles)
+        places = product(pairwise(split(height, out_tiles)), pairwise(split(width, in_tiles)))
         with torch.no_grad():
-            for top, bottom in pairwise(rows):
-                for left, right in pairwise(columns):
-                    tile = next(tiles)
-                    assert isinstance(tile, nn.Linear)
-                    tile.weight.copy_(linear.weight[top:bottom, left:right])
-                    if tile.bias is not None:
-                        tile.bias.copy_(linear.bias[top:bottom])
+            for tile, ((top, bottom), (left, right)) in zip(made.tiles, places, strict=True):
+                assert isinstance(tile, nn.Linear)
+                tile.weight.copy_(linear.weight[top:bottom, left:right])
+                if tile.bias is not None:
+                    tile.bias.copy_(linear.bias[top:bottom])
         return made
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -113,7 +113,7 @@ class Server:
         self.finals, self._here, self.limit = 0, 0, limit or 0
         for record in self._records:  # known before ranks died, and not by all
             if record.step > self._known:
-                self._post_to_all(record)
+                self._post_to_all([LetterKind.RECORD, *record])
         workers = len(self._roles.workers)
         with self._questions.listening(self._roles.workers, "letters of workers"):
             while not self._end:
@@ -184,8 +184,7 @@ class Server:
         take the core from those that work."""
         self._here += 1
         if self._here % len(self._roles.workers) == 0:
-            for rank in range(self._answers.size):
-                self._answers.post(rank, [LetterKind.TOGETHER])
+            self._post_to_all([LetterKind.TOGETHER])
 
     def _claimed(self, letter: Letter) -> None:
         assert self._clock is not None
@@ -313,11 +312,11 @@ class Server:
         )
         if self.limit:
             self._records.append(record)
-        self._post_to_all(record)
+        self._post_to_all([LetterKind.RECORD, *record])
 
-    def _post_to_all(self, record: StepRecord) -> None:
+    def _post_to_all(self, words: Sequence[float]) -> None:
         for rank in range(self._answers.size):
-            self._answers.post(rank, [LetterKind.RECORD, *record])
+            self._answers.post(rank, words)
 
     # -- bulk-synchronous steps
 

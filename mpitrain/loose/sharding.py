@@ -289,7 +289,7 @@ class ServedSharding(Sharding):
         world: Communicator,
         roles: Roles,
     ) -> None:
-        self.world, self.roles = world, roles
+        self.world, self.roles, self.writes_copies = world, roles, world.rank == roles.workers[0]
         self.published: OwnShares | None = None
         self.sums: OwnShares | None = None
         super().__init__(module, optimizer, alone, config)

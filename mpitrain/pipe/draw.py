@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mpitrain.errors import InputError
-from mpitrain.pipe.schedule import Backward, BackwardInput, BackwardWeight, Forward
-from mpitrain.pipe.schedules import SCHEDULES, make_schedule
+from mpitrain.pipe.schedule import SCHEDULES, Backward, BackwardInput, BackwardWeight, Forward, make_schedule
 from mpitrain.pipe.simulate import Costs, Simulation, simulate
 from mpitrain.storage.disk import replacing
 
@@ -112,8 +111,7 @@ def picture(simulation: Simulation, figure: Any) -> None:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the command."""
-    names = [*SCHEDULES, "terapipe"]
-    parser.add_argument("--schedule", choices=names, default="1f1b")
+    parser.add_argument("--schedule", choices=[*SCHEDULES, "terapipe"], default="1f1b")
     parser.add_argument("--stages", type=int, default=4, metavar="P", help="pipeline ranks [4]")
     parser.add_argument("--microbatches", type=int, default=8, metavar="M", help="[8]")
     parser.add_argument("--chunks", type=int, metavar="V", help="stages a rank [interleaved: 2, others: 1]")

@@ -133,7 +133,7 @@ class Executor:
             Forward: self._forward,
             Backward: partial(self._backward, Stage.backward, self._kept.pop),
             BackwardInput: partial(self._backward, Stage.backward_input, self._kept.__getitem__),
-            BackwardWeight: self._backward_weight,
+            BackwardWeight: lambda n, stage, m: stage.backward_weight(self._kept.pop((n, m))),
         }
         return partial(runs[type(step)], step.stage, self.stages[step.stage], step.microbatch)
 
@@ -181,10 +181,6 @@ class Executor:
         found = run(stage, kept((number, microbatch)), gradients)
         if number > 0:
             self._pass_on(number, microbatch, True, found, number - 1)
-
-    def _backward_weight(self, number: int, stage: Stage, microbatch: int) -> None:
-        """Add a stage's weight gradients of a microbatch, and drop what was kept of it."""
-        stage.backward_weight(self._kept.pop((number, microbatch)))
 
     # -- messages
 

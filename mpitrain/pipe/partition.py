@@ -19,7 +19,6 @@ import torch
 from torch import nn
 
 from mpitrain.comm.memory import device as devices
-from mpitrain.comm.memory.device import generators_kept
 from mpitrain.errors import InputError, refusal
 from mpitrain.layout import split
 from mpitrain.pipe.wire import as_tuple, look, mapped
@@ -226,7 +225,7 @@ def check_slices(blocks: Sequence[tuple[str, nn.Module]], x: torch.Tensor, y: to
     try:
         for module, _ in modes:
             module.training = False  # without dropout
-        with generators_kept(x.device), torch.no_grad():
+        with devices.generators_kept(x.device), torch.no_grad():
             for parameter in empty:
                 parameter.normal_(std=0.1)
             for name, block in blocks:

@@ -34,8 +34,7 @@ from mpitrain.pipe.partition import (
     stage_bounds,
     time_costs,
 )
-from mpitrain.pipe.schedule import BackwardInput, Schedule
-from mpitrain.pipe.schedules import make_schedule
+from mpitrain.pipe.schedule import BackwardInput, Schedule, make_schedule
 from mpitrain.pipe.simulate import forward_only, with_messages
 from mpitrain.pipe.stage import Stage
 from mpitrain.pipe.wire import Wire, look
@@ -320,14 +319,13 @@ def find_tied(
                 f"parameter {next(iter(names.values()))} is shared and has no memory yet, and would get one per use; "
                 "build a model with shared parameters on the CPU"
             )
-        ranks = sorted(names)
+        ranks = tuple(sorted(names))
         if len(ranks) == 1 or comm.rank not in names:
             continue
-        group = groups.get(tuple(ranks))
-        if group is None:
-            group = comm.subgroup(ranks, label=f"{comm.label} tied {ranks}")
-            assert group is not None
-            groups[tuple(ranks)] = group
+        if ranks not in groups:
+            groups[ranks] = comm.subgroup(ranks, label=f"{comm.label} tied {list(ranks)}")
+        group = groups[ranks]
+        assert group is not None
         group.broadcast(parameter.detach(), root=0)
         found.append(Tied(names[comm.rank], parameter, group))
     return found

@@ -30,6 +30,7 @@ from functools import lru_cache
 from itertools import accumulate, groupby
 
 from mpitrain.pipe.schedule import (
+    SCHEDULES,
     Backward,
     BackwardInput,
     BackwardWeight,
@@ -41,8 +42,8 @@ from mpitrain.pipe.schedule import (
     ScheduleError,
     Send,
     Step,
+    make_schedule,
 )
-from mpitrain.pipe.schedules import SCHEDULES, make_schedule
 
 Cost = float | Sequence[float]  # of every stage, or of each
 _KINDS = (Forward, Backward, BackwardInput, BackwardWeight)
@@ -349,7 +350,7 @@ def estimate(
 ) -> float:
     """About the end of a schedule, in closed form: its microbatches on the slowest rank, and what fills and drains it.
 
-    With equal stages and no messages it is what `Flow.ends` simulates, as far as `pipe.schedules` says how long its
+    With equal stages and no messages it is what `Flow.ends` simulates, as far as `pipe.schedule` says how long its
     ranks are idle; a schedule of the user's is taken for 1f1b.
 
     Args:

@@ -196,8 +196,7 @@ class Stage:
             x = kept.inputs[0] if kept.single else kept.inputs
             output, states = self._run(x, kept, bool(kept.made))
         kept.outputs, kept.random = as_tuple(output), None
-        detached = [leaves for _, leaves in kept.made]
-        kept.made = list(zip(states.values(), detached, strict=True))
+        kept.made = list(zip(states.values(), (leaves for _, leaves in kept.made), strict=True))
 
     def _inputs(self, kept: Kept) -> list[torch.Tensor]:
         """The inputs whose gradients the stage before waits for."""
@@ -340,9 +339,7 @@ def _leaves(node: Node, children: dict[Node, Any]) -> set[Any]:
 
 def _accumulate(parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
     """Add to .grad in place, as the engine does: it may be a view of an arena."""
-    if gradient is None:
-        return
     if parameter.grad is None:
         parameter.grad = gradient
-    else:
+    elif gradient is not None:
         parameter.grad.add_(gradient)

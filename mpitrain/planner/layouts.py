@@ -26,7 +26,7 @@ from mpitrain.errors import InputError, refusal
 from mpitrain.layout import split
 from mpitrain.mesh import conflict, mesh_shape, uncompiled
 from mpitrain.pipe.partition import partition
-from mpitrain.pipe.schedules import default_microbatches
+from mpitrain.pipe.schedule import default_microbatches
 from mpitrain.planner.machine import MachineProfile
 from mpitrain.planner.subject import BlockCost, Divided, ModelProfile
 from mpitrain.shard import placement

@@ -74,7 +74,7 @@ class Limits:
 
 
 def held_at_most(pipeline: int, chunks: int, microbatches: int, schedule: str) -> list[int]:
-    """Microbatches that each stage of a pipeline holds at most, in the order of the stages (see `pipe.schedules`).
+    """Microbatches that each stage of a pipeline holds at most, in the order of the stages (see `pipe.schedule`).
 
     With several stages a rank it is their mean.
     """

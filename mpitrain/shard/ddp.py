@@ -102,8 +102,7 @@ class DistributedDataParallel(nn.Module):
         parameters = list(self._names)
         numbers = {p: n for n, p in enumerate(parameters)}
         came = [numbers[p] for p in self.reducer.order]
-        others = [n for n in reversed(range(len(parameters))) if n not in set(came)]
-        order = self.comm.broadcast_object([*came, *others])
+        order = self.comm.broadcast_object(list(dict.fromkeys([*came, *reversed(range(len(parameters)))])))
         old = self.reducer
         old.close()
         self.reducer = self._make_reducer([parameters[n] for n in order if parameters[n].requires_grad])

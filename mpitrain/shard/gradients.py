@@ -144,8 +144,7 @@ class BucketReduction:
             shapes: What compression knows of the bucket; None to reduce it uncompressed.
             background: Return at once, with a Work to wait for.
         """
-        comm = self.comms[number % len(self.comms)]
-        return comm.all_reduce(
+        return self.comms[number % len(self.comms)].all_reduce(
             x, self.op, self.algorithm, background, compression=shapes, reproducible=self.reproducible
         )
 
@@ -265,9 +264,8 @@ class WholeGradients(Gradients):
     def end(self, works: Sequence[Work | None]) -> None:
         for work in filter(None, works):
             work.wait()
-        if self.reduction.replicas is not None:
-            for bucket in self._buckets:
-                self.reduction.among_replicas(self.reduction.own(bucket))
+        for bucket in self._buckets:
+            self.reduction.among_replicas(self.reduction.own(bucket))
 
     def zero(self) -> None:
         self._given.clear()

@@ -41,7 +41,6 @@ from mpitrain.shard.flat import numbered
 from mpitrain.shard.flat_parameters import FlatParameter
 from mpitrain.shard.sharding import Sharding
 
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic polynomial, steepest at zero (Jordan et al. 2024)
 Parts = list[tuple[torch.Tensor, int, int, int]]  # (what the optimizer updates, first, last, number of the parameter)
 
 
@@ -83,7 +82,7 @@ class Muon(torch.optim.Muon):
         params: Matrices, or groups of them.
         lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps: As of torch.optim.Muon.
         adjust_lr_fn: What the learning rate is multiplied by for a matrix of m rows and n columns: "original" by
-            sqrt(max(1, m / n)), "match_rms_adamw" by 0.2 sqrt(max(m, n)), so that AdamW's rate suits it too.
+            sqrt(max(1, m / n)), else ("match_rms_adamw", None) by 0.2 sqrt(max(m, n)), so that AdamW's rate suits it.
 
     Attributes:
         gather: Makes matrices whole; None where the parameters are whole matrices.
@@ -93,32 +92,13 @@ class Muon(torch.optim.Muon):
     """
 
     needs_whole = True
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 1e-3,
-        weight_decay: float = 0.1,
-        momentum: float = 0.95,
-        nesterov: bool = True,
-        ns_coefficients: tuple[float, float, float] = COEFFICIENTS,
-        eps: float = 1e-7,
-        ns_steps: int = 5,
-        adjust_lr_fn: str = "match_rms_adamw",
-    ) -> None:
-        self.gather: MatrixGather | None = None
-        super().__init__(params, lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn)
+    gather: MatrixGather | None = None
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """One update. Collective over the ranks that hold the matrices."""
-        updates: dict[torch.Tensor, torch.Tensor] = {}
-        groups: dict[torch.Tensor, dict[str, Any]] = {}
-        for group in self.param_groups:
-            for value in group["params"]:
-                groups[value] = group
-                if value.grad is not None:
-                    updates[value] = self._momentum(value, group)
+        groups = {value: group for group in self.param_groups for value in group["params"]}
+        updates = {value: self._momentum(value, groups[value]) for value in groups if value.grad is not None}
         for value in updates:
             value.mul_(1 - groups[value]["lr"] * groups[value]["weight_decay"])
         for part, update in self._made_orthogonal(updates, groups):

@@ -228,8 +228,7 @@ def shard_order(comm: Communicator) -> int | None:
     So the shares of ranks that have the same local rank on different nodes lie side by side, and one all-gather
     among those ranks moves one stretch of memory. None where the nodes have unequal numbers of ranks.
     """
-    counts = {node: comm.nodes.count(node) for node in comm.nodes}
-    if len(set(counts.values())) > 1:
+    if len({comm.nodes.count(node) for node in comm.nodes}) > 1:
         return None
     return comm.local_rank * comm.num_nodes + comm.node
 

@@ -12,7 +12,7 @@ training keeps WholeGradients at every stage, because it sums the gradients of s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
@@ -77,10 +77,13 @@ class Sharding:
         flat_parameters: What this rank's optimizer updates.
         host: Carries gradients and parameters, where a device's parameters are updated on the host; None elsewhere.
         files: Where the optimizer's states are kept; None: in memory.
+        writes_copies: Whether this rank takes part in saving what every data-parallel rank has whole.
 
     Raises:
         InputError: Options that do not go together, with each other or with the optimizer.
     """
+
+    writes_copies = True
 
     def __init__(
         self,
@@ -237,6 +240,14 @@ class Sharding:
         """Return the place of each parameter's gradient, where every rank keeps all gradients."""
         pairs = zip(self.groups, self.gradients.flat, strict=True)
         return {p: view for group, flat in pairs for p, view in zip(group.parameters, group.views(flat), strict=True)}
+
+    def reduced_gradients(self) -> Iterator[torch.Tensor]:
+        """Yield the reduced gradients that this rank has, bucket by bucket."""
+        for g, group in enumerate(self.groups):
+            for b in range(group.layout.buckets):
+                lo, hi = group.layout.share(b, self.shard.rank if self.stage.states else 0)
+                if lo < hi:
+                    yield self.gradients.own(g, lo, hi)
 
     def set_apart(self, unused: Set[nn.Parameter]) -> None:
         """Divide flat parameters, so that none of them holds both unused parameters and used ones."""

@@ -70,8 +70,7 @@ class Updater:
         ]
         total = torch.zeros(1, dtype=torch.float64, device=sharding.groups[0].device)
         if gradients:
-            norms = torch.stack(torch._foreach_norm(gradients, 2, dtype=_wide(*gradients)))
-            total += norms.double().square_().sum()
+            total += torch.stack(torch._foreach_norm(gradients, 2, dtype=_wide(*gradients))).double().square_().sum()
         if self._parts or sharding.stage.states:  # the other ranks of the shard have summed further ones
             sharding.shard.all_reduce(total)
         for axis in self._axes:
@@ -95,12 +94,7 @@ class Updater:
         sums are then added exactly.
         """
         sharding = self._sharding
-        sums = []
-        for g, group in enumerate(sharding.groups):
-            for b in range(group.layout.buckets):
-                lo, hi = group.layout.share(b, sharding.shard.rank if sharding.stage.states else 0)
-                sums.append(_squares_of_rows(sharding.gradients.own(g, lo, hi).view(-1, EXACT_BLOCK)))
-        mine = torch.cat(sums).cpu()
+        mine = torch.cat([_squares_of_rows(g.view(-1, EXACT_BLOCK)) for g in sharding.reduced_gradients()]).cpu()
         if sharding.stage.states and sharding.shard.size > 1:
             everyone = torch.empty(mine.numel() * sharding.shard.size, dtype=torch.float64)
             sharding.shard.all_gather(everyone, mine)

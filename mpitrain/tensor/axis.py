@@ -47,7 +47,6 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from mpitrain.comm.memory import device as devices
-from mpitrain.comm.memory.device import is_accelerator
 from mpitrain.errors import CommunicationError
 from mpitrain.layout import split
 
@@ -143,8 +142,7 @@ class Axis:
         """
         bounds = self.bounds(x.shape[dim]) if lengths is None else [0, *accumulate(lengths)]
         start, length = bounds[self.rank], bounds[self.rank + 1] - bounds[self.rank]
-        taken = (self.size - 1) * x.nbytes * length // max(1, x.shape[dim])
-        views = self._exchange(_SCATTER, x, dim, 0, taken)
+        views = self._exchange(_SCATTER, x, dim, 0, (self.size - 1) * x.nbytes * length // max(1, x.shape[dim]))
         if views is not None:
             return _sum([view.narrow(dim, start, length) for view in views])
         parts = x.split([hi - lo for lo, hi in pairwise(bounds)], dim)
@@ -195,7 +193,7 @@ class Axis:
         Raises:
             CommunicationError: On every rank, when they bring what does not fit together.
         """
-        if self._slots is None or is_accelerator(x.device) or x.dtype not in _DTYPES:
+        if self._slots is None or devices.is_accelerator(x.device) or x.dtype not in _DTYPES:
             return None
         length = x.shape[dim] if x.dim() else 1
         nbytes = x.numel() * x.element_size()

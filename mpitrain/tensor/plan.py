@@ -39,8 +39,7 @@ from torch import nn
 from mpitrain.errors import refusal
 from mpitrain.layout import logical_of
 from mpitrain.tensor.axis import Axis
-from mpitrain.tensor.features import localize_heads
-from mpitrain.tensor.linear import ColumnParallelLinear, RowParallelLinear, sum_gradient
+from mpitrain.tensor.linear import ColumnParallelLinear, RowParallelLinear, localize_heads, sum_gradient
 from mpitrain.tensor.styles import STYLES, OfHeads, ParallelStyle, PlannedModule, Undivided
 from mpitrain.tensor.vocabulary import VocabularyCrossEntropy, VocabularyParallelEmbedding
 
@@ -296,8 +295,7 @@ def _pairs(divided: Sequence[str], styles: Mapping[str, ParallelStyle]) -> list[
     for name in alone:
         families.setdefault(name.rpartition(".")[0], []).append(name)
     whole = [each for each in families.values() if len({styles[name].needs_row for name in each}) == 2]
-    taken = {name for family in whole for name in family}
-    rest = [name for name in alone if name not in taken]
+    rest = [name for name in alone if not any(name in family for family in whole)]
     return [pair for family in [*whole, rest] for pair in _in_order(family, styles)]
 
 
@@ -309,6 +307,5 @@ def _in_order(names: Sequence[str], styles: Mapping[str, ParallelStyle]) -> list
             found.append([])
         found[-1].append(name)
     if len(found) > 1 and styles[found[-1][-1]].needs_row:
-        last = found.pop()
-        found[-1] += last
+        found[-2:] = [found[-2] + found[-1]]
     return found

@@ -13,13 +13,14 @@ from torch import nn
 from mpitrain.errors import refusal
 from mpitrain.layers.lora import LinearParts, LoraLinear, linear_parts
 from mpitrain.tensor.axis import Axis, gather, scatter
-from mpitrain.tensor.features import column_features, row_features
 from mpitrain.tensor.linear import (
     SEQUENCE,
     ColumnParallelLinear,
     ColumnParallelLora,
     RowParallelLinear,
     RowParallelLora,
+    column_features,
+    in_heads,
     sum_gradient,
 )
 from mpitrain.tensor.vocabulary import VocabularyParallelEmbedding
@@ -117,7 +118,7 @@ class Row(ParallelStyle):
 
     def apply(self, planned: PlannedModule) -> nn.Module:
         linear, axis = _linear(planned, "row"), planned.axis
-        features = row_features(planned.name, linear, planned.parent, axis.size, self.heads)
+        features = in_heads(planned.name, [linear.in_features], planned.parent, axis.size, self.heads)
         if isinstance(planned.module, LoraLinear) and not self.scatter:
             return RowParallelLora(planned.module, axis, features)
         return RowParallelLinear(linear, axis, features, scatter_input=self.scatter, sequence=planned.sequence)

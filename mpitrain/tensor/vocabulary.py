@@ -19,8 +19,7 @@ from torch.nn import functional
 from mpitrain.comm.memory.device import is_accelerator
 from mpitrain.errors import InputError
 from mpitrain.tensor.axis import Axis, reduce, reduce_scatter
-from mpitrain.tensor.features import Features, part_of
-from mpitrain.tensor.linear import SEQUENCE
+from mpitrain.tensor.linear import SEQUENCE, Features, part_of
 
 IGNORED = -100  # torch's default
 
@@ -169,8 +168,7 @@ class _CrossEntropy(torch.autograd.Function):
 
         largest = told[:, 0].amax(0)
         total = ((told[:, 0] - largest).exp_() * told[:, 1]).sum(0)
-        logarithm = total.log() + largest
-        loss = logarithm - (1 - label_smoothing) * told[:, 2].sum(0)
+        loss = total.log() + largest - (1 - label_smoothing) * told[:, 2].sum(0)
         if label_smoothing:
             loss -= label_smoothing / classes * told[:, 3].sum(0)
         # exponentials here times this are the probabilities, already weighed for the mean

@@ -36,7 +36,7 @@ from mpitrain.models.task import Task
 from mpitrain.ownership import Axes, owners_of
 from mpitrain.pipe.partition import check_slices, listed_blocks, require_look_back, time_costs
 from mpitrain.pipe.pipeline import Pipeline
-from mpitrain.pipe.schedules import default_microbatches
+from mpitrain.pipe.schedule import default_microbatches
 from mpitrain.shard import placement
 from mpitrain.shard.flat import blocks_of
 from mpitrain.tensor import ParallelStyle, parallelize, plan_for

@@ -24,7 +24,7 @@ from mpitrain.errors import refusal
 from mpitrain.mesh import Mesh
 from mpitrain.models.losses import WeightedCrossEntropy, cross_entropy
 from mpitrain.models.task import Task
-from mpitrain.pipe.schedules import default_microbatches
+from mpitrain.pipe.schedule import default_microbatches
 from mpitrain.shard.virtual_workers import VirtualWorkers
 from mpitrain.trainer.folder import together
 

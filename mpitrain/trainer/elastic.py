@@ -26,7 +26,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -272,8 +271,7 @@ def fetch(
     )
     pieces = [files[str(owner)][offset : offset + size] for owner, offset, size in questions.tolist()]
     leaving = torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8)
-    bounds = np.concatenate([[0], np.cumsum(given)])
-    sent = [int(questions[lo:hi, 2].sum()) for lo, hi in pairwise(bounds)]
+    sent = [int(each[:, 2].sum()) for each in np.split(questions, np.cumsum(given)[:-1])]
     arriving = np.empty(int(nbytes.sum()), dtype=np.uint8)
     world.all_to_all(arriving, leaving, out_counts=nbytes.tolist(), in_counts=sent)
     begin = 0

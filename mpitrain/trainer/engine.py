@@ -150,7 +150,7 @@ class Engine:
         self._updater = Updater(self.sharding, others)
         self._axes = [self.sharding.shard, *others]
         self._updating = comm.size  # ranks that divide the optimizer's states between them, or could
-        self._state = self._make_state(axes)
+        self._state = EngineState(self.sharding, axes)
         self.synchronous = any(isinstance(m, SyncBatchNorm) for m in module.modules())
         self._meter: ActivationMeter | PipelineMeter = ActivationMeter(module)
         self.metering = True
@@ -164,10 +164,6 @@ class Engine:
     def _place(self, axes: Axes) -> Sharding:
         """Place the module and its optimizer. Collective."""
         return Sharding(self.module, self.optimizer, self.comm, self.config, axes, self._reduce_dtype)
-
-    def _make_state(self, axes: Axes) -> EngineState:
-        """Return what knows the tensors of a checkpoint."""
-        return EngineState(self.sharding, axes)
 
     # -- the pieces of a step
 

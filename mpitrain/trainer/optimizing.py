@@ -108,13 +108,7 @@ class UncorrectedAdamW(_Elementwise):
 
 _Kind = type[torch.optim.Optimizer]
 _SET_APART = ("params", "lr", "weight_decay")  # options that keys of their own set
-_OURS: dict[str, _Kind] = {
-    "muon": Muon,
-    "lion": Lion,
-    "lamb": Lamb,
-    "lars": Lars,
-    "uncorrectedadamw": UncorrectedAdamW,
-}
+_OURS: dict[str, _Kind] = {kind.__name__.lower(): kind for kind in (Muon, Lion, Lamb, Lars, UncorrectedAdamW)}
 
 
 @dataclass(frozen=True)

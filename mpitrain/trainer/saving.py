@@ -172,8 +172,7 @@ def steps_between(save_seconds: float, step_seconds: float, mtbf_seconds: float,
     Returns:
         Steps from one save to the next; at least 1.
     """
-    interval = daly(save_seconds, mtbf_seconds) / step_seconds
-    return max(1, round(interval), math.ceil(least_seconds / step_seconds))
+    return max(1, round(daly(save_seconds, mtbf_seconds) / step_seconds), math.ceil(least_seconds / step_seconds))
 
 
 def due(since: int, step: int, every: int) -> bool:

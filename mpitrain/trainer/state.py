@@ -70,11 +70,10 @@ class EngineState:
     Args:
         sharding: The module and its optimizer.
         axes: The module's place in the mesh, which says which parameters this rank writes.
-        writes_copies: Whether this rank takes part in writing what every data-parallel rank has whole.
     """
 
-    def __init__(self, sharding: Sharding, axes: Axes, *, writes_copies: bool = True) -> None:
-        self._sharding, self._axes, self._writes_copies = sharding, axes, writes_copies
+    def __init__(self, sharding: Sharding, axes: Axes) -> None:
+        self._sharding, self._axes = sharding, axes
         self._owners, self._staged, self._base = sharding.owners, axes.pipeline is not None, axes.base
         self._aliases = dict(axes.aliases) if axes.aliases is not None else tied_names(sharding.module)
         self._names = {p: self._aliases.get(name, name) for name, p in sharding.module.named_parameters()}
@@ -164,11 +163,11 @@ class EngineState:
         alike, own = self._alike(), self._shares()
         (own if sharding.stage.states else alike).extend([*self._masters(wider=True), *states, *small])
         first = sharding.replicas is None or sharding.replicas.rank == 0
-        alike = [h for h in alike if h.written and self._writes_copies]
+        alike = [h for h in alike if h.written and sharding.writes_copies]
         ranges = shares([h.last - h.first for h in alike], size, rank)  # of what every rank has
         found = [part for n, lo, hi in ranges for part in alike[n].parts(_flat(alike[n].data), lo, hi)]
         found += [p for h in own if first and h.written for p in h.parts(_flat(h.data), 0, h.last - h.first)]
-        if rank == 0 and self._writes_copies:  # what has no elements is in nobody's share
+        if rank == 0 and sharding.writes_copies:  # what has no elements is in nobody's share
             empty = [self.holding(MODEL, p, 0, 0, p.detach()) for p in self._names if not p.numel()]
             found += [Part(h.spec, Piece.whole(h.name, 0), h.data.reshape(-1)) for h in empty if h.written]
         found += self._left_out.parts()
@@ -209,10 +208,9 @@ class EngineState:
             self._base.require(manifest.values.get("base"))
         else:
             require_whole(manifest.values.get("base"))
-        wanted = [*self._alike(), *self._shares(), *self._masters(wider=False), *self._empty_states(manifest)]
         self._pending = []
         found: list[Part] = []
-        for holding in wanted:
+        for holding in [*self._alike(), *self._shares(), *self._masters(wider=False), *self._empty_states(manifest)]:
             source, dtype = _source(manifest, holding)
             data = holding.data
             direct = data.is_contiguous() and data.dtype == dtype
@@ -230,7 +228,6 @@ class EngineState:
             if name.startswith(OPTIMIZER):
                 key, _, parameter = name.removeprefix(OPTIMIZER).partition("/")
                 keys.setdefault(parameter, []).append((key, spec))
-        known = set(self._names.values())
         values = manifest.value("optimizer")
         found: list[Holding] = []
         self._states = []
@@ -253,7 +250,7 @@ class EngineState:
                         found.append(Holding(f"{OPTIMIZER}{key}/{name}", part, 0, part.numel, own[key], True))
                 odd.append(own | values.get(name, {}))
             self._states.append((flat_parameter, state, odd))
-        strangers = sorted(set(keys) - known)
+        strangers = sorted(set(keys) - set(self._names.values()))
         if strangers and not self._staged:
             raise CheckpointError(f"the checkpoint has optimizer state of {strangers[0]}, which this model lacks")
         return found

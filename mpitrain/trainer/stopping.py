@@ -234,6 +234,11 @@ class Best:
             return Best(self.metric, value, step)
         return Best(self.metric, self.value, self.step, self.waited + 1)
 
+    def after_evaluation(self, trainer: Run, key: str, margin: float = 0.0) -> Best:
+        """Return the best after the run's last evaluation. Collective. key: The setting that names the metric."""
+        value = value_of(trainer, key, self.metric)
+        return self.after(value, trainer.step, higher(trainer, key, self.metric), margin)
+
     def kept(self) -> dict[str, Any]:
         """Return the fields as JSON has them, which knows no NaN."""
         return asdict(self) | {"value": None if math.isnan(self.value) else self.value}
@@ -271,11 +276,8 @@ class EarlyStopping(Callback):
             self._end(trainer, "set train.patience to more, or to 0, to go on")
 
     def on_evaluate(self, trainer: Run, loss: float) -> None:
-        train = trainer.config.train
-        if train.patience:
-            value = value_of(trainer, "train.monitor", self.best.metric)
-            better = higher(trainer, "train.monitor", self.best.metric)
-            self.best = self.best.after(value, trainer.step, better, train.min_delta)
+        if trainer.config.train.patience:
+            self.best = self.best.after_evaluation(trainer, "train.monitor", trainer.config.train.min_delta)
             self._end(trainer)
 
     def _end(self, trainer: Run, more: str = "") -> None:
@@ -337,9 +339,7 @@ class BestCheckpoint(Callback):
 
     def on_evaluate(self, trainer: Run, loss: float) -> None:
         if trainer.config.checkpoint.best:
-            name = self.best.metric
-            value = value_of(trainer, "checkpoint.best", name)
-            self.best = self.best.after(value, trainer.step, higher(trainer, "checkpoint.best", name))
+            self.best = self.best.after_evaluation(trainer, "checkpoint.best")
             self.due = self.best.step == trainer.step
             if self.due:
                 trainer.store.best = trainer.step

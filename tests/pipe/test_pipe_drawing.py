@@ -9,7 +9,7 @@ from support import one_line
 
 from mpitrain import report
 from mpitrain.pipe.draw import text
-from mpitrain.pipe.schedules import one_f_one_b
+from mpitrain.pipe.schedule import one_f_one_b
 from mpitrain.pipe.simulate import simulate
 
 

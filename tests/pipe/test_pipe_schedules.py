@@ -10,8 +10,14 @@ from fractions import Fraction
 import pytest
 
 from mpitrain.errors import InputError
-from mpitrain.pipe.schedule import Backward, BackwardWeight, PipelineProgram, Receive, Schedule, ScheduleError, Send
-from mpitrain.pipe.schedules import (
+from mpitrain.pipe.schedule import (
+    Backward,
+    BackwardWeight,
+    PipelineProgram,
+    Receive,
+    Schedule,
+    ScheduleError,
+    Send,
     gpipe,
     in_slices,
     interleaved,

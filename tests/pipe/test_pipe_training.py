@@ -26,8 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mpitrain.errors import InputError
 from mpitrain.pipe.pipeline import Pipeline
-from mpitrain.pipe.schedule import Compute
-from mpitrain.pipe.schedules import make_schedule
+from mpitrain.pipe.schedule import Compute, make_schedule
 from mpitrain.pipe.simulate import simulate
 
 STEPS = (1, 2, 4, 7, 1, 7)  # microbatches of each

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from mpitrain.pipe.schedules import make_schedule
+from mpitrain.pipe.schedule import make_schedule
 from mpitrain.pipe.simulate import ROUNDS, Costs, Flow, PreparedSchedule, simulate
 
 KINDS = [("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("zero-bubble", 1), ("zero-bubble", 2)]

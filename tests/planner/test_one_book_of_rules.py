@@ -20,7 +20,7 @@ from mpitrain.errors import InputError, refusal
 from mpitrain.mesh import Mesh, coordinates, mesh_shape, uncompiled
 from mpitrain.models import Task, build_model
 from mpitrain.pipe.partition import listed_blocks, parameter_costs, stage_bounds
-from mpitrain.pipe.schedules import make_schedule
+from mpitrain.pipe.schedule import make_schedule
 from mpitrain.planner import layouts as layouts_module
 from mpitrain.planner import search as search_module
 from mpitrain.planner.layouts import ParallelLayout, microbatches, rules_of, settings

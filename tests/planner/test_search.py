@@ -15,7 +15,7 @@ from planner_support import MadeUpModel, MadeUpPredictor, block
 from mpitrain.config.settings import Config
 from mpitrain.data import Description
 from mpitrain.errors import InputError
-from mpitrain.pipe.schedules import make_schedule
+from mpitrain.pipe.schedule import make_schedule
 from mpitrain.planner import layouts as notation
 from mpitrain.planner import refine as refine_module
 from mpitrain.planner.bounds import Bounds

@@ -15,7 +15,7 @@ from mpitrain.config.settings import Config
 from mpitrain.data import Description
 from mpitrain.mesh import mesh_shape
 from mpitrain.models import build_model
-from mpitrain.pipe import schedules
+from mpitrain.pipe import schedule
 from mpitrain.planner.layouts import ParallelLayout, layout_of
 from mpitrain.planner.machine import read_machine
 from mpitrain.planner.predictor import Predictor, StepSimulation
@@ -123,5 +123,5 @@ def test_the_default_number_of_microbatches_is_the_jobs(monkeypatch):
         return {layout_of(config, 8).microbatch, microbatch_size(config, cast(Any, mesh)), own}
 
     assert found() == {6}
-    monkeypatch.setattr(schedules, "_PER_STAGE", 4)
+    monkeypatch.setattr(schedule, "_PER_STAGE", 4)
     assert found() == {3}

@@ -9,7 +9,7 @@ from fakes import FakeModel
 
 from mpitrain.comm.programs.simulate import Machine
 from mpitrain.errors import InputError
-from mpitrain.pipe.schedules import make_schedule
+from mpitrain.pipe.schedule import make_schedule
 from mpitrain.pipe.simulate import Costs, simulate
 from mpitrain.planner import predictor as step
 from mpitrain.planner.collectives import CollectiveTimes, Group

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from mpitrain.pipe.schedule import Backward, Forward, Schedule, ScheduleError
-from mpitrain.pipe.schedules import make_schedule
+from mpitrain.pipe.schedule import Backward, Forward, Schedule, ScheduleError, make_schedule
 from mpitrain.pipe.simulate import Costs, PreparedSchedule, simulate
 
 CASES = [

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from mpitrain.layout import Piece, Slice, is_replicated, logical_of, stretches
-from mpitrain.tensor.features import Features, part_of
+from mpitrain.tensor.linear import Features, part_of
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from mpitrain.tensor import (
     cross_entropy,
 )
 from mpitrain.tensor import axis as functions
-from mpitrain.tensor.features import Features
+from mpitrain.tensor.linear import Features
 
 SIZES = (1, 2, 3, 4)
 

@@ -243,8 +243,7 @@ def meter_of(config: Config, task: Task, description: Description, engine: Engin
         InputError: A function of train.metrics cannot be found, or has the name of another figure.
     """
     asked = config.train.metrics
-    metrics = measures_of(description)
-    metrics += named_measures([name for name in asked if ":" not in name], description)
+    metrics = measures_of(description) + named_measures([name for name in asked if ":" not in name], description)
     for path in (name for name in asked if ":" in name):
         function, classes = find("train.metrics", path), description.classes or ()
         own = LibraryMetric(path, function, classes) if is_library_metric(function) else OwnMetric(path, function)

@@ -44,7 +44,7 @@ from mpitrain.loose.averaging import Averaging, FlatSlice, Grouping
 from mpitrain.mesh import Mesh
 from mpitrain.ownership import Axes
 from mpitrain.shard.ddp import broadcast_state
-from mpitrain.shard.flat import by_dtype, numbered
+from mpitrain.shard.flat import by_dtype
 from mpitrain.shard.virtual_workers import VirtualWorkers
 from mpitrain.trainer.data import GroupPlaces, batches
 from mpitrain.trainer.elastic import Survivors
@@ -148,12 +148,11 @@ class LocalEngine(Engine):
         self.cut = any(other.size > 1 for other in axes.others)
         place = self._require_alike(axes)
         self.meeting, self._peers = (world.split(place, grouping.number, label=n) for n in ("meeting", "peers"))
-        self._flats, slices = [], []
         self._holders = self.sharding.replicas if self.sharding.stage.states else self.comm
         flat_of = {flat.value: flat for flat in self.sharding.flat_parameters}
-        for values in by_dtype(flat_of):
-            self._flats.append([flat_of[value] for value in values])
-            slices.append(FlatSlice(values, self._holders))
+        kinds = by_dtype(flat_of)
+        self._flats = [[flat_of[value] for value in values] for values in kinds]
+        slices = [FlatSlice(values, self._holders) for values in kinds]
         parallel, buckets = self.config.parallel, list[Bucket]()
         compression = None if parallel.local_compression == "none" else from_name(parallel.local_compression)
         self._left_out = LeftOut(f"{LEFT_OUT}{world.rank}/", compression)
@@ -228,7 +227,7 @@ class LocalEngine(Engine):
         holders = self._holders
         ranks, rank = (holders.size, holders.rank) if holders is not None else (1, 0)
         self._remember_used()
-        for bucket in self._reduced():
+        for bucket in sharding.reduced_gradients():
             each = bucket.numel() // ranks
             mine, rest = bucket[rank * each : (rank + 1) * each], bucket[ranks * each :]
             for part in (mine, rest):
@@ -236,14 +235,6 @@ class LocalEngine(Engine):
                     self._peers.all_reduce(part.mul_(weight), reproducible=self.cut)
             if holders is not None and ranks > 1 and each:
                 holders.all_gather(bucket[: ranks * each], mine)
-
-    def _reduced(self) -> Iterator[torch.Tensor]:
-        """The reduced gradients that this rank has, bucket by bucket."""
-        sharding = self.sharding
-        for g, b in numbered(sharding.groups):
-            lo, hi = sharding.groups[g].layout.share(b, sharding.shard.rank if sharding.stage.states else 0)
-            if lo < hi:
-                yield sharding.gradients.own(g, lo, hi)
 
     def _remember_used(self) -> None:
         """Give back their gradients to parameters that were used in other groups alone (see `Reducer`, stage 0)."""
@@ -267,7 +258,7 @@ class LocalEngine(Engine):
             return self.averaging.bytes_sent()
         ranks = self._peers.size
         parts = self._holders.size if self._holders is not None else 1
-        return sum(2 * (ranks - 1) / ranks * b.numel() * b.element_size() / parts for b in self._reduced())
+        return sum(2 * (ranks - 1) / ranks * g.nbytes / parts for g in self.sharding.reduced_gradients())
 
     # -- checkpoints
 
@@ -327,15 +318,13 @@ class LocalEngine(Engine):
 
     def _of_group(self, manifest: Manifest, alike: bool) -> Manifest:
         """The checkpoint as this group sees it: its own optimizer's states under their plain names."""
-        number = self.grouping.number
         if not alike:
             return manifest
-        tensors = dict(manifest.tensors)
+        number, prefix, tensors = self.grouping.number, self._prefix, dict(manifest.tensors)
         if number:
-            own, all_of_it = self._prefix + OPTIMIZER, manifest.tensors.items()
-            plain = {name.removeprefix(self._prefix): spec for name, spec in all_of_it if name.startswith(own)}
+            own = {n.removeprefix(prefix): s for n, s in tensors.items() if n.startswith(prefix + OPTIMIZER)}
             tensors = {n: s for n, s in tensors.items() if not n.startswith(OPTIMIZER)}
-            tensors |= {name: replace(spec, name=name) for name, spec in plain.items()}
+            tensors |= {name: replace(spec, name=name) for name, spec in own.items()}
         return replace(manifest, tensors=tensors, values=manifest.values | manifest.value("replicas")[number])
 
     def finish_load(self, manifest: Manifest) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,7 +40,6 @@ from mpitrain.trainer.memory import MemoryAccount
 from mpitrain.trainer.options import every_setting
 from mpitrain.trainer.run import Restored, Run, Step, Strategy
 from mpitrain.trainer.saving import SaveSchedule
-from mpitrain.trainer.state import EngineState
 
 _LEFT_OUT = {  # settings that have no other value than the default beside servers
     *("parallel.pipeline", "parallel.tensor", "parallel.zero", "parallel.offload", "parallel.offload_parameters"),
@@ -70,9 +69,6 @@ class ServedEngine(Engine):
 
     def _place(self, axes: Axes) -> ServedSharding:
         return ServedSharding(self.module, self.optimizer, self.comm, self.config, self._world, self._roles)
-
-    def _make_state(self, axes: Axes) -> EngineState:
-        return EngineState(self.sharding, axes, writes_copies=self._world.rank == self._roles.workers[0])
 
     def memory(self) -> MemoryAccount:
         """Count the bytes; a rank that works and serves has its shares of parameters and gradients besides."""
@@ -231,9 +227,8 @@ class Session:
         world, self._sizes, self._parts = trainer.world, trainer.batch_sizes, remembered.parts
         self._origin = trainer.position - self._sizes.before(trainer.step)  # where the run's first step would begin
         self._order = trainer.data.order(trainer.config.run.seed)
-        engine = trainer.engine
-        assert isinstance(engine, ServedEngine)
-        self.engine, self._sharding = engine, engine.sharding
+        assert isinstance(trainer.engine, ServedEngine)
+        self.engine, self._sharding = trainer.engine, trainer.engine.sharding
         self._boxes = world.mailbox("to servers"), world.mailbox("to workers")
         self._error: BaseException | None = None
         self._server = self._make_server(world, remembered) if world.rank in roles.servers else None
@@ -392,22 +387,6 @@ class Session:
         return step
 
 
-class Left(NamedTuple):
-    """The state that a rank keeps of the time before ranks died.
-
-    Attributes:
-        engine: With its memory.
-        step: Which all ranks know to be complete.
-        values: What is kept with the model, of that step.
-        remembered: What was applied.
-    """
-
-    engine: ServedEngine
-    step: int
-    values: dict[str, Any]
-    remembered: Remembered
-
-
 class ServedSurvivors(Survivors):
     """The state of a run with servers that outlives the death of workers: the servers have all of it, and keep it.
 
@@ -424,7 +403,8 @@ class ServedSurvivors(Survivors):
     def __init__(self, trainer: Run, strategy: Served) -> None:
         super().__init__(trainer)
         self._strategy = strategy
-        self._left: Left | None = None
+        # of the time before ranks died: the engine with its memory, what was applied, the last step that all ranks know
+        self._left: tuple[ServedEngine, Remembered, Restored] | None = None
         self._servers = set(strategy.roles.servers)  # numbers in the first world
         self._completed = 0  # steps that were complete when ranks died
 
@@ -471,14 +451,14 @@ class ServedSurvivors(Survivors):
         if told[0][0] != 0 and remembered.records:  # nobody knows what the first rank has recorded
             step = int(remembered.records[0].step) - 1
         values = trainer.state() | {"position": session.position(step)}
-        self._left, self._completed = Left(session.engine, step, values, remembered), remembered.completed
+        self._left, self._completed = (session.engine, remembered, Restored(step, values)), remembered.completed
 
     def restore(self, trainer: Run) -> Restored | None:
-        left, self._store = self._left, trainer.store
-        if left is None:
+        self._store = trainer.store
+        if self._left is None:
             return None
         assert isinstance(trainer.engine, ServedEngine)
-        trainer.engine.take_over(left.engine)
-        self._strategy.remembered = left.remembered
+        earlier, self._strategy.remembered, restored = self._left
+        trainer.engine.take_over(earlier)
         self._left = None
-        return Restored(left.step, left.values)
+        return restored

@@ -45,8 +45,7 @@ class Generators:
 
     def part(self) -> Part:
         """This rank's generators, as a part of a checkpoint."""
-        encoded = json.dumps(_states(self._device), default=lambda a: {"array": _text(a), "dtype": str(a.dtype)})
-        text = encoded.encode()
+        text = json.dumps(_states(self._device), default=lambda a: {"array": _text(a), "dtype": str(a.dtype)}).encode()
         text += b" " * (-len(text) % _MULTIPLE)
         data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         return Part(TensorSpec(self._name, tuple(data.shape), "uint8"), Piece.whole(self._name, data.numel()), data)

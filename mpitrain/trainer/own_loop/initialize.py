@@ -144,7 +144,6 @@ def _optimizing(
     roles = ParameterRoles.of(section, model) if given is None else None
 
     def make(module: nn.Module) -> torch.optim.Optimizer:
-        made: torch.optim.Optimizer
         if given is None:
             made = make_optimizer(section, module.named_parameters(), roles)
         else:
@@ -276,8 +275,7 @@ def _shown(value: Any) -> str:
         return str(int(value))  # 1.0 is no other setting than 1
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
-    plain = value is None or isinstance(value, (bool, int, float, str))
-    return str(value) if plain else type(value).__name__
+    return str(value) if value is None or isinstance(value, (bool, int, float, str)) else type(value).__name__
 
 
 # -- the model, the optimizer and the scheduler of the user, put onto a mesh

@@ -66,7 +66,8 @@ class TrainingEngine:
         self._draws = DividedDraws(self._generators, mesh, engine.device) if self._divided else None
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(instead_of(name, type(self).__name__))
+        instead = f"; here it is {_INSTEAD[name]}" if name in _INSTEAD else ""
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{instead}")
 
     def __iter__(self) -> Iterator[Any]:
         raise InputError(  # an engine that is taken for DeepSpeed's tuple of four
@@ -442,7 +443,6 @@ def require_same_optimizer(optimizer: torch.optim.Optimizer, manifest: Manifest,
 
 # -- checks of what a loop gives an engine, and the model that has one
 
-
 # what engines of DeepSpeed and modules of torch have, and what stands for it here
 _INSTEAD = {
     "forward": "engine(...)",
@@ -464,12 +464,6 @@ _INSTEAD = {
     "train_micro_batch_size_per_gpu": "engine.settings.microbatch",
     "zero_grad": "not needed: the first backward pass of a step begins anew",
 }
-
-
-def instead_of(name: str, kind: str) -> str:
-    """Return what an AttributeError says of a name that engines do not have. kind: The class of the engine."""
-    instead = f"; here it is {_INSTEAD[name]}" if name in _INSTEAD else ""
-    return f"{kind!r} object has no attribute {name!r}{instead}"
 
 
 def require_scalar(loss: Any) -> None:

@@ -245,9 +245,8 @@ class EventRecords(Callback):
 def start_fields(trainer: Run) -> dict[str, Any]:
     """Return the fields of the event `start`, about the run and the machine. Collective."""
     config = trainer.config
-    hosts = trainer.world.all_gather_object(socket.gethostname())
     return facts(trainer) | {
-        "hosts": list(dict.fromkeys(hosts)),
+        "hosts": list(dict.fromkeys(trainer.world.all_gather_object(socket.gethostname()))),
         "torch": str(torch.__version__),
         "python": platform.python_version(),
         "cpu": processor_name() or platform.machine(),

@@ -199,8 +199,7 @@ class RankRecords(Callback):
         told["sent"] = self._sent_since(trainer)
         if now >= self._remember or trainer.last_step:
             told["memory"] = memory(trainer)
-            took = time.monotonic() - now
-            self._remember = now + max(_MEMORY_EVERY, _MEMORY_COST * took)
+            self._remember = now + max(_MEMORY_EVERY, _MEMORY_COST * (time.monotonic() - now))
         if now - self._metered >= _METER_EVERY:
             trainer.engine.metering = True
             self._metered = now
@@ -236,8 +235,7 @@ def memory(trainer: Run) -> dict[str, int]:
     account, device = trainer.engine.memory(), trainer.device
     host, on_device = host_memory_bytes(), is_accelerator(device)
     known = account.host if on_device else account.total
-    categories = ("parameters", "gradients", "states", "activations", "buffers")
-    told = {category: getattr(account, category) for category in categories}
+    told = {name: getattr(account, name) for name in ("parameters", "gradients", "states", "activations", "buffers")}
     return told | {"other": max(0, host - known), "host": host, "device": memory_bytes(device) if on_device else 0}
 
 
@@ -349,11 +347,9 @@ def data_bytes(sharding: Sharding, microbatches: int, *, staged: bool = False) -
     gathered = sharding.parameters.gathered(1 if staged else microbatches)
     replicas = 1 if reduction.replicas is None else reduction.replicas.size
     if reduction.compression is None:
-        items = [(sharding.reduce_dtype or group.dtype).itemsize for group in sharding.groups]
-        nbytes = sum(g.layout.numel * item for g, item in zip(sharding.groups, items, strict=True))
-        sharded = sharding.stage.states
+        nbytes = sum(g.layout.numel * (sharding.reduce_dtype or g.dtype).itemsize for g in sharding.groups)
         return bytes_along_data(
-            nbytes, reduction.comm.size, gathered, sharded=sharded, passes=passes, replicas=replicas
+            nbytes, reduction.comm.size, gathered, sharded=sharding.stage.states, passes=passes, replicas=replicas
         )
     return passes * _compressed(sharding) + bytes_along_data(0, 1, gathered)
 

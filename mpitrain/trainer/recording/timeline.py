@@ -256,9 +256,8 @@ class Recording:
         clock.settle(wait=True)
         steps, clock.steps, clock.listener = clock.steps or [], None, None
         self._hooks.remove()
-        journal = trainer.world.journal
-        operations = journal.take()
-        journal.record(False)
+        operations = trainer.world.journal.take()
+        trainer.world.journal.record(False)
         self._memory.append(self._held())
         at = self._clock
         rows = []
