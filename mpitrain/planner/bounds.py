@@ -259,7 +259,7 @@ class Bounds:
         replicated = took("all_reduce", nbytes / shard.size, replicas)
         shown = 0.0
         if zero and step.means.shared and replicas is None:
-            shown = took("all_gather", nbytes / places.data.nodes.count(places.data.nodes[0]), places.carriers())
+            shown = took("all_gather", nbytes / places.data.local, places.carriers())
         elif zero and not step.means.shared and not step.means.gathers:
             shown = took("all_gather", nbytes, shard)
         whole = zero == 0 and not places.overlaps

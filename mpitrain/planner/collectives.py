@@ -29,7 +29,6 @@ and an all-reduce is both, or, where V is short, log2 L + log2 N rounds of the w
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -83,6 +82,11 @@ class Group:
         """Nodes that it lies on."""
         return len(set(self.nodes))
 
+    @property
+    def local(self) -> int:
+        """Ranks on its first node, which has as many as any other or more."""
+        return self.nodes.count(self.nodes[0])
+
 
 class CollectiveTimes:
     """Seconds of operations.
@@ -126,7 +130,7 @@ class CollectiveTimes:
 
     def barrier(self, group: Group) -> float:
         """How long the node's ranks of a group take to wait for each other."""
-        local = max(group.nodes.count(node) for node in set(group.nodes[:1]))
+        local = group.local
         turns = max(1.0, local * group.beside / self._links.cores)
         return self._links.fence * math.ceil(math.log2(max(2, local))) * turns if local > 1 else 0.0
 
@@ -245,7 +249,7 @@ class DeviceLinks:
             nbytes: Of the whole vector on one rank.
             group: The ranks.
         """
-        nodes, local = _counts(group)
+        nodes, local = group.spans, group.local
         inside, across = self._inside(local * group.beside), self._network(local * group.beside)
         hops = _rounds(local) * self._hop()
         if nodes == 1:
@@ -277,13 +281,6 @@ class DeviceLinks:
     def _flight(self, nbytes: float) -> float:
         """Seconds until the first byte is in a device of another node."""
         return 2.0 * self.device.link_latency + self.links.latency * float(self.links.flights(nbytes))
-
-
-@lru_cache(maxsize=1024)
-def _counts(group: Group) -> tuple[int, int]:
-    """Nodes of a group, and its ranks on the node that has most."""
-    counts = Counter(group.nodes)
-    return len(counts), max(counts.values())
 
 
 def _rounds(ranks: int) -> int:

@@ -6,7 +6,6 @@ what a step needs beside them.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -17,7 +16,7 @@ from mpitrain.layout import Flat, lay_out
 from mpitrain.pipe.schedule import BackwardInput, Schedule
 from mpitrain.pipe.simulate import Flow
 from mpitrain.planner.collectives import Group
-from mpitrain.planner.layouts import ParallelLayout
+from mpitrain.planner.layouts import ParallelLayout, evenly
 from mpitrain.planner.subject import BlockCost, Weight
 from mpitrain.shard.flat import MULTIPLE, lay_in_buckets
 from mpitrain.shard.offload import HOST
@@ -84,19 +83,13 @@ class LayoutPlaces:
         step = self.layout.tensor
         return tuple(rank // self.each for rank in range(0, self.layout.pipeline * step, step))
 
-    @property
-    def even(self) -> bool:
-        """Whether each node has as many data-parallel ranks of a group as any other."""
-        return len(set(Counter(self.data.nodes).values())) == 1
-
     def shards(self) -> tuple[Group, Group | None]:
         """The ranks that shares are divided over, and those that have the same share; None where there are none."""
         data = self.data
         if not self.layout.zero or self.layout.shard_within == "all":
             return data, None
-        local = data.nodes.count(data.nodes[0])
         across = self.carriers()
-        return replace(data, nodes=data.nodes[:1] * local), across if across.size > 1 else None
+        return replace(data, nodes=data.nodes[:1] * data.local), across if across.size > 1 else None
 
     def carriers(self) -> Group:
         """The ranks, one a node, that carry updated parameters to each other, while all ranks of a node do so."""
@@ -186,16 +179,15 @@ def held(
         by_unit: Buckets are the units of sharded parameters, the root last, instead.
     """
     found: dict[str, tuple[Weight, int]] = {}
-    for number, block in enumerate(block for stage in stages for block in stage):
+    every = [block for stage in stages for block in stage]
+    for number, block in enumerate(every):
         for weight in block.weights:
-            name = weight.same_as or weight.name
-            found.setdefault(name, (weight, number))
+            found.setdefault(weight.same_as or weight.name, (weight, number))
     places = {name: number for number, name in enumerate(order)}
     names = sorted(found, key=lambda name: places.get(name, len(places)))
     trained = [found[name] for name in reversed(names) if found[name][0].trained]
     itemsize = ITEMSIZE[precision]
     if by_unit:
-        every = [block for stage in stages for block in stage]
         units = [n for n in range(len(every) - 1, -1, -1) if is_unit(every[n])]
         buckets = [[each for each in trained if each[1] == n] for n in units]
         buckets.append([each for each in trained if not is_unit(every[each[1]])])
@@ -238,8 +230,8 @@ class Means:
     @property
     def shared(self) -> bool:
         """Whether the ranks of a node have one copy of the parameters between them."""
-        layout = self.places.layout
-        return node_has_one_copy(STAGES[layout.zero], layout.share_node, self.device, self.places.even)
+        layout, even = self.places.layout, evenly(self.places.layout, self.places.each)
+        return node_has_one_copy(STAGES[layout.zero], layout.share_node, self.device, even)
 
     @property
     def gathers(self) -> bool:
@@ -258,9 +250,8 @@ class Means:
 
     def stored(self, numel: float, itemsize: int) -> Account:
         """Parameters, gradients and states of so many elements on a rank."""
-        layout, data = self.places.layout, self.places.data.nodes
-        stage, shards = STAGES[layout.zero], self.places.shards()[0].size
-        copied, sharing = bool(layout.offload) and self.device, data.count(data[0]) * self.shared
+        layout, stage, shards = self.places.layout, STAGES[self.places.layout.zero], self.places.shards()[0].size
+        copied, sharing = bool(layout.offload) and self.device, self.places.data.local * self.shared
         return formula(stage, shards, numel, itemsize, self.moments, copied=copied, sharing=sharing)
 
 

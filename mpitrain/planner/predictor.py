@@ -189,7 +189,7 @@ class StepSimulation:
         group, memory = self.groups[exchange.axis]
         links, nbytes = self.machine.links, float(exchange.nbytes)
         seconds = self.seconds(exchange.operation, nbytes, group, memory) + self.meeting(group)
-        if exchange.axis != "tensor" or len(set(group.nodes)) > 1 or self.means.device or group.size == 1:
+        if exchange.axis != "tensor" or group.spans > 1 or self.means.device or group.size == 1:
             return seconds
         copied, added = nbytes / links.copy_rate * self.turns, nbytes / links.reduce_rate * self.turns
         meets = self.predictor.collectives.barrier(group) + self.meeting(group)
@@ -271,9 +271,7 @@ class StepSimulation:
 
     def _tied(self, schedule: Schedule, rank: int) -> float:
         """Seconds of adding up the gradients of parameters that the first and the last stage share."""
-        ties = sum(
-            weight.numel for block in self.blocks for weight in block.weights if weight.same_as and weight.trained
-        )
+        ties = sum(w.numel for block in self.blocks for w in block.weights if w.same_as and w.trained)
         ranks = {schedule.rank_of[0], schedule.rank_of[-1]}
         if not ties or rank not in ranks or len(ranks) == 1:
             return 0.0
@@ -299,7 +297,7 @@ class StepSimulation:
             gather += self.predictor.collectives.barrier(places.data)
             carriers = places.carriers()
             if carriers.size > 1 and self.replicas is None:
-                local = places.data.nodes.count(places.data.nodes[0])
+                local = places.data.local
                 gather += sum(self.seconds("all_gather", b / local, carriers, "private") for b in holds.buckets)
         elif not self.means.gathers:
             gather += sum(self.seconds("all_gather", nbytes, self.shard) for nbytes in holds.buckets)

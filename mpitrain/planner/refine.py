@@ -340,9 +340,8 @@ class Refinement:
         """Blocks of each stage; empty where equally many are best."""
         count, stages = self._of.microbatches(layout), layout.pipeline * layout.chunks
         held = held_at_most(layout.pipeline, layout.chunks, count, layout.schedule)
-        limits = Limits(
-            (self._of.room() - self._of.machine.process) / layout.chunks, held, per_element, layout.recompute
-        )
+        room = (self._of.room() - self._of.machine.process) / layout.chunks
+        limits = Limits(room, held, per_element, layout.recompute)
         places = self._of.places(layout)
         inside = len(set(places.pipeline)) == 1
 
