@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from copy import copy
 from functools import partial
 from pathlib import Path
 
 from mpitrain.config.settings import Config
-from mpitrain.early import Parser
+from mpitrain.early import Parser, whole_number
 from mpitrain.errors import EXIT_DONE, InputError, exit_code_of, refusal
 from mpitrain.pipe.draw import drawn
 from mpitrain.planner import layouts
@@ -141,20 +142,11 @@ def command(out: Path, nodes: int, ranks_per_node: int) -> str:
     return f"srun --nodes {nodes} --ntasks-per-node {ranks_per_node} python -m mpitrain.train {out}"
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
-    return int(text)
-
-
 def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} must be a number of seconds above 0")
-    return seconds
+    with suppress(ValueError):
+        if 0 < float(text) < float("inf"):
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} must be a number of seconds above 0")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -169,8 +161,8 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--nodes", type=_count, default=1, metavar="N", help="nodes of the job [1]")
-    add("--ranks-per-node", type=_count, required=True, metavar="N", help="ranks on each node")
+    add("--nodes", type=whole_number, default=1, metavar="N", help="nodes of the job [1]")
+    add("--ranks-per-node", type=whole_number, required=True, metavar="N", help="ranks on each node")
     names = ", ".join(given_machines())
     add("--machine", default="", metavar="FILE[,FILE]|NAME", help=f"profile: files or {names} [{MACHINE}]")
     memory = partial(size_of, option="--memory")
@@ -180,10 +172,10 @@ def _parser() -> argparse.ArgumentParser:
     ways.add_argument("--counted", action="store_true", help="count operations and bytes [for all others]")
     add("--explain", default="", metavar="LAYOUT", help=f"tell about this one alone; {OWN}: the configuration's own")
     counts = "numbers of ranks: how the best layouts go with them"
-    add("--scale", type=lambda text: [*map(_count, text.split(","))], default=[], metavar="N,N...", help=counts)
+    add("--scale", type=lambda text: [*map(whole_number, text.split(","))], default=[], metavar="N,N...", help=counts)
     early = f"end the search early, whose answer then depends on the load here [{SIMULATED} simulations]"
     add("--seconds", type=_seconds, default=float("inf"), metavar="S", help=early)
-    add("--top", type=_count, default=COUNT, metavar="K", help=f"how many layouts are told [{COUNT}]")
+    add("--top", type=whole_number, default=COUNT, metavar="K", help=f"how many layouts are told [{COUNT}]")
     out = "file for the best layout's configuration [plan.toml]; with --scale, for a picture"
     add("--out", default="", metavar="FILE", help=out)
     return parser

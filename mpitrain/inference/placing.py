@@ -152,11 +152,7 @@ class CachedBlocks(Decoder):
 
     def _run(self, x: Any) -> Any:
         for name, block in self._blocks:
-            cache = self._caches.get(name)
-            if cache is None:
-                x = block(x)
-                continue
-            x = self._ways[name](x, cache)
+            x = self._ways[name](x, self._caches[name]) if name in self._ways else block(x)
             if name == self._last and isinstance(x, torch.Tensor):
                 x = x[:, -1:]
         return x

@@ -89,10 +89,9 @@ class Numbers(Foretold):
         self.columns = ("y",) if count == 1 else tuple(f"y{number}" for number in range(count))
 
     def rows(self, output: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:
-        _require(
-            output.flatten(1) if output.dim() > 1 else output[:, None], [len(output), self.width], "numbers like y"
-        )
-        return output.reshape(len(output), self.width).double()
+        numbers = output.flatten(1) if output.dim() > 1 else output[:, None]
+        _require(numbers, [len(output), self.width], "numbers like y")
+        return numbers.double()
 
     def line(self, row: Array) -> dict[str, Any]:
         return {"y": row.reshape(self._shape).tolist()}

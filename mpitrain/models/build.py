@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -124,9 +125,8 @@ def _resnet(section: ModelSection, description: Description) -> Task:
         raise _misfit(section, description, "images")
     channels, sides, last = image_form(description.x_shape)
     outputs, criterion = _target(description)
-    model = ResNet(
-        section.layers, section.width, channels, outputs, criterion, small=max(sides) <= SMALL_IMAGE, channels_last=last
-    )
+    small = max(sides) <= SMALL_IMAGE
+    model = ResNet(section.layers, section.width, channels, outputs, criterion, small=small, channels_last=last)
     return Task(model, model.loss)
 
 
@@ -195,18 +195,12 @@ def _with_adapters(section: ModelSection, task: Task, checkpoint: str = "") -> T
     chosen = _chosen(module, section.lora_targets, source)
     for parameter in module.parameters():
         parameter.requires_grad_(False)
+    adapted = partial(LoraLinear, rank=section.lora, alpha=section.lora_alpha, dropout=section.lora_dropout)
     for name in chosen:
         layer = module.get_submodule(name)
         parts = linear_parts(layer)
         assert parts is not None
-        made = LoraLinear(
-            parts.weight,
-            parts.bias,
-            rank=section.lora,
-            alpha=section.lora_alpha,
-            dropout=section.lora_dropout,
-            transposed=parts.transposed,
-        )
+        made = adapted(parts.weight, parts.bias, transposed=parts.transposed)
         made.train(layer.training)
         parent, _, last = name.rpartition(".")
         setattr(module.get_submodule(parent), last, made)

@@ -44,7 +44,6 @@ from mpitrain.planner.machine import Device, Measured
 _LEAST = 1 << 6  # bytes: below, only latencies count
 _LARGE = 1 << 24  # bytes: beyond twice as many, time goes on in a straight line, as long as the algorithm is the same
 _LONG = 16  # nodes (or ranks alone on theirs) of a ring from which on its time is extrapolated
-_RINGS = ("ring", "two_level")
 _Make = Callable[[int, tuple[int, ...]], Program]
 _FEW_STEPS: dict[str, tuple[_Make, ...]] = {  # about log2 of the ranks
     "all_reduce": (messages.doubling_all_reduce, lambda n, nodes: messages.halving_all_reduce(n, 1, nodes)),
@@ -185,7 +184,7 @@ class CollectiveTimes:
             if few == more == name:
                 first, then = (self._simulated(operation, name, n * _LARGE, group, memory) for n in (1, 2))
                 return first + (then - first) * (nbytes / _LARGE - 1)
-        if name in _RINGS and group.spans > 2 * _LONG and group.size % group.spans == 0:
+        if name in ("ring", "two_level") and group.spans > 2 * _LONG and group.size % group.spans == 0:
             return self._extrapolated(operation, name, nbytes, group, memory)
         return _run(program, nbytes, links)
 

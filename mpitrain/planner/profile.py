@@ -192,9 +192,8 @@ class BlockProfile(ModelProfile):
             else:
                 for key, p in block.named_parameters(prefix=name):
                     before = first.setdefault(id(p), key)
-                    own.append(
-                        Weight(key, p.numel(), is_replicated(p), p.requires_grad, before if before != key else "")
-                    )
+                    same_as = before if before != key else ""
+                    own.append(Weight(key, p.numel(), is_replicated(p), p.requires_grad, same_as))
             found.append(tuple(own))
         return names, found
 

@@ -470,12 +470,11 @@ class Subject:
 
     def _copied(self, mode: FakeTensorMode | None, like: Sequence[int]) -> Task:
         """A copy of the task, with a `Double` in the place of each block that is like an earlier one."""
-        memo: dict[int, Any] = {}
         if mode is None and self._fake is not None:
             return self._built()
         blocks = listed_blocks(self.module) if like else []
         doubles = [blocks[number][1] for number, first in enumerate(like) if first != number]
-        memo.update((id(block), Double()) for block in doubles)
+        memo: dict[int, Any] = {id(block): Double() for block in doubles}
         if mode is not None:
             left = {id(t) for block in doubles for t in (*block.parameters(), *block.buffers())}
             for tensor in (*self.module.parameters(), *self.module.buffers()):
