@@ -48,8 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--min-p", type=float, default=0.0, metavar="P", help=least)
     penalty = "what scores of tokens that the text has already are divided by, negative ones multiplied [1]"
     add("--repetition-penalty", type=float, default=1.0, metavar="R", help=penalty)
-    stop = "end a text before this one; may be repeated"
-    add("--stop", action="append", default=[], metavar="TEXT", help=stop)
+    add("--stop", action="append", default=[], metavar="TEXT", help="end a text before this one; may be repeated")
     seed = "of what is drawn; a prompt goes on alike beside any others [1]"
     add("--seed", type=int, default=1, metavar="S", help=seed)
     lines = 'write {"prompt", "text", "tokens", "ended"} of each prompt there; else to standard output'
@@ -71,8 +70,7 @@ def _run(arguments: argparse.Namespace, job: Job) -> int:
     if "" in stops:
         raise refusal("--stop '': an empty text is at once there; give a text to stop at, or leave it out")
     texts: list[str] = job.decided(lambda: _texts(arguments))
-    device = job.device(arguments.device)
-    model = placing.placed(arguments.run, job, device, best=arguments.best, trust=arguments.trust)
+    model = placing.placed(arguments.run, job, job.device(arguments.device), best=arguments.best, trust=arguments.trust)
     if model.remark:
         job.say(model.remark)
     codec, prompts = job.agreed(lambda: _encoded(texts, model))

@@ -65,7 +65,6 @@ TASK = "task"  # the value of a manifest that says what the model is
 BASE, LEFT_OUT = "base", "left_out"  # values of a checkpoint of adapters: what they are for, and its tensors' names
 _OF_ONE_SPLIT = ("split", "samples", "identity")  # of a description: what does not matter to a model
 T = TypeVar("T")
-Say = Callable[[str], object]
 
 
 @dataclass(frozen=True)
@@ -245,7 +244,7 @@ def candidates(path: str | Path, *, best: bool = False) -> list[Path]:
     return require(path)
 
 
-def first_whole(folders: Sequence[Path], act: Callable[[Path], T], say: Say = warnings.warn) -> T:
+def first_whole(folders: Sequence[Path], act: Callable[[Path], T], say: Callable[[str], object] = warnings.warn) -> T:
     """What `act` makes of the first of some checkpoints that is whole.
 
     Args:

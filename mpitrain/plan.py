@@ -128,9 +128,8 @@ def write(config: Config, layout: ParallelLayout, out: Path) -> None:
     for section, settings in layouts.settings(layout).items():
         values[section].update(settings)
     values["parallel"]["auto"] = False
-    text = Config.from_dict(values, "plan").to_toml()
     try:
-        write_whole(out, f"# {layouts.text(layout)}\n{text}")
+        write_whole(out, f"# {layouts.text(layout)}\n{Config.from_dict(values, 'plan').to_toml()}")
     except OSError as error:
         raise InputError(f"--out {out} cannot be written: {error.strerror}; give another file") from None
 

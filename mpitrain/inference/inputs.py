@@ -181,8 +181,7 @@ class _Rows(Samples):
                 names.pop(next((i for i, name in enumerate(names) if name.lower() == "label"), -1))
             specs = tuple(ColumnSpec(name=name) for name in names)
         unfit = (lambda row, told: self.left_out.append((row, told))) if skip_bad else None
-        blocks = list(rows_of_table(path, specs, unfit))
-        self._items = np.concatenate([np.empty((0, width(specs)), np.float32), *blocks])
+        self._items = np.concatenate([np.empty((0, width(specs)), np.float32), *rows_of_table(path, specs, unfit)])
         if skip_bad:
             without = {row for row, _ in self.left_out}
             self.names = [row for row in range(len(self._items) + len(without)) if row not in without]

@@ -266,9 +266,6 @@ def require_text(kind: str, vocabulary: int | None) -> int:
 
 # -- the model of a run, on the ranks that have it between them
 
-Settle = Callable[["torch.Tensor | None", int], torch.Tensor]  # see `LanguageModel.settle`
-_OURS = "mpitrain.models."  # modules whose blocks need no trial
-
 
 def settled_here(tokens: torch.Tensor | None, rows: int) -> torch.Tensor:
     """The chosen tokens, where one rank chooses them."""
@@ -296,7 +293,7 @@ class LanguageModel:
     vocabulary: int
     longest: int | None
     device: torch.device
-    settle: Settle = settled_here
+    settle: Callable[[torch.Tensor | None, int], torch.Tensor] = settled_here
     remark: str = ""
 
     @property
@@ -369,7 +366,7 @@ def _memories(module: nn.Module, vocabulary: int) -> tuple[str, str]:
     except InputError:
         blocks = []
     looking = [name for name, block in blocks if remembering(block)]
-    if looking and not type(module).__module__.startswith(_OURS):
+    if looking and not type(module).__module__.startswith("mpitrain.models."):
         tokens = torch.arange(8)[None] % vocabulary
         try:
             check_slices(blocks, tokens, tokens, 2)

@@ -42,9 +42,6 @@ if TYPE_CHECKING:
 # `forward_cached`, as ours have: a state is keys and values.
 
 
-_SHARED = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
-
-
 class Facade(nn.Module):
     """Shares the tables of another module's children, parameters and buffers.
 
@@ -57,7 +54,7 @@ class Facade(nn.Module):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        for table in _SHARED:
+        for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             self.__dict__[table] = module.__dict__[table]
         self.__dict__["_inner"] = module  # as no child, or every name would begin with it
         self.training = module.training

@@ -230,8 +230,7 @@ class R2(Metric):
         away, total, squares = sums[:-1].view(3, self.numbers)
         spread = squares - total * total / count
         flat = spread <= squares * 1e-14  # all alike, but for rounding
-        exact = (away == 0).double()
-        return float(torch.where(flat, exact, 1 - away / spread.where(~flat, 1.0)).mean())
+        return float(torch.where(flat, (away == 0).double(), 1 - away / spread.where(~flat, 1.0)).mean())
 
 
 class RMSE(R2):

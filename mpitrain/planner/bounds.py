@@ -30,8 +30,6 @@ from mpitrain.planner.subject import AxisExchange, BlockCost, Divided
 from mpitrain.shard.flat import MIB
 from mpitrain.shard.placement import STAGES
 
-_HALVINGS = 20  # of an interval, to find how long the slowest stage takes
-
 
 class _Work:
     """Sums over all blocks, for a microbatch.
@@ -285,7 +283,7 @@ def _slowest(work: _Work, recompute: bool, stages: int) -> float:
     """Seconds of the slowest of so many stages, cut as evenly as blocks allow."""
     each = [s + f * recompute for s, f in zip(work.each, work.each_forward, strict=True)]
     low, high = max(max(each), sum(each) / stages), sum(each)
-    for _ in range(_HALVINGS):
+    for _ in range(20):  # halvings of the interval
         middle = (low + high) / 2
         count, now = 1, 0.0  # stages, if none may take longer than the middle
         for seconds in each:

@@ -69,8 +69,7 @@ class LayoutPlaces:
     @property
     def data(self) -> Group:
         """The data-parallel ranks of the first pipeline and tensor position."""
-        apart = self.layout.pipeline * self.layout.tensor
-        return self._group(range(0, self.layout.ranks, apart))
+        return self._group(range(0, self.layout.ranks, self.layout.pipeline * self.layout.tensor))
 
     @property
     def tensor(self) -> Group:

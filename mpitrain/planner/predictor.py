@@ -330,14 +330,10 @@ class StepSimulation:
             seconds += moved * self.turns / machine.device.host_rate  # ranks that share a device share its bus
         if layout.offload and layout.offload != HOST:
             itemsize, moments = ITEMSIZE[self.model.precision], self.model.moments
-            copied = machine.device is not None
-            states = formula(STAGES[0], 1, elements, itemsize, moments, copied=copied).states
+            states = formula(STAGES[0], 1, elements, itemsize, moments, copied=machine.device is not None).states
             node, every = machine.write_rate / self.places.each, machine.write_limit / layout.ranks
             seconds += states / min(machine.rank_write_rate, node, every)
         return seconds
-
-
-_READ_AHEAD = 3  # batches that a rank has read and not yet used, with the one on its way to the device
 
 
 class Predictor:
@@ -396,8 +392,7 @@ class Predictor:
         Raises:
             InputError: The layout is impossible for this model, or on so many ranks.
         """
-        places = self.places(layout)
-        parts = StepSimulation(self, places).run()
+        parts = StepSimulation(self, self.places(layout)).run()
         return Prediction(layout, sum(parts.values()), parts, self.memory(layout), self.model.batch)
 
     def memory(self, layout: ParallelLayout) -> Mapping[str, float]:
@@ -414,7 +409,8 @@ class Predictor:
         if self.machine.device is None:
             return {}
         places = self.places(layout)
-        data = _READ_AHEAD * -(-self.model.batch // layout.data) * float(self.model.sample_bytes)
+        # three batches have been read and are not yet used, with the one on its way to the device
+        data = 3 * -(-self.model.batch // layout.data) * float(self.model.sample_bytes)
         holds = (self.held(layout, places, rank) for rank in range(layout.pipeline))
         accounts = [host_account(self.means(places), held, data) for held in holds]
         return max(accounts, key=lambda each: sum(each.values()))

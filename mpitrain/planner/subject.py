@@ -444,8 +444,7 @@ class Subject:
                 x, y = (torch.empty(1, *shape, device="meta") for shape, _ in self.shapes)
                 slice_sequences([(x, y)], [1.0], divided.slices)
             require_look_back(self.module, blocks, divided.slices)
-            on = device or torch.device("cpu")
-            samples = partial(self._samples, divided.slices, on)
+            samples = partial(self._samples, divided.slices, device or torch.device("cpu"))
         module.train()
         return Cut(module, blocks, task.loss, axis, data, mode, divided.slices, samples, precision, like)
 
