@@ -92,7 +92,8 @@ def _plan(argv: Sequence[str]) -> int:
         chosen = plan.found[0].layout
     if out is not None:
         write(config, chosen, out)
-        print(f"\nwritten: {out}; train with\n  {command(out, nodes, each)}")
+        launcher = f"mpirun -n {each}" if nodes == 1 else f"srun --nodes {nodes} --ntasks-per-node {each}"
+        print(f"\nwritten: {out}; train with\n  {launcher} python -m mpitrain.train {out}")
     return EXIT_DONE
 
 
@@ -132,13 +133,6 @@ def write(config: Config, layout: ParallelLayout, out: Path) -> None:
         write_whole(out, f"# {layouts.text(layout)}\n{Config.from_dict(values, 'plan').to_toml()}")
     except OSError as error:
         raise InputError(f"--out {out} cannot be written: {error.strerror}; give another file") from None
-
-
-def command(out: Path, nodes: int, ranks_per_node: int) -> str:
-    """The command line that trains with a written configuration."""
-    if nodes == 1:
-        return f"mpirun -n {ranks_per_node} python -m mpitrain.train {out}"
-    return f"srun --nodes {nodes} --ntasks-per-node {ranks_per_node} python -m mpitrain.train {out}"
 
 
 def _seconds(text: str) -> float:

@@ -32,7 +32,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -257,7 +257,7 @@ class Generation:
         while True:
             scores = self.model.decoder.advance(given.to(self.model.device))
             free = [row for row, number in enumerate(rows) if len(prompts[number]) <= length]
-            found = None
+            found: Iterator[int] = iter(())
             if free:
                 chosen = None
                 if scores is not None:
@@ -273,7 +273,6 @@ class Generation:
                 if len(prompt) > length:
                     token = prompt[length]
                 else:
-                    assert found is not None
                     token = next(found)
                     text.ended = token == self.model.end
                     if not text.ended:

@@ -73,23 +73,20 @@ def build_model(section: ModelSection, description: Description, base: TrainedBa
     Raises InputError (agreed: every rank comes to the same verdict) when the model does not fit the data, and
     (not agreed) when the user's factory cannot be found or does not give a model with a loss.
     """
-    task = _built(section, description)
-    if base is not None:
-        base.fill(task.module)
-    return _with_adapters(section, task, base.checkpoint if base is not None else "") if section.lora else task
-
-
-def _built(section: ModelSection, description: Description) -> Task:
     if section.factory.startswith(hugging_face.PREFIX):
-        return hugging_face.build_hugging_face(section.factory, description, section.options)
-    if section.factory:
-        return build_from_factory(section.factory, description, section.options)
-    if section.options:
+        task = hugging_face.build_hugging_face(section.factory, description, section.options)
+    elif section.factory:
+        task = build_from_factory(section.factory, description, section.options)
+    elif section.options:
         raise refusal(
             f"model.options {sorted(section.options)} are for model.factory, and model.{section.name} takes none; "
             "remove them"
         )
-    return MODELS[section.name](section, description)
+    else:
+        task = MODELS[section.name](section, description)
+    if base is not None:
+        base.fill(task.module)
+    return _with_adapters(section, task, base.checkpoint if base is not None else "") if section.lora else task
 
 
 def _gpt(section: ModelSection, description: Description) -> Task:
@@ -121,7 +118,7 @@ def _gpt(section: ModelSection, description: Description) -> Task:
 def _resnet(section: ModelSection, description: Description) -> Task:
     from mpitrain.models.resnet import SMALL_IMAGE, ResNet
 
-    if not _is_image(description):
+    if description.kind != "arrays" or not is_image(description.x_shape):
         raise _misfit(section, description, "images")
     channels, sides, last = image_form(description.x_shape)
     outputs, criterion = _target(description)
@@ -157,15 +154,11 @@ def loss_unit(section: ModelSection, description: Description) -> str:
     return "nats" if description.kind == "tokens" or description.classes else "squared error"
 
 
-def _is_image(description: Description) -> bool:
-    return description.kind == "arrays" and is_image(description.x_shape)
-
-
 def _misfit(section: ModelSection, description: Description, takes: str) -> InputError:
     shape = tuple(description.x_shape)
     if description.kind == "tokens":
         data, fitting = "tokens", "gpt"
-    elif _is_image(description):
+    elif is_image(shape):
         data, fitting = f"images of shape {shape}", "resnet or mlp"
     else:
         data, fitting = f"arrays of shape {shape}", "mlp"

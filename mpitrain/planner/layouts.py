@@ -232,10 +232,7 @@ def _cut(cut: str | Sequence[int], stages: int, blocks: Sequence[BlockCost]) -> 
         return tuple(int(number) for number in cut)
     if cut == "uniform" or len(blocks) < stages:
         return ()
-    costs = [
-        float(sum(weight.numel for weight in block.weights)) if cut == "parameters" else block.seconds
-        for block in blocks
-    ]
+    costs = [float(sum(w.numel for w in b.weights)) if cut == "parameters" else b.seconds for b in blocks]
     return sizes(partition(costs, stages))
 
 

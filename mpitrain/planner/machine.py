@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mpitrain.comm.programs.simulate import Machine
+from mpitrain.config.named import suggestion
 from mpitrain.config.toml_file import read_toml
 from mpitrain.errors import InputError, printable, refusal
 from mpitrain.storage.disk import write_whole
@@ -375,8 +376,7 @@ def read_values(file: str) -> Values:
     path = Path(file)
     if not path.suffix and not path.is_file():
         if file not in given_machines():
-            near = difflib.get_close_matches(file, given_machines(), n=1)
-            mend = f"did you mean {near[0]}?" if near else f"there are {', '.join(given_machines())}; or give a file"
+            mend = suggestion(file, given_machines(), f"there are {', '.join(given_machines())}; or give a file")
             raise refusal(f"there is no machine profile {file!r}; {mend}")
         path = GIVEN / f"{file}.toml"
     values: Values = {}
