@@ -75,7 +75,7 @@ def _plan(argv: Sequence[str]) -> int:
     measure = options.measured or (like_here and not options.counted)
     model = profile_of(config, description_of(config), machine, measure=measure, ranks_per_node=each)
     if ranks:
-        scaled(options, model, machine, [count // each for count in ranks], rules, out)
+        scaled(options, model, machine, rules, out)
         return EXIT_DONE
     predictor = Predictor(model, machine, nodes, each, options.memory, bucket_mb=config.comm.bucket_mb)
     if options.explain:
@@ -98,14 +98,10 @@ def _plan(argv: Sequence[str]) -> int:
 
 
 def scaled(
-    options: argparse.Namespace,
-    model: ModelProfile,
-    machine: MachineProfile,
-    nodes: Sequence[int],
-    rules: LayoutRules,
-    out: Path | None,
+    options: argparse.Namespace, model: ModelProfile, machine: MachineProfile, rules: LayoutRules, out: Path | None
 ) -> None:
     """Print the best layouts at several numbers of nodes, and draw them. Raises InputError where that is impossible."""
+    nodes = [count // options.ranks_per_node for count in sorted(set(options.scale))]
     lines: dict[bool, list[Point]] = {False: [], True: []}
     for weak, points in lines.items():
         print(f"{'weak' if weak else 'strong'} scaling on {machine.name} ({machine.origin})\n{HEAD}")

@@ -16,17 +16,17 @@ so one stage is not done before. r is 1 where backward is whole, else the forwar
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from mpitrain.pipe.simulate import estimate
 from mpitrain.planner.collectives import Group
 from mpitrain.planner.layouts import ParallelLayout
-from mpitrain.planner.memory import ITEMSIZE, is_unit
+from mpitrain.planner.memory import ITEMSIZE
 from mpitrain.planner.predictor import Predictor, StepSimulation
 from mpitrain.planner.refine import held_at_most
-from mpitrain.planner.subject import AxisExchange, BlockCost, Divided
+from mpitrain.planner.subject import BlockCost, Divided
 from mpitrain.shard.flat import MIB
 from mpitrain.shard.placement import STAGES
 
@@ -55,14 +55,9 @@ class _Work:
         values: Parameters.
     """
 
-    def __init__(
-        self,
-        blocks: Sequence[BlockCost],
-        undivided: Sequence[BlockCost],
-        exchanges: Callable[[Sequence[AxisExchange]], float],
-    ) -> None:
-        talk = [(exchanges(block.forwards), exchanges(block.backwards)) for block in blocks]
-        again = [(b, other, f) for b, other, (f, _) in zip(blocks, undivided, talk, strict=True) if is_unit(b)]
+    def __init__(self, blocks: Sequence[BlockCost], undivided: Sequence[BlockCost], step: StepSimulation) -> None:
+        talk = [(step.exchanges(block.forwards), step.exchanges(block.backwards)) for block in blocks]
+        again = [(b, other, f) for b, other, (f, _) in zip(blocks, undivided, talk, strict=True) if b.is_unit]
         own = [block.numel for block in blocks]
         self.passes = sum(b.forward for b in blocks), sum(b.input for b in blocks), sum(b.weight for b in blocks)
         self.seconds = sum(self.passes)
@@ -77,7 +72,7 @@ class _Work:
         self.given = max((block.given for block in blocks[:-1]), default=0)
         self.units = len(again)
         self.kept = sum(block.kept for block in blocks)
-        self.taken = sum(min(block.taken, block.kept) if is_unit(block) else block.kept for block in blocks)
+        self.taken = sum(min(block.taken, block.kept) if block.is_unit else block.kept for block in blocks)
         self.working = max((block.working for block in blocks), default=0)
         self.numel, self.largest = sum(own), max(own)
         self.values = sum(not weight.same_as for block in blocks for weight in block.weights)
@@ -232,7 +227,7 @@ class Bounds:
         undivided = blocks
         if tensor > 1 and not sequence:
             undivided = self._of.model.blocks(microbatch, Divided(slices=slices), places.threads)
-        return _Work(blocks, undivided, StepSimulation(self._of, places).exchanges)
+        return _Work(blocks, undivided, StepSimulation(self._of, places))
 
     def _beside(
         self, data: int, pipeline: int, tensor: int, zero: int, share_node: bool, within: str, offload: str
@@ -243,7 +238,7 @@ class Bounds:
         work = self._work(1, tensor, False, 1, (), True)
         numel = max(work.numel / pipeline, work.largest)
         nbytes = numel * ITEMSIZE[self._of.model.precision]
-        units = sum(map(is_unit, self._of.model.blocks(1)))
+        units = sum(block.is_unit for block in self._of.model.blocks(1))
         bucket = step.means.bucket_size(self._of.bucket_mb) * MIB
         pieces = max(1, units if step.means.gathers else round(nbytes / bucket))
 

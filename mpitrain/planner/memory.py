@@ -153,11 +153,6 @@ class StageHoldings:
         return tuple(found)
 
 
-def is_unit(block: BlockCost) -> bool:
-    """Whether it is one of the blocks in a list of the model: gathered, and recomputed, by itself (`shard.flat`)."""
-    return block.name.rpartition(".")[2].isdigit()
-
-
 def held(
     stages: Sequence[Sequence[BlockCost]],
     order: Sequence[str],
@@ -187,9 +182,9 @@ def held(
     trained = [found[name] for name in reversed(names) if found[name][0].trained]
     itemsize = ITEMSIZE[precision]
     if by_unit:
-        units = [n for n in range(len(every) - 1, -1, -1) if is_unit(every[n])]
+        units = [n for n in range(len(every) - 1, -1, -1) if every[n].is_unit]
         buckets = [[each for each in trained if each[1] == n] for n in units]
-        buckets.append([each for each in trained if not is_unit(every[each[1]])])
+        buckets.append([each for each in trained if not every[each[1]].is_unit])
         trained = [each for bucket in buckets for each in bucket]
         flat = lay_out([[weight.numel for weight, _ in bucket] for bucket in buckets], itemsize, parts, MULTIPLE)
     else:
@@ -350,7 +345,7 @@ def _activations(layout: ParallelLayout, held: StageHoldings, flying: float) -> 
     every = [block for stage in held.stages for block in stage]
     working = float(max((block.working for block in every), default=0))
     if layout.pipeline == 1:
-        again = [layout.recompute and is_unit(block) for block in every]
+        again = [layout.recompute and block.is_unit for block in every]
         kept = sum(block.taken if r else block.kept for block, r in zip(every, again, strict=True))
         return float(kept), working + max((block.kept for block, r in zip(every, again, strict=True) if r), default=0)
     once = max((sum(block.kept for block in stage) for stage in held.stages), default=0) if layout.recompute else 0

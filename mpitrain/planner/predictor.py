@@ -24,17 +24,7 @@ from mpitrain.pipe.simulate import Costs, Flow
 from mpitrain.planner.collectives import CollectiveTimes, DeviceLinks, Group
 from mpitrain.planner.layouts import ParallelLayout, Prediction
 from mpitrain.planner.machine import MachineProfile
-from mpitrain.planner.memory import (
-    ITEMSIZE,
-    LayoutPlaces,
-    Means,
-    StageHoldings,
-    account,
-    held,
-    host_account,
-    in_flight,
-    is_unit,
-)
+from mpitrain.planner.memory import ITEMSIZE, LayoutPlaces, Means, StageHoldings, account, held, host_account, in_flight
 from mpitrain.planner.subject import AxisExchange, BlockCost, ModelProfile
 from mpitrain.shard.offload import HOST
 from mpitrain.shard.placement import STAGES, formula
@@ -132,7 +122,7 @@ class StepSimulation:
         at = 0
         for number in range(len(blocks) - 1, -1, -1):
             block = blocks[number]
-            again = block.forward if self.layout.recompute and is_unit(block) else 0.0
+            again = block.forward if self.layout.recompute and block.is_unit else 0.0
             added = 0.0 if first or each_pass else block.later
             here = (block.input + block.weight + added + again) * pace
             talk = self.exchanges(block.backwards) + (self.exchanges(block.forwards) if again else 0.0)
@@ -172,7 +162,7 @@ class StepSimulation:
         """Seconds of gathering each unit's parameters, by the name of its block; the first block has the root's too."""
         meeting = self.meeting(self.shard)
         *units, root = [self.seconds("all_gather", n, self.shard, "private") + meeting for n in holds.buckets]
-        found = dict(zip((b.name for b in reversed(holds.stages[0]) if is_unit(b)), units, strict=True))
+        found = dict(zip((b.name for b in reversed(holds.stages[0]) if b.is_unit), units, strict=True))
         first = holds.stages[0][0].name
         found[first] = found.get(first, 0.0) + root / 2  # gathered once, for forward and backward
         return found

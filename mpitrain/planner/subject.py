@@ -120,6 +120,11 @@ class BlockCost:
         """Elements of its parameters that no earlier block has."""
         return sum(weight.numel for weight in self.weights if not weight.same_as)
 
+    @property
+    def is_unit(self) -> bool:
+        """Whether it is one of a list of blocks of the model: gathered, and recomputed, by itself (`shard.flat`)."""
+        return self.name.rpartition(".")[2].isdigit()
+
 
 @dataclass(frozen=True)
 class Divided:
