@@ -113,9 +113,7 @@ def _encoded(texts: Sequence[str], model: LanguageModel) -> tuple[TextCodec, lis
     codec = codec_of(model.saved.tokenizer, model.vocabulary, model.saved.run)
     prompts = []
     for text in texts:
-        tokens = codec.encode(text)
-        if not tokens and model.end is not None:
-            tokens = [model.end]
+        tokens = codec.encode(text) or ([] if model.end is None else [model.end])
         if not tokens:
             raise refusal("an empty prompt, and the data have no token that ends a document to begin with; give a text")
         if max(tokens) >= model.vocabulary:

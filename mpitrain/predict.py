@@ -66,7 +66,7 @@ def _samples(arguments: argparse.Namespace, saved: SavedModel) -> Samples:
     if arguments.keep:
         raise refusal("--keep is for columns of a table, and the model was trained on text; leave it out")
     fields = TextFields(arguments.text, arguments.prompt, arguments.completion)
-    return Texts(arguments.input, about, lambda: codec_of(saved.tokenizer, about.vocabulary or 0, saved.run), fields)
+    return Texts(arguments.input, about, codec_of(saved.tokenizer, about.vocabulary or 0, saved.run), fields)
 
 
 def _run(arguments: argparse.Namespace, job: Job) -> int:
