@@ -59,18 +59,17 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _run(arguments: argparse.Namespace, job: Job) -> int:
+def _run(given: argparse.Namespace, job: Job) -> int:
     """Let all prompts go on. Collective over the ranks of the job."""
     from mpitrain.inference import placing
     from mpitrain.inference.generation import Draws, Generation, Sampling, StopWatch
 
-    given = arguments
     sampling = Sampling(given.temperature, given.top_k, given.top_p, given.min_p, given.repetition_penalty)
     stops = tuple(given.stop)
     if "" in stops:
         raise refusal("--stop '': an empty text is at once there; give a text to stop at, or leave it out")
-    texts: list[str] = job.decided(lambda: _texts(arguments))
-    model = placing.placed(arguments.run, job, job.device(arguments.device), best=arguments.best, trust=arguments.trust)
+    texts: list[str] = job.decided(lambda: _texts(given))
+    model = placing.placed(given.run, job, job.device(given.device), best=given.best, trust=given.trust)
     if model.remark:
         job.say(model.remark)
     codec, prompts = job.agreed(lambda: _encoded(texts, model))
@@ -78,19 +77,19 @@ def _run(arguments: argparse.Namespace, job: Job) -> int:
     def watch() -> StopWatch:
         return StopWatch(codec.decoder(), stops)
 
-    generation = Generation(model, sampling, arguments.tokens, watch if stops else None)
-    if min(map(generation.left, prompts)) < arguments.tokens:
+    generation = Generation(model, sampling, given.tokens, watch if stops else None)
+    if min(map(generation.left, prompts)) < given.tokens:
         job.say(f"the model has positions for {model.longest} tokens, so that texts end there")
-    stream = len(texts) == 1 and not arguments.out
+    stream = len(texts) == 1 and not given.out
     screen = _Screen(texts[0], watch()) if stream and job.first else None
     mine = range(job.column, len(prompts), job.columns)
-    made = generation.run(prompts, Draws(arguments.seed, prompts), mine, screen.add if screen is not None else None)
+    made = generation.run(prompts, Draws(given.seed, prompts), mine, screen.add if screen is not None else None)
     if screen is not None:
         screen.end()
     found = job.gathered([(number, made[number].tokens, made[number].ended) for number in mine])
     if job.first and not stream:
         texts_of = {n: {"text": watch().decode(of), "tokens": len(of), "ended": ended} for n, of, ended in found}
-        json_lines(arguments.out, ({"prompt": text} | texts_of[number] for number, text in enumerate(texts)))
+        json_lines(given.out, ({"prompt": text} | texts_of[number] for number, text in enumerate(texts)))
     return EXIT_DONE
 
 

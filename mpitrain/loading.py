@@ -50,8 +50,7 @@ def require_same_model(own: Mapping[str, Any], told: Mapping[str, Any], folder: 
         return
     from mpitrain.models.gpt import Form
 
-    form = [field.name for field in fields(Form) if field.name != "hidden"]
-    for key in ("layers", "width", "heads", *form, "tied"):
+    for key in ("layers", "width", "heads", *(f.name for f in fields(Form) if f.name != "hidden"), "tied"):
         mine, theirs = own[key], told.get(key, own[key])
         if key == "kv_heads":
             mine, theirs = mine or own["heads"], theirs or told.get("heads", own["heads"])

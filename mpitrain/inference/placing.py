@@ -334,11 +334,9 @@ def _loaded(folder: Path, job: Job, device: torch.device, trust: bool) -> Langua
     del module
     job.agreed(lambda: fill(part, saved.folder, saved.manifest))
     part.to(device)
-    decoder: Decoder
+    decoder: Decoder = CachedBlocks(blocks, last, through) if last else RecomputedBlocks(blocks, through)
     if known is not None:
         decoder = Transformers(known)
-    else:
-        decoder = CachedBlocks(blocks, last, through) if last else RecomputedBlocks(blocks, through)
     return LanguageModel(saved, decoder, vocabulary, longest, device, settle, remark)
 
 

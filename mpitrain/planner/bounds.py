@@ -133,10 +133,8 @@ class Bounds:
     def guess(self, layout: ParallelLayout) -> float:
         """About the seconds of a step, with the best cut: the order in which layouts are looked at."""
         work = self._work_of(layout)
-        around = self._around(
-            *(layout.data, layout.pipeline, layout.tensor),
-            *(layout.zero, layout.share_node, layout.shard_within, layout.offload),
-        )
+        placement = layout.zero, layout.share_node, layout.shard_within, layout.offload
+        around = self._around(layout.data, layout.pipeline, layout.tensor, *placement)
         share = -(-self._of.model.batch // layout.data)
         count = self._of.microbatches(layout)
         if layout.pipeline > 1:
@@ -161,10 +159,8 @@ class Bounds:
         forward, input_, weight = work.passes
         forward += work.exchanged[0]
         input_ += work.exchanged[1] + forward * layout.recompute
-        spread = [
-            (seconds + stages * each) / ranks
-            for seconds, each in ((forward, python), (input_, python), (weight, halving))
-        ]
+        kinds = (forward, python), (input_, python), (weight, halving)  # seconds of all blocks, and more of each stage
+        spread = [(seconds + stages * each) / ranks for seconds, each in kinds]
         uneven = self._slowest(work, layout.recompute, stages) - sum(spread) / layout.chunks
         slowest = sum(spread) + max(0.0, uneven + 2 * python + halving)  # one of the rank's stages is longer
         if step.spins:

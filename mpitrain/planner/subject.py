@@ -407,10 +407,8 @@ class Subject:
         x_shape, y_shape = description.x_shape, description.y_shape
         if description.kind == "tokens":
             x_shape = y_shape = (config.model.sequence,)
-        self.shapes = [
-            (tuple(x_shape), getattr(torch, description.x_dtype.name)),
-            (tuple(y_shape), getattr(torch, description.y_dtype.name)),
-        ]
+        forms = (x_shape, description.x_dtype), (y_shape, description.y_dtype)
+        self.shapes = [(tuple(shape), getattr(torch, dtype.name)) for shape, dtype in forms]
 
     def cut(self, divided: Divided, *, fake: bool, device: torch.device | None = None) -> Cut:
         """A copy of the model, divided.
