@@ -26,8 +26,6 @@ from mpitrain.models.build import adapted_layers
 from mpitrain.models.hugging_face import PREFIX, Facade, save_folder
 from mpitrain.storage.disk import new_folder, replacing, require_new
 
-_FILES = (".safetensors", ".pt")
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Do what the command line says; returns the exit code."""
@@ -80,7 +78,7 @@ def write_merged(run: Path, out: Path, *, trust: bool = False) -> str:
     """
     task, section = _trained(run, out, trust)
     folder = section.factory.startswith(PREFIX) and not out.suffix
-    if not folder and out.suffix not in _FILES:
+    if not folder and out.suffix not in (".safetensors", ".pt"):
         raise InputError(f"{out}: what to write is told by its ending; use .safetensors or .pt, or for hf: a folder")
     layers = adapted_layers(task.module)
     added = {f"{name}.{key}" for name in layers for key in ("lora_a", "lora_b")}

@@ -171,9 +171,8 @@ def devices(world: Communicator) -> list[Line]:
     ]
     ways = world.device_ways(mine)
     lines += [(OK, "device memory", f"{way.name}: {way.obstacle or _speeds(way)}") for way in ways]
-    choice = (
-        f"comm.device auto takes {_fastest(ways)}" if ways else "one rank: nothing is carried; start several to see"
-    )
+    alone = "one rank: nothing is carried; start several to see"
+    choice = f"comm.device auto takes {_fastest(ways)}" if ways else alone
     return [*lines, (OK, "device memory", choice)]
 
 

@@ -45,6 +45,13 @@ class Parser(argparse.ArgumentParser):
         raise refusal(f"{message}; see {self.prog} --help")
 
 
+def whole_number(text: str) -> int:
+    """Return the number that an argument gives, for argparse."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
 def keep_signals() -> None:
     """Keep a SIGUSR1 that comes from now on, for `asked`."""
     signal.signal(signal.SIGUSR1, lambda number, frame: _came.append(number))

@@ -60,8 +60,6 @@ def _options(words: Sequence[str]) -> argparse.Namespace:
         raise refusal("--best and --step each name a checkpoint; give one of them")
     if options.confusion is not None and options.confusion.suffix != ".csv":
         raise refusal(f"--confusion {options.confusion} is to be a table; give a name that ends in .csv")
-    if options.samples is not None and options.samples < 1:
-        raise refusal(f"--samples {options.samples} would measure nothing; give 1 or more, or leave it out for all")
     return options
 
 
@@ -76,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     add("run", type=Path, metavar="RUN", help="a run folder, or a step-... folder of its checkpoints")
     add("--data", metavar="PATH", help="a data set like the one it was trained on [data.path of the run]")
     add("--split", choices=("held_out", "train"), default="held_out", help="of the data set [held_out]")
-    add("--samples", type=int, metavar="N", help="at most so many, spread evenly [all]")
+    add("--samples", type=early.whole_number, metavar="N", help="at most so many, spread evenly [all]")
     add("--best", action="store_true", help="the checkpoint that checkpoint.best keeps [the newest]")
     add("--step", type=int, metavar="N", help="the checkpoint of this step [the newest]")
     add("--confusion", type=Path, metavar="FILE.csv", help="write how often each class was taken for each")

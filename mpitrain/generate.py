@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mpitrain.early import whole_number
 from mpitrain.errors import EXIT_DONE, printable, refusal
 from mpitrain.inference.commands import Job, add_run, json_lines, parse, require_new, run_as_job
 from mpitrain.monitor.progress import terminal_behind
@@ -37,7 +38,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--prompt", action="append", default=[], metavar="TEXT", help="a prompt; may be repeated")
     prompts = 'prompts, one a line; of FILE.jsonl what each line has under "prompt"'
     add("--prompts", type=Path, metavar="FILE", help=prompts)
-    add("--tokens", type=int, default=128, metavar="N", help="tokens to be made, at most [128]")
+    add("--tokens", type=whole_number, default=128, metavar="N", help="tokens to be made, at most [128]")
     divided = "what scores are divided by; 0: the likeliest token each time [1]"
     add("--temperature", type=float, default=1.0, metavar="T", help=divided)
     add("--top-k", type=int, default=0, metavar="K", help="draw from the K likeliest tokens; 0: all [0]")
@@ -47,8 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--min-p", type=float, default=0.0, metavar="P", help=least)
     penalty = "what scores of tokens that the text has already are divided by, negative ones multiplied [1]"
     add("--repetition-penalty", type=float, default=1.0, metavar="R", help=penalty)
-    stop = "end a text before this one; may be repeated"
-    add("--stop", action="append", default=[], metavar="TEXT", help=stop)
+    add("--stop", action="append", default=[], metavar="TEXT", help="end a text before this one; may be repeated")
     seed = "of what is drawn; a prompt goes on alike beside any others [1]"
     add("--seed", type=int, default=1, metavar="S", help=seed)
     lines = 'write {"prompt", "text", "tokens", "ended"} of each prompt there; else to standard output'
@@ -59,21 +59,17 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _run(arguments: argparse.Namespace, job: Job) -> int:
+def _run(given: argparse.Namespace, job: Job) -> int:
     """Let all prompts go on. Collective over the ranks of the job."""
     from mpitrain.inference import placing
     from mpitrain.inference.generation import Draws, Generation, Sampling, StopWatch
 
-    given = arguments
     sampling = Sampling(given.temperature, given.top_k, given.top_p, given.min_p, given.repetition_penalty)
     stops = tuple(given.stop)
     if "" in stops:
         raise refusal("--stop '': an empty text is at once there; give a text to stop at, or leave it out")
-    if arguments.tokens < 1:
-        raise refusal(f"--tokens {arguments.tokens}: give 1 or more")
-    texts: list[str] = job.decided(lambda: _texts(arguments))
-    device = job.device(arguments.device)
-    model = placing.placed(arguments.run, job, device, best=arguments.best, trust=arguments.trust)
+    texts: list[str] = job.decided(lambda: _texts(given))
+    model = placing.placed(given.run, job, job.device(given.device), best=given.best, trust=given.trust)
     if model.remark:
         job.say(model.remark)
     codec, prompts = job.agreed(lambda: _encoded(texts, model))
@@ -81,19 +77,19 @@ def _run(arguments: argparse.Namespace, job: Job) -> int:
     def watch() -> StopWatch:
         return StopWatch(codec.decoder(), stops)
 
-    generation = Generation(model, sampling, arguments.tokens, watch if stops else None)
-    if min(map(generation.left, prompts)) < arguments.tokens:
+    generation = Generation(model, sampling, given.tokens, watch if stops else None)
+    if min(map(generation.left, prompts)) < given.tokens:
         job.say(f"the model has positions for {model.longest} tokens, so that texts end there")
-    stream = len(texts) == 1 and not arguments.out
+    stream = len(texts) == 1 and not given.out
     screen = _Screen(texts[0], watch()) if stream and job.first else None
     mine = range(job.column, len(prompts), job.columns)
-    made = generation.run(prompts, Draws(arguments.seed, prompts), mine, screen.add if screen is not None else None)
+    made = generation.run(prompts, Draws(given.seed, prompts), mine, screen.add if screen is not None else None)
     if screen is not None:
         screen.end()
     found = job.gathered([(number, made[number].tokens, made[number].ended) for number in mine])
     if job.first and not stream:
         texts_of = {n: {"text": watch().decode(of), "tokens": len(of), "ended": ended} for n, of, ended in found}
-        json_lines(arguments.out, ({"prompt": text} | texts_of[number] for number, text in enumerate(texts)))
+        json_lines(given.out, ({"prompt": text} | texts_of[number] for number, text in enumerate(texts)))
     return EXIT_DONE
 
 
@@ -116,9 +112,7 @@ def _encoded(texts: Sequence[str], model: LanguageModel) -> tuple[TextCodec, lis
     codec = codec_of(model.saved.tokenizer, model.vocabulary, model.saved.run)
     prompts = []
     for text in texts:
-        tokens = codec.encode(text)
-        if not tokens and model.end is not None:
-            tokens = [model.end]
+        tokens = codec.encode(text) or ([] if model.end is None else [model.end])
         if not tokens:
             raise refusal("an empty prompt, and the data have no token that ends a document to begin with; give a text")
         if max(tokens) >= model.vocabulary:

@@ -50,8 +50,7 @@ def require_same_model(own: Mapping[str, Any], told: Mapping[str, Any], folder: 
         return
     from mpitrain.models.gpt import Form
 
-    form = [field.name for field in fields(Form) if field.name != "hidden"]
-    for key in ("layers", "width", "heads", *form, "tied"):
+    for key in ("layers", "width", "heads", *(f.name for f in fields(Form) if f.name != "hidden"), "tied"):
         mine, theirs = own[key], told.get(key, own[key])
         if key == "kv_heads":
             mine, theirs = mine or own["heads"], theirs or told.get("heads", own["heads"])
@@ -65,7 +64,6 @@ TASK = "task"  # the value of a manifest that says what the model is
 BASE, LEFT_OUT = "base", "left_out"  # values of a checkpoint of adapters: what they are for, and its tensors' names
 _OF_ONE_SPLIT = ("split", "samples", "identity")  # of a description: what does not matter to a model
 T = TypeVar("T")
-Say = Callable[[str], object]
 
 
 @dataclass(frozen=True)
@@ -245,7 +243,7 @@ def candidates(path: str | Path, *, best: bool = False) -> list[Path]:
     return require(path)
 
 
-def first_whole(folders: Sequence[Path], act: Callable[[Path], T], say: Say = warnings.warn) -> T:
+def first_whole(folders: Sequence[Path], act: Callable[[Path], T], say: Callable[[str], object] = warnings.warn) -> T:
     """What `act` makes of the first of some checkpoints that is whole.
 
     Args:

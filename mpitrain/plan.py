@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from copy import copy
 from functools import partial
 from pathlib import Path
 
 from mpitrain.config.settings import Config
-from mpitrain.early import Parser
+from mpitrain.early import Parser, whole_number
 from mpitrain.errors import EXIT_DONE, InputError, exit_code_of, refusal
 from mpitrain.pipe.draw import drawn
 from mpitrain.planner import layouts
@@ -74,7 +75,7 @@ def _plan(argv: Sequence[str]) -> int:
     measure = options.measured or (like_here and not options.counted)
     model = profile_of(config, description_of(config), machine, measure=measure, ranks_per_node=each)
     if ranks:
-        scaled(options, model, machine, [count // each for count in ranks], rules, out)
+        scaled(options, model, machine, rules, out)
         return EXIT_DONE
     predictor = Predictor(model, machine, nodes, each, options.memory, bucket_mb=config.comm.bucket_mb)
     if options.explain:
@@ -91,19 +92,16 @@ def _plan(argv: Sequence[str]) -> int:
         chosen = plan.found[0].layout
     if out is not None:
         write(config, chosen, out)
-        print(f"\nwritten: {out}; train with\n  {command(out, nodes, each)}")
+        launcher = f"mpirun -n {each}" if nodes == 1 else f"srun --nodes {nodes} --ntasks-per-node {each}"
+        print(f"\nwritten: {out}; train with\n  {launcher} python -m mpitrain.train {out}")
     return EXIT_DONE
 
 
 def scaled(
-    options: argparse.Namespace,
-    model: ModelProfile,
-    machine: MachineProfile,
-    nodes: Sequence[int],
-    rules: LayoutRules,
-    out: Path | None,
+    options: argparse.Namespace, model: ModelProfile, machine: MachineProfile, rules: LayoutRules, out: Path | None
 ) -> None:
     """Print the best layouts at several numbers of nodes, and draw them. Raises InputError where that is impossible."""
+    nodes = [count // options.ranks_per_node for count in sorted(set(options.scale))]
     lines: dict[bool, list[Point]] = {False: [], True: []}
     for weak, points in lines.items():
         print(f"{'weak' if weak else 'strong'} scaling on {machine.name} ({machine.origin})\n{HEAD}")
@@ -127,34 +125,17 @@ def write(config: Config, layout: ParallelLayout, out: Path) -> None:
     for section, settings in layouts.settings(layout).items():
         values[section].update(settings)
     values["parallel"]["auto"] = False
-    text = Config.from_dict(values, "plan").to_toml()
     try:
-        write_whole(out, f"# {layouts.text(layout)}\n{text}")
+        write_whole(out, f"# {layouts.text(layout)}\n{Config.from_dict(values, 'plan').to_toml()}")
     except OSError as error:
         raise InputError(f"--out {out} cannot be written: {error.strerror}; give another file") from None
 
 
-def command(out: Path, nodes: int, ranks_per_node: int) -> str:
-    """The command line that trains with a written configuration."""
-    if nodes == 1:
-        return f"mpirun -n {ranks_per_node} python -m mpitrain.train {out}"
-    return f"srun --nodes {nodes} --ntasks-per-node {ranks_per_node} python -m mpitrain.train {out}"
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
-    return int(text)
-
-
 def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} must be a number of seconds above 0")
-    return seconds
+    with suppress(ValueError):
+        if 0 < float(text) < float("inf"):
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} must be a number of seconds above 0")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -169,8 +150,8 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--nodes", type=_count, default=1, metavar="N", help="nodes of the job [1]")
-    add("--ranks-per-node", type=_count, required=True, metavar="N", help="ranks on each node")
+    add("--nodes", type=whole_number, default=1, metavar="N", help="nodes of the job [1]")
+    add("--ranks-per-node", type=whole_number, required=True, metavar="N", help="ranks on each node")
     names = ", ".join(given_machines())
     add("--machine", default="", metavar="FILE[,FILE]|NAME", help=f"profile: files or {names} [{MACHINE}]")
     memory = partial(size_of, option="--memory")
@@ -180,10 +161,10 @@ def _parser() -> argparse.ArgumentParser:
     ways.add_argument("--counted", action="store_true", help="count operations and bytes [for all others]")
     add("--explain", default="", metavar="LAYOUT", help=f"tell about this one alone; {OWN}: the configuration's own")
     counts = "numbers of ranks: how the best layouts go with them"
-    add("--scale", type=lambda text: [*map(_count, text.split(","))], default=[], metavar="N,N...", help=counts)
+    add("--scale", type=lambda text: [*map(whole_number, text.split(","))], default=[], metavar="N,N...", help=counts)
     early = f"end the search early, whose answer then depends on the load here [{SIMULATED} simulations]"
     add("--seconds", type=_seconds, default=float("inf"), metavar="S", help=early)
-    add("--top", type=_count, default=COUNT, metavar="K", help=f"how many layouts are told [{COUNT}]")
+    add("--top", type=whole_number, default=COUNT, metavar="K", help=f"how many layouts are told [{COUNT}]")
     out = "file for the best layout's configuration [plan.toml]; with --scale, for a picture"
     add("--out", default="", metavar="FILE", help=out)
     return parser

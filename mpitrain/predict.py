@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mpitrain.early import whole_number
 from mpitrain.errors import EXIT_DONE, refusal
 from mpitrain.inference.commands import Job, add_run, parse, run_as_job
 
@@ -37,22 +38,20 @@ def _parser() -> argparse.ArgumentParser:
     given += "folder of images; of a model of text: .txt with a text a line, or JSON lines"
     add("input", type=Path, metavar="INPUT", help=given)
     add("--out", type=Path, required=True, metavar="FILE", help="a new .csv, .jsonl or .npz file")
-    add("--batch", type=int, default=64, metavar="N", help="samples at a time and rank [64]")
+    add("--batch", type=whole_number, default=64, metavar="N", help="samples at a time and rank [64]")
     bad = "leave out images that cannot be read and rows of tables that do not fit, and count them"
     add("--skip-bad", action="store_true", help=bad)
     keep = "tables: columns that the output has as they are, such as an id"
-    add(
-        "--keep",
-        type=lambda text: tuple(dict.fromkeys(map(str.strip, text.split(",")))),
-        default=(),
-        metavar="A,B",
-        help=keep,
-    )
+    add("--keep", type=_names, default=(), metavar="A,B", help=keep)
     add("--text", default="text", metavar="FIELD", help="JSON lines: the field of the text [text]")
     prompt = "JSON lines: the field of a prompt, and of what follows it, which alone is foretold"
     add("--prompt", metavar="FIELD", help=prompt)
     add("--completion", metavar="FIELD", help="with --prompt: the field of what follows [completion]")
     return parser
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(map(str.strip, text.split(","))))
 
 
 def _samples(arguments: argparse.Namespace, saved: SavedModel) -> Samples:
@@ -67,7 +66,7 @@ def _samples(arguments: argparse.Namespace, saved: SavedModel) -> Samples:
     if arguments.keep:
         raise refusal("--keep is for columns of a table, and the model was trained on text; leave it out")
     fields = TextFields(arguments.text, arguments.prompt, arguments.completion)
-    return Texts(arguments.input, about, lambda: codec_of(saved.tokenizer, about.vocabulary or 0, saved.run), fields)
+    return Texts(arguments.input, about, codec_of(saved.tokenizer, about.vocabulary or 0, saved.run), fields)
 
 
 def _run(arguments: argparse.Namespace, job: Job) -> int:
@@ -78,8 +77,6 @@ def _run(arguments: argparse.Namespace, job: Job) -> int:
     from mpitrain.inference.predictions import new_file, require_file, told_of
     from mpitrain.loading import load_folder
 
-    if arguments.batch < 1:
-        raise refusal(f"--batch {arguments.batch}: give 1 or more")
     job.decided(lambda: require_file(arguments.out))
     load = partial(load_folder, trust=arguments.trust)
     task, saved = job.first_whole(arguments.run, lambda folder: job.agreed(partial(load, folder)), best=arguments.best)

@@ -96,15 +96,12 @@ def _report(arguments: argparse.Namespace) -> int | None:
                 f'charts need a package that is not there ({error}); pip install "mpitrain[monitor]", '
                 "or leave --out and --png out for the text"
             ) from None
+        from mpitrain.monitor.report.page import write_page, write_pictures
     runs = [Named(name, read_run(folder)) for name, folder in zip(short_names(folders), folders, strict=True)]
     if arguments.out:
-        from mpitrain.monitor.report.page import write_page
-
         size = write_page(runs, arguments.out)
         tell(f"page: {arguments.out} ({size / 1e6:.1f} MB; opens in a browser, without a network)")
     if arguments.png:
-        from mpitrain.monitor.report.page import write_pictures
-
         tell(f"pictures: {len(write_pictures(runs, arguments.png))} in {arguments.png}")
     if not (arguments.out or arguments.png):
         tell(comparison(runs))

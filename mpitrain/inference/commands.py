@@ -110,13 +110,12 @@ class Job:
 
 def add_run(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments that every command on a trained model takes."""
-    parser.add_argument("--version", action="version", version=VERSION)
-    parser.add_argument(
-        "run", type=Path, metavar="RUN", help="a run folder (its newest whole checkpoint), or a checkpoint"
-    )
-    parser.add_argument("--best", action="store_true", help="the checkpoint that checkpoint.best keeps [the newest]")
+    add = parser.add_argument
+    add("--version", action="version", version=VERSION)
+    add("run", type=Path, metavar="RUN", help="a run folder (its newest whole checkpoint), or a checkpoint")
+    add("--best", action="store_true", help="the checkpoint that checkpoint.best keeps [the newest]")
     add_trust(parser)
-    parser.add_argument("--run.device", dest="device", default="auto", metavar="KIND", help="what to compute on [auto]")
+    add("--run.device", dest="device", default="auto", metavar="KIND", help="what to compute on [auto]")
 
 
 def add_trust(parser: argparse.ArgumentParser) -> None:

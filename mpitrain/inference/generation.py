@@ -32,7 +32,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -186,6 +186,7 @@ class StopWatch(TextDecoder):
 
 
 BATCH = 16  # prompts that go on together
+Prompts = Sequence[Sequence[int]]  # the tokens of each
 Each = Callable[[int, int], object]  # the number of a prompt, and its next token
 
 
@@ -214,11 +215,7 @@ class Generation:
     watch: Callable[[], StopWatch] | None = None
 
     def run(
-        self,
-        prompts: Sequence[Sequence[int]],
-        draws: Draws,
-        numbers: Iterable[int] | None = None,
-        each: Each | None = None,
+        self, prompts: Prompts, draws: Draws, numbers: Iterable[int] | None = None, each: Each | None = None
     ) -> list[Continuation]:
         """Let prompts go on. Collective over the ranks that have the model between them.
 
@@ -239,12 +236,7 @@ class Generation:
         return made
 
     def _run_batch(
-        self,
-        numbers: Sequence[int],
-        prompts: Sequence[Sequence[int]],
-        made: list[Continuation],
-        draws: Draws,
-        each: Each | None,
+        self, numbers: Sequence[int], prompts: Prompts, made: list[Continuation], draws: Draws, each: Each | None
     ) -> None:
         """Let some prompts go on together. numbers: theirs, by length."""
         rows = [number for number in numbers if self.left(prompts[number]) > 0]
@@ -257,7 +249,7 @@ class Generation:
         while True:
             scores = self.model.decoder.advance(given.to(self.model.device))
             free = [row for row, number in enumerate(rows) if len(prompts[number]) <= length]
-            found = None
+            found: Iterator[int] = iter(())
             if free:
                 chosen = None
                 if scores is not None:
@@ -273,7 +265,6 @@ class Generation:
                 if len(prompt) > length:
                     token = prompt[length]
                 else:
-                    assert found is not None
                     token = next(found)
                     text.ended = token == self.model.end
                     if not text.ended:

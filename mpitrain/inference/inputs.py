@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -181,8 +181,7 @@ class _Rows(Samples):
                 names.pop(next((i for i, name in enumerate(names) if name.lower() == "label"), -1))
             specs = tuple(ColumnSpec(name=name) for name in names)
         unfit = (lambda row, told: self.left_out.append((row, told))) if skip_bad else None
-        blocks = list(rows_of_table(path, specs, unfit))
-        self._items = np.concatenate([np.empty((0, width(specs)), np.float32), *blocks])
+        self._items = np.concatenate([np.empty((0, width(specs)), np.float32), *rows_of_table(path, specs, unfit)])
         if skip_bad:
             without = {row for row, _ in self.left_out}
             self.names = [row for row in range(len(self._items) + len(without)) if row not in without]
@@ -229,23 +228,21 @@ class Texts(Samples):
     Args:
         path: The file.
         description: The data that the model was trained on.
-        codec: Gives what makes tokens of text.
+        codec: Makes tokens of text.
         fields: In which JSON lines and parquet have the texts.
 
     Raises:
         InputError: The file cannot be read, or a text is too short or too long to be a sample.
     """
 
-    def __init__(
-        self, path: Path, description: Description, codec: Callable[[], TextCodec], fields: TextFields
-    ) -> None:
+    def __init__(self, path: Path, description: Description, codec: TextCodec, fields: TextFields) -> None:
         super().__init__()
         self.shape, self.dtype = description.x_shape, description.x_dtype
         begin = [] if description.document_end is None else [description.document_end]
-        made, longest = codec(), self.shape[0] + 1
+        longest = self.shape[0] + 1
         self._items = []
         for number, parts in enumerate(texts_of(path, fields), 1):
-            tokens = [made.encode(part) for part in parts]
+            tokens = [codec.encode(part) for part in parts]
             given = len(begin) + (len(tokens[0]) if len(tokens) > 1 else 0)
             whole = [*begin, *(token for some in tokens for token in some)]
             if len(whole) < 2 or len(whole) == given:

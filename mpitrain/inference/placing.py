@@ -152,11 +152,7 @@ class CachedBlocks(Decoder):
 
     def _run(self, x: Any) -> Any:
         for name, block in self._blocks:
-            cache = self._caches.get(name)
-            if cache is None:
-                x = block(x)
-                continue
-            x = self._ways[name](x, cache)
+            x = self._ways[name](x, self._caches[name]) if name in self._ways else block(x)
             if name == self._last and isinstance(x, torch.Tensor):
                 x = x[:, -1:]
         return x
@@ -270,9 +266,6 @@ def require_text(kind: str, vocabulary: int | None) -> int:
 
 # -- the model of a run, on the ranks that have it between them
 
-Settle = Callable[["torch.Tensor | None", int], torch.Tensor]  # see `LanguageModel.settle`
-_OURS = "mpitrain.models."  # modules whose blocks need no trial
-
 
 def settled_here(tokens: torch.Tensor | None, rows: int) -> torch.Tensor:
     """The chosen tokens, where one rank chooses them."""
@@ -300,7 +293,7 @@ class LanguageModel:
     vocabulary: int
     longest: int | None
     device: torch.device
-    settle: Settle = settled_here
+    settle: Callable[[torch.Tensor | None, int], torch.Tensor] = settled_here
     remark: str = ""
 
     @property
@@ -341,11 +334,9 @@ def _loaded(folder: Path, job: Job, device: torch.device, trust: bool) -> Langua
     del module
     job.agreed(lambda: fill(part, saved.folder, saved.manifest))
     part.to(device)
-    decoder: Decoder
+    decoder: Decoder = CachedBlocks(blocks, last, through) if last else RecomputedBlocks(blocks, through)
     if known is not None:
         decoder = Transformers(known)
-    else:
-        decoder = CachedBlocks(blocks, last, through) if last else RecomputedBlocks(blocks, through)
     return LanguageModel(saved, decoder, vocabulary, longest, device, settle, remark)
 
 
@@ -373,7 +364,7 @@ def _memories(module: nn.Module, vocabulary: int) -> tuple[str, str]:
     except InputError:
         blocks = []
     looking = [name for name, block in blocks if remembering(block)]
-    if looking and not type(module).__module__.startswith(_OURS):
+    if looking and not type(module).__module__.startswith("mpitrain.models."):
         tokens = torch.arange(8)[None] % vocabulary
         try:
             check_slices(blocks, tokens, tokens, 2)

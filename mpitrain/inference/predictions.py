@@ -28,9 +28,10 @@ from mpitrain.models.losses import UNCOUNTED
 
 
 class Foretold(ABC):
-    """What is told of each sample: a row of numbers. columns: their names. width: how many they are."""
+    """What is told of each sample: a row of numbers. columns: of a table of it. width: how many numbers there are."""
 
     columns: tuple[str, ...]
+    width: int
 
     @abstractmethod
     def rows(self, output: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:
@@ -48,22 +49,13 @@ class Foretold(ABC):
     def arrays(self, rows: Array) -> dict[str, Array]:
         """What is told of all samples, as arrays."""
 
-    @property
-    def width(self) -> int:
-        """Numbers of a sample."""
-        return len(self.columns)
-
 
 class ClassProbabilities(Foretold):
     """The probability of each class."""
 
     def __init__(self, classes: Sequence[str]) -> None:
         self._classes = tuple(classes)
-        self.columns = ("class", *self._classes)
-
-    @property
-    def width(self) -> int:
-        return len(self._classes)
+        self.columns, self.width = ("class", *self._classes), len(self._classes)
 
     def rows(self, output: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:
         _require(output, [len(output), len(self._classes)], "a score of each class")
@@ -84,15 +76,13 @@ class Numbers(Foretold):
     """The numbers that the model gives. shape: of a sample's y."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
-        self._shape = shape
-        count = math.prod(shape)
-        self.columns = ("y",) if count == 1 else tuple(f"y{number}" for number in range(count))
+        self._shape, self.width = shape, math.prod(shape)
+        self.columns = ("y",) if self.width == 1 else tuple(f"y{number}" for number in range(self.width))
 
     def rows(self, output: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:
-        _require(
-            output.flatten(1) if output.dim() > 1 else output[:, None], [len(output), self.width], "numbers like y"
-        )
-        return output.reshape(len(output), self.width).double()
+        numbers = output.flatten(1) if output.dim() > 1 else output[:, None]
+        _require(numbers, [len(output), self.width], "numbers like y")
+        return numbers.double()
 
     def line(self, row: Array) -> dict[str, Any]:
         return {"y": row.reshape(self._shape).tolist()}
@@ -104,7 +94,7 @@ class Numbers(Foretold):
 class LogProbability(Foretold):
     """The logarithm of the probability of a sample's tokens, in nats, and how many are counted."""
 
-    columns = ("log_probability", "tokens")
+    columns, width = ("log_probability", "tokens"), 2
 
     def rows(self, output: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:
         assert y is not None

@@ -17,8 +17,6 @@ from mpitrain.data.sources.streams import lines_of, opened, plain_suffix
 from mpitrain.errors import InputError
 
 BYTES = 256
-_HALF = "\ufffd"  # what a tokenizer gives for a character of which bytes lack
-_WINDOW = 16  # tokens before the next one that it is decoded together with
 
 
 def utf8(text: str) -> bytes:
@@ -103,7 +101,7 @@ class _TokensDecoder(TextDecoder):
     def add(self, token: int) -> str:
         self._new.append(token)
         text = self._text(self._told + self._new)
-        return "" if text.endswith(_HALF) else self._give(text)
+        return "" if text.endswith("\ufffd") else self._give(text)  # which stands for a character of which bytes lack
 
     def finish(self) -> str:
         return self._give(self._text(self._told + self._new)) if self._new else ""
@@ -113,7 +111,7 @@ class _TokensDecoder(TextDecoder):
 
     def _give(self, text: str) -> str:
         before = self._text(self._told) if self._told else ""
-        self._told, self._new = (self._told + self._new)[-_WINDOW:], []
+        self._told, self._new = (self._told + self._new)[-16:], []  # as many as may change how the next is written
         return text[len(before) :]
 
 

@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -72,23 +73,20 @@ def build_model(section: ModelSection, description: Description, base: TrainedBa
     Raises InputError (agreed: every rank comes to the same verdict) when the model does not fit the data, and
     (not agreed) when the user's factory cannot be found or does not give a model with a loss.
     """
-    task = _built(section, description)
-    if base is not None:
-        base.fill(task.module)
-    return _with_adapters(section, task, base.checkpoint if base is not None else "") if section.lora else task
-
-
-def _built(section: ModelSection, description: Description) -> Task:
     if section.factory.startswith(hugging_face.PREFIX):
-        return hugging_face.build_hugging_face(section.factory, description, section.options)
-    if section.factory:
-        return build_from_factory(section.factory, description, section.options)
-    if section.options:
+        task = hugging_face.build_hugging_face(section.factory, description, section.options)
+    elif section.factory:
+        task = build_from_factory(section.factory, description, section.options)
+    elif section.options:
         raise refusal(
             f"model.options {sorted(section.options)} are for model.factory, and model.{section.name} takes none; "
             "remove them"
         )
-    return MODELS[section.name](section, description)
+    else:
+        task = MODELS[section.name](section, description)
+    if base is not None:
+        base.fill(task.module)
+    return _with_adapters(section, task, base.checkpoint if base is not None else "") if section.lora else task
 
 
 def _gpt(section: ModelSection, description: Description) -> Task:
@@ -120,13 +118,12 @@ def _gpt(section: ModelSection, description: Description) -> Task:
 def _resnet(section: ModelSection, description: Description) -> Task:
     from mpitrain.models.resnet import SMALL_IMAGE, ResNet
 
-    if not _is_image(description):
+    if description.kind != "arrays" or not is_image(description.x_shape):
         raise _misfit(section, description, "images")
     channels, sides, last = image_form(description.x_shape)
     outputs, criterion = _target(description)
-    model = ResNet(
-        section.layers, section.width, channels, outputs, criterion, small=max(sides) <= SMALL_IMAGE, channels_last=last
-    )
+    small = max(sides) <= SMALL_IMAGE
+    model = ResNet(section.layers, section.width, channels, outputs, criterion, small=small, channels_last=last)
     return Task(model, model.loss)
 
 
@@ -157,15 +154,11 @@ def loss_unit(section: ModelSection, description: Description) -> str:
     return "nats" if description.kind == "tokens" or description.classes else "squared error"
 
 
-def _is_image(description: Description) -> bool:
-    return description.kind == "arrays" and is_image(description.x_shape)
-
-
 def _misfit(section: ModelSection, description: Description, takes: str) -> InputError:
     shape = tuple(description.x_shape)
     if description.kind == "tokens":
         data, fitting = "tokens", "gpt"
-    elif _is_image(description):
+    elif is_image(shape):
         data, fitting = f"images of shape {shape}", "resnet or mlp"
     else:
         data, fitting = f"arrays of shape {shape}", "mlp"
@@ -195,18 +188,12 @@ def _with_adapters(section: ModelSection, task: Task, checkpoint: str = "") -> T
     chosen = _chosen(module, section.lora_targets, source)
     for parameter in module.parameters():
         parameter.requires_grad_(False)
+    adapted = partial(LoraLinear, rank=section.lora, alpha=section.lora_alpha, dropout=section.lora_dropout)
     for name in chosen:
         layer = module.get_submodule(name)
         parts = linear_parts(layer)
         assert parts is not None
-        made = LoraLinear(
-            parts.weight,
-            parts.bias,
-            rank=section.lora,
-            alpha=section.lora_alpha,
-            dropout=section.lora_dropout,
-            transposed=parts.transposed,
-        )
+        made = adapted(parts.weight, parts.bias, transposed=parts.transposed)
         made.train(layer.training)
         parent, _, last = name.rpartition(".")
         setattr(module.get_submodule(parent), last, made)

@@ -96,9 +96,8 @@ class Attention(nn.Module):
         self.num_key_value_groups = heads // kv_heads
         self.rope_base = form.rope_base if form.positions == "rotary" else None
         self.qkv = nn.Linear(width, (heads + 2 * kv_heads) * self.head_dim, bias=form.bias or form.qkv_bias)
-        self.q_norm, self.k_norm = (
-            nn.RMSNorm(self.head_dim, eps=form.norm_eps) if form.qk_norm else None for _ in range(2)
-        )
+        norms = (nn.RMSNorm(self.head_dim, eps=form.norm_eps) if form.qk_norm else None for _ in range(2))
+        self.q_norm, self.k_norm = norms
         self.out = nn.Linear(width, width, bias=form.bias)
         self.weights_dropout = dropout
         self.dropout = nn.Dropout(dropout)
@@ -238,9 +237,8 @@ class GPT(BlockModel):
         self.positions = LearnedPositions(max_positions, width) if form.positions == "learned" else None
         self.dropout: nn.Module = nn.Dropout(dropout)
         ends = None if apart is None else layers - 1  # the block after which ends of documents are dropped
-        self.blocks = nn.ModuleList(
-            TransformerBlock(width, heads, dropout, form, last=index == ends) for index in range(layers)
-        )
+        blocks = (TransformerBlock(width, heads, dropout, form, last=index == ends) for index in range(layers))
+        self.blocks = nn.ModuleList(blocks)
         self.norm, self._form = form.make_norm(width), form
         # of a tied head its own weight is never used
         self.head = nn.Linear(width, vocabulary, bias=False, device="meta" if tied else None)

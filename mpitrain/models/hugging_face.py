@@ -42,9 +42,6 @@ if TYPE_CHECKING:
 # `forward_cached`, as ours have: a state is keys and values.
 
 
-_SHARED = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
-
-
 class Facade(nn.Module):
     """Shares the tables of another module's children, parameters and buffers.
 
@@ -57,7 +54,7 @@ class Facade(nn.Module):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        for table in _SHARED:
+        for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             self.__dict__[table] = module.__dict__[table]
         self.__dict__["_inner"] = module  # as no child, or every name would begin with it
         self.training = module.training
@@ -290,9 +287,12 @@ def open_folder(named: str, path: str, options: Mapping[str, Any]) -> ModelFolde
         )
     if not (folder / "config.json").is_file():
         raise InputError(f"{named}: {folder} has no config.json; give the folder that save_pretrained wrote")
-    require_transformers(named)
-    from transformers import AutoConfig
-
+    os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported: it asks the network for nothing
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # ranks fork and share cores
+    try:
+        from transformers import AutoConfig
+    except ImportError:
+        raise InputError(f'{named} needs the package transformers; pip install "mpitrain[hf]"') from None
     with quiet(), refused(named, "mend its config.json"):
         config, unknown = AutoConfig.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False, return_unused_kwargs=True, **options
@@ -300,16 +300,6 @@ def open_folder(named: str, path: str, options: Mapping[str, Any]) -> ModelFolde
     if unknown:
         raise refusal(f"{named}: model.options {sorted(unknown)} are no keys of its config.json; remove them")
     return ModelFolder(folder, config, named)
-
-
-def require_transformers(named: str) -> None:
-    """Raise InputError where transformers is missing. It is not to ask the network for anything, from now on."""
-    os.environ["HF_HUB_OFFLINE"] = "1"  # read when it is imported
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # ranks fork and share cores
-    try:
-        import transformers  # noqa: F401
-    except ImportError:
-        raise InputError(f'{named} needs the package transformers; pip install "mpitrain[hf]"') from None
 
 
 @contextmanager

@@ -142,7 +142,8 @@ class OfScores(Metric):
         return self.of(output if isinstance(output, Judged) else judged(output, y, top=self.top))
 
     def value(self, sums: torch.Tensor) -> float:
-        return _mean(sums)
+        part, count = sums.tolist()
+        return part / count if count else math.nan
 
     @abstractmethod
     def of(self, told: Judged) -> torch.Tensor:
@@ -179,7 +180,7 @@ class Perplexity(OfScores):
         return _shares(told.nats.where(told.counted, 0.0), told.counted)
 
     def value(self, sums: torch.Tensor) -> float:
-        mean = _mean(sums)
+        mean = super().value(sums)
         return math.exp(mean) if mean < 700 else math.inf if mean > 0 else math.nan
 
 
@@ -230,8 +231,7 @@ class R2(Metric):
         away, total, squares = sums[:-1].view(3, self.numbers)
         spread = squares - total * total / count
         flat = spread <= squares * 1e-14  # all alike, but for rounding
-        exact = (away == 0).double()
-        return float(torch.where(flat, exact, 1 - away / spread.where(~flat, 1.0)).mean())
+        return float(torch.where(flat, (away == 0).double(), 1 - away / spread.where(~flat, 1.0)).mean())
 
 
 class RMSE(R2):
@@ -276,11 +276,6 @@ def _shares(part: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
 def _tally(places: torch.Tensor, counted: torch.Tensor, size: int) -> torch.Tensor:
     """How often each of `size` places is there among those that count, float64 [size]."""
     return torch.zeros(size, dtype=torch.float64, device=places.device).index_add_(0, places, counted.double())
-
-
-def _mean(sums: torch.Tensor) -> float:
-    part, count = sums.tolist()
-    return part / count if count else math.nan
 
 
 Counts = torch.Tensor  # float64 [3, classes]: tp, guessed, actual

@@ -16,21 +16,19 @@ so one stage is not done before. r is 1 where backward is whole, else the forwar
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from mpitrain.pipe.simulate import estimate
 from mpitrain.planner.collectives import Group
 from mpitrain.planner.layouts import ParallelLayout
-from mpitrain.planner.memory import ITEMSIZE, is_unit
+from mpitrain.planner.memory import ITEMSIZE
 from mpitrain.planner.predictor import Predictor, StepSimulation
 from mpitrain.planner.refine import held_at_most
-from mpitrain.planner.subject import AxisExchange, BlockCost, Divided
+from mpitrain.planner.subject import BlockCost, Divided
 from mpitrain.shard.flat import MIB
 from mpitrain.shard.placement import STAGES
-
-_HALVINGS = 20  # of an interval, to find how long the slowest stage takes
 
 
 class _Work:
@@ -57,14 +55,9 @@ class _Work:
         values: Parameters.
     """
 
-    def __init__(
-        self,
-        blocks: Sequence[BlockCost],
-        undivided: Sequence[BlockCost],
-        exchanges: Callable[[Sequence[AxisExchange]], float],
-    ) -> None:
-        talk = [(exchanges(block.forwards), exchanges(block.backwards)) for block in blocks]
-        again = [(b, other, f) for b, other, (f, _) in zip(blocks, undivided, talk, strict=True) if is_unit(b)]
+    def __init__(self, blocks: Sequence[BlockCost], undivided: Sequence[BlockCost], step: StepSimulation) -> None:
+        talk = [(step.exchanges(block.forwards), step.exchanges(block.backwards)) for block in blocks]
+        again = [(b, other, f) for b, other, (f, _) in zip(blocks, undivided, talk, strict=True) if b.is_unit]
         own = [block.numel for block in blocks]
         self.passes = sum(b.forward for b in blocks), sum(b.input for b in blocks), sum(b.weight for b in blocks)
         self.seconds = sum(self.passes)
@@ -79,7 +72,7 @@ class _Work:
         self.given = max((block.given for block in blocks[:-1]), default=0)
         self.units = len(again)
         self.kept = sum(block.kept for block in blocks)
-        self.taken = sum(min(block.taken, block.kept) if is_unit(block) else block.kept for block in blocks)
+        self.taken = sum(min(block.taken, block.kept) if block.is_unit else block.kept for block in blocks)
         self.working = max((block.working for block in blocks), default=0)
         self.numel, self.largest = sum(own), max(own)
         self.values = sum(not weight.same_as for block in blocks for weight in block.weights)
@@ -140,10 +133,8 @@ class Bounds:
     def guess(self, layout: ParallelLayout) -> float:
         """About the seconds of a step, with the best cut: the order in which layouts are looked at."""
         work = self._work_of(layout)
-        around = self._around(
-            *(layout.data, layout.pipeline, layout.tensor),
-            *(layout.zero, layout.share_node, layout.shard_within, layout.offload),
-        )
+        placement = layout.zero, layout.share_node, layout.shard_within, layout.offload
+        around = self._around(layout.data, layout.pipeline, layout.tensor, *placement)
         share = -(-self._of.model.batch // layout.data)
         count = self._of.microbatches(layout)
         if layout.pipeline > 1:
@@ -168,10 +159,8 @@ class Bounds:
         forward, input_, weight = work.passes
         forward += work.exchanged[0]
         input_ += work.exchanged[1] + forward * layout.recompute
-        spread = [
-            (seconds + stages * each) / ranks
-            for seconds, each in ((forward, python), (input_, python), (weight, halving))
-        ]
+        kinds = (forward, python), (input_, python), (weight, halving)  # seconds of all blocks, and more of each stage
+        spread = [(seconds + stages * each) / ranks for seconds, each in kinds]
         uneven = self._slowest(work, layout.recompute, stages) - sum(spread) / layout.chunks
         slowest = sum(spread) + max(0.0, uneven + 2 * python + halving)  # one of the rank's stages is longer
         if step.spins:
@@ -234,7 +223,7 @@ class Bounds:
         undivided = blocks
         if tensor > 1 and not sequence:
             undivided = self._of.model.blocks(microbatch, Divided(slices=slices), places.threads)
-        return _Work(blocks, undivided, StepSimulation(self._of, places).exchanges)
+        return _Work(blocks, undivided, StepSimulation(self._of, places))
 
     def _beside(
         self, data: int, pipeline: int, tensor: int, zero: int, share_node: bool, within: str, offload: str
@@ -245,7 +234,7 @@ class Bounds:
         work = self._work(1, tensor, False, 1, (), True)
         numel = max(work.numel / pipeline, work.largest)
         nbytes = numel * ITEMSIZE[self._of.model.precision]
-        units = sum(map(is_unit, self._of.model.blocks(1)))
+        units = sum(block.is_unit for block in self._of.model.blocks(1))
         bucket = step.means.bucket_size(self._of.bucket_mb) * MIB
         pieces = max(1, units if step.means.gathers else round(nbytes / bucket))
 
@@ -259,7 +248,7 @@ class Bounds:
         replicated = took("all_reduce", nbytes / shard.size, replicas)
         shown = 0.0
         if zero and step.means.shared and replicas is None:
-            shown = took("all_gather", nbytes / places.data.nodes.count(places.data.nodes[0]), places.carriers())
+            shown = took("all_gather", nbytes / places.data.local, places.carriers())
         elif zero and not step.means.shared and not step.means.gathers:
             shown = took("all_gather", nbytes, shard)
         whole = zero == 0 and not places.overlaps
@@ -285,7 +274,7 @@ def _slowest(work: _Work, recompute: bool, stages: int) -> float:
     """Seconds of the slowest of so many stages, cut as evenly as blocks allow."""
     each = [s + f * recompute for s, f in zip(work.each, work.each_forward, strict=True)]
     low, high = max(max(each), sum(each) / stages), sum(each)
-    for _ in range(_HALVINGS):
+    for _ in range(20):  # halvings of the interval
         middle = (low + high) / 2
         count, now = 1, 0.0  # stages, if none may take longer than the middle
         for seconds in each:

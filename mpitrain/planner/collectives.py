@@ -29,7 +29,6 @@ and an all-reduce is both, or, where V is short, log2 L + log2 N rounds of the w
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -45,7 +44,6 @@ from mpitrain.planner.machine import Device, Measured
 _LEAST = 1 << 6  # bytes: below, only latencies count
 _LARGE = 1 << 24  # bytes: beyond twice as many, time goes on in a straight line, as long as the algorithm is the same
 _LONG = 16  # nodes (or ranks alone on theirs) of a ring from which on its time is extrapolated
-_RINGS = ("ring", "two_level")
 _Make = Callable[[int, tuple[int, ...]], Program]
 _FEW_STEPS: dict[str, tuple[_Make, ...]] = {  # about log2 of the ranks
     "all_reduce": (messages.doubling_all_reduce, lambda n, nodes: messages.halving_all_reduce(n, 1, nodes)),
@@ -82,6 +80,11 @@ class Group:
     def spans(self) -> int:
         """Nodes that it lies on."""
         return len(set(self.nodes))
+
+    @property
+    def local(self) -> int:
+        """Ranks on its first node, which has as many as any other or more."""
+        return self.nodes.count(self.nodes[0])
 
 
 class CollectiveTimes:
@@ -126,7 +129,7 @@ class CollectiveTimes:
 
     def barrier(self, group: Group) -> float:
         """How long the node's ranks of a group take to wait for each other."""
-        local = max(group.nodes.count(node) for node in set(group.nodes[:1]))
+        local = group.local
         turns = max(1.0, local * group.beside / self._links.cores)
         return self._links.fence * math.ceil(math.log2(max(2, local))) * turns if local > 1 else 0.0
 
@@ -181,7 +184,7 @@ class CollectiveTimes:
             if few == more == name:
                 first, then = (self._simulated(operation, name, n * _LARGE, group, memory) for n in (1, 2))
                 return first + (then - first) * (nbytes / _LARGE - 1)
-        if name in _RINGS and group.spans > 2 * _LONG and group.size % group.spans == 0:
+        if name in ("ring", "two_level") and group.spans > 2 * _LONG and group.size % group.spans == 0:
             return self._extrapolated(operation, name, nbytes, group, memory)
         return _run(program, nbytes, links)
 
@@ -245,7 +248,7 @@ class DeviceLinks:
             nbytes: Of the whole vector on one rank.
             group: The ranks.
         """
-        nodes, local = _counts(group)
+        nodes, local = group.spans, group.local
         inside, across = self._inside(local * group.beside), self._network(local * group.beside)
         hops = _rounds(local) * self._hop()
         if nodes == 1:
@@ -277,13 +280,6 @@ class DeviceLinks:
     def _flight(self, nbytes: float) -> float:
         """Seconds until the first byte is in a device of another node."""
         return 2.0 * self.device.link_latency + self.links.latency * float(self.links.flights(nbytes))
-
-
-@lru_cache(maxsize=1024)
-def _counts(group: Group) -> tuple[int, int]:
-    """Nodes of a group, and its ranks on the node that has most."""
-    counts = Counter(group.nodes)
-    return len(counts), max(counts.values())
 
 
 def _rounds(ranks: int) -> int:

@@ -345,11 +345,7 @@ class _Once:
             given = sum(t.nbytes for t in as_tuple(out))
             if cut.fake is None:
                 self.values = tuple(t.detach() for t in as_tuple(out))
-            held = sum(
-                each.nbytes
-                for each, at, passed in zip(self.given, of_input, self.inputs, strict=True)
-                if at not in seen and not passed.counted
-            )
+            held = sum(each.nbytes for each, at in zip(self.given, of_input, strict=True) if at not in seen)
             peak = recorder.peak(0, recorder.mark()) + held
             roots = [get_gradient_edge(t) for t in as_tuple(out) if t.requires_grad]
             gradients = [torch.ones_like(t) for t in as_tuple(out) if t.requires_grad]

@@ -232,10 +232,7 @@ def _cut(cut: str | Sequence[int], stages: int, blocks: Sequence[BlockCost]) -> 
         return tuple(int(number) for number in cut)
     if cut == "uniform" or len(blocks) < stages:
         return ()
-    costs = [
-        float(sum(weight.numel for weight in block.weights)) if cut == "parameters" else block.seconds
-        for block in blocks
-    ]
+    costs = [float(sum(w.numel for w in b.weights)) if cut == "parameters" else b.seconds for b in blocks]
     return sizes(partition(costs, stages))
 
 
@@ -373,9 +370,9 @@ def placements(base: ParallelLayout, nodes: int, ranks_per_node: int, device: bo
 
 
 def evenly(layout: ParallelLayout, ranks_per_node: int) -> bool:
-    """Whether each node has as many ranks of a data-parallel group as any other."""
+    """Whether the nodes of a data-parallel group have equally many of its ranks (`shard.parameters.shard_order`)."""
     stage = layout.pipeline * layout.tensor
-    return ranks_per_node % stage == 0 or stage % ranks_per_node == 0
+    return ranks_per_node % stage == 0 or stage > ranks_per_node  # then at most one on each node
 
 
 def passes(model: ModelProfile, base: ParallelLayout, blocks: int) -> Iterator[ParallelLayout]:

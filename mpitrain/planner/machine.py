@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mpitrain.comm.programs.simulate import Machine
+from mpitrain.config.named import suggestion
 from mpitrain.config.toml_file import read_toml
 from mpitrain.errors import InputError, printable, refusal
 from mpitrain.storage.disk import write_whole
@@ -118,7 +119,6 @@ class MachineProfile:
 _DECIMAL = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 _BINARY = {f"{letter}i": 1024.0**power for power, letter in enumerate("KMGTP", 1)}
 _SMALL = {"": 1.0, "m": 1e-3, "u": 1e-6, "µ": 1e-6, "μ": 1e-6, "n": 1e-9}
-_TOO_LARGE = 1e300  # for any quantity; TOML's whole numbers have no bounds
 _NUMBER = re.compile(r"([-+]?[0-9][0-9_,]*(?:\.[0-9]*)?(?:[eE][-+]?[0-9]+)?)\s*(.*)")
 _DIGITS = 4  # of a number as it is written: no measurement is better
 
@@ -151,7 +151,7 @@ class Unit:
         """
         found = 0.0
         if isinstance(value, int | float) and not isinstance(value, bool):
-            found = float(value) if value < _TOO_LARGE else 0.0
+            found = float(value) if value < 1e300 else 0.0  # TOML's whole numbers have no bounds
         elif isinstance(value, str) and (match := _NUMBER.fullmatch(value.strip())):
             units = {"": 1.0} | {p + b: self.bases[b] * self.prefixes[p] for b in self.bases for p in self.prefixes}
             factor = units.get("".join(match[2].split()), 0.0)
@@ -376,8 +376,7 @@ def read_values(file: str) -> Values:
     path = Path(file)
     if not path.suffix and not path.is_file():
         if file not in given_machines():
-            near = difflib.get_close_matches(file, given_machines(), n=1)
-            mend = f"did you mean {near[0]}?" if near else f"there are {', '.join(given_machines())}; or give a file"
+            mend = suggestion(file, given_machines(), f"there are {', '.join(given_machines())}; or give a file")
             raise refusal(f"there is no machine profile {file!r}; {mend}")
         path = GIVEN / f"{file}.toml"
     values: Values = {}

@@ -67,6 +67,9 @@ class Workers:
         description: Of its data.
         count: Processes.
         threads: Of each.
+
+    Attributes:
+        close: Ends the processes.
     """
 
     def __init__(self, config: Config, description: Description, count: int, threads: int) -> None:
@@ -81,7 +84,7 @@ class Workers:
             subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._told, env=environment)
             for _ in range(count)
         ]
-        self._close = weakref.finalize(self, _ended, self._processes)
+        self.close = weakref.finalize(self, _ended, self._processes)
         self._say(subject)
 
     def measure(self, samples: int, divided: Divided) -> list[Timed]:
@@ -106,10 +109,6 @@ class Workers:
                 raise MeasuringFailed(f"blocks cannot be measured: {answer['error']}")
         each = np.median(np.array([answer["seconds"] for answer in answers]), axis=0)  # [blocks, 3]
         return [Timed(*map(float, seconds)) for seconds in each]
-
-    def close(self) -> None:
-        """End the processes."""
-        self._close()
 
     def _say(self, what: Mapping[str, Any]) -> None:
         for process in self._processes:

@@ -6,7 +6,6 @@ what a step needs beside them.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -17,7 +16,7 @@ from mpitrain.layout import Flat, lay_out
 from mpitrain.pipe.schedule import BackwardInput, Schedule
 from mpitrain.pipe.simulate import Flow
 from mpitrain.planner.collectives import Group
-from mpitrain.planner.layouts import ParallelLayout
+from mpitrain.planner.layouts import ParallelLayout, evenly
 from mpitrain.planner.subject import BlockCost, Weight
 from mpitrain.shard.flat import MULTIPLE, lay_in_buckets
 from mpitrain.shard.offload import HOST
@@ -70,8 +69,7 @@ class LayoutPlaces:
     @property
     def data(self) -> Group:
         """The data-parallel ranks of the first pipeline and tensor position."""
-        apart = self.layout.pipeline * self.layout.tensor
-        return self._group(range(0, self.layout.ranks, apart))
+        return self._group(range(0, self.layout.ranks, self.layout.pipeline * self.layout.tensor))
 
     @property
     def tensor(self) -> Group:
@@ -84,19 +82,13 @@ class LayoutPlaces:
         step = self.layout.tensor
         return tuple(rank // self.each for rank in range(0, self.layout.pipeline * step, step))
 
-    @property
-    def even(self) -> bool:
-        """Whether each node has as many data-parallel ranks of a group as any other."""
-        return len(set(Counter(self.data.nodes).values())) == 1
-
     def shards(self) -> tuple[Group, Group | None]:
         """The ranks that shares are divided over, and those that have the same share; None where there are none."""
         data = self.data
         if not self.layout.zero or self.layout.shard_within == "all":
             return data, None
-        local = data.nodes.count(data.nodes[0])
         across = self.carriers()
-        return replace(data, nodes=data.nodes[:1] * local), across if across.size > 1 else None
+        return replace(data, nodes=data.nodes[:1] * data.local), across if across.size > 1 else None
 
     def carriers(self) -> Group:
         """The ranks, one a node, that carry updated parameters to each other, while all ranks of a node do so."""
@@ -161,11 +153,6 @@ class StageHoldings:
         return tuple(found)
 
 
-def is_unit(block: BlockCost) -> bool:
-    """Whether it is one of the blocks in a list of the model: gathered, and recomputed, by itself (`shard.flat`)."""
-    return block.name.rpartition(".")[2].isdigit()
-
-
 def held(
     stages: Sequence[Sequence[BlockCost]],
     order: Sequence[str],
@@ -186,19 +173,18 @@ def held(
         by_unit: Buckets are the units of sharded parameters, the root last, instead.
     """
     found: dict[str, tuple[Weight, int]] = {}
-    for number, block in enumerate(block for stage in stages for block in stage):
+    every = [block for stage in stages for block in stage]
+    for number, block in enumerate(every):
         for weight in block.weights:
-            name = weight.same_as or weight.name
-            found.setdefault(name, (weight, number))
+            found.setdefault(weight.same_as or weight.name, (weight, number))
     places = {name: number for number, name in enumerate(order)}
     names = sorted(found, key=lambda name: places.get(name, len(places)))
     trained = [found[name] for name in reversed(names) if found[name][0].trained]
     itemsize = ITEMSIZE[precision]
     if by_unit:
-        every = [block for stage in stages for block in stage]
-        units = [n for n in range(len(every) - 1, -1, -1) if is_unit(every[n])]
+        units = [n for n in range(len(every) - 1, -1, -1) if every[n].is_unit]
         buckets = [[each for each in trained if each[1] == n] for n in units]
-        buckets.append([each for each in trained if not is_unit(every[each[1]])])
+        buckets.append([each for each in trained if not every[each[1]].is_unit])
         trained = [each for bucket in buckets for each in bucket]
         flat = lay_out([[weight.numel for weight, _ in bucket] for bucket in buckets], itemsize, parts, MULTIPLE)
     else:
@@ -238,8 +224,8 @@ class Means:
     @property
     def shared(self) -> bool:
         """Whether the ranks of a node have one copy of the parameters between them."""
-        layout = self.places.layout
-        return node_has_one_copy(STAGES[layout.zero], layout.share_node, self.device, self.places.even)
+        layout, even = self.places.layout, evenly(self.places.layout, self.places.each)
+        return node_has_one_copy(STAGES[layout.zero], layout.share_node, self.device, even)
 
     @property
     def gathers(self) -> bool:
@@ -258,9 +244,8 @@ class Means:
 
     def stored(self, numel: float, itemsize: int) -> Account:
         """Parameters, gradients and states of so many elements on a rank."""
-        layout, data = self.places.layout, self.places.data.nodes
-        stage, shards = STAGES[layout.zero], self.places.shards()[0].size
-        copied, sharing = bool(layout.offload) and self.device, data.count(data[0]) * self.shared
+        layout, stage, shards = self.places.layout, STAGES[self.places.layout.zero], self.places.shards()[0].size
+        copied, sharing = bool(layout.offload) and self.device, self.places.data.local * self.shared
         return formula(stage, shards, numel, itemsize, self.moments, copied=copied, sharing=sharing)
 
 
@@ -360,7 +345,7 @@ def _activations(layout: ParallelLayout, held: StageHoldings, flying: float) -> 
     every = [block for stage in held.stages for block in stage]
     working = float(max((block.working for block in every), default=0))
     if layout.pipeline == 1:
-        again = [layout.recompute and is_unit(block) for block in every]
+        again = [layout.recompute and block.is_unit for block in every]
         kept = sum(block.taken if r else block.kept for block, r in zip(every, again, strict=True))
         return float(kept), working + max((block.kept for block, r in zip(every, again, strict=True) if r), default=0)
     once = max((sum(block.kept for block in stage) for stage in held.stages), default=0) if layout.recompute else 0

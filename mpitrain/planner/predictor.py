@@ -24,17 +24,7 @@ from mpitrain.pipe.simulate import Costs, Flow
 from mpitrain.planner.collectives import CollectiveTimes, DeviceLinks, Group
 from mpitrain.planner.layouts import ParallelLayout, Prediction
 from mpitrain.planner.machine import MachineProfile
-from mpitrain.planner.memory import (
-    ITEMSIZE,
-    LayoutPlaces,
-    Means,
-    StageHoldings,
-    account,
-    held,
-    host_account,
-    in_flight,
-    is_unit,
-)
+from mpitrain.planner.memory import ITEMSIZE, LayoutPlaces, Means, StageHoldings, account, held, host_account, in_flight
 from mpitrain.planner.subject import AxisExchange, BlockCost, ModelProfile
 from mpitrain.shard.offload import HOST
 from mpitrain.shard.placement import STAGES, formula
@@ -132,7 +122,7 @@ class StepSimulation:
         at = 0
         for number in range(len(blocks) - 1, -1, -1):
             block = blocks[number]
-            again = block.forward if self.layout.recompute and is_unit(block) else 0.0
+            again = block.forward if self.layout.recompute and block.is_unit else 0.0
             added = 0.0 if first or each_pass else block.later
             here = (block.input + block.weight + added + again) * pace
             talk = self.exchanges(block.backwards) + (self.exchanges(block.forwards) if again else 0.0)
@@ -172,7 +162,7 @@ class StepSimulation:
         """Seconds of gathering each unit's parameters, by the name of its block; the first block has the root's too."""
         meeting = self.meeting(self.shard)
         *units, root = [self.seconds("all_gather", n, self.shard, "private") + meeting for n in holds.buckets]
-        found = dict(zip((b.name for b in reversed(holds.stages[0]) if is_unit(b)), units, strict=True))
+        found = dict(zip((b.name for b in reversed(holds.stages[0]) if b.is_unit), units, strict=True))
         first = holds.stages[0][0].name
         found[first] = found.get(first, 0.0) + root / 2  # gathered once, for forward and backward
         return found
@@ -189,7 +179,7 @@ class StepSimulation:
         group, memory = self.groups[exchange.axis]
         links, nbytes = self.machine.links, float(exchange.nbytes)
         seconds = self.seconds(exchange.operation, nbytes, group, memory) + self.meeting(group)
-        if exchange.axis != "tensor" or len(set(group.nodes)) > 1 or self.means.device or group.size == 1:
+        if exchange.axis != "tensor" or group.spans > 1 or self.means.device or group.size == 1:
             return seconds
         copied, added = nbytes / links.copy_rate * self.turns, nbytes / links.reduce_rate * self.turns
         meets = self.predictor.collectives.barrier(group) + self.meeting(group)
@@ -271,9 +261,7 @@ class StepSimulation:
 
     def _tied(self, schedule: Schedule, rank: int) -> float:
         """Seconds of adding up the gradients of parameters that the first and the last stage share."""
-        ties = sum(
-            weight.numel for block in self.blocks for weight in block.weights if weight.same_as and weight.trained
-        )
+        ties = sum(w.numel for block in self.blocks for w in block.weights if w.same_as and w.trained)
         ranks = {schedule.rank_of[0], schedule.rank_of[-1]}
         if not ties or rank not in ranks or len(ranks) == 1:
             return 0.0
@@ -299,7 +287,7 @@ class StepSimulation:
             gather += self.predictor.collectives.barrier(places.data)
             carriers = places.carriers()
             if carriers.size > 1 and self.replicas is None:
-                local = places.data.nodes.count(places.data.nodes[0])
+                local = places.data.local
                 gather += sum(self.seconds("all_gather", b / local, carriers, "private") for b in holds.buckets)
         elif not self.means.gathers:
             gather += sum(self.seconds("all_gather", nbytes, self.shard) for nbytes in holds.buckets)
@@ -332,14 +320,10 @@ class StepSimulation:
             seconds += moved * self.turns / machine.device.host_rate  # ranks that share a device share its bus
         if layout.offload and layout.offload != HOST:
             itemsize, moments = ITEMSIZE[self.model.precision], self.model.moments
-            copied = machine.device is not None
-            states = formula(STAGES[0], 1, elements, itemsize, moments, copied=copied).states
+            states = formula(STAGES[0], 1, elements, itemsize, moments, copied=machine.device is not None).states
             node, every = machine.write_rate / self.places.each, machine.write_limit / layout.ranks
             seconds += states / min(machine.rank_write_rate, node, every)
         return seconds
-
-
-_READ_AHEAD = 3  # batches that a rank has read and not yet used, with the one on its way to the device
 
 
 class Predictor:
@@ -398,8 +382,7 @@ class Predictor:
         Raises:
             InputError: The layout is impossible for this model, or on so many ranks.
         """
-        places = self.places(layout)
-        parts = StepSimulation(self, places).run()
+        parts = StepSimulation(self, self.places(layout)).run()
         return Prediction(layout, sum(parts.values()), parts, self.memory(layout), self.model.batch)
 
     def memory(self, layout: ParallelLayout) -> Mapping[str, float]:
@@ -416,7 +399,8 @@ class Predictor:
         if self.machine.device is None:
             return {}
         places = self.places(layout)
-        data = _READ_AHEAD * -(-self.model.batch // layout.data) * float(self.model.sample_bytes)
+        # three batches have been read and are not yet used, with the one on its way to the device
+        data = 3 * -(-self.model.batch // layout.data) * float(self.model.sample_bytes)
         holds = (self.held(layout, places, rank) for rank in range(layout.pipeline))
         accounts = [host_account(self.means(places), held, data) for held in holds]
         return max(accounts, key=lambda each: sum(each.values()))

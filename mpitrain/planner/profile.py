@@ -143,10 +143,8 @@ class BlockProfile(ModelProfile):
                 # (`shard.in_place`)
                 copied = [CountedOperation("copy_", 0.0, 2.0 * n * itemsize) for n in trained if n < LEAST]
                 more = sum(n * itemsize * (1 if n < LEAST else 3) for n in trained)
-                forward, backward = (
-                    counted.seconds(operations, machine, precision, threads)
-                    for operations in (each.forward, (*each.backward, *copied))
-                )
+                passes = each.forward, (*each.backward, *copied)
+                forward, backward = (counted.seconds(one, machine, precision, threads) for one in passes)
                 once[key] = Timed(forward, backward, counted.moving(more, machine, threads))
             found.append(once[key])
         return found
@@ -192,9 +190,8 @@ class BlockProfile(ModelProfile):
             else:
                 for key, p in block.named_parameters(prefix=name):
                     before = first.setdefault(id(p), key)
-                    own.append(
-                        Weight(key, p.numel(), is_replicated(p), p.requires_grad, before if before != key else "")
-                    )
+                    same_as = before if before != key else ""
+                    own.append(Weight(key, p.numel(), is_replicated(p), p.requires_grad, same_as))
             found.append(tuple(own))
         return names, found
 
@@ -310,8 +307,7 @@ def moments(section: OptimSection) -> int:
         return own[section.name.lower()]
     try:
         kinds = {key.lower(): kind for key, kind in vars(torch.optim).items() if isinstance(kind, type)}
-        name = section.name
-        kind = find("optim.name", name) if ":" in name else kinds[name.lower()]
+        kind = find("optim.name", section.name) if ":" in section.name else kinds[section.name.lower()]
         tensor = torch.zeros(32, 32, requires_grad=True)
         tensor.grad = torch.ones(32, 32)
         optimizer = kind([tensor], **{"lr": section.lr, **section.options})

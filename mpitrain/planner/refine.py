@@ -41,7 +41,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 import numpy.typing as npt
@@ -340,15 +340,10 @@ class Refinement:
         """Blocks of each stage; empty where equally many are best."""
         count, stages = self._of.microbatches(layout), layout.pipeline * layout.chunks
         held = held_at_most(layout.pipeline, layout.chunks, count, layout.schedule)
-        limits = Limits(
-            (self._of.room() - self._of.machine.process) / layout.chunks, held, per_element, layout.recompute
-        )
+        room = (self._of.room() - self._of.machine.process) / layout.chunks
+        limits = Limits(room, held, per_element, layout.recompute)
         places = self._of.places(layout)
-        inside = len(set(places.pipeline)) == 1
-
-        def message(nbytes: int) -> float:
-            return self._of.collectives.message(nbytes, inside)
-
+        message = partial(self._of.collectives.message, inside=len(set(places.pipeline)) == 1)
         blocks = self._of.blocks(layout, places)
         bounds = best_cut(blocks, stages, count, layout.chunks, message, limits)
         bounds = bounds or best_cut(blocks, stages, count, layout.chunks, message)  # the limits are estimates

@@ -15,7 +15,6 @@ from mpitrain.planner.search import Excess, LayoutPlan
 from mpitrain.storage.text import aligned, bytes_text, seconds_text, short
 
 _WIDTH = 118
-_SHARES = 0.005  # of the step: parts below are not told
 
 
 def table(found: Sequence[Prediction]) -> str:
@@ -38,7 +37,7 @@ def details(prediction: Prediction, room: float) -> str:
     parts = [
         f"{name} {seconds_text(seconds)} ({seconds / prediction.seconds:.0%})"
         for name, seconds in prediction.parts.items()
-        if seconds > prediction.seconds * _SHARES
+        if seconds > prediction.seconds * 0.005  # smaller parts are not told
     ]
     large = [f"{name} {bytes_text(nbytes)}" for name, nbytes in prediction.memory.items() if nbytes >= 1024]
     rows = [

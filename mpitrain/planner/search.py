@@ -330,10 +330,6 @@ def _list(value: Any) -> tuple[Any, ...]:
 
 def _matters(key: str, layout: ParallelLayout) -> bool:
     """Whether a setting says anything about a layout."""
-    if key in ("schedule", "slices"):
-        return layout.pipeline > 1
-    if key == "sequence":
-        return layout.tensor > 1
-    if key in ("share_node", "shard_within"):
-        return layout.zero > 0
-    return layout.zero == 3 if key == "reshard" else True
+    staged, sharded = layout.pipeline > 1, layout.zero > 0
+    where = {"schedule": staged, "slices": staged, "sequence": layout.tensor > 1, "share_node": sharded}
+    return (where | {"shard_within": sharded, "reshard": layout.zero == 3}).get(key, True)

@@ -120,6 +120,11 @@ class BlockCost:
         """Elements of its parameters that no earlier block has."""
         return sum(weight.numel for weight in self.weights if not weight.same_as)
 
+    @property
+    def is_unit(self) -> bool:
+        """Whether it is one of a list of blocks of the model: gathered, and recomputed, by itself (`shard.flat`)."""
+        return self.name.rpartition(".")[2].isdigit()
+
 
 @dataclass(frozen=True)
 class Divided:
@@ -402,10 +407,8 @@ class Subject:
         x_shape, y_shape = description.x_shape, description.y_shape
         if description.kind == "tokens":
             x_shape = y_shape = (config.model.sequence,)
-        self.shapes = [
-            (tuple(x_shape), getattr(torch, description.x_dtype.name)),
-            (tuple(y_shape), getattr(torch, description.y_dtype.name)),
-        ]
+        forms = (x_shape, description.x_dtype), (y_shape, description.y_dtype)
+        self.shapes = [(tuple(shape), getattr(torch, dtype.name)) for shape, dtype in forms]
 
     def cut(self, divided: Divided, *, fake: bool, device: torch.device | None = None) -> Cut:
         """A copy of the model, divided.
@@ -444,8 +447,7 @@ class Subject:
                 x, y = (torch.empty(1, *shape, device="meta") for shape, _ in self.shapes)
                 slice_sequences([(x, y)], [1.0], divided.slices)
             require_look_back(self.module, blocks, divided.slices)
-            on = device or torch.device("cpu")
-            samples = partial(self._samples, divided.slices, on)
+            samples = partial(self._samples, divided.slices, device or torch.device("cpu"))
         module.train()
         return Cut(module, blocks, task.loss, axis, data, mode, divided.slices, samples, precision, like)
 
@@ -470,12 +472,11 @@ class Subject:
 
     def _copied(self, mode: FakeTensorMode | None, like: Sequence[int]) -> Task:
         """A copy of the task, with a `Double` in the place of each block that is like an earlier one."""
-        memo: dict[int, Any] = {}
         if mode is None and self._fake is not None:
             return self._built()
         blocks = listed_blocks(self.module) if like else []
         doubles = [blocks[number][1] for number, first in enumerate(like) if first != number]
-        memo.update((id(block), Double()) for block in doubles)
+        memo: dict[int, Any] = {id(block): Double() for block in doubles}
         if mode is not None:
             left = {id(t) for block in doubles for t in (*block.parameters(), *block.buffers())}
             for tensor in (*self.module.parameters(), *self.module.buffers()):

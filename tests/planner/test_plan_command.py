@@ -64,7 +64,7 @@ def test_one_layout_is_explained(tmp_path, capsys):
     ("arguments", "why"),
     [
         (("--nodes", "2"), "--ranks-per-node"),
-        ((*ASKED, "--nodes", "0"), "at least 1"),
+        ((*ASKED, "--nodes", "0"), "above 0"),
         ((*ASKED, "--memory", "much"), "--memory = 'MUCH'"),
         ((*ASKED, "--explain", "4x1x1"), "8 ranks"),
         ((*ASKED, "--explain", "quick"), "no part of a layout"),

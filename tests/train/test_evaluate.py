@@ -168,7 +168,7 @@ def test_a_table_is_evaluated_with_its_columns_made_into_numbers_as_in_training(
         (["{classes}", "--step", "1", "--best"], "give one of them"),
         (["{classes}", "--confusion", "a.png"], "ends in .csv"),
         (["{tokens}", "--confusion", "a.csv"], "is of classes"),
-        (["{classes}", "--samples", "0"], "give 1 or more"),
+        (["{classes}", "--samples", "0"], "above 0"),
         (["{classes}", "--sample", "3"], "unrecognized arguments"),
         (["{classes}", "--parallel.tensr", "3"], "parallel.tensor"),
         (["{classes}", "--data", "nowhere"], "nowhere"),
