@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from mpitrain.checkpoint import folders
 from mpitrain.checkpoint.commit import finish_folder
@@ -304,9 +304,7 @@ def _read_torch(file: Path) -> dict[str, torch.Tensor]:
     return dict(loaded)
 
 
-class _TensorEntry(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class _TensorEntry(BaseModel, extra="forbid"):
     dtype: Literal["F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL", "C64"]
     shape: Shape
     data_offsets: tuple[Size, Size]
