@@ -29,7 +29,7 @@ from mpitrain.checkpoint.commit import finish_folder
 from mpitrain.checkpoint.contents import load_tensor, whole
 from mpitrain.checkpoint.files import Part, bytes_of, make_structure, make_view, write_parts
 from mpitrain.checkpoint.manifest import DTYPES, MODEL, Manifest, Shape, Size, TensorSpec, Values
-from mpitrain.errors import InputError, first_problem
+from mpitrain.errors import InputError, first_problem, refusing
 from mpitrain.layout import Piece
 from mpitrain.storage.disk import begin_folder, from_json, open_plain, reason, replacing, require_new, temporary_name
 from mpitrain.storage.hdf5 import begin_file, image_bytes
@@ -285,17 +285,12 @@ def save_torch(state: Mapping[str, torch.Tensor], path: Path) -> None:
 
 
 def _read_torch(file: Path) -> dict[str, torch.Tensor]:
-    try:
+    mend = "save a state dictionary with torch.save"
+    with refusing(f"{file} is no file of plain tensors that torch.load reads", mend), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         if zipfile.is_zipfile(file) and any(of.compress_type for of in zipfile.ZipFile(file).infolist()):
             raise ValueError("it is compressed, which torch.save never does")  # torch would map the bytes as they are
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except OSError:
-        raise
-    except Exception as error:  # what a file that is something else makes it raise is nowhere written
-        text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise InputError(f"{file} is no file of plain tensors that torch.load reads: {text}") from None
+        loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     if isinstance(loaded, dict) and isinstance(loaded.get("state_dict"), dict):
         loaded = loaded["state_dict"]
     named = isinstance(loaded, dict) and all(isinstance(n, str) and torch.is_tensor(t) for n, t in loaded.items())
