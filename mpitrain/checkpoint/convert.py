@@ -14,8 +14,8 @@ import json
 import os
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from math import prod
 from pathlib import Path
 from typing import Any, Literal
@@ -31,7 +31,7 @@ from mpitrain.checkpoint.files import Part, bytes_of, make_structure, make_view,
 from mpitrain.checkpoint.manifest import DTYPES, MODEL, Manifest, Shape, Size, TensorSpec, Values
 from mpitrain.errors import InputError, first_problem, refusing
 from mpitrain.layout import Piece
-from mpitrain.storage.disk import begin_folder, from_json, open_plain, reason, replacing, require_new, temporary_name
+from mpitrain.storage.disk import begin_folder, from_json, open_plain, replacing, reporting, require_new, temporary_name
 from mpitrain.storage.hdf5 import begin_file, image_bytes
 from mpitrain.storage.text import bytes_text
 
@@ -186,13 +186,9 @@ def _make_checkpoint(final: Path, parts: list[Part], values: Values) -> None:
         raise
 
 
-@contextmanager
-def os_errors(path: Path) -> Iterator[None]:
-    """Inside, what the system refuses to do with a file is an InputError that names it."""
-    try:
-        yield
-    except OSError as error:
-        raise InputError(f"{path}: {reason(error)}") from None
+def os_errors(path: Path) -> AbstractContextManager[None]:
+    """Raise InputError where the operating system refuses what is done inside with a file."""
+    return reporting(f"{path} cannot be used", "give another path, or make room")
 
 
 _KINDS = {
