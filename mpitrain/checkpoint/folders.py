@@ -85,11 +85,8 @@ def require(path: Path, key: str = "") -> list[Path]:
 def best_step(root: Path) -> int | None:
     """The step of the checkpoint that is marked as the best; None where none is, or it is gone."""
     pointer = root / BEST
-    if not _is_pointer(pointer):
-        return None
-    match = _NAME.fullmatch(pointer.read_text(encoding="utf-8").strip())
-    step = int(match[1]) if match else None
-    return step if step is not None and is_checkpoint(root / folder_name(step)) else None
+    match = _NAME.fullmatch(pointer.read_text(encoding="utf-8").strip()) if _is_pointer(pointer) else None
+    return int(match[1]) if match and is_checkpoint(root / match[0]) else None
 
 
 def marked_best(run: Path) -> Path:

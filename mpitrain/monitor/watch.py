@@ -116,11 +116,10 @@ def _looks(watched: Watched) -> Iterator[None]:
 
 def _told(event: dict[str, Any]) -> str:
     """A line for an event that happens seldom; empty for others."""
-    texts = {
+    text = {
         "start": f"started at step {event['step']} with {event.get('ranks')} ranks",
         "lost": f"ranks {printable(event.get('ranks'))} died before step {event['step']}; training goes on",
-    }
-    text = texts.get(event["event"], "")
+    }.get(event["event"])
     return f"{clock(event['time'])} {text}" if text else ""
 
 

@@ -327,8 +327,7 @@ def _chosen(table: TableFile, at: int, options: PrepareOptions) -> list[int]:
     if options.columns is not None and options.drop is not None:
         raise InputError("--columns and --drop both choose columns; give one of them")
     named = {_column(table, name) for name in options.columns or options.drop or ()}
-    chosen = [i for i in range(table.columns) if i != at and (i in named or not options.columns)]
-    chosen = [i for i in chosen if not (options.drop and i in named)]
+    chosen = [i for i in range(table.columns) if i != at and (i in named) == bool(options.columns)]
     if not chosen:
         raise InputError(f"{table.path}: no column is left to learn from; choose others with --columns or --drop")
     return chosen
