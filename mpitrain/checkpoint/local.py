@@ -27,16 +27,7 @@ from mpitrain.checkpoint import folders, parity
 from mpitrain.checkpoint.commit import FileLayout, Target, attempt, write_checkpoint
 from mpitrain.checkpoint.contents import has_whole_tensors
 from mpitrain.checkpoint.files import Part
-from mpitrain.checkpoint.manifest import (
-    FRUITLESS,
-    MANIFEST,
-    Manifest,
-    ParitySet,
-    Values,
-    decode,
-    missing_file,
-    read_manifest,
-)
+from mpitrain.checkpoint.manifest import FRUITLESS, MANIFEST, Manifest, Values, decode, missing_file, read_manifest
 from mpitrain.checkpoint.parity import FileTransfer, exchange
 from mpitrain.errors import CheckpointError, InputError
 from mpitrain.storage.disk import read_plain, remove_folder, reporting, sync, write_whole
@@ -139,7 +130,7 @@ class LocalFolders:
 
     def _protect(
         self, comm: Communicator, folder: Path, owners: dict[str, int], sizes: dict[str, int]
-    ) -> Sequence[ParitySet]:
+    ) -> Sequence[parity.ParitySet]:
         if self._redundancy == "partner":
             exchange(comm, parity.copy_rounds(parity.partner_copies(owners, sizes, self._nodes), folder, folder))
         if self._redundancy != "xor":
