@@ -9,7 +9,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from mpitrain.checkpoint import contents, convert, folders
-from mpitrain.checkpoint.contents import damages
 from mpitrain.checkpoint.manifest import is_fruitful
 from mpitrain.early import VERSION
 from mpitrain.errors import EXIT_DONE, EXIT_FAILED, CheckpointError, InputError, exit_code_of, tell
@@ -47,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
             made.add_argument(path, type=Path, metavar=shown)
         return made
 
-    command("ls", _ls, "list the checkpoints of a run", path="PATH")
+    command("ls", lambda given: tell(*contents.listing(given.path)), "list the checkpoints of a run", path="PATH")
     show = command("show", _show, "what a checkpoint holds", path="PATH")
     show.add_argument("--tensors", default="*", metavar="PATTERN", help="only these names, as 'model/*weight' [*]")
     verify = command("verify", _verify, "hash everything again; exit code 1 and the damaged places if any")
@@ -74,10 +73,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _ls(arguments: argparse.Namespace) -> None:
-    tell(*contents.listing(arguments.path))
-
-
 def _show(arguments: argparse.Namespace) -> None:
     tell(*contents.description(contents.only(arguments.path), arguments.tensors))
 
@@ -85,7 +80,7 @@ def _show(arguments: argparse.Namespace) -> None:
 def _verify(arguments: argparse.Namespace) -> int:
     bad = 0
     for folder in folders.require(arguments.path):
-        problems = list(damages(folder))
+        problems = list(contents.damages(folder))
         tell(f"{folder}: {counted(len(problems), 'damaged place') if problems else 'all right'}")
         for problem in problems:
             tell(f"  {problem}")
@@ -141,7 +136,7 @@ def _prune(arguments: argparse.Namespace) -> None:
         unusable: set[int] = set()
         steps = folders.finished_steps(root)
         for step in steps:
-            if any(damages(root / folders.folder_name(step))):
+            if any(contents.damages(root / folders.folder_name(step))):
                 unusable.add(step)
                 continue
             verified.append(step)

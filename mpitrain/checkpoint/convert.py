@@ -14,24 +14,24 @@ import json
 import os
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from mpitrain.checkpoint import folders
 from mpitrain.checkpoint.commit import finish_folder
 from mpitrain.checkpoint.contents import load_tensor, whole
 from mpitrain.checkpoint.files import Part, bytes_of, make_structure, make_view, write_parts
 from mpitrain.checkpoint.manifest import DTYPES, MODEL, Manifest, Shape, Size, TensorSpec, Values
-from mpitrain.errors import InputError, first_problem
+from mpitrain.errors import InputError, first_problem, refusing
 from mpitrain.layout import Piece
-from mpitrain.storage.disk import begin_folder, from_json, open_plain, reason, replacing, require_new, temporary_name
+from mpitrain.storage.disk import begin_folder, from_json, open_plain, replacing, reporting, require_new, temporary_name
 from mpitrain.storage.hdf5 import begin_file, image_bytes
 from mpitrain.storage.text import bytes_text
 
@@ -186,13 +186,9 @@ def _make_checkpoint(final: Path, parts: list[Part], values: Values) -> None:
         raise
 
 
-@contextmanager
-def os_errors(path: Path) -> Iterator[None]:
-    """Inside, what the system refuses to do with a file is an InputError that names it."""
-    try:
-        yield
-    except OSError as error:
-        raise InputError(f"{path}: {reason(error)}") from None
+def os_errors(path: Path) -> AbstractContextManager[None]:
+    """Raise InputError where the operating system refuses what is done inside with a file."""
+    return reporting(f"{path} cannot be used", "give another path, or make room")
 
 
 _KINDS = {
@@ -285,17 +281,12 @@ def save_torch(state: Mapping[str, torch.Tensor], path: Path) -> None:
 
 
 def _read_torch(file: Path) -> dict[str, torch.Tensor]:
-    try:
+    mend = "save a state dictionary with torch.save"
+    with refusing(f"{file} is no file of plain tensors that torch.load reads", mend), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         if zipfile.is_zipfile(file) and any(of.compress_type for of in zipfile.ZipFile(file).infolist()):
             raise ValueError("it is compressed, which torch.save never does")  # torch would map the bytes as they are
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except OSError:
-        raise
-    except Exception as error:  # what a file that is something else makes it raise is nowhere written
-        text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise InputError(f"{file} is no file of plain tensors that torch.load reads: {text}") from None
+        loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     if isinstance(loaded, dict) and isinstance(loaded.get("state_dict"), dict):
         loaded = loaded["state_dict"]
     named = isinstance(loaded, dict) and all(isinstance(n, str) and torch.is_tensor(t) for n, t in loaded.items())
@@ -304,9 +295,7 @@ def _read_torch(file: Path) -> dict[str, torch.Tensor]:
     return dict(loaded)
 
 
-class _TensorEntry(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class _TensorEntry(BaseModel, extra="forbid"):
     dtype: Literal["F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL", "C64"]
     shape: Shape
     data_offsets: tuple[Size, Size]

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
@@ -85,11 +85,8 @@ def require(path: Path, key: str = "") -> list[Path]:
 def best_step(root: Path) -> int | None:
     """The step of the checkpoint that is marked as the best; None where none is, or it is gone."""
     pointer = root / BEST
-    if not _is_pointer(pointer):
-        return None
-    match = _NAME.fullmatch(pointer.read_text(encoding="utf-8").strip())
-    step = int(match[1]) if match else None
-    return step if step is not None and is_checkpoint(root / folder_name(step)) else None
+    match = _NAME.fullmatch(pointer.read_text(encoding="utf-8").strip()) if _is_pointer(pointer) else None
+    return int(match[1]) if match and is_checkpoint(root / match[0]) else None
 
 
 def marked_best(run: Path) -> Path:
@@ -291,7 +288,7 @@ def require_room(root: Path, what: str, size: int, saves: int, keep: int, mend: 
         keep: How many checkpoints stay.
         mend: What can be done about it.
     """
-    with usable(f"{what} {root}", "choose another folder"):
+    with disk.reporting(f"{what} {root} cannot be used", "choose another folder"):
         there = [root / folder_name(step) for step in finished_steps(root)]
         held = [sum(path.stat().st_size for path in folder.iterdir()) for folder in there if is_checkpoint(folder)]
         needed = more_room(size, saves, keep, held)
@@ -302,20 +299,6 @@ def require_room(root: Path, what: str, size: int, saves: int, keep: int, mend: 
         raise InputError(
             f"{what} {root} is to hold {many}, for which {bytes_text(needed)} more are needed, but {lacks}; {mend}"
         )
-
-
-@contextmanager
-def usable(what: str, remedy: str) -> Iterator[None]:
-    """Raise InputError where the system refuses what is done inside.
-
-    Args:
-        what: Name of the file or folder in the message.
-        remedy: How to fix it.
-    """
-    try:
-        yield
-    except OSError as error:
-        raise InputError(f"{what} cannot be used: {disk.reason(error)}; {remedy}") from None
 
 
 def unreadable(folder: Path, error: OSError) -> CheckpointError:

@@ -27,19 +27,10 @@ from mpitrain.checkpoint import folders, parity
 from mpitrain.checkpoint.commit import FileLayout, Target, attempt, write_checkpoint
 from mpitrain.checkpoint.contents import has_whole_tensors
 from mpitrain.checkpoint.files import Part
-from mpitrain.checkpoint.manifest import (
-    FRUITLESS,
-    MANIFEST,
-    Manifest,
-    ParitySet,
-    Values,
-    decode,
-    missing_file,
-    read_manifest,
-)
+from mpitrain.checkpoint.manifest import FRUITLESS, MANIFEST, Manifest, Values, decode, missing_file, read_manifest
 from mpitrain.checkpoint.parity import FileTransfer, exchange
 from mpitrain.errors import CheckpointError, InputError
-from mpitrain.storage.disk import read_plain, remove_folder, sync, write_whole
+from mpitrain.storage.disk import read_plain, remove_folder, reporting, sync, write_whole
 
 if TYPE_CHECKING:
     from mpitrain.comm import Communicator
@@ -92,7 +83,7 @@ class LocalFolders:
         own = self.root / f"{folders.PROBE}-{self._nodes[comm.rank]}.tmp-{probe}"
 
         def make() -> None:
-            with folders.usable(f"checkpoint.local {self._base}", "give a folder on each node's disk"):
+            with reporting(f"checkpoint.local {self._base} cannot be used", "give a folder on each node's disk"):
                 self.root.mkdir(parents=True, exist_ok=True)
                 folders.remove_leftovers(self.root)
 
@@ -139,7 +130,7 @@ class LocalFolders:
 
     def _protect(
         self, comm: Communicator, folder: Path, owners: dict[str, int], sizes: dict[str, int]
-    ) -> Sequence[ParitySet]:
+    ) -> Sequence[parity.ParitySet]:
         if self._redundancy == "partner":
             exchange(comm, parity.copy_rounds(parity.partner_copies(owners, sizes, self._nodes), folder, folder))
         if self._redundancy != "xor":
@@ -300,7 +291,7 @@ def _arrive(folder: Path, manifest: Manifest, names: Sequence[str], suspect: boo
 
 def _identity(shared: Path) -> str:
     path = shared / IDENTITY
-    with folders.usable(str(path), "choose another run.dir"):
+    with reporting(f"{path} cannot be used", "choose another run.dir"):
         if not path.exists():
             write_whole(path, secrets.token_hex(8) + "\n")
         identity = read_plain(path).decode(errors="replace").strip()

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, StrictFloat, StrictInt, StrictStr, StringConstraints, ValidationError
+from pydantic import BaseModel, Field, StrictFloat, StrictInt, StrictStr, StringConstraints, ValidationError
 
 from mpitrain.errors import CheckpointError, first_problem
 from mpitrain.layout import Box, Piece
@@ -347,20 +347,14 @@ Scalar = StrictInt | StrictFloat | bool | StrictStr | None
 PieceNumbers = tuple[Size, Size, Size, Size, Size, Size, Size]  # outer, dim, inner, start, stop, lo, hi
 
 
-class _OpenPayload(BaseModel):
-    """Values of which some are known; a job may add others."""
-
-    model_config = ConfigDict(extra="allow")
-
-
-class LossScalePayload(_OpenPayload):
+class LossScalePayload(BaseModel, extra="allow"):
     """What is kept of a loss scale."""
 
     scale: Annotated[StrictFloat, Field(gt=0)] | Annotated[StrictInt, Field(gt=0)]
     good: Size
 
 
-class EnginePayload(_OpenPayload):
+class EnginePayload(BaseModel, extra="allow"):
     """What `mpitrain.initialize`'s engine keeps."""
 
     steps: Size
@@ -368,7 +362,7 @@ class EnginePayload(_OpenPayload):
     values: dict[str, Any]
 
 
-class ValuesPayload(_OpenPayload):
+class ValuesPayload(BaseModel, extra="allow"):
     """The values that are known here, each of which may be missing; a job may have others."""
 
     position: Size = 0
@@ -380,10 +374,8 @@ class ValuesPayload(_OpenPayload):
     engine: EnginePayload = EnginePayload(steps=0, skipped=0, values={})
 
 
-class Payload(BaseModel):
+class Payload(BaseModel, extra="forbid", frozen=True):
     """What a manifest holds as JSON has it, where lists stand for tuples; see `mpitrain.checkpoint.manifest`."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     format: Literal["mpitrain checkpoint 2"]
     step: Size

@@ -223,8 +223,7 @@ def read(folder: Path, blocks: Sequence[Block]) -> None:
 
         def fill(block: Block) -> None:
             descriptor = descriptors[block.extent.file]
-            direct = block.whole
-            if direct is not None:
+            if (direct := block.whole) is not None:
                 read_block(folder, block, descriptor, direct)
                 return
             if not hasattr(scratch, "buffers"):

@@ -34,7 +34,7 @@ from mpitrain.checkpoint.local import LocalFolders
 from mpitrain.checkpoint.manifest import FRUITLESS, Manifest, Values, is_fruitful, read_manifest, require_files
 from mpitrain.checkpoint.reading import Block, cooperative_read, files_of, plan
 from mpitrain.errors import CheckpointError, InputError, MpitrainError, refusal
-from mpitrain.storage import locks
+from mpitrain.storage import disk, locks
 
 if TYPE_CHECKING:
     from mpitrain.comm import Communicator
@@ -119,7 +119,7 @@ class Store:
 
         def make() -> None:
             what = f"checkpoint folder {self.root}"
-            with folders.usable(what, "choose another folder"):
+            with disk.reporting(f"{what} cannot be used", "choose another folder"):
                 if set_aside and folders.finished_steps(self.root):
                     folders.set_aside(self.root)
                 self.root.mkdir(parents=True, exist_ok=True)

@@ -38,8 +38,7 @@ class BatchSizes:
 
     def size(self, step: int) -> int:
         """Samples of the next step's batch, when `step` steps are done."""
-        left = self.warmup_after(step)
-        return left[0][1] if left else self.batch
+        return self.after(step)[0]
 
     def before(self, step: int) -> int:
         """Samples that the first `step` steps take together."""

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from mpitrain.choices import Model
 from mpitrain.config.toml_file import read_toml
 from mpitrain.errors import InputError, refusing
-from mpitrain.storage.disk import from_json, read_plain
+from mpitrain.storage.disk import from_json, read_plain, reporting
 from mpitrain.storage.run_folder import CONFIG
 
 CONFIG_JSON = "config.json"
@@ -301,12 +301,10 @@ _FAMILIES = {"gpt2": _gpt2, "llama": _llama, "mistral": _mistral, "qwen2": _qwen
 
 
 def _read(file: Path) -> Values:
+    with reporting(f"model.preset {file} cannot be read", "give a folder with a config.json, or that file"):
+        text = read_plain(file, _LONGEST)
     try:
-        values = from_json(read_plain(file, _LONGEST))
-    except OSError as error:
-        raise InputError(
-            f"model.preset {file}: {error.strerror or error}; give a folder with a config.json, or that file"
-        ) from None
+        values = from_json(text)
     except ValueError as error:
         raise InputError(f"model.preset {file} is no config.json: {str(error).splitlines()[0]}") from None
     if not isinstance(values, dict):

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, Field, StringConstraints
 from pydantic.fields import FieldInfo
 
 Named: TypeAlias = Annotated[str, StringConstraints(pattern=r"^[\w.]+:\w+$")]  # something of the user's own code
@@ -14,10 +14,8 @@ ClassName: TypeAlias = Annotated[str, StringConstraints(pattern=r"^[A-Z]\w*$")] 
 Sections: TypeAlias = Mapping[str, Mapping[str, FieldInfo]]  # the settings of each section, by their keys
 
 
-class Section(BaseModel):
+class Section(BaseModel, extra="forbid", frozen=True, validate_default=True, protected_namespaces=()):
     """A section: each attribute is a setting, under its key. It never changes once made, and knows no other keys."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, protected_namespaces=())
 
 
 def setting(

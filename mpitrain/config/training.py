@@ -8,24 +8,13 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from mpitrain.choices import (
-    RESNET_LAYERS,
-    FeedForward,
-    Measured,
-    Model,
-    NoDecay,
-    Norm,
-    OfClasses,
-    Positions,
-    Precision,
-    Rates,
-    one_of,
-)
+from mpitrain import choices
 from mpitrain.config.batch_sizes import BatchSizes, Stages, checked_warmup
 from mpitrain.config.named import suggestion
 from mpitrain.config.preset import with_base, with_preset
 from mpitrain.config.section import ClassName, Named, Section, followed, followed_apart, for_optimizer, setting
 
+_Metric = choices.Measured | choices.OfClasses
 _Weight = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 # of [train]: a key, the one that follows from it and the job, and what both say
 INSTEAD = (
@@ -68,13 +57,13 @@ def patterns_of(group: Mapping[str, Any]) -> list[str]:
 class ModelSection(Section):
     """[model]"""
 
-    name: Model = setting("gpt", "a model of mpitrain.models")
+    name: choices.Model = setting("gpt", "a model of mpitrain.models")
     factory: str = setting(
         "", "package.module:function of your own model, or hf:FOLDER of one of Hugging Face, instead of model.name"
     )
     layers: int = setting(
         2,
-        f"blocks (gpt), hidden layers (mlp) or {'|'.join(map(str, RESNET_LAYERS))} (resnet)",
+        f"blocks (gpt), hidden layers (mlp) or {'|'.join(map(str, choices.RESNET_LAYERS))} (resnet)",
         ge=1,
         alias=["num_layers", "n_layer", "num_hidden_layers"],
         also=["depth"],
@@ -99,11 +88,11 @@ class ModelSection(Section):
         ge=0,
         alias=["intermediate_size", "n_inner", "ffn_hidden_size", "d_ff"],
     )
-    norm: Norm = setting("layernorm", "norms of the blocks (gpt)")
+    norm: choices.Norm = setting("layernorm", "norms of the blocks (gpt)")
     norm_eps: float = setting(
         1e-5, "what a norm adds to the variance (gpt)", gt=0.0, alias=["rms_norm_eps", "layer_norm_epsilon"]
     )
-    positions: Positions = setting("rotary", "positions of tokens (gpt)")
+    positions: choices.Positions = setting("rotary", "positions of tokens (gpt)")
     max_positions: int = setting(
         0,
         "rows of the table of learned positions, the longest sequence (gpt); 0: model.sequence",
@@ -111,7 +100,9 @@ class ModelSection(Section):
         alias=["max_position_embeddings", "n_positions"],
     )
     rope_base: float = setting(10000.0, "base of rotary positions' wavelengths (gpt)", gt=0.0, alias=["rope_theta"])
-    mlp: FeedForward = setting("gelu", "what is inside the MLP of a block (gpt)", also=["hidden_act", "activation"])
+    mlp: choices.FeedForward = setting(
+        "gelu", "what is inside the MLP of a block (gpt)", also=["hidden_act", "activation"]
+    )
     bias: bool = setting(True, "linear layers and LayerNorms of the blocks have a bias (gpt)", also=["attention_bias"])
     qkv_bias: bool = setting(
         False,
@@ -202,13 +193,15 @@ class ModelSection(Section):
                 f"model.heads {self.heads} is not a multiple of model.kv_heads {self.kv_heads}; "
                 f"set model.kv_heads to {math.gcd(self.heads, self.kv_heads)}"
             )
-        if self.name == "resnet" and not self.factory and self.layers not in RESNET_LAYERS:
-            raise ValueError(f"model.layers {self.layers}: a resnet has {one_of(RESNET_LAYERS)}; set one of these")
+        if self.name == "resnet" and not self.factory and self.layers not in choices.RESNET_LAYERS:
+            raise ValueError(
+                f"model.layers {self.layers}: a resnet has {choices.one_of(choices.RESNET_LAYERS)}; set one of these"
+            )
         return self
 
 
 def _known_metrics(given: Any) -> Any:
-    known = (*get_args(Measured), *get_args(OfClasses))
+    known = (*get_args(choices.Measured), *get_args(choices.OfClasses))
     for name in given if isinstance(given, (list, tuple)) else ():
         if isinstance(name, str) and ":" not in name and name not in known:
             hint = suggestion(name, known, f"choose {', '.join(known)}, or package.module:function")
@@ -255,7 +248,7 @@ class TrainSection(Section):
         ge=0,
         alias=["gradient_accumulation_steps", "accumulate_grad_batches", "gradient_accumulation", "accumulation_steps"],
     )
-    precision: Precision = followed(
+    precision: choices.Precision = followed(
         "fp32",
         "precision of forward and backward",
         also=["dtype", "amp", "use_amp", "autocast", "mixed_precision", "fp16", "bf16"],
@@ -285,7 +278,7 @@ class TrainSection(Section):
         ge=0,
         also=["max_skipped_steps", "skip_limit"],
     )
-    metrics: Annotated[tuple[Named | Measured | OfClasses, ...], BeforeValidator(_known_metrics)] = setting(
+    metrics: Annotated[tuple[Named | _Metric, ...], BeforeValidator(_known_metrics)] = setting(
         (),
         'more metrics: ["f1", "auroc", ...], or your own, "package.module:function", called as function(output, y)',
         also=["compute_metrics"],
@@ -343,7 +336,7 @@ class OptimSection(Section):
         alias=["optimizer"],
     )
     lr: float = for_optimizer(2e-3, "peak learning rate", gt=0.0, alias=["learning_rate"])
-    schedule: Rates | ClassName = for_optimizer(
+    schedule: choices.Rates | ClassName = for_optimizer(
         "cosine",
         "decay after the warm-up (wsd: none until optim.decay_steps before the end); or, without optim.warmup, a cycle "
         "up and down, a test of ever higher rates, or a class of torch.optim.lr_scheduler",
@@ -369,7 +362,7 @@ class OptimSection(Section):
         also=["warmup_ratio"],
     )
     weight_decay: float = for_optimizer(0.01, "weight decay, of what optim.no_decay does not except", ge=0.0)
-    no_decay: NoDecay = for_optimizer(
+    no_decay: choices.NoDecay = for_optimizer(
         "vectors", "what has no weight decay: norms and biases; embeddings too; nothing", also=["no_weight_decay"]
     )
     options: dict[str, Any] = for_optimizer(

@@ -39,7 +39,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, ValidationError, model_validator
+from pydantic import BaseModel, Field, StrictInt, StrictStr, ValidationError, model_validator
 
 from mpitrain.errors import InputError, first_problem
 from mpitrain.storage.disk import read_plain, write_durably
@@ -66,8 +66,8 @@ Crc = Annotated[StrictInt, Field(ge=0, lt=1 << 32)]
 Dtype = Annotated[StrictStr, Field(pattern=r"^(bool|u?int(8|16|32|64)|float(16|32|64))$")]
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+class _Part(BaseModel, extra="forbid", frozen=True):
+    """A part of the manifest, which never changes once made, and knows no other keys."""
 
 
 class FieldSpec(_Part):

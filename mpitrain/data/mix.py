@@ -133,10 +133,9 @@ class MixedOrder(Ordering):
         self._weights = weights
         self._orders = [SampleOrder(count, seed) for count in samples]
         self._firsts = list(accumulate(samples, initial=0))
-        pattern = weights.pattern
-        self._before = np.empty(len(pattern), np.int64)  # of the same data set, earlier in the period
+        self._before = np.empty(weights.period, np.int64)  # of the same data set, earlier in the period
         for number, part in enumerate(weights.parts):
-            self._before[pattern == number] = np.arange(part)
+            self._before[weights.pattern == number] = np.arange(part)
 
     def at(self, positions: npt.NDArray[np.int64]) -> Ids:
         periods, within = np.divmod(positions, self._weights.period)

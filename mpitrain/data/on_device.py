@@ -164,18 +164,16 @@ class Augment:
         """
         if not self.names or not len(x):
             return x
-        images = x.numpy()
-        images = images if channels_last(x.shape[1:]) else images.reshape(len(x), -1, *x.shape[-2:])
-        height_at, width_at = (0, 1) if channels_last(x.shape[1:]) else (1, 2)
-        down, right, mirrored = self._drawn(ids, epochs)
-        out = np.zeros_like(images)
-        for number, image in enumerate(images):
-            place, source = [slice(None)] * 3, [slice(None)] * 3
-            place[height_at], source[height_at] = _overlap(down[number], image.shape[height_at])
-            place[width_at], source[width_at] = _overlap(right[number], image.shape[width_at])
-            moved = np.flip(out[number], width_at) if mirrored[number] else out[number]
-            moved[tuple(place)] = image[tuple(source)]
-        return torch.from_numpy(out.reshape(x.shape))
+        last, out = channels_last(x.shape[1:]), torch.zeros(x.shape, dtype=x.dtype)
+        images, moved = (  # [n, channels, height, width]
+            (t.movedim(-1, 1) if last else t.reshape(len(x), -1, *x.shape[-2:])).numpy() for t in (x, out)
+        )
+        for image, into, down, right, mirrored in zip(images, moved, *self._drawn(ids, epochs), strict=True):
+            rows, from_rows = _overlap(down, image.shape[1])
+            columns, from_columns = _overlap(right, image.shape[2])
+            shown = into[..., ::-1] if mirrored else into
+            shown[:, rows, columns] = image[:, from_rows, from_columns]
+        return out
 
     def _drawn(self, ids: Ids, epochs: Ids) -> tuple[list[int], list[int], list[bool]]:
         """By how many pixels each image moves down and to the right, and whether it is mirrored."""

@@ -73,12 +73,9 @@ class SampleOrder(Ordering):
     def at(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         epochs = positions // self.samples
         ids = np.empty(len(positions), np.int64)
-        filled = 0
-        while filled < len(positions):
-            epoch = int(epochs[filled])
-            end = int(np.searchsorted(epochs, epoch, side="right"))
-            ids[filled:end] = self._permuted(epoch, (positions[filled:end] - epoch * self.samples).astype(np.uint64))
-            filled = end
+        for epoch in np.unique(epochs).tolist():
+            here = epochs == epoch
+            ids[here] = self._permuted(epoch, (positions[here] - epoch * self.samples).astype(np.uint64))
         return ids
 
     def _permuted(self, epoch: int, index: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

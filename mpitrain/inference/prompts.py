@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mpitrain.data.sources.documents import LINES, TextFields, documents_of
-from mpitrain.data.sources.encoder import without_surrogates
+from mpitrain.data.sources.encoder import load_tokenizer, without_surrogates
 from mpitrain.data.sources.streams import lines_of, opened, plain_suffix
 from mpitrain.errors import InputError
 
@@ -68,17 +68,7 @@ class TokenizerCodec:
     """Tokens of a Hugging Face tokenizer. path: its file. Raises InputError where it cannot be loaded."""
 
     def __init__(self, path: Path) -> None:
-        try:
-            from tokenizers import Tokenizer
-        except ImportError:
-            raise InputError(f'{path} needs the package tokenizers; pip install "mpitrain[data]"') from None
-        try:
-            self._tokenizer: Any = Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises bare Exception
-            why = str(error).splitlines()[0]
-            raise InputError(f"tokenizer file {path} is not one of Hugging Face tokenizers ({why})") from None
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
+        self._tokenizer = load_tokenizer(path)
 
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(without_surrogates(text), add_special_tokens=False).ids)

@@ -13,8 +13,7 @@ import sys
 from logging.handlers import MemoryHandler
 from pathlib import Path
 
-from mpitrain.errors import InputError
-from mpitrain.storage.disk import reason
+from mpitrain.storage.disk import reporting
 from mpitrain.storage.run_folder import LOGS, rank_path
 
 NAME = "mpitrain"
@@ -53,17 +52,13 @@ def open_rank_log(run_dir: str | Path, rank: int, level: int = logging.INFO) -> 
         InputError: The file cannot be opened.
     """
     path = log_path(run_dir, rank)
-    try:
+    with reporting(f"log {path} cannot be written", "make room, or choose a run.dir you may write to"):
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "ab", buffering=0) as file:  # a full disk is told of here, and not by every record
             size = file.tell()
             file.write(b"\n")
             file.truncate(size)
         handler = _LogFile(path, mode="a", encoding="utf-8")
-    except OSError as error:
-        raise InputError(
-            f"log {path} cannot be written: {reason(error)}; make room, or choose a run.dir you may write to"
-        ) from error
     form = f"%(asctime)s.%(msecs)03d rank {rank} %(levelname)s %(message)s"
     handler.setFormatter(logging.Formatter(form, "%Y-%m-%dT%H:%M:%S"))
     for kept in logging.getLogger(NAME).handlers:

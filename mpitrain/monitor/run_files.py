@@ -97,8 +97,7 @@ def checked_event(value: Any) -> dict[str, Any]:
         EventLine.model_validate(value)
     except ValidationError:
         raise ValueError from None
-    found: dict[str, Any] = value
-    return found
+    return dict(value)
 
 
 def why_no_step(folder: Path) -> str:

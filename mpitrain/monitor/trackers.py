@@ -151,11 +151,8 @@ class MLflow(Tracker):
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         mlflow = _package("mlflow", "monitor.mlflow", "trackers")
         self._make, self._entities = mlflow.MlflowClient, _package("mlflow.entities", "monitor.mlflow", "trackers")
-        self._client: Any = None
-        self._run = ""
         self._last = 0  # step that is there
         self._waiting: list[Any] = []
-        self._flushed = 0.0  # time.monotonic()
 
     def start(self, run_dir: Path, config: Mapping[str, Any], resume_step: int | None) -> None:
         where = run_dir.absolute() / MLFLOW

@@ -116,11 +116,10 @@ def _looks(watched: Watched) -> Iterator[None]:
 
 def _told(event: dict[str, Any]) -> str:
     """A line for an event that happens seldom; empty for others."""
-    texts = {
+    text = {
         "start": f"started at step {event['step']} with {event.get('ranks')} ranks",
         "lost": f"ranks {printable(event.get('ranks'))} died before step {event['step']}; training goes on",
-    }
-    text = texts.get(event["event"], "")
+    }.get(event["event"])
     return f"{clock(event['time'])} {text}" if text else ""
 
 
@@ -169,10 +168,8 @@ def frame(run: Watched, width: int, *, plain: bool = False) -> RenderableType:
         plain: Whether to leave out characters that are not ASCII.
     """
     status = run.status()
-    head = Text()
-    head.append(status.value, style=f"bold {COLOURS.get(status.value, 'default')}").append("  ")
-    head.append(printable(run.folder, _SAID), style="bold")
-    parts: list[RenderableType] = [head]
+    word = status.value, f"bold {COLOURS.get(status.value, 'default')}"
+    parts: list[RenderableType] = [Text.assemble(word, "  ", (printable(run.folder, _SAID), "bold"))]
     if said := _said_of(run, status):
         parts.append(Text(said))
     if status is RunStatus.WAITING:
@@ -355,15 +352,14 @@ def _wide(rows: Sequence[Sequence[str]]) -> int:
 
 
 def _warnings(run: Watched) -> list[Text]:
-    found = []
-    for when, rank, level, said in run.warnings:
-        text = Text()
-        text.append(f"{when[11:19]} rank {rank} ", style="dim")
-        text.append(printable(level), style="yellow" if level == "WARNING" else "red").append(
-            f" {printable(shorten(said, _SAID, placeholder=' ...'), None)}"
+    return [
+        Text.assemble(
+            (f"{when[11:19]} rank {rank} ", "dim"),
+            (printable(level), "yellow" if level == "WARNING" else "red"),
+            f" {printable(shorten(said, _SAID, placeholder=' ...'), None)}",
         )
-        found.append(text)
-    return found
+        for when, rank, level, said in run.warnings
+    ]
 
 
 def clock(when: float) -> str:

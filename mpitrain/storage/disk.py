@@ -42,6 +42,20 @@ def reason(error: OSError) -> str:
 
 
 @contextmanager
+def reporting(what: str, mend: str) -> Iterator[None]:
+    """Raise InputError where the operating system refuses what is done inside.
+
+    Args:
+        what: What cannot be done, as "page x.html cannot be written".
+        mend: How to fix it.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"{what} ({reason(error)}); {mend}") from None
+
+
+@contextmanager
 def opened(path: Path, flags: int = os.O_RDONLY) -> Iterator[int]:
     """The descriptor of a file, for positioned reads and writes, closed at the end. Raises OSError."""
     descriptor = os.open(path, flags | os.O_CLOEXEC, 0o666)

@@ -14,12 +14,10 @@ RUN/lock                     held while a job works in the folder: mpitrain.stor
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 
-from mpitrain.errors import InputError
-from mpitrain.storage.disk import reason
+from mpitrain.storage.disk import reporting
 
 CONFIG = "config.toml"
 METRICS, EVENTS = "metrics.jsonl", "events.jsonl"
@@ -43,10 +41,6 @@ def rank_paths(folder: Path, ending: str) -> list[Path]:
     return sorted(folder.glob(f"rank-[0-9]*.{ending}"))
 
 
-@contextmanager
-def writing(what: str) -> Iterator[None]:
+def writing(what: str) -> AbstractContextManager[None]:
     """Raise InputError where a file of a run folder cannot be written. what: a message's name for the file."""
-    try:
-        yield
-    except OSError as error:
-        raise InputError(f"{what} cannot be written ({reason(error)}); make room, or choose another run.dir") from None
+    return reporting(f"{what} cannot be written", "make room, or choose another run.dir")

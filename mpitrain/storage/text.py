@@ -53,10 +53,9 @@ def duration(seconds: float) -> str:
 
 def lasting(seconds: float) -> str:
     """A time as people say it: 0.045 s, 2.1 s, 12 minutes, 4.3 hours, 45 days."""
-    for size, unit in ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes"), (1.0, "s")):
-        number = seconds / size
-        if number >= 2.0 or unit == "s":
-            break
+    units = ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes"))
+    size, unit = next((each for each in units if seconds / each[0] >= 2.0), (1.0, "s"))
+    number = seconds / size
     return f"{number:,.0f} {unit}" if number >= 9.95 else f"{number:.2g} {unit}"
 
 

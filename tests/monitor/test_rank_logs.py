@@ -60,5 +60,5 @@ def test_warnings_of_rank_0_are_seen_and_those_of_others_logged(tmp_path, rank, 
 
 def test_a_log_that_cannot_be_opened_is_named(tmp_path):
     (tmp_path / "logs").write_text("a file in the way")
-    with pytest.raises(InputError, match=r"rank-00001\.log cannot be written: .*; make room, or choose a run\.dir"):
+    with pytest.raises(InputError, match=r"rank-00001\.log cannot be written \(.*\); make room, or choose a run\.dir"):
         open_rank_log(tmp_path, 1)

@@ -377,10 +377,7 @@ def _after_line(path: Path, offset: int, size: int, encoding: str | None) -> int
 def _read(part: _Range, size: int) -> Iterator[bytes]:
     with streams.opened(part.path, part.encoding) as file:
         file.seek(part.start) if file.seekable() else streams.skip(file, part.start)
-        left = part.stop - part.start
-        while left and (chunk := file.read(min(size, left))):
-            left -= len(chunk)
-            yield chunk
+        yield from streams.up_to(file, part.stop - part.start, size)
 
 
 def _pieces(part: _Range) -> Iterator[str]:

@@ -28,7 +28,7 @@ import numpy.typing as npt
 
 from mpitrain.data.folders import needing
 from mpitrain.data.sources import Columns
-from mpitrain.errors import InputError
+from mpitrain.errors import InputError, refusing
 
 BYTES = 256  # numbers of them, and the number of the token after a document of bytes
 NO_END = "none"
@@ -120,15 +120,12 @@ def end_of_vocabulary(known: dict[str, int], end_token: str | None, file: Path) 
 
 def load_tokenizer(path: Path) -> Any:
     """A tokenizer of Hugging Face's `tokenizers`, which neither truncates nor pads."""
-    with needing("--tokenizer needs", "tokenizers"):
+    with needing(f"{path} needs", "tokenizers"):
         from tokenizers import Tokenizer
     if not path.is_file():
         raise InputError(f"tokenizer file {path} does not exist; give a tokenizer.json")
-    try:
+    with refusing(f"tokenizer file {path} is not one of Hugging Face tokenizers", "give a tokenizer.json"):
         encoder = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception
-        reason = str(error).splitlines()[0]
-        raise InputError(f"tokenizer file {path} is not one of Hugging Face tokenizers ({reason})") from None
     encoder.no_truncation()  # a file may ask for both, and would silently cut our pieces
     encoder.no_padding()
     return encoder

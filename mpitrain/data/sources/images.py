@@ -135,9 +135,7 @@ def _pixels_source(
             yield np.stack(pixels), np.array([number[label] for label in labels], np.int32)
 
     def found() -> tuple[str, ...]:
-        if not skipped:
-            return ()
-        return (f"left out {len(skipped)} images that cannot be read, such as {skipped[0]}",)
+        return (f"left out {len(skipped)} images that cannot be read, such as {skipped[0]}",) if skipped else ()
 
     x = FieldSpec(name="x", dtype="uint8", shape=(3, *size), given="unit")
     y = FieldSpec(name="y", dtype="int32", shape=(), given="integer")

@@ -171,16 +171,14 @@ def lines_of(file: IO[bytes], path: Path) -> Iterator[tuple[int, bytes]]:
         yield number, line
 
 
-def read_up_to(file: IO[bytes], count: int) -> bytes:
-    """The next `count` bytes of a stream, or all that there are; memory is that of what is there."""
-    parts = []
-    while count and (part := file.read(min(CHUNK, count))):
-        parts.append(part)
-        count -= len(part)
-    return b"".join(parts)
+def up_to(file: IO[bytes], count: int, size: int = CHUNK) -> Iterator[bytes]:
+    """Yield the next `count` bytes of a stream, or all that there are, in pieces of at most `size`."""
+    while count and (piece := file.read(min(size, count))):
+        yield piece
+        count -= len(piece)
 
 
 def skip(file: IO[bytes], count: int) -> None:
     """Go `count` bytes ahead in a stream that need not be able to seek."""
-    while count and (chunk := file.read(min(CHUNK, count))):
-        count -= len(chunk)
+    for _ in up_to(file, count):
+        pass

@@ -22,22 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mpitrain.data.format import ColumnSpec, DatasetManifest, FieldSpec, read_manifest
-from mpitrain.data.sources import MOST_CLASSES, Block, Columns, PrepareOptions, Source, held_out_mask, partition
-from mpitrain.data.sources.table_files import (
-    Cell,
-    Floats,
-    TableFile,
-    UnfitCell,
-    category,
-    encoded,
-    is_missing,
-    is_number,
-    is_plain,
-    look,
-    places,
-    value_of,
-    width,
-)
+from mpitrain.data.sources import MOST_CLASSES, Columns, PrepareOptions, Source, held_out_mask, partition, table_files
+from mpitrain.data.sources.table_files import Cell, Floats, TableFile, UnfitCell, is_missing, is_number, is_plain
 from mpitrain.errors import InputError
 
 MOST_CATEGORIES = 1024  # of a column: more are a name or a number of something
@@ -54,7 +40,7 @@ def table_source(files: Sequence[Path], options: PrepareOptions) -> Source:
     """Describe tables, each of whose rows is a sample."""
     table = _TableReader(files, options)
     classes = table.classes
-    x = FieldSpec(name="x", dtype="float32", shape=(width(table.specs),), given="float")
+    x = FieldSpec(name="x", dtype="float32", shape=(table_files.width(table.specs),), given="float")
     y_dtype, given = ("int32", "integer") if classes else ("float32", "float")
     y = FieldSpec(name="y", dtype=y_dtype, shape=(), given=given)
     columns, notes = (lambda: tuple(table.specs)), table.notes()
@@ -65,7 +51,7 @@ class _TableReader:
     """Reads the chosen columns of tables, and learns what becomes of each."""
 
     def __init__(self, files: Sequence[Path], options: PrepareOptions) -> None:
-        self._tables, self._options = [look(path) for path in files], options
+        self._tables, self._options = [table_files.look(path) for path in files], options
         first = self._tables[0]
         for table in self._tables[1:]:
             if (table.header, table.columns) != (first.header, first.columns):
@@ -76,7 +62,7 @@ class _TableReader:
         self._ragged: list[str] = []  # what is wrong with each row that was left out, in one pass
         if self._like is not None:
             self.specs = list(self._like.columns or ())
-            self._chosen = places(first, self.specs, "the data set of --like has")
+            self._chosen = table_files.places(first, self.specs, "the data set of --like has")
         else:
             fill = 0.0 if options.missing == "zero" else None
             self._chosen = _chosen(first, self._at, options)
@@ -87,7 +73,7 @@ class _TableReader:
         if options.missing or options.categories:
             self._learn()
 
-    def blocks(self, held_out: float) -> Iterator[Block]:
+    def blocks(self, held_out: float) -> Iterator[tuple[str, Columns]]:
         """Rows by split, as a `Source` gives them."""
         if self._options.missing in ("mean", "median"):
             self._fill(held_out)
@@ -132,7 +118,7 @@ class _TableReader:
         self, specs: Sequence[ColumnSpec], table: TableFile, lines: Sequence[int], columns: Sequence[Sequence[Cell]]
     ) -> Floats:
         try:
-            return encoded(specs, columns)
+            return table_files.encoded(specs, columns)
         except UnfitCell as error:
             told = error.of(table, lines, specs)
             if self._like is None:
@@ -238,7 +224,7 @@ class _TableReader:
         place, cell = column.first_odd
         leave, holds = f"leave the column out (--drop {spec.name})", ""
         others = f"; {column.odd} cells are like it" if column.odd > 1 else ""
-        if value_of(cell) is not None:
+        if table_files.value_of(cell) is not None:
             holds, mend = " that float32 holds", f"{leave}, or take it as it is with --allow-nonfinite"
         elif self._options.categories:
             mend = f"or {leave}"
@@ -283,14 +269,14 @@ class _ColumnSurvey:
     def add(self, table: TableFile, lines: Sequence[int], cells: Sequence[Cell], options: PrepareOptions) -> None:
         self.cells += len(cells)
         if options.categories and len(self.names) <= MOST_CATEGORIES:
-            self.names.update(map(category, cells))
+            self.names.update(map(table_files.category, cells))
         if is_plain(cells):
             return
         for line, cell in zip(lines, cells, strict=True):
             if is_missing(cell):
                 self.gaps += 1
                 self.first_gap = self.first_gap or table.place(line)
-            elif not is_number(cell) and (value_of(cell) is None or not options.allow_nonfinite):
+            elif not is_number(cell) and (table_files.value_of(cell) is None or not options.allow_nonfinite):
                 self.odd += 1
                 self.first_odd = self.first_odd if self.first_odd[0] else (table.place(line), cell)
 
@@ -327,8 +313,7 @@ def _chosen(table: TableFile, at: int, options: PrepareOptions) -> list[int]:
     if options.columns is not None and options.drop is not None:
         raise InputError("--columns and --drop both choose columns; give one of them")
     named = {_column(table, name) for name in options.columns or options.drop or ()}
-    chosen = [i for i in range(table.columns) if i != at and (i in named or not options.columns)]
-    chosen = [i for i in chosen if not (options.drop and i in named)]
+    chosen = [i for i in range(table.columns) if i != at and (i in named) == bool(options.columns)]
     if not chosen:
         raise InputError(f"{table.path}: no column is left to learn from; choose others with --columns or --drop")
     return chosen

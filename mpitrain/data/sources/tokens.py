@@ -33,7 +33,7 @@ from mpitrain.data.sources import Block, PrepareOptions, Source, held_out_mask, 
 from mpitrain.data.sources.arrays import npy_header
 from mpitrain.data.sources.documents import splits_by_name
 from mpitrain.data.sources.encoder import NO_END, end_of_vocabulary, load_tokenizer, smallest_dtype
-from mpitrain.data.sources.streams import CHUNK, opened, plain_stem, plain_suffix, read_up_to, size_of, skip
+from mpitrain.data.sources.streams import CHUNK, opened, plain_stem, plain_suffix, size_of, skip, up_to
 from mpitrain.errors import InputError
 
 Tokens = np.ndarray[Any, Any]
@@ -83,16 +83,14 @@ def tokens_source(files: Sequence[Path], options: PrepareOptions) -> Source:
 
 def _facts(options: PrepareOptions) -> tuple[int | None, int | None]:
     """The size of the vocabulary and the token after a document, where they are known."""
-    vocabulary, end = options.vocabulary, None
-    number = options.end_token is not None and options.end_token.isdecimal()
-    if number:
-        end = int(options.end_token or 0)
+    vocabulary, named = options.vocabulary, options.end_token
+    end = int(named) if named is not None and named.isdecimal() else None
     if options.tokenizer is not None:
         known = load_tokenizer(options.tokenizer).get_vocab()
         vocabulary = vocabulary or max(known.values()) + 1
-        end = end if number else end_of_vocabulary(known, options.end_token, options.tokenizer)
-    elif options.end_token not in (None, NO_END) and not number:
-        raise InputError(f"--end-token {options.end_token} is a name; give --tokenizer too, or the token's number")
+        end = end_of_vocabulary(known, named, options.tokenizer) if end is None else end
+    elif end is None and named not in (None, NO_END):
+        raise InputError(f"--end-token {named} is a name; give --tokenizer too, or the token's number")
     if vocabulary is not None and end is not None and end >= vocabulary:
         raise InputError(f"--end-token {end} is beyond the vocabulary of {vocabulary}; give one below")
     return vocabulary, end
@@ -295,7 +293,7 @@ def _read_index(index: Path, data: Path) -> Pair:
         version, code, sequences, borders = _HEADER.unpack_from(head, len(_MAGIC))
         if version != 1 or code not in _DTYPES:
             raise InputError(f"{index} has version {version} and type {code} of tokens; give version 1 with integers")
-        content = read_up_to(file, 12 * sequences + 8 * borders)
+        content = b"".join(up_to(file, 12 * sequences + 8 * borders))
     if len(content) < 12 * sequences + 8 * borders:
         raise InputError(f"{index} ends too early; restore that file")
     lengths = np.frombuffer(content, "<i4", sequences)

@@ -22,7 +22,7 @@ from mpitrain.monitor.report.findings import Named, changed_settings, differing_
 from mpitrain.monitor.report.reading import RunRecord
 from mpitrain.monitor.report.style import Drawing
 from mpitrain.monitor.run_files import axis_of
-from mpitrain.storage.disk import reason, write_whole
+from mpitrain.storage.disk import reporting, write_whole
 from mpitrain.storage.text import counted, duration, seconds_text, short
 
 SCALE = 1.5  # pixels of a PNG file for one of a chart
@@ -128,13 +128,11 @@ def write_page(runs: Sequence[Named], path: Path) -> int:
         InputError: It cannot be written, or is something else than a report.
     """
     text = page(runs).encode()
-    try:
+    with reporting(f"page {path} cannot be written", "choose another --out"):
         if path.exists() and MARK not in path.read_bytes()[:2000]:
             raise InputError(f"page {path} is there already, and is no report; choose another --out")
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, text)
-    except OSError as error:
-        raise InputError(f"page {path} cannot be written ({reason(error)}); choose another --out") from None
     return len(text)
 
 
@@ -162,11 +160,9 @@ def write_pictures(runs: Sequence[Named], folder: Path) -> list[Path]:
             config = style.painted(style.theme(style.LIGHT), style.LIGHT)
             data = vl_convert.vegalite_to_png(spec, config=config, scale=SCALE)
             path = folder / f"{drawing.name}.png"
-            try:
+            with reporting(f"picture {path} cannot be written", "choose another --png"):
                 folder.mkdir(parents=True, exist_ok=True)
                 write_whole(path, data)
-            except OSError as error:
-                raise InputError(f"picture {path} cannot be written ({reason(error)}); choose another --png") from None
             paths.append(path)
     return paths
 

@@ -19,7 +19,7 @@ from mpitrain.errors import InputError
 from mpitrain.monitor.json_lines import RankLine, RankStart, rank_line, read_lines
 from mpitrain.monitor.parts import PARTS
 from mpitrain.monitor.run_files import SERVER, rank_name, read_events, step_lines
-from mpitrain.storage.disk import reason
+from mpitrain.storage.disk import reporting
 from mpitrain.storage.run_folder import CONFIG, RANKS, rank_paths
 
 Column = NDArray[np.float64]
@@ -208,10 +208,8 @@ def _read_columns(folder: Path) -> StepColumns:
 
 
 def _read_ranks(folder: Path) -> tuple[MeasuredRank, ...]:
-    try:
+    with reporting(f"{folder} cannot be read", "give a run folder you may read"):
         paths = rank_paths(folder, "jsonl")
-    except OSError as error:
-        raise InputError(f"{folder} cannot be read ({reason(error)}); give a run folder you may read") from None
     ranks = [rank for path in paths if (rank := _read_rank(path)) is not None]
     if not ranks:
         return ()

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mpitrain.errors import InputError, refusing
+from mpitrain.errors import refusing
 from mpitrain.monitor.timeline.spans import RankTimeline, TimedOperation, TimedSpan, read_ranks
-from mpitrain.storage.disk import reason, replacing, write_whole
+from mpitrain.storage.disk import reason, replacing, reporting, write_whole
 from mpitrain.storage.run_folder import TIMELINE, rank_paths
 
 
@@ -55,11 +55,9 @@ def merge(folder: Path) -> Merged:
         summary = summarize(ranks)
         texts = json.dumps(trace_of(ranks), separators=(",", ":")), json.dumps(summary, indent=1) + "\n"
     trace, path = folder / "trace.json", folder / "summary.json"
-    try:
+    with reporting(f"{folder} cannot be written", "make room"):
         write_whole(trace, texts[0])
         write_whole(path, texts[1])
-    except OSError as error:
-        raise InputError(f"{folder} cannot be written ({reason(error)}); make room") from None
     picture, note = folder / "timeline.png", ""
     try:
         with replacing(picture) as aside:
