@@ -1,7 +1,7 @@
 """Seconds of messages and collective operations on a machine: the programs that would run there, simulated.
 
 Of an operation and its bytes the same rules choose the algorithm that choose it in the job (`comm.selection`), and its
-program is simulated with the machine's speeds (`comm.programs.simulate`). Where the rules choose the MPI library's own
+program is simulated with the machine's speeds (`comm.programs.program`). Where the rules choose the MPI library's own
 call, it is the fastest of the textbook programs that libraries are known to choose from (Thakur, Rabenseifner & Gropp,
 IJHPCA 19, 2005), without the cost of Python.
 
@@ -36,8 +36,7 @@ from functools import lru_cache
 import numpy as np
 
 from mpitrain.comm.algorithms import messages
-from mpitrain.comm.programs.program import Program
-from mpitrain.comm.programs.simulate import Machine, simulate
+from mpitrain.comm.programs.program import Machine, Program, simulate
 from mpitrain.comm.selection import Setting, serving
 from mpitrain.planner.machine import Device, Measured
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mpitrain.comm.programs.simulate import Machine
+from mpitrain.comm.programs.program import Machine
 from mpitrain.config.named import suggestion
 from mpitrain.config.toml_file import read_toml
 from mpitrain.errors import InputError, printable, refusal
@@ -82,7 +82,7 @@ class MachineProfile:
         origin: Where the figures come from: "measured ..." or "specification".
         cores: Of a node; a part of them where nodes are made of one machine's cores, or others use the rest.
         memory: Bytes of a node's memory.
-        links: Speeds of messages, copies and sums, as `comm.programs.simulate` reckons with; `links.cores` is `cores`.
+        links: Speeds of messages, copies and sums, as `comm.programs.program` reckons with; `links.cores` is `cores`.
         matrix: By precision, (size, operations per second) of products of square matrices of that size on one core,
             while all other cores do the same.
         threads: Share of a core's speed that each further thread of a rank adds.

@@ -16,11 +16,11 @@ import torch
 
 from mpitrain.comm import Arena, Communicator
 from mpitrain.comm.inspection import PlainMPI
-from mpitrain.comm.programs.simulate import Machine
+from mpitrain.comm.programs.program import Machine
 from mpitrain.comm.selection import RING_SEGMENT
 from mpitrain.speeds.timing import Contender, interleaved
 
-# -- The figures of `comm.programs.simulate.Machine` inside a node, by small operations that all ranks make at once
+# -- The figures of `comm.programs.program.Machine` inside a node, by small operations that all ranks make at once
 # Probes, made by all ranks at once with a block of the size the algorithms handle (vector / ranks, at most a ring
 # segment), give the machine's figures; more ranks than cores take turns, which the simulator counts on its own:
 #
@@ -101,7 +101,7 @@ _PROBED, _MOST = 16 * MIB, 64 * MIB  # bytes of the vector that probes take bloc
 
 
 def measure(world: Communicator, quick: bool) -> dict[str, Any]:
-    """The speeds of `comm.programs.simulate.Machine` that messages give. Collective."""
+    """The speeds of `comm.programs.program.Machine` that messages give. Collective."""
     size = 1 * MIB if quick else min(_MOST, max(_PROBED, world.size * RING_SEGMENT))
     repeats, seconds = (5, 0.3) if quick else (21, 3.0)
     plain, arena = PlainMPI(world), world.arena(max(world.size, size // 4))

@@ -16,7 +16,7 @@ from benchmarks.collectives import report
 from benchmarks.runner.report import Report, ReportTable, ReportTarget, markdown
 from mpitrain.comm.algorithms.messages import ring_all_reduce, tree_all_reduce
 from mpitrain.comm.inspection import PlainMPI
-from mpitrain.comm.programs.simulate import Machine, simulate
+from mpitrain.comm.programs.program import Machine, simulate
 from mpitrain.speeds.links import Probes
 from mpitrain.speeds.timing import interleaved
 

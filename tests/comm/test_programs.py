@@ -47,14 +47,15 @@ from mpitrain.comm.programs.program import (
     Copy,
     Exchange,
     Fence,
+    Machine,
     Program,
     Signal,
     Span,
     chunk_bounds,
     even_bounds,
+    simulate,
     tree_order,
 )
-from mpitrain.comm.programs.simulate import Machine, simulate
 from mpitrain.comm.programs.verify import ProgramError, verify
 
 SIZES = (*range(1, 18), 24)

@@ -20,8 +20,7 @@ from report_runs import Story, make_run
 from support import ROOT, one_line
 
 from mpitrain import report
-from mpitrain.monitor.report.charts_ranks import memory_over_time, parts_over_time
-from mpitrain.monitor.report.charts_training import learning_rate, losses
+from mpitrain.monitor.report.charts import learning_rate, losses, memory_over_time, parts_over_time
 from mpitrain.monitor.report.findings import (
     Named,
     changed_settings,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mpitrain.comm.programs.simulate import Machine, simulate
+from mpitrain.comm.programs.program import Machine, simulate
 from mpitrain.comm.selection import Setting, serving
 from mpitrain.planner.collectives import CollectiveTimes, Group
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from fakes import FakeModel
 
-from mpitrain.comm.programs.simulate import Machine
+from mpitrain.comm.programs.program import Machine
 from mpitrain.errors import InputError
 from mpitrain.pipe.schedule import make_schedule
 from mpitrain.pipe.simulate import Costs, simulate

@@ -17,7 +17,7 @@ import numpy as np
 import vl_convert
 
 from mpitrain.errors import InputError
-from mpitrain.monitor.report import charts_ranks, charts_training, findings, style
+from mpitrain.monitor.report import charts, findings, style
 from mpitrain.monitor.report.findings import Named, changed_settings, differing_settings, flat, key_figures, spelled
 from mpitrain.monitor.report.reading import RunRecord
 from mpitrain.monitor.report.style import Drawing
@@ -44,32 +44,30 @@ def sections(runs: Sequence[Named]) -> list[PageSection]:
     Args:
         runs: One run, or several to lay over each other.
     """
-    training, ranks = charts_training, charts_ranks
     single = len(runs) == 1
-    memory = ranks.memory_over_time(runs[0]) if single else ranks.memory_categories(runs)
+    memory = charts.memory_over_time(runs[0]) if single else charts.memory_categories(runs)
     header = ["step time", *(f"p{p}" if p < 100 else "largest" for p in findings.PERCENTILES), "mean"]
     spent = []
     for named in runs:
         seconds = named.run.columns.seconds
         spent.append([named.name, *map(seconds_text, [*findings.percentiles(seconds).values(), float(seconds.mean())])])
-    times = [ranks.part_bars(runs)] + ([ranks.parts_over_time(runs[0])] if single else [])
+    times = [charts.part_bars(runs)] + ([charts.parts_over_time(runs[0])] if single else [])
     return [
-        PageSection("Course", (ranks.course(runs),)),
+        PageSection("Course", (charts.course(runs),)),
         PageSection(
             "Training",
-            (*training.losses(runs), *training.metrics(runs), training.learning_rate(runs),
-             training.gradient_norm(runs)),
+            (*charts.losses(runs), *charts.metrics(runs), charts.learning_rate(runs), charts.gradient_norm(runs)),
         ),
         PageSection(
             "Speed",
-            (training.throughput(runs), training.step_time(runs), training.step_histogram(runs)),
+            (charts.throughput(runs), charts.step_time(runs), charts.step_histogram(runs)),
             after=_table(header, spent),
         ),
         PageSection("Where the time goes", tuple(times)),
-        PageSection("Memory", (memory, ranks.memory_bars(runs))),
+        PageSection("Memory", (memory, charts.memory_bars(runs))),
         PageSection(
             "Communication",
-            (ranks.bytes_by_operation(runs), ranks.bytes_beside_formula(runs)),
+            (charts.bytes_by_operation(runs), charts.bytes_beside_formula(runs)),
             after="".join(_traffic_table(named, single) for named in runs),
         ),
     ]  # fmt: skip
