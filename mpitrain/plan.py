@@ -12,7 +12,7 @@ from pathlib import Path
 
 from mpitrain.config.settings import Config
 from mpitrain.early import Parser, whole_number
-from mpitrain.errors import EXIT_DONE, InputError, exit_code_of, refusal
+from mpitrain.errors import EXIT_DONE, exit_code_of, refusal
 from mpitrain.pipe.draw import drawn
 from mpitrain.planner import layouts
 from mpitrain.planner.layouts import LayoutRules, ParallelLayout, rules_of
@@ -21,7 +21,7 @@ from mpitrain.planner.predictor import Predictor
 from mpitrain.planner.report import HEAD, Point, details, nothing_fits, picture, refused, report, row
 from mpitrain.planner.search import COUNT, SIMULATED, best, excess_of
 from mpitrain.planner.subject import ModelProfile, description_of
-from mpitrain.storage.disk import write_whole
+from mpitrain.storage.disk import reporting, write_whole
 
 OWN = "config"  # --explain: the layout that the configuration asks for
 MACHINE = "machine.toml"  # where --measure leaves a profile
@@ -125,10 +125,8 @@ def write(config: Config, layout: ParallelLayout, out: Path) -> None:
     for section, settings in layouts.settings(layout).items():
         values[section].update(settings)
     values["parallel"]["auto"] = False
-    try:
+    with reporting(f"--out {out} cannot be written", "give another file"):
         write_whole(out, f"# {layouts.text(layout)}\n{Config.from_dict(values, 'plan').to_toml()}")
-    except OSError as error:
-        raise InputError(f"--out {out} cannot be written: {error.strerror}; give another file") from None
 
 
 def _seconds(text: str) -> float:

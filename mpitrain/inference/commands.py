@@ -19,7 +19,7 @@ import numpy.typing as npt
 from mpitrain.comm.job.arrival import is_due, launched_rank
 from mpitrain.early import VERSION
 from mpitrain.errors import InputError, exit_code_of, printable
-from mpitrain.storage.disk import reason, replacing
+from mpitrain.storage.disk import replacing, reporting
 
 if TYPE_CHECKING:
     import torch
@@ -161,12 +161,9 @@ def require_new(path: Path) -> None:
 def whole_file(path: Path) -> Iterator[Path]:
     """A name to write a file under, which gets its own when all went well inside, and is removed otherwise."""
     require_new(path)
-    try:
-        with replacing(path) as aside:
-            yield aside
-            require_new(path)
-    except OSError as error:
-        raise InputError(f"--out {path} cannot be written: {reason(error)}; make room, or give another name") from None
+    with reporting(f"--out {path} cannot be written", "make room, or give another name"), replacing(path) as aside:
+        yield aside
+        require_new(path)
 
 
 def json_lines(path: Path | None, lines: Iterable[Mapping[str, Any]]) -> None:

@@ -25,8 +25,8 @@ from pathlib import Path
 import torch
 
 from mpitrain.comm.memory import device as devices
-from mpitrain.errors import InputError
 from mpitrain.shard.flat_parameters import FlatParameter
+from mpitrain.storage.disk import reporting
 
 HOST = "host"  # instead of a folder
 
@@ -44,26 +44,18 @@ class MappedFiles:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._places: set[int] = set()  # addresses of files
-        try:
+        with reporting(f"parallel.offload {folder} cannot be used", "give another folder"):
             folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=folder):
-                pass
-        except OSError as error:
-            raise InputError(
-                f"parallel.offload {folder} cannot be used: {error.strerror}; give another folder"
-            ) from None
+            tempfile.TemporaryFile(dir=folder).close()
 
     def move(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of the same values, shape and dtype in a mapped file. Raises InputError when the disk is full."""
         nbytes = tensor.nbytes
         descriptor, name = tempfile.mkstemp(dir=self._folder)
         try:
-            os.posix_fallocate(descriptor, 0, max(1, nbytes))  # a hole that cannot be filled later is a bus error
-            mapped = torch.from_file(name, shared=True, size=tensor.numel(), dtype=tensor.dtype)
-        except OSError as error:
-            raise InputError(
-                f"parallel.offload {self._folder} has no room for {nbytes} bytes: {error.strerror}; make room"
-            ) from None
+            with reporting(f"parallel.offload {self._folder} cannot take {nbytes} bytes", "make room there"):
+                os.posix_fallocate(descriptor, 0, max(1, nbytes))  # a hole that cannot be filled later is a bus error
+                mapped = torch.from_file(name, shared=True, size=tensor.numel(), dtype=tensor.dtype)
         finally:
             os.close(descriptor)
             os.unlink(name)

@@ -23,7 +23,7 @@ from mpitrain.errors import EXIT_INTERRUPTED, InputError, MpitrainError
 from mpitrain.monitor import open_rank_log
 from mpitrain.monitor.logs import keep_rank_log
 from mpitrain.storage import locks
-from mpitrain.storage.disk import free_name, reason, write_whole
+from mpitrain.storage.disk import free_name, reporting, write_whole
 from mpitrain.storage.run_folder import CHECKPOINTS, CONFIG, EVENTS, LOGS, rank_paths, writing
 
 RUNS = Path("runs")  # where folders without a name of their own are made
@@ -150,13 +150,10 @@ class RunFolder:
     def _usable(self) -> Iterator[None]:
         """Raise InputError where the folder cannot be made, or has another job in it."""
         try:
-            yield
+            with reporting(f"run folder {self.path} cannot be used", "choose another run.dir"):
+                yield
         except locks.LockHeld:
             raise InputError(f"run folder {self.path} is in use by another job; choose another run.dir") from None
-        except OSError as error:
-            raise InputError(
-                f"run folder {self.path} cannot be used: {reason(error)}; choose another run.dir"
-            ) from None
 
     def _inherit(self) -> None:
         """Take the lock over from a rank that died, which may take a moment to be gone."""
