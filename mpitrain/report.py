@@ -80,7 +80,7 @@ def _report(arguments: argparse.Namespace) -> int | None:
             raise InputError("--watch and --once show one run, and write nothing; give one run folder alone")
         return run(folders[0], once=arguments.once)
     if len(folders) == 1 and not (arguments.out or arguments.png):
-        from mpitrain.monitor.report.summary import summary
+        from mpitrain.monitor.run_files import summary
 
         tell(summary(folders[0]))
         return None

@@ -41,7 +41,7 @@ from mpitrain.inference.prompts import read_prompts
 from mpitrain.monitor import read_events, read_metrics
 from mpitrain.monitor.report.findings import Named, comparison, findings
 from mpitrain.monitor.report.reading import read_run
-from mpitrain.monitor.report.summary import summary
+from mpitrain.monitor.run_files import summary
 from mpitrain.monitor.timeline.merging import merge, told
 from mpitrain.monitor.timeline.spans import write_rank
 from mpitrain.monitor.watch import frame, line

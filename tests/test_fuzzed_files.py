@@ -25,7 +25,7 @@ from mpitrain.config.settings import Config
 from mpitrain.data.prepare import PrepareOptions, prepare
 from mpitrain.errors import MpitrainError, message_of
 from mpitrain.monitor.report.reading import read_run
-from mpitrain.monitor.report.summary import summary
+from mpitrain.monitor.run_files import summary
 from mpitrain.monitor.watched import Watched
 from mpitrain.storage.disk import read_plain
 

@@ -17,7 +17,7 @@ from mortal_jobs import Job
 
 from mpitrain.data.prepare import prepare
 from mpitrain.monitor import read_events, read_metrics
-from mpitrain.monitor.report.summary import summary
+from mpitrain.monitor.run_files import summary
 
 OPEN_MPI = (Path(sys.prefix) / "bin/ompi_info").exists()
 pytestmark = [

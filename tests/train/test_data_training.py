@@ -18,7 +18,7 @@ from mpitrain.errors import InputError
 from mpitrain.loading import load_task
 from mpitrain.models import build_model
 from mpitrain.monitor import read_metrics
-from mpitrain.monitor.report.summary import summary
+from mpitrain.monitor.run_files import summary
 from mpitrain.trainer.held_out.measuring import evaluated
 from mpitrain.trainer.recording.records import figures_text
 from mpitrain.trainer.run import Callback

@@ -9,7 +9,7 @@ from mpitrain.checkpoint.__main__ import main
 from mpitrain.checkpoint.folders import finished_steps
 from mpitrain.checkpoint.manifest import FRUITLESS, read_manifest
 from mpitrain.errors import EXIT_FAILED, NothingLearned
-from mpitrain.monitor.report.summary import summary
+from mpitrain.monitor.run_files import summary
 from mpitrain.trainer.engine import LossScale
 from mpitrain.trainer.stopping import Fruitless
 
