@@ -347,7 +347,6 @@ REFUSED = [
     ("generate empty --prompt a", "has no checkpoint yet"),
     ("generate own --prompt a", "not on text"),
     ("generate text", "give --prompt"),
-    ("generate text --prompt a --tokens 0", "--tokens 0"),
     ("generate text --prompt a --top-p 2", "--top-p 2"),
     ("generate text --prompt a --out x.npy", "x.npy exists already"),
     ("predict own text --out q.csv", "holds tokens"),
@@ -361,7 +360,7 @@ REFUSED = [
 ]
 
 
-def test_what_cannot_be_done_is_told_in_one_line_and_leaves_no_file(command, place):
+def test_what_cannot_be_done_is_told_in_one_line_and_leaves_no_file(command, place, capfd):
     (place / "empty").mkdir()
     (place / "empty/config.toml").write_text("")
     for shape, name in (((2, 3, 8, 8), "wide"), ((2, 1, 8, 8), "few"), ((2,), "x")):
@@ -372,6 +371,9 @@ def test_what_cannot_be_done_is_told_in_one_line_and_leaves_no_file(command, pla
     (place / "few.csv").write_text("b,c\na,1\n")
     for refused, *words in REFUSED:
         one_line(command(refused), *words)
+    with pytest.raises(SystemExit, match="2"):
+        command("generate text --prompt a --tokens 0 --out q.jsonl")
+    assert capfd.readouterr().err.endswith("error: argument --tokens: '0' is not a whole number above 0\n")
     assert not list(place.glob("*q.*"))
 
 
