@@ -95,7 +95,7 @@ class GroupWork(dist.Work):
         self.wait()
 
     def is_success(self) -> bool:
-        """Whether it is complete and raised nothing."""
+        """Return whether it is complete and raised nothing."""
         return self.is_completed() and self.error is None
 
     def exception(self) -> BaseException | None:

@@ -28,7 +28,7 @@ from mpitrain.models.losses import UNCOUNTED
 
 
 class Foretold(ABC):
-    """What is told of each sample: a row of numbers. columns: of a table of it. width: how many numbers there are."""
+    """The numbers written for each sample: their count (`width`), and their names in a table (`columns`)."""
 
     columns: tuple[str, ...]
     width: int

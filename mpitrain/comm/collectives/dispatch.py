@@ -50,7 +50,7 @@ def _barrier(binder: Binder) -> Compiled:
 
 @dataclass(frozen=True)
 class ProcessServices:
-    """What all communicators of a process share; but for `cores` and the watchdog's work, the same on every rank.
+    """State that all communicators of a process share; except `cores` and the watchdog's work, the same on every rank.
 
     Attributes:
         arenas: Where this process has arenas.
@@ -81,7 +81,7 @@ class ProcessServices:
     journal: Journal = field(default_factory=Journal)
 
     def may_release(self, comm: MPI.Intracomm) -> bool:
-        """Whether the ranks of a tracked communicator can still act together."""
+        """Return whether the ranks of a tracked communicator can still act together."""
         return self.failures is None or self.failures.tracks(comm)
 
 

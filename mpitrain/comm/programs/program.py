@@ -372,7 +372,7 @@ class Machine:
     eager: float = 1 << 16  # bytes: a longer message between nodes is asked for first, see `flights`
 
     def flights(self, nbytes: np.ndarray | float) -> np.ndarray | float:
-        """How many latencies pass until the first byte of a message between nodes is there.
+        """Return how many latencies pass until the first byte of a message between nodes arrives.
 
         A long message goes from the sender's memory to the receiver's only when both are ready: it is announced, and
         asked for, before it goes (the rendezvous protocol of MPI libraries).
@@ -386,7 +386,7 @@ def simulate(program: Program, chunk_bytes: Sequence[float], machine: Machine = 
     Args:
         program: The program.
         chunk_bytes: The size of each of its chunks, in bytes.
-        machine: The speeds to reckon with.
+        machine: The speeds of the machine.
 
     Reference:
         R. W. Hockney, "The communication challenge for MPP", Parallel Computing 20 (1994), for the cost of a message.
@@ -436,7 +436,7 @@ class _Simulation:
         return np.broadcast_to(sizes, self.ranks.shape)
 
     def _turns(self, works: np.ndarray) -> np.ndarray:
-        """How many of a node's ranks that work share a core; for each rank."""
+        """Return, for each rank, how many working ranks of its node share a core."""
         return np.maximum(1.0, np.bincount(self.node, weights=works)[self.node] / self.machine.cores)
 
     def _busy(self, peer: int | np.ndarray, span: Span, rate: np.ndarray) -> None:

@@ -38,7 +38,7 @@ _MEASURED = (1 << 16, 1 << 20, 1 << 24)  # bytes
 
 @dataclass
 class DeviceMemory:
-    """What is to be done with device memory in this process.
+    """The way in which this process communicates device memory.
 
     Attributes:
         way: How it is carried: "auto", "mpi", "staged", "peer" or "nccl".
