@@ -153,6 +153,7 @@ def test_what_is_not_ours_is_neither_removed_nor_replaced(world, folder, backgro
     assert caught.value.agreed and "\n" not in str(caught.value)
     assert sorted(os.listdir(root)) == before
     _untouched(root, made)
+    world.barrier()  # before there is anything else to list
     for step in (3, 4):  # keeps one: what has no manifest is not pruned
         store.save(step, parts, {}, background=background)
     store.finish()
