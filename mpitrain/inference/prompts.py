@@ -129,7 +129,7 @@ _DOCUMENTS = LINES | {".json", ".parquet"}
 
 
 def is_texts(path: Path) -> bool:
-    """Whether a file is one of texts, by its name."""
+    """Return whether the name of a file says that it holds texts."""
     return path.is_file() and plain_suffix(path) in (".txt", *_DOCUMENTS)
 
 

@@ -76,7 +76,7 @@ CACHE_NAMES = ("cache", "past_key_values", "past_key_value", "layer_past")  # of
 
 @dataclass(frozen=True)
 class Family:
-    """What is known of the causal language models of one layout.
+    """Facts about the causal language models of one layout.
 
     Attributes:
         blocks: The model's blocks under their names, in order: fed with tokens they give its scores.
@@ -88,7 +88,7 @@ class Family:
 
 
 class Cache:
-    """What an attention layer of transformers asks for earlier keys and values, and tells its own.
+    """The cache from which an attention layer of transformers takes earlier keys and values, and which keeps its own.
 
     Args:
         earlier: The positions before, whose state is keys and values, [batch, heads, positions, head_dim].

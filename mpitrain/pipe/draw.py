@@ -64,7 +64,7 @@ def text(simulation: Simulation, width: int) -> str:
 
 @contextmanager
 def drawn(path: Path, width: float, height: float) -> Iterator[Any]:
-    """A figure of so many inches, which is written to a file when it is complete.
+    """Yield a figure of a size in inches, and write it to a file at the end.
 
     Raises:
         InputError: There is no matplotlib, or the file cannot be written, or has an ending that says no format.

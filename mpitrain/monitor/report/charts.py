@@ -18,7 +18,7 @@ from mpitrain.monitor.report.style import Drawing, data, records
 from mpitrain.storage.text import counted, number_text, spoken
 
 NOISY = 300  # points, from where on a line of medians is drawn over the series itself
-SAVES = 30  # up to so many saves are marked in the chart of the loss
+SAVES = 30  # most saves that the chart of the loss marks
 HOVER = 300  # points of a series that answer to the pointer
 METRICS = 12  # charts of metrics at most
 MARKS = {"start": "restart", "save": "checkpoint", "lost": "ranks lost", "stop": "stop", "end": "failure"}
@@ -36,7 +36,7 @@ class _Curve:
     exact: bool = False
 
     def rows(self, at: Any) -> list[dict[str, Any]]:
-        """Those points as rows of a chart."""
+        """Return the points as rows of a chart."""
         return records(**positions(self.columns, self.columns.step[at]), value=self.values[at], run=self.name)
 
     def medians(self) -> list[dict[str, Any]]:
@@ -228,7 +228,7 @@ def _unit(runs: Sequence[Named]) -> tuple[float, str]:
 
 
 def step_histogram(runs: Sequence[Named]) -> Drawing:
-    """How often steps took how long."""
+    """Return a drawing of the histogram of step times."""
     size, unit = _unit(runs)
     title, above, names = "Distribution of step times", 0, [named.name for named in runs]
     rows: list[dict[str, Any]] = []
