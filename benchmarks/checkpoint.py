@@ -25,7 +25,7 @@ from benchmarks.runner.peers import gloo
 from benchmarks.runner.report import Report, ReportTable, judged
 from mpitrain.checkpoint import Part, Store, TensorSpec
 from mpitrain.comm import Communicator
-from mpitrain.layout import Box, Piece
+from mpitrain.layout.boxes import Box, Piece
 from mpitrain.measuring.self_start import temporary_folder
 from mpitrain.speeds.timing import Contender
 from mpitrain.storage.hdf5 import crc32

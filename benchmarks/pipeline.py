@@ -39,7 +39,7 @@ from benchmarks.runner.peers import gloo, require_alike
 from benchmarks.runner.report import Report, ReportTable, judged, milliseconds, ratio
 from mpitrain.comm import Communicator
 from mpitrain.errors import InputError
-from mpitrain.layout import split
+from mpitrain.layout.boxes import split
 from mpitrain.models.gpt import TransformerBlock
 from mpitrain.models.losses import cross_entropy
 from mpitrain.pipe.pipeline import Pipeline

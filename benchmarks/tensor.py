@@ -29,7 +29,7 @@ from benchmarks.runner.peers import gloo
 from benchmarks.runner.report import Panel, Report, ReportTable, judged, milliseconds
 from mpitrain.comm import Communicator
 from mpitrain.errors import CommunicationError, InputError
-from mpitrain.layout import split
+from mpitrain.layout.boxes import split
 from mpitrain.speeds.timing import Contender
 from mpitrain.tensor import Axis, Column, ParallelStyle, parallelize
 

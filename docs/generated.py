@@ -40,8 +40,8 @@ PUBLIC = {  # pages' headings, and the modules whose public names are under them
     "The package": ["mpitrain"],
     "Steps and engines": [
         "mpitrain.trainer.run:Step,Restored,Run",
-        "mpitrain.trainer.own_loop.training_engine:TrainingEngine",
-        "mpitrain.trainer.own_loop.training_engine:PipelineEngine",
+        "mpitrain.trainer.user_loop.training_engine:TrainingEngine",
+        "mpitrain.trainer.user_loop.training_engine:PipelineEngine",
         "mpitrain.trainer.memory:MemoryAccount",
     ],
     "Communication": [
@@ -49,7 +49,7 @@ PUBLIC = {  # pages' headings, and the modules whose public names are under them
         "mpitrain.comm.compression",
     ],
     "Pipelines and tensor parallel layers": [
-        "mpitrain.mesh:Mesh",
+        "mpitrain.layout.mesh:Mesh",
         "mpitrain.pipe.pipeline:Pipeline",
         "mpitrain.pipe.schedule:Backward,BackwardInput,BackwardWeight,Compute,Forward,PipelineProgram,Receive,Schedule",
         "mpitrain.pipe.schedule:ScheduleError,Send,make_schedule",

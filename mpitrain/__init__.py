@@ -12,23 +12,23 @@ from mpitrain.early import __version__, explain, missing_package
 if TYPE_CHECKING:
     from mpitrain.comm import ANY_SOURCE, Arena, Communicator, Work, compression, init
     from mpitrain.errors import InputError
+    from mpitrain.layout.mesh import Mesh
     from mpitrain.loading import load_model
-    from mpitrain.mesh import Mesh
     from mpitrain.pipe.pipeline import Pipeline
     from mpitrain.shard.ddp import DistributedDataParallel
     from mpitrain.tensor import parallelize
-    from mpitrain.trainer.own_loop.initialize import initialize
     from mpitrain.trainer.run import Callback
     from mpitrain.trainer.trainer import Trainer
+    from mpitrain.trainer.user_loop.initialize import initialize
 
 _HOMES = {  # of the names that do not come from mpitrain.comm
     "Callback": "mpitrain.trainer.run",
     "DistributedDataParallel": "mpitrain.shard.ddp",
     "InputError": "mpitrain.errors",
-    "Mesh": "mpitrain.mesh",
+    "Mesh": "mpitrain.layout.mesh",
     "Pipeline": "mpitrain.pipe.pipeline",
     "Trainer": "mpitrain.trainer.trainer",
-    "initialize": "mpitrain.trainer.own_loop.initialize",
+    "initialize": "mpitrain.trainer.user_loop.initialize",
     "load_model": "mpitrain.loading",
     "parallelize": "mpitrain.tensor",
 }

@@ -30,7 +30,7 @@ from mpitrain.data import Description, open_dataset
 from mpitrain.data.format import TOKENIZER, TRAIN, ColumnSpec
 from mpitrain.errors import CheckpointError, InputError, refusal
 from mpitrain.layers.lora import require_whole
-from mpitrain.layout import Piece, logical_of
+from mpitrain.layout.boxes import Piece, logical_of
 from mpitrain.models import build_model
 from mpitrain.models.hugging_face import PREFIX
 from mpitrain.models.task import Task, TrainedBase

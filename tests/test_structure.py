@@ -135,7 +135,7 @@ def _outside_functions(body: list[ast.stmt], types: bool) -> Iterator[ast.stmt]:
 
 
 WITHOUT_MPI = """
-    comm comm.algorithms.* comm.memory.device comm.programs.* comm.selection config.* layers.* layout mesh models.*
+    comm comm.algorithms.* comm.memory.device comm.programs.* comm.selection config.* layers.* layout.* models.*
     pipe.partition pipe.schedule pipe.simulate planner.* shard.flat shard.placement tensor.*
 """
 

@@ -31,7 +31,7 @@ from mpitrain.checkpoint.manifest import (
 )
 from mpitrain.checkpoint.reading import check, covered, plan, read, read_exactly
 from mpitrain.errors import CheckpointError, printable
-from mpitrain.layout import Piece
+from mpitrain.layout.boxes import Piece
 from mpitrain.storage.disk import opened
 from mpitrain.storage.text import bytes_text, counted
 

@@ -30,7 +30,7 @@ from mpitrain.checkpoint.contents import load_tensor, whole
 from mpitrain.checkpoint.files import Part, bytes_of, make_structure, make_view, write_parts
 from mpitrain.checkpoint.manifest import DTYPES, MODEL, Manifest, Shape, Size, TensorSpec, Values
 from mpitrain.errors import InputError, first_problem, refusing
-from mpitrain.layout import Piece
+from mpitrain.layout.boxes import Piece
 from mpitrain.storage.disk import begin_folder, from_json, open_plain, replacing, reporting, require_new, temporary_name
 from mpitrain.storage.hdf5 import begin_file, image_bytes
 from mpitrain.storage.text import bytes_text

@@ -35,7 +35,7 @@ import numpy as np
 import torch
 
 from mpitrain.checkpoint.manifest import DTYPES, HASHED, MODEL, Extent, TensorSpec, distinct, grouped
-from mpitrain.layout import Box, Piece
+from mpitrain.layout.boxes import Box, Piece
 from mpitrain.storage.disk import opened
 from mpitrain.storage.hdf5 import ExtentHasher, Image, contiguous, crc32, hdf5_image, write_at
 

@@ -33,7 +33,7 @@ import torch
 from pydantic import BaseModel, Field, StrictFloat, StrictInt, StrictStr, StringConstraints, ValidationError
 
 from mpitrain.errors import CheckpointError, first_problem
-from mpitrain.layout import Box, Piece
+from mpitrain.layout.boxes import Box, Piece
 from mpitrain.storage.disk import from_json, read_plain, write_durably
 
 MANIFEST = "manifest.json"

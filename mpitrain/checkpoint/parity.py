@@ -36,7 +36,7 @@ from mpitrain.checkpoint.commit import TAG
 from mpitrain.checkpoint.manifest import ParitySet
 from mpitrain.checkpoint.reading import read_exactly
 from mpitrain.errors import MpitrainError
-from mpitrain.layout import split
+from mpitrain.layout.boxes import split
 from mpitrain.storage.disk import opened
 from mpitrain.storage.hdf5 import write_at
 

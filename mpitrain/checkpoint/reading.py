@@ -32,7 +32,7 @@ import numpy as np
 from mpitrain.checkpoint.files import Part, bytes_of
 from mpitrain.checkpoint.manifest import HASHED, Extent, Manifest, TensorSpec, distinct
 from mpitrain.errors import CheckpointError
-from mpitrain.layout import Piece, stretches
+from mpitrain.layout.boxes import Piece, stretches
 from mpitrain.storage.disk import opened
 from mpitrain.storage.hdf5 import crc32, evenly, read_at
 

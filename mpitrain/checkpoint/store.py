@@ -209,7 +209,8 @@ class Store:
 
         Args:
             step: The step.
-            parts: What this rank writes. A piece given by several ranks is written by each (see `mpitrain.ownership`).
+            parts: What this rank writes. A piece given by several ranks is written by each
+                (see `mpitrain.layout.ownership`).
             values: What is kept beside the tensors, as JSON has it; rank 0's count.
             background: Return when the parts are copied, and write from a thread.
             durable: Write into the run folder also where the checkpoint would only go onto the nodes' disks.

@@ -24,7 +24,7 @@ from mpitrain.storage.disk import replacing, reporting
 if TYPE_CHECKING:
     import torch
 
-    from mpitrain.mesh import Mesh
+    from mpitrain.layout.mesh import Mesh
 
 T = TypeVar("T")
 Array = npt.NDArray[Any]
@@ -144,7 +144,7 @@ def run_as_job(act: Callable[[Job], int], *, pipeline: int = 1, tensor: int = 1)
     if not is_due() and pipeline == tensor == 1:
         return exit_code_of(lambda: act(Job()))
     from mpitrain.comm import init
-    from mpitrain.mesh import Mesh
+    from mpitrain.layout.mesh import Mesh
 
     return act(Job(Mesh.make(init(), pipeline=pipeline, tensor=tensor)))
 

@@ -33,7 +33,7 @@ from mpitrain.pipe.wire import OutputSpec, Wire, as_tuple
 from mpitrain.tensor import parallelize, plan_for
 
 if TYPE_CHECKING:
-    from mpitrain.mesh import Mesh
+    from mpitrain.layout.mesh import Mesh
 
 # -- What blocks have to remember of earlier positions, keys and values in attention, while a text grows
 

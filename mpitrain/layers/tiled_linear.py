@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from mpitrain.errors import InputError
-from mpitrain.layout import split
+from mpitrain.layout.boxes import split
 
 
 class TiledLinear(nn.Module):

@@ -30,8 +30,8 @@ from mpitrain.comm import Communicator, Work
 from mpitrain.comm.compression import Bucket
 from mpitrain.config.parallel import ParallelSection
 from mpitrain.errors import refusal
-from mpitrain.layout import split
-from mpitrain.mesh import mesh_shape
+from mpitrain.layout.boxes import split
+from mpitrain.layout.mesh import mesh_shape
 
 _MULTIPLE = 16  # elements that slices begin at multiples of
 

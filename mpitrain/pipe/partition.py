@@ -20,7 +20,7 @@ from torch import nn
 
 from mpitrain.comm.memory import device as devices
 from mpitrain.errors import InputError, refusal
-from mpitrain.layout import split
+from mpitrain.layout.boxes import split
 from mpitrain.pipe.wire import as_tuple, look, mapped
 
 _TRIES = 3  # of a block's timing; the fastest counts

@@ -23,8 +23,8 @@ from torch import nn
 
 from mpitrain.comm import Communicator
 from mpitrain.errors import InputError, refusal
-from mpitrain.layout import split
-from mpitrain.mesh import Mesh
+from mpitrain.layout.boxes import split
+from mpitrain.layout.mesh import Mesh
 from mpitrain.pipe.executor import Executor, Known, Loss, PipelineBatch, Seen, Watched
 from mpitrain.pipe.partition import (
     listed_blocks,

@@ -23,8 +23,8 @@ from typing import Any, get_args
 from mpitrain.choices import PipelineSchedule
 from mpitrain.config.settings import Config
 from mpitrain.errors import InputError, refusal
-from mpitrain.layout import split
-from mpitrain.mesh import conflict, mesh_shape, uncompiled
+from mpitrain.layout.boxes import split
+from mpitrain.layout.mesh import conflict, mesh_shape, uncompiled
 from mpitrain.pipe.partition import partition
 from mpitrain.pipe.schedule import default_microbatches
 from mpitrain.planner.machine import MachineProfile

@@ -12,7 +12,7 @@ from functools import cached_property, lru_cache
 from itertools import pairwise
 
 from mpitrain.layers.precision import DTYPES
-from mpitrain.layout import Flat, lay_out
+from mpitrain.layout.boxes import Flat, lay_out
 from mpitrain.pipe.schedule import BackwardInput, Schedule
 from mpitrain.pipe.simulate import Flow
 from mpitrain.planner.collectives import Group
@@ -25,7 +25,7 @@ from mpitrain.shard.placement import SCRATCH, STAGES, Account, bucket_size, form
 
 @dataclass(frozen=True)
 class LayoutPlaces:
-    """The ranks of a layout on nodes with equally many ranks each, numbered node by node (see `mpitrain.mesh`).
+    """The ranks of a layout on nodes with equally many ranks each, numbered node by node (see `mpitrain.layout.mesh`).
 
     Attributes:
         nodes: How many.

@@ -19,7 +19,7 @@ from mpitrain.config.settings import Config
 from mpitrain.config.training import OptimSection
 from mpitrain.data import Description
 from mpitrain.errors import InputError
-from mpitrain.layout import is_replicated
+from mpitrain.layout.boxes import is_replicated
 from mpitrain.planner import counted
 from mpitrain.planner.counted import CountedOperation, Observed, between, observe
 from mpitrain.planner.machine import MachineProfile

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from mpitrain.layers.tiled_linear import TiledLinear
-from mpitrain.layout import Flat, in_buckets, lay_out
+from mpitrain.layout.boxes import Flat, in_buckets, lay_out
 
 FIRST_BUCKET = 1 << 20  # bytes
 MIB = 1 << 20

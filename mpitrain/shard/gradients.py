@@ -6,7 +6,7 @@
     ShardedGradients       its shares of the sums        bucket by bucket       no: `reduces_each_pass`
 
 Which stage of ZeRO takes which is said in `mpitrain.shard.sharding`. The groups, buckets and shares that the methods
-speak of are those of `mpitrain.shard.flat` and `mpitrain.layout.Flat`.
+speak of are those of `mpitrain.shard.flat` and `mpitrain.layout.boxes.Flat`.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ from torch import nn
 
 from mpitrain.comm import Communicator
 from mpitrain.errors import refusal
-from mpitrain.layout import Box, Slice, logical_of
+from mpitrain.layout.boxes import Box, Slice, logical_of
 from mpitrain.shard.flat import numbered
 from mpitrain.shard.flat_parameters import FlatParameter
 from mpitrain.shard.sharding import Sharding

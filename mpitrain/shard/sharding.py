@@ -27,7 +27,7 @@ from mpitrain.comm.compression import from_name
 from mpitrain.comm.memory.device import is_accelerator
 from mpitrain.config.settings import Config
 from mpitrain.errors import refusal
-from mpitrain.ownership import DATA, Axes
+from mpitrain.layout.ownership import DATA, Axes
 from mpitrain.shard.flat import MULTIPLE, FlatGroup, flat_groups, in_backward_order, members, unit_groups, units_of
 from mpitrain.shard.flat_parameters import (
     FlatParameter,

@@ -14,7 +14,7 @@ from torch import nn
 
 from mpitrain.comm import Communicator
 from mpitrain.comm.memory.device import is_accelerator
-from mpitrain.layout import split
+from mpitrain.layout.boxes import split
 from mpitrain.shard.flat_parameters import FlatParameter
 from mpitrain.shard.optimizers import MatrixGather, Muon, SquaresSum, TrustRatios
 from mpitrain.shard.placement import SCRATCH

@@ -23,7 +23,7 @@ import torch
 
 from mpitrain.comm.memory import device
 from mpitrain.errors import refusal
-from mpitrain.layout import split
+from mpitrain.layout.boxes import split
 
 if TYPE_CHECKING:
     from mpitrain.comm import Communicator

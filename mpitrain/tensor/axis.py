@@ -48,7 +48,7 @@ from torch.autograd.function import once_differentiable
 
 from mpitrain.comm.memory import device as devices
 from mpitrain.errors import CommunicationError
-from mpitrain.layout import split
+from mpitrain.layout.boxes import split
 
 if TYPE_CHECKING:
     from mpitrain.comm import Communicator

@@ -41,7 +41,7 @@ from torch.nn import functional
 from mpitrain.choices import one_of
 from mpitrain.errors import InputError, refusal
 from mpitrain.layers.lora import LinearParts, LoraLinear, linear_parts
-from mpitrain.layout import Box, Slice, mark, split
+from mpitrain.layout.boxes import Box, Slice, mark, split
 from mpitrain.tensor.axis import Axis, all_gather, copy, gather, reduce, reduce_scatter, scatter
 
 SEQUENCE = -2  # the dimension

@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from mpitrain.errors import refusal
-from mpitrain.layout import logical_of
+from mpitrain.layout.boxes import logical_of
 from mpitrain.tensor.axis import Axis
 from mpitrain.tensor.linear import ColumnParallelLinear, RowParallelLinear, localize_heads, sum_gradient
 from mpitrain.tensor.styles import STYLES, OfHeads, ParallelStyle, PlannedModule, Undivided

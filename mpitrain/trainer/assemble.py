@@ -31,9 +31,9 @@ from mpitrain.data import Dataset
 from mpitrain.errors import InputError, refusal
 from mpitrain.layers.precision import DTYPES
 from mpitrain.layers.sync_batchnorm import SyncBatchNorm
-from mpitrain.mesh import Mesh, conflict, uncompiled
+from mpitrain.layout.mesh import Mesh, conflict, uncompiled
+from mpitrain.layout.ownership import Axes, owners_of
 from mpitrain.models.task import Task
-from mpitrain.ownership import Axes, owners_of
 from mpitrain.pipe.partition import check_slices, listed_blocks, require_look_back, time_costs
 from mpitrain.pipe.pipeline import Pipeline
 from mpitrain.pipe.schedule import default_microbatches

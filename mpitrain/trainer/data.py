@@ -21,7 +21,7 @@ from mpitrain.data.format import HELD_OUT, TRAIN
 from mpitrain.data.mix import check_data, data_paths, open_split
 from mpitrain.data.on_device import Augment, pin
 from mpitrain.errors import refusal
-from mpitrain.mesh import Mesh
+from mpitrain.layout.mesh import Mesh
 from mpitrain.models.losses import WeightedCrossEntropy, cross_entropy
 from mpitrain.models.task import Task
 from mpitrain.pipe.schedule import default_microbatches

@@ -41,7 +41,7 @@ from mpitrain.comm.faults import ulfm
 from mpitrain.comm.job.abort import exit_code, say
 from mpitrain.config.settings import Config
 from mpitrain.errors import EXIT_REQUEUE, CommunicationError, InputError, MpitrainError
-from mpitrain.mesh import tensor_groups_first
+from mpitrain.layout.mesh import tensor_groups_first
 from mpitrain.shard.virtual_workers import VirtualWorkers
 from mpitrain.storage.hdf5 import crc32
 from mpitrain.storage.text import counted

@@ -24,8 +24,8 @@ from mpitrain.comm.memory import device
 from mpitrain.config.settings import Config
 from mpitrain.layers.precision import DTYPES, convert, narrowed
 from mpitrain.layers.sync_batchnorm import SyncBatchNorm
+from mpitrain.layout.ownership import Axes
 from mpitrain.monitor.parts import StepClock
-from mpitrain.ownership import Axes
 from mpitrain.shard.ddp import broadcast_tensors
 from mpitrain.shard.flat_parameters import refuse_unless_elementwise
 from mpitrain.shard.sharding import Sharding

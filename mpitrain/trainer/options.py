@@ -13,7 +13,7 @@ from mpitrain.config.deepspeed import DeepSpeedConfig
 from mpitrain.config.section import declared
 from mpitrain.config.settings import Config
 from mpitrain.errors import refusal
-from mpitrain.mesh import mesh_shape
+from mpitrain.layout.mesh import mesh_shape
 from mpitrain.pipe.schedule import default_microbatches
 from mpitrain.trainer.optimizing import RateSchedule, schedule_of
 

@@ -42,7 +42,7 @@ from mpitrain.comm import Communicator
 from mpitrain.config.batch_sizes import BatchSizes
 from mpitrain.config.settings import Config
 from mpitrain.data import Batch, Dataset
-from mpitrain.mesh import Mesh
+from mpitrain.layout.mesh import Mesh
 from mpitrain.trainer.data import GroupPlaces
 from mpitrain.trainer.engine import Engine
 from mpitrain.trainer.folder import RunFolder

@@ -69,7 +69,7 @@ class SaveSchedule(Callback):
 
     def due(self, since: int, step: int) -> bool:
         """Return whether a save became due between step `since`, where ranks met last, and this step."""
-        return step >= self._next if self._auto else due(since, step, self._every)
+        return step >= self._next if self._auto else is_due(since, step, self._every)
 
     def next_after(self, step: int) -> int | None:
         """The first step after this one after which a save is due; None where none is."""
@@ -175,7 +175,7 @@ def steps_between(save_seconds: float, step_seconds: float, mtbf_seconds: float,
     return max(1, round(daly(save_seconds, mtbf_seconds) / step_seconds), math.ceil(least_seconds / step_seconds))
 
 
-def due(since: int, step: int, every: int) -> bool:
+def is_due(since: int, step: int, every: int) -> bool:
     """Return whether a multiple of `every` lies after step `since` and not after this step; never for 0."""
     return every > 0 and step // every > since // every
 

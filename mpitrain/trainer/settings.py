@@ -34,7 +34,7 @@ _TAG = 31_600  # apart from those of training's messages
 _PAUSE = 0.01  # seconds between two looks of a rank that waits
 
 
-def planned(config: Config, world: Communicator, device: torch.device) -> Config:
+def with_planned_layout(config: Config, world: Communicator, device: torch.device) -> Config:
     """All settings, with the layout that the planner chooses where they ask for that. Collective.
 
     Args:

@@ -24,8 +24,8 @@ from mpitrain.checkpoint.manifest import source_of
 from mpitrain.comm.compression import Compression
 from mpitrain.errors import CheckpointError
 from mpitrain.layers.lora import require_whole
-from mpitrain.layout import Piece, Slice, shares
-from mpitrain.ownership import DATA, Axes
+from mpitrain.layout.boxes import Piece, Slice, shares
+from mpitrain.layout.ownership import DATA, Axes
 from mpitrain.shard.flat_parameters import FlatParameter, begin_states, is_elementwise
 from mpitrain.shard.sharding import Sharding
 

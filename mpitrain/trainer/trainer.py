@@ -49,8 +49,8 @@ from mpitrain.trainer.recording.console import Console, EventRecords
 from mpitrain.trainer.recording.records import RankRecords, Records, SampleIds
 from mpitrain.trainer.recording.timeline import TimelineRecorder
 from mpitrain.trainer.run import Callback, Restored, Run, Step, Strategy
-from mpitrain.trainer.saving import SaveSchedule, due, load_newest, require_given, saves_after
-from mpitrain.trainer.settings import planned
+from mpitrain.trainer.saving import SaveSchedule, is_due, load_newest, require_given, saves_after
+from mpitrain.trainer.settings import with_planned_layout
 from mpitrain.trainer.stopping import BestCheckpoint, EarlyStopping, LearningCheck, LowerRate, StopInTime
 
 STRATEGIES: dict[Mode, type[Strategy]] = {"sync": Synchronous, "server": Served, "local": Local}
@@ -77,7 +77,7 @@ class Trainer(Run):
         # made by rank 0 for all, which know what was set explicitly
         asked = Config.from_dict(self.world.on_root(lambda: Config.of(config).model_dump(exclude_unset=True)))
         self.device, self.devices = choose(asked.run.device, self.world)
-        self.config = with_microbatch(planned(asked, self.world, self.device), self.world.size)
+        self.config = with_microbatch(with_planned_layout(asked, self.world, self.device), self.world.size)
         self.strategy = STRATEGIES[self.config.parallel.mode](self.config, self.world)
         self.folder = RunFolder(self.config, self.world)
         self.print = partial(print, flush=True)
@@ -157,7 +157,7 @@ class Trainer(Run):
             self._agree_to_stop()
         step.met = time.monotonic()
         step.seconds = step.seconds or time.perf_counter() - step.began
-        if step.together and (self.last_step or due(self.met, self.step, self.config.train.evaluate_every)):
+        if step.together and (self.last_step or is_due(self.met, self.step, self.config.train.evaluate_every)):
             with self.engine.clock.evaluation:
                 self.figures = {}
                 step.held_out_loss = loss = self.evaluate()

@@ -7,7 +7,7 @@ from math import prod
 import torch
 
 from mpitrain.checkpoint import Part, TensorSpec
-from mpitrain.layout import Box, Piece, shares, split
+from mpitrain.layout.boxes import Box, Piece, shares, split
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float16, torch.complex64)
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from mpitrain.checkpoint import Store
 from mpitrain.checkpoint.files import rectangles
-from mpitrain.layout import Box, Piece
+from mpitrain.layout.boxes import Box, Piece
 
 
 @pytest.mark.ranks(1, 2, 3)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from mpitrain.checkpoint.manifest import HASHED, Extent, Manifest, TensorSpec
 from mpitrain.checkpoint.reading import covered, plan, stretches, union
-from mpitrain.layout import Box, Piece
+from mpitrain.layout.boxes import Box, Piece
 from mpitrain.storage.hdf5 import crc32, evenly
 
 

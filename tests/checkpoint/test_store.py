@@ -11,7 +11,7 @@ import torch
 
 from mpitrain.checkpoint import Part, Store, TensorSpec, folders
 from mpitrain.errors import CheckpointError, InputError
-from mpitrain.layout import Box, Piece, shares, split
+from mpitrain.layout.boxes import Box, Piece, shares, split
 from mpitrain.storage.disk import begin_folder
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float16, torch.complex64)

@@ -18,8 +18,8 @@ from mpitrain.inference import placing
 from mpitrain.inference.commands import Job
 from mpitrain.inference.generation import Draws, Generation, Sampling
 from mpitrain.inference.placing import CachedBlocks, RecomputedBlocks
+from mpitrain.layout.mesh import Mesh
 from mpitrain.loading import load_model, load_task, load_weights
-from mpitrain.mesh import Mesh
 from mpitrain.monitor import read_metrics
 from mpitrain.predict import _run as predict
 from mpitrain.trainer.trainer import Trainer

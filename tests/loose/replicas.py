@@ -11,7 +11,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from mpitrain.config.learning_rate import LearningRate
 from mpitrain.config.settings import Config
 from mpitrain.data import open_dataset
-from mpitrain.layout import split
+from mpitrain.layout.boxes import split
 from mpitrain.models import build_model
 from mpitrain.trainer.data import batches
 from mpitrain.trainer.optimizing import make_optimizer

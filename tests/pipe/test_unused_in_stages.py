@@ -8,7 +8,7 @@ from pipe.pipe_models import SCHEDULES
 from support import config_of
 from torch import nn
 
-from mpitrain.mesh import Mesh
+from mpitrain.layout.mesh import Mesh
 from mpitrain.trainer.assemble import divide
 from mpitrain.trainer.engine import Engine
 

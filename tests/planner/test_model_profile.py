@@ -8,7 +8,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from mpitrain.config.settings import Config
 from mpitrain.data import Description
 from mpitrain.errors import InputError
-from mpitrain.layout import is_replicated
+from mpitrain.layout.boxes import is_replicated
 from mpitrain.planner import measured
 from mpitrain.planner.layouts import ParallelLayout, candidates
 from mpitrain.planner.machine import MachineProfile

@@ -17,7 +17,7 @@ import pytest
 from mpitrain.config.settings import Config
 from mpitrain.data import Description
 from mpitrain.errors import InputError, refusal
-from mpitrain.mesh import Mesh, coordinates, mesh_shape, uncompiled
+from mpitrain.layout.mesh import Mesh, coordinates, mesh_shape, uncompiled
 from mpitrain.models import Task, build_model
 from mpitrain.pipe.partition import listed_blocks, parameter_costs, stage_bounds
 from mpitrain.pipe.schedule import make_schedule

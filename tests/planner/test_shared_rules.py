@@ -13,7 +13,7 @@ from support import config_of
 
 from mpitrain.config.settings import Config
 from mpitrain.data import Description
-from mpitrain.mesh import mesh_shape
+from mpitrain.layout.mesh import mesh_shape
 from mpitrain.models import build_model
 from mpitrain.pipe import schedule
 from mpitrain.planner.layouts import ParallelLayout, layout_of

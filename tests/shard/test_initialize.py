@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import mpitrain as mt
 from mpitrain.checkpoint import Store
 from mpitrain.errors import InputError
-from mpitrain.mesh import Mesh
+from mpitrain.layout.mesh import Mesh
 
 ADAM = {"type": "Adam", "params": {"lr": 3e-3, "betas": [0.9, 0.95]}}
 

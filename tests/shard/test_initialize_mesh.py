@@ -14,7 +14,7 @@ from torch import nn
 import mpitrain as mt
 from mpitrain.checkpoint.__main__ import main
 from mpitrain.errors import InputError
-from mpitrain.mesh import Mesh
+from mpitrain.layout.mesh import Mesh
 
 BATCH, MICRO, WIDTH = 24, 4, 16
 PLAN = {"*.up": "column", "*.down": "row"}

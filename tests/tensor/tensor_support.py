@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from mpitrain.layout import is_replicated, logical_of
+from mpitrain.layout.boxes import is_replicated, logical_of
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from mpitrain.layout import Piece, Slice, is_replicated, logical_of, stretches
+from mpitrain.layout.boxes import Piece, Slice, is_replicated, logical_of, stretches
 from mpitrain.tensor.linear import Features, part_of
 
 

@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from mpitrain.errors import InputError
-from mpitrain.layout import is_replicated, logical_of
+from mpitrain.layout.boxes import is_replicated, logical_of
 from mpitrain.models.gpt import GPT, Form
 from mpitrain.tensor import Axis, parallelize, plan_for
 

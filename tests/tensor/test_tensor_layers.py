@@ -7,7 +7,7 @@ import torch
 from tensor_support import CLOSE, assemble, check_gradients, same_on_all
 from torch import nn
 
-from mpitrain.layout import is_replicated, split
+from mpitrain.layout.boxes import is_replicated, split
 from mpitrain.tensor import (
     Axis,
     ColumnParallelLinear,

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from mpitrain.errors import InputError
-from mpitrain.layout import is_replicated
+from mpitrain.layout.boxes import is_replicated
 from mpitrain.tensor import Column, Row, parallelize, plan_for
 from mpitrain.tensor.plan import _pairs
 from mpitrain.tensor.styles import STYLES

@@ -15,7 +15,7 @@ from mpitrain.config.settings import Config
 from mpitrain.data import Loader, SampleOrder, dataset, open_dataset
 from mpitrain.data.prepare import prepare
 from mpitrain.errors import InputError
-from mpitrain.layout import split
+from mpitrain.layout.boxes import split
 from mpitrain.loading import load_model
 from mpitrain.monitor import read_metrics
 

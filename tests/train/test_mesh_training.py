@@ -14,7 +14,7 @@ from mpitrain.config.settings import Config
 from mpitrain.data import open_dataset
 from mpitrain.data.prepare import prepare
 from mpitrain.errors import InputError
-from mpitrain.mesh import Mesh
+from mpitrain.layout.mesh import Mesh
 from mpitrain.models import build_model
 from mpitrain.trainer.assemble import assemble
 from mpitrain.trainer.optimizing import make_optimizer

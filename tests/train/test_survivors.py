@@ -14,7 +14,7 @@ from mpitrain.checkpoint import Store
 from mpitrain.checkpoint.contents import damages
 from mpitrain.comm.faults.ulfm import Loss, partners
 from mpitrain.config.settings import Config
-from mpitrain.mesh import tensor_groups_first
+from mpitrain.layout.mesh import tensor_groups_first
 from mpitrain.trainer.elastic import Copies, CopyOften, Key, Survivors, data_ranks, newest_whole
 from mpitrain.trainer.engine import Engine
 

@@ -39,10 +39,10 @@ from mpitrain.config.settings import Config
 from mpitrain.data import Batch
 from mpitrain.data.on_device import on_device
 from mpitrain.errors import refusal
-from mpitrain.layout import split
+from mpitrain.layout.boxes import split
+from mpitrain.layout.mesh import Mesh
+from mpitrain.layout.ownership import Axes
 from mpitrain.loose.averaging import Averaging, FlatSlice, Grouping
-from mpitrain.mesh import Mesh
-from mpitrain.ownership import Axes
 from mpitrain.shard.ddp import broadcast_state
 from mpitrain.shard.flat import by_dtype
 from mpitrain.shard.virtual_workers import VirtualWorkers

@@ -25,12 +25,12 @@ from mpitrain.config.settings import Config
 from mpitrain.data import Batch
 from mpitrain.data.on_device import on_device, pin
 from mpitrain.errors import refusal
-from mpitrain.layout import split
+from mpitrain.layout.boxes import split
+from mpitrain.layout.mesh import Mesh
+from mpitrain.layout.ownership import Axes
 from mpitrain.loose.clock import Clock, Commit, LetterKind, Portion, Remembered, StepRecord
 from mpitrain.loose.server import ServedWorker, Server
 from mpitrain.loose.sharding import OwnShares, Roles, ServedSharding, squares
-from mpitrain.mesh import Mesh
-from mpitrain.ownership import Axes
 from mpitrain.shard.ddp import broadcast_state, broadcast_tensors
 from mpitrain.shard.virtual_workers import VirtualWorkers
 from mpitrain.trainer.data import GroupPlaces, augment_of

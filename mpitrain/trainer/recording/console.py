@@ -55,7 +55,9 @@ class Console(Callback):
             tell(banner(trainer))
             trainer.folder.write_config(trainer.config)
             trainer.folder.keep_tokenizer(tokenizer_of(data_paths(trainer.config)[0]))
-        for text in doubts(trainer.config, columns=trainer.mesh.data.size, on_cpu=not is_accelerator(trainer.device)):
+        for text in doubtful_settings(
+            trainer.config, columns=trainer.mesh.data.size, on_cpu=not is_accelerator(trainer.device)
+        ):
             trainer.say(f"warning: {text}")
 
     def on_step_end(self, trainer: Run, step: Step) -> None:
@@ -278,7 +280,7 @@ def _own_peak(trainer: Run) -> int | None:
         return None
 
 
-def doubts(config: Config, *, columns: int, on_cpu: bool, flags: frozenset[str] | None = None) -> list[str]:
+def doubtful_settings(config: Config, *, columns: int, on_cpu: bool, flags: frozenset[str] | None = None) -> list[str]:
     """Return warnings about settings that are valid but probably unintended, a line each.
 
     Args:

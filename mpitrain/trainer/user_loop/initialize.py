@@ -29,7 +29,7 @@ from mpitrain.config.settings import Config, Given
 from mpitrain.config.training import OptimSection
 from mpitrain.errors import refusal
 from mpitrain.layers.precision import DTYPES
-from mpitrain.mesh import Mesh
+from mpitrain.layout.mesh import Mesh
 from mpitrain.shard.ddp import DistributedDataParallel, broadcast_state
 from mpitrain.shard.flat_parameters import has_stepped
 from mpitrain.trainer.assemble import DividedModel, Plan, compile_blocks, divide, refuse_divisions
@@ -37,7 +37,7 @@ from mpitrain.trainer.device import found_on, move
 from mpitrain.trainer.engine import Engine, Loss, LossScale
 from mpitrain.trainer.optimizing import ParameterRoles, make_optimizer, make_scheduler, optimizer_class
 from mpitrain.trainer.options import Settings, every_setting, from_config, from_deepspeed
-from mpitrain.trainer.own_loop.training_engine import GivenModel, PipelineEngine, TrainingEngine
+from mpitrain.trainer.user_loop.training_engine import GivenModel, PipelineEngine, TrainingEngine
 
 Names = Mapping[nn.Parameter, Sequence[str]]
 OptimizerOf = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]

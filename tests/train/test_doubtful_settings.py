@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mpitrain.config.settings import Config
-from mpitrain.trainer.recording.console import doubts
+from mpitrain.trainer.recording.console import doubtful_settings
 
 
 @pytest.mark.parametrize(
@@ -24,9 +24,9 @@ from mpitrain.trainer.recording.console import doubts
     ],
 )
 def test_what_is_hardly_meant_is_told(sections, told):
-    found = doubts(Config.from_dict(sections), columns=4, on_cpu=True, flags=frozenset({"avx2"}))
+    found = doubtful_settings(Config.from_dict(sections), columns=4, on_cpu=True, flags=frozenset({"avx2"}))
     assert len(found) == bool(told) and told in "".join(found)
     if "on this CPU" in told:
         able = frozenset({"avx512_bf16", "avx512_fp16"})
-        assert not doubts(Config.from_dict(sections), columns=4, on_cpu=True, flags=able)
-        assert not doubts(Config.from_dict(sections), columns=4, on_cpu=False, flags=frozenset({"avx2"}))
+        assert not doubtful_settings(Config.from_dict(sections), columns=4, on_cpu=True, flags=able)
+        assert not doubtful_settings(Config.from_dict(sections), columns=4, on_cpu=False, flags=frozenset({"avx2"}))

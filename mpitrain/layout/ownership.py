@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from mpitrain.layout import Slice, is_replicated, logical_of
+from mpitrain.layout.boxes import Slice, is_replicated, logical_of
 
 if TYPE_CHECKING:
     from mpitrain.comm import Communicator

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from mpitrain.layout import logical_of
-from mpitrain.ownership import TENSOR, Axes, Ownership, owners_of
+from mpitrain.layout.boxes import logical_of
+from mpitrain.layout.ownership import TENSOR, Axes, Ownership, owners_of
 from mpitrain.tensor.linear import Features, part_of
 
 

@@ -17,14 +17,14 @@ from mpitrain.comm import Communicator
 from mpitrain.comm.memory.device import CPU, fetched
 from mpitrain.config.learning_rate import WarmUp
 from mpitrain.errors import CheckpointError, InputError, refusal
-from mpitrain.mesh import Mesh
+from mpitrain.layout.mesh import Mesh
 from mpitrain.trainer.device import full_told, moved
 from mpitrain.trainer.engine import Engine, Loss
 from mpitrain.trainer.memory import MemoryAccount
 from mpitrain.trainer.optimizing import next_rate, states_after_step
 from mpitrain.trainer.options import Settings
-from mpitrain.trainer.own_loop.generators import DividedDraws, Generators
 from mpitrain.trainer.state import OPTIMIZER
+from mpitrain.trainer.user_loop.generators import DividedDraws, Generators
 
 ALL = 1 << 30  # checkpoints kept: the caller removes them
 

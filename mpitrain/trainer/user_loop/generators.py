@@ -19,8 +19,8 @@ import torch
 
 from mpitrain.checkpoint import Manifest, Part, TensorSpec
 from mpitrain.comm.memory import device as devices
-from mpitrain.layout import Piece
-from mpitrain.mesh import Mesh
+from mpitrain.layout.boxes import Piece
+from mpitrain.layout.mesh import Mesh
 from mpitrain.trainer.data import seed_worker
 
 RANDOM = "random/"

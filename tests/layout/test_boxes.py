@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpitrain.layout import Box, Piece, shares, split, stretches
+from mpitrain.layout.boxes import Box, Piece, shares, split, stretches
 
 
 @given(st.integers(0, 1000), st.integers(1, 40))

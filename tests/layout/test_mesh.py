@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mpitrain.errors import InputError
-from mpitrain.mesh import Mesh, _crosses_nodes, coordinates, mesh_shape
+from mpitrain.layout.mesh import Mesh, _crosses_nodes, coordinates, mesh_shape
 
 
 def test_tensor_ranks_are_neighbours():
