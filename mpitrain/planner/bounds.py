@@ -20,13 +20,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from mpitrain.parallel.costs import BlockCost, Divided
+from mpitrain.parallel.layouts import ParallelLayout
+from mpitrain.parallel.memory import ITEMSIZE
+from mpitrain.parallel.places import Group
 from mpitrain.pipe.simulate import estimate
-from mpitrain.planner.collectives import Group
-from mpitrain.planner.layouts import ParallelLayout
-from mpitrain.planner.memory import ITEMSIZE
 from mpitrain.planner.predictor import Predictor, StepSimulation
 from mpitrain.planner.refine import held_at_most
-from mpitrain.planner.subject import BlockCost, Divided
 from mpitrain.shard.flat import MIB
 from mpitrain.shard.placement import STAGES
 

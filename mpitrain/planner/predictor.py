@@ -12,20 +12,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Any
 
 from mpitrain.errors import refusal
+from mpitrain.parallel.costs import AxisExchange, BlockCost, ModelProfile
+from mpitrain.parallel.layouts import ParallelLayout
+from mpitrain.parallel.memory import ITEMSIZE, Means, StageHoldings, account, held, host_account, in_flight
+from mpitrain.parallel.places import Group, LayoutPlaces
 from mpitrain.pipe.partition import stage_bounds
 from mpitrain.pipe.schedule import BackwardInput, Schedule
 from mpitrain.pipe.simulate import Costs, Flow
-from mpitrain.planner.collectives import CollectiveTimes, DeviceLinks, Group
-from mpitrain.planner.layouts import ParallelLayout, Prediction
+from mpitrain.planner.collectives import CollectiveTimes, DeviceLinks
 from mpitrain.planner.machine import MachineProfile
-from mpitrain.planner.memory import ITEMSIZE, LayoutPlaces, Means, StageHoldings, account, held, host_account, in_flight
-from mpitrain.planner.subject import AxisExchange, BlockCost, ModelProfile
 from mpitrain.shard.offload import HOST
 from mpitrain.shard.placement import STAGES, formula
 from mpitrain.tensor.axis import sums_directly
@@ -36,6 +37,33 @@ _CHANGE = 9e-5  # seconds by which each further rank of a core delays a meeting,
 _SLICE = 5e-3  # the same where ranks do not give their core away while they wait: until the system takes it from them
 _VALUE = 6e-6  # seconds of Python for each parameter that the optimizer is given
 PARTS = ("compute", "tensor", "pipeline", "gradients", "update", "parameters", "other")
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Time and memory of a layout on so many ranks of a machine.
+
+    Attributes:
+        layout: The layout.
+        seconds: Of one step.
+        parts: Seconds of the step by part, in the order in which they are shown; they add up to `seconds`: compute,
+            tensor, pipeline (idle and messages), gradients (communication not hidden), update, parameters
+            (communication of updated or gathered parameters not hidden), other.
+        memory: Bytes on the rank that needs most, by category, in the order in which they are shown: parameters,
+            gradients, states, activations, buffers, working, process.
+        samples: Of a global batch, so that samples / seconds is the throughput.
+    """
+
+    layout: ParallelLayout
+    seconds: float
+    parts: Mapping[str, float]
+    memory: Mapping[str, float]
+    samples: int
+
+    @property
+    def total_memory(self) -> float:
+        """Bytes of all categories."""
+        return sum(self.memory.values())
 
 
 class StepSimulation:

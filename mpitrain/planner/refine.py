@@ -47,10 +47,10 @@ import numpy as np
 import numpy.typing as npt
 
 from mpitrain.errors import InputError
-from mpitrain.planner.layouts import ParallelLayout, sizes
-from mpitrain.planner.memory import ITEMSIZE
+from mpitrain.parallel.costs import AxisExchange, BlockCost, Divided, ModelProfile
+from mpitrain.parallel.layouts import ParallelLayout, sizes
+from mpitrain.parallel.memory import ITEMSIZE
 from mpitrain.planner.predictor import Predictor
-from mpitrain.planner.subject import AxisExchange, BlockCost, Divided, ModelProfile
 
 _Array = npt.NDArray[np.float64]
 _EVEN = 1e-9  # share of a stage's seconds that decides between cuts that are equally good otherwise

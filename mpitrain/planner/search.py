@@ -20,9 +20,10 @@ from typing import Any
 
 from mpitrain.config.settings import Config
 from mpitrain.errors import InputError, refusal
+from mpitrain.parallel.layouts import SECTION_OF, ParallelLayout
 from mpitrain.planner.bounds import Bounds
-from mpitrain.planner.layouts import SECTION_OF, LayoutRules, ParallelLayout, Prediction, candidates
-from mpitrain.planner.predictor import Predictor
+from mpitrain.planner.candidates import LayoutRules, candidates
+from mpitrain.planner.predictor import Prediction, Predictor
 from mpitrain.planner.refine import Refinement
 
 COUNT = 10

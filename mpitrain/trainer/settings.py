@@ -20,8 +20,8 @@ from mpitrain.comm import Communicator
 from mpitrain.comm.memory import device as devices
 from mpitrain.config.settings import Config
 from mpitrain.errors import refusal
-from mpitrain.planner.layouts import rules_of
-from mpitrain.planner.layouts import text as layout_text
+from mpitrain.parallel.layouts import text as layout_text
+from mpitrain.planner.candidates import rules_of
 from mpitrain.planner.machine import MachineProfile, read_machine
 from mpitrain.planner.machine import profile_of as profile_of_values
 from mpitrain.planner.subject import description_of
@@ -85,7 +85,7 @@ def _chosen(
     config: Config, machine: MachineProfile, nodes: int, ranks_per_node: int, on_device: bool
 ) -> tuple[dict[str, Any], str]:
     """The values of the configuration with the best layout, and what is to be said of it."""
-    from mpitrain.planner.layouts import settings  # these load what takes a second
+    from mpitrain.parallel.layouts import settings  # these load what takes a second
     from mpitrain.planner.predictor import Predictor
     from mpitrain.planner.profile import profile_of
     from mpitrain.planner.report import nothing_fits

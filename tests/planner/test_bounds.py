@@ -10,7 +10,7 @@ from mpitrain.config.settings import Config
 from mpitrain.data import Description
 from mpitrain.errors import InputError
 from mpitrain.planner.bounds import Bounds
-from mpitrain.planner.layouts import candidates
+from mpitrain.planner.candidates import candidates
 from mpitrain.planner.machine import read_machine
 from mpitrain.planner.predictor import Predictor
 from mpitrain.planner.profile import profile_of

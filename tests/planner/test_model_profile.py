@@ -9,14 +9,16 @@ from mpitrain.config.settings import Config
 from mpitrain.data import Description
 from mpitrain.errors import InputError
 from mpitrain.layout.boxes import is_replicated
+from mpitrain.parallel.costs import AxisExchange, Divided
+from mpitrain.parallel.layouts import ParallelLayout
+from mpitrain.parallel.memory import _gradients_apart
 from mpitrain.planner import measured
-from mpitrain.planner.layouts import ParallelLayout, candidates
+from mpitrain.planner.candidates import candidates
 from mpitrain.planner.machine import MachineProfile
 from mpitrain.planner.measured import MeasuringFailed, Workers, time_blocks
-from mpitrain.planner.memory import _gradients_apart
 from mpitrain.planner.predictor import Predictor
 from mpitrain.planner.profile import profile_of
-from mpitrain.planner.subject import AxisExchange, Divided, StandIn, Subject
+from mpitrain.planner.subject import StandIn, Subject
 from mpitrain.tensor import parallelize, plan_for
 from mpitrain.trainer.memory import ActivationMeter
 

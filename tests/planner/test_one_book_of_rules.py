@@ -19,11 +19,12 @@ from mpitrain.data import Description
 from mpitrain.errors import InputError, refusal
 from mpitrain.layout.mesh import Mesh, coordinates, mesh_shape, uncompiled
 from mpitrain.models import Task, build_model
+from mpitrain.parallel.layouts import ParallelLayout, settings
 from mpitrain.pipe.partition import listed_blocks, parameter_costs, stage_bounds
 from mpitrain.pipe.schedule import make_schedule
-from mpitrain.planner import layouts as layouts_module
+from mpitrain.planner import candidates as layouts_module
 from mpitrain.planner import search as search_module
-from mpitrain.planner.layouts import ParallelLayout, microbatches, rules_of, settings
+from mpitrain.planner.candidates import microbatches, rules_of
 from mpitrain.planner.machine import MachineProfile, read_machine
 from mpitrain.planner.predictor import Predictor
 from mpitrain.planner.profile import BlockProfile, profile_of

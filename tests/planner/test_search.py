@@ -15,11 +15,13 @@ from planner_support import MadeUpModel, MadeUpPredictor, block
 from mpitrain.config.settings import Config
 from mpitrain.data import Description
 from mpitrain.errors import InputError
+from mpitrain.parallel import layouts as notation
+from mpitrain.parallel.costs import Divided
+from mpitrain.parallel.layouts import ParallelLayout
 from mpitrain.pipe.schedule import make_schedule
-from mpitrain.planner import layouts as notation
 from mpitrain.planner import refine as refine_module
 from mpitrain.planner.bounds import Bounds
-from mpitrain.planner.layouts import LayoutRules, ParallelLayout, candidates, microbatches, shapes
+from mpitrain.planner.candidates import LayoutRules, candidates, microbatches, shapes
 from mpitrain.planner.machine import MachineProfile, read_machine
 from mpitrain.planner.predictor import Predictor
 from mpitrain.planner.profile import profile_of
@@ -37,7 +39,6 @@ from mpitrain.planner.refine import (
 )
 from mpitrain.planner.report import nothing_fits
 from mpitrain.planner.search import best_of, ranked
-from mpitrain.planner.subject import Divided
 
 MACHINE = MachineProfile("made up", "specification", 8, 64 << 30)
 MIB = 1 << 20

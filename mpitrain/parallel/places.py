@@ -1,0 +1,127 @@
+"""Where the ranks of a layout are, and which of them communicate with each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from mpitrain.parallel.layouts import ParallelLayout
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that communicate with each other, while groups like it do the same.
+
+    Attributes:
+        nodes: The node of each rank; equal numbers are neighbours in the list.
+        beside: Groups that have ranks on one node and are active at the same time, this one included.
+        oversubscribed: Whether nodes have more ranks than cores.
+    """
+
+    nodes: tuple[int, ...]
+    beside: int = 1
+    oversubscribed: bool = False
+
+    @property
+    def size(self) -> int:
+        """Ranks."""
+        return len(self.nodes)
+
+    @property
+    def spans(self) -> int:
+        """Nodes that it lies on."""
+        return len(set(self.nodes))
+
+    @property
+    def local(self) -> int:
+        """Ranks on its first node, which has as many as any other or more."""
+        return self.nodes.count(self.nodes[0])
+
+
+@dataclass(frozen=True)
+class LayoutPlaces:
+    """The ranks of a layout on nodes with equally many ranks each, numbered node by node (see `mpitrain.layout.mesh`).
+
+    Attributes:
+        nodes: How many.
+        each: Ranks of a node.
+        cores: Of a node; may be a part of one.
+        layout: The layout.
+        seen: Cores that the system tells ranks of; 0: as many as there are.
+    """
+
+    nodes: int
+    each: int
+    cores: float
+    layout: ParallelLayout
+    seen: float = 0.0
+
+    @property
+    def known_cores(self) -> float:
+        """Cores of a node that ranks know of."""
+        return self.seen or self.cores
+
+    @property
+    def oversubscribed(self) -> bool:
+        """Whether a node has more ranks than cores, as far as they know: those that do sleep while they wait."""
+        return self.each > self.known_cores
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a core is left on each node for communication in the background."""
+        return self.known_cores > self.each
+
+    @property
+    def turns(self) -> float:
+        """How much longer than alone a rank computes while all of its node do."""
+        return max(1.0, self.each / self.cores)
+
+    @property
+    def threads(self) -> int:
+        """Threads of a rank that compute at the same time, whatever cores it believes to have."""
+        return max(1, int(min(self.known_cores, self.cores) // self.each))
+
+    @property
+    def data(self) -> Group:
+        """The data-parallel ranks of the first pipeline and tensor position."""
+        return self._group(range(0, self.layout.ranks, self.layout.pipeline * self.layout.tensor))
+
+    @property
+    def tensor(self) -> Group:
+        """The first tensor-parallel group."""
+        return self._group(range(self.layout.tensor))
+
+    @property
+    def pipeline(self) -> tuple[int, ...]:
+        """The node of each rank of the first pipeline."""
+        step = self.layout.tensor
+        return tuple(rank // self.each for rank in range(0, self.layout.pipeline * step, step))
+
+    def shards(self) -> tuple[Group, Group | None]:
+        """The ranks that shares are divided over, and those that have the same share; None where there are none."""
+        data = self.data
+        if not self.layout.zero or self.layout.shard_within == "all":
+            return data, None
+        across = self.carriers()
+        return replace(data, nodes=data.nodes[:1] * data.local), across if across.size > 1 else None
+
+    def carriers(self) -> Group:
+        """The ranks, one a node, that carry updated parameters to each other, while all ranks of a node do so."""
+        return Group(tuple(sorted(set(self.data.nodes))), self.each, self.oversubscribed)
+
+    def _group(self, ranks: range) -> Group:
+        return _group_of(ranks, self.each, self.layout.ranks, self.oversubscribed)
+
+
+@lru_cache(maxsize=4096)
+def _group_of(ranks: range, each: int, of: int, oversubscribed: bool) -> Group:
+    """A group of some of the ranks, `each` of which are on a node."""
+    nodes = tuple(rank // each for rank in ranks)
+    here = max(1, nodes.count(nodes[0]))
+    return Group(nodes, max(1, min(each, of) // here), oversubscribed)
+
+
+def evenly(layout: ParallelLayout, ranks_per_node: int) -> bool:
+    """Whether the nodes of a data-parallel group have equally many of its ranks (`shard.parameters.shard_order`)."""
+    stage = layout.pipeline * layout.tensor
+    return ranks_per_node % stage == 0 or stage > ranks_per_node  # then at most one on each node
