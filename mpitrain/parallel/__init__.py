@@ -1,1 +1,1 @@
-"""One file per axis of the mesh, and what holds for all of them."""
+"""The axes along which a training is spread over ranks, one file each, and the rules that they share."""
