@@ -16,8 +16,8 @@ from mpitrain.errors import EXIT_DONE, exit_code_of, refusal
 from mpitrain.parallel import layouts
 from mpitrain.parallel.costs import ModelProfile
 from mpitrain.parallel.layouts import ParallelLayout
+from mpitrain.parallel.rules import LayoutRules, rules_of
 from mpitrain.pipe.draw import drawn
-from mpitrain.planner.candidates import LayoutRules, rules_of
 from mpitrain.planner.machine import MachineProfile, given_machines, read_machine, size_of
 from mpitrain.planner.predictor import Predictor
 from mpitrain.planner.report import HEAD, Point, details, nothing_fits, picture, refused, report, row

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from mpitrain.errors import InputError
 
+REPLICAS = "replicas"
+
 
 @dataclass(frozen=True)
 class AxisExchange:
@@ -16,7 +18,8 @@ class AxisExchange:
     Attributes:
         operation: all_reduce, all_gather or reduce_scatter.
         nbytes: Bytes of the whole vector on one rank (of all_gather: of the result).
-        axis: Whose ranks take part: tensor, or data, over which batch norms sum up.
+        axis: Name of the axis whose ranks take part; REPLICAS: all ranks with the same part of the model, over which
+            batch norms sum up.
     """
 
     operation: str
@@ -101,7 +104,8 @@ class Divided:
         sequence: Whether activations are divided along the sequence between divided layers.
         whole: Patterns of layers that stay whole.
         slices: Pieces of a sequence that go through the pipeline by themselves.
-        synchronized: Whether batch norms are those of several data-parallel ranks together.
+        synchronized: Whether batch norms are those of several ranks together.
+        axes: parallel.axes.
     """
 
     tensor: int = 1
@@ -109,6 +113,7 @@ class Divided:
     whole: tuple[str, ...] = ()
     slices: int = 1
     synchronized: bool = False
+    axes: tuple[tuple[str, int], ...] = ()
 
 
 class ModelProfile(ABC):

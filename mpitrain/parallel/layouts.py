@@ -9,6 +9,7 @@ chunksV          parallel.chunks               recompute       train.recompute
 sequence         parallel.sequence             offload:host    parallel.offload
 per-node         parallel.shard_within node    private         parallel.share_node false
 kept             parallel.reshard false        whole:P,Q       parallel.whole ["P", "Q"]
+axes:package.module:Axis=N,...                 parallel.axes {"package.module:Axis" = N, ...}
 """
 
 from __future__ import annotations
@@ -16,15 +17,19 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from itertools import groupby, pairwise
+from math import prod
 from types import MappingProxyType
 from typing import Any, get_args
 
 from mpitrain.choices import PipelineSchedule
+from mpitrain.config.named import find
+from mpitrain.config.parallel import ParallelSection
 from mpitrain.config.settings import Config
 from mpitrain.errors import refusal
 from mpitrain.layout.boxes import split
-from mpitrain.layout.mesh import axes_of, shape_of
+from mpitrain.layout.mesh import LAYERS, PARTS, SAMPLES, MeshAxis, axes_of, count_along, shape_of
 from mpitrain.parallel.costs import BlockCost, Divided
 from mpitrain.pipe.partition import partition
 from mpitrain.pipe.schedule import default_microbatches
@@ -51,6 +56,7 @@ class ParallelLayout:
         offload: parallel.offload.
         sequence: parallel.sequence.
         whole: Patterns of names of layers that the tensor plan would divide and that every rank keeps whole.
+        axes: parallel.axes, as pairs: where an axis is declared, and its ranks.
     """
 
     data: int
@@ -69,16 +75,32 @@ class ParallelLayout:
     offload: str = ""
     sequence: bool = False
     whole: tuple[str, ...] = ()
+    axes: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def sizes(self) -> tuple[tuple[MeshAxis, int], ...]:
+        """The axes of its mesh, outermost first, with the ranks along each."""
+        return sizes_of(self.data, self.pipeline, self.tensor, self.axes)
 
     @property
     def divided(self) -> Divided:
         """How a rank's part of the model is cut out, before it is cut into stages."""
-        return Divided(self.tensor, self.sequence, self.whole, self.slices, synchronized=self.data > 1)
+        return Divided(self.tensor, self.sequence, self.whole, self.slices, self.replicas > 1, _in_layers(self.axes))
 
     @property
     def ranks(self) -> int:
         """Of all axes together."""
-        return self.data * self.pipeline * self.tensor
+        return prod(ranks for _, ranks in self.sizes)
+
+    @property
+    def readers(self) -> int:
+        """Ranks that read different samples (see `mpitrain.layout.mesh`)."""
+        return count_along(self.sizes, SAMPLES)
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that have the same part of the model."""
+        return count_along(self.sizes, SAMPLES, PARTS)
 
 
 _NUMBERED = {"zero": "zero", "mb": "microbatch", "chunks": "chunks", "slices": "slices"}
@@ -95,6 +117,21 @@ SECTION_OF = {  # of the configuration, by key
 _EXAMPLE = "4x2x1 zero1 mb2 1f1b"
 
 
+@lru_cache(maxsize=4096)
+def sizes_of(
+    data: int, pipeline: int, tensor: int, axes: tuple[tuple[str, int], ...] = ()
+) -> tuple[tuple[MeshAxis, int], ...]:
+    """Return the axes of a mesh, outermost first, with the ranks along each."""
+    asked = ParallelSection.model_construct(data=data, pipeline=pipeline, tensor=tensor, axes=dict(axes))
+    return tuple((axis, int(ranks)) for axis, ranks in axes_of(asked))
+
+
+@lru_cache(maxsize=256)
+def _in_layers(axes: tuple[tuple[str, int], ...]) -> tuple[tuple[str, int], ...]:
+    """Return the further axes that change what a layer computes."""
+    return tuple(each for each in axes if find("parallel.axes", each[0])().divides in (LAYERS, PARTS))
+
+
 def text(layout: ParallelLayout) -> str:
     """The layout as one line of text that `read` reads back."""
     words = [f"{layout.data}x{layout.pipeline}x{layout.tensor}"]
@@ -109,6 +146,7 @@ def text(layout: ParallelLayout) -> str:
         runs = [(blocks, len(list(run))) for blocks, run in groupby(layout.cut)]
         words.append("cut:" + ",".join(f"{times}x{blocks}" if times > 1 else str(blocks) for blocks, times in runs))
     words += [f"whole:{','.join(layout.whole)}"] if layout.whole else []
+    words += ["axes:" + ",".join(f"{path}={ranks}" for path, ranks in layout.axes)] if layout.axes else []
     return " ".join(words)
 
 
@@ -141,6 +179,9 @@ def _meant(word: str) -> dict[str, Any]:
     if colon and value:
         if name == "offload":
             return {"offload": value}
+        if name == "axes" and re.fullmatch(r"[\w.]+:\w+=[1-9]\d*(,[\w.]+:\w+=[1-9]\d*)*", value):
+            pairs = [part.rpartition("=") for part in value.split(",")]
+            return {"axes": tuple(sorted((path, int(ranks)) for path, _, ranks in pairs))}
         if name == "whole":
             return {"whole": tuple(value.split(","))}
         if name == "cut" and re.fullmatch(r"(\d+x)?[1-9]\d*(,(\d+x)?[1-9]\d*)*", value):
@@ -166,7 +207,7 @@ def settings(layout: ParallelLayout, wanted: Mapping[str, Any] = MappingProxyTyp
     """
     found: dict[str, dict[str, Any]] = {"parallel": {}, "train": {}}
     for name, section in SECTION_OF.items():
-        value = getattr(layout, name)
+        value = dict(layout.axes) if name == "axes" else getattr(layout, name)
         if isinstance(value, tuple):
             value = list(value) or ("uniform" if name == "cut" else [])
         found[section][name] = wanted.get(name, value)
@@ -185,14 +226,20 @@ def layout_of(config: Config, ranks: int, blocks: Sequence[BlockCost] = ()) -> P
         InputError: The axes do not make so many ranks.
     """
     parallel, train = config.parallel, config.train
-    data, pipeline, tensor = list(shape_of(axes_of(parallel), ranks).values())[:3]
     asked = {name: getattr(getattr(config, section), name) for name, section in SECTION_OF.items()}
-    asked |= {"data": data, "pipeline": pipeline, "tensor": tensor}
-    asked["microbatch"] = train.microbatch or -(-train.batch // (data * default_microbatches(pipeline)))
-    asked["cut"] = _cut(parallel.cut, pipeline * parallel.chunks, blocks) if pipeline > 1 else ()
-    asked["whole"] = tuple(parallel.whole) if tensor > 1 else ()
-    layout = ParallelLayout(**asked)
-    return replace(layout, slices=layout.slices if pipeline > 1 else 1, sequence=layout.sequence and tensor > 1)
+    shape = shape_of(axes_of(parallel), ranks)
+    asked |= {name: shape[name] for name in ("data", "pipeline", "tensor")}
+    asked["axes"] = tuple(sorted(parallel.axes.items()))
+    layout = ParallelLayout(**asked | {"cut": (), "whole": tuple(parallel.whole)})
+    pipeline, several = layout.pipeline, layout.tensor > 1
+    return replace(
+        layout,
+        microbatch=train.microbatch or -(-train.batch // (layout.readers * default_microbatches(pipeline))),
+        cut=_cut(parallel.cut, pipeline * parallel.chunks, blocks) if pipeline > 1 else (),
+        whole=layout.whole if several else (),
+        slices=layout.slices if pipeline > 1 else 1,
+        sequence=layout.sequence and several,
+    )
 
 
 def _cut(cut: str | Sequence[int], stages: int, blocks: Sequence[BlockCost]) -> tuple[int, ...]:
@@ -212,3 +259,8 @@ def sizes(bounds: Sequence[int]) -> tuple[int, ...]:
 
 
 # -- all layouts that a model can be trained in
+
+
+def divisors(number: int) -> list[int]:
+    """Return the numbers that divide one, in order."""
+    return [n for n in range(1, number + 1) if number % n == 0]

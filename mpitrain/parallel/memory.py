@@ -15,7 +15,7 @@ from mpitrain.layers.precision import DTYPES
 from mpitrain.layout.boxes import Flat, lay_out
 from mpitrain.parallel.costs import BlockCost, Weight
 from mpitrain.parallel.layouts import ParallelLayout
-from mpitrain.parallel.places import LayoutPlaces, evenly
+from mpitrain.parallel.places import LayoutPlaces, Nodes
 from mpitrain.pipe.schedule import BackwardInput, Schedule
 from mpitrain.pipe.simulate import Flow
 from mpitrain.shard.flat import MULTIPLE, lay_in_buckets
@@ -140,7 +140,8 @@ class Means:
     @property
     def shared(self) -> bool:
         """Whether the ranks of a node have one copy of the parameters between them."""
-        layout, even = self.places.layout, evenly(self.places.layout, self.places.each)
+        layout = self.places.layout
+        even = Nodes(self.places.nodes, self.places.each).evenly(layout)
         return node_has_one_copy(STAGES[layout.zero], layout.share_node, self.device, even)
 
     @property
@@ -161,7 +162,7 @@ class Means:
     def stored(self, numel: float, itemsize: int) -> Account:
         """Parameters, gradients and states of so many elements on a rank."""
         layout, stage, shards = self.places.layout, STAGES[self.places.layout.zero], self.places.shards()[0].size
-        copied, sharing = bool(layout.offload) and self.device, self.places.data.local * self.shared
+        copied, sharing = bool(layout.offload) and self.device, self.places.replicas.local * self.shared
         return formula(stage, shards, numel, itemsize, self.moments, copied=copied, sharing=sharing)
 
 
@@ -186,8 +187,8 @@ def account(
     if means.gathers:  # into the root, and the unit that computes and the next, or all if they are kept
         *units, root = held.buckets
         gathered = root + (2.0 * max(units, default=0) if layout.reshard else float(sum(units)))
-    exchanged = (e.nbytes for s in held.stages for b in s for e in (*b.forwards, *b.backwards) if e.axis == "tensor")
-    tensor_slots = 2.0 * max(exchanged, default=0) if layout.tensor > 1 else 0.0  # two of the largest, in shared memory
+    exchanged = [e for s in held.stages for b in s for e in (*b.forwards, *b.backwards)]
+    passing = sum(axis.buffers(e.nbytes for e in exchanged if e.axis == axis.name) for axis, _ in layout.sizes)
     activations, peak = _activations(layout, held, flying)
     if flow is not None:
         peak += _gradients_apart(layout, held, flow.shape, rank)
@@ -198,7 +199,7 @@ def account(
         "gradients": flat.gradients,
         "states": stored.states if not (layout.offload and means.device) else 0.0,
         "activations": activations,
-        "buffers": slots + gathered + tensor_slots,
+        "buffers": slots + gathered + passing,
         "working": max(peak, scratch - activations),
         "allocator": 0.0 if means.device else _HOLES * max((b.working for s in held.stages for b in s), default=0),
         "process": float(means.process),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import prod
 
+from mpitrain.layout.mesh import BLOCKS, LAYERS, PARTS, SAMPLES, MeshAxis
 from mpitrain.parallel.layouts import ParallelLayout
 
 
@@ -36,6 +38,26 @@ class Group:
     def local(self) -> int:
         """Ranks on its first node, which has as many as any other or more."""
         return self.nodes.count(self.nodes[0])
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """Nodes with equally many ranks each.
+
+    Attributes:
+        count: How many.
+        each: Ranks of a node.
+        on_device: Whether ranks compute on devices.
+    """
+
+    count: int = 1
+    each: int = 1
+    on_device: bool = False
+
+    def evenly(self, layout: ParallelLayout) -> bool:
+        """Whether all nodes have as many ranks of a group with the same part of the model (`shard_order`)."""
+        parts = layout.ranks // layout.replicas
+        return self.each % parts == 0 or parts > self.each  # then at most one on each node
 
 
 @dataclass(frozen=True)
@@ -82,24 +104,30 @@ class LayoutPlaces:
         return max(1, int(min(self.known_cores, self.cores) // self.each))
 
     @property
-    def data(self) -> Group:
-        """The data-parallel ranks of the first pipeline and tensor position."""
-        return self._group(range(0, self.layout.ranks, self.layout.pipeline * self.layout.tensor))
+    def replicas(self) -> Group:
+        """The ranks that have the first part of the model."""
+        return self._dividing(SAMPLES, PARTS)
 
     @property
-    def tensor(self) -> Group:
-        """The first tensor-parallel group."""
-        return self._group(range(self.layout.tensor))
+    def stages(self) -> Group:
+        """The ranks that have the blocks of the first replica; messages between them are not at the same time."""
+        return replace(self._dividing(BLOCKS), beside=1)
 
     @property
-    def pipeline(self) -> tuple[int, ...]:
-        """The node of each rank of the first pipeline."""
-        step = self.layout.tensor
-        return tuple(rank // self.each for rank in range(0, self.layout.pipeline * step, step))
+    def layers(self) -> Group:
+        """The ranks that have parts of the first layers."""
+        return self._dividing(LAYERS)
+
+    def over(self, *names: str) -> Group:
+        """The first ranks that differ along these axes alone."""
+        return _group_of(self.layout.sizes, names, self.each, self.oversubscribed)
+
+    def _dividing(self, *kinds: str) -> Group:
+        return self.over(*(axis.name for axis, _ in self.layout.sizes if axis.divides in kinds))
 
     def shards(self) -> tuple[Group, Group | None]:
         """The ranks that shares are divided over, and those that have the same share; None where there are none."""
-        data = self.data
+        data = self.replicas
         if not self.layout.zero or self.layout.shard_within == "all":
             return data, None
         across = self.carriers()
@@ -107,21 +135,20 @@ class LayoutPlaces:
 
     def carriers(self) -> Group:
         """The ranks, one a node, that carry updated parameters to each other, while all ranks of a node do so."""
-        return Group(tuple(sorted(set(self.data.nodes))), self.each, self.oversubscribed)
-
-    def _group(self, ranks: range) -> Group:
-        return _group_of(ranks, self.each, self.layout.ranks, self.oversubscribed)
+        return Group(tuple(sorted(set(self.replicas.nodes))), self.each, self.oversubscribed)
 
 
 @lru_cache(maxsize=4096)
-def _group_of(ranks: range, each: int, of: int, oversubscribed: bool) -> Group:
-    """A group of some of the ranks, `each` of which are on a node."""
+def _group_of(
+    sizes: tuple[tuple[MeshAxis, int], ...], names: tuple[str, ...], each: int, oversubscribed: bool
+) -> Group:
+    """The first group along some of the axes, where `each` ranks are on a node."""
+    ranks, stride = [0], prod(size for _, size in sizes)
+    of = stride
+    for axis, size in sizes:
+        stride //= size
+        if axis.name in names:
+            ranks = [rank + number * stride for rank in ranks for number in range(size)]
     nodes = tuple(rank // each for rank in ranks)
     here = max(1, nodes.count(nodes[0]))
     return Group(nodes, max(1, min(each, of) // here), oversubscribed)
-
-
-def evenly(layout: ParallelLayout, ranks_per_node: int) -> bool:
-    """Whether the nodes of a data-parallel group have equally many of its ranks (`shard.parameters.shard_order`)."""
-    stage = layout.pipeline * layout.tensor
-    return ranks_per_node % stage == 0 or stage > ranks_per_node  # then at most one on each node

@@ -266,7 +266,8 @@ def serve(asked: IO[bytes], answers: IO[bytes]) -> None:
     for line in asked:
         question = json.loads(line)
         samples = question.pop("samples")
-        divided = Divided(**question | {"whole": tuple(question["whole"])})
+        named = {"whole": tuple(question["whole"]), "axes": tuple(map(tuple, question["axes"]))}
+        divided = Divided(**question | named)
         try:
             if divided not in cuts:
                 cuts.clear()

@@ -34,10 +34,12 @@ from mpitrain.errors import InputError, refusal
 from mpitrain.layers.precision import DTYPES, convert
 from mpitrain.layers.sync_batchnorm import SyncBatchNorm
 from mpitrain.models import Task, build_model
-from mpitrain.parallel.costs import AxisExchange, Divided
+from mpitrain.parallel.costs import REPLICAS, AxisExchange, Divided
+from mpitrain.parallel.dividing import Division, in_order
+from mpitrain.parallel.layouts import sizes_of
 from mpitrain.pipe.partition import listed_blocks, require_look_back, slice_sequences
 from mpitrain.tensor.axis import Axis, RngTracker
-from mpitrain.tensor.plan import parallelize, plan_for
+from mpitrain.tensor.plan import plan_for
 
 if TYPE_CHECKING:
     from mpitrain.comm import Communicator
@@ -47,18 +49,19 @@ if TYPE_CHECKING:
 
 
 class StandIn(Axis):
-    """Rank 0 of a tensor axis, all by itself.
+    """Rank 0 of an axis that divides layers, all by itself.
 
     Args:
         size: Ranks of the axis.
+        name: Of the axis.
         times: Whether passes are timed: results then cost no time, because they are not computed but shared.
 
     Attributes:
         noted: The exchanges since somebody last put another list here.
     """
 
-    def __init__(self, size: int, *, times: bool = False) -> None:
-        self.rank, self.size = 0, size
+    def __init__(self, size: int, *, times: bool = False, name: str = "tensor") -> None:
+        self.rank, self.size, self.name = 0, size, name
         self.rng = RngTracker(0) if times else _NoStreams(0)
         self.column_input: object = None
         self.noted: list[AxisExchange] = []
@@ -68,12 +71,12 @@ class StandIn(Axis):
 
     def all_reduce(self, x: torch.Tensor, tag: int = 0) -> torch.Tensor:
         """A tensor like x."""
-        self.noted.append(AxisExchange("all_reduce", x.nbytes))
+        self.noted.append(AxisExchange("all_reduce", x.nbytes, self.name))
         return self._like(x, x.shape)
 
     def reduce_scatter(self, x: torch.Tensor, dim: int, lengths: Sequence[int] | None = None) -> torch.Tensor:
         """A tensor like rank 0's part of x."""
-        self.noted.append(AxisExchange("reduce_scatter", x.nbytes))
+        self.noted.append(AxisExchange("reduce_scatter", x.nbytes, self.name))
         return self._like(x, _resized(x.shape, dim, lengths[0] if lengths else self.bounds(x.shape[dim])[1]))
 
     def all_gather(
@@ -82,7 +85,7 @@ class StandIn(Axis):
         """A tensor like all ranks' x; where nobody knows the others' lengths, they are taken to be that of x."""
         told = list(lengths) if lengths is not None else [x.shape[dim]] * self.size
         whole = self._like(x, _resized(x.shape, dim, sum(told)))
-        self.noted.append(AxisExchange("all_gather", whole.nbytes))
+        self.noted.append(AxisExchange("all_gather", whole.nbytes, self.name))
         return whole, told
 
     def _like(self, x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
@@ -120,7 +123,7 @@ class DataStandIn:
 
     def all_reduce(self, x: torch.Tensor) -> None:
         """Note it."""
-        self.noted.append(AxisExchange("all_reduce", x.nbytes, "data"))
+        self.noted.append(AxisExchange("all_reduce", x.nbytes, REPLICAS))
 
 
 def _resized(shape: Sequence[int], dim: int, length: int) -> tuple[int, ...]:
@@ -177,8 +180,7 @@ class Cut:
         module: The model.
         blocks: (name, module) in order; a model that lists none is one block without a name.
         loss: Of the last block's output and the target.
-        axis: Of the tensor ranks; None for one rank.
-        data: Of the data-parallel ranks, as far as batch norms need them.
+        among: What stands in for the ranks of each axis that divides layers, and at last for the replicas.
         fake: The mode in which its tensors are made and used; None where they are real.
         slices: Pieces of each sequence.
         samples: Makes (x, y) of so many samples, or of a slice of them.
@@ -190,8 +192,7 @@ class Cut:
     module: nn.Module
     blocks: list[tuple[str, nn.Module]]
     loss: Callable[[Any, Any], torch.Tensor]
-    axis: StandIn | None
-    data: DataStandIn
+    among: Sequence[StandIn | DataStandIn]
     fake: FakeTensorMode | None
     slices: int
     samples: Callable[[int], tuple[torch.Tensor, torch.Tensor]]
@@ -205,10 +206,9 @@ class Cut:
     def exchanged(self) -> tuple[AxisExchange, ...]:
         """What has been exchanged since this was last asked."""
         found: list[AxisExchange] = []
-        for axis in (self.axis, self.data):
-            if axis is not None:
-                found += axis.noted
-                axis.noted = []
+        for group in self.among:
+            found += group.noted
+            group.noted = []
         return tuple(found)
 
     def autocast(self, device: str = "cpu") -> AbstractContextManager[Any]:
@@ -279,14 +279,14 @@ class Subject:
                 patterns = [*(plan_for(self.module) if divided.tensor > 1 else {}), *divided.whole]
                 like = alike(self.module, listed_blocks(self.module), patterns)
             task = self._copied(mode, like)
-            module, data = task.module, DataStandIn()
+            module, replicas = task.module, DataStandIn()
             if divided.synchronized:
-                module = SyncBatchNorm.convert(module, cast("Communicator", data))
-            axis = None
-            if divided.tensor > 1:
-                plan = plan_for(module, sequence=divided.sequence)
-                axis = StandIn(divided.tensor, times=device is not None)
-                parallelize(module, axis, plan, sequence=divided.sequence, whole=divided.whole)
+                module = SyncBatchNorm.convert(module, cast("Communicator", replicas))
+            sizes, division = dict(sizes_of(1, 1, divided.tensor, divided.axes)), Division(module, divided)
+            groups = {a: StandIn(n, times=device is not None, name=a.name) for a, n in sizes.items()}
+            for axis in in_order(sizes, blocks=False):
+                axis.divide(division, groups[axis])
+            module = division.module
             precision = self.config.train.precision
             convert(module, precision)
             if device is not None and device.type != "cpu":
@@ -300,7 +300,8 @@ class Subject:
             require_look_back(self.module, blocks, divided.slices)
             samples = partial(self._samples, divided.slices, device or torch.device("cpu"))
         module.train()
-        return Cut(module, blocks, task.loss, axis, data, mode, divided.slices, samples, precision, like)
+        among: list[StandIn | DataStandIn] = [*(group for group in groups.values() if group.size > 1), replicas]
+        return Cut(module, blocks, task.loss, among, mode, divided.slices, samples, precision, like)
 
     def _build(self, real: bool) -> Task:
         """The task; `self._fake` is the mode of its tensors where they have no values."""

@@ -26,6 +26,7 @@ from mpitrain.errors import CheckpointError
 from mpitrain.layers.lora import require_whole
 from mpitrain.layout.boxes import Piece, Slice, shares
 from mpitrain.layout.ownership import DATA, Axes
+from mpitrain.parallel.dividing import tied_names
 from mpitrain.shard.flat_parameters import FlatParameter, begin_states, is_elementwise
 from mpitrain.shard.sharding import Sharding
 
@@ -344,10 +345,3 @@ def merged(found: Iterable[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[s
         for name, states in of_rank.items():
             together.setdefault(name, {}).update(states)
     return together
-
-
-def tied_names(module: nn.Module) -> dict[str, str]:
-    """Further names of parameters that have several: name -> the name they are saved under."""
-    first = {id(p): name for name, p in module.named_parameters()}
-    every: Iterable[tuple[str, nn.Parameter]] = module.named_parameters(remove_duplicate=False)
-    return {name: first[id(p)] for name, p in every if first[id(p)] != name}

@@ -9,7 +9,7 @@ from support import config_of
 from torch import nn
 
 from mpitrain.layout.mesh import Mesh
-from mpitrain.trainer.assemble import divide
+from mpitrain.parallel.dividing import divide
 from mpitrain.trainer.engine import Engine
 
 BLOCKS = 8

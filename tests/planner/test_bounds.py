@@ -34,7 +34,7 @@ def test_no_layout_is_faster_or_smaller_than_its_bound(model, name, nodes, each)
     machine = read_machine(name)
     predictor = Predictor(FakeModel(6, 64) if model == "made up" else counted(machine), machine, nodes, each)
     bounds, refine = Bounds(predictor), Refinement(predictor)
-    layouts = list(candidates(predictor.model, machine, nodes, each))
+    layouts = list(candidates(predictor.model, predictor.at))
     layouts = [layout for layout in layouts if model == "made up" or layout.slices == 1]
     tried = 0
     for layout in random.Random(3).sample(layouts, 60 if model == "made up" else 24):
