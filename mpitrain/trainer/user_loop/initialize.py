@@ -284,7 +284,8 @@ def _shown(value: Any) -> str:
 def places(comm: Communicator, parallel: ParallelSection) -> Mesh:
     """Return the mesh of a loop of one's own. Collective.
 
-    Where the model is not divided, a group of all ranks is `comm` itself. Raises InputError for settings that do not go together.
+    Where the model is not divided, a group of all ranks is `comm` itself. Raises InputError for settings that do not go
+    together.
     """
     axes = axes_of(parallel)
     mesh = Mesh.of(comm, axes, itself=count_along(axes, BLOCKS, LAYERS) == 1)
