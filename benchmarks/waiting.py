@@ -224,11 +224,6 @@ def median_run(runs: Sequence[Found]) -> Found:
     return sorted(runs, key=tokens_per_second)[(len(runs) - 1) // 2]
 
 
-def given_loss(found: dict[str, Found]) -> float:
-    """The loss whose time is measured: the lowest that all contenders reach."""
-    return max(min(smoothed(of["loss"])) for of in found.values())
-
-
 def seconds_to(of: Found, loss: float) -> float | None:
     """Seconds until a loss was reached; None where it was not."""
     times = accumulate(of["seconds"])
