@@ -226,5 +226,4 @@ def median_run(runs: Sequence[Found]) -> Found:
 def seconds_to(of: Found, loss: float) -> float | None:
     """Seconds until a loss was reached; None where it was not."""
     times = accumulate(of["seconds"])
-    reached = (at for at, found in zip(times, smoothed(of["loss"]), strict=True) if found <= loss)
-    return next(reached, None)
+    return next((at for at, found in zip(times, smoothed(of["loss"]), strict=True) if found <= loss), None)
