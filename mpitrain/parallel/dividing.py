@@ -12,7 +12,7 @@ Reference:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from mpitrain.config.settings import Config
+from mpitrain.comm.memory.device import CPU
 from mpitrain.errors import refusal
 from mpitrain.layout.mesh import BLOCKS, Mesh, MeshAxis
 from mpitrain.layout.ownership import Axes, owners_of
@@ -41,77 +41,45 @@ class Division:
     """A model on its way from the whole to this rank's part; `MeshAxis.divide` changes it.
 
     Attributes:
-        module: The model as the axes so far have left it, with the names of the whole.
+        module: The whole model, the same on all ranks; then, as the axes so far have left it, with the same names.
         parallel: The settings [parallel].
         criterion: Gives the loss of an output and a target, once layers are divided; None: nobody needs it.
-        plan: How layers are divided (see `mpitrain.tensor.plan`); None: as the model says.
-        blocks: Names of the modules that one after the other are the model; empty: as the model says.
         cut: What stages have equally much of, where it is not numbers of blocks.
+        device: What this rank computes on.
         recompute: Whether activations are computed again in backward.
-        device: What this rank computes on; None: not known.
+        plan: How layers are divided (see `mpitrain.tensor.plan`); None: as the model says.
+        names: Names of the modules that one after the other are the model; empty: as the model says.
         pipeline: What the module is a stage of; None: it is the whole.
+        blocks: Of the whole model, as `mpitrain.shard.flat.blocks_of` finds them before it is divided.
+        axes: The module's place in the mesh, once it is divided.
     """
 
     module: nn.Module
     parallel: Any
     criterion: Callable[[], Criterion] | None = None
-    plan: Plan | None = None
-    blocks: Sequence[str] = ()
     cut: Cut = "uniform"
+    device: torch.device = CPU
     recompute: bool = False
-    device: torch.device | None = None
+    plan: Plan | None = None
+    names: Sequence[str] = ()
     pipeline: Pipeline | None = None
+    blocks: Sequence[nn.Module] = ()
+    axes: Axes = field(default_factory=Axes)
 
 
-@dataclass(frozen=True)
-class DividedModel:
-    """This rank's part of a model.
-
-    Attributes:
-        module: The part, with the names of the whole model.
-        axes: Its place in the mesh.
-        blocks: Of the model, as `mpitrain.shard.flat.blocks_of` finds them before it is divided.
-    """
-
-    module: nn.Module
-    axes: Axes
-    blocks: list[nn.Module]
-
-
-def divide(
-    model: nn.Module,
-    mesh: Mesh,
-    config: Config,
-    *,
-    criterion: Callable[[], Criterion],
-    cut: Cut,
-    device: torch.device,
-    plan: Plan | None = None,
-    blocks: Sequence[str] = (),
-) -> DividedModel:
-    """Divide a model along all axes of a mesh, and move this rank's part to its device. Collective.
-
-    Args:
-        model: The whole model, the same on all ranks; it is changed in place.
-        mesh: The ranks.
-        config: The settings: how stages and layers are cut, and whether activations are computed again in backward.
-        criterion: Gives the loss of an output and a target, once layers are divided, where there are stages.
-        cut: What stages have equally much of, where it is not numbers of blocks.
-        device: What this rank computes on.
-        plan: How layers are divided (see `mpitrain.tensor.plan`), where there are tensor ranks; None: as it says.
-        blocks: Names of the modules that one after the other are the model; empty: as the model says.
-    """
-    found, aliases, recompute = blocks_of(model), tied_names(model), config.train.recompute
-    division = Division(model, config.parallel, criterion, plan, blocks, cut, recompute, device)
+def divide(division: Division, mesh: Mesh) -> Division:
+    """Divide a model along all axes of a mesh, in place, and move this rank's part to its device. Collective."""
+    aliases = tied_names(division.module)
+    division.blocks = blocks_of(division.module)
     for axis in in_order(mesh.axes):
         axis.divide(division, mesh.over(axis.name))
-    pipeline = division.pipeline
-    if pipeline is None and recompute:
-        recompute_blocks(division.module)
-    move(division.module, device)
-    copied = pipeline.counted_elsewhere() if pipeline is not None else set[str]()
-    owners = owners_of(division.module, mesh.layers.rank, copied)
-    return DividedModel(division.module, Axes((mesh.stages, mesh.layers), owners, pipeline, aliases), found)
+    pipeline, module = division.pipeline, division.module
+    if pipeline is None and division.recompute:
+        recompute_blocks(module)
+    move(module, division.device)
+    owners = owners_of(module, mesh.layers.rank, pipeline.counted_elsewhere() if pipeline is not None else ())
+    division.axes = Axes((mesh.stages, mesh.layers), owners, pipeline, aliases)
+    return division
 
 
 def in_order(axes: Iterable[MeshAxis], *, blocks: bool = True) -> list[MeshAxis]:

@@ -31,6 +31,7 @@ class PipelineAxis(MeshAxis):
     name = "pipeline"
     divides = BLOCKS
     near = 10
+    idle = ("schedule", "slices")
 
     def refuse(self, combination: Combination) -> str:
         """Refuse the blocks of stages where there are no stages."""
@@ -50,7 +51,7 @@ class PipelineAxis(MeshAxis):
 
         assert division.criterion is not None
         parallel = division.parallel
-        listed = listed_blocks(division.module, division.blocks)
+        listed = listed_blocks(division.module, division.names)
         require_look_back(division.module, listed, parallel.slices)
         pipeline = Pipeline(
             listed,

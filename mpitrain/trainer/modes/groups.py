@@ -43,6 +43,7 @@ from mpitrain.layout.boxes import split
 from mpitrain.layout.mesh import BLOCKS, LAYERS, Mesh, axes_of
 from mpitrain.layout.ownership import Axes
 from mpitrain.loose.averaging import Averaging, FlatSlice, Grouping
+from mpitrain.parallel.rules import Combination, require_compatible
 from mpitrain.shard.ddp import broadcast_state
 from mpitrain.shard.flat import by_dtype
 from mpitrain.shard.virtual_workers import VirtualWorkers
@@ -99,10 +100,9 @@ def require_samples(config: Config, engine: Engine, workers: VirtualWorkers, siz
     """
     if engine.pipeline is not None:
         return
-    gathers = engine.sharding.parameters.gathers
-    for size in sizes:
-        if why := workers.conflict(size, config.train.microbatch, synchronous=engine.synchronous, gathers=gathers):
-            raise refusal(why)
+    gathers, microbatch = engine.sharding.parameters.gathers, config.train.microbatch
+    found = Combination(config.parallel, synchronous=engine.synchronous, gathers=gathers)
+    require_compatible(replace(found, workers=workers, batches=sizes, microbatch=microbatch))
 
 
 REPLICA, MOMENTUM, LEFT_OUT = "replica/", "outer/momentum/", "local_compression/"

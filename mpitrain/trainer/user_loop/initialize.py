@@ -30,7 +30,7 @@ from mpitrain.config.training import OptimSection
 from mpitrain.errors import refusal
 from mpitrain.layers.precision import DTYPES
 from mpitrain.layout.mesh import BLOCKS, LAYERS, Mesh, axes_of, count_along
-from mpitrain.parallel.dividing import DividedModel, Plan, divide, move
+from mpitrain.parallel.dividing import Division, Plan, divide, move
 from mpitrain.parallel.rules import Combination, require_compatible
 from mpitrain.shard.ddp import DistributedDataParallel, broadcast_state
 from mpitrain.shard.flat_parameters import has_stepped
@@ -107,9 +107,7 @@ def initialize(
     return kind(engine, settings, loss, scheduling(scheduler, made), mesh, given)
 
 
-def _engine(
-    divided: DividedModel, loss: Loss, optimizer: torch.optim.Optimizer, mesh: Mesh, settings: Settings
-) -> Engine:
+def _engine(divided: Division, loss: Loss, optimizer: torch.optim.Optimizer, mesh: Mesh, settings: Settings) -> Engine:
     read = settings.deepspeed
     scale = LossScale(**read.scale) if read is not None and read.scale is not None else None
     dtype = DTYPES[read.reduce_dtype] if read is not None and read.reduce_dtype is not None else None
@@ -302,7 +300,7 @@ def places(comm: Communicator, parallel: ParallelSection) -> Mesh:
 
 def place_on_mesh(
     model: nn.Module, mesh: Mesh, config: Config, *, loss: Loss | None, plan: Plan | None, blocks: Sequence[str]
-) -> tuple[DividedModel, Loss | None]:
+) -> tuple[Division, Loss | None]:
     """Divide a model as the configuration says, and move this rank's part to its device. Collective.
 
     Returns:
@@ -327,9 +325,8 @@ def place_on_mesh(
             )
         return chosen
 
-    divided = divide(
-        model, mesh, config, criterion=criterion, cut=config.parallel.cut, device=device, plan=plan, blocks=blocks
-    )
+    parallel, recompute = config.parallel, config.train.recompute
+    divided = divide(Division(model, parallel, criterion, parallel.cut, device, recompute, plan, blocks), mesh)
     if whole:
         if own is None and (blocks or plan is not None or hasattr(model, "pipeline_blocks")):
             own = before  # as it would be with stages
