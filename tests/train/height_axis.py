@@ -91,11 +91,17 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Communicator) -> torch.Tensor:
         ctx.group = group
-        return group.all_reduce(x.clone())
+        return _summed(x, group)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.group.all_reduce(grad.clone()), None
+        return _summed(grad, ctx.group), None
+
+
+def _summed(x: torch.Tensor, group: Communicator) -> torch.Tensor:
+    total = x.clone()
+    group.all_reduce(total)
+    return total
 
 
 def network(description: Any) -> tuple[nn.Module, nn.Module]:
