@@ -79,7 +79,7 @@ class MeshAxis:
         """Change a model into this rank's part of it along this axis. Collective.
 
         Args:
-            division: A `parallel.dividing.Division`, whose module is the model as the axes before have left it.
+            division: A `parallel.dividing.ModelPart`, whose module is the model as the axes before have left it.
             group: Communicator of the ranks along this axis; the planner gives what stands in for it.
         """
 

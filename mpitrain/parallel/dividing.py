@@ -37,7 +37,7 @@ Criterion = Callable[[Any, Any], torch.Tensor]
 
 
 @dataclass
-class Division:
+class ModelPart:
     """A model on its way from the whole to this rank's part; `MeshAxis.divide` changes it.
 
     Attributes:
@@ -102,7 +102,7 @@ def divide(
         blocks: Names of the modules that one after the other are the model; empty: as the model says.
     """
     found, aliases, recompute = blocks_of(model), tied_names(model), config.train.recompute
-    division = Division(model, config.parallel, criterion, plan, blocks, cut, recompute, device)
+    division = ModelPart(model, config.parallel, criterion, plan, blocks, cut, recompute, device)
     for axis in in_order(mesh.axes):
         axis.divide(division, mesh.over(axis.name))
     pipeline = division.pipeline

@@ -12,7 +12,7 @@ from torch import nn
 from mpitrain.errors import refusal
 from mpitrain.layout.mesh import BLOCKS, MeshAxis
 from mpitrain.parallel.costs import Divided, ModelProfile
-from mpitrain.parallel.dividing import Division
+from mpitrain.parallel.dividing import ModelPart
 from mpitrain.parallel.layouts import ParallelLayout, divisors
 from mpitrain.parallel.rules import Combination
 from mpitrain.pipe.partition import listed_blocks, require_look_back
@@ -42,7 +42,7 @@ class PipelineAxis(MeshAxis):
             "raise that, or leave parallel.cut out"
         )
 
-    def divide(self, division: Division, group: Communicator) -> None:
+    def divide(self, division: ModelPart, group: Communicator) -> None:
         """Cut the model into stages, and keep this rank's."""
         if group.size == 1:
             return

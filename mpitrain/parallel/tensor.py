@@ -8,7 +8,7 @@ from typing import Any
 
 from mpitrain.layout.mesh import BLOCKS, LAYERS, MeshAxis
 from mpitrain.parallel.costs import AxisExchange, Divided, ModelProfile
-from mpitrain.parallel.dividing import Division
+from mpitrain.parallel.dividing import ModelPart
 from mpitrain.parallel.layouts import ParallelLayout, divisors
 from mpitrain.parallel.places import Group
 from mpitrain.parallel.rules import Combination
@@ -42,7 +42,7 @@ class TensorAxis(MeshAxis):
             "parallel.sequence to false, or parallel.slices to 1"
         )
 
-    def divide(self, division: Division, group: Any) -> None:
+    def divide(self, division: ModelPart, group: Any) -> None:
         """Divide the layers that the model's plan names."""
         if group.size > 1:
             parallel = division.parallel

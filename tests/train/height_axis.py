@@ -99,9 +99,15 @@ class _Sum(torch.autograd.Function):
 
 
 def _summed(x: torch.Tensor, group: Communicator) -> torch.Tensor:
+<<<<<<< HEAD
     total = x.clone()
     group.all_reduce(total)
     return total
+=======
+    x = x.clone()
+    group.all_reduce(x)
+    return x
+>>>>>>> d
 
 
 def network(description: Any) -> tuple[nn.Module, nn.Module]:
