@@ -194,7 +194,7 @@ class MatrixGather:
         part = logical_of(parameter)
         if self._tensor is None:
             return DividedMatrix(parameter in self._own, None, ())
-        boxes = [[box.outer, box.dim, box.inner, box.start, box.stop] for box in part.boxes]
+        boxes = [[box.shape, box.start, box.stop] for box in part.boxes]
         told = self._tensor.all_gather_object([*key, list(part.shape), boxes, parameter in self._own])
         if len({tuple(shape) for _, _, shape, _, _ in told}) > 1 or len({(g, n) for g, n, *_ in told}) > 1:
             raise refusal("muon needs the tensor ranks to lay their matrices out alike; set parallel.tensor to 1")
@@ -293,7 +293,7 @@ def _views(matrix: torch.Tensor, part: Slice) -> Iterator[tuple[torch.Tensor, in
     """(its view of the matrix, where it begins in the rank's tensor, the box) of each box of a part."""
     begin = 0
     for box in part.boxes:
-        yield matrix.view(box.outer, box.dim, box.inner)[:, box.start : box.stop], begin, box
+        yield box.of(matrix), begin, box
         begin += box.numel
 
 
