@@ -109,9 +109,9 @@ def microbatch_size(config: Config, mesh: Mesh, samples: int = 0) -> int:
 
     samples: Of a batch that the ranks of the mesh share; 0: a global batch.
     """
-    if config.train.microbatch or mesh.pipeline.size == 1:
+    if config.train.microbatch or mesh.stages.size == 1:
         return config.train.microbatch
-    return -(-(samples or config.train.batch) // (mesh.data.size * default_microbatches(mesh.pipeline.size)))
+    return -(-(samples or config.train.batch) // (mesh.readers.size * default_microbatches(mesh.stages.size)))
 
 
 def with_microbatch(config: Config, ranks: int) -> Config:
@@ -119,7 +119,7 @@ def with_microbatch(config: Config, ranks: int) -> Config:
     train, parallel = config.train, config.parallel
     if not train.accumulation:
         return config
-    columns = max(1, (ranks - parallel.servers) // (parallel.pipeline * parallel.tensor))
+    columns = max(1, (ranks - parallel.servers) // parallel.ranks_per_data)
     size = -(-train.batch // (columns * train.accumulation))
     return config.model_copy(update={"train": train.model_copy(update={"microbatch": size})})
 

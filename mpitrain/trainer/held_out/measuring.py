@@ -429,7 +429,7 @@ def evaluated(
     """
     workers = places.evaluating
     chosen = min(most or config.train.evaluate_samples, len(samples))
-    pipeline = places.mesh.pipeline.size > 1  # it cuts batches itself, and tells the host the loss of each
+    pipeline = places.mesh.stages.size > 1  # it cuts batches itself, and tells the host the loss of each
     microbatch = 0 if pipeline else config.train.microbatch
     losses = torch.zeros(len(workers.own), 1, dtype=torch.float64, device=CPU if pipeline else engine.device)
     meter.begin(losses)

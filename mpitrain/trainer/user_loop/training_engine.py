@@ -53,7 +53,7 @@ class TrainingEngine:
         self._engine: Any = engine  # an Engine, until it is closed
         self.settings, self._loss, self._scheduler = settings, loss, scheduler
         self.module, self.optimizer, self.device = engine.module, engine.optimizer, engine.device
-        self.mesh, self._given, stages = mesh, given, mesh.pipeline
+        self.mesh, self._given, stages = mesh, given, mesh.stages
         self.data_rank, self.data_size = engine.comm.rank, engine.comm.size
         self.is_first_stage, self.is_last_stage = stages.rank == 0, stages.rank == stages.size - 1
         given.take(engine.module)
@@ -62,7 +62,7 @@ class TrainingEngine:
         self._store: Any = Store(Path(), mesh.world, ALL)  # one for all folders: it keeps communicators
         self._generators = Generators(mesh, engine.device)
         self._pending = False  # a backward pass was made that no step has counted
-        self._divided = mesh.pipeline.size * mesh.tensor.size > 1
+        self._divided = mesh.divided
         self._draws = DividedDraws(self._generators, mesh, engine.device) if self._divided else None
 
     def __getattr__(self, name: str) -> Any:
@@ -336,10 +336,7 @@ class TrainingEngine:
             return
         self._store.close()
         self._engine.close()
-        if self._divided:
-            self.mesh.free()
-        elif self.mesh.world.size > 1:
-            self.mesh.tensor.free()
+        self.mesh.free()
         self._given.release()
         self._engine = self._store = ClosedEngine()
 
