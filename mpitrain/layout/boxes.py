@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-_SLICE = "_mpitrain_slice"  # attribute of a parameter that is a part of the model's
+_DIVIDED = "_mpitrain_divided"  # attribute of a parameter that is a part of the model's: the part, axes
 
 
 def split(length: int, parts: int) -> list[int]:
@@ -254,19 +254,77 @@ class Slice:
         return found
 
 
+def compose(outer: Slice, inner: Slice) -> Slice:
+    """Return what part of a tensor a part of a part of it is.
+
+    Args:
+        outer: The part, of one box.
+        inner: What is taken of the rank's tensor that has that part: a slice in its shape.
+
+    Raises:
+        ValueError: `outer` is several boxes, or `inner` cuts across the ranges of its dimensions.
+    """
+    if len(outer.boxes) > 1:
+        raise ValueError("a part of several boxes cannot be divided further; divide the tensor in the other order")
+    return Slice(outer.shape, tuple(_within(outer.boxes[0], box) for box in inner.boxes))
+
+
+def _within(outer: Box, inner: Box) -> Box:
+    """Return a box of the elements of another, numbered as these are, as a box of the tensor."""
+    if not outer.numel:
+        return outer
+    whole = list(zip(outer.shape, outer.start, outer.stop, strict=True))
+    part = list(zip(inner.shape, inner.start, inner.stop, strict=True))
+    found: list[tuple[int, int, int]] = []
+    while whole and part:  # the last dimensions of both, where need be cut in two, so that they are equally long
+        length, lo, hi = whole.pop()
+        count, first, last = part.pop()
+        inside = min(hi - lo, count)
+        if hi - lo > inside:
+            whole.append(_cut_off((length, lo, hi), inside))
+            length, lo, hi = inside, 0, inside
+        elif count > inside:
+            part.append(_cut_off((count, first, last), inside))
+            count, first, last = inside, 0, inside
+        found.append((length, lo + first, lo + last))
+    shape, start, stop = zip(*(whole + part + found[::-1]), strict=True) if whole or part or found else ((), (), ())
+    return Box(shape, start, stop)
+
+
+def _cut_off(dimension: tuple[int, int, int], inside: int) -> tuple[int, int, int]:
+    """Return what is left of a dimension (length, start, stop) without its last `inside` indices, as a dimension."""
+    if inside == 0 or any(number % inside for number in dimension):
+        raise ValueError("a part of a part cuts across its ranges; divide the tensor in the other order")
+    length, start, stop = dimension
+    return length // inside, start // inside, stop // inside
+
+
 def logical_of(tensor: Any) -> Slice:
-    """What part of the model's tensor a rank's parameter is: the whole, unless `mark` said otherwise."""
-    return getattr(tensor, _SLICE, None) or Slice.whole(tensor.shape)
+    """Return what part of the model's tensor a rank's parameter is: the whole, unless `mark` said otherwise."""
+    noted = getattr(tensor, _DIVIDED, None)
+    return noted[0] if noted else Slice.whole(tensor.shape)
 
 
-def mark(tensor: Any, part: Slice) -> None:
-    """Note on a parameter what it is a part of; the note stays with the object, whatever becomes of its data."""
-    setattr(tensor, _SLICE, part)
+def divided_by(tensor: Any) -> tuple[str, ...]:
+    """Return the names of the axes that divide a rank's parameter, as `mark` said; empty: every rank has all of it."""
+    noted = getattr(tensor, _DIVIDED, None)
+    return noted[1] if noted else ()
+
+
+def mark(tensor: Any, part: Slice, axes: Sequence[str]) -> None:
+    """Note on a parameter what it is a part of; the note stays with the object, whatever becomes of its data.
+
+    Args:
+        tensor: The parameter.
+        part: What it is a part of.
+        axes: Names of the axes that divide the model's tensor so.
+    """
+    setattr(tensor, _DIVIDED, (part, tuple(axes)))
 
 
 def is_replicated(tensor: Any) -> bool:
-    """Whether every rank of the tensor axis has the same parameter, so that norms must count it once."""
-    return getattr(tensor, _SLICE, None) is None
+    """Return whether no axis divides the parameter, so that norms must count it once."""
+    return not divided_by(tensor)
 
 
 @dataclass(frozen=True)

@@ -31,15 +31,15 @@ from mpitrain.data import Dataset
 from mpitrain.errors import InputError, refusal
 from mpitrain.layers.precision import DTYPES
 from mpitrain.layers.sync_batchnorm import SyncBatchNorm
-from mpitrain.layout.mesh import Mesh, conflict, uncompiled
-from mpitrain.layout.ownership import Axes, owners_of
+from mpitrain.layout.mesh import BLOCKS, LAYERS, PARTS, SAMPLES, Mesh, conflict, uncompiled
+from mpitrain.layout.ownership import Division, owners_of
 from mpitrain.models.task import Task
 from mpitrain.pipe.partition import check_slices, listed_blocks, require_look_back, time_costs
 from mpitrain.pipe.pipeline import Pipeline
 from mpitrain.pipe.schedule import default_microbatches
 from mpitrain.shard import placement
 from mpitrain.shard.flat import blocks_of
-from mpitrain.tensor import ParallelStyle, parallelize, plan_for
+from mpitrain.tensor import Axis, ParallelStyle, parallelize, plan_for
 from mpitrain.trainer.data import microbatch_size
 from mpitrain.trainer.device import move
 from mpitrain.trainer.engine import Engine
@@ -83,11 +83,11 @@ def assemble(
         move(task.loss, device)
     engine = make_engine(
         divided.module,
-        task.loss if divided.axes.pipeline is None else _criterion(task),
+        task.loss if divided.division.pipeline is None else _criterion(task),
         make_optimizer(divided.module.named_parameters()),
         mesh.replicas,
         config,
-        axes=replace(divided.axes, base=task.base),
+        division=replace(divided.division, base=task.base),
     )
     if config.model.compile:
         compile_blocks(divided.blocks, engine, mesh.world)
@@ -132,12 +132,12 @@ class DividedModel:
 
     Attributes:
         module: The part, with the names of the whole model.
-        axes: Its place in the mesh.
+        division: How the model is divided over the mesh.
         blocks: Of the model, as `mpitrain.shard.flat.blocks_of` finds them before it is divided.
     """
 
     module: nn.Module
-    axes: Axes
+    division: Division
     blocks: list[nn.Module]
 
 
@@ -168,7 +168,9 @@ def divide(
     found, aliases = blocks_of(model), tied_names(model)
     if mesh.layers.size > 1:
         plan = plan_for(model, plan, sequence=parallel.sequence)
-        parallelize(model, mesh.layers, plan, sequence=parallel.sequence, whole=parallel.whole)
+        parallelize(
+            model, Axis(mesh.layers, mesh.dividing(LAYERS)), plan, sequence=parallel.sequence, whole=parallel.whole
+        )
     pipeline, elsewhere, module = None, set[str](), model
     if mesh.stages.size > 1:
         listed = listed_blocks(model, blocks)
@@ -191,8 +193,9 @@ def divide(
     elif recompute:
         recompute_blocks(module)
     move(module, device)
-    owners = owners_of(module, mesh.layers.rank, elsewhere)
-    return DividedModel(module, Axes((mesh.stages, mesh.layers), owners, pipeline, aliases), found)
+    owners = owners_of(module, {name: mesh.coordinates[name] for name in mesh.dividing(LAYERS)}, elsewhere)
+    others, replicas = ({n: mesh.over(n) for n in mesh.dividing(*of)} for of in ((BLOCKS, LAYERS), (SAMPLES, PARTS)))
+    return DividedModel(module, Division(others, replicas, owners, pipeline, aliases), found)
 
 
 def _require_parameters(mesh: Mesh, stage: nn.Module) -> None:
