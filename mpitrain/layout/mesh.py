@@ -54,6 +54,17 @@ class MeshAxis:
     divides: str = SAMPLES
     near: int = 5
 
+    def take(self, x: Any, y: Any, number: int, ranks: int) -> tuple[Any, Any]:
+        """Return a rank's part of samples and of their targets, where ranks have PARTS; else, both as they are.
+
+        Args:
+            x: Samples [samples, ...].
+            y: Their targets [samples, ...]; None: there are none.
+            number: Of the rank along the axis.
+            ranks: Along the axis.
+        """
+        return x, y
+
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other)
 
@@ -208,6 +219,12 @@ class Mesh:
     def dividing(self, *kinds: str) -> list[str]:
         """Names of the axes that divide one of these kinds of things (SAMPLES, PARTS, BLOCKS, LAYERS)."""
         return [axis.name for axis in self.axes if axis.divides in kinds]
+
+    def take(self, x: Any, y: Any = None) -> tuple[Any, Any]:
+        """This rank's part of samples and their targets, by all axes (see `MeshAxis.take`)."""
+        for axis in self.axes:
+            x, y = axis.take(x, y, self.coordinates[axis.name], self.shape[axis.name])
+        return x, y
 
     def free(self) -> None:
         """Release the communicators of the mesh. Collective; the mesh is of no use afterwards."""

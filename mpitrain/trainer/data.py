@@ -135,9 +135,10 @@ def seed_worker(seed: int, step: int, worker: int) -> None:
     torch.manual_seed((seed * 1_000_003 + step) * 1_000_003 + worker & (1 << 63) - 1)
 
 
-def gather_ids(everyone: Communicator, batch: Batch) -> list[int]:
+def gather_ids(places: GroupPlaces, batch: Batch) -> list[int]:
     """The sample ids of the global batch, in order. Collective over the ranks that share it."""
-    return [number for ids in everyone.all_gather_object(batch.ids.tolist()) for number in ids]
+    own = [] if places.mesh.parts.rank else batch.ids.tolist()  # others have parts of the same samples
+    return [number for ids in places.everyone.all_gather_object(own) for number in ids]
 
 
 def weigh_step(criterion: WeightedCrossEntropy, y: torch.Tensor, comm: Communicator) -> None:

@@ -250,7 +250,8 @@ class Trainer(Run):
         """
         config, workers, places, size = self.config, self.places.workers, self.places, self.samples
         microbatch = microbatch_size(config, self.mesh, size)
-        shares = [microbatches(batch.x[lo:hi], batch.y[lo:hi], microbatch) for lo, hi in workers.within(size)]
+        x, y = self.mesh.take(batch.x, batch.y)
+        shares = [microbatches(x[lo:hi], y[lo:hi], microbatch) for lo, hi in workers.within(size)]
 
         place = self.mesh.number(*self.mesh.dividing(PARTS, BLOCKS))
 
@@ -260,7 +261,9 @@ class Trainer(Run):
 
         if self.class_weights is not None:
             weigh_step(self.class_weights, batch.y, self.mesh.readers)
-        losses = self.engine.forward_backward(shares, size, rounds=workers.rounds(size, microbatch), before=seed)
+        losses = self.engine.forward_backward(
+            shares, size * self.mesh.parts.size, rounds=workers.rounds(size, microbatch), before=seed
+        )
         lr = next_rate(self.schedule, self.engine.optimizer, self.step)
         # nothing collective may come after the update: see elastic
         loss = workers.begin_total(self.mesh.replicas, losses)

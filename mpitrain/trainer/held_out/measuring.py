@@ -436,11 +436,12 @@ def evaluated(
     parts = LossOfParts(samples.parts(chosen), losses)
     batches = evaluation_batches(samples, samples=chosen, batch=config.train.batch, share=workers.share)
     for batch in on_device(batches, engine.device):
+        x_of, y_of = places.mesh.take(batch.x, batch.y)
         size = min(config.train.batch, chosen - batch.position)
         done = 0
         for worker, (lo, hi) in enumerate(workers.within(size)):
             meter.worker, place = worker, batch.position + batch.first + lo
-            for x, y in microbatches(batch.x[lo:hi], batch.y[lo:hi], microbatch):
+            for x, y in microbatches(x_of[lo:hi], y_of[lo:hi], microbatch):
                 loss = engine.evaluate(x, y, meter.see)
                 losses[worker] += loss.double() * len(x)
                 parts.add(worker, place, x, y, loss)
@@ -449,7 +450,8 @@ def evaluated(
             engine.evaluate(*spare)
         parts.end_batch(engine, batch.position, size, spare)
     sums = meter.gathered(places, engine)
-    total, *totals = workers.totals(places.everyone, torch.cat([losses, sums, parts.sums], 1))
+    found = workers.totals(places.everyone, torch.cat([losses, sums, parts.sums], 1))
+    total, *totals = [each / places.mesh.parts.size for each in found]
     measured = sums.shape[1]
     return {LOSS: total / chosen} | meter.values(totals[:measured]) | parts.values(totals[measured:])
 

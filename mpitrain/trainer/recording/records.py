@@ -55,7 +55,7 @@ class SampleIds(Callback):
 
     def on_step_end(self, trainer: Run, step: Step) -> None:
         if trainer.config.data.record_ids and "ids" not in step.extras:
-            step.extras["ids"] = gather_ids(trainer.places.everyone, step.batch)
+            step.extras["ids"] = gather_ids(trainer.places, step.batch)
 
 
 class Records(Callback):
@@ -187,6 +187,7 @@ class RankRecords(Callback):
             "host": socket.gethostname(),
             "node": world.node,
             "device": str(trainer.device),
+            "stage": trainer.mesh.stages.rank,
             "coordinates": list(trainer.mesh.coordinates.values()),
             "expected_memory": trainer.engine.memory().expected,
             "expected_bytes": expected_bytes(trainer, samples),

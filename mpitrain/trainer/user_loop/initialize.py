@@ -29,7 +29,7 @@ from mpitrain.config.settings import Config, Given
 from mpitrain.config.training import OptimSection
 from mpitrain.errors import refusal
 from mpitrain.layers.precision import DTYPES
-from mpitrain.layout.mesh import Mesh, axes_of
+from mpitrain.layout.mesh import BLOCKS, LAYERS, Mesh, axes_of, count_along
 from mpitrain.shard.ddp import DistributedDataParallel, broadcast_state
 from mpitrain.shard.flat_parameters import has_stepped
 from mpitrain.trainer.assemble import DividedModel, Plan, compile_blocks, divide, refuse_divisions
@@ -282,11 +282,13 @@ def _shown(value: Any) -> str:
 
 
 def places(comm: Communicator, parallel: ParallelSection) -> Mesh:
-    """The mesh of a loop of one's own: a group of all its ranks is `comm` itself. Collective.
+    """Return the mesh of a loop of one's own. Collective.
 
-    Raises InputError for settings that do not go together.
+    Where the model is not divided, a group of all ranks is `comm` itself. Raises InputError for settings that do not go
+    together.
     """
-    mesh = Mesh.of(comm, axes_of(parallel), itself=True)
+    axes = axes_of(parallel)
+    mesh = Mesh.of(comm, axes, itself=count_along(axes, BLOCKS, LAYERS) == 1)
     refuse_divisions(parallel, mesh)
     if parallel.cut == "time" and mesh.stages.size > 1:
         raise refusal(

@@ -54,7 +54,7 @@ class TrainingEngine:
         self.settings, self._loss, self._scheduler = settings, loss, scheduler
         self.module, self.optimizer, self.device = engine.module, engine.optimizer, engine.device
         self.mesh, self._given, stages = mesh, given, mesh.stages
-        self.data_rank, self.data_size = engine.comm.rank, engine.comm.size
+        self.data_rank, self.data_size = mesh.readers.rank, mesh.readers.size
         self.is_first_stage, self.is_last_stage = stages.rank == 0, stages.rank == stages.size - 1
         given.take(engine.module)
         self.steps, self._passes, self.norm, self.skipped = 0, 0, 0.0, 0
@@ -105,7 +105,7 @@ class TrainingEngine:
         with self._computing():
             args, kwargs = moved((args, kwargs), self.device)
             if self._loss is not None and len(args) == 2 and not kwargs:
-                loss, (x, y) = self._loss, args
+                loss, (x, y) = self._loss, self.mesh.take(*args)
                 return self._engine.compute(lambda x: loss(self.module(x), y), x)
             return self._engine.compute(self.module, *args, **kwargs)
 
