@@ -108,12 +108,18 @@ class Sharding:
         trained = in_backward_order(module)
         if not trained:
             raise refusal("the model has no parameter to train; let some require a gradient")
+        self.owners = {p: division.owner(name, p) for p, name in names.items()}
+        for p, owner in self.owners.items():
+            if division.copies(owner, comm) != [comm]:
+                raise refusal(
+                    f"{names[p]} is divided along an axis of the ranks that sum gradients, and each of these has to "
+                    "have all of it; divide it along an axis that divides layers"
+                )
+        for p in trained if self.stage.states else ():
+            self.owners[p] = replace(self.owners[p], shared=True)
         self.groups, self.parameters = self._place_parameters(trained)
         if any(p.requires_grad and p not in names for group in optimizer.param_groups for p in group["params"]):
             raise refusal("the optimizer has parameters that are not the model's; give it those alone")
-        self.owners = {p: division.owner(name, p) for p, name in names.items()}
-        for p in trained if self.stage.states else ():
-            self.owners[p] = replace(self.owners[p], shared=True)
         self.gradients = gradients = self._place_gradients()
         whose = None if self._staged else module  # split backward passes take weight gradients out of autograd's
         self.reducer = Reducer(gradients, names, whose, unused_allowed=True, forget_unused=not self.stage.states)

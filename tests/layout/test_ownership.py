@@ -9,8 +9,11 @@ import pytest
 import torch
 from torch import nn
 
+from mpitrain.config.settings import Config
+from mpitrain.errors import InputError
 from mpitrain.layout.boxes import compose, divided_by, logical_of, mark
 from mpitrain.layout.ownership import Division, Ownership, owners_of
+from mpitrain.shard.sharding import Sharding
 from mpitrain.tensor.axis import Axis
 from mpitrain.tensor.linear import Features, part_of
 from mpitrain.trainer.engine import broadcast_copies
@@ -94,6 +97,9 @@ def test_what_an_axis_of_the_replicas_divides_begins_with_its_own_value_on_each_
     assert module["expert"].tolist() == [expert] * 3  # that of rank 0 along data
     assert module["gate"].tolist() == [1.0] * 3
     records: dict[str, Any] = dict(division.owners)
+    optimizer = torch.optim.AdamW(module.parameters())
+    with pytest.raises(InputError, match="expert is divided along an axis of the ranks that sum gradients"):
+        Sharding(module, optimizer, world, Config(), division)
     assert division.copies(records["expert"], world) == [replicas["data"]]
     assert division.copies(records["gate"], world) == [world]
     for comm in replicas.values():

@@ -111,8 +111,10 @@ def _engine(
     read = settings.deepspeed
     scale = LossScale(**read.scale) if read is not None and read.scale is not None else None
     dtype = DTYPES[read.reduce_dtype] if read is not None and read.reduce_dtype is not None else None
-    config, of = settings.config, divided.division
-    return Engine(divided.module, loss, optimizer, mesh.replicas, config, division=of, scale=scale, reduce_dtype=dtype)
+    config, division = settings.config, divided.division
+    return Engine(
+        divided.module, loss, optimizer, mesh.replicas, config, division=division, scale=scale, reduce_dtype=dtype
+    )
 
 
 def _refuse_model(model: nn.Module) -> None:
