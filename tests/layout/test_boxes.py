@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpitrain.layout.boxes import Box, Piece, shares, split, stretches
+from mpitrain.layout.boxes import Box, Piece, Slice, compose, shares, split, stretches
 
 
 @given(st.integers(0, 1000), st.integers(1, 40))
@@ -92,3 +92,26 @@ def test_the_same_part_of_a_tensor_is_the_same_box():
     assert Box((4, 6), (0, 2), (2, 4)).shape == (4, 6)
     with pytest.raises(ValueError):
         Box((4, 6), (0,), (2,))
+
+
+@st.composite
+def _slab(draw, shape):
+    """A part of a tensor along any of its dimensions, and the same as slices."""
+    ranges = [sorted(draw(st.lists(st.integers(0, n), min_size=2, max_size=2, unique=True))) for n in shape]
+    start, stop = tuple(lo for lo, _ in ranges), tuple(hi for _, hi in ranges)
+    return Box(tuple(shape), start, stop), tuple(map(slice, start, stop))
+
+
+@settings(max_examples=300, deadline=None)
+@given(_SHAPES, st.data())
+def test_a_part_of_a_part_is_what_slicing_twice_gives(shape, data):
+    whole = np.arange(np.prod(shape)).reshape(shape)
+    outer, outer_slices = data.draw(_slab(shape))
+    own = whole[outer_slices]
+    inner, inner_slices = data.draw(_slab(own.shape))
+    part = compose(Slice(tuple(shape), (outer,)), Slice(own.shape, (inner,)))
+    [box] = part.boxes
+    assert part.shape == tuple(shape)
+    assert (box.of(whole).reshape(-1) == own[inner_slices].reshape(-1)).all()
+    ranges = [(a.start + b.start, a.start + b.stop) for a, b in zip(outer_slices, inner_slices, strict=True)]
+    assert box == Box(tuple(shape), *zip(*ranges, strict=True))
