@@ -345,12 +345,12 @@ def _part_of(module: nn.Module, mesh: Mesh | None, listed: bool) -> Blocks:
     """This rank's blocks of a model, as training divides it, or all of it as one. listed: as blocks in any case."""
     if mesh is None:
         return listed_blocks(module) if listed else [("", module)]
-    division = ModelPart(module, ParallelSection())
+    part = ModelPart(module, ParallelSection())
     for axis in in_order(mesh.axes, blocks=False):
-        axis.divide(division, mesh.over(axis.name))
+        axis.divide(part, mesh.over(axis.name))
     if not listed and mesh.stages.size == 1:
-        return [("", division.module)]
-    blocks = listed_blocks(division.module)
+        return [("", part.module)]
+    blocks = listed_blocks(part.module)
     bounds = stage_bounds(blocks, mesh.stages.size, costs=parameter_costs(blocks))
     return blocks[bounds[mesh.stages.rank] : bounds[mesh.stages.rank + 1]]
 

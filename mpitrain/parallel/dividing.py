@@ -22,8 +22,8 @@ from torch.utils.checkpoint import checkpoint
 
 from mpitrain.config.settings import Config
 from mpitrain.errors import refusal
-from mpitrain.layout.mesh import BLOCKS, Mesh, MeshAxis
-from mpitrain.layout.ownership import Axes, owners_of
+from mpitrain.layout.mesh import BLOCKS, LAYERS, PARTS, SAMPLES, Mesh, MeshAxis
+from mpitrain.layout.ownership import Division, owners_of
 from mpitrain.parallel.rules import without_blocks
 from mpitrain.shard.flat import blocks_of
 from mpitrain.tensor.styles import ParallelStyle
@@ -69,12 +69,12 @@ class DividedModel:
 
     Attributes:
         module: The part, with the names of the whole model.
-        axes: Its place in the mesh.
+        division: How the model is divided over the mesh.
         blocks: Of the model, as `mpitrain.shard.flat.blocks_of` finds them before it is divided.
     """
 
     module: nn.Module
-    axes: Axes
+    division: Division
     blocks: list[nn.Module]
 
 
@@ -102,16 +102,17 @@ def divide(
         blocks: Names of the modules that one after the other are the model; empty: as the model says.
     """
     found, aliases, recompute = blocks_of(model), tied_names(model), config.train.recompute
-    division = ModelPart(model, config.parallel, criterion, plan, blocks, cut, recompute, device)
+    part = ModelPart(model, config.parallel, criterion, plan, blocks, cut, recompute, device)
     for axis in in_order(mesh.axes):
-        axis.divide(division, mesh.over(axis.name))
-    pipeline = division.pipeline
+        axis.divide(part, mesh.over(axis.name))
+    pipeline = part.pipeline
     if pipeline is None and recompute:
-        recompute_blocks(division.module)
-    move(division.module, device)
+        recompute_blocks(part.module)
+    move(part.module, device)
     copied = pipeline.counted_elsewhere() if pipeline is not None else set[str]()
-    owners = owners_of(division.module, mesh.layers.rank, copied)
-    return DividedModel(division.module, Axes((mesh.stages, mesh.layers), owners, pipeline, aliases), found)
+    owners = owners_of(part.module, {name: mesh.coordinates[name] for name in mesh.dividing(LAYERS)}, copied)
+    others, replicas = ({n: mesh.over(n) for n in mesh.dividing(*of)} for of in ((BLOCKS, LAYERS), (SAMPLES, PARTS)))
+    return DividedModel(part.module, Division(others, replicas, owners, pipeline, aliases), found)
 
 
 def in_order(axes: Iterable[MeshAxis], *, blocks: bool = True) -> list[MeshAxis]:

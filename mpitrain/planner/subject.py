@@ -282,11 +282,11 @@ class Subject:
             module, replicas = task.module, DataStandIn()
             if divided.synchronized:
                 module = SyncBatchNorm.convert(module, cast("Communicator", replicas))
-            sizes, division = dict(sizes_of(1, 1, divided.tensor, divided.axes)), ModelPart(module, divided)
+            sizes, part = dict(sizes_of(1, 1, divided.tensor, divided.axes)), ModelPart(module, divided)
             groups = {a: StandIn(n, times=device is not None, name=a.name) for a, n in sizes.items()}
             for axis in in_order(sizes, blocks=False):
-                axis.divide(division, groups[axis])
-            module = division.module
+                axis.divide(part, groups[axis])
+            module = part.module
             precision = self.config.train.precision
             convert(module, precision)
             if device is not None and device.type != "cpu":

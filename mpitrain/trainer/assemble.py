@@ -63,11 +63,11 @@ def assemble(
         move(task.loss, device)
     engine = make_engine(
         divided.module,
-        task.loss if divided.axes.pipeline is None else _criterion(task),
+        task.loss if divided.division.pipeline is None else _criterion(task),
         make_optimizer(divided.module.named_parameters()),
         mesh.replicas,
         config,
-        axes=replace(divided.axes, base=task.base),
+        division=replace(divided.division, base=task.base),
     )
     if config.model.compile:
         compile_blocks(divided.blocks, engine, mesh.world)

@@ -24,10 +24,10 @@ class Height(MeshAxis):
         lo, hi = split(x.shape[-2], ranks)[number : number + 2]
         return x[..., lo:hi, :], y
 
-    def divide(self, division: Any, group: Communicator) -> None:
+    def divide(self, part: Any, group: Communicator) -> None:
         if group.size == 1:
             return
-        for module in list(division.module.modules()):
+        for module in list(part.module.modules()):
             for name, child in module.named_children():
                 if isinstance(child, nn.Conv2d):
                     setattr(module, name, HaloConvolution(child, group))
@@ -99,15 +99,9 @@ class _Sum(torch.autograd.Function):
 
 
 def _summed(x: torch.Tensor, group: Communicator) -> torch.Tensor:
-<<<<<<< HEAD
-    total = x.clone()
-    group.all_reduce(total)
-    return total
-=======
     x = x.clone()
     group.all_reduce(x)
     return x
->>>>>>> d
 
 
 def network(description: Any) -> tuple[nn.Module, nn.Module]:

@@ -113,8 +113,10 @@ def _engine(
     read = settings.deepspeed
     scale = LossScale(**read.scale) if read is not None and read.scale is not None else None
     dtype = DTYPES[read.reduce_dtype] if read is not None and read.reduce_dtype is not None else None
-    config, axes = settings.config, divided.axes
-    return Engine(divided.module, loss, optimizer, mesh.replicas, config, axes=axes, scale=scale, reduce_dtype=dtype)
+    config, division = settings.config, divided.division
+    return Engine(
+        divided.module, loss, optimizer, mesh.replicas, config, division=division, scale=scale, reduce_dtype=dtype
+    )
 
 
 def _refuse_model(model: nn.Module) -> None:
