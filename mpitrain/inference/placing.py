@@ -29,7 +29,7 @@ from mpitrain.inference.commands import Job
 from mpitrain.loading import SavedModel, fill, saved_in
 from mpitrain.models.earlier import POSITIONS, State
 from mpitrain.models.hugging_face import CACHE_NAMES
-from mpitrain.parallel.dividing import Division, in_order
+from mpitrain.parallel.dividing import ModelPart, in_order
 from mpitrain.pipe.partition import check_slices, listed_blocks, parameter_costs, stage_bounds
 from mpitrain.pipe.wire import OutputSpec, Wire, as_tuple
 
@@ -345,12 +345,12 @@ def _part_of(module: nn.Module, mesh: Mesh | None, listed: bool) -> Blocks:
     """This rank's blocks of a model, as training divides it, or all of it as one. listed: as blocks in any case."""
     if mesh is None:
         return listed_blocks(module) if listed else [("", module)]
-    division = Division(module, ParallelSection())
+    part = ModelPart(module, ParallelSection())
     for axis in in_order(mesh.axes, blocks=False):
-        axis.divide(division, mesh.over(axis.name))
+        axis.divide(part, mesh.over(axis.name))
     if not listed and mesh.stages.size == 1:
-        return [("", division.module)]
-    blocks = listed_blocks(division.module)
+        return [("", part.module)]
+    blocks = listed_blocks(part.module)
     bounds = stage_bounds(blocks, mesh.stages.size, costs=parameter_costs(blocks))
     return blocks[bounds[mesh.stages.rank] : bounds[mesh.stages.rank + 1]]
 

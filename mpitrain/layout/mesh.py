@@ -77,11 +77,11 @@ class MeshAxis:
         """
         return ""
 
-    def divide(self, division: Any, group: Any) -> None:
+    def divide(self, part: Any, group: Any) -> None:
         """Change a model into this rank's part of it along this axis. Collective.
 
         Args:
-            division: A `parallel.dividing.Division`, whose module is the model as the axes before have left it.
+            part: A `parallel.dividing.ModelPart`, whose module is the model as the axes before have left it.
             group: Communicator of the ranks along this axis; the planner gives what stands in for it.
         """
 

@@ -22,8 +22,8 @@ from torch.utils.checkpoint import checkpoint
 
 from mpitrain.comm.memory.device import CPU
 from mpitrain.errors import refusal
-from mpitrain.layout.mesh import BLOCKS, Mesh, MeshAxis
-from mpitrain.layout.ownership import Axes, owners_of
+from mpitrain.layout.mesh import BLOCKS, LAYERS, PARTS, SAMPLES, Mesh, MeshAxis
+from mpitrain.layout.ownership import Division, owners_of
 from mpitrain.parallel.rules import without_blocks
 from mpitrain.shard.flat import blocks_of
 from mpitrain.tensor.styles import ParallelStyle
@@ -37,7 +37,7 @@ Criterion = Callable[[Any, Any], torch.Tensor]
 
 
 @dataclass
-class Division:
+class ModelPart:
     """A model on its way from the whole to this rank's part; `MeshAxis.divide` changes it.
 
     Attributes:
@@ -51,7 +51,7 @@ class Division:
         names: Names of the modules that one after the other are the model; empty: as the model says.
         pipeline: What the module is a stage of; None: it is the whole.
         blocks: Of the whole model, as `mpitrain.shard.flat.blocks_of` finds them before it is divided.
-        axes: The module's place in the mesh, once it is divided.
+        division: How the model is divided over the mesh, once it is.
     """
 
     module: nn.Module
@@ -64,22 +64,24 @@ class Division:
     names: Sequence[str] = ()
     pipeline: Pipeline | None = None
     blocks: Sequence[nn.Module] = ()
-    axes: Axes = field(default_factory=Axes)
+    division: Division = field(default_factory=Division)
 
 
-def divide(division: Division, mesh: Mesh) -> Division:
+def divide(part: ModelPart, mesh: Mesh) -> ModelPart:
     """Divide a model along all axes of a mesh, in place, and move this rank's part to its device. Collective."""
-    aliases = tied_names(division.module)
-    division.blocks = blocks_of(division.module)
+    aliases = tied_names(part.module)
+    part.blocks = blocks_of(part.module)
     for axis in in_order(mesh.axes):
-        axis.divide(division, mesh.over(axis.name))
-    pipeline, module = division.pipeline, division.module
-    if pipeline is None and division.recompute:
+        axis.divide(part, mesh.over(axis.name))
+    pipeline, module = part.pipeline, part.module
+    if pipeline is None and part.recompute:
         recompute_blocks(module)
-    move(module, division.device)
-    owners = owners_of(module, mesh.layers.rank, pipeline.counted_elsewhere() if pipeline is not None else ())
-    division.axes = Axes((mesh.stages, mesh.layers), owners, pipeline, aliases)
-    return division
+    move(module, part.device)
+    copied = pipeline.counted_elsewhere() if pipeline is not None else set[str]()
+    owners = owners_of(module, {name: mesh.coordinates[name] for name in mesh.dividing(LAYERS)}, copied)
+    others, replicas = ({n: mesh.over(n) for n in mesh.dividing(*of)} for of in ((BLOCKS, LAYERS), (SAMPLES, PARTS)))
+    part.division = Division(others, replicas, owners, pipeline, aliases)
+    return part
 
 
 def in_order(axes: Iterable[MeshAxis], *, blocks: bool = True) -> list[MeshAxis]:

@@ -12,7 +12,7 @@ from torch import nn
 from mpitrain.errors import refusal
 from mpitrain.layout.mesh import BLOCKS, MeshAxis
 from mpitrain.parallel.costs import Divided, ModelProfile
-from mpitrain.parallel.dividing import Division
+from mpitrain.parallel.dividing import ModelPart
 from mpitrain.parallel.layouts import ParallelLayout, divisors
 from mpitrain.parallel.rules import Combination
 from mpitrain.pipe.partition import listed_blocks, require_look_back
@@ -43,30 +43,30 @@ class PipelineAxis(MeshAxis):
             "raise that, or leave parallel.cut out"
         )
 
-    def divide(self, division: Division, group: Communicator) -> None:
+    def divide(self, part: ModelPart, group: Communicator) -> None:
         """Cut the model into stages, and keep this rank's."""
         if group.size == 1:
             return
         from mpitrain.pipe.pipeline import Pipeline  # loads MPI
 
-        assert division.criterion is not None
-        parallel = division.parallel
-        listed = listed_blocks(division.module, division.names)
-        require_look_back(division.module, listed, parallel.slices)
+        assert part.criterion is not None
+        parallel = part.parallel
+        listed = listed_blocks(part.module, part.names)
+        require_look_back(part.module, listed, parallel.slices)
         pipeline = Pipeline(
             listed,
-            division.criterion(),
+            part.criterion(),
             group,
             schedule=parallel.schedule,
             chunks=parallel.chunks,
             slices=parallel.slices,
-            cut=division.cut,
+            cut=part.cut,
             blocks=() if isinstance(parallel.cut, str) else parallel.cut,
             microbatches=default_microbatches(group.size),
-            recompute=division.recompute,
-            device=division.device,
+            recompute=part.recompute,
+            device=part.device,
         )
-        division.pipeline, division.module = pipeline, pipeline.module
+        part.pipeline, part.module = pipeline, pipeline.module
         _require_parameters(group, pipeline.module)
 
     def sizes(self, model: ModelProfile, ranks: int, asked: int | str) -> Iterable[int]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from mpitrain.layout.mesh import BLOCKS, LAYERS, MeshAxis
 from mpitrain.parallel.costs import AxisExchange, Divided, ModelProfile
-from mpitrain.parallel.dividing import Division
+from mpitrain.parallel.dividing import ModelPart
 from mpitrain.parallel.layouts import ParallelLayout, divisors
 from mpitrain.parallel.places import Group
 from mpitrain.parallel.rules import Combination
@@ -43,12 +43,12 @@ class TensorAxis(MeshAxis):
             "parallel.sequence to false, or parallel.slices to 1"
         )
 
-    def divide(self, division: Division, group: Any) -> None:
+    def divide(self, part: ModelPart, group: Any) -> None:
         """Divide the layers that the model's plan names."""
         if group.size > 1:
-            parallel = division.parallel
-            plan = plan_for(division.module, division.plan, sequence=parallel.sequence)
-            parallelize(division.module, group, plan, sequence=parallel.sequence, whole=parallel.whole)
+            parallel = part.parallel
+            plan = plan_for(part.module, part.plan, sequence=parallel.sequence)
+            parallelize(part.module, group, plan, sequence=parallel.sequence, whole=parallel.whole)
 
     def sizes(self, model: ModelProfile, ranks: int, asked: int | str) -> Iterable[int]:
         """Return the divisors of the ranks that the model's layers can be divided by."""

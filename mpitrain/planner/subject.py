@@ -35,7 +35,7 @@ from mpitrain.layers.precision import DTYPES, convert
 from mpitrain.layers.sync_batchnorm import SyncBatchNorm
 from mpitrain.models import Task, build_model
 from mpitrain.parallel.costs import REPLICAS, AxisExchange, Divided
-from mpitrain.parallel.dividing import Division, in_order
+from mpitrain.parallel.dividing import ModelPart, in_order
 from mpitrain.parallel.layouts import sizes_of
 from mpitrain.pipe.partition import listed_blocks, require_look_back, slice_sequences
 from mpitrain.tensor.axis import Axis, RngTracker
@@ -282,11 +282,11 @@ class Subject:
             module, replicas = task.module, DataStandIn()
             if divided.synchronized:
                 module = SyncBatchNorm.convert(module, cast("Communicator", replicas))
-            sizes, division = dict(sizes_of(1, 1, divided.tensor, divided.axes)), Division(module, divided)
+            sizes, part = dict(sizes_of(1, 1, divided.tensor, divided.axes)), ModelPart(module, divided)
             groups = {a: StandIn(n, times=device is not None, name=a.name) for a, n in sizes.items()}
             for axis in in_order(sizes, blocks=False):
-                axis.divide(division, groups[axis])
-            module = division.module
+                axis.divide(part, groups[axis])
+            module = part.module
             precision = self.config.train.precision
             convert(module, precision)
             if device is not None and device.type != "cpu":

@@ -24,10 +24,10 @@ class Height(MeshAxis):
         lo, hi = split(x.shape[-2], ranks)[number : number + 2]
         return x[..., lo:hi, :], y
 
-    def divide(self, division: Any, group: Communicator) -> None:
+    def divide(self, part: Any, group: Communicator) -> None:
         if group.size == 1:
             return
-        for module in list(division.module.modules()):
+        for module in list(part.module.modules()):
             for name, child in module.named_children():
                 if isinstance(child, nn.Conv2d):
                     setattr(module, name, HaloConvolution(child, group))

@@ -30,7 +30,7 @@ from mpitrain.config.training import OptimSection
 from mpitrain.errors import refusal
 from mpitrain.layers.precision import DTYPES
 from mpitrain.layout.mesh import BLOCKS, LAYERS, Mesh, axes_of, count_along
-from mpitrain.parallel.dividing import Division, Plan, divide, move
+from mpitrain.parallel.dividing import ModelPart, Plan, divide, move
 from mpitrain.parallel.rules import Combination, require_compatible
 from mpitrain.shard.ddp import DistributedDataParallel, broadcast_state
 from mpitrain.shard.flat_parameters import has_stepped
@@ -107,12 +107,14 @@ def initialize(
     return kind(engine, settings, loss, scheduling(scheduler, made), mesh, given)
 
 
-def _engine(divided: Division, loss: Loss, optimizer: torch.optim.Optimizer, mesh: Mesh, settings: Settings) -> Engine:
+def _engine(divided: ModelPart, loss: Loss, optimizer: torch.optim.Optimizer, mesh: Mesh, settings: Settings) -> Engine:
     read = settings.deepspeed
     scale = LossScale(**read.scale) if read is not None and read.scale is not None else None
     dtype = DTYPES[read.reduce_dtype] if read is not None and read.reduce_dtype is not None else None
-    config, axes = settings.config, divided.axes
-    return Engine(divided.module, loss, optimizer, mesh.replicas, config, axes=axes, scale=scale, reduce_dtype=dtype)
+    config, division = settings.config, divided.division
+    return Engine(
+        divided.module, loss, optimizer, mesh.replicas, config, division=division, scale=scale, reduce_dtype=dtype
+    )
 
 
 def _refuse_model(model: nn.Module) -> None:
@@ -300,7 +302,7 @@ def places(comm: Communicator, parallel: ParallelSection) -> Mesh:
 
 def place_on_mesh(
     model: nn.Module, mesh: Mesh, config: Config, *, loss: Loss | None, plan: Plan | None, blocks: Sequence[str]
-) -> tuple[Division, Loss | None]:
+) -> tuple[ModelPart, Loss | None]:
     """Divide a model as the configuration says, and move this rank's part to its device. Collective.
 
     Returns:
@@ -326,7 +328,7 @@ def place_on_mesh(
         return chosen
 
     parallel, recompute = config.parallel, config.train.recompute
-    divided = divide(Division(model, parallel, criterion, parallel.cut, device, recompute, plan, blocks), mesh)
+    divided = divide(ModelPart(model, parallel, criterion, parallel.cut, device, recompute, plan, blocks), mesh)
     if whole:
         if own is None and (blocks or plan is not None or hasattr(model, "pipeline_blocks")):
             own = before  # as it would be with stages
