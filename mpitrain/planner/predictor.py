@@ -345,6 +345,7 @@ class Predictor:
         bucket_mb: MiB of a bucket of gradients.
 
     Attributes:
+        at: The nodes.
         collectives: Seconds of operations.
         held: What the ranks at a pipeline position hold: held(layout, places, rank).
     """
@@ -358,8 +359,8 @@ class Predictor:
         memory: float | None = None,
         bucket_mb: float = 25.0,
     ) -> None:
-        self.model, self.machine = model, machine
-        self.nodes, self.ranks_per_node, self._room, self.bucket_mb = nodes, ranks_per_node, memory, bucket_mb
+        self.model, self.machine, self._room, self.bucket_mb = model, machine, memory, bucket_mb
+        self.at = Nodes(nodes, ranks_per_node, machine.device is not None)
         self._sharing = 0  # ranks that share a device
         devices = None
         if machine.device is not None:
@@ -371,14 +372,9 @@ class Predictor:
         self._flat: dict[Any, StageHoldings] = {}
 
     @property
-    def at(self) -> Nodes:
-        """The nodes."""
-        return Nodes(self.nodes, self.ranks_per_node, self.machine.device is not None)
-
-    @property
     def ranks(self) -> int:
         """Of all nodes."""
-        return self.nodes * self.ranks_per_node
+        return self.at.count * self.at.each
 
     def room(self) -> float:
         """Bytes that a rank may take."""
@@ -386,7 +382,7 @@ class Predictor:
             return self._room
         if self.machine.device is not None:
             return self.machine.device.memory / self._sharing
-        return self.machine.memory / self.ranks_per_node
+        return self.machine.memory / self.at.each
 
     def predict(self, layout: ParallelLayout) -> Prediction:
         """Simulate a step.
@@ -419,7 +415,7 @@ class Predictor:
 
     def host_room(self) -> float:
         """Bytes of its node's memory that a rank may take."""
-        return self.machine.memory / self.ranks_per_node
+        return self.machine.memory / self.at.each
 
     def inputs(self, places: LayoutPlaces) -> MemoryInputs:
         """Return what memory depends on."""
@@ -444,7 +440,7 @@ class Predictor:
         """
         if layout.ranks != self.ranks:
             shape = " x ".join(f"{axis.name} {ranks}" for axis, ranks in layout.sizes)
-            raise refusal(f"{shape} are not the {self.ranks} ranks of {self.nodes} x {self.ranks_per_node}")
+            raise refusal(f"{shape} are not the {self.ranks} ranks of {self.at.count} x {self.at.each}")
         return LayoutPlaces(self.at, self.machine.cores, layout, self.machine.seen_cores)
 
     def blocks(self, layout: ParallelLayout, places: LayoutPlaces) -> tuple[BlockCost, ...]:

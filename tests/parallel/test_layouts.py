@@ -1,23 +1,84 @@
-"""Layouts of axes from outside of the package: written, read, planned and predicted without an edit in the planner."""
+"""Layouts as text and as settings; those of an axis from outside of the package are planned as any other."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 import pytest
-from planner.planner_support import MadeUpModel
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from planner.planner_support import MadeUpModel, block
 
 from mpitrain.config.settings import Config
+from mpitrain.errors import InputError
 from mpitrain.parallel.layouts import ParallelLayout, layout_of, read, settings, text
 from mpitrain.parallel.places import Nodes
 from mpitrain.parallel.rules import rules_of
 from mpitrain.planner.candidates import candidates
 from mpitrain.planner.machine import read_machine
 from mpitrain.planner.predictor import Predictor
-from mpitrain.planner.search import best, given
+from mpitrain.planner.search import best
+from mpitrain.planner.search import given as settings_given
 
 REPLICA = (("extensions:Replica", 2),)
 CONFIG = Config.from_dict({"parallel": {"axes": dict(REPLICA)}, "train": {"batch": 64, "microbatch": 2}})
+
+
+@hypothesis_settings(max_examples=60, deadline=None)
+@given(
+    st.builds(
+        ParallelLayout,
+        data=st.integers(1, 4096),
+        pipeline=st.integers(1, 64),
+        tensor=st.integers(1, 8),
+        zero=st.integers(0, 3),
+        share_node=st.booleans(),
+        shard_within=st.sampled_from(["all", "node"]),
+        reshard=st.booleans(),
+        microbatch=st.integers(1, 100),
+        schedule=st.sampled_from(["1f1b", "gpipe", "interleaved", "zero-bubble", "my_own.schedules:late"]),
+        chunks=st.integers(1, 4),
+        slices=st.integers(1, 4),
+        cut=st.lists(st.integers(1, 9), max_size=6).map(tuple),
+        recompute=st.booleans(),
+        offload=st.sampled_from(["", "host", "/tmp/states"]),
+        sequence=st.booleans(),
+        whole=st.sampled_from([(), ("embedding", "blocks.*.mlp.*")]),
+        axes=st.sampled_from([(), REPLICA]),
+    )
+)
+def test_a_layout_reads_back(layout):
+    line = text(layout)
+    assert read(line) == layout and "\n" not in line
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["", "zero1", "4x2", "4x2x1 zero4", "4x2x1 mb0", "4x0x1", "4x2x1 fast", "4x1x1 cut:0,2", "4x1x1 axes:replica=2"],
+)
+def test_what_is_no_layout_is_refused(line):
+    with pytest.raises(InputError) as refused:
+        read(line)
+    assert "write" in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_settings_are_those_of_the_layout_and_back():
+    layout = ParallelLayout(
+        2, 2, 2, zero=1, microbatch=4, schedule="gpipe", cut=(3, 5), recompute=True, whole=("embedding",)
+    )
+    for each in (
+        layout,
+        ParallelLayout(8, zero=3, share_node=False, reshard=False, microbatch=4),
+        ParallelLayout(2, 4, microbatch=2),
+    ):
+        config = Config.from_dict(settings(each))
+        assert layout_of(config, each.ranks) == each
+    left = layout_of(Config.from_dict({"train": {"batch": 32}, "parallel": {"pipeline": 2}}), 8)
+    assert left == ParallelLayout(4, 2, microbatch=2)
+    blocks = [block(1.0, numel=n) for n in (9, 1, 1, 1)]
+    cut = Config.from_dict({"parallel": {"pipeline": 2, "cut": "parameters"}})
+    assert layout_of(cut, 2, blocks).cut == (1, 3)
 
 
 def test_a_further_axis_is_a_word_of_a_layout_and_a_setting():
@@ -53,5 +114,5 @@ def test_all_layouts_have_the_axes_that_the_configuration_names():
         (each.data, each.pipeline, each.tensor) for each in candidates(model, Nodes(1, 4))
     }
     predictor = Predictor(model, read_machine("cpu-128"), 2, 4)
-    plan = best(predictor, rules, 1, wanted=given(CONFIG))
+    plan = best(predictor, rules, 1, wanted=settings_given(CONFIG))
     assert plan.found[0].layout.axes == REPLICA and plan.found[0].layout.microbatch == 2
