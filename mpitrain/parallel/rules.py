@@ -31,6 +31,7 @@ class Combination:
         compiled: model.compile.
         reproducible: run.reproducible.
         has_blocks: Whether the model has blocks that can be compiled by themselves.
+        has_data: Whether the data set is known, not only batches that a loop of the user's brings.
         synchronous: Whether several ranks compute batch norms together.
         one_copy: Whether the ranks of a node have one copy of the parameters, as far as is known.
         gathers: Whether ranks gather parameters when they need them.
@@ -46,6 +47,7 @@ class Combination:
     compiled: bool = False
     reproducible: bool = False
     has_blocks: bool = True
+    has_data: bool = True
     synchronous: bool = False
     one_copy: bool = True
     gathers: bool = False

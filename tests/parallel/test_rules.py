@@ -31,6 +31,7 @@ def combined(parallel: dict[str, Any], **facts: Any) -> Combination:
             "parallel.sequence does not go with parallel.slices",
         ),
         ({"cut": [2, 1]}, {}, r"parallel.cut \[2, 1\] says how many blocks"),
+        ({"cut": "time", "pipeline": 2}, {"has_data": False}, "parallel.cut time measures blocks with samples"),
         ({"slices": 2}, {"compiled": True}, "model.compile: with parallel.slices"),
         ({}, {"compiled": True, "reproducible": True}, "model.compile: run.reproducible needs sums"),
         ({"tensor": 2}, {"reproducible": True}, "run.reproducible is for data parallel runs"),

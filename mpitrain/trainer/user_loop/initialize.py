@@ -291,12 +291,7 @@ def places(comm: Communicator, parallel: ParallelSection) -> Mesh:
     """
     axes = axes_of(parallel)
     mesh = Mesh.of(comm, axes, itself=count_along(axes, BLOCKS, LAYERS) == 1)
-    require_compatible(Combination(parallel, mesh.sizes, one_copy=parallel.share_node))
-    if parallel.cut == "time" and mesh.stages.size > 1:
-        raise refusal(
-            "parallel.cut time measures blocks with samples of the data set, which a loop of one's own has not; set it "
-            "to parameters, or to how many blocks each stage has, as [5, 7]"
-        )
+    require_compatible(Combination(parallel, mesh.sizes, one_copy=parallel.share_node, has_data=False))
     return mesh
 
 
