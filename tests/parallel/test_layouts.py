@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
@@ -11,16 +12,20 @@ from hypothesis import strategies as st
 from planner.planner_support import MadeUpModel, block
 
 from mpitrain.config.settings import Config
+from mpitrain.data import Description
 from mpitrain.errors import InputError
+from mpitrain.parallel.costs import REPLICAS
 from mpitrain.parallel.layouts import ParallelLayout, layout_of, read, settings, text
 from mpitrain.parallel.places import Nodes
 from mpitrain.parallel.rules import rules_of
 from mpitrain.planner.candidates import candidates
 from mpitrain.planner.machine import read_machine
 from mpitrain.planner.predictor import Predictor
+from mpitrain.planner.profile import profile_of
 from mpitrain.planner.search import best
 from mpitrain.planner.search import given as settings_given
 
+INT, FLOAT = np.dtype("int64"), np.dtype("float32")
 REPLICA = (("extensions:Replica", 2),)
 CONFIG = Config.from_dict({"parallel": {"axes": dict(REPLICA)}, "train": {"batch": 64, "microbatch": 2}})
 
@@ -116,3 +121,20 @@ def test_all_layouts_have_the_axes_that_the_configuration_names():
     predictor = Predictor(model, read_machine("cpu-128"), 2, 4)
     plan = best(predictor, rules, 1, wanted=settings_given(CONFIG))
     assert plan.found[0].layout.axes == REPLICA and plan.found[0].layout.microbatch == 2
+
+
+def test_an_axis_that_divides_samples_is_planned_with_what_it_exchanges():
+    """Its own code divides the model and the samples; what it does with a communicator is noted."""
+    axes = {"train.height_axis:Height": 2}
+    images = Description("arrays", "train", 1000, (13, 8), FLOAT, (), INT, None, tuple("012"), "x")
+    config = Config.from_dict(
+        {"model": {"factory": "train.height_axis:network"}, "train": {"batch": 12}, "parallel": {"axes": axes}}
+    )
+    machine = read_machine("cpu-128")
+    profile = profile_of(config, images, machine, measure=False)
+    predictor = Predictor(profile, machine, 1, 4)
+    [found] = best(predictor, rules_of(config), 1).found
+    assert found.layout.axes == tuple(axes.items()) and found.parts["tensor"] > 0
+    whole, half = (profile.blocks(6, each.divided) for each in (ParallelLayout(2), found.layout))
+    assert {each.axis for block in half for each in block.forwards} == {"height", REPLICAS}
+    assert sum(block.kept for block in half) < 0.8 * sum(block.kept for block in whole)

@@ -100,6 +100,13 @@ def test_an_axis_along_the_height_of_images_trains_as_one_process(world, place, 
     check(run(world, folder, **more, parallel={"zero": zero}), longer)  # the checkpoint fits data parallel
 
 
+@pytest.mark.ranks(2)
+def test_a_plan_keeps_the_axes_that_the_configuration_names(world, place, text, capsys):
+    planned = {"auto": True, "machine": "cpu-128", "axes": {REPLICA: 2}}
+    lines = run(world, place / "planned", **of_text(text), parallel=planned)
+    assert len(lines) == 4 and (world.rank or f"axes:{REPLICA}=2, predicted" in capsys.readouterr().out)
+
+
 class Twin(DataAxis):
     """Has the name of another axis."""
 
