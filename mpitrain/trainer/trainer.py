@@ -32,6 +32,7 @@ from mpitrain.trainer import elastic
 from mpitrain.trainer.assemble import assemble
 from mpitrain.trainer.data import (
     class_weights,
+    counts_of,
     microbatch_size,
     microbatches,
     open_data,
@@ -182,6 +183,7 @@ class Trainer(Run):
         torch.manual_seed(config.run.seed)
         task = self.make_model()
         self.class_weights = class_weights(config, task, self.data, self.world)
+        counts = counts_of(config, task, self.data.description)
         self.roles = ParameterRoles.of(config.optim, task.module)
         self.places = self.strategy.places(config, self.world)
         self.engine, self.parameters = assemble(
@@ -193,6 +195,7 @@ class Trainer(Run):
             device=self.device,
             make_engine=self.strategy.engine,
         )
+        self.engine.counted = counts
         self.meter = meter_of(config, task, self.data.description, self.engine)
         self.schedule = schedule_of(config.optim, config.train.steps)
 
@@ -259,9 +262,12 @@ class Trainer(Run):
             weigh_step(self.class_weights, batch.y, self.mesh.data)
         losses = self.engine.forward_backward(shares, size, rounds=workers.rounds(size, microbatch), before=seed)
         lr = next_rate(self.schedule, self.engine.optimizer, self.step)
-        loss = workers.begin_total(self.mesh.data, losses)  # nothing collective may come after the update: see elastic
+        losses = torch.cat([losses[:, None], self.engine.term_sums], 1)
+        totals = workers.begin_totals(self.mesh.data, losses)  # nothing collective may follow the update: see elastic
         result = self.engine.step(lr)
-        return Step(self.step + 1, batch, loss(), lr, result.norm, result.skipped)
+        loss, *terms = totals()
+        extras = {f"{LOSS} of {name}": term for name, term in zip(self.engine.terms.names, terms, strict=True)}
+        return Step(self.step + 1, batch, loss, lr, result.norm, result.skipped, extras=extras)
 
     def evaluate(self) -> float | None:
         """The mean loss of held-out samples, each counted once; None without any. Collective. Fills `figures`."""
