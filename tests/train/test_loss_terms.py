@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -161,7 +162,6 @@ TERMS = {
 def test_terms_inside_of_a_model_count_as_in_one_process(world, place):
     alone = world.subgroup([0])
     wanted = world.broadcast_object(run(alone, place / "terms-alone", **digits()) if alone is not None else None)
-    model, loss = penalized(object())
     assert {"loss of size", "loss of other"} <= wanted[0].keys()
     keys = ("loss", "grad_norm", "loss of size", "loss of other")
     for number, parallel in enumerate(TERMS[world.size]):
@@ -219,8 +219,8 @@ def repeated(output, y):
 
 def looped(comm, **parallel):
     model, _ = penalized()
-    config = {"train": {"batch": 12, "microbatch": 2}, "optim": {"name": "sgd", "lr": 0.1}, "parallel": parallel}
-    engine = mt.initialize(model, config=config, loss=repeated, comm=comm)
+    config = {"train": {"batch": 12, "microbatch": 2}, "parallel": parallel}
+    engine = mt.initialize(model, partial(torch.optim.SGD, lr=0.1), config, loss=repeated, comm=comm)
 
     def microbatches():
         for step in itertools.count():
