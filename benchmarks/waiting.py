@@ -184,11 +184,10 @@ def report(results: dict[int, dict[str, Found]], options: argparse.Namespace) ->
     """Tables, targets and the plot of the results by rank count."""
     tables, targets, panels = [], [], []
     for ranks, found in results.items():
-        given, base = given_loss(found), tokens_per_second(found[SYNC])
-        rows = []
+        given = max(min(smoothed(of["loss"])) for of in found.values())  # the lowest that all contenders reach
+        rows, base = [], tokens_per_second(found[SYNC])
         for name, of in found.items():
-            rate = tokens_per_second(of)
-            to = seconds_to(of, given)
+            rate, to = tokens_per_second(of), seconds_to(of, given)
             losses = (smoothed(of["loss"])[-1], of["held_out_loss"])
             rows.append((name, rate, rate / base, to, *losses, of["staleness_max"]))
             if name in _JUDGED and options.slowed == 3.0:
@@ -224,13 +223,7 @@ def median_run(runs: Sequence[Found]) -> Found:
     return sorted(runs, key=tokens_per_second)[(len(runs) - 1) // 2]
 
 
-def given_loss(found: dict[str, Found]) -> float:
-    """The loss whose time is measured: the lowest that all contenders reach."""
-    return max(min(smoothed(of["loss"])) for of in found.values())
-
-
 def seconds_to(of: Found, loss: float) -> float | None:
     """Seconds until a loss was reached; None where it was not."""
     times = accumulate(of["seconds"])
-    reached = (at for at, found in zip(times, smoothed(of["loss"]), strict=True) if found <= loss)
-    return next(reached, None)
+    return next((at for at, found in zip(times, smoothed(of["loss"]), strict=True) if found <= loss), None)

@@ -123,7 +123,7 @@ def main(arguments=None):
     world = mt.init()
     mesh = mt.Mesh.make(world, pipeline=args.pipeline, tensor=args.tensor)
     say = (lambda text: print(text, flush=True)) if world.rank == 0 else lambda text: None
-    say("{} x {} x {} ranks along data, pipeline, tensor".format(*mesh.shape))
+    say("{} x {} x {} ranks along data, pipeline, tensor".format(*mesh.shape.values()))
     train(mesh, args.steps, args.schedule, say)
 
 

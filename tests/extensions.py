@@ -11,6 +11,7 @@ import mpitrain as mt
 from mpitrain.data.format import FieldSpec
 from mpitrain.data.prepare import Kind
 from mpitrain.data.writer import Source
+from mpitrain.layout.mesh import MeshAxis
 from mpitrain.pipe.schedule import Backward, Forward, Schedule
 
 
@@ -75,3 +76,8 @@ def write_numbers(path: Path, rows: int = 64) -> None:
     """Points on either side of a line."""
     points = np.random.default_rng(1).normal(size=(rows, 3))
     path.write_text("".join(f"{a:.4f} {b:.4f} {c:.4f} {int(a + b > c)}\n" for a, b, c in points))
+
+
+# an axis of the mesh: its ranks read different samples, and average
+class Replica(MeshAxis):
+    name = "replica"

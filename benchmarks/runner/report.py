@@ -299,15 +299,11 @@ def _plot(rows: Sequence[Sequence[Panel]], path: Path) -> bool:
     except ImportError:
         return False
     wide = len(rows[0])
-    figure = Figure(figsize=(6 * wide, sum(_height(panels) for panels in rows)), layout="constrained")
+    longest = [max(len(panel.names or panel.bars) for panel in panels) for panels in rows]
+    figure = Figure(figsize=(6 * wide, sum(max(4.0, 1.4 + 0.32 * bars) for bars in longest)), layout="constrained")
     for axes, panels in zip(figure.subplots(len(rows), wide, squeeze=False), rows, strict=True):
         for one, panel in zip(axes, panels, strict=True):
             panel.draw(one)
     with replacing(path) as aside:
         figure.savefig(aside, dpi=120)
     return True
-
-
-def _height(panels: Sequence[Panel]) -> float:
-    """Inches of a row: more of them for more bars."""
-    return max(4.0, 1.4 + 0.32 * max(len(panel.names or panel.bars) for panel in panels))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from math import prod
 from typing import Annotated, Any, Literal, get_args
 
 from annotated_types import Ge
@@ -14,6 +15,13 @@ from mpitrain.config.section import Named, Section, declared, followed, followed
 
 _of_server = partial(setting, mode="server")
 _of_local = partial(setting, mode="local")
+
+# where the axes of a mesh are declared that a setting of the same name gives the ranks of, the outermost first
+_AXES = {
+    "data": "mpitrain.parallel.data:DataAxis",
+    "pipeline": "mpitrain.parallel.pipeline:PipelineAxis",
+    "tensor": "mpitrain.parallel.tensor:TensorAxis",
+}
 
 _Cut = Literal["uniform", "parameters", "time"]
 _CUTS: Sequence[str] = get_args(_Cut)
@@ -36,6 +44,9 @@ class ParallelSection(Section):
     data: int | Literal["auto"] = followed("auto", "data-parallel ranks; auto: what is left", also=["dp"])
     pipeline: int = followed(1, "pipeline stages", ge=1, also=["pp", "pipeline_parallel"])
     tensor: int = followed(1, "tensor-parallel ranks (inside a node)", ge=1, also=["tp", "tensor_parallel"])
+    axes: dict[Named, Annotated[int, Ge(1)]] = followed(
+        {}, 'ranks along further axes, as {"package.module:Axis" = 2}', also=["mesh"]
+    )
     zero: Literal[0, 1, 2, 3] = followed(
         0,
         "0 DDP; 1 + optimizer states, 2 + gradients, 3 + parameters sharded (in a pipeline, gradients are "
@@ -105,6 +116,16 @@ class ParallelSection(Section):
     local_compression: Literal["none", Compression] = _of_local(
         "none", "mode local: compression of the differences that are averaged"
     )
+
+    @property
+    def asked(self) -> dict[str, int | str]:
+        """Ranks along each axis, or "auto", by where it is declared: package.module:Class."""
+        return {path: getattr(self, name) for name, path in _AXES.items()} | dict(self.axes)
+
+    @property
+    def ranks_per_data(self) -> int:
+        """Ranks that one number along the data axis stands for."""
+        return self.pipeline * self.tensor * prod(self.axes.values())
 
     @model_validator(mode="after")
     def _goes_with_what_is_divided(self) -> ParallelSection:

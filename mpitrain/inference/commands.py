@@ -44,12 +44,12 @@ class Job:
     @property
     def columns(self) -> int:
         """How often the job has the model: ranks along the data axis."""
-        return 1 if self.mesh is None else self.mesh.data.size
+        return 1 if self.mesh is None else self.mesh.readers.size
 
     @property
     def column(self) -> int:
         """This rank's number along the data axis."""
-        return 0 if self.mesh is None else self.mesh.data.rank
+        return 0 if self.mesh is None else self.mesh.readers.rank
 
     def decided(self, make: Callable[[], Any]) -> Any:
         """What the first rank makes, a value that JSON can hold, on all ranks. Collective."""
@@ -80,16 +80,16 @@ class Job:
         """The items of all ranks that differ along the data axis, on the first of them. Collective."""
         if self.mesh is None:
             return items
-        return [item for of_rank in self.mesh.data.gather_objects(items) for item in of_rank]
+        return [item for of_rank in self.mesh.readers.gather_objects(items) for item in of_rank]
 
     def rows(self, own: Array) -> Array:
         """The rows of all ranks along the data axis, one rank's after the other's; whole on the first. Collective."""
         if self.mesh is None:
             return own
-        counts = self.mesh.data.all_gather_object(len(own))
+        counts = self.mesh.readers.all_gather_object(len(own))
         everything = np.empty((sum(counts), own.shape[1]), own.dtype)
         sizes = [count * own.shape[1] for count in counts]
-        self.mesh.data.all_gather(everything.reshape(-1), np.ascontiguousarray(own).reshape(-1), counts=sizes)
+        self.mesh.readers.all_gather(everything.reshape(-1), np.ascontiguousarray(own).reshape(-1), counts=sizes)
         return everything
 
     def device(self, kind: str) -> torch.device:

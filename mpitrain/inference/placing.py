@@ -1,8 +1,8 @@
 """A trained model that gives the scores of tokens, on one rank or divided over several as in training.
 
-    whole model, new weights -> layers divided over mesh.tensor -> stages over mesh.pipeline -> weights of what is left
+    whole model, new weights -> layers divided over mesh.layers -> stages over mesh.stages -> weights of what is left
 
-Each rank reads its own part of the checkpoint. Prompts are divided over mesh.data. The scores of the next token come
+Each rank reads its own part of the checkpoint. Prompts are divided over mesh.readers. The scores of the next token come
 from a decoder, for a batch of texts that grow together, of every kind of model:
 
     CachedBlocks       blocks that remember (see `remembering`): each position is computed once
@@ -342,15 +342,15 @@ def _loaded(folder: Path, job: Job, device: torch.device, trust: bool) -> Langua
 
 def _part_of(module: nn.Module, mesh: Mesh | None, listed: bool) -> Blocks:
     """This rank's blocks of a model, as training divides it, or all of it as one. listed: as blocks in any case."""
-    if mesh is not None and mesh.tensor.size > 1:
-        parallelize(module, mesh.tensor, plan_for(module))
-    if not listed and (mesh is None or mesh.pipeline.size == 1):
+    if mesh is not None and mesh.layers.size > 1:
+        parallelize(module, mesh.layers, plan_for(module))
+    if not listed and (mesh is None or mesh.stages.size == 1):
         return [("", module)]
     blocks = listed_blocks(module)
     if mesh is None:
         return blocks
-    bounds = stage_bounds(blocks, mesh.pipeline.size, costs=parameter_costs(blocks))
-    return blocks[bounds[mesh.pipeline.rank] : bounds[mesh.pipeline.rank + 1]]
+    bounds = stage_bounds(blocks, mesh.stages.size, costs=parameter_costs(blocks))
+    return blocks[bounds[mesh.stages.rank] : bounds[mesh.stages.rank + 1]]
 
 
 def _memories(module: nn.Module, vocabulary: int) -> tuple[str, str]:
@@ -378,10 +378,10 @@ class _Line:
     """The ranks that have one model between them: what goes from stage to stage, and what all of them have to know."""
 
     def __init__(self, mesh: Mesh, device: torch.device, vocabulary: int) -> None:
-        self._stages, self._parts, self._vocabulary = mesh.pipeline, mesh.tensor, vocabulary
-        self._wire = Wire(mesh.pipeline)
+        self._stages, self._parts, self._vocabulary = mesh.stages, mesh.layers, vocabulary
+        self._wire = Wire(mesh.stages)
         self._wire.device = device
-        self._ends = mesh.pipeline.rank == mesh.pipeline.size - 1
+        self._ends = mesh.stages.rank == mesh.stages.size - 1
         self._widths: list[int] | None = None  # scores that each tensor rank has, asked once
 
     def through(self, x: Any, stage: Callable[[Any], Any]) -> Any:

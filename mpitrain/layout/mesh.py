@@ -1,45 +1,125 @@
-"""The mesh: every rank's place along three axes, and one Communicator per axis.
+"""The mesh: every rank's place along an ordered list of axes, and groups of ranks by what they have in common.
 
-rank = (data * P + pipeline) * T + tensor          P = 2 pipeline stages, T = 2 tensor ranks
+An axis says what its ranks divide (`MeshAxis.divides`); the axes of the package are declared in `mpitrain.parallel`.
+The last axes of the list have neighbouring ranks: with 2 pipeline stages and 2 tensor ranks
+
+    rank = (data * 2 + pipeline) * 2 + tensor
 
              pipeline 0   pipeline 1
-data 0          0 1          2 3
-data 1          4 5          6 7        tensor ranks are neighbours: inside a node, where messages are fast
+    data 0          0 1          2 3
+    data 1          4 5          6 7        tensor ranks are neighbours: inside a node, where messages are fast
+
+Who does something together follows from what the axes divide:
+
+    group       axes                 its ranks
+    readers     SAMPLES              read different samples of a batch
+    parts       PARTS                have parts of the same samples
+    replicas    SAMPLES and PARTS    have the same part of the model: they sum gradients, total losses, share batch
+                                     statistics, shard states (ZeRO) and write a checkpoint together
+    stages      BLOCKS               have the blocks of one replica
+    layers      LAYERS               have parts of the same layers, and compute the same samples
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from mpitrain.config.named import find
+from mpitrain.config.parallel import ParallelSection
 from mpitrain.errors import refusal
 
 if TYPE_CHECKING:
     from mpitrain.comm import Communicator
 
+SAMPLES, PARTS, BLOCKS, LAYERS = "samples", "parts", "blocks", "layers"
+
+
+class MeshAxis:
+    """A way to spread a training over ranks; a subclass declares it.
+
+    Attributes:
+        name: Of the axis: a key of `Mesh.shape`, and its label in the account of what ranks send.
+        divides: What its ranks have parts of: SAMPLES (of a batch), PARTS (of each sample, such as a sequence or an
+            image), BLOCKS (of the model) or LAYERS.
+        near: The greater, the closer together its ranks are: data 0, pipeline 10, tensor 20.
+    """
+
+    name: str
+    divides: str = SAMPLES
+    near: int = 5
+
+    def take(self, x: Any, y: Any, number: int, ranks: int) -> tuple[Any, Any]:
+        """Return a rank's part of samples and of their targets, where ranks have PARTS; else, both as they are.
+
+        Args:
+            x: Samples [samples, ...].
+            y: Their targets [samples, ...]; None: there are none.
+            number: Of the rank along the axis.
+            ranks: Along the axis.
+        """
+        return x, y
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other)
+
+    def __hash__(self) -> int:
+        return hash(type(self))
+
+
+Sizes = Sequence[tuple[MeshAxis, "int | str"]]  # ranks along each axis, or "auto"
+
+
+def axes_of(parallel: ParallelSection) -> Sizes:
+    """Return the axes that settings ask for, outermost first, with the ranks along each ("auto": what is left).
+
+    Raises:
+        InputError: parallel.axes names no axis, or two of one name.
+    """
+    axes: list[tuple[MeshAxis, int | str]] = []
+    for path, ranks in parallel.asked.items():
+        axis = find("parallel.axes", path)()
+        if not isinstance(axis, MeshAxis):
+            raise refusal(f"parallel.axes {path} is no subclass of mpitrain.layout.mesh.MeshAxis; name one")
+        if any(axis.name == other.name for other, _ in axes):
+            raise refusal(f"parallel.axes {path} has the name {axis.name!r} of another axis; give it one of its own")
+        axes.append((axis, ranks))
+    return sorted(axes, key=lambda entry: entry[0].near)
+
 
 @dataclass(frozen=True)
 class Mesh:
-    """All ranks and this rank's three axes (torch's DeviceMesh has the same idea).
+    """All ranks and this rank's place along the axes (torch's DeviceMesh has the same idea).
 
-    The sizes of the axes are the mesh's shape, and this rank's numbers in them are its coordinates.
+    `mesh.NAME` is the communicator of the ranks that differ from this one along the axis of that name alone: data,
+    pipeline and tensor.
 
     Attributes:
         world: All ranks.
-        data: The ranks that differ from this one along the data axis alone: they have the same part of the model.
-        pipeline: The ranks that differ along the pipeline axis alone.
-        tensor: The ranks that differ along the tensor axis alone.
+        axes: From the outermost to the one whose ranks are neighbours.
+        shape: Ranks along each axis, by its name, in that order.
+        coordinates: This rank's number along each axis.
     """
 
     world: Communicator
-    data: Communicator
-    pipeline: Communicator
-    tensor: Communicator
+    axes: tuple[MeshAxis, ...]
+    shape: Mapping[str, int]
+    coordinates: Mapping[str, int]
+    _groups: dict[tuple[str, ...], Communicator] = field(default_factory=dict, repr=False, compare=False)
 
     @staticmethod
-    def make(world: Communicator, data: int | str = "auto", pipeline: int = 1, tensor: int = 1) -> Mesh:
+    def make(
+        world: Communicator,
+        data: int | str = "auto",
+        pipeline: int = 1,
+        tensor: int = 1,
+        axes: Mapping[str, int] = MappingProxyType({}),
+    ) -> Mesh:
         """Put all ranks into a mesh. Collective.
 
         Args:
@@ -47,70 +127,173 @@ class Mesh:
             data: Ranks along the data axis, or "auto" for what is left by the others.
             pipeline: Ranks along the pipeline axis.
             tensor: Ranks along the tensor axis.
+            axes: Ranks along further axes, as parallel.axes has them.
 
         Raises:
             InputError: On all ranks alike, when the shape does not fit the number of ranks.
         """
-        shape = mesh_shape(world.size, data, pipeline, tensor)
-        _, p, t = shape
-        if world.rank == 0 and _crosses_nodes(world.nodes, t):
+        asked: dict[str, Any] = {"data": data, "pipeline": pipeline, "tensor": tensor, "axes": axes}
+        return Mesh.of(world, axes_of(ParallelSection.model_construct(**asked)))
+
+    @staticmethod
+    def of(world: Communicator, axes: Sizes, *, itself: bool = False) -> Mesh:
+        """Put all ranks into a mesh of these axes. Collective.
+
+        Args:
+            world: All ranks.
+            axes: Outermost first, with the ranks along each.
+            itself: Whether a group of all ranks is `world`, not a communicator of its own.
+
+        Raises:
+            InputError: On all ranks alike, when the shape does not fit the number of ranks.
+        """
+        shape = shape_of(axes, world.size)
+        together = count_near(axes)
+        if world.rank == 0 and _crosses_nodes(world.nodes, together):
+            names = " x ".join(f"parallel.{axis.name}" for axis, _ in axes if axis.divides == LAYERS)
             warnings.warn(
-                f"a tensor group of {t} ranks spans several nodes, so that each layer waits for the network; make "
-                "parallel.tensor a divisor of the ranks on a node",
+                f"a tensor group of {together} ranks spans several nodes, so that each layer waits for the network; "
+                f"make {names} a divisor of the ranks on a node",
                 stacklevel=2,
             )
-        d_rank, p_rank, t_rank = coordinates(world.rank, shape)
-        data_axis = world.split(p_rank * t + t_rank, d_rank, label="data")
-        pipeline_axis = world.split(d_rank * t + t_rank, p_rank, label="pipeline")
-        tensor_axis = world.split(d_rank * p + p_rank, t_rank, label="tensor")
-        return Mesh(world, data_axis, pipeline_axis, tensor_axis)
+        place = dict(zip(shape, _place(world.rank, list(shape.values())), strict=True))
+        mesh = Mesh(world, tuple(axis for axis, _ in axes), MappingProxyType(shape), MappingProxyType(place))
+        if itself:
+            mesh._groups[tuple(name for name, ranks in shape.items() if ranks > 1)] = world
+        for kinds in ((SAMPLES, PARTS), (BLOCKS,), (LAYERS,), (SAMPLES,), (PARTS,)):
+            mesh._dividing(*kinds)  # on all ranks in the same order
+        return mesh
+
+    def over(self, *names: str) -> Communicator:
+        """The ranks that differ from this one along these axes alone. Collective where it was not asked for before."""
+        chosen = tuple(name for name, ranks in self.shape.items() if name in names and ranks > 1)
+        if chosen not in self._groups:
+            color = self.number(*(name for name in self.shape if name not in chosen))
+            label = "+".join(chosen) or "alone"
+            self._groups[chosen] = self.world.split(color, self.number(*chosen), label=label)
+        return self._groups[chosen]
+
+    def __getattr__(self, name: str) -> Communicator:
+        if name.startswith("_") or name not in self.shape:
+            raise AttributeError(f"the mesh has no axis {name!r}; its axes are {', '.join(self.shape)}")
+        return self.over(name)
+
+    @cached_property
+    def readers(self) -> Communicator:
+        """Ranks that read different samples of a batch, with the same part of the model and of each sample."""
+        return self._dividing(SAMPLES)
+
+    @cached_property
+    def parts(self) -> Communicator:
+        """Ranks that have parts of the same samples, with the same part of the model."""
+        return self._dividing(PARTS)
+
+    @cached_property
+    def replicas(self) -> Communicator:
+        """Ranks that have the same part of the model."""
+        return self._dividing(SAMPLES, PARTS)
+
+    @cached_property
+    def stages(self) -> Communicator:
+        """Ranks that have the blocks of one replica of the model."""
+        return self._dividing(BLOCKS)
+
+    @cached_property
+    def layers(self) -> Communicator:
+        """Ranks that have parts of the same layers, and compute the same samples."""
+        return self._dividing(LAYERS)
+
+    @property
+    def divided(self) -> bool:
+        """Whether a replica of the model has several ranks."""
+        return self.replicas.size < self.world.size
+
+    def number(self, *names: str) -> int:
+        """This rank's number among the ranks that differ along these axes alone."""
+        found = 0
+        for name in self.shape:
+            if name in names:
+                found = found * self.shape[name] + self.coordinates[name]
+        return found
+
+    def dividing(self, *kinds: str) -> list[str]:
+        """Names of the axes that divide one of these kinds of things (SAMPLES, PARTS, BLOCKS, LAYERS)."""
+        return [axis.name for axis in self.axes if axis.divides in kinds]
+
+    def take(self, x: Any, y: Any = None) -> tuple[Any, Any]:
+        """This rank's part of samples and their targets, by all axes (see `MeshAxis.take`)."""
+        for axis in self.axes:
+            x, y = axis.take(x, y, self.coordinates[axis.name], self.shape[axis.name])
+        return x, y
 
     def free(self) -> None:
-        """Release the communicators of the axes. Collective; the mesh is of no use afterwards."""
-        for axis in (self.tensor, self.pipeline, self.data):
-            axis.free()
+        """Release the communicators of the mesh. Collective; the mesh is of no use afterwards."""
+        for group in reversed(self._groups.values()):
+            if group is not self.world:
+                group.free()
+        self._groups.clear()
 
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """Ranks along data, pipeline and tensor."""
-        return self.data.size, self.pipeline.size, self.tensor.size
-
-    @property
-    def coordinates(self) -> tuple[int, int, int]:
-        """This rank's number along data, pipeline and tensor."""
-        return self.data.rank, self.pipeline.rank, self.tensor.rank
+    def _dividing(self, *kinds: str) -> Communicator:
+        return self.over(*self.dividing(*kinds))
 
 
-def coordinates(rank: int, shape: tuple[int, int, int]) -> tuple[int, int, int]:
-    """A rank's number along data, pipeline and tensor in a mesh of this shape."""
-    _, p, t = shape
-    return rank // (p * t), rank // t % p, rank % t
+def _place(rank: int, sizes: Sequence[int]) -> Iterator[int]:
+    for number in range(len(sizes)):
+        yield rank // prod(sizes[number + 1 :]) % sizes[number]
 
 
-def mesh_shape(ranks: int, data: int | str, pipeline: int, tensor: int) -> tuple[int, int, int]:
-    """The shape (data, pipeline, tensor) of a mesh of so many ranks, with "auto" filled in.
+def coordinates(rank: int, shape: Mapping[str, int]) -> dict[str, int]:
+    """A rank's number along each axis of a mesh of this shape."""
+    return dict(zip(shape, _place(rank, list(shape.values())), strict=True))
+
+
+def count_near(axes: Sizes) -> int:
+    """Ranks of a group that should lie inside a node: those that divide layers."""
+    return count_along(axes, LAYERS)
+
+
+def count_along(axes: Sizes, *kinds: str) -> int:
+    """Ranks of a group along all axes that divide one of these kinds of things; an "auto" counts as 1."""
+    return prod(int(ranks) for axis, ranks in axes if axis.divides in kinds and ranks != "auto")
+
+
+def shape_of(axes: Sizes, ranks: int) -> dict[str, int]:
+    """The ranks along each axis of a mesh of so many ranks, by its name, with "auto" filled in.
 
     Raises:
         InputError: The product is not the number of ranks; names shapes that would fit.
     """
-    if pipeline < 1 or tensor < 1 or (data != "auto" and int(data) < 1):
-        raise refusal(
-            f"parallel.data {data}, parallel.pipeline {pipeline}, parallel.tensor {tensor}: each must be at least 1"
-        )
-    each = pipeline * tensor
-    if data == "auto" and ranks % each == 0:
-        return ranks // each, pipeline, tensor
-    if data != "auto" and int(data) * each == ranks:
-        return int(data), pipeline, tensor
-    shapes = [
-        (ranks // (p * t), p, t) for p in range(1, ranks + 1) for t in range(1, ranks // p + 1) if ranks % (p * t) == 0
-    ]
-    shapes.sort(key=lambda s: (abs(s[1] - pipeline) + abs(s[2] - tensor), s))
+    asked = {axis.name: size for axis, size in axes}
+    given = {name: int(size) for name, size in asked.items() if size != "auto"}
+    if min(given.values(), default=1) < 1:
+        raise refusal(f"{', '.join(_settings(asked))}: each must be at least 1")
+    each, left = prod(given.values()), [name for name in asked if name not in given]
+    if (ranks % each == 0) if left else (ranks == each):
+        return {name: given.get(name, ranks // each if name in left[:1] else 1) for name in asked}
+    names = list(asked)
+
+    def distance(shape: tuple[int, ...]) -> int:  # the first axis has what is left
+        return sum(abs(size - given.get(name, size)) for name, size in list(zip(names, shape, strict=True))[1:])
+
+    shapes = sorted(_factorizations(ranks, len(names)), key=lambda shape: (distance(shape), shape))
     nearest = ", ".join("x".join(map(str, shape)) for shape in shapes[:4])
-    raise refusal(
-        f"parallel.data {data} x parallel.pipeline {pipeline} x parallel.tensor {tensor} does not make {ranks} ranks; "
-        f"data x pipeline x tensor may be {nearest}"
-    )
+    raise refusal(f"{' x '.join(_settings(asked))} does not make {ranks} ranks; {' x '.join(names)} may be {nearest}")
+
+
+def _settings(asked: Mapping[str, int | str]) -> Iterator[str]:
+    for name, size in asked.items():
+        yield f"parallel.{name} {size}" if name in ParallelSection.model_fields else f"parallel.axes {name} {size}"
+
+
+def _factorizations(number: int, factors: int) -> Iterator[tuple[int, ...]]:
+    """All ways to write a number as a product of so many factors, in order."""
+    if factors == 1:
+        yield (number,)
+        return
+    for first in range(1, number + 1):
+        if number % first == 0:
+            for rest in _factorizations(number // first, factors - 1):
+                yield (first, *rest)
 
 
 def conflict(parallel: Any, *, compiled: bool = False, reproducible: bool = False) -> str:
@@ -160,25 +343,25 @@ def uncompiled(gathers: bool, synchronous: bool) -> str:
     )
 
 
-def tensor_groups_first(nodes: Sequence[int], tensor: int) -> list[int]:
-    """An order of ranks in which groups of `tensor` neighbours lie inside a node as far as that can be.
+def whole_groups_first(nodes: Sequence[int], size: int) -> list[int]:
+    """An order of ranks in which groups of `size` neighbours lie inside a node as far as that can be.
 
     The ranks that are left over on their nodes come last.
 
     Args:
         nodes: The node of each rank.
-        tensor: Ranks of a tensor group.
+        size: Ranks of a group.
     """
     groups: list[int] = []
     over: list[int] = []
     for node in dict.fromkeys(nodes):
         ranks = [rank for rank, of in enumerate(nodes) if of == node]
-        whole = len(ranks) - len(ranks) % tensor
+        whole = len(ranks) - len(ranks) % size
         groups += ranks[:whole]
         over += ranks[whole:]
     return groups + over
 
 
-def _crosses_nodes(nodes: tuple[int, ...], tensor: int) -> bool:
-    """Whether some group of `tensor` neighbouring ranks has ranks on several nodes."""
-    return any(len(set(nodes[lo : lo + tensor])) > 1 for lo in range(0, len(nodes), tensor))
+def _crosses_nodes(nodes: tuple[int, ...], size: int) -> bool:
+    """Whether some group of `size` neighbouring ranks has ranks on several nodes."""
+    return any(len(set(nodes[lo : lo + size])) > 1 for lo in range(0, len(nodes), size))

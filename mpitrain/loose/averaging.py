@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 
@@ -31,7 +32,7 @@ from mpitrain.comm.compression import Bucket
 from mpitrain.config.parallel import ParallelSection
 from mpitrain.errors import refusal
 from mpitrain.layout.boxes import split
-from mpitrain.layout.mesh import mesh_shape
+from mpitrain.layout.mesh import axes_of, shape_of
 
 _MULTIPLE = 16  # elements that slices begin at multiples of
 
@@ -64,8 +65,8 @@ class Grouping:
         Raises:
             InputError: On all ranks, where the ranks cannot be divided so, or there is no sample for some group.
         """
-        data, pipeline, tensor = mesh_shape(world.size, parallel.data, parallel.pipeline, parallel.tensor)
-        model = pipeline * tensor
+        shape, model = shape_of(axes_of(parallel), world.size), parallel.ranks_per_data
+        data = prod(shape.values()) // model
         if parallel.local_group == "node":
             each, number = _of_node(world, model), list(dict.fromkeys(world.nodes)).index(world.node)
         else:

@@ -307,7 +307,8 @@ class RankStart(BaseModel):
         world_size: Ranks of the job.
         role: worker or server; empty in files of older versions.
         host: Name of the rank's machine.
-        coordinates: Along the axes data, pipeline, tensor.
+        coordinates: Along the axes of the mesh, outermost first.
+        stage: Of the pipeline; None in files of older versions, where it is the second of the coordinates.
         expected_memory: Bytes by category, by formula.
         expected_bytes: Bytes that the rank sends a step, by axis, by formula.
         step: Steps done.
@@ -319,6 +320,7 @@ class RankStart(BaseModel):
     role: Text = ""
     host: Text = ""
     coordinates: list[Ranks] = []
+    stage: Ranks | None = None
     expected_memory: KnownNumbers = {}
     expected_bytes: KnownNumbers = {}
     step: Count = 0

@@ -21,7 +21,8 @@ that is not finite is null, as JSON knows no NaN.
 RUN/ranks/rank-00003.jsonl: what one rank did with its time and its memory. Every rank writes its own file.
 
     {"start": t, "rank": 3, "world_size": 8, "role": "worker", "host": "n0", "node": 0, "device": "cpu",
-     "coordinates": [3, 0, 0], "expected_memory": {...}, "expected_bytes": {...}, "step": 100}      a start of the job
+     "stage": 0, "coordinates": [3, 0, 0], "expected_memory": {...}, "expected_bytes": {...}, "step": 100}
+                                                                                                    a start of the job
     {"step": 105, "steps": 5, "time": t, "seconds": {"data": s, ...}, "sent": [[...], ...], "memory": {...}}
 
 A rank that takes no steps itself has the role server: readers do not compare it with others. A line of steps stands

@@ -50,7 +50,7 @@ class Pipeline:
         model: An nn.Sequential, a module with `pipeline_blocks()`, or its (name, module) list; the same on all ranks.
         loss: loss(output, y): a scalar, the mean over the samples. A method of the model keeps all of the model in
             memory on the last stage's rank.
-        mesh: Whose pipeline axis is meant; or the ranks of the pipeline themselves.
+        mesh: Whose stages are meant; or the ranks of the pipeline themselves.
         schedule: gpipe, 1f1b, interleaved, zero-bubble or terapipe.
         microbatches: Of an evaluation; a training step runs as many as it is given.
         chunks: Stages a rank.
@@ -92,7 +92,7 @@ class Pipeline:
         device: torch.device | None = None,
         static_shapes: bool = True,
     ) -> None:
-        self.comm = mesh.pipeline if isinstance(mesh, Mesh) else mesh
+        self.comm = mesh.stages if isinstance(mesh, Mesh) else mesh
         self._named = schedule, chunks, slices
         self._microbatches, self._static = microbatches, static_shapes
         plan = self._schedule(max(1, microbatches))
@@ -268,7 +268,7 @@ def _costs(
         raise refusal(f"there is no cut {cut!r}; choose uniform, parameters or time")
     if sample is None:
         raise refusal('cut="time" measures the blocks: give the input of a microbatch as sample')
-    if isinstance(mesh, Mesh) and mesh.tensor.size > 1:
+    if isinstance(mesh, Mesh) and mesh.layers.size > 1:
         raise refusal(
             'cut="time" on one rank cannot measure layers that several work on; take time_costs of the whole model '
             "before it is divided, and give them as cut"

@@ -24,7 +24,7 @@ from mpitrain.choices import PipelineSchedule
 from mpitrain.config.settings import Config
 from mpitrain.errors import InputError, refusal
 from mpitrain.layout.boxes import split
-from mpitrain.layout.mesh import conflict, mesh_shape, uncompiled
+from mpitrain.layout.mesh import axes_of, conflict, shape_of, uncompiled
 from mpitrain.pipe.partition import partition
 from mpitrain.pipe.schedule import default_microbatches
 from mpitrain.planner.machine import MachineProfile
@@ -216,7 +216,7 @@ def layout_of(config: Config, ranks: int, blocks: Sequence[BlockCost] = ()) -> P
         InputError: The axes do not make so many ranks.
     """
     parallel, train = config.parallel, config.train
-    data, pipeline, tensor = mesh_shape(ranks, parallel.data, parallel.pipeline, parallel.tensor)
+    data, pipeline, tensor = list(shape_of(axes_of(parallel), ranks).values())[:3]
     asked = {name: getattr(getattr(config, section), name) for name, section in SECTION_OF.items()}
     asked |= {"data": data, "pipeline": pipeline, "tensor": tensor}
     asked["microbatch"] = train.microbatch or -(-train.batch // (data * default_microbatches(pipeline)))

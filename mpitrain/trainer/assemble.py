@@ -1,7 +1,7 @@
 """From a model and a configuration to an engine on a mesh: what is cut, over which ranks, in which order.
 
 task -> tensor parallel layers -> pipeline stages -> data parallel or ZeRO
-        over mesh.tensor          over mesh.pipeline    over mesh.data
+        over mesh.layers          over mesh.stages      over mesh.replicas
 
 `mpitrain.initialize` divides a model by the same functions.
 
@@ -75,8 +75,8 @@ def assemble(
     """
     compiled, reproducible = config.model.compile, config.run.reproducible
     refuse_divisions(config.parallel, mesh, compiled=compiled, reproducible=reproducible)
-    cut = tried_out(config, mesh, task, data) if mesh.pipeline.size > 1 else config.parallel.cut
-    module = SyncBatchNorm.convert(task.module, mesh.data)
+    cut = tried_out(config, mesh, task, data) if mesh.stages.size > 1 else config.parallel.cut
+    module = SyncBatchNorm.convert(task.module, mesh.replicas)
     parameters = sum(p.numel() for p in module.parameters())
     divided = divide(module, mesh, config, criterion=lambda: _criterion(task), cut=cut, device=device)
     if isinstance(task.loss, nn.Module):
@@ -85,7 +85,7 @@ def assemble(
         divided.module,
         task.loss if divided.axes.pipeline is None else _criterion(task),
         make_optimizer(divided.module.named_parameters()),
-        mesh.data,
+        mesh.replicas,
         config,
         axes=replace(divided.axes, base=task.base),
     )
@@ -166,11 +166,11 @@ def divide(
     """
     parallel, recompute = config.parallel, config.train.recompute
     found, aliases = blocks_of(model), tied_names(model)
-    if mesh.tensor.size > 1:
+    if mesh.layers.size > 1:
         plan = plan_for(model, plan, sequence=parallel.sequence)
-        parallelize(model, mesh.tensor, plan, sequence=parallel.sequence, whole=parallel.whole)
+        parallelize(model, mesh.layers, plan, sequence=parallel.sequence, whole=parallel.whole)
     pipeline, elsewhere, module = None, set[str](), model
-    if mesh.pipeline.size > 1:
+    if mesh.stages.size > 1:
         listed = listed_blocks(model, blocks)
         require_look_back(model, listed, parallel.slices)
         pipeline = Pipeline(
@@ -182,7 +182,7 @@ def divide(
             slices=parallel.slices,
             cut=cut,
             blocks=() if isinstance(parallel.cut, str) else parallel.cut,
-            microbatches=default_microbatches(mesh.pipeline.size),
+            microbatches=default_microbatches(mesh.stages.size),
             recompute=recompute,
             device=device,
         )
@@ -191,13 +191,13 @@ def divide(
     elif recompute:
         recompute_blocks(module)
     move(module, device)
-    owners = owners_of(module, mesh.tensor.rank, elsewhere)
-    return DividedModel(module, Axes((mesh.pipeline, mesh.tensor), owners, pipeline, aliases), found)
+    owners = owners_of(module, mesh.layers.rank, elsewhere)
+    return DividedModel(module, Axes((mesh.stages, mesh.layers), owners, pipeline, aliases), found)
 
 
 def _require_parameters(mesh: Mesh, stage: nn.Module) -> None:
     """Raise InputError where a stage would have nothing to train. Collective."""
-    trains = mesh.pipeline.all_gather_object(any(p.requires_grad for p in stage.parameters()))
+    trains = mesh.stages.all_gather_object(any(p.requires_grad for p in stage.parameters()))
     if not all(trains):
         raise refusal(
             f"rank {trains.index(False)} of the pipeline would have no parameter to train; use fewer stages "
@@ -211,7 +211,7 @@ def refuse_divisions(
     """Raise InputError for ways to divide a model that do not go together (see `mesh` and `shard.placement`)."""
     staged, shared = parallel.pipeline > 1, parallel.share_node
     why = conflict(parallel, compiled=compiled, reproducible=reproducible)
-    if why := why or placement.conflict(parallel.zero, mesh.data.size, staged=staged, one_copy=shared):
+    if why := why or placement.conflict(parallel.zero, mesh.replicas.size, staged=staged, one_copy=shared):
         raise refusal(why)
 
 

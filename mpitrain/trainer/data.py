@@ -111,14 +111,14 @@ def microbatch_size(config: Config, mesh: Mesh, samples: int = 0) -> int:
 
     samples: Of a batch that the ranks of the mesh share; 0: a global batch.
     """
-    return microbatch_on(config, mesh.data.size, mesh.pipeline.size, samples)
+    return microbatch_on(config, mesh.readers.size, mesh.stages.size, samples)
 
 
-def microbatch_on(config: Config, data: int, stages: int, samples: int = 0) -> int:
-    """As `microbatch_size`, on so many data-parallel ranks and stages."""
+def microbatch_on(config: Config, readers: int, stages: int, samples: int = 0) -> int:
+    """As `microbatch_size`, on so many ranks that read different samples, and stages."""
     if config.train.microbatch or stages == 1:
         return config.train.microbatch
-    return -(-(samples or config.train.batch) // (data * default_microbatches(stages)))
+    return -(-(samples or config.train.batch) // (readers * default_microbatches(stages)))
 
 
 def with_microbatch(config: Config, ranks: int) -> Config:
@@ -126,7 +126,7 @@ def with_microbatch(config: Config, ranks: int) -> Config:
     train, parallel = config.train, config.parallel
     if not train.accumulation:
         return config
-    columns = max(1, (ranks - parallel.servers) // (parallel.pipeline * parallel.tensor))
+    columns = max(1, (ranks - parallel.servers) // parallel.ranks_per_data)
     size = -(-train.batch // (columns * train.accumulation))
     return config.model_copy(update={"train": train.model_copy(update={"microbatch": size})})
 
@@ -142,9 +142,10 @@ def seed_worker(seed: int, step: int, worker: int) -> None:
     torch.manual_seed((seed * 1_000_003 + step) * 1_000_003 + worker & (1 << 63) - 1)
 
 
-def gather_ids(everyone: Communicator, batch: Batch) -> list[int]:
+def gather_ids(places: GroupPlaces, batch: Batch) -> list[int]:
     """The sample ids of the global batch, in order. Collective over the ranks that share it."""
-    return [number for ids in everyone.all_gather_object(batch.ids.tolist()) for number in ids]
+    own = [] if places.mesh.parts.rank else batch.ids.tolist()  # others have parts of the same samples
+    return [number for ids in places.everyone.all_gather_object(own) for number in ids]
 
 
 def weigh_step(criterion: WeightedCrossEntropy, y: torch.Tensor, comm: Communicator) -> None:

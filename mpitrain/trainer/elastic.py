@@ -41,7 +41,7 @@ from mpitrain.comm.faults import ulfm
 from mpitrain.comm.job.abort import exit_code, say
 from mpitrain.config.settings import Config
 from mpitrain.errors import EXIT_REQUEUE, CommunicationError, InputError, MpitrainError
-from mpitrain.layout.mesh import tensor_groups_first
+from mpitrain.layout.mesh import axes_of, count_near, whole_groups_first
 from mpitrain.shard.virtual_workers import VirtualWorkers
 from mpitrain.storage.hdf5 import crc32
 from mpitrain.storage.text import counted
@@ -383,7 +383,8 @@ class Survivors(Callback):
 
     def close_ranks(self) -> None:
         """Go over to the world of those that are left. Collective over them."""
-        self._leave_out_the_dead(lambda nodes: tensor_groups_first(nodes, self._trainer.config.parallel.tensor))
+        near = count_near(axes_of(self._trainer.config.parallel))
+        self._leave_out_the_dead(lambda nodes: whole_groups_first(nodes, near))
         self._take_stock()
         self._trainer.let_go()
         self._begin_anew()
@@ -421,8 +422,7 @@ class Survivors(Callback):
         with torch.no_grad():
             for buffer, kept in zip(reached.engine.module.buffers(), reached.buffers, strict=True):
                 buffer.copy_(kept)
-        parallel = self._trainer.config.parallel
-        columns = parallel.pipeline * parallel.tensor
+        columns = self._trainer.config.parallel.ranks_per_data
         self._copies.take_alone(reached.engine, reached.key, reached.values, self._trainer.world.rank, columns)
 
     def _begin_anew(self) -> None:
@@ -442,10 +442,11 @@ class Survivors(Callback):
         """Choose who trains, of those that are left."""
         trainer, size = self._trainer, self.everyone.size
         parallel = trainer.config.parallel
-        ranks = data_ranks(trainer.config, size, even=self._even) * parallel.pipeline * parallel.tensor
+        ranks = data_ranks(trainer.config, size, even=self._even) * parallel.ranks_per_data
         trainer.world, self.trains = self.everyone, True
         if ranks == 0:
-            self.misfit = f"too few for parallel.pipeline {parallel.pipeline} x parallel.tensor {parallel.tensor}"
+            sizes = [f"parallel.{axis.name} {ranks}" for axis, ranks in axes_of(parallel) if ranks not in (1, "auto")]
+            self.misfit = f"too few for {' x '.join(sizes)}"
         elif ranks < size:
             self.trains = self.everyone.rank < ranks
             team = self.everyone.split(0 if self.trains else None, self.everyone.rank, label="training")
@@ -529,7 +530,7 @@ def data_ranks(config: Config, ranks: int, *, even: bool) -> int:
     number divides run.workers. even: each must have as many microbatches as any other (batch norms).
     """
     parallel, section, sizes = config.parallel, config.run, config.train.batch_sizes.after(0)
-    for data in range(ranks // (parallel.pipeline * parallel.tensor), 0, -1):
+    for data in range(ranks // parallel.ranks_per_data, 0, -1):
         if section.reproducible and section.workers % data:
             continue
         cut = VirtualWorkers(0, data, section.workers if section.reproducible else data)

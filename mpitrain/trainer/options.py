@@ -13,7 +13,7 @@ from mpitrain.config.deepspeed import DeepSpeedConfig
 from mpitrain.config.section import declared
 from mpitrain.config.settings import Config
 from mpitrain.errors import refusal
-from mpitrain.layout.mesh import mesh_shape
+from mpitrain.layout.mesh import BLOCKS, LAYERS, PARTS, SAMPLES, axes_of, count_along, shape_of
 from mpitrain.pipe.schedule import default_microbatches
 from mpitrain.trainer.optimizing import RateSchedule, schedule_of
 
@@ -102,7 +102,10 @@ def _accepted(field: FieldInfo, value: Any, own_optimizer: bool) -> bool:
 def _batch(config: Config, ranks: int) -> tuple[int, int]:
     """(samples of a microbatch, microbatches of a step). Raises InputError where they do not go with the mesh."""
     train, parallel = config.train, config.parallel
-    data, stages, _ = mesh_shape(ranks, parallel.data, parallel.pipeline, parallel.tensor)
+    axes = axes_of(parallel)
+    shape_of(axes, ranks)
+    stages = count_along(axes, BLOCKS)
+    data = ranks // count_along([(axis, size) for axis, size in axes if axis.divides != SAMPLES], PARTS, BLOCKS, LAYERS)
     batch, micro = train.batch if "batch" in train.model_fields_set else None, train.microbatch or None
     if stages > 1:
         if batch is None:

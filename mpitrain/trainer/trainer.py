@@ -26,6 +26,7 @@ from mpitrain.comm import Communicator, carry_device_memory, init, set_timeout
 from mpitrain.config.settings import Config, Given
 from mpitrain.data import Batch, Dataset
 from mpitrain.errors import EXIT_DONE, EXIT_REQUEUE
+from mpitrain.layout.mesh import BLOCKS, PARTS
 from mpitrain.loading import TASK, build_task, task_values
 from mpitrain.models.task import Task
 from mpitrain.trainer import elastic
@@ -252,18 +253,24 @@ class Trainer(Run):
         """
         config, workers, places, size = self.config, self.places.workers, self.places, self.samples
         microbatch = microbatch_size(config, self.mesh, size)
-        shares = [microbatches(batch.x[lo:hi], batch.y[lo:hi], microbatch) for lo, hi in workers.within(size)]
+        x, y = self.mesh.take(batch.x, batch.y)
+        shares = [microbatches(x[lo:hi], y[lo:hi], microbatch) for lo, hi in workers.within(size)]
+
+        place = self.mesh.number(*self.mesh.dividing(PARTS, BLOCKS))
 
         def seed(worker: int) -> None:
-            number = places.first_worker + workers.own[worker] + self.mesh.pipeline.rank * places.evaluating.count
+            number = places.first_worker + workers.own[worker] + place * places.evaluating.count
             seed_worker(config.run.seed, self.step, number)
 
         if self.class_weights is not None:
-            weigh_step(self.class_weights, batch.y, self.mesh.data)
-        losses = self.engine.forward_backward(shares, size, rounds=workers.rounds(size, microbatch), before=seed)
+            weigh_step(self.class_weights, batch.y, self.mesh.readers)
+        losses = self.engine.forward_backward(
+            shares, size * self.mesh.parts.size, rounds=workers.rounds(size, microbatch), before=seed
+        )
         lr = next_rate(self.schedule, self.engine.optimizer, self.step)
         losses = torch.cat([losses[:, None], self.engine.term_sums], 1)
-        totals = workers.begin_totals(self.mesh.data, losses)  # nothing collective may follow the update: see elastic
+        # nothing collective may come after the update: see elastic
+        totals = workers.begin_totals(self.mesh.replicas, losses)
         result = self.engine.step(lr)
         loss, *terms = totals()
         extras = {f"{LOSS} of {name}": term for name, term in zip(self.engine.terms.names, terms, strict=True)}

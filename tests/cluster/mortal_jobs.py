@@ -43,6 +43,10 @@ class Job:
     def printed(self) -> str:
         return self._printed.read_text(errors="replace")
 
+    def outcome(self) -> str:
+        """What is known of a job that did not go as it should."""
+        return f"exit code {self.process.poll()}\n{self.printed[-2000:]}\n{self.said[-3000:]}"
+
     def log(self, rank: int) -> str:
         path = self.folder / f"logs/rank-{rank:05d}.log"
         return path.read_text() if path.exists() else ""
@@ -54,8 +58,8 @@ class Job:
     def until(self, condition: Callable[[], bool], seconds: float = LIMIT) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
-            assert self.process.poll() is None, f"the job ended too early:\n{self.said[-3000:]}"
-            assert time.monotonic() < deadline, f"the job did not get there in time:\n{self.said[-3000:]}"
+            assert self.process.poll() is None, f"the job ended too early: {self.outcome()}"
+            assert time.monotonic() < deadline, f"the job did not get there in time: {self.outcome()}"
             time.sleep(0.002)
 
     def signal(self, *ranks: int, number: int = signal.SIGKILL) -> None:
@@ -86,7 +90,7 @@ class Job:
 
     def end(self, code: int = 0, seconds: float = LIMIT) -> None:
         try:
-            assert self.process.wait(seconds) == code, self.said[-3000:]
+            assert self.process.wait(seconds) == code, self.outcome()
         finally:
             if self.process.poll() is None:
                 os.killpg(self.process.pid, signal.SIGKILL)

@@ -58,6 +58,7 @@ class Hosts:
         _remove_those_of_dead_processes()
         try:
             self._make()
+            self._await_all()
         except subprocess.CalledProcessError as error:
             self.__exit__()
             raise Impossible(f"`{' '.join(error.cmd)}` failed: {error.stderr.strip()}") from None
@@ -134,9 +135,13 @@ class Hosts:
             self.mend(host)
         for host in hosts:  # a host that was looked for in vain counts as unreachable for some time more
             _ip("-n", self.namespace(host), "neighbour", "flush", "dev", "e0")
-        deadline = time.monotonic() + 20
+        self._await_all()
+
+    def _await_all(self) -> None:
+        """Wait until all hosts reach each other."""
+        hosts, deadline = range(1, self.count + 1), time.monotonic() + 20
         while not all(self.reaches(one, other) for one in hosts for other in hosts if one != other):
-            assert time.monotonic() < deadline, "the hosts do not reach each other again"
+            assert time.monotonic() < deadline, "the hosts do not reach each other"
 
     def reaches(self, one: int, other: int) -> bool:
         """Whether a packet of one host and its answer arrive, within 2 s."""

@@ -5,14 +5,21 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mpitrain.config.parallel import ParallelSection
 from mpitrain.errors import InputError
-from mpitrain.layout.mesh import Mesh, _crosses_nodes, coordinates, mesh_shape
+from mpitrain.layout.mesh import Mesh, _crosses_nodes, axes_of, coordinates, shape_of
 
 
 def test_tensor_ranks_are_neighbours():
-    shape = (2, 2, 2)
-    assert [coordinates(r, shape) for r in range(8)] == [(d, p, t) for d in (0, 1) for p in (0, 1) for t in (0, 1)]
-    assert coordinates(7, (2, 4, 1)) == (1, 3, 0)
+    shape = {"data": 2, "pipeline": 2, "tensor": 2}
+    places = [tuple(coordinates(r, shape).values()) for r in range(8)]
+    assert places == [(d, p, t) for d in (0, 1) for p in (0, 1) for t in (0, 1)]
+    assert coordinates(7, shape | {"pipeline": 4, "tensor": 1}) == {"data": 1, "pipeline": 3, "tensor": 0}
+
+
+def mesh_shape(ranks: int, data: int | str, pipeline: int, tensor: int) -> tuple[int, ...]:
+    parallel = ParallelSection.model_construct(data=data, pipeline=pipeline, tensor=tensor)
+    return tuple(shape_of(axes_of(parallel), ranks).values())
 
 
 def test_data_takes_what_is_left():
@@ -45,16 +52,19 @@ def test_a_tensor_group_over_two_nodes_is_noticed():
 def test_each_axis_connects_the_ranks_that_differ_along_it_alone(world):
     pipeline, tensor = {1: (1, 1), 2: (2, 1), 4: (2, 2), 8: (2, 2)}[world.size]
     mesh = Mesh.make(world, "auto", pipeline, tensor)
-    assert mesh.shape == (world.size // (pipeline * tensor), pipeline, tensor)
+    assert mesh.shape == {"data": world.size // (pipeline * tensor), "pipeline": pipeline, "tensor": tensor}
     assert mesh.coordinates == coordinates(world.rank, mesh.shape)
-    ranks = torch.arange(world.size).view(mesh.shape)
-    assert ranks[mesh.coordinates] == world.rank
+    ranks, place = torch.arange(world.size).view(*mesh.shape.values()), tuple(mesh.coordinates.values())
+    assert ranks[place] == world.rank
     for axis, comm in enumerate((mesh.data, mesh.pipeline, mesh.tensor)):
         members = torch.empty(comm.size, dtype=torch.int64)
         comm.all_gather(members, torch.tensor([world.rank]))
-        along: list[int | slice] = list(mesh.coordinates)
+        along: list[int | slice] = list(place)
         along[axis] = slice(None)
         assert torch.equal(members, ranks[tuple(along)])
-        assert comm.label == ("data", "pipeline", "tensor")[axis]
-    for comm in (mesh.tensor, mesh.pipeline, mesh.data):
-        comm.free()
+        assert comm.label == (("data", "pipeline", "tensor")[axis] if comm.size > 1 else "alone")
+    assert mesh.readers is mesh.replicas is mesh.data and mesh.stages is mesh.pipeline and mesh.layers is mesh.tensor
+    both = mesh.over("data", "tensor")
+    assert both.size == mesh.data.size * mesh.tensor.size and both is mesh.over("tensor", "data")
+    assert both.rank == mesh.number("data", "tensor")
+    mesh.free()

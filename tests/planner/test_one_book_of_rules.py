@@ -17,7 +17,7 @@ import pytest
 from mpitrain.config.settings import Config
 from mpitrain.data import Description
 from mpitrain.errors import InputError, refusal
-from mpitrain.layout.mesh import Mesh, coordinates, mesh_shape, uncompiled
+from mpitrain.layout.mesh import Mesh, axes_of, coordinates, shape_of, uncompiled
 from mpitrain.models import Task, build_model
 from mpitrain.pipe.partition import listed_blocks, parameter_costs, stage_bounds
 from mpitrain.pipe.schedule import make_schedule
@@ -110,10 +110,12 @@ class Samples:
 def start(config: Config, kind: str, nodes: int, each: int, on_device: bool) -> None:
     """Raise InputError where a job refuses a configuration at its start."""
     parallel, ranks, task = config.parallel, nodes * each, task_of(kind)
-    shape = mesh_shape(ranks, parallel.data, parallel.pipeline, parallel.tensor)
-    data, pipeline, tensor = shape
-    axes = [SimpleNamespace(size=size, rank=0) for size in shape]
-    mesh = cast(Mesh, Mesh(cast(Any, SimpleNamespace(on_root=lambda act: act())), *cast(Any, axes)))
+    axes = axes_of(parallel)
+    shape = shape_of(axes, ranks)
+    data, pipeline, tensor = shape.values()
+    groups = {(name,) if size > 1 else (): SimpleNamespace(size=size, rank=0) for name, size in shape.items()}
+    world = cast(Any, SimpleNamespace(on_root=lambda act: act()))
+    mesh = Mesh(world, tuple(axis for axis, _ in axes), shape, dict.fromkeys(shape, 0), cast(Any, groups))
     workers = VirtualWorkers.of(data, config.run.reproducible, config.run.workers)
     refuse_divisions(parallel, mesh, compiled=config.model.compile, reproducible=config.run.reproducible)
     module = copy.deepcopy(task.module)
@@ -147,15 +149,15 @@ def start(config: Config, kind: str, nodes: int, each: int, on_device: bool) -> 
             raise refusal(why)
 
 
-def placed(config: Config, shape: tuple[int, int, int], each: int, on_device: bool) -> bool:
+def placed(config: Config, shape: dict[str, int], each: int, on_device: bool) -> bool:
     """Whether parameters are gathered, as `Sharding` decides for each of the data-parallel groups."""
-    parallel, (data, pipeline, tensor), gathers = config.parallel, shape, False
+    parallel, (data, pipeline, tensor), gathers = config.parallel, shape.values(), False
     stage, offload = placement.STAGES[parallel.zero], parallel.offload_parameters
     for first in range(pipeline * tensor):
-        members = [rank for rank in range(np.prod(shape)) if rank % (pipeline * tensor) == first]
-        assert len(members) == data and {coordinates(rank, shape)[1:] for rank in members} == {
-            coordinates(first, shape)[1:]
-        }
+        members = [rank for rank in range(data * pipeline * tensor) if rank % (pipeline * tensor) == first]
+        places = [coordinates(rank, shape) for rank in members]
+        assert [place["data"] for place in places] == list(range(data))
+        assert len({(place["pipeline"], place["tensor"]) for place in places}) == 1
         nodes = [rank // each for rank in members]
         comm = SimpleNamespace(nodes=nodes, node=0, local_rank=0, num_nodes=len(set(nodes)))
         even = shard_order(cast(Any, comm)) is not None

@@ -13,7 +13,7 @@ from support import config_of
 
 from mpitrain.config.settings import Config
 from mpitrain.data import Description
-from mpitrain.layout.mesh import mesh_shape
+from mpitrain.layout.mesh import axes_of, shape_of
 from mpitrain.models import build_model
 from mpitrain.pipe import schedule
 from mpitrain.planner.layouts import ParallelLayout, layout_of
@@ -114,8 +114,8 @@ def test_what_tensor_ranks_sum_whole_is_what_the_job_does(predictor, monkeypatch
 
 def test_the_default_number_of_microbatches_is_the_jobs(monkeypatch):
     config = Config.from_dict({"train": {"batch": 96}, "parallel": {"pipeline": 4}, "optim": {"name": "adamw"}})
-    sizes = mesh_shape(8, "auto", 4, 1)
-    mesh = SimpleNamespace(data=SimpleNamespace(size=sizes[0]), pipeline=SimpleNamespace(size=4))
+    sizes = shape_of(axes_of(config.parallel), 8)
+    mesh = SimpleNamespace(readers=SimpleNamespace(size=sizes["data"]), stages=SimpleNamespace(size=4))
 
     def found() -> set[int]:
         loop = Config.from_dict({"train": {"batch": 96}, "parallel": {"pipeline": 4}})

@@ -143,7 +143,7 @@ def test_ten_steps_on_a_mesh_are_those_of_one_process(world, number):
     parallel = MESHES[world.size][number]
     wanted, evaluated, state = alone(grouped, 10, halved)
     engine = made(grouped, scheduler=halved, **parallel)
-    assert engine.mesh.shape == (engine.data_size, parallel.get("pipeline", 1), parallel.get("tensor", 1))
+    assert [*engine.mesh.shape.values()] == [engine.data_size, parallel.get("pipeline", 1), parallel.get("tensor", 1)]
     assert engine.settings.accumulate == BATCH // (MICRO * engine.data_size)
     ends = world.all_gather_object([engine.is_first_stage, engine.is_last_stage])
     stages = engine.mesh.pipeline.size

@@ -14,7 +14,7 @@ from mpitrain.checkpoint import Store
 from mpitrain.checkpoint.contents import damages
 from mpitrain.comm.faults.ulfm import Loss, partners
 from mpitrain.config.settings import Config
-from mpitrain.layout.mesh import tensor_groups_first
+from mpitrain.layout.mesh import whole_groups_first
 from mpitrain.trainer.elastic import Copies, CopyOften, Key, Survivors, data_ranks, newest_whole
 from mpitrain.trainer.engine import Engine
 
@@ -67,9 +67,9 @@ def test_the_largest_layout_that_fits_keeps_pipeline_tensor_groups_and_what_the_
 
 
 def test_tensor_groups_stay_inside_their_nodes_where_ranks_were_lost():
-    assert tensor_groups_first([0, 1, 1, 2, 2, 2], 2) == [1, 2, 3, 4, 0, 5]
-    assert tensor_groups_first([0, 0, 1, 1], 2) == [0, 1, 2, 3]
-    assert tensor_groups_first([0, 1, 1], 1) == [0, 1, 2]
+    assert whole_groups_first([0, 1, 1, 2, 2, 2], 2) == [1, 2, 3, 4, 0, 5]
+    assert whole_groups_first([0, 0, 1, 1], 2) == [0, 1, 2, 3]
+    assert whole_groups_first([0, 1, 1], 1) == [0, 1, 2]
 
 
 def test_of_two_parts_that_were_cut_apart_only_one_goes_on():

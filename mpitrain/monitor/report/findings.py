@@ -225,8 +225,8 @@ def own_seconds(rank: MeasuredRank) -> float:
 
 def stage(rank: MeasuredRank) -> int:
     """A rank's pipeline stage: ranks of different stages have different things to do."""
-    coordinates = rank.header.coordinates
-    return coordinates[1] if len(coordinates) > 1 else 0
+    header = rank.header
+    return header.stage if header.stage is not None else ([*header.coordinates, 0, 0])[1]
 
 
 def stragglers(run: RunRecord) -> dict[int, str]:

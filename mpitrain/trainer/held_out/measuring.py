@@ -430,18 +430,19 @@ def evaluated(
     """
     workers = places.evaluating
     chosen = min(most or config.train.evaluate_samples, len(samples))
-    pipeline = places.mesh.pipeline.size > 1  # it cuts batches itself, and tells the host the loss of each
+    pipeline = places.mesh.stages.size > 1  # it cuts batches itself, and tells the host the loss of each
     microbatch = 0 if pipeline else config.train.microbatch
     losses = torch.zeros(len(workers.own), 2, dtype=torch.float64, device=CPU if pipeline else engine.device)
     meter.begin(losses[:, :1])
     parts = LossOfParts(samples.parts(chosen), losses)
     batches = evaluation_batches(samples, samples=chosen, batch=config.train.batch, share=workers.share)
     for batch in on_device(batches, engine.device):
+        x_of, y_of = places.mesh.take(batch.x, batch.y)
         size = min(config.train.batch, chosen - batch.position)
         done = 0
         for worker, (lo, hi) in enumerate(workers.within(size)):
             meter.worker, place = worker, batch.position + batch.first + lo
-            for x, y in microbatches(batch.x[lo:hi], batch.y[lo:hi], microbatch):
+            for x, y in microbatches(x_of[lo:hi], y_of[lo:hi], microbatch):
                 loss = engine.evaluate(x, y, meter.see)
                 count = engine.count(x, y)
                 losses[worker, 0] += loss.double() * count
@@ -452,7 +453,8 @@ def evaluated(
             engine.evaluate(*spare)
         parts.end_batch(engine, batch.position, size, spare)
     sums = meter.gathered(places, engine)
-    total, count, *totals = workers.begin_totals(places.everyone, torch.cat([losses, sums, parts.sums], 1))()
+    found = workers.begin_totals(places.everyone, torch.cat([losses, sums, parts.sums], 1))()
+    total, count, *totals = [each / places.mesh.parts.size for each in found]
     measured = sums.shape[1]
     loss = total / count if count else math.nan
     return {LOSS: loss} | meter.values(totals[:measured]) | parts.values(totals[measured:])

@@ -40,7 +40,7 @@ from mpitrain.data import Batch
 from mpitrain.data.on_device import on_device
 from mpitrain.errors import refusal
 from mpitrain.layout.boxes import split
-from mpitrain.layout.mesh import Mesh
+from mpitrain.layout.mesh import BLOCKS, LAYERS, Mesh, axes_of
 from mpitrain.layout.ownership import Axes
 from mpitrain.loose.averaging import Averaging, FlatSlice, Grouping
 from mpitrain.shard.ddp import broadcast_state
@@ -61,10 +61,9 @@ class Synchronous(Strategy):
     survivors = Survivors
 
     def places(self, config: Config, world: Communicator) -> GroupPlaces:
-        parallel = config.parallel
-        mesh = Mesh.make(world, parallel.data, parallel.pipeline, parallel.tensor)
-        workers = VirtualWorkers.of(mesh.data.size, config.run.reproducible, config.run.workers, mesh.data.rank)
-        return GroupPlaces(mesh, workers, mesh.data, workers)
+        mesh, section = Mesh.of(world, axes_of(config.parallel)), config.run
+        workers = VirtualWorkers.of(mesh.readers.size, section.reproducible, section.workers, mesh.readers.rank)
+        return GroupPlaces(mesh, workers, mesh.replicas, workers)
 
     def steps(self, trainer: Run) -> Iterator[Step]:
         config, workers = trainer.config, trainer.places.workers
@@ -361,13 +360,13 @@ class Local(Strategy):
         require_multiples(config.train.batch_sizes, self.grouping.count)
 
     def places(self, config: Config, world: Communicator) -> GroupPlaces:
-        parallel, grouping = config.parallel, self.grouping
+        grouping = self.grouping
         group = world.split(grouping.number, world.rank, label=f"group {grouping.number}")
-        mesh = Mesh.make(group, grouping.each, parallel.pipeline, parallel.tensor)
-        number, p, t = grouping.number * grouping.each + mesh.data.rank, mesh.pipeline.rank, mesh.tensor.rank
-        everyone = world.split(p * parallel.tensor + t, number, label="everyone")
+        mesh = Mesh.of(group, axes_of(config.parallel.model_copy(update={"data": grouping.each})))
+        part = mesh.number(*mesh.dividing(BLOCKS, LAYERS))
+        everyone = world.split(part, grouping.number * group.size + mesh.replicas.rank, label="everyone")
         self.engine = partial(LocalEngine, world=world, everyone=everyone, grouping=grouping)
-        workers = VirtualWorkers(mesh.data.rank, mesh.data.size, mesh.data.size)
+        workers = VirtualWorkers(mesh.readers.rank, mesh.readers.size, mesh.readers.size)
         evaluating = VirtualWorkers(everyone.rank, everyone.size, everyone.size)
         return GroupPlaces(mesh, workers, everyone, evaluating, grouping.number * grouping.each)
 
@@ -498,7 +497,7 @@ def refuse_what_does_not_go_together(config: Config) -> None:
             f"parallel.warm {parallel.warm} leaves none of train.steps {config.train.steps} for parallel.mode local; "
             "make it smaller, or use parallel.mode sync"
         )
-    if parallel.local_compression in ("topk", "powersgd") and parallel.pipeline * parallel.tensor > 1:
+    if parallel.local_compression in ("topk", "powersgd") and parallel.ranks_per_data > 1:
         raise refusal(
             f"parallel.local_compression {parallel.local_compression} leaves out other things of a parameter on each "
             "rank that has a copy of it, and a model that is cut has copies; use fp16 or bf16"

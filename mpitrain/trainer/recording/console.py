@@ -10,6 +10,7 @@ import shlex
 import socket
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,7 @@ class Console(Callback):
             trainer.folder.write_config(trainer.config)
             trainer.folder.keep_tokenizer(tokenizer_of(data_paths(trainer.config)[0]))
         for text in doubtful_settings(
-            trainer.config, columns=trainer.mesh.data.size, on_cpu=not is_accelerator(trainer.device)
+            trainer.config, columns=trainer.mesh.readers.size, on_cpu=not is_accelerator(trainer.device)
         ):
             trainer.say(f"warning: {text}")
 
@@ -126,7 +127,7 @@ def facts(trainer: Run) -> dict[str, Any]:
 def banner(trainer: Run) -> str:
     """Return what a run says first."""
     config, told = trainer.config, facts(trainer)
-    columns = told["ranks"] // (config.parallel.pipeline * config.parallel.tensor)  # data-parallel ranks
+    columns = trainer.mesh.readers.size  # data-parallel ranks
     share = -(-config.train.batch // columns)
     nodes, threads = counted(told["nodes"], "node"), counted(told["threads"], "thread")
     samples = f"{len(trainer.data):,}" + (f" of {trainer.tokens:,} tokens" if trainer.tokens else "")
@@ -145,18 +146,17 @@ def banner(trainer: Run) -> str:
         ("precision", told["precision"]),
         ("run folder", str(trainer.folder.path)),
         ("warm-up", trainer.batch_sizes.describe()),
-        ("parallel", parallel_text(config, told["ranks"])),
+        ("parallel", parallel_text(config, trainer.mesh.shape)),
         ("mode", trainer.strategy.describe()),
     ]
     return f"mpitrain {told['version']}\n{aligned([row for row in rows if row[1]])}"
 
 
-def parallel_text(config: Config, ranks: int) -> str:
+def parallel_text(config: Config, shape: Mapping[str, int]) -> str:
     """Describe how the ranks share the work, in a few words; empty for plain data parallel."""
     parallel, words = config.parallel, []
-    if parallel.pipeline > 1 or parallel.tensor > 1:
-        data = ranks // (parallel.pipeline * parallel.tensor)
-        words.append(f"data {data} x pipeline {parallel.pipeline} x tensor {parallel.tensor}")
+    if parallel.ranks_per_data > 1:
+        words.append(" x ".join(f"{name} {size}" for name, size in shape.items()))
     if parallel.pipeline > 1:
         words.append(f"schedule {parallel.schedule}")
     if parallel.zero:
@@ -254,7 +254,7 @@ def start_fields(trainer: Run) -> dict[str, Any]:
         "cpu": processor_name() or platform.machine(),
         "cores": os.cpu_count() or 0,
         "loss_unit": loss_unit(config.model, trainer.data.description),
-        "parallel": parallel_text(config, trainer.world.size),
+        "parallel": parallel_text(config, trainer.mesh.shape),
         "resumed_step": trainer.resumed_step,
         "config": config.model_dump(mode="json"),
     }

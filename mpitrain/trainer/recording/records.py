@@ -55,7 +55,7 @@ class SampleIds(Callback):
 
     def on_step_end(self, trainer: Run, step: Step) -> None:
         if trainer.config.data.record_ids and "ids" not in step.extras:
-            step.extras["ids"] = gather_ids(trainer.places.everyone, step.batch)
+            step.extras["ids"] = gather_ids(trainer.places, step.batch)
 
 
 class Records(Callback):
@@ -187,7 +187,8 @@ class RankRecords(Callback):
             "host": socket.gethostname(),
             "node": world.node,
             "device": str(trainer.device),
-            "coordinates": list(trainer.mesh.coordinates),
+            "stage": trainer.mesh.stages.rank,
+            "coordinates": list(trainer.mesh.coordinates.values()),
             "expected_memory": trainer.engine.memory().expected,
             "expected_bytes": expected_bytes(trainer, samples),
             "step": self._from,
@@ -263,10 +264,10 @@ def expected_bytes(trainer: Run, samples: int) -> dict[str, float]:
     found: dict[str, float] = {}
     engine, mesh, workers = trainer.engine, trainer.mesh, trainer.places.workers
     microbatch = microbatch_size(trainer.config, mesh, samples)
-    staged = mesh.pipeline.size > 1
-    if mesh.data.size > 1:
-        found["data"] = data_bytes(engine.sharding, workers.rounds(samples, microbatch), staged=staged)
-    if mesh.tensor.size == mesh.pipeline.size == 1 or trainer.own_model:
+    staged = mesh.stages.size > 1
+    if mesh.replicas.size > 1:
+        found[mesh.replicas.label] = data_bytes(engine.sharding, workers.rounds(samples, microbatch), staged=staged)
+    if not mesh.divided or trainer.own_model:
         return found
     share = sum(hi - lo for lo, hi in workers.within(samples))
     size = min(microbatch or share, share)
@@ -278,14 +279,14 @@ def expected_bytes(trainer: Run, samples: int) -> dict[str, float]:
     pipeline = engine.pipeline
     if pipeline is not None:
         tied = sum(bytes_sent("all_reduce", nbytes, ranks) for nbytes, ranks in pipeline.tied_bytes)
-        found["pipeline"] = times * sum(blocks[number].given for number in pipeline.crossings) + tied
-    if mesh.tensor.size > 1:
+        found[mesh.stages.label] = times * sum(blocks[number].given for number in pipeline.crossings) + tied
+    if mesh.layers.size > 1:
         own = pipeline.blocks if pipeline is not None else range(len(blocks))
         passes: list[Sequence[AxisExchange]] = [(*blocks[n].forwards, *blocks[n].backwards) for n in own]
         if trainer.config.train.recompute:
             passes += [_again(names[number], blocks[number], staged) for number in own]
-        exchanges = [each for some in passes for each in some if each.axis == "tensor"]
-        found["tensor"] = times * sum(bytes_sent(e.operation, e.nbytes, mesh.tensor.size) for e in exchanges)
+        exchanges = [each for some in passes for each in some if each.axis == mesh.layers.label]
+        found[mesh.layers.label] = times * sum(bytes_sent(e.operation, e.nbytes, mesh.layers.size) for e in exchanges)
     return found
 
 
@@ -304,8 +305,8 @@ def _observed(trainer: Run, samples: int) -> tuple[list[str], list[Observed]]:
     """The names of all blocks of the model, as the tensor axis divides it, and what each does with a microbatch."""
     config, mesh = trainer.config, trainer.mesh
     parallel, subject = config.parallel, Subject(config, trainer.data.description, real=False)
-    several = subject.synchronous and mesh.data.size > 1
-    divided = Divided(mesh.tensor.size, parallel.sequence, tuple(parallel.whole), synchronized=several)
+    several = subject.synchronous and mesh.replicas.size > 1
+    divided = Divided(mesh.layers.size, parallel.sequence, tuple(parallel.whole), synchronized=several)
     cut = subject.cut(divided, fake=True)
     return [name for name, _ in cut.blocks], observe(cut, samples)
 

@@ -232,7 +232,7 @@ class Recording:
         self.spans = Spans()
         levels = levels_of(engine.module)
         microbatch = trainer.config.train.microbatch or trainer.samples
-        calls = max(1, -(-trainer.samples // (trainer.mesh.data.size * microbatch)))
+        calls = max(1, -(-trainer.samples // (trainer.mesh.readers.size * microbatch)))
         self.depth = min(world.all_gather_object(affordable(levels, calls, _HOOKS_MAY_COST * step_seconds)))
         self._offsets = [self.offset()]
         self._hooks = ModuleHooks([named for level in levels[: self.depth] for named in level], self.spans.module)

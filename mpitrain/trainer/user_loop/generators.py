@@ -20,7 +20,7 @@ import torch
 from mpitrain.checkpoint import Manifest, Part, TensorSpec
 from mpitrain.comm.memory import device as devices
 from mpitrain.layout.boxes import Piece
-from mpitrain.layout.mesh import Mesh
+from mpitrain.layout.mesh import BLOCKS, PARTS, SAMPLES, Mesh
 from mpitrain.trainer.data import seed_worker
 
 RANDOM = "random/"
@@ -52,12 +52,12 @@ class Generators:
 
     def values(self) -> dict[str, Any]:
         """Return what a checkpoint has to say beside it."""
-        return {"seed": self.seed, "mesh": list(self._mesh.shape)}
+        return {"seed": self.seed, "mesh": list(self._mesh.shape.values())}
 
     def parts_to_load(self, manifest: Manifest) -> list[Part]:
         """Return what this rank fills from a checkpoint; `finish_load` then puts it in place."""
         self._filled, spec = None, manifest.tensors.get(self._name)
-        if spec is None or manifest.values.get("random", {}).get("mesh") != list(self._mesh.shape):
+        if spec is None or manifest.values.get("random", {}).get("mesh") != list(self._mesh.shape.values()):
             return []
         self._filled = torch.empty(spec.shape, dtype=torch.uint8)
         return [Part(spec, Piece.whole(self._name, spec.numel), self._filled)]
@@ -71,7 +71,7 @@ class Generators:
         if self._filled is not None:
             _restore(json.loads(self._filled.numpy().tobytes(), object_hook=_decoded), self._device)
             return
-        seed_worker(self.seed, manifest.step, self._mesh.data.rank)
+        seed_worker(self.seed, manifest.step, self._mesh.replicas.rank)
         drawn = torch.initial_seed()
         random.seed(drawn)
         np.random.seed(drawn % (1 << 32))
@@ -86,7 +86,7 @@ class DividedDraws:
 
     def __init__(self, generators: Generators, mesh: Mesh, device: torch.device) -> None:
         self._generators, self._device = generators, device
-        self._place = mesh.data.rank * mesh.pipeline.size + mesh.pipeline.rank
+        self._place = mesh.number(*mesh.dividing(SAMPLES, PARTS, BLOCKS))
         self._on = _devices(device)
         self._states: list[torch.Tensor] = []
         self._step = -1

@@ -29,7 +29,7 @@ from mpitrain.config.settings import Config, Given
 from mpitrain.config.training import OptimSection
 from mpitrain.errors import refusal
 from mpitrain.layers.precision import DTYPES
-from mpitrain.layout.mesh import Mesh
+from mpitrain.layout.mesh import BLOCKS, LAYERS, Mesh, axes_of, count_along
 from mpitrain.shard.ddp import DistributedDataParallel, broadcast_state
 from mpitrain.shard.flat_parameters import has_stepped
 from mpitrain.trainer.assemble import DividedModel, Plan, compile_blocks, divide, refuse_divisions
@@ -95,7 +95,7 @@ def initialize(
     mesh = places(comm, ours.parallel)
     divided, loss = place_on_mesh(model, mesh, ours, loss=loss, plan=plan, blocks=blocks)
     made = make(divided.module)  # stages may have other groups of the configuration's, which has been compared
-    require_alike(comm, [] if optimizer is None else [*groups_told(made, whole=mesh.world.size == mesh.data.size)])
+    require_alike(comm, [] if optimizer is None else [*groups_told(made, whole=not mesh.divided)])
     engine = _engine(divided, loss or (lambda output, y: output), made, mesh, settings)
     if ours.model.compile:
         compile_blocks(divided.blocks, engine, comm)
@@ -112,7 +112,7 @@ def _engine(
     scale = LossScale(**read.scale) if read is not None and read.scale is not None else None
     dtype = DTYPES[read.reduce_dtype] if read is not None and read.reduce_dtype is not None else None
     config, axes = settings.config, divided.axes
-    return Engine(divided.module, loss, optimizer, mesh.data, config, axes=axes, scale=scale, reduce_dtype=dtype)
+    return Engine(divided.module, loss, optimizer, mesh.replicas, config, axes=axes, scale=scale, reduce_dtype=dtype)
 
 
 def _refuse_model(model: nn.Module) -> None:
@@ -282,17 +282,15 @@ def _shown(value: Any) -> str:
 
 
 def places(comm: Communicator, parallel: ParallelSection) -> Mesh:
-    """The mesh of a loop of one's own, whose data axis is `comm` itself where nothing is divided. Collective.
+    """Return the mesh of a loop of one's own. Collective.
 
-    Raises InputError for settings that do not go together.
+    Where the model is not divided, a group of all ranks is `comm` itself. Raises InputError for settings that do not go
+    together.
     """
-    if parallel.pipeline * parallel.tensor > 1:
-        mesh = Mesh.make(comm, parallel.data, parallel.pipeline, parallel.tensor)
-    else:
-        alone = comm if comm.size == 1 else comm.split(comm.rank, label="alone")
-        mesh = Mesh(comm, comm, alone, alone)
+    axes = axes_of(parallel)
+    mesh = Mesh.of(comm, axes, itself=count_along(axes, BLOCKS, LAYERS) == 1)
     refuse_divisions(parallel, mesh)
-    if parallel.cut == "time" and parallel.pipeline > 1:
+    if parallel.cut == "time" and mesh.stages.size > 1:
         raise refusal(
             "parallel.cut time measures blocks with samples of the data set, which a loop of one's own has not; set it "
             "to parameters, or to how many blocks each stage has, as [5, 7]"
@@ -313,7 +311,7 @@ def place_on_mesh(
     """
     own = getattr(model, "loss", None)
     own, before = own if callable(own) else None, getattr(model, "criterion", None)
-    staged, whole = mesh.pipeline.size > 1, mesh.pipeline.size * mesh.tensor.size == 1
+    staged, whole = mesh.stages.size > 1, not mesh.divided
     device = found_on(model, config.run.device, mesh.world)
     if not whole:
         broadcast_state(model, mesh.world)  # parts are to be those of one model

@@ -57,8 +57,8 @@ class TrainingEngine:
         self._engine: Any = engine  # an Engine, until it is closed
         self.settings, self._loss, self._scheduler = settings, loss, scheduler
         self.module, self.optimizer, self.device = engine.module, engine.optimizer, engine.device
-        self.mesh, self._given, stages = mesh, given, mesh.pipeline
-        self.data_rank, self.data_size = engine.comm.rank, engine.comm.size
+        self.mesh, self._given, stages = mesh, given, mesh.stages
+        self.data_rank, self.data_size = mesh.readers.rank, mesh.readers.size
         self.is_first_stage, self.is_last_stage = stages.rank == 0, stages.rank == stages.size - 1
         given.take(engine.module)
         self.steps, self._passes, self.norm, self.skipped = 0, 0, 0.0, 0
@@ -68,7 +68,7 @@ class TrainingEngine:
         self.loss_terms: dict[str, float] = {}
         self._share = 1.0 / (settings.accumulate * engine.comm.size)  # of a microbatch in a step
         self._pending = False  # a backward pass was made that no step has counted
-        self._divided = mesh.pipeline.size * mesh.tensor.size > 1
+        self._divided = mesh.divided
         self._draws = DividedDraws(self._generators, mesh, engine.device) if self._divided else None
 
     def __getattr__(self, name: str) -> Any:
@@ -112,7 +112,7 @@ class TrainingEngine:
             args, kwargs = moved((args, kwargs), self.device)
             self._engine.terms.weigh(self._share, self._engine.scale.value)
             if self._loss is not None and len(args) == 2 and not kwargs:
-                return self._loss_of(*args)
+                return self._loss_of(*self.mesh.take(*args))
             return self._engine.compute(self.module, *args, **kwargs)
 
     def _loss_of(self, x: Any, y: Any, *, empty: bool = False) -> torch.Tensor:
@@ -201,7 +201,7 @@ class TrainingEngine:
         """
         self._require_loss("train_batch")
         engine, size = self._engine, self._engine.comm.size
-        microbatches = [self._next(batches, number) for number in range(self.settings.accumulate)]
+        microbatches = [self.mesh.take(*self._next(batches, n)) for n in range(self.settings.accumulate)]
         weights = self._weights(microbatches)
         mean = torch.zeros(1 + len(engine.terms.names), dtype=torch.float64, device=self.device)
         engine.terms.take(self.device)  # of loops without train_batch
@@ -380,10 +380,7 @@ class TrainingEngine:
             return
         self._store.close()
         self._engine.close()
-        if self._divided:
-            self.mesh.free()
-        elif self.mesh.world.size > 1:
-            self.mesh.tensor.free()
+        self.mesh.free()
         self._given.release()
         self._engine = self._store = ClosedEngine()
 

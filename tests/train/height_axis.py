@@ -1,0 +1,105 @@
+"""An axis from outside of the package: its ranks have parts of the height of every image, and exchange rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import conv2d, pad
+
+from mpitrain.comm import Communicator
+from mpitrain.layout.boxes import split
+from mpitrain.layout.mesh import PARTS, MeshAxis
+
+
+class Height(MeshAxis):
+    """parallel.axes = {"train.height_axis:Height" = 2}"""
+
+    name = "height"
+    divides = PARTS
+    near = 15
+
+    def take(self, x: torch.Tensor, y: Any, number: int, ranks: int) -> tuple[torch.Tensor, Any]:
+        lo, hi = split(x.shape[-2], ranks)[number : number + 2]
+        return x[..., lo:hi, :], y
+
+    def divide(self, division: Any, group: Communicator) -> None:
+        if group.size == 1:
+            return
+        for module in list(division.module.modules()):
+            for name, child in module.named_children():
+                if isinstance(child, nn.Conv2d):
+                    setattr(module, name, HaloConvolution(child, group))
+                elif isinstance(child, MeanOfImage):
+                    child.group = group
+
+
+class HaloConvolution(nn.Module):
+    """A convolution of stride 1 that takes the rows beyond its own from the ranks above and below."""
+
+    def __init__(self, whole: nn.Conv2d, group: Communicator) -> None:
+        super().__init__()
+        self.weight, self.bias, self._group = whole.weight, whole.bias, group
+        self._rows, self._columns = whole.padding
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return conv2d(_Halo.apply(x, self._rows, self._group), self.weight, self.bias, padding=(0, self._columns))
+
+
+class _Halo(torch.autograd.Function):
+    """x [batch, channels, height, width] with `rows` more above and below: a neighbour's, or zeros at the border."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, rows: int, group: Communicator) -> torch.Tensor:
+        ctx.rows, ctx.group = rows, group
+        above, below = _neighbours(x[:, :, :rows], x[:, :, -rows:], group)
+        return torch.cat([above, x, below], 2)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        rows, own = ctx.rows, grad[:, :, ctx.rows : -ctx.rows].clone()
+        above, below = _neighbours(grad[:, :, :rows], grad[:, :, -rows:], ctx.group)
+        own[:, :, :rows] += above
+        own[:, :, -rows:] += below
+        return own, None, None
+
+
+def _neighbours(top: torch.Tensor, bottom: torch.Tensor, group: Communicator) -> tuple[torch.Tensor, torch.Tensor]:
+    """The bottom of the rank above and the top of the rank below; zeros where there is none."""
+    own = torch.stack([top, bottom])
+    edges = torch.empty(group.size, *own.shape)
+    group.all_gather(edges.view(-1), own.reshape(-1))
+    edges = pad(edges, [0] * (2 * own.dim()) + [1, 1])
+    return edges[group.rank, 1], edges[group.rank + 2, 0]
+
+
+class MeanOfImage(nn.Module):
+    """x [batch, channels, height, width] -> its mean [batch, channels], over the parts of all ranks."""
+
+    group: Communicator | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.group is None:
+            return x.mean((2, 3))
+        sums = torch.cat([x.sum((2, 3)), x.new_full((len(x), 1), float(x.shape[2] * x.shape[3]))], 1)
+        sums = _Sum.apply(sums, self.group)
+        return sums[:, :-1] / sums[:, -1:]
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Communicator) -> torch.Tensor:
+        ctx.group = group
+        return group.all_reduce(x.clone())
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.group.all_reduce(grad.clone()), None
+
+
+def network(description: Any) -> tuple[nn.Module, nn.Module]:
+    """Two convolutions with batch norms, for `model.factory`."""
+    layers = [nn.Unflatten(1, (1, -1)), nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()]
+    layers += [nn.Conv2d(8, 8, 5, padding=2), nn.BatchNorm2d(8), nn.ReLU(), MeanOfImage(), nn.Linear(8, 3)]
+    return nn.Sequential(*layers), nn.CrossEntropyLoss()

@@ -1,0 +1,113 @@
+"""Axes from outside of the package: one that only averages, and one along the height of images."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rank_files import read_rank_files
+from train.jobs import run
+
+from mpitrain.data.prepare import prepare
+from mpitrain.errors import InputError
+from mpitrain.layout.mesh import Mesh
+from mpitrain.parallel.data import DataAxis
+
+REPLICA, HEIGHT = "extensions:Replica", "train.height_axis:Height"
+GPT = {"layers": 2, "width": 32, "heads": 2, "sequence": 16}
+
+
+@pytest.fixture(scope="module")
+def place(world, tmp_path_factory):
+    return Path(world.broadcast_object(str(tmp_path_factory.mktemp("axes"))))
+
+
+def of_text(path):
+    return {
+        "data": {"path": path, "record_ids": True},
+        "model": GPT,
+        "train": {"steps": 4, "batch": 12, "microbatch": 2},
+        "checkpoint": {"every": 2, "keep": 9},
+    }
+
+
+@pytest.fixture(scope="module")
+def images(world, place):
+    """Sections of a run on images of 13 rows, so that parts have unequally many."""
+    if world.rank == 0:
+        generator, y = np.random.default_rng(0), np.arange(90) % 3
+        (place / "source").mkdir()
+        np.save(place / "source/x.npy", (generator.random((90, 13, 8)) + y[:, None, None] / 3).astype(np.float32))
+        np.save(place / "source/y.npy", y)
+        prepare([str(place / "source")], place / "images")
+    world.barrier()
+    return {
+        "data": {"path": str(place / "images"), "record_ids": True},
+        "model": {"factory": "train.height_axis:network"},
+        "train": {"steps": 6, "batch": 12, "microbatch": 3, "metrics": ["accuracy"]},
+        "optim": {"name": "sgd", "lr": 0.05, "warmup": 0, "options": {"momentum": 0.9}},
+        "checkpoint": {"every": 3, "keep": 9},
+    }
+
+
+def by_one(world, folder, sections):
+    alone, lines = world.subgroup([0]), None
+    if alone is not None:
+        lines = run(alone, folder, **sections)
+        alone.free()
+    return world.broadcast_object(lines)
+
+
+def check(lines, wanted):
+    for key in ("loss", "grad_norm"):
+        assert [m[key] for m in lines] == pytest.approx([m[key] for m in wanted[-len(lines) :]], rel=2e-5)
+    assert [m["ids"] for m in lines] == [m["ids"] for m in wanted[-len(lines) :]]
+    assert lines[-1]["held_out_loss"] == pytest.approx(wanted[-1]["held_out_loss"], rel=2e-5)
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("zero", [0, 2])
+def test_an_axis_that_averages_trains_as_one_process(world, place, text, zero):
+    wanted = by_one(world, place / f"alone-{zero}", of_text(text))
+    rest = {"pipeline": 2} if world.size == 4 else {}
+    folder = place / f"replica-{zero}"
+    lines = run(world, folder, **of_text(text), parallel={"zero": zero, "axes": {REPLICA: 2}, **rest})
+    check(lines, wanted)
+    records = read_rank_files(folder)
+    for rank, record in records.items():
+        expected = record.starts[0]["expected_bytes"]
+        sent = sum(
+            row[4] + row[5] for line in record.lines for row in line["sent"] if row[1].split("/")[0] == "replica"
+        )
+        assert expected["replica"] > 0 and sent > 0 and len(record.starts[0]["coordinates"]) == 4, rank
+    more = of_text(text) | {"train": of_text(text)["train"] | {"steps": 6}}
+    longer = by_one(world, place / f"alone-{zero}", more)
+    check(run(world, folder, **more, parallel={"zero": zero}), longer)  # the checkpoint fits data parallel
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("zero", [0, 2])
+def test_an_axis_along_the_height_of_images_trains_as_one_process(world, place, images, zero):
+    wanted = by_one(world, place / f"whole-{zero}", images)
+    height = 2 if world.size == 4 else world.size
+    folder = place / f"height-{zero}"
+    lines = run(world, folder, **images, parallel={"zero": zero, "axes": {HEIGHT: height}})
+    check(lines, wanted)
+    assert lines[-1]["held_out_accuracy"] == wanted[-1]["held_out_accuracy"]
+    more = images | {"train": images["train"] | {"steps": 8}}
+    longer = by_one(world, place / f"whole-{zero}", more)
+    check(run(world, folder, **more, parallel={"zero": zero}), longer)  # the checkpoint fits data parallel
+
+
+class Twin(DataAxis):
+    """Has the name of another axis."""
+
+
+@pytest.mark.ranks(2)
+def test_what_is_no_axis_is_refused(world):
+    for path, told in (("extensions:Best", "no subclass"), ("train.test_further_axes:Twin", "'data' of another")):
+        with pytest.raises(InputError, match=told):
+            Mesh.make(world, axes={path: 2})
+    with pytest.raises(InputError, match=r"parallel.axes replica 3 x .* does not make 2 ranks"):
+        Mesh.make(world, axes={REPLICA: 3})
