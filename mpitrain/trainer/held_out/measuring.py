@@ -454,10 +454,10 @@ def evaluated(
         parts.end_batch(engine, batch.position, size, spare)
     sums = meter.gathered(places, engine)
     found = workers.begin_totals(places.everyone, torch.cat([losses, sums, parts.sums], 1))()
-    total, count, *totals = [each / places.mesh.parts.size for each in found]
+    total, counts, *totals = [each / places.mesh.parts.size for each in found]
     measured = sums.shape[1]
-    loss = total / count if count else math.nan
-    return {LOSS: loss} | meter.values(totals[:measured]) | parts.values(totals[measured:])
+    mean = total / counts if counts else math.nan
+    return {LOSS: mean} | meter.values(totals[:measured]) | parts.values(totals[measured:])
 
 
 # -- The held-out loss of each data set of a mix, beside that of all of them together
