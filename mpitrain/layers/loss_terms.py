@@ -141,8 +141,7 @@ class LossTerm(nn.Module):
         """
         if not (self.training and torch.is_grad_enabled()):
             return x
-        passed: torch.Tensor = _Passing.apply(x, value, self)
-        return passed
+        return _passing(x, value, self)
 
     def extra_repr(self) -> str:
         return f"{self.name!r}, {self.weight}"
@@ -164,6 +163,12 @@ class _Passing(torch.autograd.Function):
             term.total = added if term.total is None else term.total + added
             ctx.like, ctx.value = ctx.value, None
         return grad, torch.full_like(ctx.like, ctx.factor), None
+
+
+@torch._disable_dynamo  # the compiler would make anew what depends on a share, which is not the same twice
+def _passing(x: torch.Tensor, value: torch.Tensor, term: LossTerm) -> torch.Tensor:
+    passed: torch.Tensor = _Passing.apply(x, value, term)
+    return passed
 
 
 def terms_in(modules: Iterable[nn.Module]) -> list[LossTerm]:

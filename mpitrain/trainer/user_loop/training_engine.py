@@ -262,7 +262,7 @@ class TrainingEngine:
         self._engine.comm.all_reduce(sums)
         total, samples = sums.tolist()
         if not samples:
-            raise refusal("evaluate was given no samples; give an iterable of (x, y)")
+            raise refusal("evaluate was given no samples, or no target that counts; give an iterable of (x, y)")
         return float(total / samples)
 
     def _require_loss(self, method: str) -> None:
