@@ -34,7 +34,8 @@ from mpitrain.data import Description
 from mpitrain.errors import EXIT_DONE, InputError, MpitrainError
 from mpitrain.measuring.self_start import launched
 from mpitrain.models.losses import cross_entropy
-from mpitrain.planner.layouts import ParallelLayout, read, rules_of, settings, text
+from mpitrain.parallel.layouts import ParallelLayout, read, settings, text
+from mpitrain.parallel.rules import rules_of
 from mpitrain.planner.machine import read_machine
 from mpitrain.planner.predictor import Predictor
 from mpitrain.planner.profile import profile_of

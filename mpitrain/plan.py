@@ -13,14 +13,16 @@ from pathlib import Path
 from mpitrain.config.settings import Config
 from mpitrain.early import Parser, whole_number
 from mpitrain.errors import EXIT_DONE, exit_code_of, refusal
+from mpitrain.parallel import layouts
+from mpitrain.parallel.costs import ModelProfile
+from mpitrain.parallel.layouts import ParallelLayout
+from mpitrain.parallel.rules import LayoutRules, rules_of
 from mpitrain.pipe.draw import drawn
-from mpitrain.planner import layouts
-from mpitrain.planner.layouts import LayoutRules, ParallelLayout, rules_of
 from mpitrain.planner.machine import MachineProfile, given_machines, read_machine, size_of
 from mpitrain.planner.predictor import Predictor
 from mpitrain.planner.report import HEAD, Point, details, nothing_fits, picture, refused, report, row
 from mpitrain.planner.search import COUNT, SIMULATED, best, excess_of
-from mpitrain.planner.subject import ModelProfile, description_of
+from mpitrain.planner.subject import description_of
 from mpitrain.storage.disk import reporting, write_whole
 
 OWN = "config"  # --explain: the layout that the configuration asks for

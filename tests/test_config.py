@@ -64,15 +64,7 @@ from mpitrain.errors import InputError
             ["--parallel.cut", "[5, 0]"],
             "parallel.cut [5, 0] is no list of the blocks of each stage; give each 1 or more",
         ),
-        (
-            ["--parallel.whole", '["a"]'],
-            "parallel.whole is for layers that tensor ranks would divide, and parallel.ten",
-        ),
         (["--parallel.whole", "a"], 'parallel.whole = \'a\' is wrong: input should be a valid tuple; write ["a", "b"]'),
-        (
-            ["--parallel.auto", "true", "--parallel.mode", "local"],
-            "parallel.auto plans for ranks that train in step, a",
-        ),
         (["stray"], "config file stray does not exist"),
         (["one.toml", "--train.steps", "3", "two.toml"], "one.toml and two.toml are two configuration files"),
         (["--train.steps", "3", "stray"], "config file stray does not exist"),

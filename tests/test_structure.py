@@ -140,6 +140,16 @@ WITHOUT_MPI = """
 """
 
 
+def test_ranks_are_asked_for_by_role_not_by_the_name_of_an_axis():
+    """A mesh has mesh.data, mesh.pipeline and mesh.tensor for users."""
+    for path, tree in trees():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and node.attr in {"data", "pipeline", "tensor"}:
+                of = node.value
+                name = of.attr if isinstance(of, ast.Attribute) else of.id if isinstance(of, ast.Name) else ""
+                assert name != "mesh", f"{path.relative_to(ROOT)}:{node.lineno} asks the mesh for an axis by its name"
+
+
 def test_what_plans_a_run_loads_no_mpi():
     """Nor does what it plans with; .*: all files of a room."""
     code = f"""

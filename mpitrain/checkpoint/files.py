@@ -28,6 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
+from operator import add
 from pathlib import Path
 
 import h5py
@@ -35,7 +36,7 @@ import numpy as np
 import torch
 
 from mpitrain.checkpoint.manifest import DTYPES, HASHED, MODEL, Extent, TensorSpec, distinct, grouped
-from mpitrain.layout.boxes import Box, Piece
+from mpitrain.layout.boxes import Piece
 from mpitrain.storage.disk import opened
 from mpitrain.storage.hdf5 import ExtentHasher, Image, contiguous, crc32, hdf5_image, write_at
 
@@ -282,21 +283,15 @@ def rectangles(piece: Piece, shape: Sequence[int]) -> Iterator[tuple[tuple[int, 
     Yields:
         (the first index of a rectangle, its extent, its place in the piece).
     """
-    box = piece.box
-    axes = ((axis, prod(shape[:axis]), shape[axis], prod(shape[axis + 1 :])) for axis in range(len(shape)))
-    axis = next((axis for axis, *sizes in axes if sizes == [box.outer, box.dim, box.inner]), None)
-    if axis is None and box != Box.whole(prod(shape)):  # a box that is no slice of one dimension
+    ranges = piece.box.ranges(shape)
+    if ranges is None:  # a box of a view that has other dimensions
         for start, length, place in zip(*(a.tolist() for a in piece.runs()), strict=True):
             for first, size, more in _cut(start, start + length, shape):
                 yield first, size, place + more
         return
-    within = list(shape)
-    if axis is not None:
-        within[axis] = box.stop - box.start
-    for first, size, place in _cut(piece.lo, piece.hi, within):
-        if axis is not None:
-            first = (*first[:axis], first[axis] + box.start, *first[axis + 1 :])
-        yield first, size, place
+    begin = [start for start, _ in ranges]
+    for first, size, place in _cut(piece.lo, piece.hi, [stop - start for start, stop in ranges]):
+        yield tuple(map(add, begin, first)), size, place
 
 
 def _cut(lo: int, hi: int, shape: Sequence[int]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:

@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
+from operator import le
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -176,15 +177,28 @@ def distinct(extents: Iterable[Extent]) -> list[Extent]:
 
 
 def encode_piece(piece: Piece) -> list[Any]:
-    """A piece as JSON has it: the name of its tensor, and numbers."""
-    box = piece.box
-    return [piece.name, [box.outer, box.dim, box.inner, box.start, box.stop, piece.lo, piece.hi]]
+    """Return a piece as JSON has it: the name of its tensor, and numbers.
+
+    These are [outer, dim, inner, start, stop, lo, hi] where the box has the range [start, stop) of one dimension, and
+    [shape, start, stop, lo, hi] where it has ranges of several, which FORMAT has no room for and NEWER has.
+    """
+    box, divided = piece.box, piece.box.divided
+    if len(divided) > 1:
+        return [piece.name, [list(box.shape), list(box.start), list(box.stop), piece.lo, piece.hi]]
+    if not divided:
+        return [piece.name, [1, box.numel, 1, 0, box.numel, piece.lo, piece.hi]]
+    [d] = divided
+    outer, inner = prod(box.shape[:d]), prod(box.shape[d + 1 :])
+    return [piece.name, [outer, box.shape[d], inner, box.start[d], box.stop[d], piece.lo, piece.hi]]
 
 
-def decode_piece(name: str, numbers: Sequence[int]) -> Piece:
-    """A piece that `encode_piece` has encoded."""
-    outer, dim, inner, start, stop, lo, hi = numbers
-    return Piece(name, Box(outer, dim, inner, start, stop), lo, hi)
+def decode_piece(name: str, numbers: Sequence[Any]) -> Piece:
+    """Return the piece that `encode_piece` has encoded. Raises ValueError where its box has no such dimensions."""
+    *place, lo, hi = numbers
+    if len(place) == 3:
+        return Piece(name, Box(*place), lo, hi)
+    outer, dim, inner, start, stop = place
+    return Piece(name, Box((outer, dim, inner), (0, start, 0), (outer, stop, inner)), lo, hi)
 
 
 def encode_extent(extent: Extent) -> list[Any]:
@@ -200,8 +214,9 @@ def decode_extent(values: Sequence[Any]) -> Extent:
 
 def encode(manifest: Manifest) -> bytes:
     """The manifest as the bytes of its file."""
+    newer = any(len(extent.piece.box.divided) > 1 for extent in manifest.extents)
     payload = {
-        "format": FORMAT,
+        "format": NEWER if newer else FORMAT,
         "step": manifest.step,
         "tensors": [[t.name, list(t.shape), t.dtype] for t in manifest.tensors.values()],
         "files": manifest.files,
@@ -215,19 +230,27 @@ def encode(manifest: Manifest) -> bytes:
     return f'{{"crc32": {zlib.crc32(text.encode())}, "payload": {text}}}\n'.encode()
 
 
+class UnknownFormat(ValueError):
+    """Another version of mpitrain wrote the manifest, in a format that this one does not know."""
+
+
 def decode(data: bytes) -> Manifest:
     """Read the bytes of a manifest's file.
 
     Raises:
         ValueError: These are not the bytes of a manifest, or it contradicts itself.
+        UnknownFormat: It says that it has another format, as that of a later version has.
     """
     head, _, body = data.decode("utf-8").rstrip("\n").partition(', "payload": ')
     stored, payload_text = int(head.removeprefix('{"crc32": ')), body.removesuffix("}")
     if zlib.crc32(payload_text.encode()) != stored:
         raise ValueError("its hash does not match")
     content = from_json(payload_text)
-    if isinstance(content, dict) and content.get("format") != FORMAT:
-        raise ValueError(f"its format is {content.get('format')!r:.40}, this version reads {FORMAT!r}")
+    if isinstance(content, dict) and content.get("format") not in (FORMAT, NEWER):
+        raise UnknownFormat(
+            f"its format is {content.get('format')!r:.40}, and this version reads {FORMAT!r} and {NEWER!r}; use the "
+            "version of mpitrain that wrote it"
+        )
     try:
         payload = Payload.model_validate(content)
     except ValidationError as error:
@@ -261,8 +284,8 @@ def _require_consistent(manifest: Manifest) -> None:
             raise ValueError(f"a piece of {piece.name!r:.100} in {extent.file} is of no tensor or file that it lists")
         spec = manifest.tensors[piece.name]
         nbytes = piece.numel * spec.itemsize
-        within = box.start <= box.stop <= box.dim and piece.lo <= piece.hi <= box.numel
-        if not within or box.outer * box.dim * box.inner != spec.numel:
+        within = all(map(le, box.start, box.stop)) and all(map(le, box.stop, box.shape))
+        if not within or not piece.lo <= piece.hi <= box.numel or prod(box.shape) != spec.numel:
             raise ValueError(f"a piece of {piece.name!r:.100} is no part of it")
         if len(extent.hashes) != -(-nbytes // HASHED) or extent.offset + nbytes > manifest.files[extent.file]:
             raise ValueError(f"a piece of {piece.name!r:.100} does not lie in {extent.file}")
@@ -298,6 +321,8 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"{folder} is not a checkpoint: it has no {MANIFEST}") from None
     except OSError as error:
         raise CheckpointError(f"{folder / MANIFEST} cannot be read: {error.strerror or error}") from None
+    except UnknownFormat as error:
+        raise CheckpointError(f"{folder / MANIFEST} cannot be read: {error}") from None
     except ValueError as error:
         raise CheckpointError(f"{folder / MANIFEST} is damaged: {error}") from None
     named = folder.name.removeprefix("step-")
@@ -337,7 +362,8 @@ def require_files(folder: Path, files: Iterable[tuple[str, int]]) -> None:
         raise CheckpointError(problem)
 
 
-FORMAT = "mpitrain checkpoint 2"
+FORMAT = "mpitrain checkpoint 2"  # every tensor is divided along one dimension
+NEWER = "mpitrain checkpoint 3"  # some are along several
 
 Size = Annotated[StrictInt, Field(ge=0, lt=1 << 63)]
 Crc = Annotated[StrictInt, Field(ge=0, lt=1 << 32)]
@@ -345,6 +371,7 @@ FileName = Annotated[StrictStr, StringConstraints(pattern=r"^[a-z]+(-[0-9]+)*\.(
 Shape = Annotated[tuple[Size, ...], Field(max_length=64)]
 Scalar = StrictInt | StrictFloat | bool | StrictStr | None
 PieceNumbers = tuple[Size, Size, Size, Size, Size, Size, Size]  # outer, dim, inner, start, stop, lo, hi
+SlabNumbers = tuple[Shape, Shape, Shape, Size, Size]  # shape, start, stop, lo, hi
 
 
 class LossScalePayload(BaseModel, extra="allow"):
@@ -377,12 +404,12 @@ class ValuesPayload(BaseModel, extra="allow"):
 class Payload(BaseModel, extra="forbid", frozen=True):
     """What a manifest holds as JSON has it, where lists stand for tuples; see `mpitrain.checkpoint.manifest`."""
 
-    format: Literal["mpitrain checkpoint 2"]
+    format: Literal["mpitrain checkpoint 2", "mpitrain checkpoint 3"]
     step: Size
     tensors: tuple[tuple[StrictStr, Shape, StrictStr], ...]
     files: dict[FileName, Annotated[Size, Field(ge=1)]]
     rest: dict[FileName, Crc]
     views: dict[FileName, tuple[Size, Crc]]
     parity: tuple[tuple[tuple[FileName | Literal[""], ...], tuple[FileName, ...], Size], ...]
-    extents: tuple[tuple[StrictStr, PieceNumbers, FileName, Size, tuple[Crc, ...]], ...]
+    extents: tuple[tuple[StrictStr, PieceNumbers | SlabNumbers, FileName, Size, tuple[Crc, ...]], ...]
     values: ValuesPayload

@@ -128,25 +128,6 @@ class ParallelSection(Section):
         return self.pipeline * self.tensor * prod(self.axes.values())
 
     @model_validator(mode="after")
-    def _goes_with_what_is_divided(self) -> ParallelSection:
-        if self.whole and self.tensor == 1:
-            raise ValueError(
-                "parallel.whole is for layers that tensor ranks would divide, and parallel.tensor is 1; raise that, or "
-                "leave parallel.whole out"
-            )
-        if self.whole and self.sequence:
-            raise ValueError(
-                "parallel.whole does not go with parallel.sequence, whose ranks have parts of the sequence between the "
-                "layers; set parallel.sequence to false, or leave parallel.whole out"
-            )
-        if self.auto and self.mode != "sync":
-            raise ValueError(
-                f"parallel.auto plans for ranks that train in step, and parallel.mode is {self.mode}; set "
-                "parallel.mode to sync, or parallel.auto to false"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _belong_to_the_mode(self) -> ParallelSection:
         for key, field in type(self).model_fields.items():
             mode, value = declared(field, "mode"), getattr(self, key)

@@ -23,14 +23,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from mpitrain.config.parallel import ParallelSection
 from mpitrain.errors import InputError, refusal
 from mpitrain.inference.commands import Job
 from mpitrain.loading import SavedModel, fill, saved_in
 from mpitrain.models.earlier import POSITIONS, State
 from mpitrain.models.hugging_face import CACHE_NAMES
+from mpitrain.parallel.dividing import ModelPart, in_order
 from mpitrain.pipe.partition import check_slices, listed_blocks, parameter_costs, stage_bounds
 from mpitrain.pipe.wire import OutputSpec, Wire, as_tuple
-from mpitrain.tensor import parallelize, plan_for
 
 if TYPE_CHECKING:
     from mpitrain.layout.mesh import Mesh
@@ -342,13 +343,14 @@ def _loaded(folder: Path, job: Job, device: torch.device, trust: bool) -> Langua
 
 def _part_of(module: nn.Module, mesh: Mesh | None, listed: bool) -> Blocks:
     """This rank's blocks of a model, as training divides it, or all of it as one. listed: as blocks in any case."""
-    if mesh is not None and mesh.layers.size > 1:
-        parallelize(module, mesh.layers, plan_for(module))
-    if not listed and (mesh is None or mesh.stages.size == 1):
-        return [("", module)]
-    blocks = listed_blocks(module)
     if mesh is None:
-        return blocks
+        return listed_blocks(module) if listed else [("", module)]
+    part = ModelPart(module, ParallelSection())
+    for axis in in_order(mesh.axes, blocks=False):
+        axis.divide(part, mesh.over(axis.name))
+    if not listed and mesh.stages.size == 1:
+        return [("", part.module)]
+    blocks = listed_blocks(part.module)
     bounds = stage_bounds(blocks, mesh.stages.size, costs=parameter_costs(blocks))
     return blocks[bounds[mesh.stages.rank] : bounds[mesh.stages.rank + 1]]
 

@@ -1,8 +1,8 @@
 """Which rank owns which slice of which tensor. No other module computes an offset into a share.
 
 Tensors here are logical: a name, a shape, elements numbered in row-major order, wherever they are kept. A rank
-holds `Piece`s of them. A piece is a stretch [lo, hi) of a `Box`, which is the tensor, or the part of it along
-one dimension that a tensor-parallel rank has:
+holds `Piece`s of them. A piece is a stretch [lo, hi) of a `Box`, a hyperslab of the tensor: all of it, or the part that
+a rank has where axes of the mesh divide one or several of its dimensions:
 
     tensor [4, 6], box = columns 2 to 4:   . . 0 1 . .      the box's own order of elements;
                                            . . 2 3 . .      a piece [3, 6) of it is
@@ -17,11 +17,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from operator import sub
 from typing import Any
 
 import numpy as np
 
-_SLICE = "_mpitrain_slice"  # attribute of a parameter that is a part of the model's
+_DIVIDED = "_mpitrain_divided"  # attribute of a parameter that is a part of the model's: the part, axes
 
 
 def split(length: int, parts: int) -> list[int]:
@@ -32,33 +33,96 @@ def split(length: int, parts: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Box:
-    """The part [:, start:stop, :] of a tensor viewed as [outer, dim, inner]."""
+    """A hyperslab of a tensor: the range [start, stop) along each dimension of a view of it.
 
-    outer: int
-    dim: int
-    inner: int
-    start: int
-    stop: int
+    Neighbouring dimensions of which the box has everything are made one, and those of length 1 are left out, so that
+    the same part of a tensor is the same box. All of a tensor is [numel]; a part along one dimension is [dim],
+    [outer, dim], [dim, inner] or [outer, dim, inner], of which it has all but [start, stop) of `dim` whole.
+
+    Attributes:
+        shape: The view of the tensor.
+        start: First index along each of its dimensions.
+        stop: One more than the last.
+
+    Raises:
+        ValueError: The three differ in length.
+    """
+
+    shape: tuple[int, ...]
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        shape: list[int] = []
+        start: list[int] = []
+        stop: list[int] = []
+        merges = False
+        for length, lo, hi in zip(self.shape, self.start, self.stop, strict=True):
+            whole = lo == 0 and hi == length
+            if whole and merges:
+                shape[-1] = stop[-1] = shape[-1] * length
+            elif length != 1 or not whole:
+                merges = whole
+                shape.append(length)
+                start.append(lo)
+                stop.append(hi)
+        object.__setattr__(self, "shape", tuple(shape))
+        object.__setattr__(self, "start", tuple(start))
+        object.__setattr__(self, "stop", tuple(stop))
 
     @staticmethod
     def whole(numel: int) -> Box:
         """All of a tensor of `numel` elements."""
-        return Box(1, numel, 1, 0, numel)
+        return Box((numel,), (0,), (numel,))
 
     @staticmethod
     def along(shape: Sequence[int], axis: int, start: int, stop: int) -> Box:
         """The part [start, stop) of a tensor along one axis."""
-        return Box(prod(shape[:axis]), shape[axis], prod(shape[axis + 1 :]), start, stop)
+        outer, inner = prod(shape[:axis]), prod(shape[axis + 1 :])
+        return Box((outer, shape[axis], inner), (0, start, 0), (outer, stop, inner))
 
     @property
-    def row(self) -> int:
-        """Elements that are contiguous in both the box and the tensor."""
-        return (self.stop - self.start) * self.inner
+    def counts(self) -> tuple[int, ...]:
+        """Indices along each dimension of the view."""
+        return tuple(map(sub, self.stop, self.start))
 
     @property
     def numel(self) -> int:
         """Elements in the box."""
-        return self.outer * self.row
+        return prod(map(sub, self.stop, self.start))
+
+    @property
+    def divided(self) -> list[int]:
+        """Dimensions of the view of which the box has only a part."""
+        ranges = zip(self.shape, self.start, self.stop, strict=True)
+        return [d for d, (length, lo, hi) in enumerate(ranges) if lo or hi != length]
+
+    def of(self, tensor: Any) -> Any:
+        """Return the box's elements of a whole tensor or array, in the shape `counts`; a view where that can be."""
+        return tensor.reshape(self.shape)[tuple(map(slice, self.start, self.stop))]
+
+    def ranges(self, shape: Sequence[int]) -> list[tuple[int, int]] | None:
+        """Return the box as a range [start, stop) of each dimension of `shape`; None where it is not such a part."""
+        if 0 in shape:
+            return None
+        found, own = [], list(zip(self.shape, self.start, self.stop, strict=True))
+        whole = 1  # elements of a whole dimension of the box that the dimensions of `shape` so far do not have
+        for length in reversed(shape):
+            if whole == 1 and length != 1:
+                if not own:
+                    return None
+                whole, lo, hi = own.pop()
+                if (lo, hi) != (0, whole):
+                    if whole != length:
+                        return None
+                    found.append((lo, hi))
+                    whole = 1
+                    continue
+            if whole % length:
+                return None
+            found.append((0, length))
+            whole //= length
+        return found[::-1] if whole == 1 and not own else None
 
 
 @dataclass(frozen=True)
@@ -90,12 +154,20 @@ class Piece:
         if self.hi <= self.lo:
             empty = np.empty(0, dtype=np.int64)
             return empty, empty, empty
-        row = self.box.row
+        box = self.box
+        last = box.divided[-1] if box.divided else 0  # from it on, elements lie together in both
+        row, stride = prod(box.counts[last:]), prod(box.shape[last:])
         rows = np.arange(self.lo // row, -(-self.hi // row), dtype=np.int64)
         first = np.maximum(rows * row, self.lo)
-        last = np.minimum((rows + 1) * row, self.hi)
-        starts = rows * (self.box.dim * self.box.inner) + self.box.start * self.box.inner + first - rows * row
-        return starts, last - first, first - self.lo
+        length = np.minimum((rows + 1) * row, self.hi) - first
+        starts = first - rows * row
+        if box.divided:
+            starts += box.start[last] * prod(box.shape[last + 1 :])
+        for d in reversed(range(last)):
+            rows, index = np.divmod(rows, box.counts[d]) if d else (rows, rows)
+            starts += (index + box.start[d]) * stride
+            stride *= box.shape[d]
+        return starts, length, first - self.lo
 
 
 def stretches(source: Piece, target: Piece) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -182,19 +254,77 @@ class Slice:
         return found
 
 
+def compose(outer: Slice, inner: Slice) -> Slice:
+    """Return what part of a tensor a part of a part of it is.
+
+    Args:
+        outer: The part, of one box.
+        inner: What is taken of the rank's tensor that has that part: a slice in its shape.
+
+    Raises:
+        ValueError: `outer` is several boxes, or `inner` cuts across the ranges of its dimensions.
+    """
+    if len(outer.boxes) > 1:
+        raise ValueError("a part of several boxes cannot be divided further; divide the tensor in the other order")
+    return Slice(outer.shape, tuple(_within(outer.boxes[0], box) for box in inner.boxes))
+
+
+def _within(outer: Box, inner: Box) -> Box:
+    """Return a box of the elements of another, numbered as these are, as a box of the tensor."""
+    if not outer.numel:
+        return outer
+    whole = list(zip(outer.shape, outer.start, outer.stop, strict=True))
+    part = list(zip(inner.shape, inner.start, inner.stop, strict=True))
+    found: list[tuple[int, int, int]] = []
+    while whole and part:  # the last dimensions of both, where need be cut in two, so that they are equally long
+        length, lo, hi = whole.pop()
+        count, first, last = part.pop()
+        inside = min(hi - lo, count)
+        if hi - lo > inside:
+            whole.append(_cut_off((length, lo, hi), inside))
+            length, lo, hi = inside, 0, inside
+        elif count > inside:
+            part.append(_cut_off((count, first, last), inside))
+            count, first, last = inside, 0, inside
+        found.append((length, lo + first, lo + last))
+    shape, start, stop = zip(*(whole + part + found[::-1]), strict=True) if whole or part or found else ((), (), ())
+    return Box(shape, start, stop)
+
+
+def _cut_off(dimension: tuple[int, int, int], inside: int) -> tuple[int, int, int]:
+    """Return what is left of a dimension (length, start, stop) without its last `inside` indices, as a dimension."""
+    if inside == 0 or any(number % inside for number in dimension):
+        raise ValueError("a part of a part cuts across its ranges; divide the tensor in the other order")
+    length, start, stop = dimension
+    return length // inside, start // inside, stop // inside
+
+
 def logical_of(tensor: Any) -> Slice:
-    """What part of the model's tensor a rank's parameter is: the whole, unless `mark` said otherwise."""
-    return getattr(tensor, _SLICE, None) or Slice.whole(tensor.shape)
+    """Return what part of the model's tensor a rank's parameter is: the whole, unless `mark` said otherwise."""
+    noted = getattr(tensor, _DIVIDED, None)
+    return noted[0] if noted else Slice.whole(tensor.shape)
 
 
-def mark(tensor: Any, part: Slice) -> None:
-    """Note on a parameter what it is a part of; the note stays with the object, whatever becomes of its data."""
-    setattr(tensor, _SLICE, part)
+def divided_by(tensor: Any) -> tuple[str, ...]:
+    """Return the names of the axes that divide a rank's parameter, as `mark` said; empty: every rank has all of it."""
+    noted = getattr(tensor, _DIVIDED, None)
+    return noted[1] if noted else ()
+
+
+def mark(tensor: Any, part: Slice, axes: Sequence[str]) -> None:
+    """Note on a parameter what it is a part of; the note stays with the object, whatever becomes of its data.
+
+    Args:
+        tensor: The parameter.
+        part: What it is a part of.
+        axes: Names of the axes that divide the model's tensor so.
+    """
+    setattr(tensor, _DIVIDED, (part, tuple(axes)))
 
 
 def is_replicated(tensor: Any) -> bool:
-    """Whether every rank of the tensor axis has the same parameter, so that norms must count it once."""
-    return getattr(tensor, _SLICE, None) is None
+    """Return whether no axis divides the parameter, so that norms must count it once."""
+    return not divided_by(tensor)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ Who does something together follows from what the axes divide:
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -64,6 +64,62 @@ class MeshAxis:
             ranks: Along the axis.
         """
         return x, y
+
+    # The rest is asked by whoever walks the axes of a mesh; what an axis does not override does nothing.
+
+    def refuse(self, combination: Any) -> str:
+        """Return why this axis does not go with other settings, and what to change; empty where it does.
+
+        Args:
+            combination: A `parallel.rules.Combination`.
+        """
+        return ""
+
+    def divide(self, part: Any, group: Any) -> None:
+        """Change a model into this rank's part of it along this axis. Collective.
+
+        Args:
+            part: A `parallel.dividing.ModelPart`, whose module is the model as the axes before have left it.
+            group: Communicator of the ranks along this axis; the planner gives what stands in for it.
+        """
+
+    def sizes(self, model: Any, ranks: int, asked: int | str) -> Iterable[int]:
+        """Return the numbers of ranks along this axis that a planner looks at.
+
+        Args:
+            model: A `parallel.costs.ModelProfile`.
+            ranks: Ranks that the axes further inside leave.
+            asked: What the configuration says.
+        """
+        return [ranks if asked == "auto" else int(asked)]
+
+    def options(self, layout: Any, model: Any, places: Any) -> Iterable[Mapping[str, Any]]:
+        """Return the changes of a layout that a planner looks at because of this axis.
+
+        Args:
+            layout: A `parallel.layouts.ParallelLayout` with its ranks, and the rest as it is by default.
+            model: A `parallel.costs.ModelProfile`.
+            places: The nodes, a `parallel.places.Nodes`.
+        """
+        return [{}]
+
+    def exchange_seconds(self, exchange: Any, group: Any, step: Any) -> float:
+        """Return the predicted seconds of an exchange along this axis in the midst of a pass.
+
+        Args:
+            exchange: A `parallel.costs.AxisExchange`.
+            group: The ranks, a `parallel.places.Group`.
+            step: The `planner.predictor.StepSimulation`.
+        """
+        return float(step.seconds(exchange.operation, float(exchange.nbytes), group, "private") + step.meeting(group))
+
+    def buffers(self, sizes: Iterable[int]) -> float:
+        """Return the bytes of a rank that exchanges along this axis pass through.
+
+        Args:
+            sizes: Bytes of each exchange of a step.
+        """
+        return 0.0
 
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other)
@@ -216,6 +272,11 @@ class Mesh:
                 found = found * self.shape[name] + self.coordinates[name]
         return found
 
+    @property
+    def sizes(self) -> Sizes:
+        """The axes, each with its ranks."""
+        return list(zip(self.axes, self.shape.values(), strict=True))
+
     def dividing(self, *kinds: str) -> list[str]:
         """Names of the axes that divide one of these kinds of things (SAMPLES, PARTS, BLOCKS, LAYERS)."""
         return [axis.name for axis in self.axes if axis.divides in kinds]
@@ -294,53 +355,6 @@ def _factorizations(number: int, factors: int) -> Iterator[tuple[int, ...]]:
         if number % first == 0:
             for rest in _factorizations(number // first, factors - 1):
                 yield (first, *rest)
-
-
-def conflict(parallel: Any, *, compiled: bool = False, reproducible: bool = False) -> str:
-    """Return why ways to divide a model do not go together, and what to change; empty where they do.
-
-    Args:
-        parallel: The settings [parallel], or a layout of the planner, whose fields have the same names.
-        compiled: model.compile.
-        reproducible: run.reproducible.
-    """
-    if compiled and (parallel.slices > 1 or reproducible):
-        why = "run.reproducible needs sums whose order is known"
-        why = "with parallel.slices blocks are called piece by piece, as they are" if parallel.slices > 1 else why
-        return f"model.compile: {why}; set one of them to its default"
-    if reproducible and (parallel.pipeline > 1 or parallel.tensor > 1):
-        return (
-            "run.reproducible is for data parallel runs: a cut model sums in another order; set parallel.pipeline and "
-            "parallel.tensor to 1, or run.reproducible to false"
-        )
-    if parallel.sequence and parallel.slices > 1 and parallel.tensor > 1 and parallel.pipeline > 1:
-        return (
-            "parallel.sequence does not go with parallel.slices: a slice cannot tell its length from a part of it; set "
-            "parallel.sequence to false, or parallel.slices to 1"
-        )
-    if parallel.pipeline == 1 and parallel.cut and not isinstance(parallel.cut, str):
-        return (
-            f"parallel.cut {list(parallel.cut)} says how many blocks each stage of a pipeline has, and "
-            "parallel.pipeline is 1; raise that, or leave parallel.cut out"
-        )
-    return ""
-
-
-def uncompiled(gathers: bool, synchronous: bool) -> str:
-    """Return why a model cannot be compiled; empty where it can.
-
-    Args:
-        gathers: Whether ranks gather blocks when they need them.
-        synchronous: Whether they compute batch norms together.
-    """
-    if gathers:
-        return (
-            "model.compile cannot see through the gathering of blocks at parallel.zero 3; use parallel.zero 2, or set "
-            "model.compile to false"
-        )
-    return synchronous * (
-        "model.compile cannot see through batch norms, which the ranks compute together; set model.compile to false"
-    )
 
 
 def whole_groups_first(nodes: Sequence[int], size: int) -> list[int]:

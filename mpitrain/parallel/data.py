@@ -2,12 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from typing import Any
+
 from mpitrain.layout.mesh import SAMPLES, MeshAxis
+from mpitrain.parallel.costs import ModelProfile
+from mpitrain.parallel.layouts import ParallelLayout
+from mpitrain.parallel.places import Nodes
 
 
 class DataAxis(MeshAxis):
-    """Data parallel and the stages of ZeRO."""
+    """Data parallel and the stages of ZeRO.
+
+    What its ranks have to do together, they do with all that have the same part of the model: see `Mesh.replicas`.
+    """
 
     name = "data"
     divides = SAMPLES
     near = 0
+
+    def sizes(self, model: ModelProfile, ranks: int, asked: int | str) -> Iterable[int]:
+        """Return what the other axes leave, as far as each rank gets a sample."""
+        return [ranks][: ranks <= model.batch]
+
+    def options(self, layout: ParallelLayout, model: ModelProfile, places: Nodes) -> Iterable[Mapping[str, Any]]:
+        """Return the ways to place parameters, gradients and states over the ranks that have the same part."""
+        found: list[dict[str, Any]] = [{}]
+        if layout.replicas > 1:
+            found += [{"zero": zero} for zero in (1, 2, 3)]
+            third = {"zero": 3, "share_node": places.on_device}
+            found += ([] if places.on_device else [third]) + [third | {"reshard": False}]
+        apart = layout.ranks // layout.replicas  # ranks with different parts of the model
+        if places.count > 1 and places.evenly(layout) and places.each > apart:
+            found += [each | {"shard_within": "node"} for each in found if each.get("zero")]
+        if places.on_device:
+            found += [each | {"offload": "host"} for each in found]
+        return found

@@ -2,7 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from mpitrain.errors import refusal
 from mpitrain.layout.mesh import BLOCKS, MeshAxis
+from mpitrain.parallel.costs import Divided, ModelProfile
+from mpitrain.parallel.dividing import ModelPart
+from mpitrain.parallel.layouts import ParallelLayout, divisors
+from mpitrain.parallel.rules import Combination
+from mpitrain.pipe.partition import listed_blocks, require_look_back
+from mpitrain.pipe.schedule import default_microbatches
+
+if TYPE_CHECKING:
+    from mpitrain.comm import Communicator
+
+_CHUNKS = {"1f1b": (1,), "gpipe": (1,), "interleaved": (2, 4), "zero-bubble": (1, 2)}
+SCHEDULES = [(schedule, n) for schedule, chunks in _CHUNKS.items() for n in chunks]
 
 
 class PipelineAxis(MeshAxis):
@@ -11,3 +31,67 @@ class PipelineAxis(MeshAxis):
     name = "pipeline"
     divides = BLOCKS
     near = 10
+
+    def refuse(self, combination: Combination) -> str:
+        """Refuse the blocks of stages where there are no stages."""
+        cut = combination.parallel.cut
+        if combination.size(self.name) > 1 or not cut or isinstance(cut, str):
+            return ""
+        return (
+            f"parallel.cut {list(cut)} says how many blocks each stage of a pipeline has, and parallel.pipeline is 1; "
+            "raise that, or leave parallel.cut out"
+        )
+
+    def divide(self, part: ModelPart, group: Communicator) -> None:
+        """Cut the model into stages, and keep this rank's."""
+        if group.size == 1:
+            return
+        from mpitrain.pipe.pipeline import Pipeline  # loads MPI
+
+        assert part.criterion is not None
+        parallel = part.parallel
+        listed = listed_blocks(part.module, part.blocks)
+        require_look_back(part.module, listed, parallel.slices)
+        pipeline = Pipeline(
+            listed,
+            part.criterion(),
+            group,
+            schedule=parallel.schedule,
+            chunks=parallel.chunks,
+            slices=parallel.slices,
+            cut=part.cut,
+            blocks=() if isinstance(parallel.cut, str) else parallel.cut,
+            microbatches=default_microbatches(group.size),
+            recompute=part.recompute,
+            device=part.device,
+        )
+        part.pipeline, part.module = pipeline, pipeline.module
+        _require_parameters(group, pipeline.module)
+
+    def sizes(self, model: ModelProfile, ranks: int, asked: int | str) -> Iterable[int]:
+        """Return the divisors of the ranks for which there are blocks."""
+        most = len(model.blocks(1)) if model.listed else 1
+        return [n for n in divisors(ranks) if n <= most]
+
+    def options(self, layout: ParallelLayout, model: ModelProfile, places: Any) -> Iterable[Mapping[str, Any]]:
+        """Return the schedules, with the stages of a rank and the slices of a sequence."""
+        if layout.pipeline == 1:
+            return [{}]
+        blocks, divided = len(model.blocks(1)), Divided(layout.tensor)
+        schedules = [each for each in SCHEDULES if layout.pipeline * each[1] <= blocks]
+        sliced = [1, *(n for n in (2, 4) if model.takes(replace(divided, slices=n)))]
+        return [
+            {"schedule": schedule, "chunks": chunks, "slices": slices}
+            for (schedule, chunks), slices in product(schedules, sliced)
+            if slices == 1 or schedule != "zero-bubble"
+        ]
+
+
+def _require_parameters(ranks: Communicator, stage: nn.Module) -> None:
+    """Raise InputError where a stage would have nothing to train. Collective."""
+    trains = ranks.all_gather_object(any(p.requires_grad for p in stage.parameters()))
+    if not all(trains):
+        raise refusal(
+            f"rank {trains.index(False)} of the pipeline would have no parameter to train; use fewer stages "
+            "(parallel.pipeline x parallel.chunks), or set parallel.cut to parameters"
+        )

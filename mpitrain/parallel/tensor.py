@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from mpitrain.layout.mesh import LAYERS, MeshAxis
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from mpitrain.layout.mesh import BLOCKS, LAYERS, MeshAxis
+from mpitrain.parallel.costs import AxisExchange, Divided, ModelProfile
+from mpitrain.parallel.dividing import ModelPart
+from mpitrain.parallel.layouts import ParallelLayout, divisors
+from mpitrain.parallel.places import Group
+from mpitrain.parallel.rules import Combination
+from mpitrain.tensor.axis import sums_directly
+from mpitrain.tensor.plan import parallelize, plan_for
 
 
 class TensorAxis(MeshAxis):
@@ -11,3 +22,61 @@ class TensorAxis(MeshAxis):
     name = "tensor"
     divides = LAYERS
     near = 20
+
+    def refuse(self, combination: Combination) -> str:
+        """Refuse what is for divided layers where there are none, and what a divided sequence does not go with."""
+        parallel, several = combination.parallel, combination.size(self.name) > 1
+        if parallel.whole and not several:
+            return (
+                "parallel.whole is for layers that tensor ranks would divide, and parallel.tensor is 1; raise that, or "
+                "leave parallel.whole out"
+            )
+        if parallel.whole and parallel.sequence:
+            return (
+                "parallel.whole does not go with parallel.sequence, whose ranks have parts of the sequence between the "
+                "layers; set parallel.sequence to false, or leave parallel.whole out"
+            )
+        sliced = parallel.slices > 1 and combination.count(BLOCKS) > 1
+        return bool(parallel.sequence and sliced and several) * (
+            "parallel.sequence does not go with parallel.slices: a slice cannot tell its length from a part of it; set "
+            "parallel.sequence to false, or parallel.slices to 1"
+        )
+
+    def divide(self, part: ModelPart, group: Any) -> None:
+        """Divide the layers that the model's plan names."""
+        if group.size > 1:
+            parallel = part.parallel
+            plan = plan_for(part.module, part.plan, sequence=parallel.sequence)
+            parallelize(part.module, group, plan, sequence=parallel.sequence, whole=parallel.whole)
+
+    def sizes(self, model: ModelProfile, ranks: int, asked: int | str) -> Iterable[int]:
+        """Return the divisors of the ranks that the model's layers can be divided by."""
+        return [n for n in divisors(ranks) if n == 1 or (model.divisible and model.takes(Divided(n)))]
+
+    def options(self, layout: ParallelLayout, model: ModelProfile, places: Any) -> Iterable[Mapping[str, Any]]:
+        """Return whether activations are divided along the sequence, too."""
+        divided = replace(Divided(layout.tensor), sequence=True)
+        return [{"sequence": each} for each in (False, True)[: 1 + (layout.tensor > 1 and model.takes(divided))]]
+
+    def exchange_seconds(self, exchange: AxisExchange, group: Group, step: Any) -> float:
+        """Return the seconds of an exchange, which passes through memory of the node (see `tensor.axis`).
+
+        Each rank copies its part in, and sums or copies what it needs out; of two ranks, or of little, each sums all.
+        """
+        links, nbytes = step.machine.links, float(exchange.nbytes)
+        seconds = float(step.seconds(exchange.operation, nbytes, group, "arena") + step.meeting(group))
+        if group.spans > 1 or step.means.device or group.size == 1:
+            return seconds
+        copied, added = nbytes / links.copy_rate * step.turns, nbytes / links.reduce_rate * step.turns
+        meets = step.predictor.collectives.barrier(group) + step.meeting(group)
+        if exchange.operation == "all_gather":
+            return float(meets + copied / group.size + copied)
+        if exchange.operation == "reduce_scatter":
+            return float(meets + copied + added * (group.size - 1) / group.size)
+        if sums_directly(group.size, exchange.nbytes):
+            return float(meets + copied + added * (group.size - 1))
+        return float(seconds + 2 * copied)
+
+    def buffers(self, sizes: Iterable[int]) -> float:
+        """Return the bytes of two of the largest exchanges, in memory that the node shares."""
+        return 2.0 * max(sizes, default=0)

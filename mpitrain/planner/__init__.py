@@ -1,13 +1,11 @@
 """Which layout of a training job is fastest on a machine, and what it takes, before the job is started. Loads no MPI.
 
-layouts                a layout: how a model is spread over ranks, as a line of text and as settings; what is predicted;
-                       all layouts that the runtime takes
+candidates             all layouts that the runtime takes: what the axes of `parallel` offer
 machine                a machine's speeds and sizes; `machine.toml`, read, merged, written; machines/: some are given
-subject, profile       a model profile: what each block costs; the model as one rank has it, divided without the others
+subject, profile       what each block of a model costs; the model as one rank has it, divided without the others
 counted                sizes and operations of blocks, from passes without values, and seconds reckoned from them
 measured               seconds of blocks, measured in processes side by side
 collectives            seconds of the collective that would run, simulated; between devices, in closed form
-memory                 what each rank holds, which ranks communicate with each other, and bytes by category
 predictor              everything of a layout; seconds of a step, simulated: blocks, messages, buckets, update
 refine                 the variants of a layout: which blocks a stage gets, which layers are divided
 bounds                 what a layout takes at least, and a guess, in microseconds

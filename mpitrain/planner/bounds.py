@@ -20,13 +20,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from mpitrain.parallel.costs import BlockCost, Divided
+from mpitrain.parallel.layouts import ParallelLayout
+from mpitrain.parallel.memory import ITEMSIZE
+from mpitrain.parallel.places import Group
 from mpitrain.pipe.simulate import estimate
-from mpitrain.planner.collectives import Group
-from mpitrain.planner.layouts import ParallelLayout
-from mpitrain.planner.memory import ITEMSIZE
 from mpitrain.planner.predictor import Predictor, StepSimulation
 from mpitrain.planner.refine import held_at_most
-from mpitrain.planner.subject import BlockCost, Divided
 from mpitrain.shard.flat import MIB
 from mpitrain.shard.placement import STAGES
 
@@ -123,7 +123,7 @@ class Bounds:
             each = (work.least + work.least_again * layout.recompute) * turns
         if layout.chunks == layout.slices == 1 and turns == 1.0:
             waited = {"1f1b": 1.0, "gpipe": 1.0, "zero-bubble": work.forward}.get(layout.schedule, 0.0)
-        count = self._of.model.batch / layout.data / layout.microbatch
+        count = self._of.model.batch / layout.readers / layout.microbatch
         each *= layout.slices
         if stages == 1 or waited == 0.0:
             return each * count / stages
@@ -133,9 +133,8 @@ class Bounds:
     def guess(self, layout: ParallelLayout) -> float:
         """About the seconds of a step, with the best cut: the order in which layouts are looked at."""
         work = self._work_of(layout)
-        placement = layout.zero, layout.share_node, layout.shard_within, layout.offload
-        around = self._around(layout.data, layout.pipeline, layout.tensor, *placement)
-        share = -(-self._of.model.batch // layout.data)
+        around = self._around(_placement(layout))
+        share = -(-self._of.model.batch // layout.readers)
         count = self._of.microbatches(layout)
         if layout.pipeline > 1:
             return self._pipeline(layout, work, around, count * layout.slices) + around.reduced + around.once
@@ -200,17 +199,22 @@ class Bounds:
     # -- what they are made of
 
     def _work_of(self, layout: ParallelLayout) -> _Work:
-        alone = layout.data == 1
-        return self._work(layout.microbatch, layout.tensor, layout.sequence, layout.slices, layout.whole, alone)
+        """Return the sums of blocks; of other replicas only whether there are any matters, for batch norms."""
+        rest = layout.data * layout.pipeline
+        return self._work(
+            ParallelLayout(
+                *((1, rest) if layout.data == 1 else (rest, 1)),
+                layout.tensor,
+                microbatch=layout.microbatch,
+                slices=layout.slices,
+                sequence=layout.sequence,
+                whole=layout.whole,
+                axes=layout.axes,
+            )
+        )
 
-    def _sums(
-        self, microbatch: int, tensor: int, sequence: bool, slices: int, whole: tuple[str, ...], alone: bool
-    ) -> _Work:
-        """alone: without other data-parallel ranks, over which batch norms would be those of all."""
-        rest = self._of.ranks // tensor
-        shape = (1, rest, tensor) if alone else (rest, 1, tensor)
-        layout = ParallelLayout(*shape, microbatch=microbatch, sequence=sequence, slices=slices, whole=whole)
-        places = self._of.places(layout)
+    def _sums(self, layout: ParallelLayout) -> _Work:
+        tensor, microbatch, places = layout.tensor, layout.microbatch, self._of.places(layout)
         # a pass through each division of the model would take long, and few of these layouts are worth it: the blocks
         # of tensor ranks on several nodes are those of one node's ranks made thinner
         near = max(n for n in range(1, min(tensor, places.each) + 1) if tensor % n == 0)
@@ -221,17 +225,14 @@ class Bounds:
             thick = self._of.model.blocks(microbatch, divided, places.threads)
             blocks = tuple(_thinner(block, near / tensor) for block in thick)
         undivided = blocks
-        if tensor > 1 and not sequence:
-            undivided = self._of.model.blocks(microbatch, Divided(slices=slices), places.threads)
+        if tensor > 1 and not layout.sequence:
+            undivided = self._of.model.blocks(microbatch, Divided(slices=layout.slices), places.threads)
         return _Work(blocks, undivided, StepSimulation(self._of, places))
 
-    def _beside(
-        self, data: int, pipeline: int, tensor: int, zero: int, share_node: bool, within: str, offload: str
-    ) -> _Around:
-        layout = ParallelLayout(data, pipeline, tensor, zero, share_node, within, offload=offload)
-        places = self._of.places(layout)
+    def _beside(self, layout: ParallelLayout) -> _Around:
+        zero, pipeline, places = layout.zero, layout.pipeline, self._of.places(layout)
         step, (shard, replicas) = StepSimulation(self._of, places), places.shards()
-        work = self._work(1, tensor, False, 1, (), True)
+        work = self._work(ParallelLayout(1, layout.data * pipeline, layout.tensor, axes=layout.axes))
         numel = max(work.numel / pipeline, work.largest)
         nbytes = numel * ITEMSIZE[self._of.model.precision]
         units = sum(block.is_unit for block in self._of.model.blocks(1))
@@ -244,11 +245,11 @@ class Bounds:
             return many * (step.seconds(operation, of / many, group, "arena") + step.meeting(group))
 
         values = pieces if zero else math.ceil(work.values / pipeline)
-        update = step.updating(numel / (shard.size if zero else 1), numel / data, values)
+        update = step.updating(numel / (shard.size if zero else 1), numel / layout.replicas, values)
         replicated = took("all_reduce", nbytes / shard.size, replicas)
         shown = 0.0
         if zero and step.means.shared and replicas is None:
-            shown = took("all_gather", nbytes / places.data.local, places.carriers())
+            shown = took("all_gather", nbytes / places.replicas.local, places.carriers())
         elif zero and not step.means.shared and not step.means.gathers:
             shown = took("all_gather", nbytes, shard)
         whole = zero == 0 and not places.overlaps
@@ -258,6 +259,20 @@ class Bounds:
             gathered=took("all_gather", nbytes, shard) if step.means.gathers else 0.0,
             once=replicated + shown + update + self._of.machine.overhead * step.turns,
         )
+
+
+def _placement(layout: ParallelLayout) -> ParallelLayout:
+    """Return what a layout says of where parameters, gradients and states are."""
+    return ParallelLayout(
+        layout.data,
+        layout.pipeline,
+        layout.tensor,
+        layout.zero,
+        layout.share_node,
+        layout.shard_within,
+        offload=layout.offload,
+        axes=layout.axes,
+    )
 
 
 def _thinner(block: BlockCost, part: float) -> BlockCost:

@@ -38,6 +38,7 @@ import numpy as np
 from mpitrain.comm.algorithms import messages
 from mpitrain.comm.programs.program import Machine, Program, simulate
 from mpitrain.comm.selection import Setting, serving
+from mpitrain.parallel.places import Group
 from mpitrain.planner.machine import Device, Measured
 
 _LEAST = 1 << 6  # bytes: below, only latencies count
@@ -54,36 +55,6 @@ _MANY_STEPS: dict[str, tuple[_Make, ...]] = {  # about as many as ranks: not wor
     "reduce_scatter": (messages.pairwise_reduce_scatter, lambda n, nodes: messages.ring_reduce_scatter(n, 1, nodes)),
     "all_gather": (lambda n, nodes: messages.ring_all_gather(n, 1, nodes),),
 }
-
-
-@dataclass(frozen=True)
-class Group:
-    """Ranks that communicate with each other, while groups like it do the same.
-
-    Attributes:
-        nodes: The node of each rank; equal numbers are neighbours in the list.
-        beside: Groups that have ranks on one node and are active at the same time, this one included.
-        oversubscribed: Whether nodes have more ranks than cores.
-    """
-
-    nodes: tuple[int, ...]
-    beside: int = 1
-    oversubscribed: bool = False
-
-    @property
-    def size(self) -> int:
-        """Ranks."""
-        return len(self.nodes)
-
-    @property
-    def spans(self) -> int:
-        """Nodes that it lies on."""
-        return len(set(self.nodes))
-
-    @property
-    def local(self) -> int:
-        """Ranks on its first node, which has as many as any other or more."""
-        return self.nodes.count(self.nodes[0])
 
 
 class CollectiveTimes:

@@ -21,10 +21,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from mpitrain.parallel.costs import AxisExchange
 from mpitrain.pipe.stage import _begins_in_place
 from mpitrain.pipe.wire import as_tuple
 from mpitrain.planner.machine import MachineProfile
-from mpitrain.planner.subject import AxisExchange, Cut, signature
+from mpitrain.planner.subject import Cut, signature
 
 _ATEN = torch.ops.aten
 _NOTHING = ("empty", "new_empty", "empty_like", "empty_strided", "detach", "_local_scalar_dense", "_unsafe_view")
@@ -318,7 +319,7 @@ class _Once:
         if _begins_in_place(block) and any(e.gradient for e in inputs):
             self.given = [v.clone() for v in self.given]
         self.parameters = [p for p in block.parameters() if p.requires_grad]
-        self.recorder = OperationRecorder(guess=cut.axis is not None and cut.fake is not None)
+        self.recorder = OperationRecorder(guess=len(cut.among) > 1 and cut.fake is not None)
         self.values: tuple[Any, ...] = ()
 
     def run(self, single: bool, y: torch.Tensor | None) -> tuple[Observed, tuple[_Passed, ...], bool]:

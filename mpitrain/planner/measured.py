@@ -29,8 +29,9 @@ from mpitrain.comm.memory import device as devices
 from mpitrain.config.settings import Config
 from mpitrain.data import Description
 from mpitrain.errors import MpitrainError
+from mpitrain.parallel.costs import Divided
 from mpitrain.pipe.wire import as_tuple
-from mpitrain.planner.subject import Cut, Divided, Subject, signature
+from mpitrain.planner.subject import Cut, Subject, signature
 from mpitrain.shard.in_place import InPlace
 
 if TYPE_CHECKING:
@@ -265,7 +266,8 @@ def serve(asked: IO[bytes], answers: IO[bytes]) -> None:
     for line in asked:
         question = json.loads(line)
         samples = question.pop("samples")
-        divided = Divided(**question | {"whole": tuple(question["whole"])})
+        named = {"whole": tuple(question["whole"]), "axes": tuple(map(tuple, question["axes"]))}
+        divided = Divided(**question | named)
         try:
             if divided not in cuts:
                 cuts.clear()

@@ -12,23 +12,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Any
 
 from mpitrain.errors import refusal
+from mpitrain.layout.mesh import MeshAxis
+from mpitrain.parallel.costs import REPLICAS, AxisExchange, BlockCost, ModelProfile
+from mpitrain.parallel.layouts import ParallelLayout
+from mpitrain.parallel.memory import ITEMSIZE, Means, StageHoldings, account, held, host_account, in_flight
+from mpitrain.parallel.places import Group, LayoutPlaces, Nodes
 from mpitrain.pipe.partition import stage_bounds
 from mpitrain.pipe.schedule import BackwardInput, Schedule
 from mpitrain.pipe.simulate import Costs, Flow
-from mpitrain.planner.collectives import CollectiveTimes, DeviceLinks, Group
-from mpitrain.planner.layouts import ParallelLayout, Prediction
+from mpitrain.planner.collectives import CollectiveTimes, DeviceLinks
 from mpitrain.planner.machine import MachineProfile
-from mpitrain.planner.memory import ITEMSIZE, LayoutPlaces, Means, StageHoldings, account, held, host_account, in_flight
-from mpitrain.planner.subject import AxisExchange, BlockCost, ModelProfile
 from mpitrain.shard.offload import HOST
 from mpitrain.shard.placement import STAGES, formula
-from mpitrain.tensor.axis import sums_directly
 
 _STEP = 1.8e-4  # seconds of Python for a step of a pipeline's schedule with its message, as measured on one core
 _HALVES = 4e-4  # the same of dividing the backward pass of a stage in halves
@@ -36,6 +37,33 @@ _CHANGE = 9e-5  # seconds by which each further rank of a core delays a meeting,
 _SLICE = 5e-3  # the same where ranks do not give their core away while they wait: until the system takes it from them
 _VALUE = 6e-6  # seconds of Python for each parameter that the optimizer is given
 PARTS = ("compute", "tensor", "pipeline", "gradients", "update", "parameters", "other")
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Time and memory of a layout on so many ranks of a machine.
+
+    Attributes:
+        layout: The layout.
+        seconds: Of one step.
+        parts: Seconds of the step by part, in the order in which they are shown; they add up to `seconds`: compute,
+            tensor, pipeline (idle and messages), gradients (communication not hidden), update, parameters
+            (communication of updated or gathered parameters not hidden), other.
+        memory: Bytes on the rank that needs most, by category, in the order in which they are shown: parameters,
+            gradients, states, activations, buffers, working, process.
+        samples: Of a global batch, so that samples / seconds is the throughput.
+    """
+
+    layout: ParallelLayout
+    seconds: float
+    parts: Mapping[str, float]
+    memory: Mapping[str, float]
+    samples: int
+
+    @property
+    def total_memory(self) -> float:
+        """Bytes of all categories."""
+        return sum(self.memory.values())
 
 
 class StepSimulation:
@@ -56,7 +84,8 @@ class StepSimulation:
         self.parts = dict.fromkeys(PARTS, 0.0)
         self.shard, self.replicas = places.shards()
         self.seconds = predictor.collectives.seconds
-        self.groups = {"tensor": (places.tensor, "arena"), "data": (places.data, "private")}  # and where vectors lie
+        self.groups = {axis.name: (axis, places.over(axis.name)) for axis, _ in self.layout.sizes}
+        self.groups[REPLICAS] = (MeshAxis(), places.replicas)
         self.python, self.halving = (0.0, 0.0) if self.means.device else (_STEP, _HALVES)
 
     @cached_property
@@ -82,13 +111,13 @@ class StepSimulation:
     def _passes(self) -> None:
         """Forward and backward of all microbatches of the rank that has most, and the reduction of gradients."""
         layout = self.layout
-        share = -(-self.model.batch // layout.data)
+        share = -(-self.model.batch // layout.readers)
         full, rest = divmod(share, layout.microbatch)
         sizes = [layout.microbatch] * full + [rest] * (rest > 0)
         holds = self.predictor.held(layout, self.places, 0)
         # how much longer than alone this rank computes: others of its node may have fewer samples, but ranks that wait
         # keep their cores, so that three ranks on two cores take two turns
-        even = self.model.batch / layout.data / share
+        even = self.model.batch / layout.readers / share
         pace = 1.0 if self.turns == 1.0 else max(1.0, math.ceil(self.turns - 1e-3) * even)
         for number, samples in enumerate(sizes):
             blocks = self.model.blocks(samples, layout.divided, self.places.threads)
@@ -142,14 +171,12 @@ class StepSimulation:
 
     def _reductions(self, holds: StageHoldings) -> list[float]:
         """Seconds of each bucket's reduction."""
-        if self.layout.data == 1:
-            return []
         operation = "reduce_scatter" if self.layout.zero else "all_reduce"
         return [self.seconds(operation, n, self.shard) + self.meeting(self.shard) for n in holds.buckets]
 
     def _reduced(self, holds: StageHoldings) -> float:
         """Seconds of reducing all gradients at once, or where they are shared out, or might be hidden, in buckets."""
-        if self.layout.zero == 0 and not self.places.overlaps and self.layout.data > 1:
+        if self.layout.zero == 0 and not self.places.overlaps:
             return self.seconds("all_reduce", holds.nbytes, self.shard)
         return sum(self._reductions(holds))
 
@@ -171,29 +198,10 @@ class StepSimulation:
         """What is not hidden of gathering a unit; where a core is free, the one before computes meanwhile."""
         return max(0.0, seconds - meanwhile) if self.places.overlaps else seconds
 
-    def _exchanged(self, exchange: AxisExchange) -> float:
-        """Seconds of an exchange of the tensor axis, which passes through memory of the node (see `tensor.axis`).
-
-        Each rank copies its part in, and sums or copies what it needs out; of two ranks, or of little, each sums all.
-        """
-        group, memory = self.groups[exchange.axis]
-        links, nbytes = self.machine.links, float(exchange.nbytes)
-        seconds = self.seconds(exchange.operation, nbytes, group, memory) + self.meeting(group)
-        if exchange.axis != "tensor" or group.spans > 1 or self.means.device or group.size == 1:
-            return seconds
-        copied, added = nbytes / links.copy_rate * self.turns, nbytes / links.reduce_rate * self.turns
-        meets = self.predictor.collectives.barrier(group) + self.meeting(group)
-        if exchange.operation == "all_gather":
-            return meets + copied / group.size + copied
-        if exchange.operation == "reduce_scatter":
-            return meets + copied + added * (group.size - 1) / group.size
-        if sums_directly(group.size, exchange.nbytes):
-            return meets + copied + added * (group.size - 1)
-        return seconds + 2 * copied
-
     def exchanges(self, exchanges: Sequence[AxisExchange]) -> float:
         """Seconds of the exchanges of a block's pass."""
-        return sum(map(self._exchanged, exchanges))
+        found = ((each, *self.groups[each.axis]) for each in exchanges)
+        return sum(axis.exchange_seconds(each, group, self) for each, axis, group in found)
 
     # -- with a pipeline
 
@@ -232,7 +240,7 @@ class StepSimulation:
         self, flow: Flow, passes: Sequence[Sequence[float]], stages: Sequence[Sequence[BlockCost]]
     ) -> Sequence[float]:
         """When each rank of a pipeline has done its last step. passes: seconds of each stage's three kinds of steps."""
-        nodes, schedule = self.places.pipeline, flow.shape
+        nodes, schedule = self.places.stages.nodes, flow.shape
         local, (_, beside) = nodes.count(nodes[0]), self.on_the_way()
 
         def message(stage: int, to: int) -> float:
@@ -248,7 +256,7 @@ class StepSimulation:
 
     def on_the_way(self) -> tuple[bool, int]:
         """Whether the pipeline lies on one node, and how many pipelines' messages leave a node at the same time."""
-        nodes = self.places.pipeline
+        nodes = self.places.stages.nodes
         local = nodes.count(nodes[0])
         return local == len(nodes), self.places.each // max(1, local)
 
@@ -265,7 +273,7 @@ class StepSimulation:
         ranks = {schedule.rank_of[0], schedule.rank_of[-1]}
         if not ties or rank not in ranks or len(ranks) == 1:
             return 0.0
-        nodes = tuple(sorted(self.places.pipeline[r] for r in ranks))
+        nodes = tuple(sorted(self.places.stages.nodes[r] for r in ranks))
         group = Group(nodes, max(1, self.places.each // 2), self.places.oversubscribed)
         return self.seconds("all_reduce", ties * 4, group, "private")
 
@@ -277,17 +285,17 @@ class StepSimulation:
         shards = self.shard.size if layout.zero else 1
         elements = (holds.flat.numel if layout.zero else holds.numel) / shards
         values = holds.flat.buckets if layout.zero else len(holds.weights)
-        self.parts["update"] += self.updating(elements, holds.numel / max(shards, layout.data), values)
-        axes = [places.data, places.tensor, Group(places.pipeline, 1, places.oversubscribed)]
-        self.parts["other"] += sum(self.seconds("all_reduce", 8, axis, "private") for axis in [places.data, *axes])
-        if not layout.zero or layout.data == 1:
+        self.parts["update"] += self.updating(elements, holds.numel / max(shards, layout.replicas), values)
+        norms = [places.replicas, places.replicas, places.layers, places.stages]
+        self.parts["other"] += sum(self.seconds("all_reduce", 8, group, "private") for group in norms)
+        if not layout.zero or layout.replicas == 1:
             return
         gather = 0.0
         if self.means.shared:
-            gather += self.predictor.collectives.barrier(places.data)
+            gather += self.predictor.collectives.barrier(places.replicas)
             carriers = places.carriers()
             if carriers.size > 1 and self.replicas is None:
-                local = places.data.local
+                local = places.replicas.local
                 gather += sum(self.seconds("all_gather", b / local, carriers, "private") for b in holds.buckets)
         elif not self.means.gathers:
             gather += sum(self.seconds("all_gather", nbytes, self.shard) for nbytes in holds.buckets)
@@ -364,6 +372,11 @@ class Predictor:
         self._flat: dict[Any, StageHoldings] = {}
 
     @property
+    def at(self) -> Nodes:
+        """The nodes."""
+        return Nodes(self.nodes, self.ranks_per_node, self.machine.device is not None)
+
+    @property
     def ranks(self) -> int:
         """Of all nodes."""
         return self.nodes * self.ranks_per_node
@@ -400,7 +413,7 @@ class Predictor:
             return {}
         places = self.places(layout)
         # three batches have been read and are not yet used, with the one on its way to the device
-        data = 3 * -(-self.model.batch // layout.data) * float(self.model.sample_bytes)
+        data = 3 * -(-self.model.batch // layout.readers) * float(self.model.sample_bytes)
         holds = (self.held(layout, places, rank) for rank in range(layout.pipeline))
         accounts = [host_account(self.means(places), held, data) for held in holds]
         return max(accounts, key=lambda each: sum(each.values()))
@@ -432,10 +445,8 @@ class Predictor:
             InputError: It is one of another number of ranks.
         """
         if layout.ranks != self.ranks:
-            raise refusal(
-                f"data {layout.data} x pipeline {layout.pipeline} x tensor {layout.tensor} are not the {self.ranks} "
-                f"ranks of {self.nodes} x {self.ranks_per_node}"
-            )
+            shape = " x ".join(f"{axis.name} {ranks}" for axis, ranks in layout.sizes)
+            raise refusal(f"{shape} are not the {self.ranks} ranks of {self.nodes} x {self.ranks_per_node}")
         return LayoutPlaces(self.nodes, self.ranks_per_node, self.machine.cores, layout, self.machine.seen_cores)
 
     def blocks(self, layout: ParallelLayout, places: LayoutPlaces) -> tuple[BlockCost, ...]:
@@ -444,7 +455,7 @@ class Predictor:
 
     def microbatches(self, layout: ParallelLayout) -> int:
         """Of the rank that has most."""
-        return -(-self.model.batch // (layout.data * layout.microbatch))
+        return -(-self.model.batch // (layout.readers * layout.microbatch))
 
     def flow(self, layout: ParallelLayout) -> Flow | None:
         """Through the pipeline; None without one."""

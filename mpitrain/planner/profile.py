@@ -20,12 +20,13 @@ from mpitrain.config.training import OptimSection
 from mpitrain.data import Description
 from mpitrain.errors import InputError
 from mpitrain.layout.boxes import is_replicated
+from mpitrain.parallel.costs import BlockCost, Divided, ModelProfile, Weight
+from mpitrain.parallel.memory import ITEMSIZE
 from mpitrain.planner import counted
 from mpitrain.planner.counted import CountedOperation, Observed, between, observe
 from mpitrain.planner.machine import MachineProfile
 from mpitrain.planner.measured import MeasuringFailed, Timed, Workers
-from mpitrain.planner.memory import ITEMSIZE
-from mpitrain.planner.subject import BlockCost, Cut, Divided, ModelProfile, Subject, Weight
+from mpitrain.planner.subject import Cut, Subject
 from mpitrain.shard.flat import blocks_of
 from mpitrain.shard.in_place import LEAST
 

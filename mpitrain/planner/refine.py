@@ -47,10 +47,10 @@ import numpy as np
 import numpy.typing as npt
 
 from mpitrain.errors import InputError
-from mpitrain.planner.layouts import ParallelLayout, sizes
-from mpitrain.planner.memory import ITEMSIZE
+from mpitrain.parallel.costs import REPLICAS, AxisExchange, BlockCost, Divided, ModelProfile
+from mpitrain.parallel.layouts import ParallelLayout, sizes
+from mpitrain.parallel.memory import ITEMSIZE
 from mpitrain.planner.predictor import Predictor
-from mpitrain.planner.subject import AxisExchange, BlockCost, Divided, ModelProfile
 
 _Array = npt.NDArray[np.float64]
 _EVEN = 1e-9  # share of a stage's seconds that decides between cuts that are equally good otherwise
@@ -343,7 +343,7 @@ class Refinement:
         room = (self._of.room() - self._of.machine.process) / layout.chunks
         limits = Limits(room, held, per_element, layout.recompute)
         places = self._of.places(layout)
-        message = partial(self._of.collectives.message, inside=len(set(places.pipeline)) == 1)
+        message = partial(self._of.collectives.message, inside=places.stages.spans == 1)
         blocks = self._of.blocks(layout, places)
         bounds = best_cut(blocks, stages, count, layout.chunks, message, limits)
         bounds = bounds or best_cut(blocks, stages, count, layout.chunks, message)  # the limits are estimates
@@ -354,13 +354,14 @@ class Refinement:
         places = self._of.places(layout)
 
         def exchange(each: AxisExchange) -> float:
-            group = places.data if each.axis == "data" else places.tensor
+            group = places.replicas if each.axis == REPLICAS else places.over(each.axis)
             return self._of.collectives.seconds(each.operation, each.nbytes, group)
 
         count, per_element = self._of.microbatches(layout), self._per_element(layout) / layout.pipeline
-        divided = Divided(layout.tensor, slices=layout.slices, synchronized=layout.data > 1)
         try:
-            pairs = pairs_of(self._of.model, layout.microbatch, divided, exchange, count, per_element, places.threads)
+            pairs = pairs_of(
+                self._of.model, layout.microbatch, layout.divided, exchange, count, per_element, places.threads
+            )
             taken = sum(self._of.memory(layout).values())
         except InputError:
             return ()

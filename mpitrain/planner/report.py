@@ -10,7 +10,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from mpitrain.planner.layouts import Prediction, text
+from mpitrain.parallel.layouts import text
+from mpitrain.planner.predictor import Prediction
 from mpitrain.planner.search import Excess, LayoutPlan
 from mpitrain.storage.text import aligned, bytes_text, seconds_text, short
 

@@ -20,9 +20,11 @@ from typing import Any
 
 from mpitrain.config.settings import Config
 from mpitrain.errors import InputError, refusal
+from mpitrain.parallel.layouts import SECTION_OF, ParallelLayout
+from mpitrain.parallel.rules import LayoutRules
 from mpitrain.planner.bounds import Bounds
-from mpitrain.planner.layouts import SECTION_OF, LayoutRules, ParallelLayout, Prediction, candidates
-from mpitrain.planner.predictor import Predictor
+from mpitrain.planner.candidates import candidates
+from mpitrain.planner.predictor import Prediction, Predictor
 from mpitrain.planner.refine import Refinement
 
 COUNT = 10
@@ -244,7 +246,7 @@ class _Search:
             if self._slower_than_best(each.seconds):
                 continue
             layout = each.layout
-            kind = (layout.data, layout.pipeline, layout.tensor, layout.zero)
+            kind = (*(ranks for _, ranks in layout.sizes), layout.zero)
             if kind not in told or each.missing < told[kind].missing:
                 told[kind] = each
         return list(told.values())[:_NEAR]
@@ -281,7 +283,7 @@ def _rounded(seconds: float) -> float:
 
 def simplicity(layout: ParallelLayout) -> tuple[Any, ...]:
     """A key that is less for a layout that is simpler: fewer axes, a lower stage of ZeRO, fewer pieces."""
-    axes = sum(ranks > 1 for ranks in (layout.data, layout.pipeline, layout.tensor))
+    axes = sum(ranks > 1 for _, ranks in layout.sizes)
     options = (layout.recompute, bool(layout.offload), layout.sequence, layout.shard_within != "all")
     own = (not layout.share_node, not layout.reshard, bool(layout.cut), len(layout.whole))
     sizes = (layout.chunks, layout.slices, layout.tensor, layout.pipeline, -layout.microbatch)
@@ -290,7 +292,7 @@ def simplicity(layout: ParallelLayout) -> tuple[Any, ...]:
 
 _OPEN = {"data": "auto", "microbatch": 0}  # values that leave the choice to the program
 _TAKEN = ("microbatch", "offload", "share_node", "reshard")  # as they are, whatever else a layout has
-_CHOSEN = [key for key in SECTION_OF if key not in (*_TAKEN, "cut", "whole")]
+_CHOSEN = [key for key in SECTION_OF if key not in (*_TAKEN, "cut", "whole", "axes")]
 
 
 def given(config: Config) -> dict[str, Any]:
@@ -302,12 +304,12 @@ def given(config: Config) -> dict[str, Any]:
 
 def offered(predictor: Predictor, rules: LayoutRules, wanted: Mapping[str, Any]) -> dict[ParallelLayout, None]:
     """The layouts with given settings that a job takes, in order."""
-    model, machine, nodes, each = predictor.model, predictor.machine, predictor.nodes, predictor.ranks_per_node
-    layouts = candidates(model, machine, nodes, each, rules)
+    model, nodes = predictor.model, predictor.at
+    layouts = candidates(model, nodes, rules)
     if not wanted:
         return dict.fromkeys(layouts)
     layouts = _with(layouts, wanted)
-    return {layout: None for layout in layouts if rules.allow(layout, model, each, machine.device is not None)}
+    return {layout: None for layout in layouts if rules.allow(layout, model, nodes)}
 
 
 def _with(layouts: Iterable[ParallelLayout], wanted: Mapping[str, Any]) -> Iterator[ParallelLayout]:
@@ -315,7 +317,7 @@ def _with(layouts: Iterable[ParallelLayout], wanted: Mapping[str, Any]) -> Itera
     schedule = wanted.get("schedule", "")
     for layout in layouts:
         changed = {key: value for key, value in fixed.items() if _matters(key, layout)}
-        changed["whole"] = _list(wanted.get("whole", "")) if layout.tensor > 1 else ()
+        changed["whole"] = _list(wanted.get("whole", ""))
         if ":" in schedule and layout.schedule == "1f1b" and layout.pipeline > 1:  # the user's code takes its place
             changed["schedule"] = schedule
         made = replace(layout, **changed)

@@ -12,7 +12,6 @@ the right shape comes back at once, whose numbers mean nothing.
 from __future__ import annotations
 
 import copy
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -35,179 +34,34 @@ from mpitrain.errors import InputError, refusal
 from mpitrain.layers.precision import DTYPES, convert
 from mpitrain.layers.sync_batchnorm import SyncBatchNorm
 from mpitrain.models import Task, build_model
+from mpitrain.parallel.costs import REPLICAS, AxisExchange, Divided
+from mpitrain.parallel.dividing import ModelPart, in_order
+from mpitrain.parallel.layouts import sizes_of
 from mpitrain.pipe.partition import listed_blocks, require_look_back, slice_sequences
 from mpitrain.tensor.axis import Axis, RngTracker
-from mpitrain.tensor.plan import parallelize, plan_for
+from mpitrain.tensor.plan import plan_for
 
 if TYPE_CHECKING:
     from mpitrain.comm import Communicator
-
-
-@dataclass(frozen=True)
-class AxisExchange:
-    """A collective operation in the midst of a pass.
-
-    Attributes:
-        operation: all_reduce, all_gather or reduce_scatter.
-        nbytes: Bytes of the whole vector on one rank (of all_gather: of the result).
-        axis: Whose ranks take part: tensor, or data, over which batch norms sum up.
-    """
-
-    operation: str
-    nbytes: int
-    axis: str = "tensor"
-
-
-@dataclass(frozen=True)
-class Weight:
-    """A parameter, as far as one tensor rank has it.
-
-    Attributes:
-        name: In the whole model.
-        numel: Elements.
-        replicated: Whether every tensor rank has the same.
-        trained: Whether it requires a gradient.
-        same_as: The name of the parameter of an earlier block that it is one with (tied); empty for none.
-    """
-
-    name: str
-    numel: int
-    replicated: bool = True
-    trained: bool = True
-    same_as: str = ""
-
-
-@dataclass(frozen=True)
-class BlockCost:
-    """A block as one rank computes it for one microbatch, without communication.
-
-    Attributes:
-        name: In the whole model.
-        forward: Seconds of the forward pass (with the loss, on the last block) while all cores of the node, or the
-            rank's device, are as busy as in training.
-        input: Seconds of the gradients of its input.
-        weight: Seconds of the gradients of its parameters.
-        kept: Bytes that autograd keeps from the forward pass until backward, parameters not counted.
-        taken: Bytes of its input, which is all that is kept with recompute.
-        given: Bytes of its output, as sent to a next stage.
-        working: Bytes that are needed beside those kept while it computes forward or backward, at most.
-        weights: Its parameters, in the order of registration.
-        forwards: Exchanges in the forward pass.
-        backwards: Exchanges in the backward pass.
-        later: Seconds that the gradients of its parameters take more where they are added to earlier ones.
-    """
-
-    name: str
-    forward: float
-    input: float
-    weight: float
-    kept: int
-    taken: int
-    given: int
-    working: int
-    weights: tuple[Weight, ...]
-    forwards: tuple[AxisExchange, ...] = ()
-    backwards: tuple[AxisExchange, ...] = ()
-    later: float = 0.0
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of the forward and the backward pass."""
-        return self.forward + self.input + self.weight
-
-    @property
-    def numel(self) -> int:
-        """Elements of its parameters that no earlier block has."""
-        return sum(weight.numel for weight in self.weights if not weight.same_as)
-
-    @property
-    def is_unit(self) -> bool:
-        """Whether it is one of a list of blocks of the model: gathered, and recomputed, by itself (`shard.flat`)."""
-        return self.name.rpartition(".")[2].isdigit()
-
-
-@dataclass(frozen=True)
-class Divided:
-    """How one rank's part of the model is cut out, before it is cut into stages.
-
-    Attributes:
-        tensor: Ranks of the tensor axis.
-        sequence: Whether activations are divided along the sequence between divided layers.
-        whole: Patterns of layers that stay whole.
-        slices: Pieces of a sequence that go through the pipeline by themselves.
-        synchronized: Whether batch norms are those of several data-parallel ranks together.
-    """
-
-    tensor: int = 1
-    sequence: bool = False
-    whole: tuple[str, ...] = ()
-    slices: int = 1
-    synchronized: bool = False
-
-
-class ModelProfile(ABC):
-    """What the planner knows of a model, its precision and its batch.
-
-    Attributes:
-        batch: Global batch in samples.
-        precision: fp32, bf16 or fp16.
-        moments: fp32 numbers that the optimizer keeps per parameter (Adam: 2).
-        sample_bytes: Bytes of a sample's input and target.
-        listed: Whether the model lists its blocks, so that it can be cut into stages.
-        divisible: Whether the model says how its layers are divided over tensor ranks.
-        synchronous: Whether it has batch norms, so that every rank needs as many microbatches as any other.
-        has_units: Whether it has blocks that are recomputed, or compiled, by themselves (see `shard.flat`).
-        order: Names of all parameters in the order of registration, which is that of flat gradients reversed.
-    """
-
-    batch: int
-    precision: str
-    moments: int
-    sample_bytes: int
-    listed: bool
-    divisible: bool
-    synchronous: bool = False
-    has_units: bool = True
-    order: Sequence[str]
-
-    @abstractmethod
-    def blocks(self, samples: int, divided: Divided = Divided(), threads: int = 1) -> tuple[BlockCost, ...]:
-        """The blocks in order, for a microbatch (or a slice of one) of so many samples.
-
-        Args:
-            samples: Of the microbatch, at least 1.
-            divided: How layers and sequences are divided.
-            threads: That a rank computes with.
-
-        Raises:
-            InputError: The model cannot be divided so.
-        """
-
-    def takes(self, divided: Divided) -> bool:
-        """Whether the model can be divided so, as far as that is known without a pass through it."""
-        try:
-            self.blocks(1, divided)
-        except InputError:
-            return False
-        return True
 
 
 # -- a model as the configuration makes it
 
 
 class StandIn(Axis):
-    """Rank 0 of a tensor axis, all by itself.
+    """Rank 0 of an axis that divides layers, all by itself.
 
     Args:
         size: Ranks of the axis.
+        name: Of the axis.
         times: Whether passes are timed: results then cost no time, because they are not computed but shared.
 
     Attributes:
         noted: The exchanges since somebody last put another list here.
     """
 
-    def __init__(self, size: int, *, times: bool = False) -> None:
-        self.rank, self.size = 0, size
+    def __init__(self, size: int, *, times: bool = False, name: str = "tensor") -> None:
+        self.rank, self.size, self.name = 0, size, name
         self.rng = RngTracker(0) if times else _NoStreams(0)
         self.column_input: object = None
         self.noted: list[AxisExchange] = []
@@ -217,12 +71,12 @@ class StandIn(Axis):
 
     def all_reduce(self, x: torch.Tensor, tag: int = 0) -> torch.Tensor:
         """A tensor like x."""
-        self.noted.append(AxisExchange("all_reduce", x.nbytes))
+        self.noted.append(AxisExchange("all_reduce", x.nbytes, self.name))
         return self._like(x, x.shape)
 
     def reduce_scatter(self, x: torch.Tensor, dim: int, lengths: Sequence[int] | None = None) -> torch.Tensor:
         """A tensor like rank 0's part of x."""
-        self.noted.append(AxisExchange("reduce_scatter", x.nbytes))
+        self.noted.append(AxisExchange("reduce_scatter", x.nbytes, self.name))
         return self._like(x, _resized(x.shape, dim, lengths[0] if lengths else self.bounds(x.shape[dim])[1]))
 
     def all_gather(
@@ -231,7 +85,7 @@ class StandIn(Axis):
         """A tensor like all ranks' x; where nobody knows the others' lengths, they are taken to be that of x."""
         told = list(lengths) if lengths is not None else [x.shape[dim]] * self.size
         whole = self._like(x, _resized(x.shape, dim, sum(told)))
-        self.noted.append(AxisExchange("all_gather", whole.nbytes))
+        self.noted.append(AxisExchange("all_gather", whole.nbytes, self.name))
         return whole, told
 
     def _like(self, x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
@@ -269,7 +123,7 @@ class DataStandIn:
 
     def all_reduce(self, x: torch.Tensor) -> None:
         """Note it."""
-        self.noted.append(AxisExchange("all_reduce", x.nbytes, "data"))
+        self.noted.append(AxisExchange("all_reduce", x.nbytes, REPLICAS))
 
 
 def _resized(shape: Sequence[int], dim: int, length: int) -> tuple[int, ...]:
@@ -326,8 +180,7 @@ class Cut:
         module: The model.
         blocks: (name, module) in order; a model that lists none is one block without a name.
         loss: Of the last block's output and the target.
-        axis: Of the tensor ranks; None for one rank.
-        data: Of the data-parallel ranks, as far as batch norms need them.
+        among: What stands in for the ranks of each axis that divides layers, and at last for the replicas.
         fake: The mode in which its tensors are made and used; None where they are real.
         slices: Pieces of each sequence.
         samples: Makes (x, y) of so many samples, or of a slice of them.
@@ -339,8 +192,7 @@ class Cut:
     module: nn.Module
     blocks: list[tuple[str, nn.Module]]
     loss: Callable[[Any, Any], torch.Tensor]
-    axis: StandIn | None
-    data: DataStandIn
+    among: Sequence[StandIn | DataStandIn]
     fake: FakeTensorMode | None
     slices: int
     samples: Callable[[int], tuple[torch.Tensor, torch.Tensor]]
@@ -354,10 +206,9 @@ class Cut:
     def exchanged(self) -> tuple[AxisExchange, ...]:
         """What has been exchanged since this was last asked."""
         found: list[AxisExchange] = []
-        for axis in (self.axis, self.data):
-            if axis is not None:
-                found += axis.noted
-                axis.noted = []
+        for group in self.among:
+            found += group.noted
+            group.noted = []
         return tuple(found)
 
     def autocast(self, device: str = "cpu") -> AbstractContextManager[Any]:
@@ -428,14 +279,14 @@ class Subject:
                 patterns = [*(plan_for(self.module) if divided.tensor > 1 else {}), *divided.whole]
                 like = alike(self.module, listed_blocks(self.module), patterns)
             task = self._copied(mode, like)
-            module, data = task.module, DataStandIn()
+            module, replicas = task.module, DataStandIn()
             if divided.synchronized:
-                module = SyncBatchNorm.convert(module, cast("Communicator", data))
-            axis = None
-            if divided.tensor > 1:
-                plan = plan_for(module, sequence=divided.sequence)
-                axis = StandIn(divided.tensor, times=device is not None)
-                parallelize(module, axis, plan, sequence=divided.sequence, whole=divided.whole)
+                module = SyncBatchNorm.convert(module, cast("Communicator", replicas))
+            sizes, part = dict(sizes_of(1, 1, divided.tensor, divided.axes)), ModelPart(module, divided)
+            groups = {a: StandIn(n, times=device is not None, name=a.name) for a, n in sizes.items()}
+            for axis in in_order(sizes, blocks=False):
+                axis.divide(part, groups[axis])
+            module = part.module
             precision = self.config.train.precision
             convert(module, precision)
             if device is not None and device.type != "cpu":
@@ -449,7 +300,8 @@ class Subject:
             require_look_back(self.module, blocks, divided.slices)
             samples = partial(self._samples, divided.slices, device or torch.device("cpu"))
         module.train()
-        return Cut(module, blocks, task.loss, axis, data, mode, divided.slices, samples, precision, like)
+        among: list[StandIn | DataStandIn] = [*(group for group in groups.values() if group.size > 1), replicas]
+        return Cut(module, blocks, task.loss, among, mode, divided.slices, samples, precision, like)
 
     def _build(self, real: bool) -> Task:
         """The task; `self._fake` is the mode of its tensors where they have no values."""

@@ -8,7 +8,7 @@ for hidden layers"), for which the whole matrix is needed:
 
     momentum, in shares     each rank updates its own           element by element
     all-gather, by bucket   over the ranks of the shard         the rank's part of the matrices is whole
-    all-gather, by matrix   over the tensor axis                the matrices are whole
+    all-gather, by matrix   over the axis that divides it       the matrices are whole
     Newton-Schulz           by the ranks that hold some of it   those on a boundary of shares by two
     update                  each rank its own share
 
@@ -19,7 +19,7 @@ The rates of LAMB and LARS follow norms over whole parameters:
 
     squares, in shares        each rank sums those of its own elements, in float64
     sum over the shard        one small vector for all parameters
-    sum over the tensor axis  of those parameters that its ranks divide between them
+    sum over the axis         of those parameters that its ranks divide between them (tensor parallel)
     update                    each rank its own share
 """
 
@@ -157,11 +157,11 @@ class MatrixGather:
     Args:
         sharding: What the matrices are shared by.
         chosen: The flat parameters that are such matrices, or stretches of them.
-        tensor: The tensor axis; None where it has one rank.
+        axis: The axis that divides parameters; None where none does.
     """
 
-    def __init__(self, sharding: Sharding, chosen: Sequence[FlatParameter], tensor: Communicator | None) -> None:
-        self._sharding, self._tensor = sharding, tensor
+    def __init__(self, sharding: Sharding, chosen: Sequence[FlatParameter], axis: Communicator | None) -> None:
+        self._sharding, self._axis = sharding, axis
         self._whole = not sharding.stage.states or sharding.shard.size == 1
         self._scratch: dict[str, torch.Tensor] = {}
         self.follow(chosen)
@@ -178,7 +178,7 @@ class MatrixGather:
         """(group, bucket, [(number of the parameter, how it is divided)]) of every bucket with matrices, alike on all
         ranks of the shard. Collective."""
         groups, found = self._sharding.groups, []
-        # (group, number) of every matrix that some rank of the shard, or of the tensor axis, updates a part of
+        # (group, number) of every matrix that some rank of the shard, or of the axis, updates a part of
         mine = [[g, n] for g, group in enumerate(groups) for n, p in enumerate(group.parameters) if p in self._own]
         if not self._whole:
             mine = [key for keys in self._sharding.shard.all_gather_object(mine) for key in keys]
@@ -192,15 +192,15 @@ class MatrixGather:
 
     def _divided(self, parameter: nn.Parameter, key: tuple[int, int]) -> DividedMatrix:
         part = logical_of(parameter)
-        if self._tensor is None:
+        if self._axis is None:
             return DividedMatrix(parameter in self._own, None, ())
-        boxes = [[box.outer, box.dim, box.inner, box.start, box.stop] for box in part.boxes]
-        told = self._tensor.all_gather_object([*key, list(part.shape), boxes, parameter in self._own])
+        boxes = [[box.shape, box.start, box.stop] for box in part.boxes]
+        told = self._axis.all_gather_object([*key, list(part.shape), boxes, parameter in self._own])
         if len({tuple(shape) for _, _, shape, _, _ in told}) > 1 or len({(g, n) for g, n, *_ in told}) > 1:
             raise refusal("muon needs the tensor ranks to lay their matrices out alike; set parallel.tensor to 1")
         slices = tuple(Slice(tuple(shape), tuple(Box(*box) for box in boxes)) for _, _, shape, boxes, _ in told)
         alike = all(s.numel == math.prod(s.shape) for s in slices)
-        return DividedMatrix(any(needed for *_, needed in told), None if alike else self._tensor, slices)
+        return DividedMatrix(any(needed for *_, needed in told), None if alike else self._axis, slices)
 
     def applied(
         self, updates: Mapping[torch.Tensor, torch.Tensor], whole: Whole
@@ -257,11 +257,11 @@ class MatrixGather:
 
 @dataclass(frozen=True)
 class DividedMatrix:
-    """How the ranks of the tensor axis divide a matrix.
+    """How the ranks of an axis divide a matrix.
 
     Attributes:
         needed: Whether this rank, or one that needs its part, updates some of it.
-        axis: The tensor axis; None where each of its ranks has all of the matrix.
+        axis: The axis; None where each of its ranks has all of the matrix.
         slices: What each of them has.
     """
 
@@ -293,7 +293,7 @@ def _views(matrix: torch.Tensor, part: Slice) -> Iterator[tuple[torch.Tensor, in
     """(its view of the matrix, where it begins in the rank's tensor, the box) of each box of a part."""
     begin = 0
     for box in part.boxes:
-        yield matrix.view(box.outer, box.dim, box.inner)[:, box.start : box.stop], begin, box
+        yield box.of(matrix), begin, box
         begin += box.numel
 
 
@@ -451,7 +451,7 @@ class SquaresSum:
     Args:
         sharding: What the parameters are shared by.
         chosen: The flat parameters whose norms are needed.
-        tensor: The tensor axis; None where it has one rank.
+        axis: The axis that divides parameters; None where none does.
 
     Attributes:
         parts: What this rank holds of the parameters.
@@ -461,14 +461,14 @@ class SquaresSum:
         InputError: The sums would depend on the number of ranks and must not, or tensor ranks are unlike.
     """
 
-    def __init__(self, sharding: Sharding, chosen: Sequence[FlatParameter], tensor: Communicator | None) -> None:
+    def __init__(self, sharding: Sharding, chosen: Sequence[FlatParameter], axis: Communicator | None) -> None:
         parameters = [p for group in sharding.groups for p in group.parameters]
         self._numbers = {p: number for number, p in enumerate(parameters)}
         self.follow(chosen)
         device = chosen[0].value.device if chosen else sharding.groups[0].device
         self.squares = torch.zeros(len(parameters), 2, dtype=torch.float64, device=device)
         self._shard = sharding.shard if sharding.stage.states and sharding.shard.size > 1 else None
-        self._tensor, self._divided = tensor, torch.tensor(_divided(parameters, tensor), device=device)[:, None]
+        self._axis, self._divided = axis, torch.tensor(_divided(parameters, axis), device=device)[:, None]
         if sharding.config.run.reproducible and (self._shard is not None or bool(self._divided.any())):
             raise refusal(
                 "lamb and lars add up squares in an order that depends on the number of ranks, which reproducible "
@@ -487,20 +487,20 @@ class SquaresSum:
         """Sum `squares` over the ranks, in place. Collective."""
         if self._shard is not None:
             self._shard.all_reduce(self.squares)
-        if self._tensor is not None:
+        if self._axis is not None:
             shared = torch.where(self._divided, self.squares, 0.0)
-            self._tensor.all_reduce(shared)
+            self._axis.all_reduce(shared)
             self.squares.copy_(torch.where(self._divided, shared, self.squares))
 
 
-def _divided(parameters: Sequence[nn.Parameter], tensor: Communicator | None) -> list[bool]:
-    """Return for each parameter whether the tensor ranks divide it between them. Collective over these."""
+def _divided(parameters: Sequence[nn.Parameter], axis: Communicator | None) -> list[bool]:
+    """Return for each parameter whether the ranks of an axis divide it between them. Collective over these."""
     whole = [math.prod(logical_of(p).shape) for p in parameters]
     mine = [p.numel() for p in parameters]
     divided = [numel < all_of_it for numel, all_of_it in zip(mine, whole, strict=True)]
-    if tensor is None:
+    if axis is None:
         return [False] * len(parameters)
-    told = tensor.all_gather_object([whole, divided, mine])
+    told = axis.all_gather_object([whole, divided, mine])
     sums = [sum(numels) for numels in zip(*(numels for _, _, numels in told), strict=False)]
     if any(other[:2] != [whole, divided] for other in told) or any(
         cut and total != all_of_it for cut, total, all_of_it in zip(divided, sums, whole, strict=True)

@@ -27,7 +27,7 @@ from mpitrain.comm.compression import from_name
 from mpitrain.comm.memory.device import is_accelerator
 from mpitrain.config.settings import Config
 from mpitrain.errors import refusal
-from mpitrain.layout.ownership import DATA, Axes
+from mpitrain.layout.ownership import Division
 from mpitrain.shard.flat import MULTIPLE, FlatGroup, flat_groups, in_backward_order, members, unit_groups, units_of
 from mpitrain.shard.flat_parameters import (
     FlatParameter,
@@ -63,7 +63,7 @@ class Sharding:
         optimizer: Of those parameters; where states are sharded it is handed this rank's flat parameters instead.
         comm: The data-parallel ranks.
         config: The settings, of which run.reproducible, [parallel] and [comm] say how everything is placed.
-        axes: The module's place in a mesh of more axes.
+        division: How the model is divided over the axes of a mesh.
         reduce_dtype: In which gradients are added up and reduced; None: the parameters' own.
 
     Attributes:
@@ -91,14 +91,14 @@ class Sharding:
         optimizer: torch.optim.Optimizer,
         comm: Communicator,
         config: Config,
-        axes: Axes | None = None,
+        division: Division | None = None,
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
-        self.module, self.optimizer, self.comm, axes = module, optimizer, comm, axes or Axes()
+        self.module, self.optimizer, self.comm, division = module, optimizer, comm, division or Division()
         self.config, self.parallel, self.reduce_dtype = config, config.parallel, reduce_dtype
         kind = config.comm.compression
         self.compression = None if kind == "none" else from_name(kind)
-        self._staged = axes.pipeline is not None  # stages' gradients are added up without backward hooks
+        self._staged = division.pipeline is not None  # stages' gradients are added up without backward hooks
         self._made: list[Communicator] = []
         folder = self.parallel.offload
         self.files = MappedFiles(Path(folder)) if folder not in ("", HOST) else None
@@ -108,12 +108,18 @@ class Sharding:
         trained = in_backward_order(module)
         if not trained:
             raise refusal("the model has no parameter to train; let some require a gradient")
+        self.owners = {p: division.owner(name, p) for p, name in names.items()}
+        for p, owner in self.owners.items():
+            if division.copies(owner, comm) != [comm]:
+                raise refusal(
+                    f"{names[p]} is divided along an axis of the ranks that sum gradients, and each of these has to "
+                    "have all of it; divide it along an axis that divides layers"
+                )
+        for p in trained if self.stage.states else ():
+            self.owners[p] = replace(self.owners[p], shared=True)
         self.groups, self.parameters = self._place_parameters(trained)
         if any(p.requires_grad and p not in names for group in optimizer.param_groups for p in group["params"]):
             raise refusal("the optimizer has parameters that are not the model's; give it those alone")
-        self.owners = {p: axes.owner(name, p) for p, name in names.items()}
-        for p in trained if self.stage.states else ():
-            self.owners[p] = replace(self.owners[p], divided=(*self.owners[p].divided, DATA))
         self.gradients = gradients = self._place_gradients()
         whose = None if self._staged else module  # split backward passes take weight gradients out of autograd's
         self.reducer = Reducer(gradients, names, whose, unused_allowed=True, forget_unused=not self.stage.states)

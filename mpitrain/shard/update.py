@@ -14,6 +14,7 @@ from torch import nn
 
 from mpitrain.comm import Communicator
 from mpitrain.comm.memory.device import is_accelerator
+from mpitrain.errors import refusal
 from mpitrain.layout.boxes import split
 from mpitrain.shard.flat_parameters import FlatParameter
 from mpitrain.shard.optimizers import MatrixGather, Muon, SquaresSum, TrustRatios
@@ -28,12 +29,15 @@ class Updater:
 
     Args:
         sharding: Whose flat parameters are updated.
-        axes: Communicators of the other axes of the mesh, over which the norm is summed as well.
+        axes: Communicators of the axes that divide the model, over which the norm is summed as well.
+        dividing: Those of them that divide parameters.
     """
 
-    def __init__(self, sharding: Sharding, axes: Sequence[Communicator] = ()) -> None:
+    def __init__(
+        self, sharding: Sharding, axes: Sequence[Communicator] = (), dividing: Sequence[Communicator] = ()
+    ) -> None:
         self._sharding, self._axes = sharding, list(axes)
-        self._at_once = _let_gather(sharding, self._axes)  # every rank must make as many steps of such an optimizer
+        self._at_once = _let_gather(sharding, dividing)  # every rank must make as many steps of such an optimizer
         # whether this rank counts every parameter of its groups, so that the norm is that of all gradients there are
         counted = {p for s in sharding.flat_parameters if s.counted for p, *_ in s.contents}
         self._all = counted == {p for group in sharding.groups for p in group.parameters}
@@ -146,17 +150,19 @@ class Updater:
         return gradient.mul_(factor) if factor != 1.0 else gradient
 
 
-def _let_gather(sharding: Sharding, axes: Sequence[Communicator]) -> bool:
+def _let_gather(sharding: Sharding, dividing: Sequence[Communicator]) -> bool:
     """Give the parts of an optimizer that need whole parameters what gathers them; returns whether there are any.
 
-    Collective. axes: The other axes of the mesh that have several ranks.
+    Collective. dividing: The axes that divide parameters.
     """
-    tensor = next((axis for axis in axes if axis.label.split("/")[-1] == "tensor"), None)
     found = [p for p in getattr(sharding.optimizer, "parts", [sharding.optimizer]) if isinstance(p, Muon | TrustRatios)]
+    if found and len(dividing) > 1:
+        raise refusal(f"{type(found[0]).__name__} needs whole parameters, and several axes divide them; use adamw")
+    axis = dividing[0] if dividing else None
     for part in found:
         values = {value for group in part.param_groups for value in group["params"]}
         chosen = [flat for flat in sharding.flat_parameters if flat.value in values]
-        part.gather = (MatrixGather if isinstance(part, Muon) else SquaresSum)(sharding, chosen, tensor)
+        part.gather = (MatrixGather if isinstance(part, Muon) else SquaresSum)(sharding, chosen, axis)
     return bool(found)
 
 

@@ -74,14 +74,17 @@ class Axis:
 
     Args:
         comm: The ranks of the axis.
+        names: Of the axes of the mesh that it is, by which parameters are marked as divided.
 
     Attributes:
         rng: Which stream of random numbers dropout draws from.
         column_input: The input that column layers have just taken, until their row layer comes.
     """
 
-    def __init__(self, comm: Communicator) -> None:
-        self.comm, self.rank, self.size = comm, comm.rank, comm.size
+    names: tuple[str, ...] = ("tensor",)
+
+    def __init__(self, comm: Communicator, names: Sequence[str] = names) -> None:
+        self.comm, self.rank, self.size, self.names = comm, comm.rank, comm.size, tuple(names)
         self.rng = RngTracker(comm.rank)
         self.column_input: object = None
         self._tags = 0

@@ -41,7 +41,7 @@ from torch.nn import functional
 from mpitrain.choices import one_of
 from mpitrain.errors import InputError, refusal
 from mpitrain.layers.lora import LinearParts, LoraLinear, linear_parts
-from mpitrain.layout.boxes import Box, Slice, mark, split
+from mpitrain.layout.boxes import Box, Slice, compose, divided_by, logical_of, mark, split
 from mpitrain.tensor.axis import Axis, all_gather, copy, gather, reduce, reduce_scatter, scatter
 
 SEQUENCE = -2  # the dimension
@@ -68,7 +68,7 @@ class _ParallelLinear(nn.Module):
         self.axis, self.sequence, self.training = axis, sequence, linear.training
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.transposed = isinstance(linear, LinearParts) and linear.transposed
-        self.weight = part_of(linear.weight, dim ^ self.transposed, features, axis.rank, axis.size)
+        self.weight = part_of(linear.weight, dim ^ self.transposed, features, axis)
 
     def extra_repr(self) -> str:
         part = f"{tuple(self.weight.shape)} of the weight"
@@ -107,7 +107,7 @@ class ColumnParallelLinear(_ParallelLinear):
         features = features or Features((linear.out_features,))
         super().__init__(linear, axis, 0, features, sequence)
         self.gather_output, self.paired = gather_output, paired and axis.size > 1
-        self.bias = None if linear.bias is None else part_of(linear.bias, 0, features, axis.rank, axis.size)
+        self.bias = None if linear.bias is None else part_of(linear.bias, 0, features, axis)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         given = self.axis.column_input
@@ -224,7 +224,7 @@ class ColumnParallelLora(ColumnParallelLinear):
         super().__init__(_parts_of(adapter, axis), axis, features, paired=not gather_output)
         self.scale, self._whole = adapter.scale, gather_output
         self.lora_a = adapter.lora_a
-        self.lora_b = part_of(adapter.lora_b, 0, features, axis.rank, axis.size)
+        self.lora_b = part_of(adapter.lora_b, 0, features, axis)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         inner = copy(functional.linear(x, self.lora_a), self.axis)
@@ -244,7 +244,7 @@ class RowParallelLora(RowParallelLinear):
     def __init__(self, adapter: LoraLinear, axis: Axis, features: Features) -> None:
         super().__init__(_parts_of(adapter, axis), axis, features)
         self.scale = adapter.scale
-        self.lora_a = part_of(adapter.lora_a, 1, features, axis.rank, axis.size)
+        self.lora_a = part_of(adapter.lora_a, 1, features, axis)
         self.lora_b = adapter.lora_b
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -294,21 +294,21 @@ class Features:
         return found
 
 
-def part_of(whole: torch.Tensor, dim: int, features: Features, rank: int, size: int) -> nn.Parameter:
-    """A rank's part of a parameter, in memory of its own, marked with what it is a part of (see `layout.mark`).
+def part_of(whole: torch.Tensor, dim: int, features: Features, axis: Axis) -> nn.Parameter:
+    """Return a rank's part of a parameter, in memory of its own, marked with what it is a part of (see `layout.mark`).
 
     Args:
-        whole: The parameter.
+        whole: The parameter, which other axes may have divided along another dimension.
         dim: The dimension that is divided.
         features: How it is divided.
-        rank: Whose part.
-        size: The ranks of the tensor axis.
+        axis: The ranks that divide it.
     """
-    ranges = features.ranges(rank, size)
+    ranges = features.ranges(axis.rank, axis.size)
     with torch.no_grad():
         data = torch.cat([whole.narrow(dim, start, stop - start) for start, stop in ranges], dim)
     part = nn.Parameter(data, requires_grad=whole.requires_grad)
-    mark(part, Slice(tuple(whole.shape), _boxes(whole.shape, dim, features.sections, ranges)))
+    own = Slice(tuple(whole.shape), _boxes(whole.shape, dim, features.sections, ranges))
+    mark(part, compose(logical_of(whole), own), (*divided_by(whole), *axis.names))
     return part
 
 

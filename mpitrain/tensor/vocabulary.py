@@ -50,7 +50,7 @@ class VocabularyParallelEmbedding(nn.Module):
         padding = embedding.padding_idx
         inside = padding is not None and self.start <= padding < self.stop
         self.padding_idx = padding - self.start if padding is not None and inside else None
-        self.weight = part_of(embedding.weight, 0, Features((embedding.num_embeddings,)), axis.rank, axis.size)
+        self.weight = part_of(embedding.weight, 0, Features((embedding.num_embeddings,)), axis)
         self.training = embedding.training
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:

@@ -78,23 +78,6 @@ def _text(chosen: torch.device, ranks: list[tuple[Any, ...]]) -> str:
 # -- what is on it
 
 
-def move(module: nn.Module, to: torch.device) -> None:
-    """Move a module to a device, in place; parameters stay the same objects, so that tied ones stay tied.
-
-    Raises:
-        InputError: PyTorch cannot keep the objects for this kind of device.
-    """
-    if all(t.device == to for t in (*module.parameters(), *module.buffers())):
-        return
-    before = list(module.parameters())
-    module.to(to)
-    if any(one is not other for one, other in zip(before, module.parameters(), strict=True)):
-        raise refusal(
-            f"PyTorch makes new parameters when a module is moved to {to.type}, which unties tied ones and leaves the "
-            "optimizer's behind; move the model before the optimizer is made"
-        )
-
-
 def found_on(module: nn.Module, kind: str, world: Communicator) -> torch.device:
     """Return where a module of the user's is to compute: where it is, or on a device of the kind. Collective.
 

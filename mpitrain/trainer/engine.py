@@ -26,7 +26,7 @@ from mpitrain.errors import refusal
 from mpitrain.layers.loss_terms import Count, Counts, LossTerms, nothing, numbers, samples_in
 from mpitrain.layers.precision import DTYPES, convert, narrowed
 from mpitrain.layers.sync_batchnorm import SyncBatchNorm
-from mpitrain.layout.ownership import Axes
+from mpitrain.layout.ownership import Division
 from mpitrain.monitor.parts import StepClock
 from mpitrain.shard.ddp import broadcast_tensors
 from mpitrain.shard.flat_parameters import refuse_unless_elementwise
@@ -97,6 +97,20 @@ class StepResult:
     skipped: bool
 
 
+def broadcast_copies(module: nn.Module, comm: Communicator, division: Division) -> None:
+    """Give every copy of a parameter or buffer the value of the replica that is its source. Collective over `comm`.
+
+    Args:
+        module: This rank's part of the model.
+        comm: The replicas.
+        division: How the model is divided, and so which replicas have copies.
+    """
+    for name, tensor in chain(module.named_parameters(), module.named_buffers()):
+        owner = division.owner(name, tensor)
+        for group in division.copies(owner, comm):
+            broadcast_tensors([tensor], group, owner.source)
+
+
 class Engine:
     """A module, its loss and its optimizer on the data-parallel ranks. Collective to make.
 
@@ -107,7 +121,7 @@ class Engine:
         comm: The data-parallel ranks.
         config: The settings, of which run.reproducible, train.clip, train.precision, [parallel] and [comm] count.
             The optimizer's states and copy are fp32 in any precision.
-        axes: The module's place in a mesh of more axes.
+        division: How the model is divided over the axes of a mesh.
         scale: Of the loss; None: as the precision needs it.
         reduce_dtype: In which gradients are added up and reduced; None: the parameters' own.
 
@@ -137,28 +151,28 @@ class Engine:
         comm: Communicator,
         config: Config,
         *,
-        axes: Axes | None = None,
+        division: Division | None = None,
         scale: LossScale | None = None,
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
         self.module, self.loss, self.optimizer, self.comm = module, loss, optimizer, comm
         self.config, self.clip, self.precision = config, config.train.clip, config.train.precision
-        self._reduce_dtype, axes = reduce_dtype, axes or Axes()
-        others = [other for other in axes.others if other.size > 1]
-        if any(other.label.split("/")[-1] == "tensor" for other in others):  # which have parts of matrices
-            refuse_unless_elementwise(optimizer, gathered=True, otherwise="parallel.tensor 1")
-        self.pipeline = axes.pipeline
-        for name, tensor in chain(module.named_parameters(), module.named_buffers()):
-            broadcast_tensors([tensor], comm, axes.owner(name, tensor).source)
+        self._reduce_dtype, division = reduce_dtype, division or Division()
+        others = [other for other in division.others.values() if other.size > 1]
+        dividing = division.dividing()
+        if dividing:  # ranks have parts of matrices
+            refuse_unless_elementwise(optimizer, gathered=True, otherwise=f"parallel.{next(iter(dividing))} 1")
+        self.pipeline = division.pipeline
+        broadcast_copies(module, comm, division)
         convert(module, self.precision)
-        self.sharding = self._place(axes)
+        self.sharding = self._place(division)
         self.device = self.sharding.groups[0].device
         self.scale = scale if scale is not None else LossScale.of(self.precision)
         self.settled = True
-        self._updater = Updater(self.sharding, others)
+        self._updater = Updater(self.sharding, others, list(dividing.values()))
         self._axes = [self.sharding.shard, *others]
         self._updating = comm.size  # ranks that divide the optimizer's states between them, or could
-        self._state = EngineState(self.sharding, axes)
+        self._state = EngineState(self.sharding, division)
         self.synchronous = any(isinstance(m, SyncBatchNorm) for m in module.modules())
         stages = self.pipeline.comm if self.pipeline is not None else None
         if stages is not None:
@@ -179,9 +193,9 @@ class Engine:
             self.pipeline.watched = counting(self.clock, self._meter)
         self._example: Any = None  # a microbatch, for passes that other ranks need and this one has no samples for
 
-    def _place(self, axes: Axes) -> Sharding:
+    def _place(self, division: Division) -> Sharding:
         """Place the module and its optimizer. Collective."""
-        return Sharding(self.module, self.optimizer, self.comm, self.config, axes, self._reduce_dtype)
+        return Sharding(self.module, self.optimizer, self.comm, self.config, division, self._reduce_dtype)
 
     # -- the pieces of a step
 

@@ -20,8 +20,8 @@ from mpitrain.comm import Communicator
 from mpitrain.comm.memory import device as devices
 from mpitrain.config.settings import Config
 from mpitrain.errors import refusal
-from mpitrain.planner.layouts import rules_of
-from mpitrain.planner.layouts import text as layout_text
+from mpitrain.parallel.layouts import text as layout_text
+from mpitrain.parallel.rules import LayoutRules, rules_of
 from mpitrain.planner.machine import MachineProfile, read_machine
 from mpitrain.planner.machine import profile_of as profile_of_values
 from mpitrain.planner.subject import description_of
@@ -47,7 +47,7 @@ def with_planned_layout(config: Config, world: Communicator, device: torch.devic
     """
     if not config.parallel.auto:
         return Config.from_dict(config.to_dict())
-    began = time.perf_counter()
+    began, rules = time.perf_counter(), rules_of(config)
     each = world.size // world.num_nodes
     if any(world.nodes.count(node) != each for node in range(world.num_nodes)):
         raise refusal(
@@ -56,7 +56,9 @@ def with_planned_layout(config: Config, world: Communicator, device: torch.devic
         )
     on_device = devices.is_accelerator(device)
     machine = _machine(config, world, device)
-    values, text = while_others_sleep(world, lambda: _chosen(config, machine(), world.num_nodes, each, on_device))
+    values, text = while_others_sleep(
+        world, lambda: _chosen(config, rules, machine(), world.num_nodes, each, on_device)
+    )
     if world.rank == 0:
         print(f"parallel.auto: {text} (planned in {lasting(time.perf_counter() - began)})", flush=True)
     return Config.from_dict(values, "parallel.auto")
@@ -82,10 +84,10 @@ def while_others_sleep(world: Communicator, act: Callable[[], Any]) -> Any:
 
 
 def _chosen(
-    config: Config, machine: MachineProfile, nodes: int, ranks_per_node: int, on_device: bool
+    config: Config, rules: LayoutRules, machine: MachineProfile, nodes: int, ranks_per_node: int, on_device: bool
 ) -> tuple[dict[str, Any], str]:
     """The values of the configuration with the best layout, and what is to be said of it."""
-    from mpitrain.planner.layouts import settings  # these load what takes a second
+    from mpitrain.parallel.layouts import settings  # these load what takes a second
     from mpitrain.planner.predictor import Predictor
     from mpitrain.planner.profile import profile_of
     from mpitrain.planner.report import nothing_fits
@@ -96,7 +98,7 @@ def _chosen(
     description = description_of(config)
     with all_cores(), closing(profile_of(config, description, machine, measure, _MEASURING, ranks_per_node)) as model:
         predictor = Predictor(model, machine, nodes, ranks_per_node, bucket_mb=config.comm.bucket_mb)
-        plan = best(predictor, rules_of(config), 1, wanted=wanted)
+        plan = best(predictor, rules, 1, wanted=wanted)
     if not plan.found:
         raise refusal(f"parallel.auto: {nothing_fits(plan)}; take a smaller model or more nodes")
     chosen = plan.found[0]

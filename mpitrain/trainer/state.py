@@ -25,7 +25,8 @@ from mpitrain.comm.compression import Compression
 from mpitrain.errors import CheckpointError
 from mpitrain.layers.lora import require_whole
 from mpitrain.layout.boxes import Piece, Slice, shares
-from mpitrain.layout.ownership import DATA, Axes
+from mpitrain.layout.ownership import Division
+from mpitrain.parallel.dividing import tied_names
 from mpitrain.shard.flat_parameters import FlatParameter, begin_states, is_elementwise
 from mpitrain.shard.sharding import Sharding
 
@@ -69,13 +70,13 @@ class EngineState:
 
     Args:
         sharding: The module and its optimizer.
-        axes: The module's place in the mesh, which says which parameters this rank writes.
+        division: How the model is divided, and so which of its parameters this rank writes.
     """
 
-    def __init__(self, sharding: Sharding, axes: Axes) -> None:
-        self._sharding, self._axes = sharding, axes
-        self._owners, self._staged, self._base = sharding.owners, axes.pipeline is not None, axes.base
-        self._aliases = dict(axes.aliases) if axes.aliases is not None else tied_names(sharding.module)
+    def __init__(self, sharding: Sharding, division: Division) -> None:
+        self._sharding, self._division = sharding, division
+        self._owners, self._staged, self._base = sharding.owners, division.pipeline is not None, division.base
+        self._aliases = dict(division.aliases) if division.aliases is not None else tied_names(sharding.module)
         self._names = {p: self._aliases.get(name, name) for name, p in sharding.module.named_parameters()}
         self._pending: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._states: list[tuple[FlatParameter, dict[str, torch.Tensor], list[dict[str, Any]]]] = []
@@ -88,11 +89,11 @@ class EngineState:
         """What every data-parallel rank has whole: buffers, frozen parameters, and at stage 0 all parameters."""
         kept = set(self._sharding.module.state_dict())
         unsaved = self._base.names if self._base is not None else frozenset()
-        own = [p for p, n in self._names.items() if DATA not in self._owners[p].divided and n not in unsaved]
+        own = [p for p, n in self._names.items() if not self._owners[p].shared and n not in unsaved]
         found = [self.holding(MODEL, p, 0, p.numel(), p.detach()) for p in own]
         for name, buffer in self._sharding.module.named_buffers():
             if name in kept:
-                owner = self._axes.owner(name, buffer)
+                owner = self._division.owner(name, buffer)
                 found.append(Holding(MODEL + name, owner.slice, 0, buffer.numel(), buffer, owner.first))
         return found
 
@@ -344,10 +345,3 @@ def merged(found: Iterable[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[s
         for name, states in of_rank.items():
             together.setdefault(name, {}).update(states)
     return together
-
-
-def tied_names(module: nn.Module) -> dict[str, str]:
-    """Further names of parameters that have several: name -> the name they are saved under."""
-    first = {id(p): name for name, p in module.named_parameters()}
-    every: Iterable[tuple[str, nn.Parameter]] = module.named_parameters(remove_duplicate=False)
-    return {name: first[id(p)] for name, p in every if first[id(p)] != name}

@@ -10,7 +10,7 @@ import pytest
 from support import MACHINE, job
 
 from benchmarks.plan import report, spread
-from mpitrain.planner import layouts
+from mpitrain.parallel import layouts
 
 
 @pytest.mark.campaign

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from math import prod
 
 import torch
@@ -43,8 +44,7 @@ def part(name, tensor, lo, hi, box=None):
     """Elements [lo, hi) of a tensor, or of a box of it."""
     within = box or Box.whole(tensor.numel())
     piece = Piece(name, within, lo, hi)
-    flat = tensor.reshape(within.outer, within.dim, within.inner) if tensor.numel() else tensor
-    data = flat[:, within.start : within.stop].reshape(-1)[lo:hi].clone() if tensor.numel() else flat.reshape(-1)
+    data = within.of(tensor).reshape(-1)[lo:hi].clone()
     return Part(spec(name, tensor), piece, data)
 
 
@@ -69,6 +69,21 @@ def in_boxes(tensors, rank, size):
         if tensor.dim() >= 2 and tensor.numel():
             box = Box.along(tensor.shape, 1, *split(tensor.shape[1], size)[rank : rank + 2])
         parts.append(part(name, tensor, 0, box.numel if box else tensor.numel(), box))
+    return parts
+
+
+def in_grid(tensors, rank, size):
+    """Each rank one column of cells of a grid: two axes divide the first and the last dimension of each tensor."""
+    parts = []
+    for name, tensor in tensors.items():
+        if tensor.dim() < 2 or min(tensor.shape) == 0:
+            parts.append(part(name, tensor, 0, tensor.numel()))
+            continue
+        lo, hi = split(tensor.shape[-1], size)[rank : rank + 2]
+        for top, bottom in pairwise(split(tensor.shape[0], 2)):
+            middle = tensor.shape[1:-1]
+            box = Box(tuple(tensor.shape), (top, *(0 for _ in middle), lo), (bottom, *middle, hi))
+            parts.append(part(name, tensor, 0, box.numel, box))
     return parts
 
 

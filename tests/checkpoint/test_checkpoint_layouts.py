@@ -7,6 +7,7 @@ import torch
 from checkpoint_states import (
     empty,
     in_boxes,
+    in_grid,
     in_shares,
     in_slices,
     part,
@@ -18,7 +19,7 @@ from checkpoint_states import (
 )
 
 from mpitrain.checkpoint import Store
-from mpitrain.checkpoint.manifest import read_manifest
+from mpitrain.checkpoint.manifest import FORMAT, NEWER, read_manifest
 from mpitrain.errors import CheckpointError
 
 
@@ -26,7 +27,7 @@ from mpitrain.errors import CheckpointError
 @pytest.mark.parametrize("files", ["rank", "node"])
 def test_every_layout_reads_what_every_layout_wrote(world, folder, files):
     tensors = small_tensors()
-    layouts = [in_shares, in_slices, in_boxes]
+    layouts = [in_shares, in_slices, in_boxes, in_grid]
     nodes = [rank // 2 for rank in range(world.size)]
     for number, write in enumerate(layouts):
         store = Store(folder / f"c{number}", world, keep=2, files=files, nodes=nodes)
@@ -34,6 +35,10 @@ def test_every_layout_reads_what_every_layout_wrote(world, folder, files):
         path = store.save(1, write(tensors, world.rank, world.size), {})
         expected = {"rank": world.size, "node": len(set(nodes))}[files]
         assert len(list(path.glob(f"{files}-*.h5"))) == expected
+        wanted = (
+            NEWER if write is in_grid and world.size > 1 else FORMAT
+        )  # only where boxes have ranges of two dimensions
+        assert f'"format": "{wanted}"' in (path / "manifest.json").read_text()
         for read in layouts:
             parts = read(tensors, world.rank, world.size)
             filled = empty(parts)

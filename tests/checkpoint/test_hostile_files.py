@@ -19,7 +19,7 @@ from mpitrain.checkpoint.__main__ import main
 from mpitrain.checkpoint.contents import damages, load_tensor
 from mpitrain.checkpoint.convert import export, import_weights
 from mpitrain.checkpoint.folders import point_to
-from mpitrain.checkpoint.manifest import MANIFEST, read_manifest
+from mpitrain.checkpoint.manifest import MANIFEST, NEWER, read_manifest
 from mpitrain.errors import CheckpointError, InputError
 
 WRONG = [[], [[]], "x", "../x", {}, {"x": 1}, 1.5, True, None, -1, 0, 1, 10**9, 10**30, float("nan")]
@@ -235,12 +235,18 @@ def use(folder, out):
     return ""
 
 
-def test_a_manifest_with_any_value_wrong_is_refused_in_one_line(tmp_path, imported):
+@pytest.mark.parametrize("newer", [False, True])
+def test_a_manifest_with_any_value_wrong_is_refused_in_one_line(tmp_path, imported, newer):
     folder = tmp_path / imported.name
     folder.mkdir()
     for file in imported.glob("*.h5"):
         os.link(file, folder / file.name)
     payload = payload_of(imported)
+    if newer:
+        payload["format"], shapes = NEWER, {name: shape for name, shape, _ in payload["tensors"]}
+        place = next(extent for extent in payload["extents"] if len(shapes[extent[0]]) == 2)
+        shape = shapes[place[0]]
+        place[1] = [shape, [0, 0], shape, *place[1][-2:]]
     put(folder, payload)
     assert use(folder, tmp_path / "out.pt") == ""
     count = 0

@@ -10,7 +10,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from checkpoint_states import in_boxes, in_shares, in_slices, part, small_tensors
+from checkpoint_states import in_boxes, in_grid, in_shares, in_slices, part, small_tensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,7 +24,7 @@ from mpitrain.layout.boxes import Box, Piece
 def test_every_parameter_is_seen_whole_under_its_name(world, folder, files):
     tensors = small_tensors() | {"optimizer/exp_avg/a.weight": torch.ones(11, 7)}
     tensors["model/none"] = torch.empty(0, 4)
-    for number, layout in enumerate((in_shares, in_slices, in_boxes)):
+    for number, layout in enumerate((in_shares, in_slices, in_boxes, in_grid)):
         store = Store(folder / f"c{number}", world, 2, files=files)
         store.prepare(set_aside=False)
         path = store.save(1, layout(tensors, world.rank, world.size), {"tied": {"head.weight": "a.weight"}})
@@ -71,7 +71,7 @@ def test_h5dump_reads_the_view(world, folder):
 @given(st.data())
 def test_a_piece_is_cut_into_rectangles_that_hold_its_elements_in_order(data):
     shape = tuple(data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=4)))
-    kind = data.draw(st.sampled_from(["whole", "axis", "merged"]))
+    kind = data.draw(st.sampled_from(["whole", "axis", "axes", "merged"]))
     numel = prod(shape)
     if kind == "whole":
         box = Box.whole(numel)
@@ -79,10 +79,13 @@ def test_a_piece_is_cut_into_rectangles_that_hold_its_elements_in_order(data):
         axis = data.draw(st.integers(0, len(shape) - 1))
         start = data.draw(st.integers(0, shape[axis] - 1))
         box = Box.along(shape, axis, start, data.draw(st.integers(start + 1, shape[axis])))
+    elif kind == "axes":
+        start = [data.draw(st.integers(0, length - 1)) for length in shape]
+        box = Box(shape, start, [data.draw(st.integers(lo + 1, n)) for lo, n in zip(start, shape, strict=True)])
     else:  # a slice of the elements as they would lie in two other dimensions
         outer = data.draw(st.sampled_from([n for n in range(1, numel + 1) if numel % n == 0]))
         start = data.draw(st.integers(0, numel // outer - 1))
-        box = Box(outer, numel // outer, 1, start, data.draw(st.integers(start + 1, numel // outer)))
+        box = Box.along((outer, numel // outer), 1, start, data.draw(st.integers(start + 1, numel // outer)))
     lo = data.draw(st.integers(0, box.numel))
     piece = Piece("x", box, lo, data.draw(st.integers(lo, box.numel)))
     tensor = torch.arange(numel).reshape(shape)
@@ -94,5 +97,6 @@ def test_a_piece_is_cut_into_rectangles_that_hold_its_elements_in_order(data):
         found.append(chosen)
         place += len(chosen)
     assert torch.equal(torch.cat(found) if found else torch.empty(0, dtype=torch.int64), wanted)
+    assert kind == "merged" or box.ranges(shape) is not None
     if kind == "whole":
         assert len(found) <= 2 * len(shape) - 1

@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpitrain.layout.boxes import Box, Piece, shares, split, stretches
+from mpitrain.layout.boxes import Box, Piece, Slice, compose, shares, split, stretches
 
 
 @given(st.integers(0, 1000), st.integers(1, 40))
@@ -28,31 +29,36 @@ def test_shares_give_every_element_to_exactly_one_rank(sizes, parts, multiple):
     assert all((owner == 1).all() for owner in owners)
 
 
-def _pieces(shape, axis, parts, pieces):
-    """Pieces that together are the whole tensor: boxes along an axis, each cut into stretches."""
-    bounds = split(shape[axis], parts)
-    for lo, hi in itertools.pairwise(bounds):
-        box = Box.along(shape, axis, lo, hi)
-        cuts = split(box.numel, pieces)
-        for a, b in itertools.pairwise(cuts):
-            yield Piece("t", box, a, b)
+@st.composite
+def _layout(draw, shape):
+    """Pieces that together are a tensor: the cells of a grid, which cuts any number of dimensions, cut into stretches.
+
+    Dimensions may be seen as one with that before them, as in a fused layer.
+    """
+    view = list(shape)
+    for d in reversed(range(1, len(view))):
+        if draw(st.integers(0, 3)) == 0:
+            view[d - 1 : d + 1] = [view[d - 1] * view[d]]
+    cuts = [list(itertools.pairwise(split(n, draw(st.sampled_from([1, 1, 2, 3]))))) for n in view]
+    pieces, stretch = [], draw(st.integers(1, 3))
+    for cell in itertools.product(*cuts):
+        box = Box(tuple(view), tuple(lo for lo, _ in cell), tuple(hi for _, hi in cell))
+        pieces += [Piece("t", box, a, b) for a, b in itertools.pairwise(split(box.numel, stretch))]
+    return pieces
 
 
-@settings(max_examples=150, deadline=None)
-@given(
-    st.lists(st.integers(1, 7), min_size=1, max_size=3),
-    st.data(),
-)
+_SHAPES = st.lists(st.integers(1, 7), min_size=1, max_size=4).filter(lambda shape: np.prod(shape) <= 200)
+
+
+@settings(max_examples=200, deadline=None)
+@given(_SHAPES, st.data())
 def test_any_layout_finds_all_its_elements_in_any_other(shape, data):
     whole = np.arange(np.prod(shape)).reshape(shape)
 
     def content(piece):
-        view = whole.reshape(piece.box.outer, piece.box.dim, piece.box.inner)
-        return view[:, piece.box.start : piece.box.stop, :].reshape(-1)[piece.lo : piece.hi]
+        return piece.box.of(whole).reshape(-1)[piece.lo : piece.hi]
 
-    axis = st.integers(0, len(shape) - 1)
-    source = list(_pieces(shape, data.draw(axis), data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3))))
-    target = list(_pieces(shape, data.draw(axis), data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3))))
+    source, target = data.draw(_layout(shape)), data.draw(_layout(shape))
     for wanted in target:
         got = np.full(wanted.numel, -1)
         for have in source:
@@ -60,3 +66,52 @@ def test_any_layout_finds_all_its_elements_in_any_other(shape, data):
                 assert (got[to : to + length] == -1).all()
                 got[to : to + length] = content(have)[at : at + length]
         assert (got == content(wanted)).all()
+
+
+@settings(max_examples=200, deadline=None)
+@given(_SHAPES, st.data())
+def test_runs_are_the_longest_stretches_that_are_contiguous_in_the_tensor(shape, data):
+    whole = np.arange(np.prod(shape)).reshape(shape)
+    for piece in data.draw(_layout(shape)):
+        elements = piece.box.of(whole).reshape(-1)[piece.lo : piece.hi]
+        runs = [range(start, start + length) for start, length, _ in zip(*piece.runs(), strict=True)]
+        assert [at for run in runs for at in run] == elements.tolist()
+        assert [place for _, _, place in zip(*piece.runs(), strict=True)] == [
+            0,
+            *itertools.accumulate(map(len, runs)),
+        ][: len(runs)]
+        assert all(one.stop != other.start for one, other in itertools.pairwise(runs))
+
+
+def test_the_same_part_of_a_tensor_is_the_same_box():
+    assert Box((2, 3, 4), (0, 1, 0), (2, 2, 4)) == Box.along((2, 3, 4), 1, 1, 2)
+    assert Box((5, 2, 3, 4, 6), (0, 0, 1, 0, 0), (5, 2, 2, 4, 6)) == Box.along((10, 3, 24), 1, 1, 2)
+    assert Box((1, 4, 1, 6), (0, 2, 0, 0), (1, 4, 1, 6)) == Box.along((4, 6), 0, 2, 4)
+    assert Box((2, 3, 4), (0, 0, 0), (2, 3, 4)) == Box.whole(24) == Box.along((2, 3, 4), 1, 0, 3)
+    assert Box.whole(1) == Box((), (), ()) and Box.whole(1).numel == 1
+    assert Box((4, 6), (0, 2), (2, 4)).shape == (4, 6)
+    with pytest.raises(ValueError):
+        Box((4, 6), (0,), (2,))
+
+
+@st.composite
+def _slab(draw, shape):
+    """A part of a tensor along any of its dimensions, and the same as slices."""
+    ranges = [sorted(draw(st.lists(st.integers(0, n), min_size=2, max_size=2, unique=True))) for n in shape]
+    start, stop = tuple(lo for lo, _ in ranges), tuple(hi for _, hi in ranges)
+    return Box(tuple(shape), start, stop), tuple(map(slice, start, stop))
+
+
+@settings(max_examples=300, deadline=None)
+@given(_SHAPES, st.data())
+def test_a_part_of_a_part_is_what_slicing_twice_gives(shape, data):
+    whole = np.arange(np.prod(shape)).reshape(shape)
+    outer, outer_slices = data.draw(_slab(shape))
+    own = whole[outer_slices]
+    inner, inner_slices = data.draw(_slab(own.shape))
+    part = compose(Slice(tuple(shape), (outer,)), Slice(own.shape, (inner,)))
+    [box] = part.boxes
+    assert part.shape == tuple(shape)
+    assert (box.of(whole).reshape(-1) == own[inner_slices].reshape(-1)).all()
+    ranges = [(a.start + b.start, a.start + b.stop) for a, b in zip(outer_slices, inner_slices, strict=True)]
+    assert box == Box(tuple(shape), *zip(*ranges, strict=True))

@@ -1,28 +1,41 @@
-"""Of all copies of a tensor one acts, and each element that the tensor axis divides has one rank."""
+"""Of all copies of a tensor one acts, and each element that an axis divides has one rank."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
 import torch
 from torch import nn
 
-from mpitrain.layout.boxes import logical_of
-from mpitrain.layout.ownership import TENSOR, Axes, Ownership, owners_of
+from mpitrain.config.settings import Config
+from mpitrain.errors import InputError
+from mpitrain.layout.boxes import compose, divided_by, logical_of, mark
+from mpitrain.layout.ownership import Division, Ownership, owners_of
+from mpitrain.shard.sharding import Sharding
+from mpitrain.tensor.axis import Axis
 from mpitrain.tensor.linear import Features, part_of
+from mpitrain.trainer.engine import broadcast_copies
+
+
+def along(rank: int, size: int, name: str = "rows") -> Axis:
+    return cast(Axis, SimpleNamespace(rank=rank, size=size, names=(name,)))
 
 
 def part(rank: int, size: int) -> nn.Module:
-    """A tensor rank's part of a linear layer with a norm behind it, whose statistics are a buffer."""
+    """A rank's part of a linear layer with a norm behind it, whose statistics are a buffer."""
     whole = nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6))
-    whole[0].weight = part_of(whole[0].weight, 0, Features((6,)), rank, size)
-    whole[0].bias = part_of(whole[0].bias, 0, Features((6,)), rank, size)
+    whole[0].weight = part_of(whole[0].weight, 0, Features((6,)), along(rank, size))
+    whole[0].bias = part_of(whole[0].bias, 0, Features((6,)), along(rank, size))
     return whole
 
 
-def test_the_first_of_the_tensor_ranks_acts_for_what_all_have_and_each_for_its_part():
-    records = [owners_of(part(rank, 2), rank, ()) for rank in range(2)]
+def test_the_first_rank_of_an_axis_acts_for_what_all_have_and_each_for_its_part():
+    records = [owners_of(part(rank, 2), {"rows": rank}, ()) for rank in range(2)]
     for name in records[0]:
         divided = name.startswith("0.")
-        assert [of[name].divided for of in records] == [(TENSOR,) if divided else ()] * 2
+        assert [of[name].divided for of in records] == [("rows",) if divided else ()] * 2
         assert [of[name].first for of in records] == [True, divided]
         assert [of[name].leads for of in records] == [True, False]
     assert set(records[0]) >= {"1.running_mean", "1.num_batches_tracked"}
@@ -30,11 +43,64 @@ def test_the_first_of_the_tensor_ranks_acts_for_what_all_have_and_each_for_its_p
 
 def test_a_copy_of_what_a_lower_stage_has_does_not_act():
     module = part(0, 2)
-    records = owners_of(module, 0, {"0.weight"})
+    records = owners_of(module, {"rows": 0}, {"0.weight"})
     assert not records["0.weight"].first and records["0.bias"].first
     assert records["0.weight"].slice == logical_of(module[0].weight)
 
 
 def test_a_module_that_nobody_divided_is_this_ranks_own():
     tensor = torch.zeros(2, 3)
-    assert Axes().owner("any", tensor) == Ownership(logical_of(tensor), (), True)
+    assert Division().owner("any", tensor) == Ownership(logical_of(tensor))
+
+
+def test_two_axes_divide_two_dimensions_and_each_element_has_one_acting_rank():
+    whole = nn.Parameter(torch.arange(35.0).view(5, 7))
+    seen = torch.zeros(5, 7)
+    for row in range(2):
+        for column in range(3):
+            half = part_of(whole, 0, Features((5,)), along(row, 2))
+            cell = part_of(half, 1, Features((7,)), along(column, 3, "columns"))
+            assert divided_by(cell) == ("rows", "columns")
+            [box] = logical_of(cell).boxes
+            assert torch.equal(box.of(whole.detach()), cell.detach())
+            ranks = {"rows": row, "columns": column}
+            assert Ownership.of(cell, ranks).first and Ownership.of(cell, ranks).leads == (row == column == 0)
+            assert Ownership.of(half, ranks).first == (column == 0)
+            assert Ownership.of(whole, ranks).first == (row == column == 0)
+            box.of(seen)[...] += 1
+    assert (seen == 1).all()
+
+
+def test_what_cuts_across_a_fused_layers_sections_is_refused():
+    fused = part_of(nn.Parameter(torch.zeros(12, 5)), 0, Features((6, 6)), along(1, 2))
+    again = part_of(fused, 1, Features((5,)), along(0, 2, "columns"))
+    assert again.shape == (6, 3) and logical_of(again).shape == (12, 5)
+    with pytest.raises(ValueError, match="in the other order"):
+        part_of(fused, 0, Features((6,)), along(1, 4, "columns"))
+    unequal = part_of(nn.Parameter(torch.zeros(12, 5)), 0, Features((8, 4)), along(1, 2))
+    with pytest.raises(ValueError, match="in the other order"):
+        compose(logical_of(unequal), logical_of(again))
+
+
+@pytest.mark.ranks(4)
+def test_what_an_axis_of_the_replicas_divides_begins_with_its_own_value_on_each_rank_of_that_axis(world):
+    """Replicas along data x expert, 2 x 2: experts are divided along expert, so their copies are along data."""
+    data, expert = world.rank // 2, world.rank % 2
+    replicas = {"data": world.split(expert, data, label="data"), "expert": world.split(data, expert, label="expert")}
+    module = nn.ParameterDict(
+        {"expert": torch.full((3,), float(world.rank)), "gate": torch.full((3,), 1.0 + world.rank)}
+    )
+    whole = nn.Parameter(torch.zeros(6))
+    mark(module["expert"], logical_of(part_of(whole, 0, Features((6,)), along(expert, 2))), ("expert",))
+    division = Division(replicas=replicas, owners=owners_of(module, {}, ()))
+    broadcast_copies(module, world, division)
+    assert module["expert"].tolist() == [expert] * 3  # that of rank 0 along data
+    assert module["gate"].tolist() == [1.0] * 3
+    records: dict[str, Any] = dict(division.owners)
+    optimizer = torch.optim.AdamW(module.parameters())
+    with pytest.raises(InputError, match="expert is divided along an axis of the ranks that sum gradients"):
+        Sharding(module, optimizer, world, Config(), division)
+    assert division.copies(records["expert"], world) == [replicas["data"]]
+    assert division.copies(records["gate"], world) == [world]
+    for comm in replicas.values():
+        comm.free()

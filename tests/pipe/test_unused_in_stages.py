@@ -9,7 +9,7 @@ from support import config_of
 from torch import nn
 
 from mpitrain.layout.mesh import Mesh
-from mpitrain.trainer.assemble import divide
+from mpitrain.parallel.dividing import divide
 from mpitrain.trainer.engine import Engine
 
 BLOCKS = 8
@@ -74,7 +74,7 @@ def test_what_no_microbatch_of_a_step_uses_is_neither_decayed_nor_counted(world,
     settings = config_of(pipeline=mesh.pipeline.size, zero=zero, recompute=recompute, **SCHEDULES[kind])
     divided = divide(model(), mesh, settings, criterion=lambda: loss_of, cut="uniform", device=torch.device("cpu"))
     made = optimizer(divided.module)
-    engine = Engine(divided.module, loss_of, made, mesh.data, settings, axes=divided.axes)
+    engine = Engine(divided.module, loss_of, made, mesh.data, settings, division=divided.division)
     whole, replicas = model(), mesh.data.size
     plain = optimizer(whole)
     for step in range(len(STEPS)):

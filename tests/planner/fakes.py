@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mpitrain.planner.subject import AxisExchange, BlockCost, Divided, ModelProfile, Weight
+from mpitrain.parallel.costs import AxisExchange, BlockCost, Divided, ModelProfile, Weight
 
 
 class FakeModel(ModelProfile):

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from mpitrain.errors import refusal
-from mpitrain.planner.layouts import ParallelLayout, Prediction
-from mpitrain.planner.subject import AxisExchange, BlockCost, Divided, ModelProfile, Weight
+from mpitrain.parallel.costs import AxisExchange, BlockCost, Divided, ModelProfile, Weight
+from mpitrain.parallel.layouts import ParallelLayout
+from mpitrain.planner.predictor import Prediction
 
 WORD, WIDTH, TOKENS = 4, 256, 64
 

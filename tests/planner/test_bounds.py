@@ -10,7 +10,7 @@ from mpitrain.config.settings import Config
 from mpitrain.data import Description
 from mpitrain.errors import InputError
 from mpitrain.planner.bounds import Bounds
-from mpitrain.planner.layouts import candidates
+from mpitrain.planner.candidates import candidates
 from mpitrain.planner.machine import read_machine
 from mpitrain.planner.predictor import Predictor
 from mpitrain.planner.profile import profile_of
@@ -34,7 +34,7 @@ def test_no_layout_is_faster_or_smaller_than_its_bound(model, name, nodes, each)
     machine = read_machine(name)
     predictor = Predictor(FakeModel(6, 64) if model == "made up" else counted(machine), machine, nodes, each)
     bounds, refine = Bounds(predictor), Refinement(predictor)
-    layouts = list(candidates(predictor.model, machine, nodes, each))
+    layouts = list(candidates(predictor.model, predictor.at))
     layouts = [layout for layout in layouts if model == "made up" or layout.slices == 1]
     tried = 0
     for layout in random.Random(3).sample(layouts, 60 if model == "made up" else 24):

@@ -6,7 +6,8 @@ import pytest
 
 from mpitrain.comm.programs.program import Machine, simulate
 from mpitrain.comm.selection import Setting, serving
-from mpitrain.planner.collectives import CollectiveTimes, Group
+from mpitrain.parallel.places import Group
+from mpitrain.planner.collectives import CollectiveTimes
 
 LINKS = Machine()
 

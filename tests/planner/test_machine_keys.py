@@ -13,7 +13,7 @@ import torch
 from mpitrain.config.settings import Config
 from mpitrain.data import Description
 from mpitrain.errors import InputError
-from mpitrain.planner import layouts
+from mpitrain.parallel import layouts
 from mpitrain.planner.machine import SECONDS, SECTIONS, TEXT
 from mpitrain.planner.machine import profile_of as machine_of
 from mpitrain.planner.predictor import Predictor

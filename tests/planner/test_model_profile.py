@@ -9,14 +9,17 @@ from mpitrain.config.settings import Config
 from mpitrain.data import Description
 from mpitrain.errors import InputError
 from mpitrain.layout.boxes import is_replicated
+from mpitrain.parallel.costs import REPLICAS, AxisExchange, Divided
+from mpitrain.parallel.layouts import ParallelLayout
+from mpitrain.parallel.memory import _gradients_apart
+from mpitrain.parallel.places import Nodes
 from mpitrain.planner import measured
-from mpitrain.planner.layouts import ParallelLayout, candidates
+from mpitrain.planner.candidates import candidates
 from mpitrain.planner.machine import MachineProfile
 from mpitrain.planner.measured import MeasuringFailed, Workers, time_blocks
-from mpitrain.planner.memory import _gradients_apart
 from mpitrain.planner.predictor import Predictor
 from mpitrain.planner.profile import profile_of
-from mpitrain.planner.subject import AxisExchange, Divided, StandIn, Subject
+from mpitrain.planner.subject import StandIn, Subject
 from mpitrain.tensor import parallelize, plan_for
 from mpitrain.trainer.memory import ActivationMeter
 
@@ -87,7 +90,7 @@ def test_batch_norms_of_several_ranks_sum_up_over_the_data_axis(monkeypatch):
     settings = config({"name": "resnet", "layers": 18, "width": 8})
     profile = profile_of(settings, IMAGES, measure=False)
     alone, together = profile.blocks(2), profile.blocks(2, Divided(synchronized=True))
-    forward, backward = (AxisExchange("all_reduce", n * 8, "data") for n in (2 * 8 + 1, 2 * 8))
+    forward, backward = (AxisExchange("all_reduce", n * 8, REPLICAS) for n in (2 * 8 + 1, 2 * 8))
     at = [block.name for block in together].index("stages.0.0")
     assert together[at].forwards == (forward,) * 2 and together[at].backwards == (backward,) * 2
     assert not alone[at].forwards
@@ -106,7 +109,7 @@ def test_a_model_without_batch_norms_is_the_same_beside_other_ranks():
     assert not profile.synchronous
     assert profile.blocks(2, Divided(synchronized=True)) is profile.blocks(2)
     microbatch = ParallelLayout(data=3, microbatch=3)
-    assert microbatch in list(candidates(profile, MachineProfile("m", "s", 3, 1 << 33), 1, 3))  # 32 samples for 3 ranks
+    assert microbatch in list(candidates(profile, Nodes(1, 3)))  # 32 samples for 3 ranks
 
 
 @pytest.mark.parametrize("zero", [0, 2])

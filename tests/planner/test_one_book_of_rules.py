@@ -17,13 +17,16 @@ import pytest
 from mpitrain.config.settings import Config
 from mpitrain.data import Description
 from mpitrain.errors import InputError, refusal
-from mpitrain.layout.mesh import Mesh, axes_of, coordinates, shape_of, uncompiled
+from mpitrain.layout.mesh import Mesh, axes_of, coordinates, shape_of
 from mpitrain.models import Task, build_model
+from mpitrain.parallel.dividing import recompute_blocks
+from mpitrain.parallel.layouts import ParallelLayout, settings
+from mpitrain.parallel.pipeline import SCHEDULES
+from mpitrain.parallel.rules import Combination, require_compatible, rules_of
 from mpitrain.pipe.partition import listed_blocks, parameter_costs, stage_bounds
 from mpitrain.pipe.schedule import make_schedule
-from mpitrain.planner import layouts as layouts_module
 from mpitrain.planner import search as search_module
-from mpitrain.planner.layouts import ParallelLayout, microbatches, rules_of, settings
+from mpitrain.planner.candidates import candidates, microbatches
 from mpitrain.planner.machine import MachineProfile, read_machine
 from mpitrain.planner.predictor import Predictor
 from mpitrain.planner.profile import BlockProfile, profile_of
@@ -34,7 +37,7 @@ from mpitrain.shard.flat import blocks_of
 from mpitrain.shard.parameters import shard_order
 from mpitrain.shard.virtual_workers import VirtualWorkers
 from mpitrain.tensor import parallelize, plan_for
-from mpitrain.trainer.assemble import recompute_blocks, refuse_divisions, tried_out
+from mpitrain.trainer.assemble import tried_out
 from mpitrain.trainer.data import microbatch_size
 
 INT, FLOAT = np.dtype("int64"), np.dtype("float32")
@@ -117,7 +120,10 @@ def start(config: Config, kind: str, nodes: int, each: int, on_device: bool) -> 
     world = cast(Any, SimpleNamespace(on_root=lambda act: act()))
     mesh = Mesh(world, tuple(axis for axis, _ in axes), shape, dict.fromkeys(shape, 0), cast(Any, groups))
     workers = VirtualWorkers.of(data, config.run.reproducible, config.run.workers)
-    refuse_divisions(parallel, mesh, compiled=config.model.compile, reproducible=config.run.reproducible)
+    begin = Combination(
+        parallel, mesh.sizes, config.model.compile, config.run.reproducible, one_copy=parallel.share_node
+    )
+    require_compatible(begin)
     module = copy.deepcopy(task.module)
     if pipeline > 1:
         tried_out(config, mesh, task, cast(Any, Samples(kind)))
@@ -142,8 +148,7 @@ def start(config: Config, kind: str, nodes: int, each: int, on_device: bool) -> 
     if config.model.compile:
         if not blocks_of(module):
             raise refusal("model.compile finds no blocks")
-        if why := uncompiled(gathers, synchronous and data > 1):
-            raise refusal(why)
+        require_compatible(Combination(parallel, compiled=True, gathers=gathers, synchronous=synchronous and data > 1))
     for size in config.train.batch_sizes.after(0) if pipeline == 1 else []:
         if why := workers.conflict(size, config.train.microbatch, synchronous=synchronous, gathers=gathers):
             raise refusal(why)
@@ -195,12 +200,10 @@ def listed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the candidates for a model, a batch and a world be listed once."""
 
     @lru_cache(None)
-    def once(batch: int, kind: Any, name: str, *rest: Any) -> list[Any]:
-        return list(layouts_module.candidates(kind, machine_of(name), *rest))
+    def once(batch: int, kind: Any, *rest: Any) -> list[Any]:
+        return list(candidates(kind, *rest))
 
-    monkeypatch.setattr(
-        search_module, "candidates", lambda model, machine, *rest: once(model.batch, model, machine.name, *rest)
-    )
+    monkeypatch.setattr(search_module, "candidates", lambda model, *rest: once(model.batch, model, *rest))
 
 
 def any_layout(rng: random.Random, ranks: int, batch: int) -> ParallelLayout:
@@ -208,7 +211,7 @@ def any_layout(rng: random.Random, ranks: int, batch: int) -> ParallelLayout:
     tensor = rng.choice([n for n in (1, 2, 4) if ranks % n == 0])
     pipeline = rng.choice([n for n in (1, 2, 4) if ranks // tensor % n == 0])
     data = ranks // tensor // pipeline
-    schedule, chunks = rng.choice(layouts_module._OF_PIPELINE) if pipeline > 1 else ("1f1b", 1)
+    schedule, chunks = rng.choice(SCHEDULES) if pipeline > 1 else ("1f1b", 1)
     zero = rng.randrange(4) if data > 1 else 0
     return ParallelLayout(
         data,

@@ -12,7 +12,8 @@ from support import clean_environment
 
 import mpitrain.plan as command
 from mpitrain.config.settings import Config
-from mpitrain.planner import layouts, profile
+from mpitrain.parallel import layouts
+from mpitrain.planner import profile
 from mpitrain.planner.machine import size_of
 
 ASKED = ("--nodes", "2", "--ranks-per-node", "4", "--machine", "cpu-128")

@@ -12,8 +12,8 @@ import pytest
 from support import MACHINE, clean_environment, launcher
 
 from mpitrain.config.settings import Config
+from mpitrain.parallel.layouts import ParallelLayout, layout_of
 from mpitrain.plan import description_of
-from mpitrain.planner.layouts import ParallelLayout, layout_of
 from mpitrain.planner.machine import read_machine
 from mpitrain.planner.predictor import Predictor
 from mpitrain.planner.profile import profile_of

@@ -9,7 +9,7 @@ import pytest
 
 from mpitrain.config.settings import Config
 from mpitrain.data import Description
-from mpitrain.planner.layouts import ParallelLayout
+from mpitrain.parallel.layouts import ParallelLayout
 from mpitrain.planner.machine import read_machine
 from mpitrain.planner.predictor import Predictor
 from mpitrain.planner.profile import profile_of

@@ -15,11 +15,15 @@ from planner_support import MadeUpModel, MadeUpPredictor, block
 from mpitrain.config.settings import Config
 from mpitrain.data import Description
 from mpitrain.errors import InputError
+from mpitrain.parallel import layouts as notation
+from mpitrain.parallel.costs import Divided
+from mpitrain.parallel.layouts import ParallelLayout
+from mpitrain.parallel.places import Nodes
+from mpitrain.parallel.rules import LayoutRules
 from mpitrain.pipe.schedule import make_schedule
-from mpitrain.planner import layouts as notation
 from mpitrain.planner import refine as refine_module
 from mpitrain.planner.bounds import Bounds
-from mpitrain.planner.layouts import LayoutRules, ParallelLayout, candidates, microbatches, shapes
+from mpitrain.planner.candidates import candidates, microbatches, shapes
 from mpitrain.planner.machine import MachineProfile, read_machine
 from mpitrain.planner.predictor import Predictor
 from mpitrain.planner.profile import profile_of
@@ -37,7 +41,6 @@ from mpitrain.planner.refine import (
 )
 from mpitrain.planner.report import nothing_fits
 from mpitrain.planner.search import best_of, ranked
-from mpitrain.planner.subject import Divided
 
 MACHINE = MachineProfile("made up", "specification", 8, 64 << 30)
 MIB = 1 << 20
@@ -175,7 +178,7 @@ def test_pairs_that_are_small_stay_whole():
 @pytest.mark.parametrize("ranks_per_node", [4, 8])
 def test_the_best_layouts_are_those_of_predicting_all(room, ranks_per_node):
     model = MadeUpModel()
-    layouts = list(candidates(model, MACHINE, 2, ranks_per_node))
+    layouts = list(candidates(model, Nodes(2, ranks_per_node)))
     assert len(layouts) == len(set(layouts)) > 200
     predictor = MadeUpPredictor(model, room)
     plan = best_of(predictor, layouts, count=7, limit=1 << 30)
@@ -220,7 +223,7 @@ def test_variants_are_looked_at_where_their_layout_is():
 def test_every_candidate_is_one_that_the_runtime_takes():
     model, machine = MadeUpModel(blocks=14, batch=24), MACHINE
     for nodes, each in ((1, 8), (3, 4), (1, 6)):
-        for layout in candidates(model, machine, nodes, each):
+        for layout in candidates(model, Nodes(nodes, each, machine.device is not None)):
             assert layout.ranks == nodes * each
             share = -(-model.batch // layout.data)
             assert layout.microbatch <= share
@@ -233,13 +236,13 @@ def test_every_candidate_is_one_that_the_runtime_takes():
             assert not layout.offload and (layout.reshard or not layout.share_node)
             assert not layout.sequence or layout.tensor > 1
     model.synchronous = True
-    even = list(candidates(model, machine, 1, 8, LayoutRules(workers=8)))
-    warm = shapes(model, 8, 14, LayoutRules(workers=8, warmup=(4,)))  # 24 and 4 samples on 8 ranks
+    even = list(candidates(model, Nodes(1, 8), LayoutRules(workers=8)))
+    warm = shapes(model, 8, LayoutRules(workers=8, warmup=(4,)))  # 24 and 4 samples on 8 ranks
     model.synchronous = False
-    assert not warm and shapes(model, 8, 14, LayoutRules(workers=8, warmup=(4,)))
+    assert not warm and shapes(model, 8, LayoutRules(workers=8, warmup=(4,)))
     assert {(each.pipeline, each.tensor) for each in even} == {(1, 1)}
     assert {each.microbatch for each in even} == {1, 2, 3}  # each rank has 3, 2 or 1 of them
-    assert shapes(model, 16, 16, LayoutRules()) and microbatches(100, 8) == [1, 2, 4, 5, 7, 8, 13]
+    assert shapes(model, 16) and microbatches(100, 8) == [1, 2, 4, 5, 7, 8, 13]
 
 
 @settings(max_examples=60, deadline=None)
@@ -336,7 +339,7 @@ def the_first_fifty_contain_the_best(machine, nodes, each, taken=lambda layout: 
     """Simulate all variants of all layouts, and compare the best with that of a search that simulates fifty."""
     predictor = real(machine, nodes, each, **model)
     bounds, refine = Bounds(predictor), Refinement(predictor)
-    layouts = [each for each in candidates(predictor.model, predictor.machine, nodes, each) if taken(each)]
+    layouts = [each for each in candidates(predictor.model, predictor.at) if taken(each)]
     everything = []
     for layout in layouts:
         for variant in dict.fromkeys(refine(layout)):
@@ -363,7 +366,7 @@ def test_the_first_fifty_simulated_layouts_contain_the_best_of_all_kinds(machine
 
 def test_the_answer_does_not_depend_on_how_long_the_search_takes(monkeypatch):
     model = MadeUpModel()
-    layouts = list(candidates(model, MACHINE, 2, 8))
+    layouts = list(candidates(model, Nodes(2, 8)))
     calm = best_of(MadeUpPredictor(model, 1e12), layouts)
     now = iter(range(0, 1 << 40, 1000))
     monkeypatch.setattr("time.monotonic", lambda: float(next(now)))  # a clock by which each step takes a quarter hour
@@ -375,7 +378,7 @@ def test_the_answer_does_not_depend_on_how_long_the_search_takes(monkeypatch):
 
 def test_where_nothing_fits_the_layout_that_is_closest_to_fitting_is_told_with_its_bytes():
     model = MadeUpModel()
-    layouts = list(candidates(model, MACHINE, 2, 4))
+    layouts = list(candidates(model, Nodes(2, 4)))
     predictor = MadeUpPredictor(model, 1.0)
     plan = best_of(predictor, layouts)
     taken = {layout: sum(predictor.memory(layout).values()) for layout in layouts if layout.microbatch != 3}

@@ -15,12 +15,12 @@ from mpitrain.config.settings import Config
 from mpitrain.data import Description
 from mpitrain.layout.mesh import axes_of, shape_of
 from mpitrain.models import build_model
+from mpitrain.parallel.costs import AxisExchange
+from mpitrain.parallel.layouts import ParallelLayout, layout_of
 from mpitrain.pipe import schedule
-from mpitrain.planner.layouts import ParallelLayout, layout_of
 from mpitrain.planner.machine import read_machine
 from mpitrain.planner.predictor import Predictor, StepSimulation
 from mpitrain.planner.profile import profile_of
-from mpitrain.planner.subject import AxisExchange
 from mpitrain.shard import flat, placement
 from mpitrain.shard.flat import in_backward_order
 from mpitrain.shard.gradients import _slots

@@ -9,11 +9,12 @@ from fakes import FakeModel
 
 from mpitrain.comm.programs.program import Machine
 from mpitrain.errors import InputError
+from mpitrain.parallel.layouts import ParallelLayout
+from mpitrain.parallel.places import Group
 from mpitrain.pipe.schedule import make_schedule
 from mpitrain.pipe.simulate import Costs, simulate
 from mpitrain.planner import predictor as step
-from mpitrain.planner.collectives import CollectiveTimes, Group
-from mpitrain.planner.layouts import ParallelLayout
+from mpitrain.planner.collectives import CollectiveTimes
 from mpitrain.planner.machine import MachineProfile
 from mpitrain.planner.predictor import Predictor
 from mpitrain.shard.placement import STAGES, formula

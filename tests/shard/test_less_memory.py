@@ -10,8 +10,8 @@ from torch import nn
 from mpitrain.errors import InputError
 from mpitrain.layers.tiled_linear import TiledLinear
 from mpitrain.models.gpt import GPT
+from mpitrain.parallel.dividing import recompute_blocks
 from mpitrain.shard.flat import members, units_of
-from mpitrain.trainer.assemble import recompute_blocks
 
 
 @pytest.mark.parametrize("tiles", [(1, 1), (2, 3), (5, 7)])

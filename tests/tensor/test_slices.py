@@ -1,11 +1,15 @@
 """Which elements of a logical tensor a rank's parameter is: every element on exactly one rank, any shape."""
 
+from types import SimpleNamespace
+from typing import cast
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from mpitrain.layout.boxes import Piece, Slice, is_replicated, logical_of, stretches
+from mpitrain.tensor.axis import Axis
 from mpitrain.tensor.linear import Features, part_of
 
 
@@ -25,7 +29,7 @@ def test_every_element_is_on_one_rank_where_the_slice_says(shape, dim, features,
     whole = nn.Parameter(torch.arange(float(np.prod(shape))).view(shape))
     found = torch.full_like(whole, -1).view(-1)
     for rank in range(size):
-        part = part_of(whole, dim, features, rank, size)
+        part = part_of(whole, dim, features, cast(Axis, SimpleNamespace(rank=rank, size=size, names=("tensor",))))
         said = logical_of(part)
         assert said.shape == shape and said.numel == part.numel() and not is_replicated(part)
         flat = part.detach().view(-1)

@@ -24,10 +24,10 @@ class Height(MeshAxis):
         lo, hi = split(x.shape[-2], ranks)[number : number + 2]
         return x[..., lo:hi, :], y
 
-    def divide(self, division: Any, group: Communicator) -> None:
+    def divide(self, part: Any, group: Communicator) -> None:
         if group.size == 1:
             return
-        for module in list(division.module.modules()):
+        for module in list(part.module.modules()):
             for name, child in module.named_children():
                 if isinstance(child, nn.Conv2d):
                     setattr(module, name, HaloConvolution(child, group))
@@ -91,11 +91,17 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Communicator) -> torch.Tensor:
         ctx.group = group
-        return group.all_reduce(x.clone())
+        return _summed(x, group)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.group.all_reduce(grad.clone()), None
+        return _summed(grad, ctx.group), None
+
+
+def _summed(x: torch.Tensor, group: Communicator) -> torch.Tensor:
+    x = x.clone()
+    group.all_reduce(x)
+    return x
 
 
 def network(description: Any) -> tuple[nn.Module, nn.Module]:

@@ -45,7 +45,7 @@ def images(world, place):
     return {
         "data": {"path": str(place / "images"), "record_ids": True},
         "model": {"factory": "train.height_axis:network"},
-        "train": {"steps": 6, "batch": 12, "microbatch": 3, "metrics": ["accuracy"]},
+        "train": {"steps": 6, "batch": 12, "metrics": ["accuracy"]},
         "optim": {"name": "sgd", "lr": 0.05, "warmup": 0, "options": {"momentum": 0.9}},
         "checkpoint": {"every": 3, "keep": 9},
     }

@@ -18,8 +18,8 @@ from support import clean_environment, job, launcher, one_line, train_command
 import mpitrain as mt
 from mpitrain.config.settings import Config
 from mpitrain.monitor import read_metrics
+from mpitrain.parallel.dividing import recompute_blocks
 from mpitrain.pipe.schedule import make_schedule
-from mpitrain.trainer.assemble import recompute_blocks
 from mpitrain.trainer.recording.timeline import ModuleHooks, TimelineRecorder, levels_of
 from mpitrain.trainer.recording.timeline import offset_of as measure
 

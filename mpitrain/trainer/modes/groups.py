@@ -41,7 +41,7 @@ from mpitrain.data.on_device import on_device
 from mpitrain.errors import refusal
 from mpitrain.layout.boxes import split
 from mpitrain.layout.mesh import BLOCKS, LAYERS, Mesh, axes_of
-from mpitrain.layout.ownership import Axes
+from mpitrain.layout.ownership import Division
 from mpitrain.loose.averaging import Averaging, FlatSlice, Grouping
 from mpitrain.shard.ddp import broadcast_state
 from mpitrain.shard.flat import by_dtype
@@ -120,7 +120,7 @@ class LocalEngine(Engine):
         world: The ranks of all groups.
         everyone: Those of them that have the same part of the model as this one.
         grouping: How they are divided.
-        axes: As of `Engine`.
+        division: As of `Engine`.
         more: As of `Engine`.
 
     Attributes:
@@ -137,15 +137,15 @@ class LocalEngine(Engine):
         world: Communicator,
         everyone: Communicator,
         grouping: Grouping,
-        axes: Axes,
+        division: Division,
         **more: Any,
     ) -> None:
         broadcast_state(module, everyone)
-        super().__init__(module, *rest, axes=axes, **more)
+        super().__init__(module, *rest, division=division, **more)
         self._world, self.grouping, self.together = world, grouping, False
         self._prefix = f"{REPLICA}{grouping.number}/"
-        self.cut = any(other.size > 1 for other in axes.others)
-        place = self._require_alike(axes)
+        self.cut = any(other.size > 1 for other in division.others.values())
+        place = self._require_alike(division)
         self.meeting, self._peers = (world.split(place, grouping.number, label=n) for n in ("meeting", "peers"))
         self._holders = self.sharding.replicas if self.sharding.stage.states else self.comm
         flat_of = {flat.value: flat for flat in self.sharding.flat_parameters}
@@ -163,13 +163,13 @@ class LocalEngine(Engine):
         exact, weight, peers = self.cut, grouping.weight, self._peers
         self.averaging = Averaging(slices, peers, weight, parallel, buckets, reproducible=exact, wrote=self._wrote)
 
-    def _require_alike(self, axes: Axes) -> int:
+    def _require_alike(self, division: Division) -> int:
         """This rank's place in its group. Raises InputError, on all ranks, where groups keep their parts unlike."""
         sharding = self.sharding
         names = {p: name for name, p in self.module.named_parameters()}
         kept = [(names[p], lo, hi, at) for f in sharding.flat_parameters for p, lo, hi, at in f.contents]
         replica = sharding.replicas.rank if sharding.replicas is not None else 0
-        place = [*(other.rank for other in axes.others), sharding.shard.rank, replica]
+        place = [*(other.rank for other in division.others.values()), sharding.shard.rank, replica]
         mine = [self.grouping.number, place, sharding.shard.size, zlib.crc32(repr(kept).encode())]
         everyone = self._world.all_gather_object(mine)
         groups = [sorted(rest for of, *rest in everyone if of == number) for number in range(self.grouping.count)]

@@ -27,7 +27,7 @@ from mpitrain.data.on_device import on_device, pin
 from mpitrain.errors import refusal
 from mpitrain.layout.boxes import split
 from mpitrain.layout.mesh import Mesh
-from mpitrain.layout.ownership import Axes
+from mpitrain.layout.ownership import Division
 from mpitrain.loose.clock import Clock, Commit, LetterKind, Portion, Remembered, StepRecord
 from mpitrain.loose.server import ServedWorker, Server
 from mpitrain.loose.sharding import OwnShares, Roles, ServedSharding, squares
@@ -67,7 +67,7 @@ class ServedEngine(Engine):
         super().__init__(*args, **kwargs)
         self._axes, self._updating = [world], len(roles.servers)
 
-    def _place(self, axes: Axes) -> ServedSharding:
+    def _place(self, division: Division) -> ServedSharding:
         return ServedSharding(self.module, self.optimizer, self.comm, self.config, self._world, self._roles)
 
     def memory(self) -> MemoryAccount:

@@ -39,8 +39,9 @@ from mpitrain.monitor import MetricsWriter, Progress, peak_memory_bytes
 from mpitrain.monitor.memory import host_memory_bytes
 from mpitrain.monitor.run_files import HELD_OUT, RankWriter
 from mpitrain.monitor.trackers import Tracking, asked_for
+from mpitrain.parallel.costs import AxisExchange, Divided
 from mpitrain.planner.counted import Observed, observe
-from mpitrain.planner.subject import AxisExchange, Divided, Subject
+from mpitrain.planner.subject import Subject
 from mpitrain.shard.flat import numbered
 from mpitrain.shard.parameters import Gathered
 from mpitrain.shard.sharding import Sharding

@@ -30,10 +30,12 @@ from mpitrain.config.training import OptimSection
 from mpitrain.errors import refusal
 from mpitrain.layers.precision import DTYPES
 from mpitrain.layout.mesh import BLOCKS, LAYERS, Mesh, axes_of, count_along
+from mpitrain.parallel.dividing import DividedModel, Plan, divide, move
+from mpitrain.parallel.rules import Combination, require_compatible
 from mpitrain.shard.ddp import DistributedDataParallel, broadcast_state
 from mpitrain.shard.flat_parameters import has_stepped
-from mpitrain.trainer.assemble import DividedModel, Plan, compile_blocks, divide, refuse_divisions
-from mpitrain.trainer.device import found_on, move
+from mpitrain.trainer.assemble import compile_blocks
+from mpitrain.trainer.device import found_on
 from mpitrain.trainer.engine import Engine, Loss, LossScale
 from mpitrain.trainer.optimizing import ParameterRoles, make_optimizer, make_scheduler, optimizer_class
 from mpitrain.trainer.options import Settings, every_setting, from_config, from_deepspeed
@@ -112,8 +114,10 @@ def _engine(
     read = settings.deepspeed
     scale = LossScale(**read.scale) if read is not None and read.scale is not None else None
     dtype = DTYPES[read.reduce_dtype] if read is not None and read.reduce_dtype is not None else None
-    config, axes = settings.config, divided.axes
-    return Engine(divided.module, loss, optimizer, mesh.replicas, config, axes=axes, scale=scale, reduce_dtype=dtype)
+    config, division = settings.config, divided.division
+    return Engine(
+        divided.module, loss, optimizer, mesh.replicas, config, division=division, scale=scale, reduce_dtype=dtype
+    )
 
 
 def _refuse_model(model: nn.Module) -> None:
@@ -290,7 +294,7 @@ def places(comm: Communicator, parallel: ParallelSection) -> Mesh:
     """
     axes = axes_of(parallel)
     mesh = Mesh.of(comm, axes, itself=count_along(axes, BLOCKS, LAYERS) == 1)
-    refuse_divisions(parallel, mesh)
+    require_compatible(Combination(parallel, mesh.sizes, one_copy=parallel.share_node))
     if parallel.cut == "time" and mesh.stages.size > 1:
         raise refusal(
             "parallel.cut time measures blocks with samples of the data set, which a loop of one's own has not; set it "

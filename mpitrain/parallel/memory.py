@@ -7,104 +7,20 @@ what a step needs beside them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 from mpitrain.layers.precision import DTYPES
 from mpitrain.layout.boxes import Flat, lay_out
+from mpitrain.parallel.costs import BlockCost, Weight
+from mpitrain.parallel.layouts import ParallelLayout
+from mpitrain.parallel.places import LayoutPlaces, Nodes
 from mpitrain.pipe.schedule import BackwardInput, Schedule
 from mpitrain.pipe.simulate import Flow
-from mpitrain.planner.collectives import Group
-from mpitrain.planner.layouts import ParallelLayout, evenly
-from mpitrain.planner.subject import BlockCost, Weight
 from mpitrain.shard.flat import MULTIPLE, lay_in_buckets
 from mpitrain.shard.offload import HOST
 from mpitrain.shard.placement import SCRATCH, STAGES, Account, bucket_size, formula, node_has_one_copy, slot_count
-
-
-@dataclass(frozen=True)
-class LayoutPlaces:
-    """The ranks of a layout on nodes with equally many ranks each, numbered node by node (see `mpitrain.layout.mesh`).
-
-    Attributes:
-        nodes: How many.
-        each: Ranks of a node.
-        cores: Of a node; may be a part of one.
-        layout: The layout.
-        seen: Cores that the system tells ranks of; 0: as many as there are.
-    """
-
-    nodes: int
-    each: int
-    cores: float
-    layout: ParallelLayout
-    seen: float = 0.0
-
-    @property
-    def known_cores(self) -> float:
-        """Cores of a node that ranks know of."""
-        return self.seen or self.cores
-
-    @property
-    def oversubscribed(self) -> bool:
-        """Whether a node has more ranks than cores, as far as they know: those that do sleep while they wait."""
-        return self.each > self.known_cores
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether a core is left on each node for communication in the background."""
-        return self.known_cores > self.each
-
-    @property
-    def turns(self) -> float:
-        """How much longer than alone a rank computes while all of its node do."""
-        return max(1.0, self.each / self.cores)
-
-    @property
-    def threads(self) -> int:
-        """Threads of a rank that compute at the same time, whatever cores it believes to have."""
-        return max(1, int(min(self.known_cores, self.cores) // self.each))
-
-    @property
-    def data(self) -> Group:
-        """The data-parallel ranks of the first pipeline and tensor position."""
-        return self._group(range(0, self.layout.ranks, self.layout.pipeline * self.layout.tensor))
-
-    @property
-    def tensor(self) -> Group:
-        """The first tensor-parallel group."""
-        return self._group(range(self.layout.tensor))
-
-    @property
-    def pipeline(self) -> tuple[int, ...]:
-        """The node of each rank of the first pipeline."""
-        step = self.layout.tensor
-        return tuple(rank // self.each for rank in range(0, self.layout.pipeline * step, step))
-
-    def shards(self) -> tuple[Group, Group | None]:
-        """The ranks that shares are divided over, and those that have the same share; None where there are none."""
-        data = self.data
-        if not self.layout.zero or self.layout.shard_within == "all":
-            return data, None
-        across = self.carriers()
-        return replace(data, nodes=data.nodes[:1] * data.local), across if across.size > 1 else None
-
-    def carriers(self) -> Group:
-        """The ranks, one a node, that carry updated parameters to each other, while all ranks of a node do so."""
-        return Group(tuple(sorted(set(self.data.nodes))), self.each, self.oversubscribed)
-
-    def _group(self, ranks: range) -> Group:
-        return _group_of(ranks, self.each, self.layout.ranks, self.oversubscribed)
-
-
-@lru_cache(maxsize=4096)
-def _group_of(ranks: range, each: int, of: int, oversubscribed: bool) -> Group:
-    """A group of some of the ranks, `each` of which are on a node."""
-    nodes = tuple(rank // each for rank in ranks)
-    here = max(1, nodes.count(nodes[0]))
-    return Group(nodes, max(1, min(each, of) // here), oversubscribed)
-
 
 ITEMSIZE: dict[str, int] = {name: dtype.itemsize for name, dtype in DTYPES.items()}
 
@@ -224,7 +140,8 @@ class Means:
     @property
     def shared(self) -> bool:
         """Whether the ranks of a node have one copy of the parameters between them."""
-        layout, even = self.places.layout, evenly(self.places.layout, self.places.each)
+        layout = self.places.layout
+        even = Nodes(self.places.nodes, self.places.each).evenly(layout)
         return node_has_one_copy(STAGES[layout.zero], layout.share_node, self.device, even)
 
     @property
@@ -245,7 +162,7 @@ class Means:
     def stored(self, numel: float, itemsize: int) -> Account:
         """Parameters, gradients and states of so many elements on a rank."""
         layout, stage, shards = self.places.layout, STAGES[self.places.layout.zero], self.places.shards()[0].size
-        copied, sharing = bool(layout.offload) and self.device, self.places.data.local * self.shared
+        copied, sharing = bool(layout.offload) and self.device, self.places.replicas.local * self.shared
         return formula(stage, shards, numel, itemsize, self.moments, copied=copied, sharing=sharing)
 
 
@@ -270,8 +187,8 @@ def account(
     if means.gathers:  # into the root, and the unit that computes and the next, or all if they are kept
         *units, root = held.buckets
         gathered = root + (2.0 * max(units, default=0) if layout.reshard else float(sum(units)))
-    exchanged = (e.nbytes for s in held.stages for b in s for e in (*b.forwards, *b.backwards) if e.axis == "tensor")
-    tensor_slots = 2.0 * max(exchanged, default=0) if layout.tensor > 1 else 0.0  # two of the largest, in shared memory
+    exchanged = [e for s in held.stages for b in s for e in (*b.forwards, *b.backwards)]
+    passing = sum(axis.buffers(e.nbytes for e in exchanged if e.axis == axis.name) for axis, _ in layout.sizes)
     activations, peak = _activations(layout, held, flying)
     if flow is not None:
         peak += _gradients_apart(layout, held, flow.shape, rank)
@@ -282,7 +199,7 @@ def account(
         "gradients": flat.gradients,
         "states": stored.states if not (layout.offload and means.device) else 0.0,
         "activations": activations,
-        "buffers": slots + gathered + tensor_slots,
+        "buffers": slots + gathered + passing,
         "working": max(peak, scratch - activations),
         "allocator": 0.0 if means.device else _HOLES * max((b.working for s in held.stages for b in s), default=0),
         "process": float(means.process),

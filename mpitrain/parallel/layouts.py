@@ -1,0 +1,266 @@
+"""A layout, how a model and its batches are spread over ranks: as one line of text, as settings, and what is predicted.
+
+4x2x1 zero1 mb2 1f1b          data x pipeline x tensor ranks, then what is not as it is by default, in any order
+
+zeroZ            parallel.zero                 slicesS         parallel.slices
+mbM              train.microbatch [1]          cut:3,2x4,3     parallel.cut [3, 4, 4, 3]
+gpipe | 1f1b | interleaved | zero-bubble | package.module:function       parallel.schedule
+chunksV          parallel.chunks               recompute       train.recompute
+sequence         parallel.sequence             offload:host    parallel.offload
+per-node         parallel.shard_within node    private         parallel.share_node false
+kept             parallel.reshard false        whole:P,Q       parallel.whole ["P", "Q"]
+axes:package.module:Axis=N,...                 parallel.axes {"package.module:Axis" = N, ...}
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from itertools import groupby, pairwise
+from math import prod
+from types import MappingProxyType
+from typing import Any, get_args
+
+from mpitrain.choices import PipelineSchedule
+from mpitrain.config.named import find
+from mpitrain.config.parallel import ParallelSection
+from mpitrain.config.settings import Config
+from mpitrain.errors import refusal
+from mpitrain.layout.boxes import split
+from mpitrain.layout.mesh import LAYERS, PARTS, SAMPLES, MeshAxis, axes_of, count_along, shape_of
+from mpitrain.parallel.costs import BlockCost, Divided
+from mpitrain.pipe.partition import partition
+from mpitrain.pipe.schedule import default_microbatches
+
+
+@dataclass(frozen=True)
+class ParallelLayout:
+    """How a model is spread over data x pipeline x tensor ranks.
+
+    Attributes:
+        data: Data-parallel ranks.
+        pipeline: Pipeline stages' ranks.
+        tensor: Tensor-parallel ranks.
+        zero: Stage of ZeRO, 0 to 3.
+        share_node: parallel.share_node.
+        shard_within: "all" or "node": which ranks share states (and gradients, parameters) out.
+        reshard: parallel.reshard.
+        microbatch: Samples of a rank in one forward pass; at least 1.
+        schedule: Of the pipeline.
+        chunks: Stages of a pipeline rank.
+        slices: Pieces of a sequence in the pipeline.
+        cut: Blocks of each stage, in order; empty: equally many.
+        recompute: train.recompute.
+        offload: parallel.offload.
+        sequence: parallel.sequence.
+        whole: Patterns of names of layers that the tensor plan would divide and that every rank keeps whole.
+        axes: parallel.axes, as pairs: where an axis is declared, and its ranks.
+    """
+
+    data: int
+    pipeline: int = 1
+    tensor: int = 1
+    zero: int = 0
+    share_node: bool = True
+    shard_within: str = "all"
+    reshard: bool = True
+    microbatch: int = 1
+    schedule: str = "1f1b"
+    chunks: int = 1
+    slices: int = 1
+    cut: tuple[int, ...] = ()
+    recompute: bool = False
+    offload: str = ""
+    sequence: bool = False
+    whole: tuple[str, ...] = ()
+    axes: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def sizes(self) -> tuple[tuple[MeshAxis, int], ...]:
+        """The axes of its mesh, outermost first, with the ranks along each."""
+        return sizes_of(self.data, self.pipeline, self.tensor, self.axes)
+
+    @property
+    def divided(self) -> Divided:
+        """How a rank's part of the model is cut out, before it is cut into stages."""
+        return Divided(self.tensor, self.sequence, self.whole, self.slices, self.replicas > 1, _in_layers(self.axes))
+
+    @property
+    def ranks(self) -> int:
+        """Of all axes together."""
+        return prod(ranks for _, ranks in self.sizes)
+
+    @property
+    def readers(self) -> int:
+        """Ranks that read different samples (see `mpitrain.layout.mesh`)."""
+        return count_along(self.sizes, SAMPLES)
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that have the same part of the model."""
+        return count_along(self.sizes, SAMPLES, PARTS)
+
+
+_NUMBERED = {"zero": "zero", "mb": "microbatch", "chunks": "chunks", "slices": "slices"}
+_FLAGS: dict[str, tuple[str, Any]] = {
+    "recompute": ("recompute", True),
+    "sequence": ("sequence", True),
+    "per-node": ("shard_within", "node"),
+    "private": ("share_node", False),
+    "kept": ("reshard", False),
+}
+SECTION_OF = {  # of the configuration, by key
+    each.name: "train" if each.name in ("microbatch", "recompute") else "parallel" for each in fields(ParallelLayout)
+}
+_EXAMPLE = "4x2x1 zero1 mb2 1f1b"
+
+
+@lru_cache(maxsize=4096)
+def sizes_of(
+    data: int, pipeline: int, tensor: int, axes: tuple[tuple[str, int], ...] = ()
+) -> tuple[tuple[MeshAxis, int], ...]:
+    """Return the axes of a mesh, outermost first, with the ranks along each."""
+    asked = ParallelSection.model_construct(data=data, pipeline=pipeline, tensor=tensor, axes=dict(axes))
+    return tuple((axis, int(ranks)) for axis, ranks in axes_of(asked))
+
+
+@lru_cache(maxsize=256)
+def _in_layers(axes: tuple[tuple[str, int], ...]) -> tuple[tuple[str, int], ...]:
+    """Return the further axes that change what a layer computes."""
+    return tuple(each for each in axes if find("parallel.axes", each[0])().divides in (LAYERS, PARTS))
+
+
+def text(layout: ParallelLayout) -> str:
+    """The layout as one line of text that `read` reads back."""
+    words = [f"{layout.data}x{layout.pipeline}x{layout.tensor}"]
+    words += [f"zero{layout.zero}"] if layout.zero else []
+    words += [f"mb{layout.microbatch}"]
+    words += [layout.schedule] if layout.pipeline > 1 or layout.schedule != "1f1b" else []
+    words += [f"chunks{layout.chunks}"] if layout.chunks > 1 else []
+    words += [f"slices{layout.slices}"] if layout.slices > 1 else []
+    words += [word for word, (name, value) in _FLAGS.items() if getattr(layout, name) == value]
+    words += [f"offload:{layout.offload}"] if layout.offload else []
+    if layout.cut:
+        runs = [(blocks, len(list(run))) for blocks, run in groupby(layout.cut)]
+        words.append("cut:" + ",".join(f"{times}x{blocks}" if times > 1 else str(blocks) for blocks, times in runs))
+    words += [f"whole:{','.join(layout.whole)}"] if layout.whole else []
+    words += ["axes:" + ",".join(f"{path}={ranks}" for path, ranks in layout.axes)] if layout.axes else []
+    return " ".join(words)
+
+
+def read(line: str) -> ParallelLayout:
+    """The layout that a text in this file's notation means.
+
+    Raises:
+        InputError: A word of it is unknown, or it has no shape.
+    """
+    shape: tuple[int, ...] = ()
+    found: dict[str, Any] = {}
+    for word in line.split():
+        if match := re.fullmatch(r"(\d+)x(\d+)x(\d+)", word):
+            shape = tuple(map(int, match.groups()))
+        else:
+            found.update(_meant(word))
+    if not shape:
+        raise refusal(f"layout {line!r} does not begin with data x pipeline x tensor ranks; write {_EXAMPLE!r}")
+    if min(shape) < 1 or min(found.get(name, 1) for name in ("microbatch", "chunks", "slices")) < 1:
+        raise refusal(f"layout {line!r}: each number must be at least 1; write {_EXAMPLE!r}")
+    data, pipeline, tensor = shape
+    return ParallelLayout(data, pipeline, tensor, **found)
+
+
+def _meant(word: str) -> dict[str, Any]:
+    """The fields that one word sets. Raises InputError for a word that is unknown."""
+    if word in _FLAGS:
+        return dict([_FLAGS[word]])
+    name, colon, value = word.partition(":")
+    if colon and value:
+        if name == "offload":
+            return {"offload": value}
+        if name == "axes" and re.fullmatch(r"[\w.]+:\w+=[1-9]\d*(,[\w.]+:\w+=[1-9]\d*)*", value):
+            pairs = [part.rpartition("=") for part in value.split(",")]
+            return {"axes": tuple(sorted((path, int(ranks)) for path, _, ranks in pairs))}
+        if name == "whole":
+            return {"whole": tuple(value.split(","))}
+        if name == "cut" and re.fullmatch(r"(\d+x)?[1-9]\d*(,(\d+x)?[1-9]\d*)*", value):
+            runs = [part.rpartition("x") for part in value.split(",")]
+            return {"cut": tuple(int(blocks) for times, _, blocks in runs for _ in range(int(times or 1)))}
+    match = re.fullmatch(r"([a-z]+)(\d+)", word)
+    if match and match[1] in _NUMBERED and (match[1] != "zero" or int(match[2]) <= 3):
+        return {_NUMBERED[match[1]]: int(match[2])}
+    if word in get_args(PipelineSchedule) or re.fullmatch(r"[\w.]+:\w+", word):
+        return {"schedule": word}
+    raise refusal(
+        f"{word!r} is no part of a layout; write words such as {_EXAMPLE!r} (all are listed by "
+        "python -m mpitrain.plan --help)"
+    )
+
+
+def settings(layout: ParallelLayout, wanted: Mapping[str, Any] = MappingProxyType({})) -> dict[str, dict[str, Any]]:
+    """The settings that run a layout, by section and key: all that it decides, defaults too.
+
+    Args:
+        layout: The layout.
+        wanted: Settings that stay as they were given, by key, which no two sections share.
+    """
+    found: dict[str, dict[str, Any]] = {"parallel": {}, "train": {}}
+    for name, section in SECTION_OF.items():
+        value = dict(layout.axes) if name == "axes" else getattr(layout, name)
+        if isinstance(value, tuple):
+            value = list(value) or ("uniform" if name == "cut" else [])
+        found[section][name] = wanted.get(name, value)
+    return found
+
+
+def layout_of(config: Config, ranks: int, blocks: Sequence[BlockCost] = ()) -> ParallelLayout:
+    """The layout that a configuration asks for.
+
+    Args:
+        config: The configuration; what it leaves open is filled in as training does.
+        ranks: That it runs on.
+        blocks: Of the model, for a cut by parameters or by time; without them such a cut is taken as uniform.
+
+    Raises:
+        InputError: The axes do not make so many ranks.
+    """
+    parallel, train = config.parallel, config.train
+    asked = {name: getattr(getattr(config, section), name) for name, section in SECTION_OF.items()}
+    shape = shape_of(axes_of(parallel), ranks)
+    asked |= {name: shape[name] for name in ("data", "pipeline", "tensor")}
+    asked["axes"] = tuple(sorted(parallel.axes.items()))
+    layout = ParallelLayout(**asked | {"cut": (), "whole": tuple(parallel.whole)})
+    pipeline, several = layout.pipeline, layout.tensor > 1
+    return replace(
+        layout,
+        microbatch=train.microbatch or -(-train.batch // (layout.readers * default_microbatches(pipeline))),
+        cut=_cut(parallel.cut, pipeline * parallel.chunks, blocks) if pipeline > 1 else (),
+        whole=layout.whole if several else (),
+        slices=layout.slices if pipeline > 1 else 1,
+        sequence=layout.sequence and several,
+    )
+
+
+def _cut(cut: str | Sequence[int], stages: int, blocks: Sequence[BlockCost]) -> tuple[int, ...]:
+    """Blocks of each stage; empty where stages have equally many."""
+    if not isinstance(cut, str):
+        return tuple(int(number) for number in cut)
+    if cut == "uniform" or len(blocks) < stages:
+        return ()
+    costs = [float(sum(w.numel for w in b.weights)) if cut == "parameters" else b.seconds for b in blocks]
+    return sizes(partition(costs, stages))
+
+
+def sizes(bounds: Sequence[int]) -> tuple[int, ...]:
+    """How many blocks each stage has, from the bounds of the stages; empty where they have equally many."""
+    counts = tuple(hi - lo for lo, hi in pairwise(bounds))
+    return () if list(bounds) == split(bounds[-1], len(counts)) else counts
+
+
+# -- all layouts that a model can be trained in
+
+
+def divisors(number: int) -> list[int]:
+    """Return the numbers that divide one, in order."""
+    return [n for n in range(1, number + 1) if number % n == 0]
