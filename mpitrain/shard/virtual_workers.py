@@ -139,11 +139,6 @@ class VirtualWorkers:
         fetched = device.fetched(everyone)
         return lambda: [_sum(numbers) for numbers in fetched().T.tolist()]
 
-    def begin_total(self, comm: Communicator, values: torch.Tensor) -> Callable[[], float]:
-        """As `begin_totals`, for one number of every worker, float64 [workers]."""
-        totals = self.begin_totals(comm, values[:, None])
-        return lambda: totals()[0]
-
 
 def _sum(numbers: list[float]) -> float:
     return math.fsum(numbers) if all(map(math.isfinite, numbers)) else math.nan
