@@ -414,7 +414,7 @@ class PipelineEngine(TrainingEngine):
         """
         self._given.require_frozen()
         count, engine = self.settings.accumulate, self._engine
-        microbatches = [self._next(batches, number) for number in range(count)]
+        microbatches = [self.mesh.take(*self._next(batches, number)) for number in range(count)]
         weights = self._weights(microbatches) if self.is_last_stage else [self._share] * count
         engine.sharding.gradients.zero()
         with self._computing():
