@@ -55,7 +55,7 @@ PUBLIC = {  # pages' headings, and the modules whose public names are under them
         "mpitrain.pipe.schedule:ScheduleError,Send,make_schedule",
         "mpitrain.tensor",
     ],
-    "Models": ["mpitrain.models.task"],
+    "Models": ["mpitrain.models.task", "mpitrain.layers.loss_terms:LossTerm"],
     "Data": [
         "mpitrain.data",
         "mpitrain.data.on_device:on_device",

@@ -65,11 +65,6 @@ def check_data(config: Config, data: Dataset) -> None:
             f"data set {' and '.join(data_paths(config))} has {len(data)} samples, fewer than train.batch "
             f"{config.train.batch}; give more data or a smaller train.batch"
         )
-    if data.description.masked and config.parallel.slices > 1:
-        raise InputError(
-            f"parallel.slices {config.parallel.slices} cannot weigh targets that are not trained on, which differ from "
-            "slice to slice, and these data have such; set parallel.slices to 1"
-        )
 
 
 _LONGEST_PERIOD = 100_000  # samples; what looking for a pattern of so many takes is a part of a second

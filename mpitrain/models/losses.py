@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-UNCOUNTED = -100  # a target that does not count, as torch has it
+from mpitrain.layers.loss_terms import UNCOUNTED
 
 
 def cross_entropy(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -30,6 +30,7 @@ class MaskedCrossEntropy(nn.Module):
     """
 
     by_sample = True  # so that the cross-entropy of divided scores is taken alike
+    counted = staticmethod(len)  # samples
 
     def forward(self, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         each = functional.cross_entropy(
@@ -54,6 +55,8 @@ class WeightedCrossEntropy:
         output [..., classes], any float dtype; y [...], int64.
     """
 
+    counted = staticmethod(len)  # samples, as it is part of a mean over the whole batch
+
     def __init__(self, weights: torch.Tensor) -> None:
         self.weights, self.scale = weights, torch.ones(())
 
@@ -73,6 +76,9 @@ def squared_error(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """
     output = widened(output)
     return functional.mse_loss(output, y.reshape(output.shape).to(output.dtype))
+
+
+squared_error.counted = len  # type: ignore[attr-defined]  # samples, also where y are whole numbers
 
 
 def widened(x: torch.Tensor) -> torch.Tensor:

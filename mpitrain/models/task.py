@@ -50,7 +50,7 @@ class TrainedBase:
 
 @dataclass(frozen=True)
 class Task:
-    """loss(module(x), y) is a scalar: the mean over the samples of the batch.
+    """loss(module(x), y) is a scalar: the mean over the samples of the batch, or what `loss_terms.counted` says.
 
     base: what is frozen under adapters, which checkpoints then hold alone; None where all of the model is saved.
     """

@@ -15,6 +15,7 @@ import torch
 
 from mpitrain.comm import Work
 from mpitrain.errors import InputError
+from mpitrain.layers.loss_terms import nothing
 from mpitrain.pipe.schedule import (
     Backward,
     BackwardInput,
@@ -44,7 +45,8 @@ class PipelineBatch:
     Attributes:
         inputs: Of each microbatch, for the first stage.
         targets: Of each microbatch, for the loss.
-        weights: Of each microbatch in the loss.
+        weights: Of the loss of each microbatch.
+        shares: Of each microbatch in the terms that stages add to the loss.
         known: Of each microbatch, the outputs of stages as far as they are known; others are told by headers.
         seen: Shown the output of each microbatch and its targets, on the last stage's rank; None: nobody.
         losses: By microbatch, weighted; on the last stage's rank.
@@ -53,9 +55,13 @@ class PipelineBatch:
     inputs: Sequence[Any]
     targets: Sequence[Any]
     weights: Sequence[float]
+    shares: Sequence[float]
     known: Sequence[Known]
     seen: Seen | None = None
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+_NONE = PipelineBatch((), (), (), (), ())
 
 
 class Executor:
@@ -83,7 +89,7 @@ class Executor:
         self.stages, self.loss, self.wire = stages, loss, wire
         self._last = self.schedule.stages - 1
         self._headers = False
-        self._batch = PipelineBatch((), (), (), ())
+        self._batch = _NONE
         self._arriving: dict[tuple[int, int, bool], Arriving] = {}
         self._abandoned: list[dict[tuple[int, int, bool], Arriving]] = []  # MPI may still write there
         self._leaving: dict[tuple[int, int, bool], list[torch.Tensor]] = {}
@@ -119,7 +125,7 @@ class Executor:
             self._arriving = {}
             raise
         finally:
-            self._batch = PipelineBatch((), (), (), ())
+            self._batch = _NONE
             for held in (self._leaving, self._kept, self._past):
                 held.clear()
 
@@ -145,7 +151,7 @@ class Executor:
         x = batch.inputs[microbatch] if number == 0 else self._input(number - 1, microbatch)
         past = self._past_of(number, microbatch)
         ending = partial(self._ending, microbatch) if number == self._last else None
-        output, kept = stage.forward(x, ending, past)
+        output, kept = stage.forward(x, ending, past, batch.shares[microbatch])
         if torch.is_grad_enabled():
             self._kept[number, microbatch] = kept
             self.most_kept = max(self.most_kept, len(self._kept))
@@ -169,9 +175,10 @@ class Executor:
     def _ending(self, microbatch: int, output: Any) -> torch.Tensor:
         """The microbatch's part of the loss."""
         assert self.loss is not None
+        targets, weight = self._batch.targets[microbatch], self._batch.weights[microbatch]
         if self._batch.seen is not None:
-            self._batch.seen(output, self._batch.targets[microbatch])
-        return self.loss(output, self._batch.targets[microbatch]) * self._batch.weights[microbatch]
+            self._batch.seen(output, targets)
+        return self.loss(output, targets) * weight if weight else nothing(output)
 
     def _backward(
         self, run: Half, kept: Callable[[tuple[int, int]], Kept], number: int, stage: Stage, microbatch: int

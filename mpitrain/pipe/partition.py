@@ -20,6 +20,7 @@ from torch import nn
 
 from mpitrain.comm.memory import device as devices
 from mpitrain.errors import InputError, refusal
+from mpitrain.layers.loss_terms import Counts, numbers, shares_of
 from mpitrain.layout.boxes import split
 from mpitrain.pipe.wire import as_tuple, look, mapped
 
@@ -170,14 +171,15 @@ _SEQUENCE = 1  # the dimension of it everywhere: [samples, sequence, ...]
 
 
 def slice_sequences(
-    microbatches: Sequence[tuple[Any, Any]], weights: Sequence[float], slices: int
+    microbatches: Sequence[tuple[Any, Any]], weights: Sequence[float], slices: int, counts: Counts | None = None
 ) -> tuple[list[tuple[Any, Any]], list[float]]:
-    """Slice each microbatch along its sequence, and weight the slices by their lengths.
+    """Slice each microbatch along its sequence, and weight the slices by their lengths, or by what counts in them.
 
     Args:
         microbatches: (x, y), both [samples, sequence, ...].
         weights: Of each microbatch in the loss.
         slices: Of each microbatch.
+        counts: What the mean loss of targets is over; None: their positions.
 
     Raises:
         InputError: A microbatch does not give so many slices.
@@ -194,7 +196,12 @@ def slice_sequences(
         for lo, hi in pairwise(split(length, slices)):
             sliced.append((x[:, lo:hi], y[:, lo:hi]))
             shares.append(weight * (hi - lo) / length)
-    return sliced, shares
+    if counts is None:
+        return sliced, shares
+    each = numbers(counts(y) for _, y in sliced)
+    parts = [each[first : first + slices] for first in range(0, len(each), slices)]
+    weighted = [(weight, part) for weight, of_one in zip(weights, parts, strict=True) for part in shares_of(of_one)]
+    return sliced, [weight * part for weight, part in weighted]
 
 
 def require_look_back(model: Any, blocks: Sequence[tuple[str, nn.Module]], slices: int) -> None:

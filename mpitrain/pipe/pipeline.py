@@ -23,6 +23,7 @@ from torch import nn
 
 from mpitrain.comm import Communicator
 from mpitrain.errors import InputError, refusal
+from mpitrain.layers.loss_terms import Counts, numbers, shares_of
 from mpitrain.layout.boxes import split
 from mpitrain.layout.mesh import Mesh
 from mpitrain.pipe.executor import Executor, Known, Loss, PipelineBatch, Seen, Watched
@@ -70,6 +71,8 @@ class Pipeline:
         peak_in_flight: Microbatches that this rank held at most in the last batch.
         watched: Given a step and the call that carries it out, returns what is called instead; None: that call. It
             counts from the first batch of a size on.
+        counted: What the mean loss of some targets is over, by which parts of a microbatch are weighted; None: samples
+            and positions.
     """
 
     def __init__(
@@ -116,13 +119,20 @@ class Pipeline:
         self._known: dict[Any, Known] = {}
         self.peak_in_flight = 0.0
         self.watched: Watched | None = None
+        self.counted: Counts | None = None
 
-    def forward_backward(self, microbatches: Sequence[tuple[Any, Any]], weights: Sequence[float]) -> float:
+    def forward_backward(
+        self,
+        microbatches: Sequence[tuple[Any, Any]],
+        weights: Sequence[float],
+        shares: Sequence[float] | None = None,
+    ) -> float:
         """Add the gradients of the sum of weights[i] * loss_i to the parameters' `.grad`.
 
         Args:
             microbatches: (x, y), the same on all ranks; the first stage uses x, the last y.
-            weights: Of each microbatch.
+            weights: Of the loss of each microbatch, used on the last stage; with 0 the loss is not computed.
+            shares: Of each microbatch in the terms that a `LossTerm` adds; None: the weights.
 
         Returns:
             The sum, on every rank.
@@ -132,7 +142,7 @@ class Pipeline:
         if not microbatches:
             return 0.0
         with torch.enable_grad():
-            return self._run(microbatches, weights, training=True)
+            return self._run(microbatches, weights, shares or weights, training=True)
 
     def evaluate(self, x: Any, y: Any, seen: Seen | None = None) -> float:
         """The mean loss of the samples on every rank, in evaluation mode and without gradients.
@@ -145,11 +155,13 @@ class Pipeline:
             bounds = split(len(x), max(1, min(self._microbatches, len(x))))
             parts = [(x[lo:hi], y[lo:hi]) for lo, hi in pairwise(bounds)]
             shares = [len(part) / len(x) for part, _ in parts] if len(x) else [1.0]
+            if self.counted is not None:
+                shares = shares_of(numbers(self.counted(targets) for _, targets in parts))
         modes = [(module, module.training) for module in self.module.modules()]
         self.module.eval()
         try:
             with torch.no_grad():
-                return self._run(parts, shares, training=False, seen=seen)
+                return self._run(parts, shares, shares, training=False, seen=seen)
         finally:
             for module, training in modes:
                 module.training = training
@@ -200,13 +212,15 @@ class Pipeline:
         self,
         microbatches: Sequence[tuple[Any, Any]],
         weights: Sequence[float],
+        shares: Sequence[float],
         training: bool,
         seen: Seen | None = None,
     ) -> float:
         """The weighted loss of all microbatches, on every rank."""
         slices = self._named[2]
         if slices > 1:
-            microbatches, weights = slice_sequences(microbatches, weights, slices)
+            _, shares = slice_sequences(microbatches, shares, slices)
+            microbatches, weights = slice_sequences(microbatches, weights, slices, self.counted)
         self._wire.device = self._device or next((p.device for p in self.module.parameters()), self._wire.device)
         key = len(microbatches) // slices, training
         if key not in self._executors:
@@ -216,7 +230,7 @@ class Pipeline:
         executor = self._executors[key]
         known, headers = self._shapes(microbatches, training)
         inputs, targets = [x for x, _ in microbatches], [y for _, y in microbatches]
-        losses = executor.run(PipelineBatch(inputs, targets, weights, known, seen), headers)
+        losses = executor.run(PipelineBatch(inputs, targets, weights, shares, known, seen), headers)
         self.peak_in_flight = executor.most_kept / executor.schedule.chunks / slices
         numbers = torch.stack(losses).tolist() if losses else []  # the one wait of a batch for the device
         return self._wire.share_loss(sum(numbers), self.last_rank)

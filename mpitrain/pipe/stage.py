@@ -38,6 +38,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from mpitrain.comm.memory import device as devices
+from mpitrain.layers.loss_terms import terms_in
 from mpitrain.pipe.wire import as_tuple, mapped
 
 State = tuple[torch.Tensor, ...]
@@ -61,6 +62,7 @@ class Kept:
     ending: Callable[[Any], torch.Tensor] | None = None  # the loss of the output, on the last stage
     joints: list[Joint] = field(default_factory=list)  # where the graph is divided between blocks, in order
     weights: list[Callable[[], None]] = field(default_factory=list)  # what does the weight half of backward
+    share: float = 1.0  # of the microbatch in the terms that the stage adds to the loss
 
 
 class Stage:
@@ -81,10 +83,15 @@ class Stage:
             halves and not first and number > 0 and number % _TOGETHER == 0 and not _begins_in_place(block)
             for number, block in enumerate(self.blocks)
         ]
+        self._terms = terms_in(self.blocks)
         self._copies_input = not first and bool(self.blocks) and _begins_in_place(self.blocks[0])
 
     def forward(
-        self, x: Any, ending: Callable[[Any], torch.Tensor] | None = None, past: Past | None = None
+        self,
+        x: Any,
+        ending: Callable[[Any], torch.Tensor] | None = None,
+        past: Past | None = None,
+        share: float = 1.0,
     ) -> tuple[Any, Kept]:
         """Compute the stage's output.
 
@@ -92,11 +99,12 @@ class Stage:
             x: The stage's input, a tensor or a tuple; tensors from another stage are leaves of their graph.
             ending: Makes the loss of the output, on the last stage.
             past: The slices so far, to which this one's states are added; None for a whole sequence.
+            share: Of the microbatch in the terms that a `LossTerm` adds to the loss.
 
         Returns:
             The output, or what `ending` makes of it, and what backward needs.
         """
-        kept = Kept(as_tuple(x), not isinstance(x, tuple | list), ending=ending)
+        kept = Kept(as_tuple(x), not isinstance(x, tuple | list), ending=ending, share=share)
         if past is not None:
             kept.past = {number: list(states) for number, states in past.items()}
         if self.recompute and torch.is_grad_enabled():
@@ -157,6 +165,8 @@ class Stage:
     def _run(self, x: Any, kept: Kept, sliced: bool) -> tuple[Any, dict[int, State]]:
         """Run the blocks: the output (or the loss), and the states of the blocks that look back."""
         states: dict[int, State] = {}
+        for term in self._terms:
+            term.share = kept.share
         if self._copies_input and torch.is_grad_enabled():
             x = mapped(torch.clone, x)
         for number, block in enumerate(self.blocks):

@@ -127,24 +127,17 @@ class VirtualWorkers:
         counts = [-(-(hi - lo) // (microbatch or max(1, hi - lo))) for lo, hi in pairwise(bounds)]
         return [sum(counts[r * each : (r + 1) * each]) for r in range(self.ranks)]
 
-    def totals(self, comm: Communicator, values: torch.Tensor) -> list[float]:
-        """As `begin_total`, of several numbers of every worker at once, float64 [workers, numbers]. Waits itself."""
-        return [_sum(numbers) for numbers in self._of_all(comm, values)().T.tolist()]
+    def begin_totals(self, comm: Communicator, values: torch.Tensor) -> Callable[[], list[float]]:
+        """Begin to sum numbers over all virtual workers, each rounded once; NaN where one is not finite. Collective.
 
-    def begin_total(self, comm: Communicator, values: torch.Tensor) -> Callable[[], float]:
-        """Begin to sum one number of every virtual worker, rounded once; NaN if one is not finite. Collective.
-
-        values: of this rank's workers, float64 [workers]. What is returned waits for the device that they are on.
+        values: of this rank's workers, float64 [workers, numbers]. What is returned waits for the device that they are
+        on.
         """
-        told = self._of_all(comm, values)
-        return lambda: _sum(told().tolist())
-
-    def _of_all(self, comm: Communicator, values: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """The values of all virtual workers, in order, on every rank's host once it waits for them. Collective."""
         everyone = values.new_zeros((self.count, *values.shape[1:]))
         everyone[self.own.start : self.own.stop] = values
         comm.all_reduce(everyone)
-        return device.fetched(everyone)
+        fetched = device.fetched(everyone)
+        return lambda: [_sum(numbers) for numbers in fetched().T.tolist()]
 
 
 def _sum(numbers: list[float]) -> float:

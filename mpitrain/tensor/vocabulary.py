@@ -113,6 +113,8 @@ class VocabularyCrossEntropy(nn.Module):
     def __init__(self, axis: Axis, classes: int, **options: Any) -> None:
         super().__init__()
         self.axis, self.classes, self._options = axis, classes, options
+        self.ignore_index = options.get("ignore_index", IGNORED)
+        self.counted = len if options.get("by_sample") else None  # see `layers.loss_terms`
 
     def forward(self, scores: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return cross_entropy(scores, y, self.axis, self.classes, **self._options)
@@ -146,7 +148,7 @@ class _CrossEntropy(torch.autograd.Function):
         _check_range(targets, classes, "target")
         dtype = torch.promote_types(scores.dtype, torch.float32)
         each = own.flatten(1 if by_sample else 0).to(dtype)
-        counts = each.sum(1, keepdim=True).clamp(min=1) * len(each) if by_sample else own.sum()
+        counts = each.sum(1, keepdim=True).clamp(min=1) * len(each) if by_sample else own.sum().clamp(min=1)
         share = (each / counts).flatten()  # what each token's loss counts for in the mean
         wide = scores.reshape(len(y), stop - start).to(dtype)
         here = (y >= start) & (y < stop) & counted

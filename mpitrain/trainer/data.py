@@ -8,6 +8,7 @@ w[y]. The latter is known from the targets alone, so the ranks add their counts 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,11 +17,12 @@ import torch
 from mpitrain.comm import Communicator
 from mpitrain.comm.memory.device import CPU
 from mpitrain.config.settings import Config
-from mpitrain.data import Batch, Dataset, Loader, Share, resolve, stage_on_nodes, staged_folder
+from mpitrain.data import Batch, Dataset, Description, Loader, Share, resolve, stage_on_nodes, staged_folder
 from mpitrain.data.format import HELD_OUT, TRAIN
 from mpitrain.data.mix import check_data, data_paths, open_split
 from mpitrain.data.on_device import Augment, pin
 from mpitrain.errors import refusal
+from mpitrain.layers.loss_terms import Counts, counted, counts_samples, counts_targets, criterion_of
 from mpitrain.layout.mesh import Mesh
 from mpitrain.models.losses import WeightedCrossEntropy, cross_entropy
 from mpitrain.models.task import Task
@@ -109,9 +111,14 @@ def microbatch_size(config: Config, mesh: Mesh, samples: int = 0) -> int:
 
     samples: Of a batch that the ranks of the mesh share; 0: a global batch.
     """
-    if config.train.microbatch or mesh.stages.size == 1:
+    return microbatch_on(config, mesh.readers.size, mesh.stages.size, samples)
+
+
+def microbatch_on(config: Config, readers: int, stages: int, samples: int = 0) -> int:
+    """As `microbatch_size`, on so many ranks that read different samples, and stages."""
+    if config.train.microbatch or stages == 1:
         return config.train.microbatch
-    return -(-(samples or config.train.batch) // (mesh.readers.size * default_microbatches(mesh.stages.size)))
+    return -(-(samples or config.train.batch) // (readers * default_microbatches(stages)))
 
 
 def with_microbatch(config: Config, ranks: int) -> Config:
@@ -154,6 +161,26 @@ def weigh_step(criterion: WeightedCrossEntropy, y: torch.Tensor, comm: Communica
     counts.index_add_(0, y.flatten(), torch.ones_like(y).flatten())
     comm.all_reduce(counts)
     criterion.scale = (counts.sum() / (counts * weights.double()).sum()).float()
+
+
+def counts_of(config: Config, task: Task, description: Description) -> Counts | None:
+    """Return what says how much the mean loss of some targets is over; None where shapes alone tell.
+
+    Raises:
+        InputError: On all ranks, where parallel.slices divides masked samples that a loss takes a mean over.
+    """
+    loss, y = task.loss, torch.empty(0, dtype=torch.from_numpy(np.empty(0, description.y_dtype)).dtype)
+    if description.masked and config.parallel.slices > 1 and counts_samples(loss):
+        raise refusal(
+            f"parallel.slices {config.parallel.slices} cannot weigh targets that are not trained on, which differ from "
+            "slice to slice, and these data have such; set parallel.slices to 1"
+        )
+    whole = description.classes or (description.kind == "tokens" and not description.masked)  # no target is masked
+    weighted = isinstance(getattr(criterion_of(loss), "weight", None), torch.Tensor)
+    says = getattr(criterion_of(loss), "counted", None) is not None
+    if not counts_targets(loss, y) or (whole and not weighted and not says):
+        return None
+    return partial(counted, loss)
 
 
 def class_weights(config: Config, task: Task, data: Dataset, world: Communicator) -> WeightedCrossEntropy | None:

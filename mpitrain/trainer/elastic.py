@@ -45,6 +45,7 @@ from mpitrain.layout.mesh import axes_of, count_near, whole_groups_first
 from mpitrain.shard.virtual_workers import VirtualWorkers
 from mpitrain.storage.hdf5 import crc32
 from mpitrain.storage.text import counted
+from mpitrain.trainer.data import microbatch_on
 from mpitrain.trainer.engine import Engine
 from mpitrain.trainer.folder import together
 from mpitrain.trainer.recording.records import Records
@@ -526,15 +527,14 @@ def data_ranks(config: Config, ranks: int, *, even: bool) -> int:
     """Return how many data-parallel ranks go on where so many ranks are left; 0: too few for one pipeline of groups.
 
     The pipeline and the tensor groups stay as they are, and so does the global batch. With run.reproducible their
-    number divides run.workers. even: each must have as many microbatches as any other (batch norms outside of
-    pipelines).
+    number divides run.workers. even: each must have as many microbatches as any other (batch norms).
     """
     parallel, section, sizes = config.parallel, config.run, config.train.batch_sizes.after(0)
     for data in range(ranks // parallel.ranks_per_data, 0, -1):
         if section.reproducible and section.workers % data:
             continue
         cut = VirtualWorkers(0, data, section.workers if section.reproducible else data)
-        if not even or parallel.pipeline > 1 or all(cut.even(size, config.train.microbatch) for size in sizes):
+        if not even or all(cut.even(size, microbatch_on(config, data, parallel.pipeline, size)) for size in sizes):
             return data
     return 0
 

@@ -1,8 +1,8 @@
 """The training step of a data-parallel rank: forward, backward, reduction, clipping, update.
 
 The loss of a step is the mean over its global batch, however it is cut: each microbatch counts with its share
-of the samples, and the ranks' gradients are summed. So the same batch gives the same step on any number of
-ranks, also when they get unequal parts of it.
+of the samples, or of the targets that are not masked (`layers.loss_terms`), and the ranks' gradients are summed. So the
+same batch gives the same step on any number of ranks, also when they get unequal parts of it.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from mpitrain.choices import Precision
 from mpitrain.comm import Communicator
 from mpitrain.comm.memory import device
 from mpitrain.config.settings import Config
+from mpitrain.errors import refusal
+from mpitrain.layers.loss_terms import Count, Counts, LossTerms, nothing, numbers, samples_in
 from mpitrain.layers.precision import DTYPES, convert, narrowed
 from mpitrain.layers.sync_batchnorm import SyncBatchNorm
 from mpitrain.layout.ownership import Division
@@ -131,9 +133,15 @@ class Engine:
         clock: Counts the time of forward, backward and update.
         metering: Whether to count what autograd keeps, in the next forward pass that it keeps anything of.
         pipeline: What takes microbatches through the stages of the model; None where it is whole.
+        counted: What the mean loss of the targets of a microbatch is over, where that differs from its samples; None:
+            it does not.
+        terms: What the model adds to the loss.
+        term_sums: The part of the mean of each term that each virtual worker of this rank had in the last step,
+            float64 [workers, terms].
     """
 
     note: str = ""
+    counted: Counts | None = None
 
     def __init__(
         self,
@@ -166,6 +174,16 @@ class Engine:
         self._updating = comm.size  # ranks that divide the optimizer's states between them, or could
         self._state = EngineState(self.sharding, division)
         self.synchronous = any(isinstance(m, SyncBatchNorm) for m in module.modules())
+        stages = self.pipeline.comm if self.pipeline is not None else None
+        if stages is not None:
+            self.synchronous = any(stages.all_gather_object(self.synchronous))
+        self.terms = LossTerms(module, stages)
+        self.term_sums = torch.zeros(0, len(self.terms.names), dtype=torch.float64)
+        if self.terms.names and config.parallel.sequence:
+            raise refusal(
+                f"parallel.sequence gives ranks parts of activations, by one of which the model adds "
+                f"{self.terms.names[0]!r} to the loss; set it to false"
+            )
         self._meter: ActivationMeter | PipelineMeter = ActivationMeter(module)
         self.metering = True
         journal = comm.journal
@@ -181,12 +199,12 @@ class Engine:
 
     # -- the pieces of a step
 
-    def forward(self, x: Any, y: Any) -> torch.Tensor:
-        """The mean loss of the samples."""
+    def forward(self, x: Any, y: Any, *, empty: bool = False) -> torch.Tensor:
+        """The mean loss of the samples. empty: None of their targets count; the loss is 0."""
         with self.clock.forward:
-            return self._loss_of(x, y)
+            return self._loss_of(x, y, empty=empty)
 
-    def _loss_of(self, x: Any, y: Any, seen: Seen | None = None) -> torch.Tensor:
+    def _loss_of(self, x: Any, y: Any, seen: Seen | None = None, *, empty: bool = False) -> torch.Tensor:
         if self.sharding.parameters.gathers:
             self._example = (x, y)
 
@@ -194,7 +212,7 @@ class Engine:
             output = self.module(x)
             if seen is not None:
                 seen(output, y)
-            return self.loss(output, y)
+            return nothing(output) if empty else self.loss(output, y)
 
         return self.compute(loss, x)
 
@@ -252,22 +270,31 @@ class Engine:
             The parts of the loss, float64 [workers], on the device, which may still be at work on them.
         """
         self.sharding.gradients.zero()
+        microbatches = [m for worker in workers for m in worker]
+        shares = [len(x) / samples for x, _ in microbatches]
+        weights = self.weigh([y for _, y in microbatches], shares)
         if self.pipeline is not None:
             before(0)
-            microbatches = [m for worker in workers for m in worker]
-            told = self.through_pipeline(microbatches, [len(x) / samples for x, _ in microbatches])
+            told = self.through_pipeline(microbatches, weights, shares)
             return torch.tensor([told], dtype=torch.float64)
         losses, done = torch.zeros(len(workers), dtype=torch.float64, device=self.device), 0
+        self.term_sums = losses.new_zeros(len(workers), len(self.terms.names))
         tree = TreeSum(self.sharding.gradients) if len(workers) > 1 else None
         for number, worker in enumerate(workers):
             before(number)
             for m, (x, y) in enumerate(worker):
-                loss = self.forward(x, y) * (len(x) / samples)
+                self.terms.weigh(shares[done], self.scale.value)
+                loss = self.forward(x, y, empty=not weights[done]) * weights[done]
                 self.backward(loss, reduce=tree is None and m == len(worker) - 1)
                 losses[number] += loss.detach()
                 done += 1
+            if self.terms.names:
+                added, *each = self.terms.take(self.device)
+                losses[number] += added
+                self.term_sums[number] = torch.stack(each)
             if tree is not None:
                 tree.add(last=number == len(workers) - 1)
+        self.terms.weigh(0.0, 0.0)
         for _ in range(done, rounds):  # the collective passes of the ranks that have more microbatches than this one
             if self.sharding.parameters.gathers:
                 self.backward(self.forward(*self._example) * 0.0, reduce=False)
@@ -277,24 +304,52 @@ class Engine:
             self.sharding.reducer.finish()
         return losses
 
-    def through_pipeline(self, microbatches: Sequence[Microbatch], weights: Sequence[float]) -> float:
+    def weigh(self, targets: Sequence[Any], shares: Sequence[float]) -> list[float]:
+        """Return what each microbatch weighs in the mean loss of a step. Collective where targets may be masked.
+
+        Args:
+            targets: Of each microbatch of this rank.
+            shares: Its samples over those of the global batch.
+        """
+        if self.counted is None:
+            return list(shares)
+        counts = numbers(self.counted(y) for y in targets)
+        sums = torch.tensor([sum(counts), sum(shares)], dtype=torch.float64)
+        self.comm.all_reduce(sums, reproducible=True)
+        total, here = sums.tolist()
+        part = 1.0 if math.isclose(here, 1.0) else here  # these ranks have all of the global batch, or a part of it
+        return [count / total * part if total else 0.0 for count in counts]
+
+    def through_pipeline(
+        self, microbatches: Sequence[Microbatch], weights: Sequence[float], shares: Sequence[float]
+    ) -> float:
         """Gradients of one step through the stages of the model, reduced. Collective.
 
+        Args:
+            microbatches: Of this rank.
+            weights: Of the loss of each.
+            shares: Of the terms that the model adds, in each.
+
         Returns:
-            The sum of weights[i] * loss_i over this rank's microbatches, on every rank of the pipeline.
+            The sum of weights[i] * loss_i over this rank's microbatches, and what the model adds to it, on every rank
+            of the pipeline.
         """
         pipeline = self.pipeline
         assert pipeline is not None
         self.sharding.reducer.enabled = False
         scaled = [weight * self.scale.value for weight in weights]
         cast = [(narrowed(x, self.precision), y) for x, y in microbatches]
-        loss = self.compute(lambda: pipeline.forward_backward(cast, scaled))
+        pipeline.counted = self.counted
+        self.terms.weigh(0.0, self.scale.value)
+        loss = self.compute(lambda: pipeline.forward_backward(cast, scaled, shares))
         with self.clock.backward:
             used = self.sharding.reducer.touched()
             self.sharding.gradients.settle()  # copies of tied parameters must lie alike on all ranks
             pipeline.synchronize_tied(used)
             self.sharding.reducer.finish()
-        return loss / self.scale.value
+        sums = self.terms.take(self.device).cpu()
+        self.term_sums = sums[None, 1:]
+        return loss / self.scale.value + float(sums[0])
 
     def step(self, lr: float | None = None) -> StepResult:
         """Clip the gradients and update, unless they are not finite on some rank. Collective.
@@ -348,13 +403,22 @@ class Engine:
                 return torch.zeros(())
             x, y = self._example
         if self.pipeline is not None:
+            self.pipeline.counted = self.counted
             return torch.tensor(self.compute(self.pipeline.evaluate, x, y, seen), dtype=torch.float64)
         was_training = self.module.training
         self.module.eval()
         try:
-            return self._loss_of(x, y, seen)
+            loss = self._loss_of(x, y, seen)
         finally:
             self.module.train(was_training)
+        if self.counted is None:
+            return loss
+        some = torch.as_tensor(self.counted(y), device=loss.device) > 0
+        return torch.where(some, loss, 0.0)  # instead of NaN: see `nothing`
+
+    def count(self, x: Any, y: Any) -> Count:
+        """Return what the mean loss of some samples is over: targets that are not masked, or samples."""
+        return samples_in(x) if self.counted is None else self.counted(y)
 
     # -- checkpoints
 

@@ -33,6 +33,7 @@ from mpitrain.trainer import elastic
 from mpitrain.trainer.assemble import assemble
 from mpitrain.trainer.data import (
     class_weights,
+    counts_of,
     microbatch_size,
     microbatches,
     open_data,
@@ -183,6 +184,7 @@ class Trainer(Run):
         torch.manual_seed(config.run.seed)
         task = self.make_model()
         self.class_weights = class_weights(config, task, self.data, self.world)
+        counts = counts_of(config, task, self.data.description)
         self.roles = ParameterRoles.of(config.optim, task.module)
         self.places = self.strategy.places(config, self.world)
         self.engine, self.parameters = assemble(
@@ -194,6 +196,7 @@ class Trainer(Run):
             device=self.device,
             make_engine=self.strategy.engine,
         )
+        self.engine.counted = counts
         self.meter = meter_of(config, task, self.data.description, self.engine)
         self.schedule = schedule_of(config.optim, config.train.steps)
 
@@ -265,10 +268,13 @@ class Trainer(Run):
             shares, size * self.mesh.parts.size, rounds=workers.rounds(size, microbatch), before=seed
         )
         lr = next_rate(self.schedule, self.engine.optimizer, self.step)
+        losses = torch.cat([losses[:, None], self.engine.term_sums], 1)
         # nothing collective may come after the update: see elastic
-        loss = workers.begin_total(self.mesh.replicas, losses)
+        totals = workers.begin_totals(self.mesh.replicas, losses)
         result = self.engine.step(lr)
-        return Step(self.step + 1, batch, loss(), lr, result.norm, result.skipped)
+        loss, *terms = totals()
+        extras = {f"{LOSS} of {name}": term for name, term in zip(self.engine.terms.names, terms, strict=True)}
+        return Step(self.step + 1, batch, loss, lr, result.norm, result.skipped, extras=extras)
 
     def evaluate(self) -> float | None:
         """The mean loss of held-out samples, each counted once; None without any. Collective. Fills `figures`."""

@@ -89,7 +89,7 @@ def steps_of(
         parts = engine.forward_backward(passes, len(x), rounds=division.rounds(len(x), size))
         delay()
         engine.step()
-        losses.append(division.begin_total(comm, parts)())
+        losses.append(division.begin_totals(comm, parts[:, None])()[0])
     return losses
 
 

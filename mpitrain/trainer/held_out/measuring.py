@@ -30,6 +30,7 @@ from mpitrain.config.settings import Config
 from mpitrain.data import Dataset, Description, evaluation_batches
 from mpitrain.data.on_device import on_device
 from mpitrain.errors import InputError, refusal
+from mpitrain.layers.loss_terms import Count
 from mpitrain.models.losses import UNCOUNTED
 from mpitrain.models.metrics import (
     Collected,
@@ -431,8 +432,8 @@ def evaluated(
     chosen = min(most or config.train.evaluate_samples, len(samples))
     pipeline = places.mesh.stages.size > 1  # it cuts batches itself, and tells the host the loss of each
     microbatch = 0 if pipeline else config.train.microbatch
-    losses = torch.zeros(len(workers.own), 1, dtype=torch.float64, device=CPU if pipeline else engine.device)
-    meter.begin(losses)
+    losses = torch.zeros(len(workers.own), 2, dtype=torch.float64, device=CPU if pipeline else engine.device)
+    meter.begin(losses[:, :1])
     parts = LossOfParts(samples.parts(chosen), losses)
     batches = evaluation_batches(samples, samples=chosen, batch=config.train.batch, share=workers.share)
     for batch in on_device(batches, engine.device):
@@ -443,17 +444,20 @@ def evaluated(
             meter.worker, place = worker, batch.position + batch.first + lo
             for x, y in microbatches(x_of[lo:hi], y_of[lo:hi], microbatch):
                 loss = engine.evaluate(x, y, meter.see)
-                losses[worker] += loss.double() * len(x)
-                parts.add(worker, place, x, y, loss)
+                count = engine.count(x, y)
+                losses[worker, 0] += loss.double() * count
+                losses[worker, 1] += count
+                parts.add(worker, place, x, y, loss, count)
                 place, done = place + len(x), done + 1
         for _ in range(done, workers.rounds(size, microbatch)):
             engine.evaluate(*spare)
         parts.end_batch(engine, batch.position, size, spare)
     sums = meter.gathered(places, engine)
-    found = workers.totals(places.everyone, torch.cat([losses, sums, parts.sums], 1))
-    total, *totals = [each / places.mesh.parts.size for each in found]
+    found = workers.begin_totals(places.everyone, torch.cat([losses, sums, parts.sums], 1))()
+    total, counts, *totals = [each / places.mesh.parts.size for each in found]
     measured = sums.shape[1]
-    return {LOSS: total / chosen} | meter.values(totals[:measured]) | parts.values(totals[measured:])
+    mean = total / counts if counts else math.nan
+    return {LOSS: mean} | meter.values(totals[:measured]) | parts.values(totals[measured:])
 
 
 # -- The held-out loss of each data set of a mix, beside that of all of them together
@@ -472,20 +476,21 @@ class LossOfParts:
         like: float64 [workers, 1]; where the sums are to be.
 
     Attributes:
-        sums: Of losses times samples, float64 [workers, data sets]; no columns for a single data set.
+        sums: Of losses times what they are means over, and of the latter, float64 [workers, 2 data sets]; no columns
+            for a single data set.
     """
 
     def __init__(self, parts: Mapping[str, int], like: torch.Tensor) -> None:
         self._parts = dict(parts) if len(parts) > 1 else {}
         self._bounds = list(accumulate(self._parts.values(), initial=0))
         self._mixed: list[tuple[int, int, torch.Tensor, torch.Tensor]] = []  # worker, place and samples
-        self.sums = like.new_zeros(len(like), len(self._parts))
+        self.sums = like.new_zeros(len(like), 2 * len(self._parts))
 
-    def add(self, worker: int, place: int, x: torch.Tensor, y: torch.Tensor, loss: torch.Tensor) -> None:
-        """Take a microbatch whose mean loss was computed. place: of its first sample among all."""
+    def add(self, worker: int, place: int, x: torch.Tensor, y: torch.Tensor, loss: torch.Tensor, count: Count) -> None:
+        """Take a microbatch whose mean loss was computed, over a count. place: of its first sample among all."""
         pieces = list(self._pieces(place, len(x)))
         if len(pieces) == 1:
-            self.sums[worker, pieces[0][0]] += loss.double() * len(x)
+            self._add(worker, pieces[0][0], loss, count)
         elif pieces:
             self._mixed.append((worker, place, x, y))
 
@@ -501,7 +506,8 @@ class LossOfParts:
         done = 0
         for worker, place, x, y in self._mixed:
             for number, lo, hi in self._pieces(place, len(x)):
-                self.sums[worker, number] += engine.evaluate(x[lo:hi], y[lo:hi]).double() * (hi - lo)
+                piece = x[lo:hi], y[lo:hi]
+                self._add(worker, number, engine.evaluate(*piece), engine.count(*piece))
                 done += 1
         self._mixed.clear()
         inside = {bound for bound in self._bounds if position < bound < position + size}
@@ -510,8 +516,12 @@ class LossOfParts:
 
     def values(self, totals: Sequence[float]) -> dict[str, float]:
         """The figures by name. totals: of `sums`, over all virtual workers."""
-        named = zip(self._parts.items(), totals, strict=True)
-        return {f"{LOSS} of {name}": total / count for (name, count), total in named if count}
+        named = zip(self._parts, totals[::2], totals[1::2], strict=True)
+        return {f"{LOSS} of {name}": total / count for name, total, count in named if count}
+
+    def _add(self, worker: int, number: int, loss: torch.Tensor, count: Count) -> None:
+        self.sums[worker, 2 * number] += loss.double() * count
+        self.sums[worker, 2 * number + 1] += count
 
     def _pieces(self, place: int, size: int) -> Iterator[tuple[int, int, int]]:
         """(data set, first, last) of the samples of each data set in a stretch of places, counted from its first."""

@@ -47,9 +47,10 @@ from mpitrain.parallel.rules import Combination, require_compatible
 from mpitrain.shard.ddp import broadcast_state
 from mpitrain.shard.flat import by_dtype
 from mpitrain.shard.virtual_workers import VirtualWorkers
-from mpitrain.trainer.data import GroupPlaces, batches
+from mpitrain.trainer.data import GroupPlaces, batches, microbatch_size
 from mpitrain.trainer.elastic import Survivors
 from mpitrain.trainer.engine import Engine, StepResult
+from mpitrain.trainer.held_out.measuring import LOSS
 from mpitrain.trainer.memory import MemoryAccount
 from mpitrain.trainer.run import Run, Step, Strategy
 from mpitrain.trainer.state import MASTER, OPTIMIZER, Holding, LeftOut
@@ -67,7 +68,7 @@ class Synchronous(Strategy):
 
     def steps(self, trainer: Run) -> Iterator[Step]:
         config, workers = trainer.config, trainer.places.workers
-        require_samples(config, trainer.engine, workers, trainer.batch_sizes.after(trainer.step))
+        require_samples(config, trainer.engine, trainer.places, trainer.batch_sizes.after(trainer.step))
         if trainer.engine.note:
             trainer.say(trainer.engine.note)
         start = trainer.position
@@ -89,20 +90,20 @@ def _take_step(trainer: Run, coming: Iterator[Batch], samples: int) -> Step:
     return trainer.train_step(batch)
 
 
-def require_samples(config: Config, engine: Engine, workers: VirtualWorkers, sizes: Iterable[int]) -> None:
+def require_samples(config: Config, engine: Engine, places: GroupPlaces, sizes: Iterable[int]) -> None:
     """Raise InputError on all ranks where a batch to come gives some of them too few samples for the others.
 
     Args:
         config: Says how large microbatches are.
         engine: Of this rank.
-        workers: How a group divides its part of a batch.
+        places: How a group divides its part of a batch.
         sizes: Of these parts, of every group.
     """
-    if engine.pipeline is not None:
-        return
-    gathers, microbatch = engine.sharding.parameters.gathers, config.train.microbatch
-    found = Combination(config.parallel, synchronous=engine.synchronous, gathers=gathers)
-    require_compatible(replace(found, workers=workers, batches=sizes, microbatch=microbatch))
+    gathers = engine.sharding.parameters.gathers and engine.pipeline is None
+    found = Combination(config.parallel, synchronous=engine.synchronous, gathers=gathers, workers=places.workers)
+    for size in sizes:
+        microbatch = microbatch_size(config, places.mesh, size)
+        require_compatible(replace(found, batches=[size], microbatch=microbatch))
 
 
 REPLICA, MOMENTUM, LEFT_OUT = "replica/", "outer/momentum/", "local_compression/"
@@ -375,7 +376,7 @@ class Local(Strategy):
         assert isinstance(engine, LocalEngine)
         workers = trainer.places.workers
         bounds = (split(size, self.grouping.count) for size in trainer.batch_sizes.after(trainer.step))
-        require_samples(config, engine, workers, {hi - lo for each in bounds for lo, hi in pairwise(each)})
+        require_samples(config, engine, trainer.places, {hi - lo for each in bounds for lo, hi in pairwise(each)})
         for notice in [engine.note, *notices(config, overlaps=engine.meeting.overlaps)]:
             if notice:
                 trainer.say(notice)
@@ -507,13 +508,17 @@ def refuse_what_does_not_go_together(config: Config) -> None:
 def _total(engine: LocalEngine, steps: Sequence[Step]) -> None:
     """Make each group's figures those of the global batches, by one exchange. Collective over all groups.
 
-    The loss becomes the mean over the global batch, the norm the groups' mean with the same weights, and a step counts
-    as skipped where some group skipped it.
+    The loss and its terms become means over the global batch, the norm the groups' mean with the same weights, and a
+    step counts as skipped where some group skipped it.
     """
-    weight = engine.grouping.weight
-    mine: list[Any] = [[s.loss * weight, s.norm * weight, float(s.skipped)] for s in steps]
+    weight, terms = engine.grouping.weight, [f"{LOSS} of {name}" for name in engine.terms.names]
+    mine: list[Any] = [
+        [s.loss * weight, s.norm * weight, float(s.skipped), *(s.extras[term] * weight for term in terms)]
+        for s in steps
+    ]
     totals = torch.tensor(mine, dtype=torch.float64)
     engine.meeting.all_reduce(totals)
-    for step, (loss, norm, skipped) in zip(steps, totals.tolist(), strict=True):
+    for step, (loss, norm, skipped, *means) in zip(steps, totals.tolist(), strict=True):
         step.loss = loss if math.isfinite(loss) else math.nan
         step.norm, step.skipped = norm, skipped > 0
+        step.extras |= zip(terms, means, strict=True)

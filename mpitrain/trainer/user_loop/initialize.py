@@ -67,7 +67,7 @@ def initialize(
             the configuration's.
         config: A TOML file or nested values of `mpitrain.config.settings`, also the config.toml of a finished run; or a
             DeepSpeed JSON file or its values.
-        loss: loss(model(x), y), a mean over samples; by default the model's own `loss`, if it has one.
+        loss: loss(model(x), y), a mean over samples or targets; by default the model's own `loss`, if it has one.
         scheduler: Stepped after every update, or a function that makes one of the optimizer; without it and without an
             optimizer of one's own, the configuration's.
         comm: The ranks to train over; by default all.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from mpitrain.comm import Communicator
 from mpitrain.comm.memory.device import CPU, fetched
 from mpitrain.config.learning_rate import WarmUp
 from mpitrain.errors import CheckpointError, InputError, refusal
+from mpitrain.layers.loss_terms import counted, counts_targets, nothing
 from mpitrain.layout.mesh import Mesh
 from mpitrain.trainer.device import full_told, moved
 from mpitrain.trainer.engine import Engine, Loss
@@ -32,7 +34,8 @@ ALL = 1 << 30  # checkpoints kept: the caller removes them
 class TrainingEngine:
     """A model that trains over the ranks of a communicator. Made by `initialize`.
 
-    Gradients are averaged over data-parallel ranks and microbatches.
+    Gradients are averaged over data-parallel ranks and microbatches: evenly in a loop of `backward` and `step`. In
+    `train_batch` a microbatch of targets that may be masked weighs as much as its targets that are not.
 
     Attributes:
         module: The model, or this rank's part of it.
@@ -45,6 +48,7 @@ class TrainingEngine:
         is_last_stage: Whether this rank has the model's last block, whose loss uses y.
         steps: Updates made so far, and skipped ones.
         norm: 2-norm of the last step's gradients, before clipping.
+        loss_terms: Mean of each `LossTerm` of the model in the last `train_batch`, by name.
     """
 
     def __init__(
@@ -61,6 +65,8 @@ class TrainingEngine:
         self._own_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         self._store: Any = Store(Path(), mesh.world, ALL)  # one for all folders: it keeps communicators
         self._generators = Generators(mesh, engine.device)
+        self.loss_terms: dict[str, float] = {}
+        self._share = 1.0 / (settings.accumulate * engine.comm.size)  # of a microbatch in a step
         self._pending = False  # a backward pass was made that no step has counted
         self._divided = mesh.divided
         self._draws = DividedDraws(self._generators, mesh, engine.device) if self._divided else None
@@ -104,13 +110,23 @@ class TrainingEngine:
         """
         with self._computing():
             args, kwargs = moved((args, kwargs), self.device)
+            self._engine.terms.weigh(self._share, self._engine.scale.value)
             if self._loss is not None and len(args) == 2 and not kwargs:
-                loss, (x, y) = self._loss, self.mesh.take(*args)
-                return self._engine.compute(lambda x: loss(self.module(x), y), x)
+                return self._loss_of(*self.mesh.take(*args))
             return self._engine.compute(self.module, *args, **kwargs)
+
+    def _loss_of(self, x: Any, y: Any, *, empty: bool = False) -> torch.Tensor:
+        """The mean loss of a microbatch. empty: None of its targets count."""
+        loss = self._loss if not empty else lambda output, y: nothing(output)
+        assert loss is not None
+        result: torch.Tensor = self._engine.compute(lambda x: loss(self.module(x), y), x)
+        return result
 
     def backward(self, loss: torch.Tensor) -> None:
         """Add the gradients of a microbatch's mean loss; the last pass before an update also reduces them.
+
+        All microbatches of a step weigh alike. Where their targets are masked unlike, use `train_batch`, or give the
+        sum over the targets that count, divided by the mean number of them in a microbatch.
 
         Raises:
             InputError: `step` was not called since the last one, `loss` is no scalar that depends on parameters, or
@@ -121,14 +137,17 @@ class TrainingEngine:
                 "engine.backward was called twice without a step between; add the losses up for one backward pass, and "
                 "call engine.step() after each"
             )
+        self._backward(loss, self._share)
+
+    def _backward(self, loss: torch.Tensor, weight: float) -> None:
+        """Add the gradients of a microbatch's mean loss, which has a weight in that of the step."""
         require_scalar(loss)
         self._given.require_frozen()
         self._pending = True
         if self._passes == 0:
             self._engine.sharding.gradients.zero()
-        share = 1.0 / (self.settings.accumulate * self._engine.comm.size)
         with full_told(self.device):
-            self._engine.backward(loss * share, reduce=self.at_boundary)
+            self._engine.backward(loss * weight, reduce=self.at_boundary)
 
     def step(self) -> bool:
         """Update the parameters, if this microbatch was the last of the step; returns whether it was. Collective.
@@ -174,24 +193,44 @@ class TrainingEngine:
         """A whole step on the next microbatches (x, y) of an iterator, as many as it accumulates. Collective.
 
         Returns:
-            The mean loss over microbatches and ranks.
+            The mean loss over microbatches and ranks, and what terms of the model add to it.
 
         Raises:
             InputError: There is no loss function, a step has been begun, or the iterator ends in the middle of a step.
             StopIteration: It has ended before.
         """
         self._require_loss("train_batch")
-        mean = torch.zeros(1, dtype=torch.float64, device=self.device)
-        for number in range(self.settings.accumulate):
-            x, y = self._next(batches, number)
-            loss = self(x, y)
-            self.backward(loss)
-            mean += loss.detach() / self.settings.accumulate
+        engine, size = self._engine, self._engine.comm.size
+        microbatches = [self.mesh.take(*self._next(batches, n)) for n in range(self.settings.accumulate)]
+        weights = self._weights(microbatches)
+        mean = torch.zeros(1 + len(engine.terms.names), dtype=torch.float64, device=self.device)
+        engine.terms.take(self.device)  # of loops without train_batch
+        for batch, weight in zip(microbatches, weights, strict=True):
+            with self._computing():
+                x, y = moved(batch, self.device)
+                engine.terms.weigh(self._share, engine.scale.value)
+                loss = self._loss_of(x, y, empty=not weight)
+            self._backward(loss, weight)
+            even = weight == self._share
+            mean[0] += loss.detach() / self.settings.accumulate if even else loss.detach() * (weight * size)
             if self.at_boundary:
-                self._engine.comm.all_reduce(mean, "avg")
+                mean += engine.terms.take(self.device) * size
+                engine.comm.all_reduce(mean, "avg")
                 told = fetched(mean)
             self.step()
-        return float(told())
+        return self._note_terms(told().tolist())
+
+    def _weights(self, microbatches: Sequence[tuple[Any, Any]]) -> list[float]:
+        """What each microbatch of this rank weighs in the loss of a step. Collective where targets may be masked."""
+        engine, loss = self._engine, self._loss
+        engine.counted = partial(counted, loss) if counts_targets(loss, microbatches[0][1]) else None
+        weights: list[float] = engine.weigh([y for _, y in microbatches], [self._share] * len(microbatches))
+        return weights
+
+    def _note_terms(self, means: Sequence[float]) -> float:
+        """Set `loss_terms`, from the loss and the mean of each term; returns the loss."""
+        self.loss_terms = dict(zip(self._engine.terms.names, means[1:], strict=True))
+        return float(means[0])
 
     def eval_batch(self, batches: Iterator[tuple[Any, Any]]) -> float:
         """The mean loss of as many microbatches as a step has, in evaluation mode, without gradients. Collective.
@@ -204,6 +243,8 @@ class TrainingEngine:
     def evaluate(self, batches: Iterable[tuple[Any, Any]]) -> float:
         """The mean loss of all samples (x, y) of this and the other ranks, in evaluation mode. Collective.
 
+        Over targets that are not masked, where there may be masked ones. Terms of the model are no part of it.
+
         Data-parallel ranks may have unequally many samples, but at stage 3 as many batches each.
         """
         self._require_loss("evaluate")
@@ -212,13 +253,16 @@ class TrainingEngine:
         for batch in batches:
             with full_told(self.device):
                 x, y = moved(pair(batch), self.device)
-                count = samples_in(x)
+                self._engine.counted = partial(counted, self._loss) if counts_targets(self._loss, y) else None
+                count = self._engine.count(x, y)
                 sums[0] += self._engine.evaluate(x, y).double() * count
                 sums[1] += count
+        if self._engine.pipeline is not None:  # whose other stages may have no targets
+            self._engine.pipeline.comm.broadcast(sums, self._engine.pipeline.last_rank)
         self._engine.comm.all_reduce(sums)
         total, samples = sums.tolist()
         if not samples:
-            raise refusal("evaluate was given no samples; give an iterable of (x, y)")
+            raise refusal("evaluate was given no samples, or no target that counts; give an iterable of (x, y)")
         return float(total / samples)
 
     def _require_loss(self, method: str) -> None:
@@ -361,23 +405,25 @@ class PipelineEngine(TrainingEngine):
         """A whole step on the next microbatches (x, y) of an iterator, as many as a step has. Collective.
 
         Returns:
-            The mean loss over microbatches and data-parallel ranks, on every rank.
+            The mean loss over microbatches and data-parallel ranks, and what terms of the model add to it, on every
+            rank.
 
         Raises:
             InputError: The iterator ends in the middle of a step.
             StopIteration: It has ended before.
         """
         self._given.require_frozen()
-        count, data = self.settings.accumulate, self._engine.comm
-        microbatches = [self._next(batches, number) for number in range(count)]
-        self._engine.sharding.gradients.zero()
+        count, engine = self.settings.accumulate, self._engine
+        microbatches = [self.mesh.take(*self._next(batches, number)) for number in range(count)]
+        weights = self._weights(microbatches) if self.is_last_stage else [self._share] * count
+        engine.sharding.gradients.zero()
         with self._computing():
             microbatches = moved(microbatches, self.device)
-            loss = self._engine.through_pipeline(microbatches, [1.0 / (count * data.size)] * count)
-        total = torch.tensor([loss], dtype=torch.float64)
-        data.all_reduce(total)
+            loss = engine.through_pipeline(microbatches, weights, [self._share] * count)
+        total = torch.tensor([loss, *engine.term_sums.sum(0).tolist()], dtype=torch.float64)
+        engine.comm.all_reduce(total)
         self._update()
-        return float(total)
+        return self._note_terms(total.tolist())
 
 
 def whole_state(
@@ -485,13 +531,6 @@ def pair(batch: Any) -> tuple[Any, Any]:
         f"a microbatch is (x, y), and this is a {found}; put the inputs together as x, in a tuple or a mapping, or "
         "write engine(...), engine.backward and engine.step yourself"
     )
-
-
-def samples_in(x: Any) -> int:
-    """Return how many samples an input has: a tensor, or a tuple, list or mapping of tensors."""
-    while not isinstance(x, torch.Tensor):
-        x = next(iter(x.values() if isinstance(x, Mapping) else x))
-    return len(x)
 
 
 def whole_steps(what: str) -> InputError:
