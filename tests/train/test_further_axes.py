@@ -6,9 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from rank_files import read_rank_files
 from train.jobs import run
 
+import mpitrain as mt
 from mpitrain.data.prepare import prepare
 from mpitrain.errors import InputError
 from mpitrain.layout.mesh import Mesh
@@ -98,6 +100,32 @@ def test_an_axis_along_the_height_of_images_trains_as_one_process(world, place, 
     more = images | {"train": images["train"] | {"steps": 8}}
     longer = by_one(world, place / f"whole-{zero}", more)
     check(run(world, folder, **more, parallel={"zero": zero}), longer)  # the checkpoint fits data parallel
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("zero", [0, 1])
+def test_a_loop_of_ones_own_averages_along_a_further_axis(world, zero):
+    x, y = torch.randn(12, 4, generator=torch.Generator().manual_seed(1)).split(2, 1)
+
+    def trained(comm, **parallel):
+        torch.manual_seed(2)
+        model = torch.nn.Linear(2, 2)
+        config = {"train": {"batch": 12, "clip": 0.0}, "parallel": parallel}
+        engine = mt.initialize(
+            model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1), config=config, comm=comm,
+            loss=torch.nn.functional.mse_loss,
+        )  # fmt: skip
+        own = slice(engine.data_rank, None, engine.data_size)
+        losses = [engine.train_batch(iter([(x[own], y[own])])) for _ in range(4)]
+        shape = dict(engine.mesh.shape)
+        engine.close()
+        return losses, shape
+
+    losses, shape = trained(world, zero=zero, axes={REPLICA: 2})
+    assert shape == {"data": 1, "replica": 2, "pipeline": 1, "tensor": 1}
+    alone = world.subgroup([0])
+    wanted = world.broadcast_object(None if alone is None else trained(alone)[0])
+    assert losses == pytest.approx(wanted, rel=1e-6)
 
 
 class Twin(DataAxis):
