@@ -145,12 +145,12 @@ def known(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def to_read(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's elements in order, in a form that can be moved: the same memory, or a copy if not contiguous."""
+    """Return a tensor's elements in order, in a form that can be moved: its own memory, or a copy."""
     return known(detached(tensor).contiguous())
 
 
 class Written:
-    """Destination tensor of an operation: write to `buffer`, then call `land()`, which copies to the tensor if needed."""
+    """Destination tensor of an operation, which writes to `buffer`; `land()` then copies to the tensor if needed."""
 
     __slots__ = ("_home", "buffer", "whole")
 

@@ -219,7 +219,7 @@ def publish(world: Communicator) -> None:
 
 
 def announce() -> None:
-    """Set RANK, WORLD_SIZE and LOCAL_RANK before the script reads them; start MPI only if the launcher does not set them.
+    """Set RANK, WORLD_SIZE and LOCAL_RANK before the script reads them, without starting MPI if the launcher sets them.
 
     Raises:
         InputError: The script was started by torchrun or accelerate launch, whose processes are not ranks of MPI.

@@ -243,7 +243,12 @@ def _occupied(path: Path) -> int:
 
 
 def is_among(path: Path, held: set[str | tuple[int, int]]) -> bool:
-    """Return True if a file is in `held`, the return value of `held_by_processes`."""
+    """Return True if a live process has a file open or mapped.
+
+    Args:
+        path: File to check.
+        held: Files in use, as returned by `held_by_processes`.
+    """
     status = _status(path)
     return status is not None and (str(path) in held or (status.st_dev, status.st_ino) in held)
 

@@ -334,7 +334,13 @@ class Journal:
             self.keep(operation, axis, moved, begin, end, record.key, record.sequence)
 
     def keep(self, operation: str, axis: str, moved: Moved, begin: float, end: float, key: str, sequence: int) -> None:
-        """Record a single operation if recording is on. The arguments are the fields of `Communication`."""
+        """Record a single operation if recording is on.
+
+        Args:
+            operation, axis, begin, key, sequence: See `Communication`.
+            moved: Algorithm and bytes.
+            end: `clock()` at the end of the operation.
+        """
         kept = self._kept
         if kept is not None and len(kept) < _KEPT:
             aside, sent = threading.get_ident() != self._main, (moved.algorithm or "none", moved.inside, moved.between)

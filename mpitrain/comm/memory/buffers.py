@@ -214,12 +214,22 @@ def tensor_at(address: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def memory_at(address: int, nbytes: int) -> MPI.memory:
-    """Return the mpi4py memory object of `nbytes` bytes at an address. The address is ignored for 0 bytes."""
+    """Return some bytes of host memory as an mpi4py memory object.
+
+    Args:
+        address: Address of the first byte; ignored if there are 0 bytes, because an empty tensor has no address.
+        nbytes: Number of bytes.
+    """
     return MPI.memory.fromaddress(address, nbytes) if nbytes else MPI.memory.allocate(0)
 
 
 def bytes_at(address: int, nbytes: int) -> list[Any]:
-    """Return the mpi4py buffer specification of `nbytes` bytes at an address, at most LARGEST_COUNT."""
+    """Return the mpi4py buffer specification of some bytes of host memory.
+
+    Args:
+        address: Address of the first byte.
+        nbytes: Number of bytes, at most LARGEST_COUNT.
+    """
     return [memory_at(address, nbytes), nbytes, MPI.BYTE]
 
 
