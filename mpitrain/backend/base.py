@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 
 class GroupError(CommunicationError, RuntimeError):
-    """An operation of a process group was misused or did not complete."""
+    """Error of a process-group operation that was misused or did not complete."""
 
 
 class ArgumentError(InputError, ValueError):
-    """A process group was passed an invalid argument."""
+    """Error in an argument of a process group."""
 
 
 def translation(error: BaseException) -> BaseException:

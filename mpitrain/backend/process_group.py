@@ -1,7 +1,8 @@
 """The torch.distributed process group over a communicator: re-use of communicators, barriers and memory.
 
-`MPIProcessGroup` is a subclass of ProcessGroup, not of Backend, because C++ calls overridden methods only of the former
-if they are written in Python. Its ProcessGroup methods, here and in `base`, do not look up registered backends.
+`MPIProcessGroup` is a subclass of ProcessGroup, not of Backend, because C++ calls methods written in Python only on a
+ProcessGroup. torch's own ProcessGroup looks up registered backends; the methods here and in `base` replace those
+look-ups.
 
 Freeing an MPI communicator is collective, but destroying a torch process group is not: some ranks may leave without it.
 Therefore the communicator of a destroyed group is kept until its ranks make a group together again, the same or a

@@ -9,7 +9,8 @@ Scripts that read these variables find them as torchrun would set them, taken fr
 | LOCAL_RANK, LOCAL_WORLD_SIZE | number of this process on its node, and number of processes there |
 | GROUP_RANK, GROUP_WORLD_SIZE | number of this process's node, and number of nodes |
 
-Some functions of torch.distributed treat gloo or NCCL specially. They are replaced by ours, which call the originals:
+Some functions of torch.distributed treat gloo or NCCL specially. Ours replace them, and call the originals for other
+groups:
 
 | function | behaviour for our groups |
 |---|---|
@@ -206,7 +207,7 @@ _LAUNCHERS = (
 
 
 def publish(world: Communicator) -> None:
-    """Set RANK, WORLD_SIZE and the other variables of the table above from MPI."""
+    """Set RANK, WORLD_SIZE and the other variables of the table at the top of this module from MPI."""
     values = {
         "RANK": world.rank,
         "WORLD_SIZE": world.size,
@@ -222,7 +223,8 @@ def announce() -> None:
     """Set RANK, WORLD_SIZE and LOCAL_RANK before the script reads them, without starting MPI if the launcher sets them.
 
     Raises:
-        InputError: The script was started by torchrun or accelerate launch, whose processes are not ranks of MPI.
+        InputError: The script was started by torchrun or accelerate launch, whose processes are not ranks of MPI, or by
+            a launcher whose processes do not see each other.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("LOCAL_WORLD_SIZE", "1") != "1":
         first = os.environ.get("LOCAL_RANK", "0") == "0"

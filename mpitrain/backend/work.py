@@ -91,7 +91,7 @@ class GroupWork(dist.Work):
         self.error: BaseException | None = None
 
     def synchronize(self) -> None:
-        """See `wait`."""
+        """Wait for the operation; see `wait`."""
         self.wait()
 
     def is_success(self) -> bool:

@@ -222,7 +222,7 @@ class ReceiveWork(Messages):
                 self._end()
 
     def has_left(self) -> bool:
-        """See `Messages.has_left`."""
+        """Return True if MPI has finished with the message's memory; never blocks. See `Messages.has_left`."""
         return self._opened and super().has_left()
 
     def _proceed(self, statuses: list[MPI.Status]) -> list[MPI.Request]:

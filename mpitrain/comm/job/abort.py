@@ -32,7 +32,7 @@ _GATHER = 0.3  # seconds in which ranks that fail together learn of each other
 
 
 class Faults:
-    """Ends the job when this rank fails.
+    """Fault handler, which ends the job when this rank fails.
 
     Attributes:
         before_leaving: Function called with the exit code before this rank exits together with all others.

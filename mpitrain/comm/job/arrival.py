@@ -1,4 +1,4 @@
-"""Supervision of MPI's start, which is collective: ranks that do not reach it are named instead of awaited for ever.
+"""Supervision of MPI's start, which is collective: ranks that do not reach it are named in an error message.
 
 Before MPI runs, ranks cannot exchange messages, so each rank inspects the processes of its host in /proc. Processes of
 the same job carry their rank in their environment. A rank that has reached MPI's start has a thread with a known name,

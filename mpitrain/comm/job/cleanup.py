@@ -1,4 +1,4 @@
-"""`python -m mpitrain.doctor --clean [--dry-run]`: removes files that the user's dead MPI jobs left on this node.
+"""`python -m mpitrain.doctor --clean [--dry-run]`: removal of files that the user's dead MPI jobs left on this node.
 
 mpitrain's own shared memory has no name once it is in use, so the kernel frees it together with its last process.
 MPI libraries keep some files under a name. mpirun removes them at the end of the job, but they stay if mpirun itself

@@ -45,7 +45,7 @@ def _passes_filters() -> bool:
 
 
 class MissingMPI(InputError, ImportError):
-    """mpi4py is not installed, or it cannot load an MPI library."""
+    """Error raised if mpi4py is not installed or cannot load an MPI library."""
 
 
 def _load() -> None:

@@ -199,7 +199,7 @@ Row = list[float]  # calls, inside, between, seconds
 
 
 class Journal:
-    """Counts the communication of this process; `world.journal` is the only instance.
+    """Counters and records of this process's communication; `world.journal` is the only instance.
 
     The main thread is the one that called `start`.
 
