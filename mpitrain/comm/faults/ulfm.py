@@ -86,7 +86,10 @@ class UlfmFailures:
             self.processes, self._comms, self._given_up = tuple(processes), [comm], False
 
     def track(self, comm: MPI.Intracomm) -> MPI.Intracomm:
-        """Add a communicator to those that are revoked after a failure, and return it."""
+        """Return the communicator, after adding it to those that are revoked after a failure.
+
+        If a failure has already occurred, revoke it at once.
+        """
         with self._lock:
             self._comms.append(comm)
             if self._given_up and comm != MPI.COMM_NULL:
