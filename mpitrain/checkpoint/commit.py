@@ -90,8 +90,8 @@ def attempt(
 def quiet_min(comm: Communicator, number: int) -> int:
     """Return the smallest of all ranks' numbers once every rank has called this. Collective.
 
-    MPI's own reductions busy-wait, which would take a core from training. This is a dissemination barrier (Hensgen,
-    Finkel and Manber, 1988) instead: in round k every rank sends to the rank 2^k places further.
+    MPI's own reductions busy-wait, which would take a core from training. Messages are therefore exchanged by
+    dissemination (Hensgen, Finkel and Manber, 1988): in round k every rank sends to the rank 2^k places further.
 
     Args:
         comm: Ranks that take part.

@@ -191,7 +191,15 @@ class _Writing:
         self._descriptor, self._begun = descriptor, begun
 
     def write(self, data: memoryview, offset: int) -> None:
-        """Write bytes at an offset, and start the writeback after every 8 MiB. Raises OSError."""
+        """Write bytes at an offset, and start the writeback after every 8 MiB.
+
+        Args:
+            data: Bytes to write.
+            offset: Position in the file, in bytes.
+
+        Raises:
+            OSError: The disk is full or fails.
+        """
         write_at(self._descriptor, data, offset)
         end = offset + len(data)
         if end - self._begun >= _WRITTEN:

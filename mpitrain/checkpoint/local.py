@@ -203,7 +203,7 @@ class LocalFolders:
         def keep() -> None:
             if mine is not None and mine[0] == held[most]:
                 return
-            if mine is not None:  # from an earlier job that took this step differently
+            if mine is not None:  # left by an earlier attempt of this run
                 folders.discard(folder)
             folder.mkdir(parents=True, exist_ok=True)  # a folder with a damaged manifest may have files that are whole
             (folder / MANIFEST).write_text(text, encoding="utf-8")

@@ -177,7 +177,7 @@ class Store:
         return [folder for *_, folder in sorted(found, reverse=True)]
 
     def newest_fruitful(self) -> Path | None:
-        """Return the newest checkpoint folder in `root` saved while training was still learning; None if there is none."""
+        """Return the newest checkpoint folder in `root` saved while training was still learning, or None."""
         step = self.comm.on_root(lambda: folders.newest_fruitful(self.root))
         return None if step is None else self.folder(step)
 

@@ -29,7 +29,7 @@ _SINGLE_FROM = (
 
 
 class AlgorithmContenders:
-    """Algorithms that these ranks can use, as contenders with vectors that live as long as the context that yields them."""
+    """Contenders for the algorithms that these ranks can use; their vectors are freed when the context of `of` ends."""
 
     def __init__(self, world: Communicator) -> None:
         """Check which memory the ranks can read. Collective. world: all ranks."""

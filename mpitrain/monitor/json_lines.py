@@ -50,7 +50,7 @@ class GrowingFile:
     def lines(self) -> Iterator[bytes | None]:
         """Yield the lines added since the last call; None in place of a line of more than `LONGEST` bytes.
 
-        If the file was replaced or truncated, `begun_anew` is increased and all its lines are yielded again. An
+        If the file was replaced or truncated, `begun_anew` is increased and then all lines are yielded again. An
         incomplete last line is left for the next call.
 
         Raises:
