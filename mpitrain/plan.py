@@ -1,4 +1,7 @@
-"""`python -m mpitrain.plan [CONFIG.toml] --nodes 4 --ranks-per-node 8`: finds the fastest layouts without a job or MPI."""
+"""`python -m mpitrain.plan [CONFIG.toml] --nodes 4 --ranks-per-node 8`: finds the fastest layouts before a job.
+
+It needs no MPI.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments; None for those of the process. With --measure, the others are those of `measuring.machine`.
 
     Returns:
-        Exit code: 2 for wrong input, and if no layout fits.
+        Exit code, which is 2 for wrong input and if no layout fits.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if MEASURE not in arguments:

@@ -210,9 +210,7 @@ def write_checkpoint(
     protect: Protect | None = None,
     after: Callable[[], None] = lambda: None,
 ) -> None:
-    """Write a checkpoint. Collective.
-
-    If it fails on any rank, it raises on all ranks and leaves no files.
+    """Write a checkpoint. Collective. If it fails on any rank, it raises on all ranks and leaves no files.
 
     Args:
         layout: Ranks that save together, with their files.

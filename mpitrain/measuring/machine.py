@@ -206,9 +206,8 @@ def folder_speeds(world: Communicator, folder: Path, quick: bool) -> dict[str, f
         quick: If true, write only a little.
 
     Returns:
-        rank_write_rate: rate of rank 0 alone. write_rate: rate of all ranks of its node at once. write_limit: rate of
-            all
-        ranks at once, if there are several nodes. Empty if the disk has not enough room.
+        Rates "rank_write_rate" of rank 0 alone, "write_rate" of all ranks of its node at once, and "write_limit" of
+        all ranks at once if there are several nodes. Empty if the disk has not enough room.
     """
     nbytes, repeats = (4 << 20, 1) if quick else (128 << 20, 3)
     if world.on_root(lambda: shutil.disk_usage(folder).free) < _ROOM * nbytes * world.size:

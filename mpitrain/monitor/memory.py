@@ -56,7 +56,8 @@ def peak_memory_bytes(device: torch.device | None = None) -> int:
     """Return the peak memory of this process in bytes.
 
     Args:
-        device: Device whose tensors to count if it is an accelerator; otherwise resident host memory is counted.
+        device: Device that the process computes on. On an accelerator the tensors there are counted, otherwise resident
+            host memory.
     """
     if device is not None:
         from mpitrain.comm.memory import device as devices

@@ -31,7 +31,7 @@ _MANY = 4096
 
 
 class TimedPart:
-    """Context manager that counts time as one of a clock's parts. Parts may be nested, also inside themselves."""
+    """Context manager that counts time as one of a clock's parts. It may be entered inside itself or another part."""
 
     __slots__ = ("_clock", "name")
 

@@ -45,8 +45,8 @@ def run(folder: Path, *, once: bool = False) -> int:
         once: If true, show one frame and return.
 
     Returns:
-        Exit code of the run: 0 if it is done, 75 if it stopped and can be resumed, 1 if it failed; 0 after Ctrl-C. With
-        `once` also 0 if it is still running, and 1 if it was killed.
+        Exit code of the run, which is 0 if it is done, 75 if it stopped and can be resumed, and 1 if it failed; 0 after
+        Ctrl-C. With `once` also 0 if it is still running, and 1 if it was killed.
 
     Raises:
         InputError: The path is a file.

@@ -72,9 +72,8 @@ def measure(world: Communicator, effort: Effort) -> dict[str, Any]:
         effort: Amount of work to measure.
 
     Returns:
-        cores: number of cores of a node. seconds: seconds by task, the median over the cores. copied, updated,
-            threaded:
-        amount of work of one repetition. threads: number of threads of the task "threads".
+        Dictionary with "cores", the number of cores of a node; "seconds", by task, the median over the cores; "copied",
+        "updated" and "threaded", the amount of work of one repetition; "threads", the threads of the task of that name.
 
     Raises:
         CommunicationError: The processes that measure have failed.

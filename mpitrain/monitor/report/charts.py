@@ -164,7 +164,7 @@ def metrics(runs: Sequence[Named]) -> list[Drawing]:
 
 
 def event_rules(run: RunRecord) -> list[alt.Chart]:
-    """Return a layer of vertical lines at the events of a run, or an empty list if it has none."""
+    """Return a list with a layer of vertical lines at the events of a run; empty if there are no events."""
     found = []
     for moment in run.moments:
         kind = MARKS.get(moment.kind)
@@ -562,7 +562,7 @@ NO_FORMULA = "There is no formula for a single rank, nor for parallel.mode serve
 
 
 def bytes_by_operation(runs: Sequence[Named]) -> Drawing:
-    """Return bars of bytes a rank sends per step, by operation, axis and (for several) run."""
+    """Return bars of the bytes a rank sends per step, by operation and axis; several runs are shown separately."""
     title = "Bytes sent a step and rank, by operation"
     rows: list[dict[str, Any]] = [
         {"bar": (f"{n.name}: " if len(runs) > 1 else "") + f"{t.operation} along {t.axis}", "tier": tier,
@@ -583,7 +583,7 @@ def bytes_by_operation(runs: Sequence[Named]) -> Drawing:
 
 
 def bytes_beside_formula(runs: Sequence[Named]) -> Drawing:
-    """Return bars of bytes a rank sends per step along each axis, beside the formula."""
+    """Return bars of the bytes a rank sends per step along each axis, beside the bytes predicted by formula."""
     title = "Bytes sent a step and rank, beside the formula"
     rows: list[dict[str, Any]] = []
     for named in runs:

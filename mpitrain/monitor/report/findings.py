@@ -143,9 +143,8 @@ def means_between(rank: MeasuredRank, part: str, steps: Column) -> Column:
         steps: Rising step numbers, shape (n,). The ranks of a job may have measured different groups of steps.
 
     Returns:
-        Shape (n,): mean over the steps after the previous element, up to and including this one. The first element
-            counts
-        from the rank's first measured step.
+        Means over the steps after the previous element, up to and including this one, shape (n,). The first element
+        counts from the rank's first measured step.
     """
     begin = rank.step[0] - rank.steps[0]
     sums = np.append(0.0, np.cumsum(np.nan_to_num(rank.seconds[part])))
