@@ -3,7 +3,7 @@
 `--watch` shows a run while it goes on. `python -m mpitrain.report timeline RUN` merges recorded timelines again, and
 `python -m mpitrain.report schedule` draws a pipeline schedule (`--help` lists the options).
 
-Only schedules need MPI and torch; charts need altair and vl-convert (`pip install "mpitrain[monitor]"`).
+Neither MPI nor torch is needed; charts need altair and vl-convert (`pip install "mpitrain[monitor]"`).
 """
 
 from __future__ import annotations
