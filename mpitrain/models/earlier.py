@@ -108,7 +108,7 @@ def seen_before(before: int, length: int, device: torch.device) -> torch.Tensor 
 
     Returns:
         True where a new token attends to a token, bool [length, before + length]; None for a whole sequence or a single
-            token, for which attention needs no mask.
+        token, for which attention needs no mask.
     """
     if before == 0 or length == 1:
         return None

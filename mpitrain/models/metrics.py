@@ -458,8 +458,8 @@ def measures_of(description: Description, *, more: bool = False) -> list[Measure
 
     Returns:
         Accuracy for classes; perplexity and token accuracy for tokens; R2 for numbers. With `more`, also top-5
-            accuracy; RMSE for numbers; and for classes the macro means of F1, precision and recall, the confusion
-            matrix, and, if there are few classes, AUROC and the figures of each class.
+        accuracy; RMSE for numbers; and for classes the macro means of F1, precision and recall, the confusion matrix,
+        and, if there are few classes, AUROC and the figures of each class.
     """
     if description.kind == "tokens" and description.vocabulary is not None:
         size = description.vocabulary

@@ -51,6 +51,13 @@ class MLP(BlockModel):
 
 
 def hidden_layer(inputs: int, width: int, dropout: float) -> nn.Sequential:
+    """Return a hidden layer: linear, ReLU, dropout.
+
+    Args:
+        inputs: Features of the input.
+        width: Features of the output.
+        dropout: Probability of dropout.
+    """
     linear = nn.Linear(inputs, width)
     nn.init.kaiming_normal_(linear.weight, nonlinearity="relu")
     nn.init.zeros_(linear.bias)

@@ -277,7 +277,8 @@ def leftovers(parent: Path, name: re.Pattern[str], ours: Callable[[Path], bool])
     Args:
         parent: Folder to search.
         name: Pattern of the names of temporary folders.
-        ours: Returns True if a folder without the mark, which only had to be renamed, is ours, judged by its content.
+        ours: Function that returns True if the content of a folder without the mark shows that it is ours; such a
+            folder was complete, but not renamed.
     """
     for path in parent.iterdir():
         folder = bool(name.fullmatch(path.name)) and path.is_dir() and not path.is_symlink()
@@ -292,10 +293,10 @@ def remove_folder(path: Path, last: Collection[str] = (MARK,), ours: Callable[[s
         path: Folder to remove.
         last: Names of the entries that identify the folder. They are removed last, so that an interrupted removal can
             be completed later.
-        ours: Returns True if the entry of that name may be removed.
+        ours: Function that returns True if the entry of that name may be removed.
 
     Returns:
-        True if everything of ours was removed, but other entries keep the folder alive.
+        True if all permitted entries were removed, but others remain in the folder.
     """
     with suppress(OSError):
         entries = [entry for entry in path.iterdir() if ours(entry.name)]

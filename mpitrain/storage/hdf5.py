@@ -170,7 +170,7 @@ def evenly(
     """
     count, same = len(firsts), lengths[1:] == lengths[:-1]
     even = same[1:] & same[:-1] & (np.diff(firsts, 2) == 0) & (np.diff(places, 2) == 0)  # a range and the next two
-    ends = [*(np.flatnonzero(~even) + 2).tolist(), count]  # where matrices that began before end
+    ends = [*(np.flatnonzero(~even) + 2).tolist(), count]  # ends of the matrices
     begin = 0
     while begin < count:
         end, steps = begin + 1, (1, 1)

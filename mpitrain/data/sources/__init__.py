@@ -2,13 +2,13 @@
 
 Which rows and files are held out depends only on their order, so it is the same on every machine. One row is held out
 of each stretch of about 1/fraction rows, at a place in the stretch that is drawn with the stretch's number as seed. So
-the held-out rows are spread evenly (input sorted by class keeps its mix of classes), but do not follow any period of
-the input (if classes alternate, all are held out):
+the held-out rows are spread evenly: input sorted by class keeps its mix of classes. They do not follow any period of
+the input either: if classes alternate, rows of every class are held out.
 
     rows       0 ....... 19 | 20 ....... 39 | 40 ...      fraction 0.05: stretches of 20 rows
     held out   *            |      *        |
 
-The first stretch holds out its first row (mix64(0) is 0), so that one row is held out even of a few.
+The first stretch holds out its first row (mix64(0) is 0), so even an input of a few rows has one held out.
 """
 
 from __future__ import annotations

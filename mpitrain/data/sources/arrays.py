@@ -49,7 +49,7 @@ class Array:
     blocks: Callable[[int], Iterator[npt.NDArray[Any]]]
 
 
-Pair = tuple[Array, Array]  # of x and y, or of images and labels
+Pair = tuple[Array, Array]  # x and y, or images and labels
 
 
 def is_array(path: Path) -> bool:

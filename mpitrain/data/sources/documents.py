@@ -227,7 +227,7 @@ def _elements(path: Path, fields: TextFields, encoding: str | None) -> Iterator[
 
 
 def _texts(content: Any, fields: TextFields, where: str) -> tuple[str, ...]:
-    """Return the texts of a document."""
+    """Return the texts in a document's fields. Raises InputError if one is missing or not text."""
     if not isinstance(content, dict):
         raise InputError(f'{where}: not an object with fields, such as {{"text": ...}}; mend or remove it')
     for name in fields.names:

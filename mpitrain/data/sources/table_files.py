@@ -43,7 +43,7 @@ _MISSING = frozenset(("", "na", "n/a", "nan", "null", "none", "<na>"))
 _CELLS = 1 << 17  # cells of a block; as Python numbers they take 32 bytes each
 _LONGEST_LINE = 16 << 20
 _TEXT_COLUMN = "text"
-_ARROW_TYPES = ("integer", "floating", "boolean", "null", "string", "large_string")  # of cells
+_ARROW_TYPES = ("integer", "floating", "boolean", "null", "string", "large_string")  # allowed for cells
 
 
 @dataclass(frozen=True)
@@ -282,7 +282,7 @@ def encoded(specs: Sequence[ColumnSpec], columns: Sequence[Sequence[Cell]]) -> F
 
     Args:
         specs: Conversion of each column.
-        columns: Cells of each column, n of them.
+        columns: Cells of each column, one for each of the n rows.
 
     Returns:
         float32 [n, width].
