@@ -33,7 +33,7 @@ _mine: dict[tuple[int, int], Lock] = {}  # the locks of this process, by device 
 
 
 class LockHeld(Exception):
-    """Another process holds the lock."""
+    """Error raised when another process holds the lock."""
 
 
 class Lock:
