@@ -289,8 +289,8 @@ def staged_all_reduce(size: int, pieces: int, *, tree: bool = False) -> Program:
 #     node A, local rank 1: slice 1  <->  node B, local rank 1
 #
 # Direct exchange: node p receives part p of a slice from every node, adds the parts (a reduce-scatter by pairwise
-# exchange) and sends the sum to all nodes. Each node sends as many bytes as on a ring. In each round a rank sends to one
-# partner and receives from one, and no message has to wait for data from a third node.
+# exchange) and sends the sum to all nodes. Each node sends as many bytes as on a ring. In each round a rank sends to
+# one partner and receives from one, and no message has to wait for data from a third node.
 
 
 class Places:
