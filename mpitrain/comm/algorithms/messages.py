@@ -1,6 +1,7 @@
 """Message-passing collectives, for any placement of ranks: rings, binomial trees, pairwise exchange, recursive halving.
 
-Each public function builds a `Program` for a number of ranks. The drawings in the comments show who sends what when.
+Most functions build a `Program` for a number of ranks; those named `*_steps` yield the steps of such a program. The
+drawings in the comments show which rank sends what, and when.
 """
 
 from __future__ import annotations

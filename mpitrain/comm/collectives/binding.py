@@ -210,7 +210,7 @@ class Binder:
             self.cache.keep(key, compiled, present)
         return compiled
 
-    # -- which program
+    # -- choice of the program
 
     def choose(self, algorithms: Algorithms, name: str, setting: Setting) -> str:
         """Return the name of the algorithm to use; "auto" selects the fastest possible one by the tuning table."""
@@ -309,7 +309,7 @@ class Binder:
         """
         if not self.nodes_shared:
             return compiled
-        self.board()  # on all ranks, also on those that have their node for themselves
+        self.board()  # collective: also on ranks that are alone on their node
         if self._register is None or self.node.size == 1:
             return compiled
         meets = compiled.meets

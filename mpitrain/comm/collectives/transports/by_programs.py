@@ -34,7 +34,7 @@ from mpitrain.comm.selection import Algorithm, Setting, always
 # A large operation becomes smaller ones of the same kind, which pass through memory of a given size. A tensor of one
 # block can be cut anywhere. From a tensor with one block per rank, a piece takes the same range of every block:
 #
-#     one block              one block a rank, two ranks
+#     one block              one block per rank, two ranks
 #     | 0 | 1 | 2 |          | 0 | 1 | 2 | 0 | 1 | 2 |
 #
 # The operation on pieces i of its tensors gives piece i of the result, because it treats each element separately.
