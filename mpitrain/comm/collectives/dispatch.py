@@ -483,7 +483,15 @@ def for_each_inner(operation: Callable[..., Work | None], *tensors: Any) -> Work
 
 
 def check_rank(comm: Member, rank: int) -> None:
-    """Raise InputError unless the communicator has the rank."""
+    """Check that the communicator has a rank.
+
+    Args:
+        comm: The communicator.
+        rank: Number of the rank.
+
+    Raises:
+        InputError: There is no such rank.
+    """
     if not 0 <= rank < comm.size:
         raise InputError(f"there is no rank {rank} in {comm.label}; ranks are 0 to {comm.size - 1}")
 

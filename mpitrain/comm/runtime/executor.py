@@ -179,7 +179,7 @@ def scaling(x: Array, scale: float | None) -> list[Call]:
 
 
 def for_numpy(dtype: torch.dtype, device: torch.device | None, numel: int) -> bool:
-    """Return True if elements are processed with NumPy, whose calls cost less; False if with torch.
+    """Return True to process elements with NumPy, whose calls cost less; return False to use torch.
 
     torch is used for 16-bit numbers, on devices, and if several threads have enough to do.
 
