@@ -49,7 +49,7 @@ PUBLIC = {  # pages' headings, and the modules whose public names are under them
         "mpitrain.comm.compression",
     ],
     "Pipelines and tensor parallel layers": [
-        "mpitrain.layout.mesh:Mesh",
+        "mpitrain.layout.mesh:Mesh,MeshAxis",
         "mpitrain.pipe.pipeline:Pipeline",
         "mpitrain.pipe.schedule:Backward,BackwardInput,BackwardWeight,Compute,Forward,PipelineProgram,Receive,Schedule",
         "mpitrain.pipe.schedule:ScheduleError,Send,make_schedule",

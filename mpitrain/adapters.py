@@ -1,7 +1,7 @@
-"""`python -m mpitrain.adapters merge | peft`: what a run with model.lora has trained, for others to use. Needs no MPI.
+"""`python -m mpitrain.adapters merge | peft`: export of adapters trained with model.lora. Needs no MPI.
 
-python -m mpitrain.adapters merge RUN OUT       the base with the adapters added to its weights: a model of its own
-python -m mpitrain.adapters peft RUN FOLDER     the adapters alone, as `peft` loads them onto the base
+python -m mpitrain.adapters merge RUN OUT       a whole model: the base with the adapters added to its weights
+python -m mpitrain.adapters peft RUN FOLDER     only the adapters, in the format that `peft` loads onto the base
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mpitrain.storage.disk import new_folder, replacing, require_new
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Do what the command line says; returns the exit code."""
+    """Run the command line and return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m mpitrain.adapters", description="export what model.lora trained")
     parser.add_argument("--version", action="version", version=VERSION)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -51,10 +51,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _trained(path: Path, out: Path, trust: bool) -> tuple[Task, ModelSection]:
-    """The model of a run with model.lora, with its trained adapters, and the section that it was built by.
+    """Return the model of a run with its trained adapters, and the [model] section that it was built from.
 
     Raises:
-        InputError: The run trained no adapters, or its base is not there any more as it was; or `out` is there.
+        InputError: The run trained no adapters, or its base is missing or has changed, or `out` exists.
         CheckpointError: The checkpoint is damaged.
     """
     require_new(out)
@@ -66,15 +66,15 @@ def _trained(path: Path, out: Path, trust: bool) -> tuple[Task, ModelSection]:
 
 
 def write_merged(run: Path, out: Path, *, trust: bool = False) -> str:
-    """Write the model with the adapters added to its weights, under the names that it has without adapters.
+    """Write the model with the adapters added to its weights, with the names of a model without adapters.
 
     Args:
         run: A run folder, or one checkpoint.
-        out: A new .safetensors or .pt file; of an hf: model also a new folder.
-        trust: Run code that lies in the run's folder, where the run names it.
+        out: A new .safetensors or .pt file; for an hf: model, a new folder is possible as well.
+        trust: If true, run code in the run's folder that the run names.
 
     Returns:
-        What was written, in words.
+        Sentence that says what was written.
     """
     task, section = _trained(run, out, trust)
     folder = section.factory.startswith(PREFIX) and not out.suffix
@@ -103,10 +103,10 @@ def write_peft(run: Path, out: Path, *, trust: bool = False) -> str:
     Args:
         run: A run folder, or one checkpoint.
         out: A new folder.
-        trust: Run code that lies in the run's folder, where the run names it.
+        trust: If true, run code in the run's folder that the run names.
 
     Returns:
-        What was written, in words.
+        Sentence that says what was written.
     """
     task, section = _trained(run, out, trust)
     layers = adapted_layers(task.module)

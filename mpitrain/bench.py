@@ -1,4 +1,4 @@
-"""`python -m mpitrain.bench`: tells where each benchmark is now. It goes with the next release."""
+"""`python -m mpitrain.bench`: names the commands that replace it. It will be removed in the next release."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _USAGE = "The benchmarks are in the folder benchmarks/ of the sources: python -m
 
 
 def usage() -> str:
-    """Where everything went."""
+    """Return a text that lists the replacements."""
     width = max(map(len, _ELSEWHERE))
     return _USAGE + "\n".join(f"  mpitrain.bench {old:{width}}  is now  {new}" for old, new in _ELSEWHERE.items())
 
 
 def instead_of(words: list[str]) -> str:
-    """Return the command that does what the words once asked this one for."""
+    """Return the command that replaces `mpitrain.bench` with the given arguments."""
     for old, new in _ELSEWHERE.items():
         name, *options = old.split()
         if words[:1] == [name] and set(options) <= set(words):
@@ -31,7 +31,7 @@ def instead_of(words: list[str]) -> str:
 
 
 def main() -> int:
-    """Name the command that is there instead; the exit code is that of wrong input."""
+    """Raise an InputError that names the replacement."""
     raise InputError(f"mpitrain.bench is gone; use {instead_of(sys.argv[1:])}")
 
 

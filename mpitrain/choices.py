@@ -1,9 +1,9 @@
-"""The names that settings choose among, each list written once.
+"""Names that settings choose from, each list written once.
 
-The configuration takes them from here as types; the rooms named beside them implement them, and
-`tests/test_choices.py` proves that every name is implemented and that everything implemented has its name here. To add
-an algorithm, a model or a schedule: implement it in its room, and add its name here. Nothing of ours is imported, so
-that the configuration can be read before torch and MPI are loaded.
+The configuration uses them as types. The modules named in the comments implement them, and `tests/test_choices.py`
+checks that every name is implemented and every implementation has its name here. To add an algorithm, a model or a
+schedule, implement it in its module and add its name here. Nothing of mpitrain is imported, so that the configuration
+can be read before torch and MPI are loaded.
 """
 
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ Positions = Literal["rotary", "learned"]  # models.gpt
 FeedForward = Literal["gelu", "swiglu"]  # models.gpt
 RESNET_LAYERS = (18, 34, 50, 101)  # models.resnet
 Precision = Literal["fp32", "bf16", "fp16"]  # layers.precision
-# of the learning rate after its warm-up: config.learning_rate
+# decay of the learning rate after warm-up: config.learning_rate
 Decay = Literal["constant", "linear", "cosine", "wsd", "inverse-sqrt", "polynomial"]
 Cycle = Literal["one-cycle", "range-test"]  # config.learning_rate
 Rates = Literal[Decay, Cycle]
@@ -29,12 +29,12 @@ DeviceWay = Literal["mpi", "staged", "peer", "nccl"]  # comm.collectives.transpo
 Compression = Literal["fp16", "bf16", "topk", "powersgd"]  # comm.compression
 
 
-# metrics of held-out samples that have a name; users may add their own: models.metrics
+# built-in metrics of held-out samples; users may add their own: models.metrics
 Measured = Literal["accuracy", "token_accuracy", "top5_accuracy", "perplexity", "r2", "rmse"]
 OfClasses = Literal["f1", "f1_macro", "f1_micro", "precision", "recall", "per_class", "auroc"]
 
 
 def one_of(names: Iterable[object]) -> str:
-    """The names as a person lists them: a, b or c."""
+    """Return the names as a list in words: a, b or c."""
     *others, last = map(str, names)
     return f"{', '.join(others)} or {last}" if others else last

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 
-if __name__ == "__main__":  # before the other imports, which start MPI: --clean works where that is impossible
+if __name__ == "__main__":  # before the other imports, which start MPI; --clean must work even if MPI cannot start
     from mpitrain import early
 
     if sys.argv[1:2] in (["--check"], ["--tune"]):
@@ -57,15 +57,15 @@ from mpitrain.storage.text import counted
 
 OK, WARN, BAD = "ok", "warn", "BAD"
 MIB = 1 << 20
-_CMA = "MPIR_CVAR_CH4_CMA_ENABLE"  # MPICH's setting for messages by process_vm_readv
+_CMA = "MPIR_CVAR_CH4_CMA_ENABLE"  # MPICH's setting for messages through process_vm_readv
 _ONE_THREAD = "operations cannot run beside computation; use an MPI with THREAD_MULTIPLE"
 _UNMEASURED = "built-in; measured by python -m mpitrain.doctor --tune"
-_RANKS_SHOWN, _SHOWN = 8, 12  # ranks whose devices are told, and the last characters of what tells devices apart
+_RANKS_SHOWN, _SHOWN = 8, 12  # number of ranks whose devices are listed, and of last characters of a device's identity
 Line = tuple[str, str, str]  # verdict, subject, finding
 
 
 def main() -> int:
-    """Print the report, by rank 0; returns the exit code. Collective."""
+    """Print the report on rank 0, and return the exit code. Collective."""
     world = init(timeout=60)
     lines = [*software(world), *placement(world), *memory(world), *devices(world)]
     reached = reach(world)
@@ -79,7 +79,7 @@ def main() -> int:
 
 
 def software(world: Communicator) -> list[Line]:
-    """Libraries, the same on every rank. Collective."""
+    """Return lines about libraries and whether all ranks have the same versions. Collective."""
     library, level, missing = library_name(), thread_level(), launcher.lacks_for_faults()
     versions = ", ".join(f"{module.__name__} {module.__version__}" for module in (torch, h5py, numpy))
     seen = world.all_gather_object([library, MPI4PY, versions, platform.python_version()])
@@ -98,7 +98,7 @@ def software(world: Communicator) -> list[Line]:
 
 
 def placement(world: Communicator) -> list[Line]:
-    """Ranks, nodes, cores and threads. Collective."""
+    """Return lines about ranks, nodes, cores and threads. Collective."""
     per_host = Counter(world.all_gather_object(socket.gethostname()))
     core_of, threads = siblings(), os.sched_getaffinity(0)
     cores, machine = cores_of(threads, core_of), cores_of(range(os.cpu_count() or 1), core_of)
@@ -128,7 +128,7 @@ def placement(world: Communicator) -> list[Line]:
 
 
 def memory(world: Communicator) -> list[Line]:
-    """/dev/shm of each node, and the memory that the ranks there may have. Collective."""
+    """Return lines about /dev/shm and the memory limit of each node. Collective."""
     try:
         shared = shutil.disk_usage(SHARED_MEMORY)[::2]  # total, free
     except OSError:
@@ -143,11 +143,11 @@ def memory(world: Communicator) -> list[Line]:
 
 
 def devices(world: Communicator) -> list[Line]:
-    """The ranks' devices, and the ways in which their memory is carried. Collective."""
+    """Return lines about the ranks' devices, and the ways to send their memory. Collective."""
     kind = hardware.accelerator()
     names = [hardware.name(torch.device(kind, number)) for number in range(hardware.count(kind))] if kind else []
     mine = hardware.of_rank("auto", world.local_rank)
-    # the same for ranks that share the device; one without a number of its own is taken for unshared
+    # equal for ranks that share the device; a device without a unique identity is assumed not to be shared
     identity = hardware.identity(mine) if hardware.is_accelerator(mine) else ""
     if identity == str(mine) and hardware.count(mine.type) == 1:
         identity += f" of rank {world.rank}"
@@ -177,13 +177,13 @@ def devices(world: Communicator) -> list[Line]:
 
 
 def _speeds(way: Way) -> str:
-    """How fast an all_reduce went by this way, where that was measured."""
+    """Return a text with the measured all_reduce times of this way, if there are any."""
     rates = [f"{size // 1024:,} KiB in {seconds * 1e3:.2f} ms" for size, seconds in way.seconds.items()]
     return f"possible; all_reduce of {', '.join(rates)}" if rates else "possible"
 
 
 def _fastest(ways: Sequence[Way]) -> str:
-    """Which way is taken for each size."""
+    """Return the way that is used for each size."""
     measured = [way for way in ways if way.seconds]
     if not measured:
         return next(way.name for way in ways if not way.obstacle)
@@ -194,7 +194,7 @@ def _fastest(ways: Sequence[Way]) -> str:
 
 
 def reach(world: Communicator) -> list[Line]:
-    """Whether the ranks of a node may read each other's memory. Collective."""
+    """Return a line on whether the ranks of a node can read each other's memory. Collective."""
     if world.num_nodes == world.size:
         return []
     if reads_neighbours(world):
@@ -207,7 +207,7 @@ def reach(world: Communicator) -> list[Line]:
 
 
 def speed(world: Communicator) -> list[Line]:
-    """About a second of messages and all-reduces. Collective."""
+    """Return lines with measured rates of messages and all-reduces, in about a second. Collective."""
     if world.size == 1:
         return [(OK, "bandwidth", "one rank, nothing to measure")]
     lines: list[Line] = []
@@ -227,7 +227,7 @@ def speed(world: Communicator) -> list[Line]:
 
 
 def algorithms(world: Communicator) -> list[Line]:
-    """What algorithm "auto" of all_reduce stands for at each size, and by which table."""
+    """Return lines on the algorithms that "auto" selects for all_reduce at each size, and their origin."""
     if world.size == 1:
         return []
     lines: list[Line] = []

@@ -1,9 +1,9 @@
-"""What commands do before they import torch and MPI, which takes seconds.
+"""Startup of commands before they import torch and MPI, which takes seconds.
 
-A signal that asks it to save and stop is kept until the run can honour it; Python's own answer would be to die. And the
-time that the other ranks have to come to the start of MPI, which an import starts, is taken from the settings.
-A package that is not installed is one line. `--help`, `--version` and a mistyped argument load no MPI, which many login
-nodes forbid.
+A signal that requests saving and stopping is recorded until the run can handle it, because Python would otherwise
+terminate. The time limit for the other ranks to reach MPI's start, which an import triggers, is taken from the
+settings. A package that is not installed is reported in one line. `--help`, `--version` and mistyped arguments do not
+load MPI, which many login nodes forbid.
 """
 
 from __future__ import annotations
@@ -19,22 +19,27 @@ from typing import Any, NoReturn, TypeVar
 from mpitrain.errors import EXIT_DONE, InputError, refusal
 
 __version__ = "0.1.0"  # setup.cfg reads it from here
-START_TIMEOUT = "MPITRAIN_START_TIMEOUT"  # seconds that ranks have to come to the start of MPI
-LEAST = 20.0  # seconds: a limit for operations is not for imports, which take longer on some hosts than on others
-RANK_NAMES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")  # what launchers call the rank
-_NEEDED = ("h5py", "numpy", "pydantic", "rich", "tomli", "tomli_w", "torch", "zlib_ng")  # beside MPI's
+START_TIMEOUT = "MPITRAIN_START_TIMEOUT"  # environment variable: seconds within which all ranks must reach MPI's start
+LEAST = 20.0  # least value in seconds, because imports may take longer than the limit for operations
+RANK_NAMES = (
+    "OMPI_COMM_WORLD_RANK",
+    "PMI_RANK",
+    "PMIX_RANK",
+    "SLURM_PROCID",
+)  # variables in which launchers give the rank
+_NEEDED = ("h5py", "numpy", "pydantic", "rich", "tomli", "tomli_w", "torch", "zlib_ng")  # without MPI's packages
 _came: list[int] = []
 T = TypeVar("T")
 
-VERSION = f"mpitrain {__version__}"  # what --version prints
+VERSION = f"mpitrain {__version__}"  # text of --version
 
 
 class Parser(argparse.ArgumentParser):
-    """A command's parser, with --version, whose errors are one line, the same on all ranks.
+    """Parser of a command with --version, whose errors are one line, equal on all ranks.
 
     Args:
-        command: Name of the command, after `python -m mpitrain.`.
-        **options: As `argparse.ArgumentParser` has them.
+        command: Name of the command after `python -m mpitrain.`.
+        **options: Further arguments of `argparse.ArgumentParser`.
     """
 
     def __init__(self, command: str, **options: Any) -> None:
@@ -46,38 +51,38 @@ class Parser(argparse.ArgumentParser):
 
 
 def whole_number(text: str) -> int:
-    """Return the number that an argument gives, for argparse."""
+    """Return the positive integer in an argument, for argparse."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(text)
 
 
 def keep_signals() -> None:
-    """Keep a SIGUSR1 that comes from now on, for `asked`."""
+    """Record a SIGUSR1 that arrives from now on, for `asked`."""
     signal.signal(signal.SIGUSR1, lambda number, frame: _came.append(number))
 
 
 def asked() -> str:
-    """The name of the signal that came, or nothing."""
+    """Return the name of the signal that arrived, or ""."""
     return signal.Signals(_came[0]).name if _came else ""
 
 
 def allow(seconds: float) -> None:
-    """Give the other ranks so long to come to the start of MPI, unless the environment says how long they have."""
+    """Set the time limit for all ranks to reach MPI's start, in seconds, unless the environment has one."""
     os.environ.setdefault(START_TIMEOUT, str(max(seconds, LEAST)))
 
 
 def launched_first() -> bool:
-    """Whether a launcher gave this process the number 0, or there was none: it speaks for a job without MPI."""
+    """Return whether this process has rank 0 or no launcher, and therefore prints for the job before MPI runs."""
     return next((os.environ[name] for name in RANK_NAMES if name in os.environ), "0") == "0"
 
 
 def answer(arguments: Sequence[str], help_text: Callable[[], str]) -> None:
-    """End this process if it is asked for --help or --version, which the first rank prints.
+    """Exit if --help or --version is among the arguments; the first rank prints the text.
 
     Args:
-        arguments: Those of the command line.
-        help_text: Makes what --help prints.
+        arguments: Arguments of the command line.
+        help_text: Function that returns the text for --help.
     """
     asked = {"-h", "--help", "--version"} & set(arguments)
     if not asked:
@@ -88,19 +93,21 @@ def answer(arguments: Sequence[str], help_text: Callable[[], str]) -> None:
 
 
 def say(text: str) -> None:
-    """Tell a person something before MPI runs, once: the first rank does, on standard error."""
+    """Print a message on standard error before MPI runs, only on the first rank."""
     if launched_first():
         print(f"mpitrain: {text}", file=sys.stderr)
 
 
 def read_arguments(read: Callable[[], T]) -> T | None:
-    """Return what a command line says, before MPI is loaded. A mistake in it ends a process without a launcher.
+    """Return the parsed command line before MPI is loaded.
+
+    Without a launcher, a mistake in the command line ends the process.
 
     Args:
-        read: Reads the command line; raises InputError for a mistake.
+        read: Function that parses the command line, and raises InputError for a mistake.
 
     Returns:
-        The result of `read`; None for a mistake under a launcher, which rank 0 reports once MPI runs.
+        Result of `read`; None for a mistake under a launcher, which rank 0 reports once MPI runs.
     """
     try:
         return read()
@@ -112,10 +119,10 @@ def read_arguments(read: Callable[[], T]) -> T | None:
 
 
 def explain(line_for: Callable[[BaseException], str | None]) -> None:
-    """End this process with one line, said by the first rank, at an error that nothing catches.
+    """Report an uncaught error by one line of the first rank, and exit.
 
     Args:
-        line_for: Returns the line for an error; None for an error that Python is to report as it does.
+        line_for: Function that returns the line for an error, or None if Python should print its traceback.
     """
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -131,7 +138,7 @@ def explain(line_for: Callable[[BaseException], str | None]) -> None:
 
 
 def missing_package(error: BaseException) -> str | None:
-    """Return the line for a package that mpitrain needs and that is not installed; None for another error."""
+    """Return a line about a required package that is not installed; None for any other error."""
     if not isinstance(error, ModuleNotFoundError) or error.name not in _NEEDED:
         return None
     name = error.name.replace("_", "-")

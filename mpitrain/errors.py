@@ -1,7 +1,7 @@
-"""The errors mpitrain raises on purpose, each with the exit code it ends a job with.
+"""Errors that mpitrain raises deliberately, with the exit code that each gives a job.
 
-A message is one line: what is wrong, then how to mend it. A traceback is shown only for exceptions
-that are not in this file, because those are bugs (ours or the model's).
+A message is one line that says what is wrong and how to fix it. A traceback is printed only for exceptions that are not
+defined here, because they are bugs of mpitrain or of the model.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ if TYPE_CHECKING:
 EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
-EXIT_REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: saved, start me again
+EXIT_REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: the run is saved and can be started again
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
-# C0 and C1 controls, marks and overrides of the writing direction, line separators, and surrogates, which no terminal
-# and no encoding can show
+# C0 and C1 controls, marks and overrides of the writing direction, line separators, and surrogates, which cannot be
+# shown or encoded
 _UNPRINTABLE = re.compile("[\\x00-\\x1f\\x7f-\\x9f\\u061c\\u200e\\u200f\\u2028-\\u202e\\u2066-\\u2069\\ud800-\\udfff]")
 _LONG_WORD = re.compile(r"\S{301,}")
 _LONGEST_MESSAGE = 4000
 
 
 class MpitrainError(Exception):
-    """Base of every deliberate error.
+    """Base class of deliberate errors.
 
-    agreed: True when every rank raises the same error at the same point, so that rank 0 alone speaks and
-    all ranks may leave through the front door. False when this rank stands alone and the job is aborted.
+    agreed: True if every rank raises the same error at the same point, so that rank 0 alone prints it and all ranks
+    exit normally. False if this rank raises alone, which aborts the job.
     """
 
     exit_code = EXIT_FAILED
@@ -43,35 +43,35 @@ class MpitrainError(Exception):
 
 
 class InputError(MpitrainError):
-    """A configuration, path, data file or argument that the user can mend."""
+    """Error in a configuration, path, data file or argument, which the user can fix."""
 
     exit_code = EXIT_BAD_INPUT
 
 
 def refusal(message: str) -> InputError:
-    """The InputError that every rank raises at the same point (see `MpitrainError`)."""
+    """Return an InputError for every rank to raise at the same point (see `MpitrainError`)."""
     return InputError(message, agreed=True)
 
 
 class CommunicationError(MpitrainError):
-    """A collective was misused or did not complete: names the operation and what the ranks passed."""
+    """Misuse or failure of a collective; the message names the operation and the arguments of the ranks."""
 
 
 class CheckpointError(MpitrainError):
-    """A checkpoint that cannot be written or trusted."""
+    """Checkpoint that cannot be written, or is not valid."""
 
 
 class NothingLearned(MpitrainError):
-    """Training came to its end, and its last steps taught nothing."""
+    """End of a training run whose last steps learned nothing."""
 
 
 def printable(text: object, most: int | None = 200, *, as_text: bool = False) -> str:
-    r"""Return foreign text as it may be shown on a terminal: without characters that would control the terminal.
+    r"""Return text from outside with characters that would control a terminal replaced by escapes.
 
     Args:
-        text: A name, message or value that a file, another process or another user chose.
-        most: Characters after which a long value is cut, with `...` in place of the rest; None shows all of it.
-        as_text: Whether newlines and tabs stay; otherwise they appear as \n and \t, like other controls.
+        text: Name, message or value from a file, another process or another user.
+        most: Largest number of characters; a longer text is cut and ends in `...`. None means no limit.
+        as_text: If true, keep newlines and tabs; otherwise they appear as \n and \t, like other control characters.
     """
     shown = str(text)
     if most is not None and len(shown) > most:
@@ -84,14 +84,14 @@ def _escaped(letter: str, allowed: str) -> str:
 
 
 def tell(*lines: object) -> None:
-    """Print lines for a person on standard output, without anything that would control the terminal."""
+    """Print lines on standard output, with characters that would control the terminal replaced by escapes."""
     print(*(printable(line, None, as_text=True) for line in lines), sep="\n", flush=True)
 
 
 def message_of(error: BaseException) -> str:
-    """Return the message of an error for a terminal: printable, with values of thousands of characters shortened.
+    """Return the message of an error for a terminal, with very long values shortened.
 
-    It is one line, except for the table of ranks of a `CommunicationError`.
+    It is one line, except for a `CommunicationError`, whose message may contain a table of ranks.
     """
     text = _LONG_WORD.sub(lambda word: f"{word[0][:200]}...{word[0][-60:]}", str(error))
     if len(text) > _LONGEST_MESSAGE:
@@ -101,14 +101,14 @@ def message_of(error: BaseException) -> str:
 
 @contextmanager
 def refusing(what: str, mend: str, *, agreed: bool = False) -> Iterator[None]:
-    """Turn whatever a parser raises about the content of a file into an InputError of one line.
+    """Turn any exception that a parser raises about the content of a file into an InputError of one line.
 
-    For parsers that do not say what they raise. OSErrors, and errors that are ours already, pass.
+    Use it for parsers that do not document their exceptions. OSErrors and errors of mpitrain are not changed.
 
     Args:
-        what: The file, and what it is not, as "array x.npy is not a plain .npy array".
-        mend: How to fix it.
-        agreed: Whether every rank reads the same (see `MpitrainError`).
+        what: File and problem, such as "array x.npy is not a plain .npy array".
+        mend: Advice for the message.
+        agreed: True if every rank reads the same file (see `MpitrainError`).
     """
     try:
         yield
@@ -122,7 +122,7 @@ def refusing(what: str, mend: str, *, agreed: bool = False) -> Iterator[None]:
 
 
 def exit_code_of(act: Callable[[], int]) -> int:
-    """Do what a command that needs no ranks does; returns its exit code, and says in one line why it failed."""
+    """Run a command without ranks and return its exit code; an error is printed in one line."""
     try:
         return act()
     except MpitrainError as error:
@@ -140,7 +140,7 @@ def exit_code_of(act: Callable[[], int]) -> int:
 
 
 def first_problem(error: ValidationError) -> str:
-    """The first thing that is wrong in a file, in one line: where, and what is expected there."""
+    """Return the first problem of a file in one line: its place, and what is expected there."""
     problem = error.errors(include_url=False, include_input=False)[0]
     where = ".".join(str(part) for part in problem["loc"])
     text = problem["msg"].removeprefix("Value error, ")

@@ -1,7 +1,7 @@
-"""`mpirun -n N python -m mpitrain.evaluate RUN [--data PATH] [--section.key value]...`: how good a checkpoint is.
+"""`mpirun -n N python -m mpitrain.evaluate RUN [--data PATH] [--section.key value]...`: metrics of a checkpoint.
 
-RUN is a run folder, which is only read, or one of its checkpoints. Settings such as --parallel.tensor 2 say how the
-ranks share the work; those of the run's layout do not hold here.
+RUN is a run folder, which is only read, or one of its checkpoints. Settings such as --parallel.tensor 2 determine how
+the ranks share the work; the layout of the run is not used.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None, world: Communicator | None = None) -> int:
-    """Evaluate as the command line says. Collective.
+    """Evaluate a checkpoint as requested by the command line. Collective.
 
     Args:
-        argv: Its arguments; None: those of the command line.
-        world: The ranks; None: all of the job.
+        argv: Arguments; None for those of the process.
+        world: Ranks that take part; None for all ranks of the job.
 
     Returns:
-        The exit code.
+        Exit code.
     """
     words, flags = _divided(list(sys.argv[1:] if argv is None else argv))
     read = early.read_arguments(lambda: _options(words)) if world is None else None
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None, world: Communicator | None = None) -
 
     world = world or init()
     options = read or _options(words)
-    # as texts, which go to all ranks; "": the run as a whole
+    # as strings, which can be sent to all ranks; "" stands for None
     found = world.on_root(
         lambda: [str(p or "") for p in checkpoint_of(options.run, best=options.best, step=options.step)]
     )
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None, world: Communicator | None = None) -
 
 
 def _options(words: Sequence[str]) -> argparse.Namespace:
-    """Return the command's own arguments. Raises InputError on all ranks where they are wrong."""
+    """Return the command's own arguments. Raises InputError on all ranks if they are wrong."""
     options = parse(_parser(), words)
     if options.best and options.step is not None:
         raise refusal("--best and --step each name a checkpoint; give one of them")
@@ -84,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _divided(words: list[str]) -> tuple[list[str], list[str]]:
-    """(the command's own arguments, the settings among them: --section.key value)."""
+    """Return the command's own arguments, and the settings (--section.key value) among the words."""
     own, flags = list[str](), list[str]()
     while words:
         word = words.pop(0)
@@ -99,7 +99,7 @@ def _divided(words: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _tell(told: Evaluation, options: argparse.Namespace) -> None:
-    """Print the figures and write the files that are asked for. By one rank."""
+    """Print the metrics and write the requested files, on one rank."""
     split = options.split.replace("_", "-")
     tell(f"{told.checkpoint} on {counted(told.samples, f'{split} sample')} of {told.data or 'data.path'}")
     tell(aligned([(spoken(name), f"{value:.6g}") for name, value in told.figures.items()]))
@@ -111,7 +111,7 @@ def _tell(told: Evaluation, options: argparse.Namespace) -> None:
     try:
         if options.confusion is not None:
             with replacing(options.confusion) as aside, open(aside, "w", newline="", encoding="utf-8") as file:
-                table = csv.writer(file)  # a line for each right class, a column for each that was found
+                table = csv.writer(file)  # a line for each true class, a column for each predicted class
                 table.writerow(["right \\ found", *told.classes])
                 table.writerows([name, *row] for name, row in zip(told.classes, counts, strict=True))
         if options.json is not None:

@@ -1,10 +1,11 @@
-"""Trained models out of run folders and checkpoints, whatever layout they were written by. Loads no MPI.
+"""Loading of trained models from run folders and checkpoints of any layout, without MPI.
 
     model = mt.load_model("runs/a")                a plain module on the CPU, in fp32, with the trained weights
-    model = mt.load_model("runs/a", best=True)     of the checkpoint that checkpoint.best keeps
+    model = mt.load_model("runs/a", best=True)     from the checkpoint that checkpoint.best keeps
 
-A checkpoint says of its model what it takes to build it again: the value `task` has the [model] section and what the
-data look like to a model, as `task_values` makes it. One that does not is read beside RUN/config.toml and the data set.
+A checkpoint contains what is needed to build its model: the value `task` has the [model] section and the properties of
+the data that a model depends on, as returned by `task_values`. For a checkpoint without it, RUN/config.toml and the
+data set are read.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ from mpitrain.storage.run_folder import CHECKPOINTS, CONFIG
 
 
 def require_same_model(own: Mapping[str, Any], told: Mapping[str, Any], folder: Path, mend: str = "") -> None:
-    """Raise InputError where a checkpoint is of a gpt that computes something else than the run's.
+    """Raise InputError if a checkpoint's gpt model computes something else than the run's.
 
     Args:
-        own: The keys of [model] of the run.
-        told: Those that the checkpoint was trained with; empty where it does not say.
-        folder: Of the checkpoint.
-        mend: What to do about it; by default to train with the settings beside the checkpoint.
+        own: Keys of [model] of the run.
+        told: Keys of [model] that the checkpoint was trained with; empty if unknown.
+        folder: Folder of the checkpoint.
+        mend: Advice for the message; by default, to train with the settings beside the checkpoint.
     """
     if own.get("factory") or told.get("factory") or own["name"] != "gpt" or told.get("name") != "gpt":
         return
@@ -60,22 +61,25 @@ def require_same_model(own: Mapping[str, Any], told: Mapping[str, Any], folder: 
             raise refusal(f"{folder} is of a model with {key} {theirs}, and model.{key} is {mine}; {how}")
 
 
-TASK = "task"  # the value of a manifest that says what the model is
-BASE, LEFT_OUT = "base", "left_out"  # values of a checkpoint of adapters: what they are for, and its tensors' names
-_OF_ONE_SPLIT = ("split", "samples", "identity")  # of a description: what does not matter to a model
+TASK = "task"  # key of a manifest's value that describes the model
+BASE, LEFT_OUT = (
+    "base",
+    "left_out",
+)  # keys in a checkpoint of adapters: its base, and names of base tensors that are not saved
+_OF_ONE_SPLIT = ("split", "samples", "identity")  # fields of a description that a model does not depend on
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class SavedModel:
-    """A checkpoint, and what it says of its model.
+    """Checkpoint with the description of its model.
 
     Attributes:
-        folder: The checkpoint's.
-        manifest: What it holds.
-        section: The [model] section that the model was built by.
-        description: The data that it was trained on, as a model needs to know them.
-        trust: Whether code that lies in the run's folder may build the model.
+        folder: Folder of the checkpoint.
+        manifest: Contents of the checkpoint.
+        section: The [model] section that the model was built from.
+        description: Properties of the training data that the model depends on.
+        trust: If true, code in the run's folder may build the model.
     """
 
     folder: Path
@@ -86,24 +90,24 @@ class SavedModel:
 
     @property
     def run(self) -> Path:
-        """The folder of the run, or that of the checkpoint where it lies in none."""
+        """Folder of the run, or of the checkpoint if it is in no run folder."""
         return run_of(self.folder)
 
     @property
     def tokenizer(self) -> Path | None:
-        """The tokenizer of the data; None for bytes, and for what is no text."""
+        """Path of the data's tokenizer; None for bytes, and for data other than text."""
         found = (folder / TOKENIZER for folder in (self.folder, self.run))
         return next((path for path in found if path.is_file()), None)
 
     def build(self) -> Task:
-        """The model with new weights; under adapters with those that they were trained on.
+        """Return the model with new weights; a model with adapters gets the weights of their base.
 
-        torch's random generator is left as it was.
+        The state of torch's random generator is not changed.
 
         Raises:
-            InputError: The model cannot be built again, or what is under its adapters is not there as it was, or
-                its code came with the run and is not trusted.
-            CheckpointError: The checkpoint holds tensors that the model lacks.
+            InputError: The model cannot be built, or the base of its adapters is missing or has changed, or its code is
+                in the run's folder and not trusted.
+            CheckpointError: The checkpoint has tensors that the model lacks.
         """
         require_trusted(self.section, self.run, self.trust)
         base = self.manifest.values.get(BASE)
@@ -111,7 +115,7 @@ class SavedModel:
             section, about = self.section, base if isinstance(base, dict) else {}
             if isinstance(about.get("seed"), int):
                 torch.manual_seed(about["seed"])
-            kept = about.get("checkpoint")  # that the adapters are for, if it is still there
+            kept = about.get("checkpoint")  # checkpoint of the adapters' base, if it still exists
             if section.base and isinstance(kept, str) and Path(kept).is_dir():
                 section = section.model_copy(update={"base": kept})
             task = build_task(section, self.description)
@@ -123,7 +127,7 @@ class SavedModel:
         return task
 
     def load(self) -> Task:
-        """The trained model in eval mode."""
+        """Return the trained model in eval mode."""
         task = self.build()
         fill(task.module, self.folder, self.manifest)
         task.module.eval()
@@ -131,16 +135,26 @@ class SavedModel:
 
 
 def require_trusted(section: ModelSection, run: Path, trust: bool) -> None:
-    """Raise InputError where model.factory is code in the run's own folder, unless that is trusted."""
+    """Raise InputError if model.factory is code in the run's own folder, unless `trust` is true.
+
+    Args:
+        section: The [model] section.
+        run: Folder of the run.
+        trust: If true, allow code in the run's folder.
+    """
     if section.factory and not section.factory.startswith(PREFIX) and not trust:
         require_outside("model.factory", section.factory, run)
 
 
 def build_task(section: ModelSection, description: Description) -> Task:
-    """The model of a run, with new weights; with model.base its adapters are for the trained ones there.
+    """Return the model of a run with new weights; with model.base, adapters on the trained weights of that base.
+
+    Args:
+        section: The [model] section.
+        description: Properties of the training data.
 
     Raises:
-        InputError: It cannot be built, or the base is missing, or of another model.
+        InputError: The model cannot be built, or the base is missing or has another model.
         CheckpointError: The base is damaged.
     """
     if not section.base:
@@ -172,17 +186,17 @@ def build_task(section: ModelSection, description: Description) -> Task:
 
 
 def load_model(path: str | Path, *, best: bool = False, trust: bool = False) -> nn.Module:
-    """The trained model of a run, without anything of mpitrain's around it: on the CPU, in fp32, in eval mode.
+    """Return the trained model of a run as a plain module on the CPU, in fp32 and in eval mode.
 
-    No MPI is started. Code of your own that built the model (`model.factory`) must be there to be imported.
+    MPI is not started. If your own code built the model (`model.factory`), Python must be able to import it.
 
     Args:
-        path: A run folder, of which the newest whole checkpoint is taken, or one step-... folder.
-        best: Of a run folder, take the checkpoint that checkpoint.best keeps instead.
-        trust: Import `model.factory` also where its module lies in the run's folder, which runs the code there.
+        path: A run folder, whose newest whole checkpoint is used, or one step-... folder.
+        best: If true, use the checkpoint of the run folder that checkpoint.best keeps.
+        trust: If true, import `model.factory` even if its module is in the run's folder, which executes that code.
 
     Raises:
-        InputError: There is no such checkpoint, or the model cannot be built again, or its code is not trusted.
+        InputError: There is no such checkpoint, the model cannot be built, or its code is not trusted.
         CheckpointError: The checkpoint is damaged, or holds another model.
     """
     task, _ = load_task(path, best=best, trust=trust)
@@ -190,13 +204,24 @@ def load_model(path: str | Path, *, best: bool = False, trust: bool = False) -> 
 
 
 def load_task(path: str | Path, *, best: bool = False, trust: bool = False) -> tuple[Task, Description]:
-    """The trained model of a run with its loss, as `load_model`, and what its data look like to a model."""
+    """Return the trained model of a run with its loss, and the properties of its data. See `load_model`.
+
+    Args:
+        path: A run folder, whose newest whole checkpoint is used, or one step-... folder.
+        best: If true, use the checkpoint of the run folder that checkpoint.best keeps.
+        trust: If true, import `model.factory` even if its module is in the run's folder.
+    """
     task, saved = first_whole(candidates(path, best=best), lambda folder: load_folder(folder, trust=trust))
     return task, saved.description
 
 
 def load_folder(folder: Path, *, trust: bool = False) -> tuple[Task, SavedModel]:
-    """The trained model of one checkpoint, and what that says of it. trust: see `load_model`."""
+    """Return the trained model of one checkpoint, and the checkpoint's description of it.
+
+    Args:
+        folder: Folder of the checkpoint.
+        trust: See `load_model`.
+    """
     saved = saved_in(folder, trust=trust)
     return saved.load(), saved
 
@@ -205,22 +230,26 @@ def load_weights(module: nn.Module, path: str | Path) -> None:
     """Fill a module's parameters and buffers from a checkpoint, in place.
 
     Args:
-        module: The model that was trained, or the part of it that a rank has after `mt.parallelize` or in a pipeline.
+        module: Model that was trained, or the part of it that a rank has after `mt.parallelize` or in a pipeline.
         path: A run folder, or one step-... folder.
 
     Raises:
         InputError: There is no checkpoint.
-        CheckpointError: The checkpoint is damaged, or lacks a tensor, or has it in another shape.
+        CheckpointError: The checkpoint is damaged, lacks a tensor, or has a tensor in another shape.
     """
     first_whole(candidates(path), lambda folder: fill(module, folder, contents.whole(folder)))
 
 
 def saved_in(folder: Path, *, trust: bool = False) -> SavedModel:
-    """What a checkpoint says of its model; no weights are read. trust: see `load_model`.
+    """Return the description of a checkpoint's model, without reading weights.
+
+    Args:
+        folder: Folder of the checkpoint.
+        trust: See `load_model`.
 
     Raises:
-        InputError: It says nothing, and there is no run around it that would.
-        CheckpointError: It is not whole.
+        InputError: The checkpoint has no description, and there is no run folder to take it from.
+        CheckpointError: The checkpoint is not whole.
     """
     manifest = contents.whole(folder)
     if TASK in manifest.values:
@@ -231,9 +260,11 @@ def saved_in(folder: Path, *, trust: bool = False) -> SavedModel:
 
 
 def candidates(path: str | Path, *, best: bool = False) -> list[Path]:
-    """The checkpoint folders that a path means, newest first. Raises InputError where there are none.
+    """Return the checkpoint folders that a path refers to, newest first. Raises InputError if there are none.
 
-    best: The one that checkpoint.best keeps, alone.
+    Args:
+        path: A run folder, or one step-... folder.
+        best: If true, return only the checkpoint that checkpoint.best keeps.
     """
     path = Path(path)
     if best:
@@ -244,15 +275,15 @@ def candidates(path: str | Path, *, best: bool = False) -> list[Path]:
 
 
 def first_whole(folders: Sequence[Path], act: Callable[[Path], T], say: Callable[[str], object] = warnings.warn) -> T:
-    """What `act` makes of the first of some checkpoints that is whole.
+    """Return the result of `act` for the first checkpoint that is whole.
 
     Args:
-        folders: At least one.
-        act: Raises CheckpointError for one that is not.
-        say: Told where that is not the first.
+        folders: Checkpoint folders, at least one.
+        act: Function that raises CheckpointError for a checkpoint that is not whole.
+        say: Function called with a message if an older checkpoint was used.
 
     Raises:
-        CheckpointError: None of them is whole: of the first, what is wrong with it.
+        CheckpointError: No checkpoint is whole; the error is that of the first.
     """
     first: CheckpointError | None = None
     for folder in folders:
@@ -269,7 +300,12 @@ def first_whole(folders: Sequence[Path], act: Callable[[Path], T], say: Callable
 
 
 def task_values(section: ModelSection, description: Description) -> dict[str, Any]:
-    """What a checkpoint keeps as its value `task`, for `saved_in`."""
+    """Return the value `task` of a checkpoint, which `saved_in` reads.
+
+    Args:
+        section: The [model] section.
+        description: Properties of the training data.
+    """
     data = {f.name: getattr(description, f.name) for f in fields(description) if f.name not in _OF_ONE_SPLIT}
     if description.columns is not None:
         data["columns"] = [spec.model_dump(mode="json") for spec in description.columns]
@@ -278,7 +314,7 @@ def task_values(section: ModelSection, description: Description) -> dict[str, An
 
 
 def _said(folder: Path, manifest: Manifest) -> tuple[ModelSection, Description]:
-    """The model's section and the data's description that a manifest has."""
+    """Return the model's section and the data's description stored in a manifest."""
     try:
         model, data = manifest.values[TASK]["model"], dict(manifest.values[TASK]["data"])
         known = {f.name for f in fields(Description)}
@@ -298,7 +334,7 @@ def _said(folder: Path, manifest: Manifest) -> tuple[ModelSection, Description]:
 
 
 def _of_run(folder: Path) -> tuple[ModelSection, Description]:
-    """The same of a checkpoint that says nothing, from the settings of its run and the data set."""
+    """Return the model's section from the settings of a checkpoint's run, and the description of its data set."""
     settings = run_of(folder) / CONFIG
     if not settings.is_file():
         raise InputError(
@@ -315,19 +351,26 @@ def _of_run(folder: Path) -> tuple[ModelSection, Description]:
 
 
 def run_of(folder: Path) -> Path:
-    """The run folder that a checkpoint lies in; the checkpoint itself where it lies in none."""
+    """Return the run folder that contains a checkpoint, or the checkpoint itself if there is none."""
     root = Path(os.path.abspath(folder)).parent
     return root.parent if root.name == CHECKPOINTS else folder
 
 
 def fill(module: nn.Module, folder: Path, manifest: Manifest) -> None:
-    """Fill the parameters and buffers of a module, or of a rank's part of one, from a checkpoint of any layout.
+    """Fill the parameters and buffers of a module, or of a rank's part of it, from a checkpoint of any layout.
+
+    Args:
+        module: Module to fill in place.
+        folder: Folder of the checkpoint.
+        manifest: Contents of the checkpoint.
 
     Raises:
         CheckpointError: Bytes are damaged, or the tensors are not those of the module.
     """
     parts: list[Part] = []
-    beside: list[tuple[torch.Tensor, torch.Tensor]] = []  # tensors that cannot be read into, and what is
+    beside: list[
+        tuple[torch.Tensor, torch.Tensor]
+    ] = []  # tensors that cannot be read into directly, and the tensors that are read instead
     for name, tensor in _wanted(module, manifest):
         source = source_of(manifest, MODEL + name, tensor.dtype)
         spec = manifest.tensors.get(source)
@@ -349,7 +392,7 @@ def fill(module: nn.Module, folder: Path, manifest: Manifest) -> None:
 
 
 def _require_known(module: nn.Module, folder: Path, manifest: Manifest) -> None:
-    """Raise CheckpointError unless a whole module has a place for each of the model's tensors in a checkpoint."""
+    """Raise CheckpointError if a whole module lacks one of the model's tensors in a checkpoint."""
     known = {MODEL + name for name, _ in _wanted(module, manifest)}
     lacking = sorted(name for name in manifest.tensors if name.startswith(MODEL) and name not in known)
     if lacking:
@@ -360,15 +403,15 @@ def _require_known(module: nn.Module, folder: Path, manifest: Manifest) -> None:
 
 
 def _wanted(module: nn.Module, manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a module that a checkpoint is to have, under the names that it has them under."""
+    """Yield the tensors of a module that a checkpoint must have, with their names in the checkpoint."""
     tied = manifest.values.get("tied", {})
     kept = set(module.state_dict(keep_vars=True))
     left_out = set(manifest.values.get(LEFT_OUT, ()))
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if isinstance(tensor, nn.Parameter):
             if name in left_out and not tensor.requires_grad:
-                continue  # the model brings it along
+                continue  # frozen base weight that is not saved
         elif name not in kept:
-            continue  # a buffer that is computed, not saved
+            continue  # non-persistent buffer
         saved = name if MODEL + name in manifest.tensors else tied.get(name, name)
         yield saved, tensor

@@ -1,4 +1,7 @@
-"""`python -m mpitrain.plan [CONFIG.toml] --nodes 4 --ranks-per-node 8`: the best layouts, before a job, without MPI."""
+"""`python -m mpitrain.plan [CONFIG.toml] --nodes 4 --ranks-per-node 8`: finds the fastest layouts before a job.
+
+It needs no MPI.
+"""
 
 from __future__ import annotations
 
@@ -25,19 +28,19 @@ from mpitrain.planner.search import COUNT, SIMULATED, best, excess_of
 from mpitrain.planner.subject import description_of
 from mpitrain.storage.disk import reporting, write_whole
 
-OWN = "config"  # --explain: the layout that the configuration asks for
-MACHINE = "machine.toml"  # where --measure leaves a profile
+OWN = "config"  # value of --explain for the configuration's own layout
+MACHINE = "machine.toml"  # default file of a profile written by --measure
 MEASURE = "--measure"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command.
+    """Run the command line.
 
     Args:
-        argv: Its arguments; None: those of the command line. After --measure: those of `measuring.machine`.
+        argv: Arguments; None for those of the process. With --measure, the others are those of `measuring.machine`.
 
     Returns:
-        The exit code: 2 for wrong input, also where no layout fits.
+        Exit code, which is 2 for wrong input and if no layout fits.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if MEASURE not in arguments:
@@ -65,7 +68,7 @@ def _plan(argv: Sequence[str]) -> int:
     out = Path(options.out or "plan.toml") if options.out or not (options.explain or ranks) else None
     if out is not None and any(Path(word) == out for word in rest if not word.startswith("-")):
         raise refusal(f"--out {out} is the configuration that is planned for; give another file")
-    from mpitrain.planner.profile import profile_of  # loads what takes seconds
+    from mpitrain.planner.profile import profile_of  # its imports take seconds
 
     if not options.machine and not Path(MACHINE).is_file():
         raise refusal(
@@ -82,7 +85,7 @@ def _plan(argv: Sequence[str]) -> int:
     predictor = Predictor(model, machine, nodes, each, options.memory, bucket_mb=config.comm.bucket_mb)
     if options.explain:
         chosen = asked or layouts.layout_of(config, nodes * each, model.blocks(1))
-        told = details(predictor.predict(chosen), predictor.room())  # raises InputError where it is impossible
+        told = details(predictor.predict(chosen), predictor.room())  # raises InputError if it is impossible
         if (excess := excess_of(predictor, chosen)) is not None:
             told += f"\n\ndoes not fit:\n{refused([excess])}"
         print(told)
@@ -102,7 +105,15 @@ def _plan(argv: Sequence[str]) -> int:
 def scaled(
     options: argparse.Namespace, model: ModelProfile, machine: MachineProfile, rules: LayoutRules, out: Path | None
 ) -> None:
-    """Print the best layouts at several numbers of nodes, and draw them. Raises InputError where that is impossible."""
+    """Print the best layouts for several numbers of nodes, and draw them. Raises InputError if that is impossible.
+
+    Args:
+        options: Options of the command line.
+        model: Profile of the model.
+        machine: Profile of the machine.
+        rules: Rules that layouts must follow.
+        out: File for the picture, or None.
+    """
     nodes = [count // options.ranks_per_node for count in sorted(set(options.scale))]
     lines: dict[bool, list[Point]] = {False: [], True: []}
     for weak, points in lines.items():
@@ -122,7 +133,16 @@ def scaled(
 
 
 def write(config: Config, layout: ParallelLayout, out: Path) -> None:
-    """Write a configuration with the settings of a layout. Raises InputError where the file cannot be written."""
+    """Write a configuration with the settings of a layout.
+
+    Args:
+        config: Configuration to start from.
+        layout: Layout whose settings replace those of the configuration.
+        out: Path of the file.
+
+    Raises:
+        InputError: The file cannot be written.
+    """
     values = config.to_dict()
     for section, settings in layouts.settings(layout).items():
         values[section].update(settings)

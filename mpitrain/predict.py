@@ -1,7 +1,7 @@
-"""`python -m mpitrain.predict RUN INPUT --out FILE`: what a trained model says of samples.
+"""`python -m mpitrain.predict RUN INPUT --out FILE`: predictions of a trained model for samples.
 
-The lines of FILE (.csv, .jsonl or .npz) are in the order of INPUT. One process needs no MPI; of several ranks
-(`mpirun -n 4 python -m mpitrain.predict ...`) each has the whole model, and takes its part of the samples.
+The lines of FILE (.csv, .jsonl or .npz) are in the order of INPUT. A single process needs no MPI. With several ranks
+(`mpirun -n 4 python -m mpitrain.predict ...`) each has the whole model and processes a part of the samples.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Do what the command line says; returns the exit code."""
+    """Run the command line and return the exit code."""
     arguments = parse(_parser(), argv)
     return run_as_job(lambda job: _run(arguments, job))
 
@@ -55,7 +55,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _samples(arguments: argparse.Namespace, saved: SavedModel) -> Samples:
-    """What is to be predicted."""
+    """Return the samples to predict."""
     from mpitrain.data.sources.documents import TextFields
     from mpitrain.inference.inputs import Texts, open_samples
     from mpitrain.inference.prompts import codec_of, is_texts
@@ -85,7 +85,7 @@ def _run(arguments: argparse.Namespace, job: Job) -> int:
     module = task.module.to(device)
 
     def rows_of(lo: int, hi: int) -> np.ndarray:
-        """Of each sample but those left out its number, and what is told of it."""
+        """Return a row per sample in [lo, hi) that was not left out: its number, followed by its prediction."""
         numbers, x, y = samples.read(lo, hi) if lo < hi else (np.empty(0), np.empty(0), None)
         if len(numbers) == 0:
             return np.empty((0, 1 + told.width))
@@ -107,7 +107,9 @@ def _run(arguments: argparse.Namespace, job: Job) -> int:
                 write(found[:, 0].astype(np.int64).tolist(), found[:, 1:])
         if count == 0 and arguments.skip_bad:
             raise refusal(f"{arguments.input} has nothing but {samples.called}; give others")
-    if bad := sorted(set(job.gathered(samples.left_out))):  # every rank reads all of a table
+    if bad := sorted(
+        set(job.gathered(samples.left_out))
+    ):  # every rank reads the whole table, so ranks may report the same row
         job.say(f"left out {len(bad)} {samples.called}, such as {bad[0][1]}")
     job.say(f"{count} samples in {arguments.out}")
     return EXIT_DONE

@@ -1,9 +1,9 @@
-"""`python -m mpitrain.report RUN [RUN...] [--out FILE.html] [--png DIR]`: what runs did, from their folders.
+"""`python -m mpitrain.report RUN [RUN...] [--out FILE.html] [--png DIR]`: report of runs from their folders.
 
-`--watch` shows one run while it goes on. `python -m mpitrain.report timeline RUN` makes recorded timelines again, and
-`python -m mpitrain.report schedule` draws what a pipeline schedule would do (`--help` lists the options).
+`--watch` shows a run while it goes on. `python -m mpitrain.report timeline RUN` merges recorded timelines again, and
+`python -m mpitrain.report schedule` draws a pipeline schedule (`--help` lists the options).
 
-Needs neither MPI nor torch, but for schedules; charts need altair and vl-convert (`pip install "mpitrain[monitor]"`).
+Neither MPI nor torch is needed; charts need altair and vl-convert (`pip install "mpitrain[monitor]"`).
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from pathlib import Path
 from mpitrain.early import VERSION
 from mpitrain.errors import EXIT_DONE, InputError, exit_code_of, tell
 
-Run = Callable[[argparse.Namespace], int | None]  # the exit code; None where all is well
+Run = Callable[[argparse.Namespace], int | None]  # returns the exit code, or None for success
 _PROGRAM = "python -m mpitrain.report"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command.
+    """Run the command line.
 
     Args:
-        argv: Run folders and options, or the word schedule or timeline and theirs; without it those of the command
-            line.
+        argv: Run folders and options, or the word schedule or timeline and its arguments; None for the process's
+            arguments.
 
     Returns:
-        The exit code.
+        Exit code.
     """
     argv = sys.argv[1:] if argv is None else argv
     makers = {"schedule": _of_schedules, "timeline": _of_timelines}
@@ -71,7 +71,7 @@ def _of_timelines() -> tuple[argparse.ArgumentParser, Run]:
 
 
 def _report(arguments: argparse.Namespace) -> int | None:
-    """Print what runs did, or write it as a page or pictures, or show one that goes on."""
+    """Print a report of runs, write it as a page or pictures, or show a run that goes on."""
     folders: list[Path] = arguments.runs
     if arguments.watch or arguments.once:
         from mpitrain.monitor.watch import run
@@ -84,7 +84,11 @@ def _report(arguments: argparse.Namespace) -> int | None:
 
         tell(summary(folders[0]))
         return None
-    from mpitrain.monitor.report.findings import Named, comparison, short_names  # NumPy, which a summary does without
+    from mpitrain.monitor.report.findings import (
+        Named,
+        comparison,
+        short_names,
+    )  # imports NumPy, which a summary does not need
     from mpitrain.monitor.report.reading import read_run
 
     if arguments.out or arguments.png:

@@ -1,10 +1,10 @@
-"""The main job: `mpirun -n 8 python -m mpitrain.train [CONFIG.toml] [--section.key value]...`"""
+"""Main training job: `mpirun -n 8 python -m mpitrain.train [CONFIG.toml] [--section.key value]...`"""
 
 from __future__ import annotations
 
 import sys
 
-if __name__ == "__main__":  # before the other imports, which take seconds, and load MPI
+if __name__ == "__main__":  # before the other imports, which take seconds and load MPI
     from mpitrain import early
 
     early.keep_signals()
@@ -21,7 +21,11 @@ from mpitrain.trainer.trainer import Trainer
 
 
 def main(config: Config | None = None) -> int:
-    """Train as the command line says; returns the exit code. config: What it says, where that was read already."""
+    """Train, and return the exit code.
+
+    Args:
+        config: Configuration of the command line, if it was already read.
+    """
     trainer = Trainer(config or (lambda: Config.from_args(sys.argv[1:])), world=init())
     code = trainer.fit()
     if trainer.config.elastic.mode != "off":

@@ -22,10 +22,10 @@ USAGE = "usage: mpirun -n N python -m mpitrain.backend [-m] SCRIPT [ARGUMENTS...
 
 
 def main(arguments: list[str]) -> None:
-    """Run the script.
+    """Run a script or module as `__main__`, with a process group over MPI.
 
     Args:
-        arguments: -m where a module is to be run, the script or module, and its arguments.
+        arguments: Optional "-m", the script or module, and its arguments.
     """
     early.answer(arguments[:1], lambda: f"{__doc__}\n{USAGE}")
     early.read_arguments(lambda: _script(arguments))
@@ -46,16 +46,16 @@ def main(arguments: list[str]) -> None:
             runpy.run_path(script, run_name="__main__")
     except SystemExit as leaving:
         code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
-        if code and world.size > 1:  # the other ranks may still wait for this one
+        if code and world.size > 1:  # other ranks may still be waiting for this one
             reason = leaving.code if isinstance(leaving.code, str) else f"left with exit code {code}"
             world.process.faults.end_job(f"mpitrain: rank {world.rank}: {reason}", code)
         raise
 
 
 def _script(arguments: list[str]) -> tuple[bool, list[str]]:
-    """Return whether a module is to be run, and it or the script with its arguments.
+    """Return whether to run a module, and a list of the script or module and its arguments.
 
-    Raises InputError on all ranks where there is none.
+    Raises InputError on all ranks if there is no such script.
     """
     as_module = arguments[:1] == ["-m"]
     words = arguments[1:] if as_module else arguments

@@ -1,8 +1,8 @@
-"""The many forms in which torch hands arguments to a process group, as one; and their checks.
+"""Normalization and checks of the arguments that torch passes to a process group, which have many forms.
 
-Tensors become what the communicator takes: detached, contiguous, of a type it knows. Types that it does not reduce
-(fp8, unsigned 16 to 64 bits) travel as bytes. An operation on tensors that wrap others becomes one for each inner
-tensor, issued as one.
+Tensors are converted to a form that the communicator accepts: detached, contiguous, of a known type. Types that it
+cannot reduce (fp8, unsigned 16 to 64 bits) are moved as bytes. An operation on tensors that wrap other tensors becomes
+one operation for each inner tensor, issued as one.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ Tensors = Sequence[torch.Tensor]
 
 
 def listed(tensors: Any) -> list[torch.Tensor]:
-    """The tensors as a list, also where one alone was given."""
+    """Return the tensors as a list; a single tensor becomes a list of one."""
     return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
 
 
 def flat_list(lists: Any) -> list[torch.Tensor]:
-    """A list of tensors, given as such or inside another list, which may be empty."""
+    """Return a list of tensors that was passed as such or inside another list; the outer list may be empty."""
     if lists and not isinstance(lists[0], torch.Tensor):
         lists = lists[0]
     return list(lists or [])
 
 
 def options(given: Any, kind: Callable[[], Any], op: Any = None, *_: Any) -> Any:
-    """Return the options of an operation.
+    """Return the options object of an operation, from any of the forms in which torch passes it.
 
     Args:
-        given: The options; in their place may stand the root, the reduction operation, or None.
-        kind: Makes options.
-        op: The reduction operation, where the root was given.
+        given: Options, or instead of them the root, the reduction operation or None.
+        kind: Class of the options.
+        op: Reduction operation, if `given` is the root.
     """
     if hasattr(given, "timeout"):
         return given
@@ -56,16 +56,16 @@ def options(given: Any, kind: Callable[[], Any], op: Any = None, *_: Any) -> Any
 
 
 def check_length(comm: Communicator, name: str, which: str, lists: Sequence[Tensors]) -> None:
-    """Make sure that each list has a tensor for each rank, all of one type.
+    """Check that each list has one tensor per rank, all of one dtype.
 
     Args:
-        comm: The group's communicator.
-        name: The operation's name in messages.
-        which: What the lists are called there.
-        lists: The lists.
+        comm: Communicator of the group.
+        name: Name of the operation in messages.
+        which: Name of the lists in messages, "input" or "output".
+        lists: Lists of tensors.
 
     Raises:
-        ArgumentError: One has not.
+        ArgumentError: A list has another length or several dtypes.
     """
     for tensors in lists:
         if len(tensors) != comm.size:
@@ -75,16 +75,16 @@ def check_length(comm: Communicator, name: str, which: str, lists: Sequence[Tens
 
 
 def check_splits(comm: Communicator, which: str, tensor: torch.Tensor, rows: Sequence[int]) -> None:
-    """Make sure that the rows for each rank sum to the tensor's.
+    """Check that the rows for all ranks sum to the rows of the tensor.
 
     Args:
-        comm: The group's communicator.
-        which: What the tensor is called in messages.
-        tensor: The tensor whose dimension 0 is divided.
-        rows: How many rows go to each rank; empty where all get equally many.
+        comm: Communicator of the group.
+        which: Name of the tensor in messages, "input" or "output".
+        tensor: Tensor that is divided along dimension 0.
+        rows: Number of rows for each rank; empty if all get the same number.
 
     Raises:
-        ArgumentError: They do not.
+        ArgumentError: They do not, or the tensor cannot be divided evenly.
     """
     length = tensor.shape[0] if tensor.dim() else 1
     if rows and (len(rows) != comm.size or sum(rows) != length):
@@ -100,10 +100,10 @@ def check_splits(comm: Communicator, which: str, tensor: torch.Tensor, rows: Seq
 
 
 def by_inner_tensors(method: Callable[..., dist.Work]) -> Callable[..., Any]:
-    """Have a method of a process group called once for each inner tensor of the tensors that it is given.
+    """Wrap a method of a process group, so that tensors made of others become one call per inner tensor.
 
     Args:
-        method: Takes tensors, and lists of them of any depth.
+        method: Method whose arguments are tensors, or nested lists of tensors.
     """
 
     @functools.wraps(method)
@@ -125,14 +125,14 @@ def by_inner_tensors(method: Callable[..., dist.Work]) -> Callable[..., Any]:
 
 
 def _part(value: Any, number: int) -> Any:
-    """Return a value with inner tensor `number` in place of each tensor."""
+    """Return a copy of the value in which each tensor is replaced by its inner tensor `number`."""
     if isinstance(value, torch.Tensor):
         return inner_tensors(value)[number]
     return [_part(one, number) for one in value] if isinstance(value, list | tuple) else value
 
 
 def detached(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's values without its history, none of them lazily conjugated or negated."""
+    """Return the tensor without autograd history, and not lazily conjugated or negated."""
     plain = tensor.detach()
     if plain.is_conj() or plain.is_neg():
         plain = plain.resolve_conj().resolve_neg()
@@ -140,26 +140,26 @@ def detached(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def known(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor as one of a type the communicator moves, over the same memory."""
+    """Return a view of a contiguous tensor in an element type that the communicator can move: its own, or bytes."""
     return tensor if tensor.dtype in DTYPES else tensor.reshape(-1).view(torch.uint8)
 
 
 def to_read(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's elements in order, to be moved: itself, or a copy if it is not contiguous."""
+    """Return a tensor's elements in order, in a form that can be moved: its own memory, or a copy."""
     return known(detached(tensor).contiguous())
 
 
 class Written:
-    """A tensor to write into: `buffer` takes the elements in order, `land()` brings them home if it is a copy."""
+    """Destination tensor of an operation, which writes to `buffer`; `land()` then copies to the tensor if needed."""
 
     __slots__ = ("_home", "buffer", "whole")
 
     def __init__(self, tensor: torch.Tensor, *, keep: bool = False) -> None:
-        """Take the tensor's memory, or other memory in its place.
+        """Use the tensor's memory if it is contiguous, else new memory.
 
         Args:
-            tensor: Where the values are to go.
-            keep: Whether what it holds now is read, too.
+            tensor: Destination.
+            keep: If true, the new memory starts with the tensor's values, for operations that also read them.
         """
         home = tensor.detach()
         if home.is_contiguous() and not home.is_conj() and not home.is_neg():
@@ -172,13 +172,13 @@ class Written:
         self.buffer = known(self.whole)
 
     def land(self) -> None:
-        """Copy the values into the tensor, where other memory took its place."""
+        """Copy the values to the tensor, unless they are already in its memory."""
         if self._home is not None:
             self._home.copy_(self.whole)
 
 
 class Blocks:
-    """Tensors one after the other in one buffer: themselves where they lie so already, else copies."""
+    """Tensors one after the other in one buffer: their own memory if they are adjacent there, else copies."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = [t.detach() for t in tensors]
@@ -194,33 +194,33 @@ class Blocks:
 
     @property
     def even(self) -> bool:
-        """Whether all tensors have equally many elements."""
+        """True if all tensors have the same number of elements."""
         return len(set(self.sizes)) == 1
 
     def _parts(self) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
-        """The tensors and their places in the buffer; none where they lie in it themselves."""
+        """Return pairs of each tensor and its copy in the buffer; empty if the buffer is the tensors' own memory."""
         if self._together:
             return []
         pieces = torch.split(self.whole, [t.numel() for t in self._tensors])
         return [(tensor, piece.view(tensor.shape)) for tensor, piece in zip(self._tensors, pieces, strict=True)]
 
     def collect(self) -> None:
-        """Copy the tensors into the buffer."""
+        """Copy the tensors to the buffer."""
         for tensor, piece in self._parts():
             piece.copy_(tensor)
 
     def spread(self) -> None:
-        """Copy the buffer into the tensors."""
+        """Copy the buffer to the tensors."""
         for tensor, piece in self._parts():
             tensor.copy_(piece)
 
 
 def row_counts(tensor: torch.Tensor, rows: Sequence[int]) -> list[int] | None:
-    """Elements of each rank's block; None where all are equal.
+    """Return the number of elements of each rank's block; None if all blocks are equal.
 
     Args:
-        tensor: What is divided along dimension 0.
-        rows: The rows of each rank; empty where all get equally many.
+        tensor: Tensor that is divided along dimension 0.
+        rows: Number of rows for each rank; empty if all get the same number.
     """
     if not rows:
         return None
@@ -229,7 +229,7 @@ def row_counts(tensor: torch.Tensor, rows: Sequence[int]) -> list[int] | None:
 
 
 def _width(tensor: torch.Tensor) -> int:
-    """Elements that `known` makes of one."""
+    """Return how many elements `known` makes of one element."""
     return 1 if tensor.dtype in DTYPES else tensor.element_size()
 
 

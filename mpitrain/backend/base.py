@@ -1,10 +1,10 @@
-"""The parts of a process group that torch expects besides operations: errors, a store, names; differences of releases.
+"""The parts of a process group that torch expects besides operations: errors, a store and names.
 
-What goes wrong in a process group is a RuntimeError, too, and a wrong argument a ValueError. torch's other backends
-find each other by a store that the ranks share, over a port of rank 0's. Ours need none. A store of each process for
-itself would leave whoever waits in it for another rank's word waiting for ever.
+Errors of a process group are also RuntimeErrors, and errors in arguments also ValueErrors, as in torch's own backends.
+Those backends let ranks find each other by a shared store at a port of rank 0. This backend needs none. Its store
+raises an error at each use: a store local to each process would let a caller wait for ever for another rank's entry.
 
-Tested with 2.12.1, 2.13.0 and 2.14.1; 2.12 words some messages of its tests otherwise, and nothing else differs.
+Tested with PyTorch 2.12.1, 2.13.0 and 2.14.1. In 2.12 some messages of PyTorch's tests differ, nothing else.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 
 class GroupError(CommunicationError, RuntimeError):
-    """An operation of a process group was misused or did not complete."""
+    """Error of a process-group operation that was misused or did not complete."""
 
 
 class ArgumentError(InputError, ValueError):
-    """An argument that a process group cannot work with."""
+    """Error in an argument of a process group."""
 
 
 def translation(error: BaseException) -> BaseException:
-    """The communicator's error as one of a process group; another error as it is."""
+    """Return the process-group error for an error of the communicator; return any other error unchanged."""
     if isinstance(error, CommunicationError) and not isinstance(error, GroupError):
         return GroupError(str(error), agreed=error.agreed)
     if isinstance(error, InputError) and not isinstance(error, ArgumentError):
@@ -38,7 +38,7 @@ def translation(error: BaseException) -> BaseException:
 
 
 class NoStore(dist.Store):
-    """Raises GroupError for every use."""
+    """Store that raises GroupError at every use."""
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise GroupError(
@@ -52,13 +52,14 @@ class NoStore(dist.Store):
     getNumKeys = deleteKey = compareSet = multiGet = multiSet = hasExtendedApi = _refuse  # as C++ calls them
 
 
-_ProcessGroup: Any = Any if TYPE_CHECKING else dist.ProcessGroup  # its stubs name every parameter
+_ProcessGroup: Any = Any if TYPE_CHECKING else dist.ProcessGroup  # torch's stubs fix the name of every parameter
 
 
 class Base(_ProcessGroup):
-    """What torch asks a process group beside the operations. It would look into registered backends; we have none.
+    """Methods, other than operations, that torch calls on a process group.
 
-    Python code calls the names with underscores and the properties, C++ the ones in its own style.
+    torch's own versions look into registered backends, of which this class has none. Python code calls the names with
+    underscores and the properties; C++ code calls the names in camel case.
     """
 
     def getBackendName(self) -> str:
@@ -66,11 +67,11 @@ class Base(_ProcessGroup):
         return "mpitrain"
 
     def getGroupName(self) -> str:
-        """The group's name."""
+        """Return the name of the group."""
         return self._name
 
     def setGroupName(self, name: str) -> None:
-        """Change the group's name."""
+        """Change the name of the group."""
         self._name = name
 
     _set_group_name = setGroupName
@@ -82,7 +83,7 @@ class Base(_ProcessGroup):
         return [torch.device("cpu"), *([] if found is None else [torch.device(found.type)])]
 
     def get_group_store(self) -> dist.Store:
-        """The store that torch has given the group."""
+        """Return the store that torch passed to the group."""
         return self._store
 
     def _get_backend(self, device: torch.device) -> Base:

@@ -1,13 +1,13 @@
-"""The collectives of a process group: each method checks, converts and calls the communicator.
+"""The collectives of a process group. Each method checks and converts its arguments and calls the communicator.
 
-Ranks are those of the group; options are torch's. PREMUL_SUM is a sum of scaled values. Bitwise operations and sparse
-sums gather every rank's values and combine them on the spot: they are for masks and embeddings, not for large dense
-data.
+Ranks are ranks of the group; options are torch's. PREMUL_SUM is a sum of scaled values. Bitwise operations and sparse
+sums gather the values of all ranks and combine them locally. They are meant for masks and embeddings, not for large
+dense data.
 
-A process group written in Python is called past torch's dispatcher, which is faster and leaves no trace. While a mode
-(such as CommDebugMode) or the profiler is active an operation is therefore issued as torch's own would be, as
-`c10d::allreduce_` and its kin; what the dispatcher comes to in the end, below all modes, is a kernel that carries out
-ours.
+torch calls a process group written in Python directly, which is fast but hides the operation from torch's dispatcher.
+Therefore, while a dispatch mode (such as CommDebugMode) or the profiler is active, an operation is issued through the
+dispatcher like torch's own, for instance as `c10d::allreduce_`. Below all modes, the dispatcher then calls a kernel
+that carries out our operation.
 """
 
 from __future__ import annotations
@@ -55,25 +55,25 @@ _BITWISE: dict[Any, Callable[..., torch.Tensor]] = {
 
 
 class Reducing:
-    """One reduction of one dtype over one communicator.
+    """One reduction operation for one dtype and communicator.
 
     Attributes:
-        comm: The communicator.
-        name: The communicator's operation.
-        factor: What each rank's values are multiplied with first.
-        bitwise: What combines two ranks' values where the communicator has no such operation.
+        comm: Communicator.
+        name: Name of the communicator's operation.
+        factor: Factor by which each rank's values are multiplied first; None for no factor.
+        bitwise: Function that combines two ranks' values, if the communicator has no such operation; else None.
     """
 
     def __init__(self, op: Any, dtype: torch.dtype, comm: Communicator) -> None:
-        """Find out how it is done.
+        """Find the implementation of a reduction.
 
         Args:
-            op: Torch's operation.
-            dtype: The tensors' type.
-            comm: The communicator.
+            op: torch's reduction operation.
+            dtype: Element type of the tensors.
+            comm: Communicator.
 
         Raises:
-            ArgumentError: We lack the operation, or it has no meaning for the dtype.
+            ArgumentError: The operation is not supported, or not defined for the dtype.
         """
         kind = getattr(op, "op", op)
         self.comm = comm
@@ -95,11 +95,11 @@ class Reducing:
         if self.bitwise is None:
             try:
                 Reduction.of(self.name, dtype, comm.size)
-            except InputError as error:  # here, in the caller's thread, and not where the operation is carried out
+            except InputError as error:  # raise in the caller's thread, not later in the one that runs the operation
                 raise translation(error) from None
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
-        """The tensor becomes the reduction of all ranks'; in place."""
+        """Reduce the tensors of all ranks in place."""
         if tensor.is_sparse:
             _all_reduce_sparse(tensor, self)
             return
@@ -112,7 +112,7 @@ class Reducing:
         into.land()
 
     def reduce(self, tensor: torch.Tensor, root: int) -> None:
-        """The root's tensor becomes the reduction; the others' stay as they were."""
+        """Reduce the tensors of all ranks into the root's tensor; the other tensors keep their values."""
         at_root, into = self.comm.rank == root, Written(tensor, keep=True)
         if self.bitwise is not None:
             result = self._gathered(into.whole)
@@ -126,12 +126,12 @@ class Reducing:
             into.land()
 
     def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, counts: list[int] | None = None) -> None:
-        """Out becomes this rank's block of the reduction of all x.
+        """Write this rank's block of the reduction of all x to out.
 
         Args:
-            out: Where the block goes.
-            x: One block a rank, in order.
-            counts: The elements of each rank's block; without them all are equal.
+            out: Tensor for the block.
+            x: Tensor of one block per rank, in order.
+            counts: Number of elements of each rank's block; None if all blocks are equal.
         """
         into, of = Written(out), detached(x).contiguous()
         if self.bitwise is not None:
@@ -160,7 +160,7 @@ class Reducing:
 
 
 def _all_reduce_sparse(tensor: torch.Tensor, reducing: Reducing) -> None:
-    """The COO tensor becomes the sum (or average) of all ranks', whose entries may differ; in place."""
+    """Sum or average the COO tensors of all ranks in place. Their nonzero entries may differ."""
     comm = reducing.comm
     if reducing.name not in ("sum", "avg") or reducing.bitwise is not None:
         raise ArgumentError("sparse tensors can be summed and averaged only; call .to_dense() first")
@@ -181,7 +181,7 @@ def _all_reduce_sparse(tensor: torch.Tensor, reducing: Reducing) -> None:
     if reducing.name == "avg":
         for call in scaling(combined.values(), Reduction.of("avg", combined.dtype, comm.size).scale):
             call()
-    with torch.no_grad():  # a detached tensor would not hand new entries on
+    with torch.no_grad():  # a detached copy would not pass new entries on to the tensor
         tensor.copy_(combined)
 
 
@@ -189,7 +189,7 @@ Call = Callable[[], dist.Work]
 
 
 class _Issued(threading.local):
-    """The operation that this thread is taking through the dispatcher, and what came of it."""
+    """The call that this thread is passing through the dispatcher, and the handle that it returned."""
 
     call: Call | None = None
     work: dist.Work | None = None
@@ -199,23 +199,22 @@ _issued = _Issued()
 
 
 def watched() -> bool:
-    """Whether anybody looks at what goes through the dispatcher."""
+    """Return True if a dispatch mode or the profiler observes the dispatcher."""
     return bool(torch._C._len_torch_dispatch_stack()) or torch.autograd._profiler_enabled()
 
 
 def dispatch(name: str, values: Sequence[Any], group: dist.ProcessGroup, call: Call) -> dist.Work | None:
-    """Issue a call as the operation c10d::name.
+    """Issue a call as the operation c10d::name of torch's dispatcher.
 
     Args:
-        name: The operation's name.
-        values: Those of its arguments, in order, but for the group, the limits and the reduction, of which Python can
-            make
-            none that the dispatcher takes but a sum.
-        group: The process group.
-        call: What carries it out.
+        name: Name of the operation.
+        values: Arguments of the operation in order, without process group, timeout and reduction. Python can construct
+            only one reduction that the dispatcher accepts, a sum, so a sum is passed.
+        group: Process group.
+        call: Function that carries the operation out.
 
     Returns:
-        What the call does; None where a mode took its place, as those do that only want shapes.
+        Return value of `call`; None if a mode replaced the operation, for instance one that only computes shapes.
     """
     operation = getattr(torch.ops.c10d, name).default
     _kernel_of(name)
@@ -229,7 +228,7 @@ def dispatch(name: str, values: Sequence[Any], group: dist.ProcessGroup, call: C
         elif argument.name == "reduce_op":
             arguments.append(torch.classes.c10d.ReduceOp())
         else:
-            arguments.append(next(given, None))  # None: what we have no use for
+            arguments.append(next(given, None))  # None: arguments that our operations do not use
     _issued.call, _issued.work = call, None
     try:
         operation(*arguments)
@@ -240,45 +239,46 @@ def dispatch(name: str, values: Sequence[Any], group: dist.ProcessGroup, call: C
 
 @functools.cache
 def _kernel_of(name: str) -> torch.library.Library:
-    """Registers the kernel; kept as long as what is returned, which is for ever."""
+    """Register the kernel of an operation. It lasts as long as the returned library, which the cache keeps for ever."""
     operation = getattr(torch.ops.c10d, name).default
     below = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
     results = len(operation._schema.returns)
 
     def kernel(keys: torch._C.DispatchKeySet, *arguments: Any) -> Any:
         call, _issued.call = _issued.call, None
-        if call is None:  # of another backend
+        if call is None:  # an operation of another backend
             return operation.redispatch(keys & below, *arguments)
         work = _issued.work = call()
         return (arguments[0], work.boxed()) if results > 1 else work.boxed()
 
     library = torch.library.Library("c10d", "IMPL")
-    # the last thing that the dispatcher asks before it looks at the kind of tensor
+    # the last dispatch key before those that depend on the kind of tensor
     library.impl(name, kernel, "BackendSelect", with_keyset=True)
     return library
 
 
 class GroupCollectives(Base):
-    """The collectives, under old and new names: torch's releases and its C++ code differ in which they call.
+    """The collectives of a process group, under old and new names: torch's releases and C++ code call different ones.
 
-    Options are torch's; several tensors stand for several operations that are issued as one.
+    Arguments are torch's. `opts` are torch's options (root rank, reduction operation, timeout), None for the defaults.
+    If a method takes several tensors, it runs one operation for each and returns one handle.
     """
 
     _queue: Queue
-    _compared: Iterator[int] | None  # numbers of the collectives that ranks compare; TORCH_DISTRIBUTED_DEBUG=DETAIL
+    _compared: Iterator[int] | None  # counts collectives if ranks compare them: TORCH_DISTRIBUTED_DEBUG=DETAIL
     _coalesced: list[dist.Work] | None  # operations that are being issued as one
 
     # -- reductions --------------------------------------------------------------------------------------
 
     @by_inner_tensors
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None, *, shown: str = "allreduce_") -> dist.Work:
-        """Each tensor becomes the reduction of all ranks'."""
+        """Reduce each tensor over all ranks in place. `shown`: name of the operation for the dispatcher."""
         tensors, opts = listed(tensors), options(opts, dist.AllreduceOptions)
         alike = tensors, opts.reduceOp.op
         return self._reduce("all_reduce", Reducing.all_reduce, opts, tensors, alike=alike, shown=(shown, tensors))
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
-        """Each tensor becomes the reduction of all ranks', as one operation to whoever looks on."""
+        """Reduce each tensor over all ranks in place; the profiler sees one operation."""
         return self.allreduce(tensors, opts, shown="allreduce_coalesced_")
 
     def _reduce(
@@ -291,7 +291,13 @@ class GroupCollectives(Base):
         alike: Sequence[object],
         shown: tuple[Any, ...],
     ) -> dist.Work:
-        """Call act with the reduction of each output's type, the output, and what goes with it. The rest as `_run`."""
+        """Reduce each output. See `_run` for the other arguments.
+
+        Args:
+            act: Function called for each output with its `Reducing`, the output, and its elements of `others`.
+            outputs: Tensors that are written.
+            others: Further lists, each with one element per output.
+        """
         reducings = [Reducing(opts.reduceOp, t.dtype, self.comm) for t in outputs]
 
         def call() -> None:
@@ -302,7 +308,7 @@ class GroupCollectives(Base):
 
     @by_inner_tensors
     def reduce(self, tensors: Any, opts: Any = None, *others: Any) -> dist.Work:
-        """The root's tensor becomes the reduction of all ranks'; the others' stay as they were."""
+        """Reduce each tensor over all ranks into the root's; the other ranks' tensors keep their values."""
         tensors, opts = listed(tensors), options(opts, dist.ReduceOptions, *others)
         root = opts.rootRank
         alike, shown = (tensors, opts.reduceOp.op, "to", root), ("reduce_", tensors, root, 0)
@@ -310,7 +316,7 @@ class GroupCollectives(Base):
 
     @by_inner_tensors
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
-        """Each output becomes this rank's block of the reduction of a list of blocks, one for each rank."""
+        """Write to each output this rank's block of the reduction of its input, a list with one block per rank."""
         outputs, opts = listed(outputs), options(opts, dist.ReduceScatterOptions)
         lists = [inputs] if isinstance(inputs[0], torch.Tensor) else list(inputs)
         check_length(self.comm, "reduce_scatter", "input", lists)
@@ -324,14 +330,14 @@ class GroupCollectives(Base):
         return self._reduce("reduce_scatter", act, opts, outputs, lists, alike=alike, shown=shown)
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
-        """The output becomes this rank's block of the reduction of the inputs."""
+        """Write to the output this rank's block of the reduction of all inputs."""
         return self.reduce_scatter_single_coalesced([output], [input], opts, "_reduce_scatter_base_", output, input)
 
     @by_inner_tensors
     def reduce_scatter_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None, *shown: Any
     ) -> dist.Work:
-        """Each output becomes this rank's block of the reduction of its inputs. shown: see `_run`."""
+        """Write to each output this rank's block of the reduction of its inputs. `shown`: see `_run`."""
         outputs, inputs, opts = list(outputs), list(inputs), options(opts, dist.ReduceScatterOptions)
         alike, act = (outputs, inputs, opts.reduceOp.op), Reducing.reduce_scatter
         shown = shown or ("reduce_scatter_tensor_coalesced_", outputs, inputs)
@@ -344,7 +350,7 @@ class GroupCollectives(Base):
 
     @by_inner_tensors
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
-        """Each tensor becomes the root's."""
+        """Copy each tensor of the root to all ranks."""
         tensors, opts = listed(tensors), options(opts, dist.BroadcastOptions)
         root = opts.rootRank
 
@@ -362,7 +368,7 @@ class GroupCollectives(Base):
 
     @by_inner_tensors
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
-        """Each list of outputs becomes every rank's input; the sizes may differ between ranks."""
+        """Gather each input from all ranks into a list of outputs; sizes may differ between ranks."""
         inputs, opts = listed(inputs), options(opts, c10d.AllgatherOptions)
         lists = [outputs] if isinstance(outputs[0], torch.Tensor) else list(outputs)
         check_length(self.comm, "all_gather", "output", lists)
@@ -378,18 +384,18 @@ class GroupCollectives(Base):
 
     @by_inner_tensors
     def allgather_coalesced(self, output_lists: Any, inputs: Tensors, opts: Any = None) -> dist.Work:
-        """output_lists[r][i] becomes rank r's input i."""
+        """Gather all inputs from all ranks: output_lists[r][i] becomes input i of rank r."""
         return self.allgather([list(outs) for outs in zip(*output_lists, strict=True)], inputs, opts)
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
-        """The output becomes the inputs of all ranks, one after the other."""
+        """Gather the inputs of all ranks into the output, one after the other."""
         return self.all_gather_single_coalesced([output], [input], opts, "_allgather_base_", output, input)
 
     @by_inner_tensors
     def all_gather_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None, *shown: Any
     ) -> dist.Work:
-        """Each output becomes its inputs of all ranks, one after the other. shown: see `_run`."""
+        """Gather each input from all ranks into its output, one after the other. `shown`: see `_run`."""
         outputs, inputs, opts = list(outputs), list(inputs), options(opts, c10d.AllgatherOptions)
         shown = shown or ("allgather_into_tensor_coalesced_", outputs, inputs)
 
@@ -406,7 +412,7 @@ class GroupCollectives(Base):
 
     @by_inner_tensors
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
-        """The root's list of outputs becomes every rank's input."""
+        """Gather the inputs of all ranks into the root's list of outputs."""
         [x] = listed(inputs)
         opts = options(opts, dist.GatherOptions)
         root, outs = opts.rootRank, flat_list(outputs)
@@ -426,7 +432,7 @@ class GroupCollectives(Base):
 
     @by_inner_tensors
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
-        """The output becomes this rank's entry of the root's list of inputs."""
+        """Send element r of the root's list of inputs to the output of rank r."""
         [out] = listed(outputs)
         opts = options(opts, dist.ScatterOptions)
         root, blocks = opts.rootRank, flat_list(inputs)
@@ -455,14 +461,14 @@ class GroupCollectives(Base):
         input_split_sizes: Sequence[int] | None = None,
         opts: Any = None,
     ) -> dist.Work:
-        """Rows of dimension 0 go to the ranks in order.
+        """Send a block of the input's rows to each rank, and receive one from each. Rows are those of dimension 0.
 
         Args:
-            output: What arrives.
-            input: What leaves.
-            output_split_sizes: The rows that come from each rank; without them all are equal.
-            input_split_sizes: The rows that go to each rank; without them all are equal.
-            opts: The options.
+            output: Tensor for the received rows, in order of rank.
+            input: Tensor of the rows to send, in order of rank.
+            output_split_sizes: Rows to receive from each rank; None if all are equal.
+            input_split_sizes: Rows to send to each rank; None if all are equal.
+            opts: Options.
         """
         into_rows, from_rows = output_split_sizes or [], input_split_sizes or []
         check_splits(self.comm, "output", output, into_rows)
@@ -482,7 +488,7 @@ class GroupCollectives(Base):
 
     @by_inner_tensors
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
-        """Input r goes to rank r; output s comes from rank s."""
+        """Send input r to rank r and receive output s from rank s."""
         outputs, inputs, opts = list(outputs), list(inputs), options(opts, dist.AllToAllOptions)
         check_length(self.comm, "all_to_all", "output", [outputs])
         check_length(self.comm, "all_to_all", "input", [inputs])
@@ -495,7 +501,7 @@ class GroupCollectives(Base):
 
         return self._run("all_to_all", call, outputs, opts, inputs[0].dtype, shown=("alltoall_", outputs, inputs))
 
-    # -- how one is carried out: now or in the group's queue, alone or as one of several ---------------------
+    # -- execution: now or in the group's queue, alone or as one of several ----------------------------------
 
     def _run(
         self,
@@ -506,14 +512,20 @@ class GroupCollectives(Base):
         *alike: object,
         shown: tuple[Any, ...],
     ) -> dist.Work:
-        """Carry an operation out now, or put it into the queue. alike: what must be the same on all ranks.
+        """Carry an operation out now, or queue it.
 
-        shown: as what torch's dispatcher is to see it: the name, and the arguments.
+        Args:
+            name: Name of the operation in messages.
+            call: Function that carries it out.
+            outputs: Tensors that it writes.
+            options: torch's options.
+            alike: Values that must be equal on all ranks.
+            shown: Name and arguments of the operation for torch's dispatcher.
         """
         return self._seen(shown, outputs, partial(self._issue, name, call, outputs, options, alike, shown))
 
     def _seen(self, shown: tuple[Any, ...], outputs: Tensors, issue: Callable[[], dist.Work]) -> dist.Work:
-        """Issue an operation, by way of torch's dispatcher where somebody looks. shown: as `_run` has it."""
+        """Issue an operation, through torch's dispatcher if somebody observes it. `shown`: see `_run`."""
         if watched():
             return dispatch(shown[0], shown[1:], self, issue) or FinishedWork(outputs)
         return issue()
@@ -533,12 +545,12 @@ class GroupCollectives(Base):
             self._queue.perform(call)
             return FinishedWork(outputs)
         work = Operation(f"{name} of {self.comm.label}", call, outputs, self._queue, arguments)
-        if at_once:  # by a thread, because nobody can be called back from inside MPI
+        if at_once:  # in a thread, because a caller inside MPI could not return after the timeout
             work.wait()
         return self._remember(work)
 
     def _compare(self, name: str, alike: Sequence[object]) -> None:
-        """Where debugging, make sure that all ranks are about to do the same: lists of tensors, reductions, ranks."""
+        """Check in debug mode that all ranks issue the same operation with the same shapes, reduction and root."""
         if self._compared is not None:
             said = " ".join(_shapes(part) if isinstance(part, list) else str(part) for part in alike)
             said = f"{name} #{next(self._compared)} {said}"

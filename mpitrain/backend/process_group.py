@@ -1,17 +1,18 @@
-"""The torch.distributed process group over a communicator: its communicators, barriers and memory.
+"""The torch.distributed process group over a communicator: re-use of communicators, barriers and memory.
 
-`MPIProcessGroup` is a subclass of ProcessGroup, not of Backend, because C++ calls the methods of the former only when
-they are written in Python; what C++ would look up in registered backends is answered here and in `base`.
+`MPIProcessGroup` is a subclass of ProcessGroup, not of Backend, because C++ calls methods written in Python only on a
+ProcessGroup. torch's own ProcessGroup looks up registered backends; the methods here and in `base` replace those
+look-ups.
 
-Freeing an MPI communicator is collective, destroying a torch process group is not: ranks may leave without it. So
-the communicator of a destroyed group waits until its ranks make a group together again, the same one or a larger.
-They then agree by messages, because one of them may have destroyed a group that another still has:
+Freeing an MPI communicator is collective, but destroying a torch process group is not: some ranks may leave without it.
+Therefore the communicator of a destroyed group is kept until its ranks make a group together again, the same or a
+larger one. They agree on its fate by messages, because some of them may still use the group:
 
-    each member -> first member     the communicators it has left, all of whose ranks are among these
-    first member -> each member     which of them to use, if any; which to free, where too many wait; which to forget
+    each member -> first member     communicators that it has left, if all of their ranks are in the new group
+    first member -> each member     the one to re-use, if any; those to free, if too many are kept; those to abandon
 
-Each rank also tells how many messages it has sent in a communicator more than it has received there. Where they do
-not cancel out, some message was never received, and would turn up in a communicator that comes after: it is left alone.
+Each rank also sends the number of messages that it has sent minus received in each communicator. If these do not sum to
+zero, some message was never received and could be received later by mistake, so the communicator is abandoned.
 """
 
 from __future__ import annotations
@@ -43,23 +44,24 @@ from mpitrain.comm import ANY_SOURCE, Communicator, init
 from mpitrain.comm.runtime.work import Messages
 from mpitrain.errors import MpitrainError
 
-_KEPT = 16  # communicators that may wait to be used again
+_KEPT = 16  # communicators that may be kept for re-use
 _TAGS = 1 << 14
 
 Key = tuple[int, ...]  # the ranks of a group
-Name = tuple[Key, int]  # of a communicator: its ranks, and how many of the same ranks were made before it
+Name = tuple[Key, int]  # of a communicator: its ranks, and the number of earlier ones with the same ranks
 Verdict = tuple[int, list[Name], list[Name]]  # see `_judge`
 
 
 def _judge(key: Key, offers: Iterable[tuple[Name, int]]) -> Verdict:
-    """Decide what becomes of communicators that all of their ranks have left.
+    """Decide which communicators are re-used, freed or abandoned, among those that all of their ranks have left.
 
     Args:
-        key: The ranks of the new group.
-        offers: Of all of them, the names of communicators that each has left, and its messages sent too many.
+        key: Ranks of the new group.
+        offers: For all ranks, each communicator that the rank has left, and its number of messages sent minus received.
 
     Returns:
-        (the number of the one to use again, -1 for none; those to free, where too many wait; those to leave alone).
+        (number of the communicator to re-use, -1 for none; names of those to free, because too many are kept; names of
+        those to abandon).
     """
     left: dict[Name, list[int]] = {}
     for name, surplus in offers:
@@ -74,13 +76,13 @@ def _judge(key: Key, offers: Iterable[tuple[Name, int]]) -> Verdict:
 
 @dataclass
 class GroupRegistry:
-    """State that all process groups of a process share.
+    """State shared by all process groups of this process.
 
     Attributes:
-        control: A communicator over all ranks, for agreements between the members of groups.
-        store: What torch is given as the store; it does not keep the Python part of it itself.
-        made: The communicators of the same ranks, in order; None for those that were freed.
-        left: The communicators of destroyed groups, and their messages sent more than received.
+        control: Communicator over all ranks, by which members of a group agree.
+        store: Store passed to torch. torch does not keep its Python part alive, so it is kept here.
+        made: Communicators by their ranks, in order of creation; None for those that were freed.
+        left: Communicators of destroyed groups, with their numbers of messages sent minus received.
     """
 
     control: Communicator
@@ -89,7 +91,7 @@ class GroupRegistry:
     left: dict[Name, int] = field(default_factory=dict)
 
     def take(self, ranks: Sequence[int]) -> Communicator:
-        """A communicator over these ranks of the world, in this order. Collective over them."""
+        """Return a communicator over these ranks of the world, in this order. Collective over them."""
         key = tuple(ranks)
         use, free, forget = self._agree(key)
         for name in (*free, *forget):
@@ -108,11 +110,11 @@ class GroupRegistry:
         return comm
 
     def give_back(self, comm: Communicator, surplus: int) -> None:
-        """Note that a group is destroyed, and that nothing of it is under way here.
+        """Note that a group is destroyed and that none of its operations is under way on this rank.
 
         Args:
-            comm: Its communicator.
-            surplus: Messages that this rank has sent in it more than received.
+            comm: Communicator of the group.
+            surplus: Number of messages that this rank has sent in it, minus those it has received.
         """
         name = next((key, made.index(comm)) for key, made in self.made.items() if comm in made)
         self.left[name] = surplus
@@ -151,7 +153,7 @@ def _hear(control: Communicator, rank: int, tag: int) -> Any:
 
 @functools.cache
 def place() -> GroupRegistry:
-    """This process's one. Collective over all ranks the first time."""
+    """Return the registry of this process. Collective over all ranks the first time."""
     world = init(abort_on_error=False)
     return GroupRegistry(world.split(0, world.rank, label="torch.distributed"))
 
@@ -162,64 +164,71 @@ def _short(ranks: Sequence[int]) -> str:
     return str(list(ranks))
 
 
-_STEPS = 8  # sizes between one power of two and the next: at most so much of a block is unused
+_STEPS = 8  # block sizes between one power of two and the next, so at most 1/8 of a block is unused
 _LEAST = 4096  # bytes
 
 
 class TensorMemory:
-    """Memory for tensors that are communicated, kept by a process group and given out again.
+    """Memory for tensors that are communicated, kept by a process group and re-used.
 
     Any thread may drop a tensor.
 
-    FSDP2 allocates what it gathers into and reduces from anew for every layer of every step; the system then has to
-    find, clear and map its pages each time, which takes as long as the communication. After
+    FSDP2 allocates new buffers to gather into and reduce from for every layer of every step. The operating system must
+    then find, clear and map pages each time, which takes as long as the communication. After
 
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_allocate_memory_from_process_group_for_comm(True)
 
-    it asks the process group instead (`allocate_tensor`), and gets the memory that a tensor of the same size has left.
+    FSDP2 allocates from the process group instead (`allocate_tensor`), and gets the memory of an earlier tensor of the
+    same size.
     """
 
     def __init__(self) -> None:
         self._free: defaultdict[int, list[np.ndarray]] = defaultdict(list)
 
     def tensor(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A flat tensor of undefined values in host memory; the block is free again when its last view is gone."""
+        """Return a flat uninitialized tensor in host memory. Its block is free again when its last view is deleted.
+
+        Args:
+            numel: Number of elements.
+            dtype: Element type.
+        """
         nbytes = numel * dtype.itemsize
         free = self._free[_rounded(nbytes)]
         try:
             block = free.pop()
         except IndexError:
             block = np.empty(_rounded(nbytes), dtype=np.uint8)
-        lent = block[:nbytes]  # torch keeps this object as long as it needs the memory
+        lent = block[:nbytes]  # torch keeps this object alive as long as it uses the memory
         weakref.finalize(lent, free.append, block).atexit = False
         return torch.from_numpy(lent).view(dtype)
 
     def clear(self) -> None:
-        """Give the free blocks back to the system."""
+        """Return the free blocks to the operating system."""
         self._free.clear()
 
 
 def _rounded(nbytes: int) -> int:
-    """The size of the block for so many bytes."""
+    """Return the size of the block for a tensor of `nbytes` bytes."""
     unit = max(_LEAST, (1 << max(nbytes - 1, 1).bit_length()) // (2 * _STEPS))
     return -(-nbytes // unit) * unit
 
 
-_BARRIER_TAGS = range(31000, 31700)  # of the barriers, one after the other; MPI promises tags up to 32767
+_BARRIER_TAGS = range(31000, 31700)  # tags of successive barriers; MPI guarantees tags up to 32767
 _MONITORED_TAGS = range(32000, 32700)
 
 
 class Barriers:
-    """Barriers with a limit: over messages, because MPI's own cannot be left before everybody has come.
+    """Barriers with a time limit, by messages: MPI's own barrier cannot be left before all ranks have arrived.
 
-    `wait` is the dissemination barrier of Hensgen, Finkel and Manber (1988): in round k rank r sends to rank r + 2^k
-    and receives from rank r - 2^k, ceil(log2(size)) rounds. `monitored`: everybody tells rank 0, rank 0 tells
-    everybody.
+    `wait` is the dissemination barrier: in round k, rank r sends to rank r + 2^k and receives from rank r - 2^k, for
+    ceil(log2(size)) rounds. In `monitored`, each rank sends to rank 0, and then rank 0 sends to each rank.
+
+    Reference: Hensgen, Finkel and Manber, "Two algorithms for barrier synchronization" (1988).
 
     Attributes:
-        abandoned: Messages that somebody has waited for in vain. MPI may still write into their memory.
+        abandoned: Messages whose wait timed out. MPI may still write to their memory.
     """
 
     def __init__(self, comm: Communicator) -> None:
@@ -232,13 +241,13 @@ class Barriers:
         return tags[self._count % len(tags)]
 
     def wait(self, seconds: float) -> None:
-        """Return when every rank has come.
+        """Return when every rank has called this.
 
         Args:
-            seconds: How long to wait.
+            seconds: Time limit.
 
         Raises:
-            GroupError: Some rank has not come in that time.
+            GroupError: Some rank has not arrived in that time.
         """
         comm, tag = self._comm, self._next_of(_BARRIER_TAGS)
         deadline = time.monotonic() + seconds
@@ -256,14 +265,14 @@ class Barriers:
             distance *= 2
 
     def monitored(self, seconds: float, wait_all_ranks: bool) -> None:
-        """Return when every rank has come, and tell rank 0 of those that do not.
+        """Return when every rank has called this; otherwise rank 0 names ranks that did not.
 
         Args:
-            seconds: How long to wait.
-            wait_all_ranks: Whether rank 0 is to name all that did not come, instead of the first.
+            seconds: Time limit.
+            wait_all_ranks: If true, rank 0 names all missing ranks, else the first.
 
         Raises:
-            GroupError: Some rank has not come in that time; in gloo's words.
+            GroupError: Some rank has not arrived in that time. The message is worded as gloo's.
         """
         comm, tag = self._comm, self._next_of(_MONITORED_TAGS)
         deadline = time.monotonic() + seconds
@@ -308,7 +317,7 @@ class Barriers:
         return done
 
 
-_SHORT = 300.0  # seconds: groups with at most this timeout raise after it, the watchdog ends the job after others'
+_SHORT = 300.0  # seconds: after a timeout up to this, the group raises; after a longer one, the watchdog ends the job
 
 
 def _lacking(name: str, instead: str) -> GroupError:
@@ -316,7 +325,7 @@ def _lacking(name: str, instead: str) -> GroupError:
 
 
 def _refusing(name: str, instead: str) -> Callable[..., Any]:
-    """A method that we lack."""
+    """Return a method that raises an error, for a feature that this backend lacks."""
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise _lacking(name, instead)
@@ -325,7 +334,7 @@ def _refusing(name: str, instead: str) -> Callable[..., Any]:
 
 
 class MPIProcessGroup(GroupCollectives):
-    """A process group over a communicator. Ranks here are those of the group; options are torch's."""
+    """A process group over a communicator. Ranks are ranks of the group; options are torch's."""
 
     def __init__(self, comm: Communicator, name: str, store: dist.Store, timeout: timedelta) -> None:
         super().__init__(comm.rank, comm.size)
@@ -338,7 +347,7 @@ class MPIProcessGroup(GroupCollectives):
         self._memory = TensorMemory()
         self._coalesced: list[dist.Work] | None = None
         self._in_flight: set[MessageWork] = set()
-        self._surplus = 0  # messages sent more than received
+        self._surplus = 0  # messages sent minus messages received
         self._closed = False
 
     def __repr__(self) -> str:
@@ -348,14 +357,26 @@ class MPIProcessGroup(GroupCollectives):
 
     @by_inner_tensors
     def send(self, tensors: Any, dst: int, tag: int = 0) -> dist.Work:
-        """Begin to send a tensor to a rank of the group."""
+        """Begin to send a tensor to a rank of the group.
+
+        Args:
+            tensors: Tensor, or list of one tensor.
+            dst: Rank that receives it.
+            tag: Number that the receiver passes as well.
+        """
         [tensor] = listed(tensors)
         issue = partial(self._begin, f"send to rank {dst}", lambda: self.comm.isend(to_read(tensor), dst, tag), tensor)
         return self._seen(("send", [tensor], dst, tag), [tensor], issue)
 
     @by_inner_tensors
     def recv(self, tensors: Any, src: int, tag: int = 0) -> dist.Work:
-        """Begin to receive into a tensor from a rank of the group."""
+        """Begin to receive into a tensor from a rank of the group.
+
+        Args:
+            tensors: Tensor, or list of one tensor.
+            src: Rank that sends.
+            tag: Number that the sender passes as well.
+        """
         [tensor] = listed(tensors)
         into = Written(tensor)
         source = "any rank" if src == ANY_SOURCE else f"rank {src}"
@@ -375,16 +396,25 @@ class MPIProcessGroup(GroupCollectives):
         return self._remember(MessageWork(name, work, [tensor], self.timeout, self._in_flight, land))
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> dist.Work:
-        """Begin to receive into a tensor from whichever rank of the group sends first."""
+        """Begin to receive into a tensor from any rank of the group.
+
+        Args:
+            tensors: Tensor, or list of one tensor.
+            tag: Number that the sender passes as well.
+        """
         return self.recv(tensors, ANY_SOURCE, tag)
 
     # -- synchronisation ---------------------------------------------------------------------------------
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
-        """Return when every rank has come.
+        """Synchronize all ranks of the group.
+
+        Args:
+            opts: torch's options, or a timeout.
+            timeout: Time limit, if the options contain none; None for the group's.
 
         Raises:
-            GroupError: Not every rank has come in time: within the call's limit, or else the group's.
+            GroupError: Some rank has not arrived within the time limit.
         """
         limit = opts if isinstance(opts, timedelta) else getattr(opts, "timeout", timeout)
         seconds = seconds_of(limit, self.timeout)
@@ -392,22 +422,36 @@ class MPIProcessGroup(GroupCollectives):
             shown: Any = ("barrier", torch.empty(0), [])
             return self._run("barrier", lambda: self._barriers.wait(seconds), [], opts, shown=shown)
         self._compare("barrier", [])
-        self._queue.perform(lambda: self._barriers.wait(seconds))  # which can be left after its own limit
+        self._queue.perform(lambda: self._barriers.wait(seconds))  # it raises by itself after its own limit
         return FinishedWork([])
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """A barrier after which rank 0 knows, and says, which ranks did not come in time."""
+        """Synchronize all ranks of the group; rank 0 names ranks that do not arrive in time.
+
+        Args:
+            timeout: Time limit; None for the group's.
+            wait_all_ranks: If true, rank 0 names all missing ranks, else the first.
+        """
         seconds = timeout.total_seconds() if timeout is not None else self.timeout
         self._queue.perform(lambda: self._barriers.monitored(seconds, wait_all_ranks))
 
     # -- memory ------------------------------------------------------------------------------------------
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
-        """Whether `allocate_tensor` gives memory on a device."""
+        """Return True if `allocate_tensor` supports the device."""
         return torch.device(device).type == "cpu"
 
     def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A flat tensor of `size` elements in memory that is used again; see `TensorMemory`."""
+        """Return a flat tensor in re-used memory; see `TensorMemory`.
+
+        Args:
+            size: Number of elements.
+            dtype: Element type.
+            device: Device, which must be the CPU.
+
+        Raises:
+            GroupError: The device is not the CPU.
+        """
         if not self.supports_tensor_alloc(device):
             raise _lacking(f"memory of its own on {device}", "allocate with torch.empty")
         return self._memory.tensor(size, dtype)
@@ -415,13 +459,14 @@ class MPIProcessGroup(GroupCollectives):
     # -- life --------------------------------------------------------------------------------------------
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Change the group's limit."""
+        """Change the time limit of the group's operations."""
         self.timeout = timeout.total_seconds()
 
     def shutdown(self) -> None:
-        """Complete what is under way.
+        """Complete the operations under way, and give the communicator back.
 
-        The communicator waits for the next group that all of its ranks make, which uses or frees it (`groups`).
+        The communicator is kept for the next group that all of its ranks make, which re-uses or frees it
+        (`GroupRegistry`).
         """
         if not self._closed:
             self._closed = True
@@ -429,7 +474,7 @@ class MPIProcessGroup(GroupCollectives):
             self._memory.clear()
             if stuck := self._queue.stuck:
                 text = f"mpitrain: rank {self.comm.world_ranks[self.comm.rank]}: left with {stuck} not complete"
-                atexit.register(self.comm.process.faults.end_job, text)  # MPI cannot end while a thread is inside it
+                atexit.register(self.comm.process.faults.end_job, text)  # MPI cannot finalize with a thread inside it
             elif not self._barriers.abandoned:
                 with suppress(MpitrainError):
                     if all(message.is_completed() for message in list(self._in_flight)):

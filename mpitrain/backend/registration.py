@@ -1,24 +1,25 @@
-"""The name "mpitrain" in torch.distributed: how its groups are made, and how ranks find each other (they know).
+"""Registration of the backend "mpitrain" with torch.distributed: creating its groups, and rendezvous.
 
-Ranks need no address: MPI has connected them. The store that torch wants refuses all use. Scripts that read RANK,
-WORLD_SIZE and their kin find them as torchrun sets them, from MPI or from what its launcher left:
+Ranks need no address, because MPI has connected them. torch requires a store; ours raises an error at each use.
+Scripts that read these variables find them as torchrun would set them, taken from MPI or its launcher:
 
 | variable | meaning |
 |---|---|
-| RANK, WORLD_SIZE | this process among all |
-| LOCAL_RANK, LOCAL_WORLD_SIZE | this process among those of its node |
-| GROUP_RANK, GROUP_WORLD_SIZE | its node among all |
+| RANK, WORLD_SIZE | number of this process, and number of processes |
+| LOCAL_RANK, LOCAL_WORLD_SIZE | number of this process on its node, and number of processes there |
+| GROUP_RANK, GROUP_WORLD_SIZE | number of this process's node, and number of nodes |
 
-Functions of torch.distributed ask for gloo or NCCL by name. We put ours before them:
+Some functions of torch.distributed treat gloo or NCCL specially. Ours replace them, and call the originals for other
+groups:
 
-| function | for our groups |
+| function | behaviour for our groups |
 |---|---|
-| init_process_group | needs no address even where MASTER_ADDR is set |
-| monitored_barrier | is not refused |
+| init_process_group | needs no address even if MASTER_ADDR is set |
+| monitored_barrier | is supported |
 | split_group | needs no accelerator |
 | _store_based_barrier | does nothing: making a group is collective, and it has no store |
-| _new_process_group_helper | sub-groups of ours are ours, whatever name they are asked for by: others would need |
-| | the store; under `python -m mpitrain.backend` every group is |
+| _new_process_group_helper | makes sub-groups of our groups ours, whichever backend is requested, because others need |
+| | the store; under `python -m mpitrain.backend` every group is ours |
 """
 
 from __future__ import annotations
@@ -49,18 +50,18 @@ if TYPE_CHECKING:
 
 NAME = "mpitrain"
 ADDRESS = "mpitrain://"  # init_method
-_LEAST = 10.0  # seconds: a limit for ending the whole job is not for waiting shortly
+_LEAST = 10.0  # seconds; shorter timeouts, meant for a short wait, must not end the whole job
 _HELPER = "_new_process_group_helper"
 _SIMULATED = {"fake", "threaded"}  # backends that do not communicate
 
 
 def know_devices() -> None:
-    """Tell torch that the backend takes tensors of the CPU and of the accelerator there is.
+    """Tell torch that the backend accepts tensors on the CPU and on the accelerator, if there is one.
 
-    Each time that a group is made, because a package that is imported later may bring an accelerator along.
+    Called whenever a group is made, because a package imported in between may register an accelerator.
     """
     kinds = dist.Backend.backend_capability[NAME]
-    found = torch.accelerator.current_accelerator()  # not by mpitrain.comm, which would start MPI
+    found = torch.accelerator.current_accelerator()  # without mpitrain.comm, which would start MPI
     for kind in ("cpu",) if found is None else ("cpu", found.type):
         install_functional(kind)
         if kind not in kinds:
@@ -69,14 +70,19 @@ def know_devices() -> None:
 
 
 def take_over() -> None:
-    """Let every process group be one of ours, whichever backend and address the script names."""
+    """Make every new process group one of ours, whichever backend and address the script requests."""
     _replace(_HELPER, functools.partial(_new_group, True))
     for scheme in ("env", "tcp", "file"):
         _rendezvous_handlers[scheme] = lambda url, **kwargs: rendezvous(_asked(url))
 
 
 def _replace(name: str, ours: Callable[..., Any]) -> None:
-    """ours: called with the original first, and then with the arguments by their names."""
+    """Replace a function of torch.distributed.
+
+    Args:
+        name: Name of the function.
+        ours: Replacement. It is called with the original function, followed by the arguments as keywords.
+    """
     original = getattr(c10d, name)
     signature = inspect.signature(original)
 
@@ -98,7 +104,7 @@ def _init_process_group(original: Callable[..., None], **given: Any) -> None:
 
 
 def _meet_by_environment(original: Callable[..., Any], url: str, **kwargs: Any) -> Iterator[Any]:
-    """env:// without an address: MPI knows. With one, what it always did, for other backends."""
+    """Serve init_method env://: by MPI if MASTER_ADDR is not set, else by torch's own function, for other backends."""
     if os.environ.get("MASTER_ADDR"):
         yield from original(url, **kwargs)
     else:
@@ -106,12 +112,12 @@ def _meet_by_environment(original: Callable[..., Any], url: str, **kwargs: Any) 
 
 
 def _asked(url: str) -> str:
-    """Return our address, with the rank and size that the caller gave with another one."""
+    """Return our address, with the rank and world size from the query of another address."""
     return f"{ADDRESS}?{url.partition('?')[2]}"
 
 
 def _ours(group: Any) -> bool:
-    """Return True if the group is ours; without a group, if the default group is."""
+    """Return True if the group is ours; for None, if the default group is."""
     return isinstance(c10d.GroupMember.WORLD if group is None else group, Base)
 
 
@@ -145,7 +151,10 @@ def _new_group(always: bool, original: Callable[..., Any], **given: Any) -> Any:
 
 
 def _split_group(original: Callable[..., Any], **given: Any) -> Any:
-    """The group of the list of parent's ranks that has this one, or None: made by the members of each list."""
+    """Return the new group that contains this rank; None if no list of `split_ranks` does.
+
+    Only the members of each list take part in making its group.
+    """
     if not _ours(given.get("parent_pg")):
         return original(**given)
     split_ranks = given.get("split_ranks")
@@ -163,12 +172,12 @@ def _split_group(original: Callable[..., Any], **given: Any) -> Any:
 
 @functools.cache
 def install_functional(kind: str) -> torch.library.Library:
-    """Give torch the functional collectives that it carries out in C++ by ways on which a group in Python is not asked.
+    """Register the functional collectives that torch's C++ code would run without calling a group written in Python.
 
-    They are there as long as what is returned, which is for ever.
+    The registration lasts as long as the returned library, which the cache keeps for ever.
 
     Args:
-        kind: Of the devices that their tensors lie on.
+        kind: Kind of device of the tensors.
     """
     library = torch.library.Library("_c10d_functional", "IMPL")
     key: str = torch._C._dispatch_key_for_device(kind)
@@ -177,8 +186,8 @@ def install_functional(kind: str) -> torch.library.Library:
 
 
 def _all_gather_into_tensor_out(input: torch.Tensor, group_size: int, group_name: Any, *, out: Any) -> torch.Tensor:
-    """Gather into `out`: the operation into which torch.compile merges the all-gathers of one bucket."""
-    functions: Any = c10d  # whose types of arguments differ between releases
+    """Gather into `out`. torch.compile merges the all-gathers of a bucket into this operation."""
+    functions: Any = c10d  # its argument types differ between releases
     group = functions._resolve_process_group(group_name) if isinstance(group_name, str) else group_name
     if not isinstance(group, dist.ProcessGroup):
         group = functions.ProcessGroup.unbox(group)
@@ -188,7 +197,7 @@ def _all_gather_into_tensor_out(input: torch.Tensor, group_size: int, group_name
     return out
 
 
-# what the launchers call rank, size and local rank
+# names that launchers use for rank, size and local rank
 _LAUNCHERS = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
@@ -198,7 +207,7 @@ _LAUNCHERS = (
 
 
 def publish(world: Communicator) -> None:
-    """Set the variables to what MPI says."""
+    """Set RANK, WORLD_SIZE and the other variables of the table at the top of this module from MPI."""
     values = {
         "RANK": world.rank,
         "WORLD_SIZE": world.size,
@@ -211,10 +220,11 @@ def publish(world: Communicator) -> None:
 
 
 def announce() -> None:
-    """Set the variables before the script reads them, and without MPI where the launcher says enough.
+    """Set RANK, WORLD_SIZE and LOCAL_RANK before the script reads them, without starting MPI if the launcher sets them.
 
     Raises:
-        InputError: Processes of torchrun or accelerate launch are no ranks of MPI, or several are the same one.
+        InputError: The script was started by torchrun or accelerate launch, whose processes are not ranks of MPI, or by
+            a launcher whose processes do not see each other.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("LOCAL_WORLD_SIZE", "1") != "1":
         first = os.environ.get("LOCAL_RANK", "0") == "0"
@@ -228,7 +238,7 @@ def announce() -> None:
             for variable, name in zip(("RANK", "WORLD_SIZE", "LOCAL_RANK"), names, strict=True):
                 os.environ[variable] = os.environ[name]
             return
-    # `python -m mpitrain.backend` reads its arguments before it starts MPI
+    # `python -m mpitrain.backend` reads its arguments first and then starts MPI itself
     if multiprocessing.parent_process() is None and ("-m", "mpitrain.backend") not in pairwise(sys.orig_argv):
         from mpitrain.comm import init
 
@@ -236,7 +246,7 @@ def announce() -> None:
 
 
 def register() -> None:
-    """Make the backend known to torch.distributed, and put our functions before torch's. Twice is fine."""
+    """Register the backend with torch.distributed and replace torch's functions. May be called twice."""
     if NAME in dist.Backend.backend_list:
         return
     dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu"])
@@ -252,10 +262,13 @@ def register() -> None:
 
 
 def meet(url: str, **_: Any) -> Iterator[tuple[dist.Store, int, int]]:
-    """Rendezvous: rank and size are MPI's.
+    """Yield store, rank and world size for a rendezvous; the numbers are MPI's.
+
+    Args:
+        url: Address of the rendezvous. Its query may contain rank and world_size, which must agree with MPI.
 
     Raises:
-        ArgumentError: The caller gives others.
+        ArgumentError: The rank or world size of the caller differs from MPI's.
     """
     from mpitrain.backend.process_group import place
 
@@ -273,9 +286,15 @@ def meet(url: str, **_: Any) -> Iterator[tuple[dist.Store, int, int]]:
 
 
 def create(options: Any, _: Any = None) -> MPIProcessGroup:
-    """A process group of the given ranks (none: all). Collective over them.
+    """Return a process group, as torch's registry of backends requests it. Collective over its ranks.
 
-    The default group's timeout is the one after which an unfinished collective ends the job.
+    The timeout of the default group also becomes the time after which an unfinished collective ends the job.
+
+    Args:
+        options: torch's options of the group; their list of global ranks is empty for a group of all ranks.
+
+    Raises:
+        InputError: The ranks or the size disagree with MPI.
     """
     from mpitrain.backend.process_group import MPIProcessGroup, place
 
@@ -294,6 +313,6 @@ def create(options: Any, _: Any = None) -> MPIProcessGroup:
     if not c10d.is_initialized():
         from mpitrain.comm import set_timeout
 
-        here.control.process.faults.install()  # an error on one rank ends the job instead of leaving the others
+        here.control.process.faults.install()  # an error on one rank ends the job, so that the others do not hang
         set_timeout(max(options.timeout.total_seconds(), _LEAST))
     return MPIProcessGroup(here.take(ranks), options.group_id, options.store, options.timeout)

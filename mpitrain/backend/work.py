@@ -1,13 +1,13 @@
-"""Handles of operations under way, as torch.distributed wants them, and the queues in which they are carried out.
+"""Handles of operations under way, as torch.distributed requires them, and the queues that carry the operations out.
 
-Operations that torch calls asynchronous wait in their group's `Queue`, and whoever comes first carries them out, in the
-order they were issued: the group's thread, where a core is free for one; else the caller that waits for one of them, or
-a thread beside a caller that is blocked in something else (see `mpitrain.comm.runtime.progress`). So a program that
-runs with another backend cannot hang with this one.
+Asynchronous operations wait in the `Queue` of their group and run in the order in which they were issued. They run in
+the group's thread if a core is free for it. Otherwise they run in the caller that waits for one of them, or in a
+thread that serves a caller blocked in something else (see `mpitrain.comm.runtime.progress`). Therefore a program that
+does not hang with another backend does not hang with this one.
 
-A future is somebody else's to wait for, so asking for one starts the thread. Inside a backward pass the operation is
-carried out there and then instead: every rank issues its gradients in the same order, and on full machines a thread
-would only take turns with the computation.
+A future may be waited for without this backend's knowledge, so `get_future` starts the thread. Inside a backward pass
+without a free core it instead carries the operation out at once: every rank issues its gradients in the same order, and
+a thread would only compete with the computation.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ from mpitrain.errors import MpitrainError
 
 T = TypeVar("T")
 
-_POLLS = 200  # before sleeping between them
+_POLLS = 200  # polls before sleeping between them
 _NAP = 5e-5  # seconds
 
 
 class Queue(Worker):
-    """The operations of one process group, carried out in the order they were issued.
+    """Operations of one process group, carried out in the order in which they were issued.
 
     Attributes:
-        limit: Seconds after which `wait` raises; None leaves operations that never end to the watchdog.
-        given_up: Operations that somebody has waited for in vain.
-        streams: The side streams of devices that they are carried out on.
+        limit: Seconds after which `wait` raises; None if only the watchdog ends operations that never complete.
+        given_up: Operations whose wait has timed out.
+        streams: Side streams of devices on which operations run.
     """
 
     def __init__(self, comm: Communicator, limit: float | None = None) -> None:
-        """Begin with nothing in it.
+        """Make an empty queue.
 
         Args:
-            comm: The group's communicator.
-            limit: Seconds after which `wait` raises; None leaves operations that never end to the watchdog.
+            comm: Communicator of the group.
+            limit: Seconds after which `wait` raises; None if only the watchdog ends operations that never complete.
         """
         super().__init__(comm.overlaps, comm.journal, comm.process.progress)
         self.limit = limit
@@ -66,11 +66,11 @@ class Queue(Worker):
 
     @property
     def stuck(self) -> str:
-        """The operations that were given up and are still under way; a thread is inside MPI for them."""
+        """Names of operations that timed out and are still under way; a thread is inside MPI for them."""
         return ", ".join(operation.name for operation in self.given_up if not operation.complete)
 
     def close(self) -> None:
-        """Complete everything, unless something was given up, and the rest stays as it is."""
+        """Complete all operations. If one that timed out is still under way, leave all as they are."""
         if self.stuck:
             self.progress.deferring.discard(self)
         else:
@@ -78,11 +78,11 @@ class Queue(Worker):
 
 
 class GroupWork(dist.Work):
-    """What the handles of all operations have in common. Their methods are those that torch asks for.
+    """Base class of the handles of operations, with the methods that torch calls.
 
     Attributes:
-        outputs: The tensors that the operation writes.
-        error: What the operation raised, if it did.
+        outputs: Tensors that the operation writes.
+        error: Exception that the operation raised, or None.
     """
 
     def __init__(self, outputs: Sequence[torch.Tensor]) -> None:
@@ -91,19 +91,19 @@ class GroupWork(dist.Work):
         self.error: BaseException | None = None
 
     def synchronize(self) -> None:
-        """See `wait`."""
+        """Wait for the operation; see `wait`."""
         self.wait()
 
     def is_success(self) -> bool:
-        """Return whether it is complete and raised nothing."""
+        """Return True if the operation is complete and raised nothing."""
         return self.is_completed() and self.error is None
 
     def exception(self) -> BaseException | None:
-        """What the operation raised, if it did."""
+        """Return the exception that the operation raised, or None."""
         return self.error
 
     def result(self) -> list[torch.Tensor]:
-        """The tensors that the operation writes."""
+        """Return the tensors that the operation writes."""
         return self.outputs
 
     def _outcome(self, _: torch.futures.Future) -> list[torch.Tensor]:
@@ -113,7 +113,7 @@ class GroupWork(dist.Work):
 
 
 class FinishedWork(GroupWork):
-    """An operation that is complete."""
+    """Handle of an operation that is complete."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         return True
@@ -122,14 +122,14 @@ class FinishedWork(GroupWork):
         return True
 
     def get_future(self) -> torch.futures.Future:
-        """A future that is resolved with the outputs."""
+        """Return a future that is resolved with the outputs."""
         future = _future_for(self.outputs)
         future.set_result(self.outputs)
         return future
 
 
 class Operation(GroupWork):
-    """A collective in a `Queue`."""
+    """Handle of a collective in a `Queue`."""
 
     def __init__(
         self,
@@ -139,17 +139,17 @@ class Operation(GroupWork):
         queue: Queue,
         arguments: Sequence[Any],
     ) -> None:
-        """Describe it.
+        """Make an operation that is ready to be queued.
 
         Args:
-            name: Its name in messages to people.
-            call: What carries it out.
-            outputs: The tensors that it writes.
-            queue: Where it waits.
-            arguments: Its arguments, its tensors among them, in lists of any depth.
+            name: Name of the operation in messages.
+            call: Function that carries it out.
+            outputs: Tensors that it writes.
+            queue: Queue of its group.
+            arguments: All of its arguments; tensors may be in nested lists.
         """
         super().__init__(outputs)
-        tensors = _on_devices(arguments)  # which give it a place among what the caller asks of their devices
+        tensors = _on_devices(arguments)  # the operation is ordered among the caller's work on their devices
         self._queue, self._order = queue, Order(tensors, queue.streams) if tensors else None
         self._futures: list[torch.futures.Future] = []
         self._change = threading.Lock()
@@ -157,13 +157,13 @@ class Operation(GroupWork):
         def carry_out() -> None:
             try:
                 call()
-            except BaseException as error:  # surfaces in wait() and in the futures
+            except BaseException as error:  # raised by wait() and by the futures
                 self.error = translation(error)
 
         self._queued = Queued(name, carry_out, queue, self._order, self._announce)
 
     def _announce(self) -> None:
-        """Resolve the futures that were asked for: it is complete. Their callbacks run in this thread."""
+        """Resolve the requested futures after completion. Their callbacks run in this thread."""
         with self._change:
             waiting, self._futures = self._futures, []
         for future in waiting:
@@ -174,13 +174,13 @@ class Operation(GroupWork):
             future.set_result(self.outputs)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until it is complete; where its tensors are on a device, the current stream waits for the rest.
+        """Block until the operation is complete; for tensors on a device, make the current stream wait for the rest.
 
         Args:
-            timeout: How long at most; without it, the group's limit.
+            timeout: Longest time to wait; None for the group's limit.
 
         Raises:
-            GroupError: It is not complete in that time, or what the operation raised.
+            GroupError: The operation is not complete in that time. An error of the operation itself is raised as well.
         """
         queued = self._queued
         if not queued.complete:
@@ -201,14 +201,15 @@ class Operation(GroupWork):
         return True
 
     def is_completed(self) -> bool:
-        """Whether it is complete; lets it make progress."""
+        """Return True if the operation is complete. The call also lets it make progress."""
         self._queued.done()
         return self._queued.complete
 
     def get_future(self) -> torch.futures.Future:
-        """A future that is resolved with the outputs. Its callbacks may run in any thread.
+        """Return a future that is resolved with the outputs. Its callbacks may run in any thread.
 
-        An error is raised by a callback of our own: an exception set on a future crashes DDP's reducer.
+        An error is raised by a callback that this method adds, because an exception set on a future crashes DDP's
+        reducer.
         """
         if not self._queued.complete:
             if self._queue.is_this_thread or (not self._queue.threaded and torch._C._current_graph_task_id() != -1):
@@ -228,7 +229,7 @@ class Operation(GroupWork):
 
 
 class MessageWork(GroupWork):
-    """A send or a receive that MPI carries by itself."""
+    """Handle of a send or receive."""
 
     def __init__(
         self,
@@ -242,12 +243,13 @@ class MessageWork(GroupWork):
         """Watch a message that is under way.
 
         Args:
-            name: Its name in messages to people.
-            work: The message.
-            outputs: The tensors that it writes.
-            timeout: Seconds that a wait lasts at most.
-            in_flight: Keeps it until it is complete, because MPI uses its memory, whether or not the caller does.
-            land: Puts what arrived in its place.
+            name: Name of the message in error messages.
+            work: Handle of the communicator.
+            outputs: Tensors that it writes.
+            timeout: Seconds that a wait may last.
+            in_flight: Set that keeps this handle alive until completion, because MPI uses its memory even if the caller
+                drops the handle.
+            land: Function that copies the received data to their destination; None if there is nothing to copy.
         """
         super().__init__(outputs)
         self.name = name
@@ -259,7 +261,7 @@ class MessageWork(GroupWork):
         in_flight.add(self)
 
     def is_completed(self) -> bool:
-        """Return whether it is complete; lets it make progress."""
+        """Return True if the message is complete. The call also lets it make progress."""
         with self._change:
             if self._complete:
                 return True
@@ -269,7 +271,7 @@ class MessageWork(GroupWork):
                 self._in_flight.discard(self)
                 raise translation(error) from error
             if arrived:
-                self._work.wait()  # at once, and this thread's stream, on which it lands, comes after it
+                self._work.wait()  # returns at once, and orders this thread's stream, which copies the data, after it
                 if self._land is not None:
                     self._land()
                 self._landed = {device: recorded(device) for device in devices_of(self.outputs)}
@@ -278,13 +280,13 @@ class MessageWork(GroupWork):
         return self._complete
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until it is complete; where its tensor is on a device, the current stream waits for the rest.
+        """Block until the message is complete; for a tensor on a device, make the current stream wait for the rest.
 
         Args:
-            timeout: How long at most; without it, the group's limit.
+            timeout: Longest time to wait; None for the group's limit.
 
         Raises:
-            GroupError: It is not complete in that time.
+            GroupError: The message is not complete in that time.
         """
         if not self.is_completed():
             with self._work.limited_wait():
@@ -294,7 +296,7 @@ class MessageWork(GroupWork):
         return True
 
     def source_rank(self) -> int:
-        """The rank in the group that sent what arrived."""
+        """Return the rank in the group that sent the received message."""
         source = self._work.source
         if source is None:
             raise GroupError(f"{self.name} is not complete yet; wait() first")
@@ -304,7 +306,7 @@ class MessageWork(GroupWork):
 
 
 class Several(GroupWork):
-    """Operations that were issued as one."""
+    """Handle of operations that were issued as one."""
 
     def __init__(self, works: Sequence[dist.Work]) -> None:
         super().__init__([tensor for work in works for tensor in work.result()])
@@ -322,19 +324,29 @@ class Several(GroupWork):
         return all(work.is_success() for work in self._works)
 
     def get_future(self) -> torch.futures.Future:
-        """A future that is resolved with the outputs of all of them."""
+        """Return a future that is resolved with the outputs of all operations."""
         return torch.futures.collect_all([work.get_future() for work in self._works]).then(
             lambda all_of_them: [part.value() for part in all_of_them.value()] and self.outputs
         )
 
 
 def seconds_of(timeout: timedelta | None, otherwise: T) -> float | T:
-    """The limit of a call, which is only one if it is more than nothing, or else the group's."""
+    """Return a timeout in seconds, or a default if it is None or not positive.
+
+    Args:
+        timeout: Timeout of one call.
+        otherwise: Default, usually the group's timeout.
+    """
     return timeout.total_seconds() if timeout is not None and timeout > timedelta(0) else otherwise
 
 
 def comes_true(done: Callable[[], bool], deadline: float) -> bool:
-    """Ask again and again; returns whether it was so by the deadline, a time of `time.monotonic`."""
+    """Poll a condition; return True if it was true before the deadline.
+
+    Args:
+        done: Condition.
+        deadline: Value of `time.monotonic()` at which to give up.
+    """
     polls = 0
     while not done():
         polls += 1
@@ -355,17 +367,17 @@ def _future_for(outputs: Sequence[Any]) -> torch.futures.Future:
 
 
 def devices_of(tensors: Sequence[Any]) -> list[torch.device]:
-    """The accelerators that tensors lie on."""
+    """Return the accelerators on which tensors lie."""
     return sorted({t.device for t in _on_devices(tensors)}, key=str)
 
 
 def _on_devices(values: Sequence[Any]) -> list[torch.Tensor]:
-    """Return the tensors among values that are not in host memory."""
+    """Return the tensors among the values that are not in host memory."""
     return [tensor for tensor in tensors_in(values) if not tensor.is_cpu and is_accelerator(tensor.device)]
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Give the tensors of a value: itself, or those in lists of any depth."""
+    """Yield the tensors in a value: the value itself, or those in nested lists and tuples."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, list | tuple):

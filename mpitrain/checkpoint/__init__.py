@@ -1,4 +1,4 @@
-"""Sharded checkpoints: every rank writes its slices, any layout reads them back. Loads no MPI."""
+"""Sharded checkpoints: every rank writes its slices, and any layout can read them. Importing this does not load MPI."""
 
 from mpitrain.checkpoint.files import Part
 from mpitrain.checkpoint.manifest import FRUITLESS, MASTER, MODEL, Manifest, TensorSpec

@@ -1,4 +1,4 @@
-"""`python -m mpitrain.checkpoint ls | show | verify | diff | export | import | prune`. Needs no MPI."""
+"""`python -m mpitrain.checkpoint ls | show | verify | diff | export | import | prune`, which runs without MPI."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mpitrain.storage.text import counted
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Do what the command line says; returns the exit code."""
+    """Run the command line and return the exit code."""
     parser = _parser()
     arguments, settings = parser.parse_known_args(argv)
     if settings and arguments.act is not _import:
@@ -39,7 +39,7 @@ def _parser() -> argparse.ArgumentParser:
     def command(
         name: str, act: Callable[[argparse.Namespace], int | None], text: str, **paths: str
     ) -> argparse.ArgumentParser:
-        """Declare a command. paths: its arguments that are paths, and what the help calls them."""
+        """Declare a subcommand. paths: path arguments, with the names that the help shows."""
         made = commands.add_parser(name, help=text, description=text)
         made.set_defaults(act=act)
         for path, shown in paths.items():
@@ -156,7 +156,7 @@ def _prune(arguments: argparse.Namespace) -> None:
 
 @contextmanager
 def _occupied(*locked: Path) -> Iterator[None]:
-    """Hold the locks of these folders, as a job does. Raises InputError when a job has one."""
+    """Hold the locks of these folders, as a job does. Raises InputError if a job holds one."""
     with ExitStack() as stack:
         for folder in locked:
             try:

@@ -1,4 +1,4 @@
-"""One checkpoint folder from nothing to whole, by all ranks together."""
+"""Writing of one checkpoint folder by all ranks together, from creating it to renaming it."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ from mpitrain.storage.hdf5 import begin_file, image_bytes
 if TYPE_CHECKING:
     from mpitrain.comm import Communicator
 
-TAG = 32_000  # of messages between the ranks that save, apart from those of the training's
+TAG = 32_000  # tag of messages between saving ranks, which no message of training uses
 T = TypeVar("T")
 Protect = Callable[[Path, dict[str, int], dict[str, int]], Sequence[ParitySet]]
 
 
 @dataclass(frozen=True)
 class Target:
-    """Where a checkpoint goes.
+    """Destination of a checkpoint.
 
     Attributes:
-        final: The final folder, on this rank's file system.
-        leader: Whether this rank makes the folder, writes the manifest and renames the folder.
-        alone: Whether there is one leader, and the folder holds all files; else there is one leader on each node, with
-            the files of its node.
+        final: Final folder, on this rank's file system.
+        leader: True if this rank creates the folder, writes the manifest and renames the folder.
+        alone: True if a single leader exists and the folder holds all files; false if each node has a leader and a
+            folder with the files of that node.
     """
 
     final: Path
@@ -59,19 +59,19 @@ class Target:
 def attempt(
     comm: Communicator, act: Callable[[], T] | None, folder: Path | None = None, *, saving: bool = False
 ) -> T | None:
-    """Do something that may fail on this rank alone. Collective.
+    """Run a function that may fail on this rank alone, and raise its error on all ranks. Collective.
 
     Args:
-        comm: The ranks.
-        act: What this rank does; None where it has nothing to do.
-        folder: The checkpoint that an OSError is said to be of; None for one that says it itself.
-        saving: Whether the checkpoint is written, and not read.
+        comm: Ranks that take part.
+        act: Function to run; None if this rank has nothing to do.
+        folder: Checkpoint to name in the message of an OSError; None if the error already names its file.
+        saving: If true, the message says that the checkpoint is being written rather than read.
 
     Returns:
-        What `act` returned on this rank.
+        Result of `act` on this rank.
 
     Raises:
-        Exception: On all ranks what `act` raised on any.
+        Exception: On all ranks, the exception that `act` raised on any rank.
     """
     value: T | None = None
     error: Exception | None = None
@@ -88,13 +88,17 @@ def attempt(
 
 
 def quiet_min(comm: Communicator, number: int) -> int:
-    """The smallest of all ranks' numbers, when every rank has come here. Collective.
+    """Return the smallest of all ranks' numbers once every rank has called this. Collective.
 
-    MPI's own reductions spin while they wait, which would take a core from the training. So this is dissemination
-    (Hensgen, Finkel and Manber, 1988): in round k every rank tells the one 2^k places on.
+    MPI's own reductions busy-wait, which would take a core from training. Messages are therefore exchanged by
+    dissemination (Hensgen, Finkel and Manber, 1988): in round k every rank sends to the rank 2^k places further.
+
+    Args:
+        comm: Ranks that take part.
+        number: Number of this rank.
 
     Raises:
-        CommunicationError: A rank has not come within the job's time limit.
+        CommunicationError: A rank has not called this within the job's time limit.
     """
     distance, mine = 1, torch.tensor([number])
     while distance < comm.size:
@@ -109,20 +113,20 @@ def quiet_min(comm: Communicator, number: int) -> int:
 
 
 class FileLayout:
-    """Whose file is whose, and what is the same from save to save: the files' structures, and the view.
+    """Assignment of files to ranks, and the file structures and view, which are reused as long as they do not change.
 
-    Making one is collective.
+    Creating one is collective.
 
     Args:
-        comm: The ranks that save together.
-        nodes: The node of each rank.
-        files: Whose file it is: "rank" or "node".
+        comm: Ranks that save together.
+        nodes: Node of each rank.
+        files: "rank" for one file per rank, or "node" for one file per node.
 
     Attributes:
-        comm: The ranks that save together; it is released with what they share.
-        file: The name of this rank's file.
-        owner: Whether this rank makes its file.
-        group: The ranks that share this file; None where each has its own.
+        comm: Ranks that save together; `free` releases this communicator.
+        file: Name of this rank's file.
+        owner: True if this rank creates its file.
+        group: Ranks that share this file; None if each rank has its own.
     """
 
     def __init__(self, comm: Communicator, nodes: Sequence[int], files: str) -> None:
@@ -133,27 +137,27 @@ class FileLayout:
         self._places: list[PlannedPiece] = []
         self._structure: Structure | None = None
         self._shown: tuple[object, bytes] | None = None
-        # The first message makes the memory in which ranks meet. MPI leaves a file in /dev/shm where a rank dies in
-        # the midst of that; a save in the background would do it beside the training, in which ranks die.
+        # The first message creates MPI's shared memory. If a rank dies during that, MPI leaves a file in /dev/shm.
+        # So create it here rather than in a background save, which runs beside training, in which ranks may die.
         for made in (comm, self.group):
             if made is not None:
                 made.broadcast_object(None)
 
     def free(self) -> None:
-        """Release what the ranks share. Collective."""
+        """Release the communicators. Collective."""
         if self.group is not None:
             self.group.free()
         self.comm.free()
 
     def begin(self, path: Path, parts: Sequence[Part]) -> tuple[Sequence[int], int, int]:
-        """Make this rank's file. Collective over the ranks that share it.
+        """Create this rank's file without its data. Collective over the ranks that share the file.
 
         Args:
-            path: The file.
-            parts: What this rank will write into it.
+            path: Path of the file.
+            parts: Parts that this rank will write into it.
 
         Returns:
-            The offsets of the parts; the bytes of the file; and its CRC-32 outside of all parts.
+            Offsets of the parts in bytes; size of the file in bytes; CRC-32 of the bytes outside all parts.
         """
         if self.group is None:
             return self._make(path, [(part.spec, part.piece) for part in parts])
@@ -177,7 +181,13 @@ class FileLayout:
         return self._structure.offsets, self._structure.image.size, self._structure.rest
 
     def view(self, tensors: dict[str, TensorSpec], extents: Sequence[Extent], tied: dict[str, str]) -> bytes:
-        """The bytes of model.h5. Raises CheckpointError where the ranks together lack elements of a tensor."""
+        """Return the bytes of model.h5. Raises CheckpointError if elements of a tensor are missing on all ranks.
+
+        Args:
+            tensors: Logical tensors by name.
+            extents: Locations of their pieces.
+            tied: Other names of tied parameters, with the names they are saved under.
+        """
         key = ([(e.piece, e.file) for e in extents], tensors, tied)
         if self._shown is None or self._shown[0] != key:
             of_tensor = grouped(extents, lambda extent: extent.piece.name)
@@ -200,21 +210,21 @@ def write_checkpoint(
     protect: Protect | None = None,
     after: Callable[[], None] = lambda: None,
 ) -> None:
-    """Write a checkpoint. Collective; where it fails on any rank it raises on all, and leaves no trace.
+    """Write a checkpoint. Collective. If it fails on any rank, it raises on all ranks and leaves no files.
 
     Args:
-        layout: The ranks that save together, and whose file is whose.
-        target: Where the checkpoint goes.
-        step: The step that it is saved at.
-        parts: What this rank writes.
-        values: What the manifest holds beside the tensors; rank 0's count.
-        protect: Makes copies or parities of the files that were written, given the folder, and the owner and the size
-            of each file. Collective.
-        after: Called by the leaders when the checkpoint is there.
+        layout: Ranks that save together, with their files.
+        target: Destination of the checkpoint.
+        step: Step at which it is saved.
+        parts: Parts that this rank writes.
+        values: Values that the manifest stores beside the tensors; those of rank 0 are used.
+        protect: Function that creates copies or parities of the written files, given the folder, the owner of each file
+            and the size of each file. Collective.
+        after: Function that the leaders call once the checkpoint is complete.
 
     Raises:
         InputError: The folder cannot be written.
-        CheckpointError: The ranks together lack elements of a tensor.
+        CheckpointError: Elements of a tensor are missing on all ranks.
     """
     comm = layout.comm
     temporary = _begin(comm, target)
@@ -254,7 +264,7 @@ def write_checkpoint(
 
 
 def _begin(comm: Communicator, target: Target) -> Path:
-    """Make the folder to write into, under a temporary name."""
+    """Create the folder under a temporary name, and return its path. Collective."""
     name, why = temporary_name(target.final.name), ""
     if not target.alone:
         temporary = target.final.parent / comm.broadcast_object(name)
@@ -275,18 +285,18 @@ def _begin(comm: Communicator, target: Target) -> Path:
 
 
 def finish_folder(temporary: Path, final: Path, manifest: Manifest, view: bytes | None) -> None:
-    """Make a checkpoint of a folder that has the files with the tensors.
+    """Turn a folder that has the tensor files into a checkpoint: write view and manifest, and rename it.
 
     Args:
-        temporary: The folder.
-        final: The name it gets.
-        manifest: What it holds; the view is added to it.
-        view: The bytes of model.h5; None in a folder that has only some of the files, where whatever has the final
-            name already is ours.
+        temporary: Folder with the tensor files.
+        final: Final path of the folder.
+        manifest: Contents of the checkpoint; the view is added to it.
+        view: Bytes of model.h5; None for a folder with only some of the files, in which case an existing folder of the
+            final name is known to be a checkpoint and is replaced.
 
     Raises:
-        InputError: Something that is not ours has the final name.
-        OSError: The disk is full, or fails.
+        InputError: The final name is taken by something that mpitrain did not write.
+        OSError: The disk is full or fails.
     """
     if view is not None:
         write_durably(temporary / VIEW, view)

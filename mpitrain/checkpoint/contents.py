@@ -1,5 +1,6 @@
-"""What is in a checkpoint, for people: `ls`, `show` and `diff`. Reading for tools: whole tensors, and every
-byte of every file against the manifest.
+"""Contents of a checkpoint: texts of `ls`, `show` and `diff`, reading of whole tensors, and verification.
+
+Verification compares every byte of every file with the hashes in the manifest.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ from mpitrain.storage.text import bytes_text, counted
 
 
 def only(path: Path) -> Path:
-    """The checkpoint that a path means: itself, or the newest whole one of a run folder."""
+    """Return the checkpoint that a path refers to: the path itself, or the newest whole checkpoint of a run folder."""
     listed = folders.require(path)
     return next((folder for folder in listed if state(folder) == "whole"), listed[0])
 
 
 def state(folder: Path) -> str:
-    """ "whole", or what is wrong with the manifest or the sizes of the files. No content is read."""
+    """Return "whole", or what is wrong with the manifest or the sizes of the files. No tensors are read."""
     try:
         manifest = read_manifest(folder)
     except CheckpointError as error:
@@ -55,9 +56,9 @@ def load_tensor(folder: Path, manifest: Manifest, name: str) -> torch.Tensor:
     """Read a whole tensor.
 
     Args:
-        folder: The checkpoint, whose files must have their sizes.
-        manifest: What it holds.
-        name: The name of the tensor.
+        folder: Folder of the checkpoint, whose files must have their full sizes.
+        manifest: Contents of the checkpoint.
+        name: Name of the tensor.
 
     Raises:
         CheckpointError: The tensor does not fit into memory, or its bytes are damaged or cannot be read.
@@ -65,14 +66,20 @@ def load_tensor(folder: Path, manifest: Manifest, name: str) -> torch.Tensor:
     spec = manifest.tensors[name]
     try:
         data = torch.empty(spec.numel, dtype=DTYPES[spec.dtype])
-    except RuntimeError:  # torch's way to say so
+    except RuntimeError:  # torch's error if memory is exhausted
         raise CheckpointError(f"{folder}: {name} of {bytes_text(spec.nbytes)} does not fit into memory") from None
     read_parts(folder, manifest, [Part(spec, Piece.whole(name, data.numel()), data)])
     return data.view(spec.shape)
 
 
 def read_parts(folder: Path, manifest: Manifest, parts: Sequence[Part]) -> None:
-    """Fill parts from a checkpoint, by this process alone. Raises CheckpointError."""
+    """Fill parts from a checkpoint in this process, without other ranks. Raises CheckpointError.
+
+    Args:
+        folder: Folder of the checkpoint.
+        manifest: Contents of the checkpoint.
+        parts: Parts whose data is filled.
+    """
     try:
         read(folder, plan(folder, manifest, parts))
     except OSError as error:
@@ -80,14 +87,14 @@ def read_parts(folder: Path, manifest: Manifest, parts: Sequence[Part]) -> None:
 
 
 def whole(folder: Path) -> Manifest:
-    """The manifest of a checkpoint. Raises CheckpointError unless all its files have their sizes."""
+    """Return the manifest of a checkpoint. Raises CheckpointError unless all its files have their full sizes."""
     manifest = read_manifest(folder)
     require_files(folder, manifest.files.items())
     return manifest
 
 
 def listing(path: Path) -> Iterator[str]:
-    """What `ls` prints of a run folder: a line for each checkpoint."""
+    """Yield the lines that `ls` prints for a run folder: a header, and a line for each checkpoint."""
     yield f"{'step':>10}  {'size':>11}  {'files':>5}  {'written':19}  state"
     listed = folders.require(path)
     best = folders.best_step(listed[0].parent)
@@ -108,11 +115,11 @@ def listing(path: Path) -> Iterator[str]:
 
 
 def description(folder: Path, pattern: str = "*") -> Iterator[str]:
-    """What `show` prints of a checkpoint.
+    """Yield the lines that `show` prints for a checkpoint.
 
     Args:
-        folder: The checkpoint.
-        pattern: Which tensors are listed: those whose names match, where * and ? stand for any letters.
+        folder: Folder of the checkpoint.
+        pattern: Pattern of the names of listed tensors, in which * matches any characters and ? matches one.
     """
     manifest = read_manifest(folder)
     numel = sum(spec.numel for name, spec in manifest.tensors.items() if name.startswith(MODEL))
@@ -139,7 +146,12 @@ def description(folder: Path, pattern: str = "*") -> Iterator[str]:
 
 
 def differences(a: Path, b: Path) -> Iterator[str]:
-    """What `diff` prints of two checkpoints: a line for each tensor that is not bitwise the same in both."""
+    """Yield the lines that `diff` prints: one for each tensor that is not bitwise equal in both checkpoints.
+
+    Args:
+        a: Folder of the first checkpoint.
+        b: Folder of the second checkpoint.
+    """
     first, second = whole(a), whole(b)
     for name in sorted(first.tensors.keys() | second.tensors.keys()):
         if name not in second.tensors or name not in first.tensors:
@@ -169,10 +181,10 @@ def _kind(spec: TensorSpec) -> str:
 
 
 def damages(folder: Path) -> Iterator[str]:
-    """Hash everything in a checkpoint again.
+    """Verify all hashes of a checkpoint.
 
     Yields:
-        A sentence for each damage: the file, the bytes and the tensor.
+        Sentence for each damaged place, with the file, the bytes and the tensor.
     """
     try:
         manifest = read_manifest(folder)
@@ -191,14 +203,20 @@ def damages(folder: Path) -> Iterator[str]:
             yield from _file_damages(folder, manifest, name, size, by_file.get(name, []))
         except OSError as error:
             yield f"{folder / name} cannot be read: {error.strerror or error}"
-    for name, spec in manifest.tensors.items() if complete else ():  # only then are the pieces as large as they say
+    for name, spec in manifest.tensors.items() if complete else ():  # only then do the pieces have their full sizes
         found = covered(extent.piece for extent in manifest.extents_of.get(name, ()))
         if found != spec.numel:
             yield f"{folder} holds {found} of the {spec.numel} elements of {name}"
 
 
 def has_whole_tensors(folder: Path, manifest: Manifest, name: str) -> bool:
-    """Whether every byte of the tensors in a file is what was saved; the structure around them is not looked at."""
+    """Return whether the bytes of all tensors in a file match their hashes; the HDF5 structure is not checked.
+
+    Args:
+        folder: Folder of the checkpoint.
+        manifest: Contents of the checkpoint.
+        name: Name of the file.
+    """
     scratch = memoryview(bytearray(HASHED))
     try:
         with opened(folder / name) as descriptor:

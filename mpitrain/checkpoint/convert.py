@@ -1,10 +1,8 @@
-"""Model weights out of a checkpoint and into one: safetensors files and torch state dictionaries.
+"""Export and import of model weights: safetensors files and torch state dictionaries.
 
-Files of tensors: those of safetensors, and state dictionaries that torch.save wrote.
-
-A safetensors file is the length of a header (8 bytes, little endian), the header (JSON: name -> dtype, shape,
-data_offsets after the header), and the tensors' bytes one after the other
-(https://github.com/huggingface/safetensors, "Format"). Neither way executes anything a file says.
+A safetensors file consists of the length of the header (8 bytes, little endian), the header (JSON: name -> dtype,
+shape, data_offsets after the header), and the bytes of the tensors one after the other
+(https://github.com/huggingface/safetensors, "Format"). Reading either kind of file executes no code from it.
 """
 
 from __future__ import annotations
@@ -37,22 +35,22 @@ from mpitrain.storage.text import bytes_text
 
 _TORCH = (".pt", ".pth", ".bin", ".ckpt")
 _LONGEST_NAME = 1000
-_DIMENSIONS = 32  # of an HDF5 data set, at most
-_REPEATED = 16  # times the bytes of a file that tensors may take which share some of them
+_DIMENSIONS = 32  # largest number of dimensions of an HDF5 data set
+_REPEATED = 16  # largest ratio of the tensors' bytes to the file's, for tensors that share memory
 
 
 def export(folder: Path, out: Path) -> int:
-    """Write the model's parameters and buffers into a file. Tied parameters appear under all their names.
+    """Write the model's parameters and buffers to a file. Tied parameters are written under all their names.
 
     Args:
-        folder: The checkpoint.
-        out: A new file, whose ending says what it is: .safetensors, or .pt for one that torch.load reads.
+        folder: Folder of the checkpoint.
+        out: Path of a new file; its suffix selects the format: .safetensors, or .pt for torch.load.
 
     Returns:
-        How many tensors were written.
+        Number of tensors written.
 
     Raises:
-        InputError: The file is there already, cannot be written, or is of no known kind.
+        InputError: The file exists, cannot be written, or has an unknown suffix.
         CheckpointError: The checkpoint is not whole.
     """
     require_new(out)
@@ -78,18 +76,18 @@ def export(folder: Path, out: Path) -> int:
 def import_weights(
     file: Path, root: Path, check: Callable[[Mapping[str, torch.Tensor]], None] = lambda tensors: None
 ) -> Path:
-    """Make a checkpoint of step 0 of a file's tensors, without states of an optimizer.
+    """Create a checkpoint of step 0 from a file's tensors, without optimizer state.
 
     Args:
-        file: A .safetensors file, or one that torch.save made.
-        root: The checkpoint folder of a run.
-        check: Raises InputError for tensors that the run's model cannot have.
+        file: Path of a .safetensors file, or of one written by torch.save.
+        root: Checkpoint folder of a run.
+        check: Function that raises InputError for tensors that do not fit the run's model.
 
     Returns:
-        The folder of the checkpoint.
+        Folder of the checkpoint.
 
     Raises:
-        InputError: The file is none of these, or the folder has checkpoints already.
+        InputError: The file has neither format, or the folder already has checkpoints.
     """
     with os_errors(file), open_plain(file) as opened:
         size, tensors = os.fstat(opened.fileno()).st_size, read_tensors(file)
@@ -98,20 +96,20 @@ def import_weights(
 
 
 def make_first(root: Path, origin: Path, tensors: Mapping[str, torch.Tensor], size: int, values: Values) -> Path:
-    """Make the checkpoint of step 0 that a run begins with.
+    """Create the checkpoint of step 0 that a run starts from.
 
     Args:
-        root: The checkpoint folder of a run.
-        origin: Where the tensors are from.
-        tensors: The model's parameters and buffers by their names.
-        size: Of the files that they are from, in bytes.
-        values: What is to be said beside them.
+        root: Checkpoint folder of a run.
+        origin: File or folder that the tensors come from.
+        tensors: Parameters and buffers of the model by name.
+        size: Total size in bytes of the files that they come from.
+        values: Further values to store beside the tensors.
 
     Returns:
-        The folder of the checkpoint.
+        Folder of the checkpoint.
 
     Raises:
-        InputError: The folder has checkpoints already, or there is a tensor that a checkpoint cannot hold.
+        InputError: The folder already has checkpoints, or a checkpoint cannot hold one of the tensors.
     """
     if folders.finished_steps(root):
         raise InputError(f"{root} has checkpoints already; give a new run folder")
@@ -124,10 +122,15 @@ def make_first(root: Path, origin: Path, tensors: Mapping[str, torch.Tensor], si
 
 
 def _parts(file: Path, tensors: Mapping[str, torch.Tensor], size: int) -> tuple[list[Part], dict[str, str]]:
-    """What goes into the checkpoint, and the further names of tensors that have several. size: of the file, in bytes.
+    """Return the parts of the checkpoint, and the saved name of each further name of a tensor.
 
-    Raises InputError for what a checkpoint cannot hold, and for tensors that are made large only by repeating what is
-    in the file.
+    Args:
+        file: Path of the file, for messages.
+        tensors: Tensors by name.
+        size: Size of the file in bytes.
+
+    Raises:
+        InputError: A checkpoint cannot hold a tensor, or tensors are large only because they repeat parts of the file.
     """
     tied: dict[str, str] = {}
     places: dict[tuple[Any, ...], str] = {}
@@ -158,7 +161,7 @@ def _parts(file: Path, tensors: Mapping[str, torch.Tensor], size: int) -> tuple[
 
 
 def _unusable(name: str, spec: TensorSpec) -> str:
-    """Why HDF5 would not take a tensor or its name, a path in the file; empty if it does."""
+    """Return why HDF5 cannot store a tensor, or its name as a path in the file; empty if it can."""
     if not name.isprintable() or len(name) > _LONGEST_NAME or {"", ".", ".."} & set(name.split("/")):
         return "has no name that a tensor can have"
     if len(spec.shape) > _DIMENSIONS:
@@ -167,7 +170,7 @@ def _unusable(name: str, spec: TensorSpec) -> str:
 
 
 def _make_checkpoint(final: Path, parts: list[Part], values: Values) -> None:
-    """A checkpoint of whole tensors in one file, written by this process alone."""
+    """Write a checkpoint of whole tensors in one file, in this process without other ranks."""
     folders.require_free(final)
     temporary = final.with_name(temporary_name(final.name))
     begin_folder(temporary)
@@ -187,7 +190,7 @@ def _make_checkpoint(final: Path, parts: list[Part], values: Values) -> None:
 
 
 def os_errors(path: Path) -> AbstractContextManager[None]:
-    """Raise InputError where the operating system refuses what is done inside with a file."""
+    """Return a context that turns an OSError about a file into an InputError."""
     return reporting(f"{path} cannot be used", "give another path, or make room")
 
 
@@ -209,14 +212,14 @@ _LONGEST_HEADER = 100 << 20  # bytes
 
 
 def read_tensors(file: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a file by their names, mapped from the disk where that can be done.
+    """Return the tensors of a file by name, memory-mapped if possible.
 
     Args:
-        file: A .safetensors file, or one that torch.save made.
+        file: Path of a .safetensors file, or of one written by torch.save.
 
     Raises:
-        InputError: It is none of these.
-        OSError: It cannot be read.
+        InputError: The file has neither format.
+        OSError: The file cannot be read.
     """
     return _read_safetensors(file) if file.suffix == ".safetensors" else _read_torch(file)
 
@@ -227,13 +230,13 @@ def write_safetensors(
     """Write a new safetensors file.
 
     Args:
-        path: The file.
-        specs: The dtype and the shape of each tensor, by its name.
-        load: Gives a tensor by its name; asked once for each, in order.
+        path: Path of the file.
+        specs: Dtype and shape of each tensor by name.
+        load: Function that returns a tensor by name; called once for each, in order.
 
     Raises:
-        InputError: safetensors does not know a dtype.
-        OSError: It cannot be written.
+        InputError: safetensors does not support a dtype.
+        OSError: The file cannot be written.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     begin = 0
@@ -256,10 +259,15 @@ def write_safetensors(
 def save_torch(state: Mapping[str, torch.Tensor], path: Path) -> None:
     """Write a file that torch.load reads.
 
-    A full disk is a RuntimeError of torch's own writer, which does not say why it failed: here it is an OSError.
+    torch's own writer reports a full disk as a RuntimeError without the reason; this function raises an OSError
+    instead.
+
+    Args:
+        state: Tensors by name.
+        path: Path of a new file.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: The file cannot be written.
     """
     failed: list[OSError] = []
 
@@ -285,7 +293,7 @@ def _read_torch(file: Path) -> dict[str, torch.Tensor]:
     with refusing(f"{file} is no file of plain tensors that torch.load reads", mend), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if zipfile.is_zipfile(file) and any(of.compress_type for of in zipfile.ZipFile(file).infolist()):
-            raise ValueError("it is compressed, which torch.save never does")  # torch would map the bytes as they are
+            raise ValueError("it is compressed, which torch.save never does")  # torch would map the compressed bytes
         loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     if isinstance(loaded, dict) and isinstance(loaded.get("state_dict"), dict):
         loaded = loaded["state_dict"]
@@ -329,6 +337,6 @@ def _read_safetensors(file: Path) -> dict[str, torch.Tensor]:
             raise ValueError(f"the header tells of {end} bytes, {len(data)} follow")
     except ValidationError as error:
         raise InputError(f"{file} is no safetensors file: {first_problem(error)}") from None
-    except (ValueError, RuntimeError) as error:  # RuntimeError: a shape that torch does not take
+    except (ValueError, RuntimeError) as error:  # RuntimeError: a shape that torch does not accept
         raise InputError(f"{file} is no safetensors file: {str(error).splitlines()[0]}") from None
     return {name: tensors[name] for name in entries}

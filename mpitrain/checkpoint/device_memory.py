@@ -1,12 +1,12 @@
-"""What a checkpoint moves between a device's memory and the host, through a few pinned buffers on a stream of its own.
+"""Copies between device memory and checkpoint files, through a few pinned buffers on a separate stream.
 
-    device -> buffer    | load 0 | load 1 | load 2 |                  to a file: the next loads come
-    buffer -> file               | load 0 | load 1 | load 2 |         while the last one is hashed and written
+    device -> buffer    | load 0 | load 1 | load 2 |                  saving: further loads are copied
+    buffer -> file               | load 0 | load 1 | load 2 |         while the previous one is hashed and written
 
-    file -> buffer      | block 0 | block 1 | block 2 |               from one: a thread reads into one buffer
-    buffer -> device              | block 0 | block 1 | block 2 |     while the other one leaves
+    file -> buffer      | block 0 | block 1 | block 2 |               loading: a thread reads into one buffer
+    buffer -> device              | block 0 | block 1 | block 2 |     while the other one is copied
 
-A buffer is used again only when its copy is over; nobody waits for anything else that the device does.
+A buffer is reused only after its copy has finished. Nothing waits for other work on the device.
 """
 
 from __future__ import annotations
@@ -22,18 +22,20 @@ from mpitrain.comm.memory import device as devices
 from mpitrain.storage.hdf5 import evenly
 
 _BUFFER = 8 << 20  # bytes
-_BUFFERS = 3  # in the way to a file
+_BUFFERS = 3  # buffers for saving
 _ALIGNMENT = 64  # bytes
-_Stretch = tuple[int, int, int, int]  # the number of a tensor, bytes [first, last) of it, where they lie in a buffer
+_Stretch = tuple[int, int, int, int]  # tensor number, bytes [first, last) of the tensor, offset in the buffer
 
 
 def host_pieces(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, int, memoryview]]:
-    """Bring flat tensors that lie on one device to the host, piece by piece in their order.
+    """Copy flat tensors on one device to the host, piece by piece in order.
 
-    They must not change before the last piece has come; what the caller's current stream was asked before is in them.
+    The pieces include the effects of all work launched on the caller's current stream before. The tensors must not
+    change until the last piece has been yielded.
 
     Yields:
-        (number of the tensor, the first byte of the piece in it, the bytes, until the next piece is asked for).
+        (tensor number, first byte of the piece in the tensor, bytes). The bytes are valid until the next piece is
+        requested.
     """
     loads = _loads([t.nbytes for t in tensors])
     raws = [t.detach().view(torch.uint8) for t in tensors]
@@ -61,7 +63,7 @@ def host_pieces(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, int, mem
 
 
 def _loads(sizes: Sequence[int]) -> list[list[_Stretch]]:
-    """Tensors of so many bytes cut into stretches, which go into buffers as they fit."""
+    """Divide tensors of these sizes in bytes into stretches, and pack the stretches into buffers."""
     loads: list[list[_Stretch]] = []
     end = _BUFFER
     for number, size in enumerate(sizes):
@@ -78,7 +80,7 @@ def _loads(sizes: Sequence[int]) -> list[list[_Stretch]]:
 
 
 class Arrivals:
-    """The stream on which what is read comes to a device, behind what the current stream was asked so far."""
+    """Stream on which data is copied to a device, after all work launched on the current stream so far."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.stream = device, devices.new_stream(device)
@@ -86,24 +88,31 @@ class Arrivals:
 
 
 class DeviceBytes:
-    """The bytes of a flat tensor on a device, as those who read a checkpoint fill them.
+    """Bytes of a flat tensor on a device, which readers of a checkpoint fill.
 
     Args:
-        tensor: The tensor.
-        arrivals: On which stream they come.
+        tensor: Tensor to fill.
+        arrivals: Stream on which the bytes are copied.
     """
 
     def __init__(self, tensor: torch.Tensor, arrivals: Arrivals) -> None:
         self.arrivals, self._bytes = arrivals, tensor.detach().view(torch.uint8)
 
     def put(self, block: np.ndarray, firsts: np.ndarray, places: np.ndarray, lengths: np.ndarray) -> None:
-        """Begin to copy stretches of a block to their places; pinned memory must not change before they are there.
+        """Start copying stretches of a block to their places in the tensor.
 
-        Several stretches go as the block that they lie in, and are put in their places there.
+        Several stretches are copied as one block to the device and distributed there. Pinned memory of the block must
+        not change until the copies have finished.
+
+        Args:
+            block: Bytes of the block, on the host.
+            firsts: First byte of each stretch in the block.
+            places: First byte of each stretch in the tensor.
+            lengths: Bytes of each stretch.
         """
         begin, end = int(firsts.min()), int((firsts + lengths).max())
         source = torch.from_numpy(block[begin:end])
-        with devices.on_stream(self.arrivals.stream):  # of which several threads ask
+        with devices.on_stream(self.arrivals.stream):  # several threads use this stream
             if len(firsts) == 1:
                 self._bytes.narrow(0, int(places[0]), int(lengths[0])).copy_(source, non_blocking=True)
                 return
@@ -115,12 +124,16 @@ class DeviceBytes:
 
 
 def read_buffers(nbytes: int, arrivals: Arrivals) -> Iterator[np.ndarray]:
-    """Give a thread that reads blocks for a device two pinned buffers to read into, by turns.
+    """Yield two pinned buffers alternately, for a thread that reads blocks for a device.
 
-    Whoever asks for the next one has begun everything that is to go to the device from the last.
+    Before requesting the next buffer, the caller must have started all copies from the last one.
+
+    Args:
+        nbytes: Size of a buffer in bytes.
+        arrivals: Stream on which the caller copies to the device.
     """
     memory = [devices.pinned((nbytes,), torch.uint8, arrivals.device).numpy() for _ in range(2)]
-    left: deque[torch.Event] = deque()  # when what was put from each has left it, the older one first
+    left: deque[torch.Event] = deque()  # events after the copies from each buffer, the older one first
     for buffer in cycle(memory):
         if len(left) == len(memory):
             left.popleft().synchronize()

@@ -1,21 +1,21 @@
-"""The files of a checkpoint: an HDF5 structure, and the bytes in it written at their places, hashed on the way.
+"""Files of a checkpoint: an HDF5 structure, into which tensor bytes are written at their offsets and hashed.
 
-A file belongs to a rank, or to all ranks of a node: the first of them makes the structure, then each writes its
-own pieces. HDF5 is only asked where the data sets lie; all bytes are written with positioned writes, so
-that a full disk is an OSError of ours, and writing is as fast as the disk.
+A file belongs to one rank, or to all ranks of a node: the first of them creates the structure, then each writes its
+own pieces. HDF5 only determines where the data sets lie. All bytes are written with positioned writes, so that a full
+disk is reported as an OSError and writing is as fast as the disk.
 
-model.h5: the whole model as one HDF5 file, for any HDF5 tool.
+model.h5 presents the whole model as one HDF5 file, for any HDF5 tool.
 
-Each parameter and buffer is a virtual data set under its PyTorch name, in its whole shape, whose elements HDF5
-fetches from the rank files beside it. It is a view for people and tools and never restored from: where a rank
-file is missing HDF5 shows fill values (NaN) without an error.
+Each parameter and buffer is a virtual data set under its PyTorch name, in its full shape, whose elements HDF5 fetches
+from the rank files beside it. It is a view for people and tools, and checkpoints are never restored from it: if a rank
+file is missing, HDF5 shows fill values (NaN) without an error.
 
-A flat stretch of a tensor is not a rectangle of it. It is cut into rectangles, at most 2 n - 1 of them in n
-dimensions; here [7, 22) of a [4, 8] tensor:
+A flat range of a tensor's elements is in general not a rectangle. It is cut into at most 2 n - 1 rectangles in n
+dimensions; here the range [7, 22) of a [4, 8] tensor:
 
-    . . . . . . . a        a: the end of a row
+    . . . . . . . a        a: end of a row
     b b b b b b b b        b: whole rows
-    c c c c c c . .        c: the beginning of a row
+    c c c c c c . .        c: beginning of a row
     . . . . . . . .
 """
 
@@ -41,7 +41,7 @@ from mpitrain.storage.disk import opened
 from mpitrain.storage.hdf5 import ExtentHasher, Image, contiguous, crc32, hdf5_image, write_at
 
 VIEW = "model.h5"
-PlannedPiece = tuple[TensorSpec, Piece]  # a piece in a file that is yet to be written, and its tensor
+PlannedPiece = tuple[TensorSpec, Piece]  # tensor, and the piece of it that will be written to a file
 _WRITTEN = 8 << 20  # bytes of one write
 _WRITE = 2  # SYNC_FILE_RANGE_WRITE of sync_file_range(2), which Python's os lacks
 _sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
@@ -49,12 +49,12 @@ _sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
 
 @dataclass(frozen=True)
 class Part:
-    """What a rank holds of a tensor.
+    """Piece of a tensor held by a rank.
 
     Attributes:
-        spec: The tensor.
-        piece: The piece of it.
-        data: The elements of the piece, in a flat contiguous tensor, on the host or on a device.
+        spec: Tensor.
+        piece: Piece of the tensor.
+        data: Elements of the piece, in a flat contiguous tensor, on the host or on a device.
     """
 
     spec: TensorSpec
@@ -64,12 +64,12 @@ class Part:
 
 @dataclass(frozen=True)
 class Structure:
-    """A file without its data.
+    """HDF5 file without its data.
 
     Attributes:
-        image: The bytes that are HDF5's own.
-        offsets: Where each piece begins, in bytes.
-        rest: The CRC-32 of all bytes of the file that are no piece's.
+        image: Bytes that HDF5 writes itself.
+        offsets: First byte of each piece.
+        rest: CRC-32 of all bytes of the file outside the pieces.
     """
 
     image: Image
@@ -78,14 +78,15 @@ class Structure:
 
 
 def _dataset_names(names: Sequence[str]) -> list[str]:
-    """The HDF5 names of pieces in one file.
+    """Return the HDF5 names of pieces in one file.
 
     Args:
-        names: Of each piece the name of its tensor.
+        names: Tensor name of each piece.
 
     Returns:
-        Of each piece the tensor's name, with #1, #2, ... appended for further pieces of it. The first one gets #0 where
-        the name is also the beginning of another's path; a number is passed over where a tensor is called that.
+        Tensor name of each piece, with #1, #2, ... appended for further pieces of the same tensor. The first piece gets
+        #0 if its name is also a group in another name's path. A number is skipped if the result is the name of a
+        tensor.
     """
     tensors = set(names)
     groups = {name[:at] for name in tensors for at in range(1, len(name)) if name[at] == "/"}
@@ -103,7 +104,7 @@ def _dataset_names(names: Sequence[str]) -> list[str]:
 
 
 def make_structure(places: Sequence[PlannedPiece]) -> Structure:
-    """Lay out the file that holds these pieces, a data set for each, one after the other."""
+    """Create the structure of a file that holds these pieces, one data set after the other."""
     how, scalar = contiguous(), h5py.h5s.create(h5py.h5s.SCALAR)
     pair, number = h5py.h5s.create_simple((2,)), h5py.h5t.STD_I64LE
     offsets = []
@@ -125,7 +126,12 @@ def make_structure(places: Sequence[PlannedPiece]) -> Structure:
 
 
 def gaps(stretches: Sequence[tuple[int, int]], size: int) -> list[tuple[int, int]]:
-    """The parts [lo, hi) of a file of `size` bytes that lie in none of the stretches (offset, bytes)."""
+    """Return the ranges [lo, hi) of a file that no stretch covers.
+
+    Args:
+        stretches: Offset and length of each stretch in bytes.
+        size: Size of the file in bytes.
+    """
     found, end = [], 0
     for offset, nbytes in sorted(s for s in stretches if s[1]):
         if offset > end:
@@ -137,20 +143,20 @@ def gaps(stretches: Sequence[tuple[int, int]], size: int) -> list[tuple[int, int
 
 
 def write_parts(path: Path, parts: Sequence[Part], offsets: Sequence[int]) -> list[Extent]:
-    """Write parts into a file that has its structure; they are on the disk afterwards.
+    """Write parts into a file that already has its structure, and fsync it.
 
-    Another thread hashes while this one writes, and the disk begins before all is in the page cache.
+    Another thread hashes the data meanwhile, and the disk starts writing before all data is in the page cache.
 
     Args:
-        path: The file.
-        parts: What is written.
-        offsets: Where each part begins, in bytes.
+        path: Path of the file.
+        parts: Parts to write.
+        offsets: First byte of each part in the file.
 
     Returns:
-        What the manifest lists of each part.
+        Extent of each part for the manifest.
 
     Raises:
-        OSError: The disk is full, or fails.
+        OSError: The disk is full or fails.
     """
     there = [number for number, part in enumerate(parts) if not part.data.is_cpu]
     hashers = [ExtentHasher(HASHED) for _ in parts]
@@ -162,7 +168,7 @@ def write_parts(path: Path, parts: Sequence[Part], offsets: Sequence[int]) -> li
             for at, first, data in host_pieces([parts[number].data for number in there]):
                 hashed = pool.submit(hashers[there[at]].update, data)
                 file.write(data, offsets[there[at]] + first)
-                hashed.result()  # then the memory is used again
+                hashed.result()  # the memory is reused after this
         hashing = []
         for part, offset, hasher in zip(parts, offsets, hashers, strict=True):
             raw = bytes_of(part.data) if part.data.is_cpu else memoryview(b"")
@@ -179,13 +185,21 @@ def write_parts(path: Path, parts: Sequence[Part], offsets: Sequence[int]) -> li
 
 
 class _Writing:
-    """A file that is being written. begun: the first byte that the disk has not been told to write."""
+    """File that is being written. begun: first byte whose writeback has not been started."""
 
     def __init__(self, descriptor: int, begun: int) -> None:
         self._descriptor, self._begun = descriptor, begun
 
     def write(self, data: memoryview, offset: int) -> None:
-        """Write bytes at an offset; the disk begins to when there are enough. Raises OSError."""
+        """Write bytes at an offset, and start the writeback after every 8 MiB.
+
+        Args:
+            data: Bytes to write.
+            offset: Position in the file, in bytes.
+
+        Raises:
+            OSError: The disk is full or fails.
+        """
         write_at(self._descriptor, data, offset)
         end = offset + len(data)
         if end - self._begun >= _WRITTEN:
@@ -196,12 +210,12 @@ class _Writing:
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a flat contiguous CPU tensor, shared with it."""
+    """Return the bytes of a flat contiguous CPU tensor; they share its memory."""
     return tensor.detach().view(torch.uint8).numpy().data if tensor.numel() else memoryview(b"")
 
 
 def _link(file: h5py.File, name: str, dataset: h5py.h5d.DatasetID) -> None:
-    """Give a data set its name, and make the groups in that."""
+    """Link a data set under its name, creating the groups in its path."""
     how = h5py.h5p.create(h5py.h5p.LINK_CREATE)
     how.set_create_intermediate_group(True)
     how.set_char_encoding(h5py.h5t.CSET_UTF8)
@@ -209,7 +223,7 @@ def _link(file: h5py.File, name: str, dataset: h5py.h5d.DatasetID) -> None:
 
 
 def _hdf5_type(dtype: torch.dtype) -> h5py.h5t.TypeID:
-    """The HDF5 type of a torch dtype; bfloat16 is a float type of its own that other tools read as float32."""
+    """Return the HDF5 type of a torch dtype; bfloat16 is a custom float type that other tools read as float32."""
     if dtype == torch.bfloat16:
         kind = h5py.h5t.IEEE_F32LE.copy()
         kind.set_fields(15, 7, 8, 0, 7)
@@ -222,15 +236,15 @@ def _hdf5_type(dtype: torch.dtype) -> h5py.h5t.TypeID:
 
 
 def make_view(tensors: Mapping[str, TensorSpec], extents: Sequence[Extent], tied: Mapping[str, str]) -> Image:
-    """Make the view of the tensors whose names begin with MODEL.
+    """Return the image of model.h5, which shows the tensors whose names begin with MODEL.
 
     Args:
-        tensors: The logical tensors, by their names.
-        extents: Where their pieces lie.
-        tied: Further names of parameters, and the names that they are saved under.
+        tensors: Logical tensors by name.
+        extents: Locations of their pieces.
+        tied: Other names of tied parameters, with the names they are saved under.
     """
     sources: dict[str, list[tuple[Extent, str]]] = {}
-    # each file's in its order, as its data sets were named
+    # in the order within each file, which determined the names of its data sets
     for listed in grouped(extents, lambda extent: extent.file).values():
         for extent, dataset in zip(listed, _dataset_names([e.piece.name for e in listed]), strict=True):
             sources.setdefault(extent.piece.name, []).append((extent, dataset))
@@ -246,7 +260,7 @@ def make_view(tensors: Mapping[str, TensorSpec], extents: Sequence[Extent], tied
                 file[shown] = h5py.ExternalLink(extent.file, dataset)
         for alias, name in tied.items():
             if name in file and alias not in file:
-                with suppress(OSError, ValueError, RuntimeError):  # where its path leads through a data set
+                with suppress(OSError, ValueError, RuntimeError):  # if its path leads through a data set
                     file[alias] = file[name]
     return image
 
@@ -274,17 +288,17 @@ def _virtual(file: h5py.File, spec: TensorSpec, sources: Sequence[tuple[Extent, 
 
 
 def rectangles(piece: Piece, shape: Sequence[int]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
-    """Cut a piece into rectangles of its tensor, each of which is contiguous in the piece.
+    """Divide a piece into rectangles of its tensor, each contiguous in the piece.
 
     Args:
-        piece: The piece.
-        shape: The shape of the tensor.
+        piece: Piece to divide.
+        shape: Shape of the tensor.
 
     Yields:
-        (the first index of a rectangle, its extent, its place in the piece).
+        (first index of a rectangle, its extent in each dimension, its offset in the piece in elements).
     """
     ranges = piece.box.ranges(shape)
-    if ranges is None:  # a box of a view that has other dimensions
+    if ranges is None:  # the box belongs to a view with other dimensions
         for start, length, place in zip(*(a.tolist() for a in piece.runs()), strict=True):
             for first, size, more in _cut(start, start + length, shape):
                 yield first, size, place + more
@@ -295,7 +309,7 @@ def rectangles(piece: Piece, shape: Sequence[int]) -> Iterator[tuple[tuple[int, 
 
 
 def _cut(lo: int, hi: int, shape: Sequence[int]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
-    """Elements [lo, hi) of a row-major tensor as rectangles, in order: (first, extent, place after lo)."""
+    """Yield elements [lo, hi) of a row-major tensor as rectangles in order: (first index, extent, offset from lo)."""
     if lo >= hi:
         return
     row = prod(shape[1:])

@@ -1,14 +1,15 @@
-"""The folder `checkpoints/` of a run: names, what is finished, what is left over, what may go.
+"""Folder `checkpoints/` of a run: names of its entries, finished checkpoints, leftovers, and removal.
 
-    step-00000100.tmp-<id>/   being written: a mark lies in it; never read, removed when found at a start
-    step-00000100/            after the rename: whole
-    latest                    a hint for people; the folders themselves decide
-    best                      names the one with the best held-out figure (checkpoint.best), which is never pruned
+    step-00000100.tmp-<id>/   being written; contains a mark; never read, and removed at a start
+    step-00000100/            complete since it was renamed to this name
+    latest                    names the newest checkpoint, as a hint for people; mpitrain looks at the folders
+    best                      names the checkpoint with the best held-out metric (checkpoint.best), never pruned
 
-Only what has one of these names and is known by its content to be ours is ever removed or replaced: a folder by the
-mark or by a manifest, `latest` by what it says. Other things in the way are refused, and others are left alone.
+Only entries with one of these names whose content shows that mpitrain wrote them are ever removed or replaced: a folder
+by its mark or manifest, `latest` by its content. If another entry is in the way, an error is raised; all others are
+ignored.
 
-Nothing here knows of ranks: these are the acts of the one process that looks after a folder.
+This module does not know about ranks: its functions are called by the one process that manages a folder.
 """
 
 from __future__ import annotations
@@ -43,12 +44,12 @@ _HEAD = f'"format": "{FORMAT.rpartition(" ")[0]}'.encode()
 
 
 def folder_name(step: int) -> str:
-    """The name of the folder of a step's checkpoint."""
+    """Return the name of the folder of a step's checkpoint."""
     return f"step-{step:08d}"
 
 
 def finished_steps(root: Path) -> list[int]:
-    """The steps whose folders have their final name, newest first. Whether they are whole is another question."""
+    """Return the steps whose folders have their final names, newest first. Their contents are not checked."""
     if not root.is_dir():
         return []
     found = [_NAME.fullmatch(path.name) for path in root.iterdir()]
@@ -56,12 +57,12 @@ def finished_steps(root: Path) -> list[int]:
 
 
 def newest_fruitful(root: Path) -> int | None:
-    """The step of the newest checkpoint that was made while training learned something; None where there is none."""
+    """Return the step of the newest checkpoint saved while training was still learning; None if there is none."""
     return next((step for step in finished_steps(root) if is_fruitful(root / folder_name(step))), None)
 
 
 def find(path: Path) -> list[Path]:
-    """The checkpoint folders that a path means, if there are any: itself, or those of a run folder, newest first."""
+    """Return the checkpoint folders that a path refers to: itself, or those of a run folder, newest first."""
     if (path / MANIFEST).exists() or _NAME.fullmatch(path.name):
         return [path]
     for root in (path, path / CHECKPOINTS):
@@ -71,9 +72,11 @@ def find(path: Path) -> list[Path]:
 
 
 def require(path: Path, key: str = "") -> list[Path]:
-    """Return the checkpoint folders that a path means. Raises InputError where there are none.
+    """Return the checkpoint folders that a path refers to. Raises InputError if there are none.
 
-    key: The setting that the path is the value of, for which it may also be auto or never.
+    Args:
+        path: Path of a checkpoint or a run folder.
+        key: Setting that has the path as its value, for the message; its other values are auto and never.
     """
     if found := find(path):
         return found
@@ -83,14 +86,14 @@ def require(path: Path, key: str = "") -> list[Path]:
 
 
 def best_step(root: Path) -> int | None:
-    """The step of the checkpoint that is marked as the best; None where none is, or it is gone."""
+    """Return the step of the checkpoint marked as the best; None if none is marked or it no longer exists."""
     pointer = root / BEST
     match = _NAME.fullmatch(pointer.read_text(encoding="utf-8").strip()) if _is_pointer(pointer) else None
     return int(match[1]) if match and is_checkpoint(root / match[0]) else None
 
 
 def marked_best(run: Path) -> Path:
-    """Return the checkpoint of a run folder that is marked as the best. Raises InputError where none is."""
+    """Return the checkpoint of a run folder that is marked as the best. Raises InputError if there is none."""
     for root in (run, run / CHECKPOINTS):
         if (step := best_step(root)) is not None:
             return root / folder_name(step)
@@ -98,20 +101,20 @@ def marked_best(run: Path) -> Path:
 
 
 def locked_with(root: Path) -> list[Path]:
-    """The folders whose locks belong to whoever saves into `root`: it, and the run folder that it is part of."""
+    """Return the folders to lock for saving into `root`: itself, and the run folder that contains it."""
     run = root.parent
     return [run, root] if root.name == CHECKPOINTS and (run / LOCK).exists() else [root]
 
 
 def set_aside(folder: Path) -> Path:
-    """Move a folder out of the way; returns where it is now. Raises OSError."""
+    """Rename a folder to a free name and return the new path. Raises OSError."""
     kept = disk.free_name(folder)
     os.rename(folder, kept)
     return kept
 
 
 def remove_leftovers(root: Path) -> None:
-    """Remove what killed saves left. Only for whoever holds the run's lock: nobody else is saving there."""
+    """Remove what killed saves have left. Only for the holder of the run's lock, because nobody else saves then."""
     for folder in list(disk.leftovers(root, _FOLDER, is_checkpoint)):
         remove(folder)
     for path in root.iterdir():
@@ -120,13 +123,13 @@ def remove_leftovers(root: Path) -> None:
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether a manifest of ours lies in a folder; it may be damaged."""
+    """Return whether a folder has a manifest written by mpitrain, which may be damaged."""
     head = b"" if folder.is_symlink() else _beginning(folder / MANIFEST, 200)
     return head.startswith(b'{"crc32": ') or _HEAD in head
 
 
 def _is_pointer(path: Path) -> bool:
-    """Whether a file says what `latest` may say, or nothing yet."""
+    """Return whether a file has valid content for `latest`, or is empty."""
     try:
         return not path.is_symlink() and path.stat().st_size < 64 and bool(_POINTER.fullmatch(path.read_bytes()))
     except OSError:
@@ -134,13 +137,13 @@ def _is_pointer(path: Path) -> bool:
 
 
 def are_remains(folder: Path) -> bool:
-    """Whether a folder holds a checkpoint's tensors, but no manifest of ours."""
+    """Return whether a folder has tensor files of a checkpoint but no manifest written by mpitrain."""
     files = () if folder.is_symlink() or is_checkpoint(folder) else folder.glob("*.h5")
     return any(_TENSORS.fullmatch(path.name) and _beginning(path) == SIGNATURE for path in files)
 
 
 def _beginning(path: Path, nbytes: int = len(SIGNATURE)) -> bytes:
-    """The first bytes of a file, as far as it can be read."""
+    """Return the first bytes of a file, or b"" if it cannot be read."""
     try:
         with open(path, "rb") as file:
             return file.read(nbytes)
@@ -149,7 +152,7 @@ def _beginning(path: Path, nbytes: int = len(SIGNATURE)) -> bytes:
 
 
 def require_free(final: Path) -> None:
-    """Raise InputError where what a save of this folder would replace is not ours."""
+    """Raise InputError if a save to this folder would replace something that mpitrain did not write."""
     pointer = final.with_name(LATEST)
     if os.path.lexists(final) and not is_checkpoint(final):
         what, lacks = final, f"has no {MANIFEST} of a checkpoint"
@@ -164,34 +167,36 @@ def require_free(final: Path) -> None:
 
 
 def publish(temporary: Path, final: Path, *, trusted: bool = False) -> None:
-    """Give a complete folder its final name, which it has for good.
+    """Rename a complete folder to its final name.
 
     Args:
-        temporary: The folder.
-        final: Its final name.
-        trusted: Whether whatever has that name already is ours.
+        temporary: Path of the complete folder.
+        final: Final path.
+        trusted: If true, an existing entry of that name is known to be a checkpoint.
 
     Raises:
-        InputError: Something that is not ours has the name.
+        InputError: The name is taken by something that mpitrain did not write.
         OSError: The disk fails.
     """
     disk.end_folder(temporary)
-    if os.path.lexists(final):  # a checkpoint of this step from before a restart: damaged, or not to be saved again
+    if os.path.lexists(final):  # this step's checkpoint from before a restart, which was damaged or not resumed from
         if not trusted:
             require_free(final)
         discard(final)
     os.rename(temporary, final)
     try:
         disk.sync(final.parent)
-    except OSError:  # a save that is said to have failed leaves no checkpoint
+    except OSError:  # a save that reports a failure leaves no checkpoint
         os.rename(final, temporary)
         raise
 
 
 def point_to(final: Path, name: str = LATEST) -> None:
-    """Make `latest` name this folder; where there is no room for it, let there be none rather than a wrong one.
+    """Make `latest` name this folder; if it cannot be written, remove it rather than leave a wrong one.
 
-    name: of another such file, in place of `latest`.
+    Args:
+        final: Checkpoint folder.
+        name: Name of the file, such as `best` instead of `latest`.
     """
     latest = final.with_name(name)
     if os.path.lexists(latest) and not _is_pointer(latest):
@@ -200,26 +205,26 @@ def point_to(final: Path, name: str = LATEST) -> None:
         with disk.replacing(latest, final.with_name(disk.temporary_name(name)), durable=False) as pointer:
             pointer.write_text(final.name + "\n", encoding="utf-8")
     except OSError:
-        with suppress(OSError):  # a folder of that name stays
+        with suppress(OSError):  # a folder with that name stays
             latest.unlink(missing_ok=True)
 
 
 def discard(folder: Path) -> None:
-    """Remove a checkpoint; it is never half there under a whole one's name. Raises OSError."""
+    """Remove a checkpoint, first hiding it so that it is never seen half removed. Raises OSError."""
     remove(hide(folder))
 
 
 def hide(folder: Path) -> Path:
-    """Give a checkpoint a name under which nobody reads it. Raises OSError."""
+    """Rename a checkpoint to a temporary name, under which it is not read. Raises OSError."""
     hidden = folder.with_name(disk.temporary_name(folder.name))
     os.rename(folder, hidden)
     return hidden
 
 
 def remove(*hidden: Path) -> None:
-    """Remove hidden folders. What cannot be removed now is a leftover for the next start.
+    """Remove hidden folders. What cannot be removed now is a leftover that the next start removes.
 
-    What somebody has put beside our files stays, as step-00000100.1.
+    A folder that contains files of others keeps these, and is renamed to step-00000100.1.
     """
     for folder in hidden:
         if disk.remove_folder(folder, (MANIFEST, disk.MARK), lambda name: bool(_OURS.fullmatch(name))):
@@ -235,37 +240,37 @@ def doomed(
     fruitful: Callable[[int], bool] = lambda step: True,
     spared: int | None = None,
 ) -> list[int]:
-    """Which checkpoints are removed.
+    """Return the steps of the checkpoints to remove.
 
-    The newest usable ones stay, and, whatever its place, the newest verified one. The same goes for the newest ones
-    that were made while training learned something. Unusable ones do not count, and go when they are older than all
-    that stay.
+    These stay: the newest `keep` usable checkpoints, the newest verified one, and the newest usable and the newest
+    verified one saved while training was learning. Unusable checkpoints do not count towards `keep`, and are removed if
+    they are older than all that stay.
 
     Args:
-        steps: The steps of the checkpoints, newest first.
-        keep: How many usable ones stay.
-        verified: The steps of those that are known to be whole.
-        unusable: The steps of those that are known not to be.
-        fruitful: Whether the checkpoint of a step was made while training learned something.
-        spared: The step of one that stays beside them.
+        steps: Steps of the checkpoints, newest first.
+        keep: Number of usable checkpoints to keep.
+        verified: Steps of checkpoints known to be whole.
+        unusable: Steps of checkpoints known to be damaged.
+        fruitful: Predicate that is true if the checkpoint of a step was saved while training was learning.
+        spared: Step of a further checkpoint to keep, or None.
     """
     usable = [step for step in steps if step not in unusable]
     whole = [step for step in usable if step in verified]
     staying = {*usable[:keep], *whole[:1]}
     staying.update(*(islice(filter(fruitful, some), 1) for some in (usable, whole)))
-    oldest = min(staying, default=0)  # where nothing stays, nothing is usable, and nothing goes
+    oldest = min(staying, default=0)  # if nothing stays, no checkpoint is usable, and none is removed
     staying.add(spared if spared is not None else oldest)
     return [step for step in steps if step not in staying and (step not in unusable or step < oldest)]
 
 
 def more_room(size: int, saves: int, keep: int, held: Sequence[int]) -> int:
-    """The bytes that saves need beside what is there, at their worst moment.
+    """Return the largest number of bytes that future saves need in addition to the existing checkpoints.
 
     Args:
-        size: The bytes of a checkpoint.
-        saves: How many saves there will be.
-        keep: How many checkpoints stay. All others are removed after each save, not before.
-        held: The bytes of the checkpoints that are there, newest first.
+        size: Size of a checkpoint in bytes.
+        saves: Number of saves.
+        keep: Number of checkpoints to keep; the others are removed after each save, not before it.
+        held: Sizes in bytes of the existing checkpoints, newest first.
     """
     there, more, most = list(held), 0, 0
     for _ in range(min(saves, keep + 1)):
@@ -278,15 +283,15 @@ def more_room(size: int, saves: int, keep: int, held: Sequence[int]) -> int:
 
 
 def require_room(root: Path, what: str, size: int, saves: int, keep: int, mend: str) -> None:
-    """Raise InputError where saves to come do not fit.
+    """Raise InputError if future saves do not fit on the disk.
 
     Args:
-        root: The folder that they go into.
-        what: What messages call it.
-        size: The bytes of a checkpoint.
-        saves: How many saves there will be.
-        keep: How many checkpoints stay.
-        mend: What can be done about it.
+        root: Folder of the checkpoints.
+        what: Name of the folder in messages.
+        size: Size of a checkpoint in bytes.
+        saves: Number of saves.
+        keep: Number of checkpoints to keep.
+        mend: Advice for the message.
     """
     with disk.reporting(f"{what} {root} cannot be used", "choose another folder"):
         there = [root / folder_name(step) for step in finished_steps(root)]
@@ -302,10 +307,20 @@ def require_room(root: Path, what: str, size: int, saves: int, keep: int, mend: 
 
 
 def unreadable(folder: Path, error: OSError) -> CheckpointError:
-    """The error of a checkpoint folder that could not be read."""
+    """Return the error for a checkpoint folder that cannot be read.
+
+    Args:
+        folder: Folder of the checkpoint.
+        error: Cause.
+    """
     return CheckpointError(f"{folder} cannot be read: {error.strerror or error}")
 
 
 def unwritable(folder: Path, error: OSError) -> InputError:
-    """The error of a checkpoint folder that could not be saved."""
+    """Return the error for a checkpoint folder that could not be saved.
+
+    Args:
+        folder: Folder of the checkpoint.
+        error: Cause.
+    """
     return InputError(f"{folder} could not be saved: {disk.reason(error)}; make room, or choose another run.dir")

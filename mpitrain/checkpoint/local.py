@@ -1,13 +1,13 @@
-"""Checkpoints on the nodes' own disks: written there, protected by the other nodes, brought back after a loss.
+"""Checkpoints on the nodes' local disks: written there, protected by other nodes, and restored after a loss.
 
     LOCAL/mpitrain-<id of the run>/step-00000100/
       manifest.json      the same on every node
-      rank-00002.h5      of this node's ranks
-      rank-00000.h5      partner: a copy for the node before
-      parity-00001-00000.bin     xor: see `parity`
+      rank-00002.h5      files of this node's ranks
+      rank-00000.h5      redundancy partner: copy of a file of the previous node
+      parity-00001-00000.bin     redundancy xor: see `parity`
 
-The id is kept in the run's checkpoint folder and made anew when a run begins anew, so that a disk which was away
-meanwhile brings nothing back from an abandoned run.
+The id is stored in the run's checkpoint folder, and a run from the start gets a new one. A disk that was absent for
+some time therefore cannot restore checkpoints of an abandoned run.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ _BROUGHT = ".tmp-brought"
 
 
 class LocalFolders:
-    """The node-local checkpoints of a run. Methods that take a communicator are collective over it.
+    """Node-local checkpoints of a run. Methods that take a communicator are collective over it.
 
     Args:
-        base: The folder on the disk of this rank's node.
-        nodes: The node of each rank.
-        redundancy: How a node's part is protected: "none", "partner" or "xor".
+        base: Folder on the local disk of this rank's node.
+        nodes: Node of each rank.
+        redundancy: Protection against the loss of a node: "none", "partner" or "xor".
 
     Attributes:
-        root: The folder of this run on this rank's node, once `prepare` has made it; `base` until then.
+        root: Folder of this run on this rank's node after `prepare`; `base` before.
     """
 
     def __init__(self, base: Path, nodes: Sequence[int], redundancy: str) -> None:
@@ -57,25 +57,25 @@ class LocalFolders:
         self.root = base
 
     def folder(self, step: int) -> Path:
-        """The folder of a step's checkpoint."""
+        """Return the folder of a step's checkpoint."""
         return self.root / folders.folder_name(step)
 
     def _leads(self, comm: Communicator) -> bool:
         return self._leaders[self._nodes[comm.rank]] == comm.rank
 
     def _on_leaders(self, comm: Communicator, act: Callable[[], object], folder: Path | None = None) -> None:
-        """Do something on the first rank of each node; see `attempt`."""
+        """Run a function on the first rank of each node; errors are raised on all ranks, see `attempt`. Collective."""
         attempt(comm, act if self._leads(comm) else None, folder)
 
     def prepare(self, comm: Communicator, shared: Path) -> None:
-        """Make the folders, and remove leftovers.
+        """Create the folders and remove leftovers. Collective.
 
         Args:
             comm: All ranks.
-            shared: The run's checkpoint folder.
+            shared: Checkpoint folder of the run.
 
         Raises:
-            InputError: A folder cannot be used, or several nodes see one and the same.
+            InputError: A folder cannot be used, or several nodes share one folder.
         """
         identity = comm.on_root(lambda: _identity(shared))
         self.root = self._base / f"mpitrain-{identity}"
@@ -103,12 +103,12 @@ class LocalFolders:
                 own.unlink(missing_ok=True)
 
     def require_room(self, comm: Communicator, of_ranks: Sequence[int], saves: int) -> None:
-        """Raise InputError where a node's disk has no room for its part of the saves to come, and what protects it.
+        """Raise InputError if a node's disk has no room for its part of future saves and its redundancy. Collective.
 
         Args:
             comm: All ranks.
-            of_ranks: The bytes of each rank's tensors in a checkpoint.
-            saves: How many saves there will be.
+            of_ranks: Bytes of each rank's tensors in a checkpoint.
+            saves: Number of saves.
         """
         of_nodes = [sum(of_ranks[rank] for rank in ranks) for _, ranks in sorted(parity.ranks_of(self._nodes).items())]
         number, nodes = sorted(self._leaders).index(self._nodes[comm.rank]), len(of_nodes)
@@ -123,7 +123,14 @@ class LocalFolders:
     # -- saving
 
     def save(self, layout: FileLayout, step: int, parts: Sequence[Part], values: Values) -> None:
-        """Write a checkpoint onto the nodes' disks, then remove the older ones there."""
+        """Write a checkpoint to the nodes' disks, then remove the older ones there. Collective.
+
+        Args:
+            layout: Ranks that save together, with their files.
+            step: Step at which the checkpoint is saved.
+            parts: Parts that this rank writes.
+            values: Values that the manifest stores beside the tensors.
+        """
         target = Target(self.folder(step), self._leads(layout.comm), alone=False)
         write_checkpoint(layout, target, step, parts, values, partial(self._protect, layout.comm))
         self.forget(layout.comm, step - 1, fruitful=not values.get(FRUITLESS))
@@ -144,13 +151,13 @@ class LocalFolders:
         return [one for one, _ in sets]
 
     def forget(self, comm: Communicator, step: int, *, fruitful: bool = True) -> None:
-        """Remove the checkpoints up to a step.
+        """Remove the checkpoints up to a step. Collective.
 
         Args:
             comm: All ranks.
-            step: The step.
-            fruitful: Whether what takes their place was made while training learned something; else the newest one
-                that was stays.
+            step: Last step whose checkpoint is removed.
+            fruitful: If true, the checkpoint that replaces them was saved while training was learning; if false, the
+                newest such checkpoint is kept.
         """
 
         def remove() -> None:
@@ -158,7 +165,7 @@ class LocalFolders:
             for old in folders.finished_steps(self.root):
                 if old <= step and old != spared:
                     folders.discard(self.folder(old))
-            with suppress(OSError):  # nothing is left behind on the nodes by a run that ended well
+            with suppress(OSError):  # a run that ended well leaves no folder on the nodes
                 self.root.rmdir()
 
         self._on_leaders(comm, remove)
@@ -166,13 +173,21 @@ class LocalFolders:
     # -- loading
 
     def steps(self, comm: Communicator) -> list[int]:
-        """The steps that any node has something of, newest first."""
+        """Return the steps for which any node has a checkpoint folder, newest first. Collective."""
         mine = folders.finished_steps(self.root) if self._leads(comm) else []
         return sorted({step for steps in comm.all_gather_object(mine) for step in steps}, reverse=True)
 
     def manifest(self, comm: Communicator, folder: Path) -> Manifest:
-        """The manifest of a checkpoint, from any node that has it; nodes without it get it. Raises CheckpointError."""
-        mine: tuple[int, bytes] | None = None  # the CRC-32 and the bytes of the manifest here, where it is whole
+        """Return the manifest of a checkpoint from any node, and write it on nodes that lack it. Collective.
+
+        Args:
+            comm: All ranks.
+            folder: Folder of the checkpoint on this rank's node.
+
+        Raises:
+            CheckpointError: No node has a readable manifest.
+        """
+        mine: tuple[int, bytes] | None = None  # CRC-32 and bytes of this node's manifest, if it is whole
         if self._leads(comm):
             with suppress(CheckpointError, OSError):
                 read_manifest(folder)
@@ -188,9 +203,9 @@ class LocalFolders:
         def keep() -> None:
             if mine is not None and mine[0] == held[most]:
                 return
-            if mine is not None:  # of another life of this run
+            if mine is not None:  # left by an earlier attempt of this run
                 folders.discard(folder)
-            folder.mkdir(parents=True, exist_ok=True)  # with a damaged one there may be files that are whole
+            folder.mkdir(parents=True, exist_ok=True)  # a folder with a damaged manifest may have files that are whole
             (folder / MANIFEST).write_text(text, encoding="utf-8")
 
         self._on_leaders(comm, keep)
@@ -199,20 +214,20 @@ class LocalFolders:
     def bring(
         self, comm: Communicator, folder: Path, manifest: Manifest, needed: Collection[str], *, suspect: bool = False
     ) -> list[str]:
-        """Have the files that this node's ranks need in this node's folder, from wherever they are.
+        """Copy or rebuild the files that this node's ranks need, so that they are in this node's folder. Collective.
 
         Args:
             comm: All ranks.
-            folder: The checkpoint on this rank's node.
-            manifest: What it holds.
-            needed: The names of the files that this rank needs.
-            suspect: Believe no file by its size alone; one whose bytes are not what was saved counts as lost.
+            folder: Folder of the checkpoint on this rank's node.
+            manifest: Contents of the checkpoint.
+            needed: Names of the files that this rank needs.
+            suspect: If true, hash the tensors in every file, and treat a file with damaged bytes as lost.
 
         Returns:
-            The names of the files whose bytes are not what was saved.
+            Names of the files with damaged bytes, on any node.
 
         Raises:
-            CheckpointError: A file is on no node, and cannot be rebuilt.
+            CheckpointError: No node has a file, and it cannot be rebuilt.
         """
         self._on_leaders(comm, partial(_clear, folder), folder)
         sizes = manifest.files | {p: one.chunk for one in manifest.parity for p in one.parities}
@@ -256,7 +271,16 @@ class LocalFolders:
 def _rebuild(
     folder: Path, manifest: Manifest, name: str, damaged: bool, where: Mapping[str, int], builder: int
 ) -> Iterator[Sequence[FileTransfer]]:
-    """Messages that rebuild a file on rank `builder`. where: a rank that has each file. Raises CheckpointError."""
+    """Return the rounds of messages that rebuild a file on rank `builder`. Raises CheckpointError.
+
+    Args:
+        folder: Folder of the checkpoint on each node.
+        manifest: Contents of the checkpoint.
+        name: Name of the file.
+        damaged: If true, the message says that the file is damaged rather than missing.
+        where: A rank that has each available file.
+        builder: Rank that gets the file.
+    """
     one = next((s for s in manifest.parity if name in s.files), None)
     problem = f"{folder / name} is " + ("damaged on every node that has it" if damaged else "on no node of this job")
     if one is None:
@@ -272,7 +296,7 @@ def _rebuild(
 
 
 def _clear(folder: Path) -> None:
-    """Remove what an interrupted restart left."""
+    """Remove temporary files that an interrupted restart has left."""
     for path in folder.glob(f"*{_BROUGHT}"):
         if path.is_dir():
             remove_folder(path)
@@ -295,6 +319,6 @@ def _identity(shared: Path) -> str:
         if not path.exists():
             write_whole(path, secrets.token_hex(8) + "\n")
         identity = read_plain(path).decode(errors="replace").strip()
-    if not re.fullmatch("[0-9a-f]{16}", identity):  # it becomes the name of a folder
+    if not re.fullmatch("[0-9a-f]{16}", identity):  # the identity is used as part of a folder name
         raise InputError(f"{path} holds no identity of a run; remove it")
     return identity

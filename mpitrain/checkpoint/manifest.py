@@ -1,4 +1,4 @@
-"""manifest.json: what a checkpoint holds, where each element lies, and how to tell that it is whole.
+"""manifest.json: the tensors of a checkpoint, the location of each element, and hashes to verify them.
 
     checkpoints/step-00000100/
       manifest.json      written last; {"crc32": of the payload's text, "payload": {...}}
@@ -6,16 +6,14 @@
       rank-00001.h5
       model.h5           a view of the whole model for people and tools
 
-The payload lists the tensors (name, shape, dtype), the files (bytes), and for every piece its place: which
-elements of which tensor (`layout.Piece`), at which byte of which file, with a CRC-32 per `HASHED` bytes; and one
-CRC-32 per file of all bytes that are no tensor's. The HDF5 structure is for people and tools; restoring uses the
-manifest alone. A folder is a checkpoint only if its manifest is whole and its files have the sizes it says.
+The payload lists the tensors (name, shape, dtype), the files (bytes), and the location of every piece: its elements
+(`layout.Piece`), its file and byte offset, and a CRC-32 for each `HASHED` bytes. For each file it has a CRC-32 of all
+bytes outside the tensors. The HDF5 structure is for people and tools; restoring uses only the manifest. A folder is a
+checkpoint only if its manifest is whole and its files have the listed sizes.
 
-What a manifest's payload must look like before anything in it is believed: every type, every range, every name.
-
-A payload with a right hash may still be wrong: made by hand, by another program, or to do harm. So names of files are
-plain ones, a tensor is no larger than the stretches of files that hold it, and they fit into their files, whose sizes
-are compared with those on the disk before anything is read.
+A payload with a correct hash may still be invalid or malicious, so every type, range and name is validated before use.
+File names are plain names; a tensor is not larger than the stretches of files that hold it; and these lie within their
+files, whose sizes are compared with those on disk before anything is read.
 """
 
 from __future__ import annotations
@@ -38,25 +36,25 @@ from mpitrain.layout.boxes import Box, Piece
 from mpitrain.storage.disk import from_json, read_plain, write_durably
 
 MANIFEST = "manifest.json"
-MODEL = "model/"  # what the names of parameters and buffers begin with
-MASTER = "master/"  # and those of the optimizer's fp32 copies, in 16-bit training
-FRUITLESS = "fruitless_since"  # a value: the step since which nothing was learned when this was saved; 0: it was
-HASHED = 4 << 20  # bytes under one hash
-_LARGEST = 1 << 30  # bytes of a manifest: millions of pieces
+MODEL = "model/"  # prefix of the names of parameters and buffers
+MASTER = "master/"  # prefix of the optimizer's fp32 copies in 16-bit training
+FRUITLESS = "fruitless_since"  # key of a value: step since which nothing was learned, 0 if training was learning
+HASHED = 4 << 20  # bytes covered by one hash
+_LARGEST = 1 << 30  # largest manifest in bytes, enough for millions of pieces
 
 _NAMES = "float32 float64 float16 bfloat16 int8 int16 int32 int64 uint8 bool complex64 complex128"
-Values = dict[str, Any]  # what a job needs beside the tensors, as JSON has it
+Values = dict[str, Any]  # state of a job other than tensors, as JSON values
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _NAMES.split()}
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A logical tensor, whatever any rank holds of it.
+    """Logical tensor, independent of which ranks hold it.
 
     Attributes:
-        name: Its name in the checkpoint.
-        shape: Its whole shape.
-        dtype: Its type, a key of DTYPES.
+        name: Name in the checkpoint.
+        shape: Full shape.
+        dtype: Key of `DTYPES`.
     """
 
     name: str
@@ -65,34 +63,34 @@ class TensorSpec:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element."""
+        """Bytes of one element."""
         return DTYPES[self.dtype].itemsize
 
     @property
     def numel(self) -> int:
-        """How many elements it has."""
+        """Number of elements."""
         return prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all its elements."""
+        """Bytes of all elements."""
         return self.numel * self.itemsize
 
     @property
     def possible(self) -> bool:
-        """Whether there can be such a tensor: an empty one may have other dimensions that are too large together."""
+        """True if such a tensor can exist; the dimensions of an empty tensor are checked as well."""
         return self.dtype in DTYPES and prod(max(1, length) for length in self.shape) < 1 << 63
 
 
 @dataclass(frozen=True)
 class Extent:
-    """A piece of a tensor in a file.
+    """Location of a piece of a tensor in a file.
 
     Attributes:
-        piece: The piece.
-        file: The name of the file.
-        offset: Its first byte in the file.
-        hashes: The CRC-32 of each HASHED bytes of it.
+        piece: Piece of the tensor.
+        file: Name of the file.
+        offset: First byte of the piece in the file.
+        hashes: CRC-32 of each `HASHED` bytes of the piece.
     """
 
     piece: Piece
@@ -106,9 +104,9 @@ class ParitySet:
     """Files that protect each other, at most one per node; see `mpitrain.checkpoint.parity`.
 
     Attributes:
-        files: The file of each member, empty where a member has none.
-        parities: The file of each member that holds what it keeps for the others.
-        chunk: How many bytes a parity has.
+        files: File of each member, or "" if a member has none.
+        parities: Parity file of each member.
+        chunk: Size of a parity in bytes.
     """
 
     files: tuple[str, ...]
@@ -118,17 +116,17 @@ class ParitySet:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds.
+    """Contents of a checkpoint.
 
     Attributes:
-        step: The step that it was saved at.
-        tensors: The logical tensors, by their names.
-        files: How many bytes each file with tensors in it has.
-        extents: Where the pieces of the tensors lie.
-        values: Whatever else the job needs to go on, as JSON has it.
-        rest: The CRC-32 of each file's bytes outside of all extents.
-        views: The bytes and the CRC-32 of files that nothing is restored from.
-        parity: How files on lost nodes are rebuilt.
+        step: Step at which it was saved.
+        tensors: Logical tensors by name.
+        files: Size in bytes of each file that holds tensors.
+        extents: Locations of the pieces of the tensors.
+        values: Further state that the job needs to resume, as JSON values.
+        rest: CRC-32 of each file's bytes outside all extents.
+        views: Size in bytes and CRC-32 of files from which nothing is restored.
+        parity: Parity sets from which files of lost nodes are rebuilt.
     """
 
     step: int
@@ -142,20 +140,25 @@ class Manifest:
 
     @cached_property
     def extents_of(self) -> dict[str, list[Extent]]:
-        """The extents of each tensor."""
+        """Extents of each tensor, by name."""
         return grouped(self.extents, lambda extent: extent.piece.name)
 
     def value(self, name: str) -> Any:
-        """One of `values` without which a job cannot go on. Raises CheckpointError where it is missing."""
+        """Return one of `values` that is required to resume. Raises CheckpointError if it is missing."""
         if name not in self.values:
             raise CheckpointError(f"the checkpoint of step {self.step} has no {name!r} among its values")
         return self.values[name]
 
 
 def source_of(manifest: Manifest, name: str, dtype: torch.dtype) -> str:
-    """The tensor that one of the model, or an fp32 copy of one, is filled from, which may be neither there.
+    """Return the name of the saved tensor from which to fill a model tensor or its fp32 copy.
 
-    Where fp32 is wanted that is the copy, if the checkpoint has one; else the parameter itself.
+    For fp32 this is the saved fp32 copy if the checkpoint has one, else the parameter. The checkpoint may have neither.
+
+    Args:
+        manifest: Contents of the checkpoint.
+        name: Name of the tensor to fill.
+        dtype: Dtype of the tensor to fill.
     """
     kind, _, rest = name.partition("/")
     if dtype == torch.float32 and kind + "/" in (MODEL, MASTER):
@@ -164,7 +167,12 @@ def source_of(manifest: Manifest, name: str, dtype: torch.dtype) -> str:
 
 
 def grouped(extents: Iterable[Extent], key: Callable[[Extent], str]) -> dict[str, list[Extent]]:
-    """The extents that have the same key, in their order, by it."""
+    """Return the extents in groups of equal key, by key, keeping their order.
+
+    Args:
+        extents: Extents to group.
+        key: Function that returns the key of an extent.
+    """
     found: dict[str, list[Extent]] = {}
     for extent in extents:
         found.setdefault(key(extent), []).append(extent)
@@ -172,15 +180,15 @@ def grouped(extents: Iterable[Extent], key: Callable[[Extent], str]) -> dict[str
 
 
 def distinct(extents: Iterable[Extent]) -> list[Extent]:
-    """The extents without those whose pieces were written twice."""
+    """Return the extents without repetitions of pieces that were written more than once."""
     return list({extent.piece: extent for extent in reversed(list(extents))}.values())
 
 
 def encode_piece(piece: Piece) -> list[Any]:
-    """Return a piece as JSON has it: the name of its tensor, and numbers.
+    """Return a piece as a JSON value: the name of its tensor, followed by numbers.
 
-    These are [outer, dim, inner, start, stop, lo, hi] where the box has the range [start, stop) of one dimension, and
-    [shape, start, stop, lo, hi] where it has ranges of several, which FORMAT has no room for and NEWER has.
+    The numbers are [outer, dim, inner, start, stop, lo, hi] if the box restricts one dimension to the range [start,
+    stop), and [shape, start, stop, lo, hi] if it restricts several. Only the format `NEWER` supports the second form.
     """
     box, divided = piece.box, piece.box.divided
     if len(divided) > 1:
@@ -193,7 +201,12 @@ def encode_piece(piece: Piece) -> list[Any]:
 
 
 def decode_piece(name: str, numbers: Sequence[Any]) -> Piece:
-    """Return the piece that `encode_piece` has encoded. Raises ValueError where its box has no such dimensions."""
+    """Return the piece encoded by `encode_piece`. Raises ValueError if its box is not valid.
+
+    Args:
+        name: Name of the tensor.
+        numbers: Numbers after the name.
+    """
     *place, lo, hi = numbers
     if len(place) == 3:
         return Piece(name, Box(*place), lo, hi)
@@ -202,18 +215,18 @@ def decode_piece(name: str, numbers: Sequence[Any]) -> Piece:
 
 
 def encode_extent(extent: Extent) -> list[Any]:
-    """An extent as JSON has it."""
+    """Return an extent as a JSON value."""
     return [*encode_piece(extent.piece), extent.file, extent.offset, list(extent.hashes)]
 
 
 def decode_extent(values: Sequence[Any]) -> Extent:
-    """An extent that `encode_extent` has encoded."""
+    """Return the extent encoded by `encode_extent`."""
     name, numbers, file, offset, hashes = values
     return Extent(decode_piece(name, numbers), file, offset, tuple(hashes))
 
 
 def encode(manifest: Manifest) -> bytes:
-    """The manifest as the bytes of its file."""
+    """Return the bytes of the manifest's file."""
     newer = any(len(extent.piece.box.divided) > 1 for extent in manifest.extents)
     payload = {
         "format": NEWER if newer else FORMAT,
@@ -231,15 +244,15 @@ def encode(manifest: Manifest) -> bytes:
 
 
 class UnknownFormat(ValueError):
-    """Another version of mpitrain wrote the manifest, in a format that this one does not know."""
+    """Manifest in a format that this version does not support, written by another version of mpitrain."""
 
 
 def decode(data: bytes) -> Manifest:
-    """Read the bytes of a manifest's file.
+    """Return the manifest in the bytes of its file.
 
     Raises:
-        ValueError: These are not the bytes of a manifest, or it contradicts itself.
-        UnknownFormat: It says that it has another format, as that of a later version has.
+        ValueError: The bytes are not a manifest, or it contradicts itself.
+        UnknownFormat: The manifest has another format, for example that of a later version.
     """
     head, _, body = data.decode("utf-8").rstrip("\n").partition(', "payload": ')
     stored, payload_text = int(head.removeprefix('{"crc32": ')), body.removesuffix("}")
@@ -272,7 +285,7 @@ def decode(data: bytes) -> Manifest:
 
 
 def _require_consistent(manifest: Manifest) -> None:
-    """Raise ValueError where a small file would stand for a large tensor, or bytes be read that are not a tensor's."""
+    """Raise ValueError if a small file claims to hold a large tensor, or an extent lies outside its tensor or file."""
     for name, spec in manifest.tensors.items():
         if not spec.possible:
             raise ValueError(f"{name!r:.100} is {spec.dtype!r:.40} {spec.shape!s:.100}, which no tensor is")
@@ -305,15 +318,20 @@ def _require_consistent(manifest: Manifest) -> None:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write a manifest, which is on the disk afterwards. Raises OSError."""
+    """Write a manifest and fsync it. Raises OSError.
+
+    Args:
+        folder: Folder of the checkpoint.
+        manifest: Contents of the checkpoint.
+    """
     write_durably(folder / MANIFEST, encode(manifest))
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read the manifest of a checkpoint. No other file is looked at.
+    """Return the manifest of a checkpoint. No other file is read.
 
     Raises:
-        CheckpointError: There is no manifest, or it is damaged; the message names the folder.
+        CheckpointError: The manifest is missing, damaged or of another step; the message names the folder.
     """
     try:
         manifest = decode(read_plain(folder / MANIFEST, _LARGEST))
@@ -332,7 +350,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def is_fruitful(folder: Path) -> bool:
-    """Whether a checkpoint was made while training still learned something. False for one that cannot be read."""
+    """Return whether a checkpoint was saved while training was still learning; False if its manifest cannot be read."""
     try:
         return not read_manifest(folder).values.get(FRUITLESS)
     except CheckpointError:
@@ -340,11 +358,11 @@ def is_fruitful(folder: Path) -> bool:
 
 
 def missing_file(folder: Path, files: Iterable[tuple[str, int]]) -> str:
-    """Return a sentence for the first file that is not there in its full size; empty where all are.
+    """Return a sentence about the first file that is missing or has the wrong size; empty if there is none.
 
     Args:
-        folder: Where they are to be.
-        files: Their names, and the bytes that each is to have.
+        folder: Folder of the files.
+        files: Name and expected size in bytes of each file.
     """
     for name, size in files:
         try:
@@ -357,13 +375,18 @@ def missing_file(folder: Path, files: Iterable[tuple[str, int]]) -> str:
 
 
 def require_files(folder: Path, files: Iterable[tuple[str, int]]) -> None:
-    """Raise CheckpointError for the first of some files that is not there in its full size; see `missing_file`."""
+    """Raise CheckpointError if a file is missing or has the wrong size; see `missing_file`.
+
+    Args:
+        folder: Folder of the files.
+        files: Name and expected size in bytes of each file.
+    """
     if problem := missing_file(folder, files):
         raise CheckpointError(problem)
 
 
-FORMAT = "mpitrain checkpoint 2"  # every tensor is divided along one dimension
-NEWER = "mpitrain checkpoint 3"  # some are along several
+FORMAT = "mpitrain checkpoint 2"  # every tensor is divided along one dimension at most
+NEWER = "mpitrain checkpoint 3"  # some tensors are divided along several dimensions
 
 Size = Annotated[StrictInt, Field(ge=0, lt=1 << 63)]
 Crc = Annotated[StrictInt, Field(ge=0, lt=1 << 32)]
@@ -375,14 +398,14 @@ SlabNumbers = tuple[Shape, Shape, Shape, Size, Size]  # shape, start, stop, lo, 
 
 
 class LossScalePayload(BaseModel, extra="allow"):
-    """What is kept of a loss scale."""
+    """Saved state of a loss scale."""
 
     scale: Annotated[StrictFloat, Field(gt=0)] | Annotated[StrictInt, Field(gt=0)]
     good: Size
 
 
 class EnginePayload(BaseModel, extra="allow"):
-    """What `mpitrain.initialize`'s engine keeps."""
+    """Saved state of the engine of `mpitrain.initialize`."""
 
     steps: Size
     skipped: Size
@@ -390,7 +413,7 @@ class EnginePayload(BaseModel, extra="allow"):
 
 
 class ValuesPayload(BaseModel, extra="allow"):
-    """The values that are known here, each of which may be missing; a job may have others."""
+    """Values that mpitrain defines, each of which may be missing; a job may store others."""
 
     position: Size = 0
     data: StrictStr | None = None
@@ -402,7 +425,7 @@ class ValuesPayload(BaseModel, extra="allow"):
 
 
 class Payload(BaseModel, extra="forbid", frozen=True):
-    """What a manifest holds as JSON has it, where lists stand for tuples; see `mpitrain.checkpoint.manifest`."""
+    """JSON object of a manifest, with lists in place of tuples; see `mpitrain.checkpoint.manifest`."""
 
     format: Literal["mpitrain checkpoint 2", "mpitrain checkpoint 3"]
     step: Size

@@ -1,22 +1,22 @@
-"""Copies and parities of files on node-local disks, so that a lost node loses nothing.
+"""Copies and parities of files on node-local disks, so that all files survive the loss of a node.
 
-partner: every file is also kept on the next node.
+partner: every file is also stored on the next node.
 
-xor: files of different nodes form sets; a member's file is cut into as many segments as there are other members,
-and each of those holds the exclusive or of one segment of every other. As in SCR (Moody, Bronevetsky, Mohror,
-de Supinski, "Design, Modeling, and Evaluation of a Scalable Multi-level Checkpointing System", SC 2010):
+xor: files of different nodes form a set. The file of each member is cut into one segment per other member, and each
+member stores the exclusive or of one segment of every other member's file. The scheme is that of SCR (Moody,
+Bronevetsky, Mohror, de Supinski, "Design, Modeling, and Evaluation of a Scalable Multi-level Checkpointing System",
+SC 2010):
 
-    member 0    member 1    member 2         a0 is segment 0 of member 0's file;
-    a0 a1       b0 b1       c0 c1            a member holds what is lost with none
-    b0 ^ c0     a0 ^ c1     a1 ^ b1          of the segments in it
+    member 0    member 1    member 2         a0 is segment 0 of member 0's file
+    a0 a1       b0 b1       c0 c1            files
+    b0 ^ c0     a0 ^ c1     a1 ^ b1          parities: none contains a segment of its own member
 
-So a set survives any one lost member, for 1 / (members - 1) of the bytes. The functions here decide who sends what;
-`exchange` moves it.
+A set therefore survives the loss of any one member, and a parity has 1 / (members - 1) of the bytes of a file. Most
+functions here list the messages; `exchange` sends them.
 
-Moving the bytes of files between ranks, a window at a time, without a rank waiting for another's disk alone.
-
-Every rank knows all messages. A rank whose disk fails goes on sending and receiving, so that nobody waits for it,
-and raises at the end.
+`exchange` moves the bytes of files between ranks in windows, so that no rank waits for another rank's disk alone. Every
+rank knows all messages. A rank whose disk fails continues to send and receive, so that no other rank waits for it, and
+raises its error at the end.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ from mpitrain.storage.hdf5 import write_at
 if TYPE_CHECKING:
     from mpitrain.comm import Communicator
 
-GROUP = 8  # nodes of a parity set, about
+GROUP = 8  # approximate number of nodes of a parity set
 
 
 @dataclass(frozen=True)
 class Move:
-    """A file that goes from one rank's folder to another's.
+    """Copy of a file from one rank's folder to another's.
 
     Attributes:
-        file: Its name.
-        size: How many bytes it has.
-        source: The rank that has it.
-        dest: The rank that gets it.
+        file: Name of the file.
+        size: Size in bytes.
+        source: Rank that has the file.
+        dest: Rank that gets the copy.
     """
 
     file: str
@@ -64,15 +64,15 @@ class Move:
 
 
 def partner_copies(owners: Mapping[str, int], sizes: Mapping[str, int], nodes: Sequence[int]) -> list[Move]:
-    """Copy every file to the next node.
+    """Return the copies that put every file also on the next node.
 
     Args:
-        owners: The rank that wrote each file.
-        sizes: The bytes of each file.
-        nodes: The node of each rank.
+        owners: Rank that wrote each file.
+        sizes: Size of each file in bytes.
+        nodes: Node of each rank.
 
     Returns:
-        A move for each file; none on a single node.
+        One copy per file; none on a single node.
     """
     ranks = ranks_of(nodes)
     numbers = sorted(ranks)
@@ -87,7 +87,7 @@ def partner_copies(owners: Mapping[str, int], sizes: Mapping[str, int], nodes: S
 
 
 def ranks_of(nodes: Sequence[int]) -> dict[int, list[int]]:
-    """The ranks of each node, in order."""
+    """Return the ranks of each node, in order."""
     found: dict[int, list[int]] = {}
     for rank, node in enumerate(nodes):
         found.setdefault(node, []).append(rank)
@@ -97,15 +97,15 @@ def ranks_of(nodes: Sequence[int]) -> dict[int, list[int]]:
 def parity_sets(
     owners: Mapping[str, int], sizes: Mapping[str, int], nodes: Sequence[int]
 ) -> list[tuple[ParitySet, tuple[int, ...]]]:
-    """Put files into sets that protect each other.
+    """Group files of different nodes into sets that protect each other.
 
     Args:
-        owners: The rank that wrote each file.
-        sizes: The bytes of each file.
-        nodes: The node of each rank.
+        owners: Rank that wrote each file.
+        sizes: Size of each file in bytes.
+        nodes: Node of each rank.
 
     Returns:
-        The sets, each with the ranks that act for its members; none on a single node.
+        Sets, each with the ranks that act for its members; none on a single node.
     """
     ranks = ranks_of(nodes)
     numbers = sorted(ranks)
@@ -129,17 +129,22 @@ def parity_sets(
 
 
 def segment(member: int, holder: int) -> int:
-    """The number of the segment of `member`'s file that goes into `holder`'s parity."""
+    """Return the number of the segment of `member`'s file that is part of `holder`'s parity.
+
+    Args:
+        member: Number of the member whose file it is.
+        holder: Number of another member of the set.
+    """
     return holder if holder < member else holder - 1
 
 
 def copy_rounds(moves: Sequence[Move], source: Path, dest: Path) -> Iterator[list[FileTransfer]]:
-    """The messages that copy files.
+    """Yield the rounds of messages that copy files.
 
     Args:
-        moves: The files.
-        source: The folder that a rank's files are read from.
-        dest: The folder that a rank's files are written into.
+        moves: Copies to make.
+        source: Folder from which a rank reads its files.
+        dest: Folder to which a rank writes the copies.
     """
     for first in range(0, max((m.size for m in moves), default=0), WINDOW):
         yield [
@@ -158,12 +163,12 @@ def copy_rounds(moves: Sequence[Move], source: Path, dest: Path) -> Iterator[lis
 def parity_rounds(
     sets: Sequence[tuple[ParitySet, tuple[int, ...]]], sizes: Mapping[str, int], folder: Path
 ) -> Iterator[list[FileTransfer]]:
-    """The messages that make the parities.
+    """Yield the rounds of messages that create the parities.
 
     Args:
-        sets: As of `parity_sets`.
-        sizes: The bytes of each file.
-        folder: Each rank's folder, which has its file and gets its parity.
+        sets: Result of `parity_sets`.
+        sizes: Size of each file in bytes.
+        folder: Folder on each rank's node that has its file and gets its parity.
     """
     for one, ranks in sets:
         size = len(one.files)
@@ -192,16 +197,16 @@ def rebuild_rounds(
     folder: Path,
     target: Path,
 ) -> Iterator[list[FileTransfer]]:
-    """The messages that rebuild a lost file.
+    """Yield the rounds of messages that rebuild a lost file.
 
     Args:
-        one: The set that the file is in.
-        lost: The number of the member whose file is lost.
-        sizes: The bytes of each file.
-        holder_of: Gives a rank that has a file of the set, or a parity.
-        builder: The rank that gets the file.
-        folder: Each rank's folder, which has those files.
-        target: Where the file is written.
+        one: Parity set of the file.
+        lost: Number of the member whose file is lost.
+        sizes: Size of each file in bytes.
+        holder_of: Function that returns a rank that has a given file or parity of the set.
+        builder: Rank that gets the file.
+        folder: Folder on each rank's node that has those files.
+        target: Path of the rebuilt file.
     """
     total = sizes[one.files[lost]]
     for holder in range(len(one.files)):
@@ -226,7 +231,7 @@ def _read(path: Path, offset: int, into: memoryview) -> None:
 def _read_segment(
     folder: Path, one: ParitySet, sizes: Mapping[str, int], member: int, holder: int, first: int, into: memoryview
 ) -> None:
-    """Bytes of a member's segment from `first` on; what lies beyond its file is zero."""
+    """Fill `into` with a member's segment, starting at byte `first` of it; bytes beyond the file stay zero."""
     file = one.files[member]
     offset = segment(member, holder) * one.chunk + first
     available = min(len(into), one.chunk - first, sizes[file] - offset)
@@ -242,7 +247,7 @@ def _write(path: Path, offset: int, size: int, data: memoryview) -> None:
 
 
 def _add(path: Path, offset: int, size: int, data: memoryview) -> None:
-    """Exclusive or of these bytes into a file that has `size` bytes, zeros at first; what goes beyond is dropped."""
+    """Combine bytes by exclusive or into a file of `size` bytes, zeros at first; bytes beyond the end are dropped."""
     data = data[: max(0, size - offset)]
     with opened(path, os.O_RDWR | os.O_CREAT) as descriptor:
         os.ftruncate(descriptor, size)
@@ -252,19 +257,19 @@ def _add(path: Path, offset: int, size: int, data: memoryview) -> None:
         write_at(descriptor, mixed.data, offset)
 
 
-WINDOW = 8 << 20  # bytes of a message at most
+WINDOW = 8 << 20  # largest size of a message in bytes
 
 
 @dataclass(frozen=True)
 class FileTransfer:
-    """Bytes that go from one rank's file to another's.
+    """Message that carries bytes of one rank's file to another's.
 
     Attributes:
-        source: The rank that has them.
-        dest: The rank that gets them, which may be the same.
-        nbytes: How many.
-        get: Called on `source` with the memory to fill.
-        put: Called on `dest` with the bytes.
+        source: Rank that has the bytes.
+        dest: Rank that gets them; may equal `source`.
+        nbytes: Number of bytes.
+        get: Function called on `source` with the memory to fill.
+        put: Function called on `dest` with the bytes.
     """
 
     source: int
@@ -275,14 +280,14 @@ class FileTransfer:
 
 
 def exchange(comm: Communicator, rounds: Iterable[Sequence[FileTransfer]]) -> None:
-    """Send and receive the messages of each round, then those of the next. Collective.
+    """Send and receive the messages of all rounds, one round after the other. Collective.
 
     Args:
-        comm: The ranks.
-        rounds: The messages of each round, the same on all ranks.
+        comm: Ranks that take part.
+        rounds: Messages of each round, equal on all ranks.
 
     Raises:
-        OSError, CheckpointError: After the last round, what this rank's `get` or `put` raised first.
+        OSError, CheckpointError: After the last round, the first error of this rank's `get` or `put`.
     """
     failures: list[Exception] = []
     limit = comm.process.watchdog.timeout

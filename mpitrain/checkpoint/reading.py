@@ -1,14 +1,13 @@
-"""Restoring: each rank reads the blocks that hold its elements, whoever wrote them, and checks their hashes.
+"""Restoring of checkpoints: each rank reads the blocks that contain its elements and verifies their hashes.
 
-First a plan, from the manifest alone (which blocks of which files, and where their bytes belong); then the reading,
-block by block in the order of the files, by a few threads. Blocks that several ranks of a node need are read by one
-of them (see `cooperative_read`).
+A checkpoint may be read in another layout than it was written in. A plan is made from the manifest alone; it lists the
+blocks of files to read, and the places of their bytes. A few threads then read block by block, in the order of the
+files. A block that several ranks of a node need is read by one of them, see `cooperative_read`.
 
-Cooperative read: what several ranks of a node need of a checkpoint is read and checked by one, copied by all.
-
-Blocks that only one rank needs it reads by itself (`reading.read`). The others are read in rounds, each by one rank
-into its slot of memory that all ranks of the node see (`comm/collectives/alternating`), while everybody copies what it
-needs of the round before. So every byte is read and hashed once a node, and what is copied is what was hashed:
+In a cooperative read, blocks that only one rank needs are read by that rank (`reading.read`). The others are read in
+rounds. In each round, every rank reads a few blocks into its slot of memory shared by the node
+(`comm/collectives/alternating`), and copies what it needs from the slots of the previous round. Every byte is therefore
+read and hashed once per node, and the bytes that are copied are the bytes that were hashed:
 
     turn      0             1                              2
     rank 0    reads A       reads C, copies of A and B     copies of C and D      A ... D: at most SLOT bytes each
@@ -42,20 +41,22 @@ if TYPE_CHECKING:
     from mpitrain.comm.communicator import Alternating
 
 THREADS = 4
-BlockStretches = tuple[int, tuple[np.ndarray, np.ndarray, np.ndarray]]  # number of the block; of a `Use` all but memory
-# what two pieces have in common: stretches of elements (places in the target, lengths), and as bytes by block
+BlockStretches = tuple[
+    int, tuple[np.ndarray, np.ndarray, np.ndarray]
+]  # block number; firsts, places and lengths of a `Use`
+# intersection of two pieces: places in the target and lengths in elements, and the stretches in bytes by block
 Overlap = tuple[np.ndarray, np.ndarray, list[BlockStretches]]
 
 
 @dataclass(frozen=True)
 class Use:
-    """Stretches of a block's bytes that go to places in the memory of a part.
+    """Stretches of a block's bytes that are copied into the memory of a part.
 
     Attributes:
-        memory: The bytes of the part, on the host or on a device.
-        firsts: The first byte of each stretch in the block.
-        places: Where each goes in the memory.
-        lengths: How many bytes each has.
+        memory: Bytes of the part, on the host or on a device.
+        firsts: First byte of each stretch in the block.
+        places: First byte of each stretch in the memory.
+        lengths: Bytes of each stretch.
     """
 
     memory: np.ndarray | DeviceBytes
@@ -64,7 +65,7 @@ class Use:
     lengths: np.ndarray
 
     def copy(self, block: np.ndarray) -> None:
-        """Copy the stretches out of the bytes of the block; where they go to a device only begin to."""
+        """Copy the stretches out of the block's bytes; for memory on a device, only start the copy."""
         if not isinstance(self.memory, np.ndarray):
             self.memory.put(block, self.firsts, self.places, self.lengths)
             return
@@ -75,13 +76,13 @@ class Use:
 
 @dataclass
 class Block:
-    """At most HASHED bytes under one hash, and what they are read for.
+    """At most `HASHED` bytes covered by one hash, with the uses of these bytes.
 
     Attributes:
-        extent: The extent that they lie in.
-        number: The number of the block in the extent.
-        size: How many bytes it has.
-        uses: What its bytes are read for.
+        extent: Extent that contains the block.
+        number: Number of the block in the extent.
+        size: Size in bytes.
+        uses: Copies to make from the block.
     """
 
     extent: Extent
@@ -91,12 +92,12 @@ class Block:
 
     @property
     def offset(self) -> int:
-        """Its first byte in the file."""
+        """First byte of the block in the file."""
         return self.extent.offset + self.number * HASHED
 
     @property
     def whole(self) -> memoryview | None:
-        """The memory to read into where all of the block goes to one place."""
+        """Host memory to read the block into directly, if the whole block has one contiguous destination; else None."""
         if len(self.uses) != 1 or len(self.uses[0].lengths) != 1 or self.uses[0].lengths[0] != self.size:
             return None
         place, memory = int(self.uses[0].places[0]), self.uses[0].memory
@@ -104,28 +105,28 @@ class Block:
 
 
 def _block_of(manifest: Manifest, extent: Extent, number: int) -> Block:
-    """Return a block of an extent, from which nothing is filled yet."""
+    """Return a block of an extent, without uses."""
     nbytes = extent.piece.numel * manifest.tensors[extent.piece.name].itemsize
     return Block(extent, number, min(HASHED, nbytes - number * HASHED))
 
 
 def plan(folder: Path, manifest: Manifest, parts: Sequence[Part]) -> list[Block]:
-    """Find the blocks that fill some parts.
+    """Return the blocks to read to fill some parts.
 
     Args:
-        folder: The checkpoint, for messages.
-        manifest: What it holds.
-        parts: What is to be filled.
+        folder: Folder of the checkpoint, for messages.
+        manifest: Contents of the checkpoint.
+        parts: Parts to fill.
 
     Returns:
-        The blocks, in the order of files and offsets.
+        Blocks in the order of files and offsets.
 
     Raises:
-        CheckpointError: The checkpoint lacks a tensor, has it in another shape or type, or lacks elements of it.
+        CheckpointError: The checkpoint lacks a tensor or elements of it, or has it in another shape or dtype.
     """
     blocks: dict[tuple[str, int, int], Block] = {}
-    arrivals: Arrivals | None = None  # of parts on a device, which all come there on one stream
-    overlaps: dict[tuple[object, ...], Overlap] = {}  # many layers of a model overlap alike
+    arrivals: Arrivals | None = None  # stream on which all parts on a device are filled
+    overlaps: dict[tuple[object, ...], Overlap] = {}  # cached, because many layers of a model have the same overlap
     for part in parts:
         _check_spec(folder, manifest, part.spec)
         item, wanted = part.spec.itemsize, part.piece
@@ -157,7 +158,7 @@ def plan(folder: Path, manifest: Manifest, parts: Sequence[Part]) -> list[Block]
 
 
 def _memory_of(part: Part, arrivals: Arrivals | None) -> tuple[np.ndarray | DeviceBytes, Arrivals | None]:
-    """The bytes of a part, and the stream on which what lies on a device comes there, made by the first that does."""
+    """Return the bytes of a part, and the stream for copies to a device, created for the first part on a device."""
     if part.data.is_cpu:
         return np.frombuffer(bytes_of(part.data), dtype=np.uint8), arrivals
     from mpitrain.checkpoint.device_memory import Arrivals, DeviceBytes
@@ -167,20 +168,20 @@ def _memory_of(part: Part, arrivals: Arrivals | None) -> tuple[np.ndarray | Devi
 
 
 def arrivals_of(blocks: Iterable[Block]) -> Arrivals | None:
-    """The stream on which what is read comes to a device; None where nothing does."""
+    """Return the stream on which blocks are copied to a device; None if none is."""
     memories = (use.memory for block in blocks for use in block.uses)
     return next((memory.arrivals for memory in memories if not isinstance(memory, np.ndarray)), None)
 
 
 def settle(blocks: Iterable[Block]) -> None:
-    """Return when what was copied out of these blocks has arrived, on whichever device."""
+    """Wait until all data copied from these blocks has arrived on its device."""
     arrivals = arrivals_of(blocks)
     if arrivals is not None:
         arrivals.stream.synchronize()
 
 
 def _by_block(sources: np.ndarray, targets: np.ndarray, lengths: np.ndarray) -> Iterator[BlockStretches]:
-    """Stretches of an extent's bytes, cut at its blocks."""
+    """Yield stretches of an extent's bytes, cut at the boundaries of its blocks."""
     begin, last = sources // HASHED, (sources + lengths - 1) // HASHED
     counts = last - begin + 1
     of = np.repeat(np.arange(len(sources)), counts)
@@ -195,23 +196,28 @@ def _by_block(sources: np.ndarray, targets: np.ndarray, lengths: np.ndarray) -> 
 
 
 def files_of(blocks: Iterable[Block]) -> set[str]:
-    """The names of the files that hold these blocks."""
+    """Return the names of the files that contain these blocks."""
     return {block.extent.file for block in blocks}
 
 
 @contextmanager
 def open_files(folder: Path, blocks: Iterable[Block]) -> Iterator[dict[str, int]]:
-    """The descriptors of the files that hold these blocks, by their names; they are open inside. Raises OSError."""
+    """Open the files that contain these blocks, and give their descriptors by name. Raises OSError.
+
+    Args:
+        folder: Folder of the checkpoint.
+        blocks: Blocks to read.
+    """
     with ExitStack() as stack:
         yield {name: stack.enter_context(opened(folder / name)) for name in sorted(files_of(blocks))}
 
 
 def read(folder: Path, blocks: Sequence[Block]) -> None:
-    """Fill what a plan is for.
+    """Read blocks and fill the parts that they were planned for.
 
     Args:
-        folder: The checkpoint.
-        blocks: The plan, as of `plan`.
+        folder: Folder of the checkpoint.
+        blocks: Result of `plan`.
 
     Raises:
         CheckpointError: Bytes are damaged; the message names them.
@@ -233,13 +239,13 @@ def read(folder: Path, blocks: Sequence[Block]) -> None:
             for use in block.uses:
                 use.copy(memory)
 
-        for _ in pool.map(fill, blocks):  # which raises what the first one raised, and cancels the others
+        for _ in pool.map(fill, blocks):  # raises the first error, and cancels the remaining blocks
             pass
     settle(blocks)
 
 
 def _buffers(arrivals: Arrivals | None) -> Iterator[np.ndarray]:
-    """Memory of a thread to read each block into, out of which it then copies."""
+    """Yield the memory into which a thread reads each block before copying from it."""
     if arrivals is None:
         return repeat(np.empty(HASHED, dtype=np.uint8))
     from mpitrain.checkpoint.device_memory import read_buffers
@@ -248,17 +254,17 @@ def _buffers(arrivals: Arrivals | None) -> Iterator[np.ndarray]:
 
 
 def check(folder: Path, manifest: Manifest, extent: Extent, descriptor: int, scratch: memoryview) -> list[str]:
-    """Hash an extent again.
+    """Verify the hashes of an extent.
 
     Args:
-        folder: The checkpoint.
-        manifest: What it holds.
-        extent: The extent.
-        descriptor: That of the file that holds it.
-        scratch: Memory of HASHED bytes.
+        folder: Folder of the checkpoint.
+        manifest: Contents of the checkpoint.
+        extent: Extent to verify.
+        descriptor: Descriptor of its file.
+        scratch: Memory of `HASHED` bytes.
 
     Returns:
-        A sentence for each damaged block of the extent.
+        Sentence for each damaged block of the extent.
     """
     problems = []
     for number in range(len(extent.hashes)):
@@ -271,16 +277,16 @@ def check(folder: Path, manifest: Manifest, extent: Extent, descriptor: int, scr
 
 
 def read_block(folder: Path, block: Block, descriptor: int, into: memoryview) -> None:
-    """Read a block and check its hash.
+    """Read a block and verify its hash.
 
     Args:
-        folder: The checkpoint.
-        block: The block.
-        descriptor: That of the file that holds it.
-        into: Memory of its size.
+        folder: Folder of the checkpoint.
+        block: Block to read.
+        descriptor: Descriptor of its file.
+        into: Memory of the block's size.
 
     Raises:
-        CheckpointError: The bytes are damaged, or the file ends before.
+        CheckpointError: The bytes are damaged, or the file is too short.
         OSError: The file cannot be read.
     """
     path = folder / block.extent.file
@@ -293,14 +299,30 @@ def read_block(folder: Path, block: Block, descriptor: int, into: memoryview) ->
 
 
 def read_exactly(descriptor: int, into: memoryview, offset: int, path: Path) -> None:
-    """Fill memory from an offset of an open file. Raises CheckpointError where the file ends before, or OSError."""
+    """Fill memory from an offset of an open file.
+
+    Args:
+        descriptor: Descriptor of the file.
+        into: Memory to fill.
+        offset: First byte to read.
+        path: Path of the file, for messages.
+
+    Raises:
+        CheckpointError: The file is too short.
+        OSError: The file cannot be read.
+    """
     done = read_at(descriptor, into, offset)
     if done < len(into):
         raise CheckpointError(f"{path} ends at byte {offset + done}; it was cut short")
 
 
 def union(firsts: np.ndarray, lengths: np.ndarray) -> int:
-    """How many elements lie in any of these stretches."""
+    """Return the number of elements that lie in any of these stretches.
+
+    Args:
+        firsts: First element of each stretch, shape (n,).
+        lengths: Number of elements of each stretch, shape (n,).
+    """
     order = np.argsort(firsts, kind="stable")
     lo = firsts[order]
     hi = lo + lengths[order]
@@ -309,7 +331,7 @@ def union(firsts: np.ndarray, lengths: np.ndarray) -> int:
 
 
 def covered(pieces: Iterable[Piece]) -> int:
-    """How many elements of a tensor lie in any of these pieces of it."""
+    """Return the number of elements of a tensor that lie in any of these pieces of it."""
     runs = [piece.runs() for piece in set(pieces)]
     if not runs:
         return 0
@@ -327,26 +349,26 @@ def _check_spec(folder: Path, manifest: Manifest, wanted: TensorSpec) -> None:
         )
 
 
-SLOT = HASHED  # bytes that a rank reads in a turn
+SLOT = HASHED  # bytes that a rank reads in a round
 
 
 def cooperative_read(node: Communicator, folder: Path, manifest: Manifest, blocks: Sequence[Block]) -> None:
-    """Read blocks into the memory that they are planned for. Collective over the ranks of a node.
+    """Read blocks that the ranks of a node need, each block once per node, and fill the planned parts. Collective.
 
     Args:
-        node: The ranks, which all see `folder`.
-        folder: Of the checkpoint.
-        manifest: Of the checkpoint.
-        blocks: What this rank needs (see `reading.plan`).
+        node: Ranks of a node, which all can read `folder`.
+        folder: Folder of the checkpoint.
+        manifest: Contents of the checkpoint.
+        blocks: Blocks that this rank needs; see `plan`.
 
     Raises:
-        CheckpointError, OSError: On the rank that meets damaged bytes or a failing disk, and on no other. What the
-            others were to get may then be wrong, so the ranks must agree on the outcome.
+        CheckpointError, OSError: Only on the rank that finds damaged bytes or a failing disk. The data of the other
+            ranks may then be wrong, so the ranks must agree on the outcome.
     """
     every = [(extent, number) for extent in manifest.extents for number in range(len(extent.hashes))]
     places = {(extent.file, extent.offset, number): place for place, (extent, number) in enumerate(every)}
     mine = {places[block.extent.file, block.extent.offset, block.number]: block for block in blocks}
-    needing = np.zeros(len(every), dtype=np.int32)  # how many ranks need each block
+    needing = np.zeros(len(every), dtype=np.int32)  # number of ranks that need each block
     needing[list(mine)] = 1
     if node.size > 1:
         node.all_reduce(needing)
@@ -365,7 +387,7 @@ def cooperative_read(node: Communicator, folder: Path, manifest: Manifest, block
 
 
 def loads(sizes: Sequence[int]) -> list[list[tuple[int, int]]]:
-    """Blocks of these sizes, in order, in loads of at most SLOT bytes: each block's number and place in the slot."""
+    """Pack blocks in order into loads of at most SLOT bytes; each load lists block numbers and offsets in the slot."""
     packed: list[list[tuple[int, int]]] = []
     end = SLOT
     for number, size in enumerate(sizes):
@@ -378,7 +400,11 @@ def loads(sizes: Sequence[int]) -> list[list[tuple[int, int]]]:
 
 
 def _read_shared(node: Communicator, slots: Alternating, folder: Path, blocks: Sequence[Block]) -> Exception | None:
-    """Read these blocks, the same on all ranks, and fill what they are for here; returns what failed on this rank."""
+    """Read blocks that several ranks need, and fill this rank's parts. Collective.
+
+    Returns:
+        Error of this rank, or None. All ranks give the same blocks.
+    """
     packed = loads([block.size for block in blocks])
     own = packed[node.rank :: node.size]
     memory = [[slot.numpy() for slot in of_turn] for of_turn in slots.slots]
@@ -404,7 +430,7 @@ def _read_shared(node: Communicator, slots: Alternating, folder: Path, blocks: S
                             use.copy(before[source][offset : offset + block.size])
                 for future in reading:
                     future.result()
-            except Exception as caught:  # whatever it is: the others wait for this rank at every turn
+            except Exception as caught:  # any error: the other ranks wait for this rank in every round
                 error = error or caught
             slots.meet()
     return error

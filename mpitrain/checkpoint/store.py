@@ -1,15 +1,14 @@
-"""Saving and loading: what the ranks of a job do together with the checkpoints of its run.
+"""Saving and loading of a run's checkpoints by all ranks of a job together.
 
-The order of a commit: every file written and fsynced; all ranks agree that it went well; the manifest written and
-fsynced; the folder fsynced, renamed, its parent fsynced; only then are older checkpoints removed. With node-local
-folders (`checkpoint.local`) the first rank of each node does that in its node's folder, after the copies or parities
-for the other nodes are there.
+The order of a commit is: write and fsync every file; agree that all ranks succeeded; write and fsync the manifest;
+fsync the folder, rename it and fsync its parent; only then remove older checkpoints. With node-local folders
+(`checkpoint.local`) the first rank of each node does this in its node's folder, after copies or parities for the other
+nodes have been written.
 
-Saving while training goes on: a copy of the state in host memory, and the thread that writes it.
-
-The copy is one pass over the state, into memory that is kept from save to save. Of a device's state it is the one copy
-to the host, into pinned memory, and the only wait for the device. Whatever goes wrong in the thread
-is agreed upon by all ranks there, and raised where the training calls next.
+A save in the background copies the state to host memory, and a thread writes the copy while training continues. The
+copy is one pass over the state, into memory that is reused by later saves. State on a device is copied once, to pinned
+host memory, and this copy is the only wait for the device. An error in the thread is agreed on by all ranks there, and
+raised by the next call from training.
 """
 
 from __future__ import annotations
@@ -41,23 +40,24 @@ if TYPE_CHECKING:
 
 
 class Store:
-    """The checkpoints of a run. Every method is collective over `comm`. Use it in `with`, or call `close`.
+    """Checkpoints of a run. Every method is collective over `comm`. Use it in `with`, or call `close`.
 
     Args:
-        root: The run's checkpoint folder.
-        comm: The ranks that save and load together.
-        keep: How many of the newest checkpoints are kept.
-        files: Whose file it is: "rank" or "node".
-        local: A folder on a disk of this rank's node. Where it is given, checkpoints go there.
-        redundancy: How those are protected: "none", "partner" or "xor".
-        flush_every: Every flush_every-th checkpoint then goes into `root`.
-        nodes: The node of each rank, where it is not what the communicator says.
+        root: Checkpoint folder of the run.
+        comm: Ranks that save and load together.
+        keep: Number of newest checkpoints to keep.
+        files: "rank" for one file per rank, or "node" for one file per node.
+        local: Folder on a local disk of this rank's node, to which checkpoints are written; "" for none.
+        redundancy: Protection of node-local checkpoints: "none", "partner" or "xor".
+        flush_every: Interval, in node-local checkpoints, at which one is written to `root` instead.
+        nodes: Node of each rank; default is the communicator's.
 
     Attributes:
-        repairs: A sentence for each damaged file that was restored from other nodes.
-        best, keeps_best: The step of the best one so far, which stays whatever `keep` is; whether there may be one.
-        waited_seconds: That the last save waited for the one before, which was being written still.
-        write_seconds: That the last one in the background which is known to have ended took to be written.
+        repairs: Sentence for each damaged file that was restored from other nodes.
+        best, keeps_best: Step of the best checkpoint so far, which is kept regardless of `keep`; whether there may be
+            one.
+        waited_seconds: Time that the last save waited for the previous one, which was still being written.
+        write_seconds: Time taken to write the last background save that is known to have ended.
     """
 
     def __init__(
@@ -81,8 +81,8 @@ class Store:
                 "a folder on each node's own disk"
             )
         self._local = LocalFolders(Path(local), self._nodes, redundancy) if local else None
-        self._layout: FileLayout | None = None  # of the thread that writes, made by the first save
-        self._node: Communicator | None = None  # of the ranks that read together, made by the first load
+        self._layout: FileLayout | None = None  # used by the thread that writes; created by the first save
+        self._node: Communicator | None = None  # ranks that read together; created by the first load
         self._snapshot = Snapshot()
         self._task: BackgroundTask | None = None
         self._removal: BackgroundTask | None = None
@@ -90,13 +90,13 @@ class Store:
         self.repairs: list[str] = []
         self.waited_seconds = self.write_seconds = 0.0
         self.best, self.keeps_best = -1, False
-        self._verified: set[int] = set()  # steps that this job has written or read whole
+        self._verified: set[int] = set()  # steps that this job has written or fully read
         self._unusable: set[int] = set()
-        self._fruitful: dict[int, bool] = {}  # of steps in `root`, where it was looked up
+        self._fruitful: dict[int, bool] = {}  # cached result of `is_fruitful` for steps in `root`
 
     @property
     def remark(self) -> str:
-        """What whoever started the job should know of these settings, if anything."""
+        """Warning about these settings for the user, or ""."""
         if self._local is None or len(set(self._nodes)) > 1:
             return ""
         return (
@@ -107,14 +107,14 @@ class Store:
     # -- the folders
 
     def prepare(self, set_aside: bool, *, lock: bool = False) -> None:
-        """Make the folders, and remove what killed saves left. Only for the job that holds the run's lock.
+        """Create the folders, and remove what killed saves have left. Only for the job that holds the run's lock.
 
         Args:
-            set_aside: Keep the checkpoints that are there under another name: their run is not gone on with.
-            lock: Take a lock of the folder's own until this process ends, which may take it often.
+            set_aside: If true, rename existing checkpoints, because their run is not resumed.
+            lock: If true, take a lock of the folder until this process ends; taking it again does nothing.
 
         Raises:
-            InputError: A folder cannot be used, or another job has it.
+            InputError: A folder cannot be used, or another job has locked it.
         """
 
         def make() -> None:
@@ -137,9 +137,9 @@ class Store:
             self._local.prepare(self.comm, self.root)
 
     def make_way(self, step: int) -> list[str]:
-        """Have nothing in the way of the saves after this step; returns a sentence for each thing that was moved.
+        """Clear the way for saves after this step, and return a sentence for each folder that was renamed.
 
-        What is left of damaged checkpoints of this run gets another name; anything else there raises InputError.
+        Remains of damaged checkpoints of this run are renamed. Anything else in the way raises InputError.
         """
 
         def move() -> list[str]:
@@ -152,11 +152,11 @@ class Store:
         return self.comm.on_root(move)
 
     def require_room(self, nbytes: int, saves: int) -> None:
-        """Raise InputError where there is no room for the saves to come, as far as that can be known.
+        """Raise InputError if the disks have no room for future saves, as far as this can be determined.
 
         Args:
-            nbytes: The bytes of this rank's tensors in a checkpoint.
-            saves: How many saves there will be, if all goes well.
+            nbytes: Bytes of this rank's tensors in a checkpoint.
+            saves: Number of saves, if the run is not interrupted.
         """
         of_ranks = np.empty(self.comm.size, dtype=np.int64)
         self.comm.all_gather(of_ranks, np.array([nbytes], dtype=np.int64))
@@ -169,7 +169,7 @@ class Store:
         self.comm.on_root(lambda: folders.require_room(self.root, *need, mend))
 
     def newest_first(self) -> list[Path]:
-        """The folders of the finished checkpoints, those on the nodes' own disks among them."""
+        """Return the folders of the finished checkpoints, including those on the nodes' local disks."""
         steps = self.comm.on_root(lambda: folders.finished_steps(self.root))
         found = [(step, 0, self.folder(step)) for step in steps]
         if self._local is not None:
@@ -177,21 +177,25 @@ class Store:
         return [folder for *_, folder in sorted(found, reverse=True)]
 
     def newest_fruitful(self) -> Path | None:
-        """The folder of the newest one in the run folder that was made while training learned something."""
+        """Return the newest checkpoint folder in `root` saved while training was still learning, or None."""
         step = self.comm.on_root(lambda: folders.newest_fruitful(self.root))
         return None if step is None else self.folder(step)
 
     def at(self, path: Path) -> list[Path]:
-        """Return the checkpoint folders that checkpoint.resume means, newest first. Raises InputError without one."""
+        """Return the checkpoint folders that a path in checkpoint.resume refers to, newest first.
+
+        Raises:
+            InputError: The path has no checkpoint.
+        """
         found = self.comm.on_root(lambda: list(map(str, folders.require(path, "checkpoint.resume"))))
         return list(map(Path, found))
 
     def folder(self, step: int) -> Path:
-        """The folder of a step's checkpoint in the run's checkpoint folder."""
+        """Return the folder of a step's checkpoint in `root`."""
         return self.root / folders.folder_name(step)
 
     def owns(self, folder: Path) -> bool:
-        """Whether a checkpoint folder is of this run."""
+        """Return whether a checkpoint folder belongs to this run."""
         return folder.parent == self.root or (self._local is not None and folder.parent == self._local.root)
 
     # -- saving
@@ -205,21 +209,21 @@ class Store:
         background: bool = False,
         durable: bool = False,
     ) -> Path:
-        """Write a checkpoint of what the ranks hold together, when the last save has ended.
+        """Write a checkpoint of the tensors that the ranks hold together, after the previous save has ended.
 
         Args:
-            step: The step.
-            parts: What this rank writes. A piece given by several ranks is written by each
+            step: Step at which it is saved.
+            parts: Parts that this rank writes. A piece given by several ranks is written by each of them
                 (see `mpitrain.layout.ownership`).
-            values: What is kept beside the tensors, as JSON has it; rank 0's count.
-            background: Return when the parts are copied, and write from a thread.
-            durable: Write into the run folder also where the checkpoint would only go onto the nodes' disks.
+            values: Values to store beside the tensors, as JSON; those of rank 0 are used.
+            background: If true, return once the parts are copied, and write from a thread.
+            durable: If true, write to `root` even if only a node-local checkpoint is due.
 
         Returns:
-            The folder of the checkpoint.
+            Folder of the checkpoint.
 
         Raises:
-            InputError, CheckpointError: On every rank, and leaving no trace, where any cannot write its part. A save in
+            InputError, CheckpointError: On every rank if any rank cannot write its part; no files are left. A save in
                 the background raises in the next `save` or `finish`.
         """
         began = time.perf_counter()
@@ -241,14 +245,15 @@ class Store:
 
     @property
     def failing(self) -> bool:
-        """Whether a save in the background has failed on this rank.
+        """True if a save in the background has failed on this rank.
 
-        Not collective: add it to what is summed anyway, and call `finish` on all ranks when any says so.
+        Not collective: include it in a reduction that is made anyway, and call `finish` on all ranks if it is true on
+        any.
         """
         return self._task is not None and self._task.error is not None
 
     def finish(self) -> None:
-        """Return when nothing is being written. Raises what a save in the background has raised."""
+        """Wait until nothing is being written. Raises the error of a save in the background."""
         task, self._task = self._task, None
         if task is not None:
             task.wait()
@@ -258,7 +263,7 @@ class Store:
             removal.wait()
 
     def abandon(self) -> None:
-        """Return when nothing is being written any more. Not collective: for when ranks have died."""
+        """Wait until nothing is being written, ignoring errors. Not collective: for use after ranks have died."""
         for task in (self._task, self._removal):
             if task is not None:
                 with suppress(Exception):
@@ -266,7 +271,7 @@ class Store:
         self._task = self._removal = None
 
     def move_to(self, root: Path) -> None:
-        """Keep the checkpoints in another folder from now on, which is to be prepared."""
+        """Use another folder for checkpoints from now on; the caller must prepare it."""
         if root != self.root:
             self.finish()
             self.root = root
@@ -274,7 +279,7 @@ class Store:
             self._unusable.clear()
 
     def close(self) -> None:
-        """Finish, and release what the ranks share for it; a later save or load makes that anew."""
+        """Finish, and release the communicators; a later save or load creates them again."""
         self.finish()
         for made in (self._layout, self._node):
             if made is not None:
@@ -287,7 +292,7 @@ class Store:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             self.close()
-        elif isinstance(error, MpitrainError) and error.agreed:  # all ranks are here: let a good save end well
+        elif isinstance(error, MpitrainError) and error.agreed:  # all ranks are here, so a running save can be finished
             with suppress(MpitrainError):
                 self.close()
 
@@ -308,7 +313,7 @@ class Store:
             known = self._verified | {step}, self._unusable - {step}, self._was_fruitful
             old = folders.doomed(folders.finished_steps(self.root), self.keep, *known, folders.best_step(self.root))
             hidden = [folders.hide(self.folder(step)) for step in old if folders.is_checkpoint(self.folder(step))]
-            if hidden:  # giving gigabytes back takes a while, which nobody has to wait for
+            if hidden:  # removing gigabytes takes a while, so it is done in a thread
                 self._removal = BackgroundTask(partial(folders.remove, *hidden))
 
         write_checkpoint(layout, target, step, parts, values, after=after)
@@ -325,17 +330,17 @@ class Store:
     # -- loading
 
     def load(self, folder: Path, parts_for: Callable[[Manifest], Sequence[Part]]) -> Manifest:
-        """Fill this rank's parts from a checkpoint, which any number of ranks have written in any layout.
+        """Fill this rank's parts from a checkpoint written by any number of ranks in any layout.
 
         Args:
-            folder: The checkpoint.
-            parts_for: Gives the parts to fill, once it is known what the checkpoint holds.
+            folder: Folder of the checkpoint.
+            parts_for: Function that returns the parts to fill, given the manifest.
 
         Returns:
-            What the checkpoint holds.
+            Manifest of the checkpoint.
 
         Raises:
-            CheckpointError: On every rank, where a byte that any of them needs is missing or damaged.
+            CheckpointError: On every rank, if a byte that any rank needs is missing or damaged.
         """
         self.finish()
         local = self._local if self._local is not None and folder.parent == self._local.root else None
@@ -366,7 +371,7 @@ class Store:
 
         if local is not None:
             manifest: Manifest | None = local.manifest(self.comm, folder)
-        else:  # first of all, since how much memory is taken for the plan depends on how large the files say they are
+        else:  # checked first, because the plan's memory depends on the sizes that the files claim to have
             manifest = attempt(self.comm, look, folder)
         assert manifest is not None
         blocks = attempt(self.comm, partial(prepare, manifest), folder) or []
@@ -382,7 +387,7 @@ class Store:
     def _fill_local(
         self, local: LocalFolders, folder: Path, manifest: Manifest, blocks: Sequence[Block], fill: Callable[[], None]
     ) -> None:
-        """Read from the nodes' own disks; where that fails, hash every file, and once more without damaged ones."""
+        """Read from the nodes' local disks; if that fails, verify every file and read again without damaged ones."""
         needed = files_of(blocks)
         try:
             local.bring(self.comm, folder, manifest, needed)
@@ -396,18 +401,18 @@ class Store:
 
 
 _ALIGNMENT = 64  # bytes
-_ROUNDING = 2 << 20  # bytes; a huge page
+_ROUNDING = 2 << 20  # bytes of a huge page
 
 
 class Snapshot:
-    """Host memory for the parts of one rank, which grows when it must."""
+    """Host memory for a copy of one rank's parts, which grows as needed."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._pinned = False
 
     def copy(self, parts: Sequence[Part]) -> list[Part]:
-        """Copy parts into this memory, where they are valid until the next copy."""
+        """Copy parts into this memory; the copies are valid until the next call."""
         nbytes = needed(parts)
         away = [part.data for part in parts if not part.data.is_cpu]
         if nbytes > self._memory.numel() or (away and not self._pinned):
@@ -426,26 +431,26 @@ class Snapshot:
         return copies
 
     def _make_room(self, nbytes: int, away: Sequence[torch.Tensor]) -> None:
-        """Get memory; away: what of the parts lies on a device, so that the memory is to be pinned."""
+        """Allocate memory, pinned if any tensor of the parts is on a device (`away`)."""
         self._memory = torch.empty(0, dtype=torch.uint8)  # give the old memory back first
         self._pinned = bool(away)
         if away:
             from mpitrain.comm.memory.device import pinned
 
             self._memory = pinned((nbytes,), torch.uint8, away[0].device)
-        else:  # in huge pages: touching small ones costs more than the copy
+        else:  # huge pages, because the page faults of small ones cost more than the copy
             block = mmap.mmap(-1, -(-nbytes // _ROUNDING) * _ROUNDING, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             block.madvise(mmap.MADV_HUGEPAGE)
             self._memory = torch.frombuffer(block, dtype=torch.uint8)
 
 
 def needed(parts: Sequence[Part]) -> int:
-    """How many bytes a snapshot of these parts takes."""
+    """Return the size in bytes of a snapshot of these parts."""
     return sum(-(-p.data.nbytes // _ALIGNMENT) * _ALIGNMENT for p in parts)
 
 
 def require_threads() -> None:
-    """Raise InputError where MPI cannot be called from the thread that saves."""
+    """Raise InputError if MPI cannot be called from the thread that saves."""
     from mpitrain.comm.inspection import thread_level
 
     level = thread_level()
@@ -457,14 +462,14 @@ def require_threads() -> None:
 
 
 class BackgroundTask:
-    """A function that runs in a thread.
+    """Function that runs in a thread.
 
     Args:
-        function: The function, which is called at once.
+        function: Function, which starts at once.
 
     Attributes:
-        error: What it has raised, if anything.
-        seconds: That it took, once it has ended.
+        error: Exception that it raised, or None.
+        seconds: Time it took, once it has ended.
     """
 
     def __init__(self, function: Callable[[], object]) -> None:
@@ -482,7 +487,7 @@ class BackgroundTask:
         self.seconds = time.perf_counter() - began
 
     def wait(self) -> None:
-        """Return when the function has ended. Raises what it raised."""
+        """Wait until the function has ended. Raises the exception that it raised."""
         self._thread.join()
         if self.error is not None:
             raise self.error

@@ -1,8 +1,8 @@
-"""Communication: groups of ranks, every operation between them, and the memory they share.
+"""Communication: groups of ranks, all operations between them, and the memory they share.
 
-The only room that imports mpi4py. From outside: `init`, `Communicator`, `Arena`, `Mailbox`, `Work`, `compression`.
-Names are loaded on first use, which starts MPI: the programs that operations run (`algorithms`, `programs`,
-`selection`) can be worked with where there is none.
+This is the only package of mpitrain that imports mpi4py. Other packages use `init`, `Communicator`, `Arena`, `Mailbox`,
+`Work` and `compression`. These names are loaded on first use, which starts MPI. The programs that operations run
+(`algorithms`, `programs`, `selection`) can be used without MPI.
 """
 
 from importlib import import_module
@@ -36,10 +36,10 @@ def __getattr__(name: str) -> Any:
         return import_module("mpitrain.comm.compression")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    import_module("mpitrain.comm.job.mpi")  # before the rest, which takes time: the other ranks wait
+    import_module("mpitrain.comm.job.mpi")  # first, because other ranks wait for MPI's start and the rest takes time
     return getattr(import_module(f"mpitrain.comm.{_HOMES[name]}"), name)
 
 
 def __dir__() -> list[str]:
-    """The public names, for completion."""
+    """Return the public names, for completion."""
     return list(__all__)

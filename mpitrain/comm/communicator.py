@@ -1,14 +1,16 @@
 """Communicator: a group of ranks and every operation between them.
 
-Tensors are torch (CPU, CUDA), NumPy or CuPy arrays; results are written into memory the caller gives. All
-ranks of the communicator call the same operations in the same order with the same sizes and types. Every
-collective takes `async_op=True` and then returns a `Work`; otherwise it returns None when it is complete.
+Arrays are torch tensors (CPU, CUDA) or NumPy or CuPy arrays; results are written into memory that the caller passes.
+All ranks of the communicator call the same operations in the same order with the same sizes and dtypes. Every
+collective accepts `async_op=True` and then returns a `Work`; otherwise it returns None when it is complete.
 
-All operations raise InputError for arguments that cannot be communicated, and CommunicationError when MPI
-fails underneath, and where ranks of one node call different operations, or one with different sizes, types,
-reductions or roots: on all of them before they touch each other's memory, on those that come later where MPI
-carries the data. Between nodes, and of messages (`send`, `recv`), only the debug mode and the library find that
-out; Open MPI then writes a message that is too long behind the memory it was for.
+All operations raise InputError for arguments that cannot be communicated, and CommunicationError if MPI fails.
+
+CommunicationError is also raised if ranks of one node call different operations, or the same one with different sizes,
+dtypes, reductions or roots. If ranks access each other's memory, all of them raise it before any access. If MPI carries
+the data, only the ranks that arrive later raise it. Between nodes, and for messages (`send`, `recv`), only the debug
+mode and the MPI library detect such errors; in Open MPI a message that is too long is then written beyond the end of
+the receiver's memory.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ __all__ = ["ANY_SOURCE", "Communicator"]
 class Communicator(PointToPoint):
     """A group of ranks. Made by `mpitrain.init()`, `split` and `subgroup`, never directly.
 
-    Its messages are in mpitrain.comm.point_to_point, its numbers (rank, size and so on) in mpitrain.comm.job.topology.
+    `mpitrain.comm.point_to_point` has the messages, `mpitrain.comm.job.topology` the attributes (rank, size and so on).
     """
 
     probe = ALL_REDUCE
@@ -67,24 +69,29 @@ class Communicator(PointToPoint):
     all_to_all = all_to_all
 
     def deferred_reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, op: str = "sum") -> SplitPhase | None:
-        """Begin a reduce_scatter of size blocks of out's length that needs no thread. Collective; so is `wait`.
+        """Begin a reduce_scatter that needs no thread. This call and `wait` of its handle are collective.
 
-        x stays as it is until the `release` of what is returned. See `mpitrain.comm.runtime.split_phase`.
+        x must not change until `release` of the handle is called. See `mpitrain.comm.runtime.split_phase`.
+
+        Args:
+            out: Tensor for this rank's block of the result.
+            x: Tensor of size blocks of out's length. It must lie in an arena.
+            op: Name of the reduction.
 
         Returns:
-            A handle, to be waited for in the order of beginning; None, on all ranks, where they do not share x's
-            memory: it has to be in an arena, and all of them on one node.
+            Handle; handles are waited for in the order of their calls. None, on all ranks, if the ranks do not share
+            x's memory, because it is not in an arena or the ranks are on several nodes.
         """
         return self._deferred.reduce_scatter(self, out, x, op)
 
-    # -- small values, which are what JSON can hold: nothing that arrives is ever executed
+    # -- small values, limited to what JSON can represent: received data are never executed
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
-        """The root's value, on every rank. Collective.
+        """Return the root's value on every rank. Collective.
 
         Args:
-            value: What JSON can hold; of the other ranks it does not matter.
-            root: The rank whose value all get.
+            value: Value that JSON can represent; ignored on ranks other than the root.
+            root: Rank whose value is returned.
         """
         data = _encode(value) if self.rank == root else np.empty(0, dtype=np.uint8)
         length = np.array([data.size], dtype=np.int64)
@@ -95,10 +102,10 @@ class Communicator(PointToPoint):
         return json.loads(data.tobytes())
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Every rank's value, in order of rank. Collective.
+        """Return every rank's value, in order of rank. Collective.
 
         Args:
-            value: What JSON can hold.
+            value: Value that JSON can represent.
         """
         data, lengths = self._encoded(value)
         everything = np.empty(int(lengths.sum()), dtype=np.uint8)
@@ -107,11 +114,11 @@ class Communicator(PointToPoint):
         return [json.loads(everything[end - n : end].tobytes()) for n, end in zip(lengths, ends, strict=True)]
 
     def gather_objects(self, value: Any, root: int = 0) -> list[Any]:
-        """Every rank's value, in order of rank, on the root; an empty list elsewhere. Collective.
+        """Return every rank's value, in order of rank, on the root, and an empty list elsewhere. Collective.
 
         Args:
-            value: What JSON can hold.
-            root: The rank that gets the values.
+            value: Value that JSON can represent.
+            root: Rank that gets the values.
         """
         data, lengths = self._encoded(value)
         width = int(lengths.max())
@@ -124,15 +131,17 @@ class Communicator(PointToPoint):
         return [json.loads(row[:n].tobytes()) for row, n in zip(everything, lengths, strict=True)]
 
     def agree(self, error: BaseException | None) -> None:
-        """Raise on every rank if any rank has an error: the first such rank's, named. Collective.
+        """Raise on every rank the error of the first rank that has one; return if no rank has one. Collective.
 
-        This is how ranks that can fail alone (files, memory) stay together.
+        The message names that rank. Ranks call this after work that can fail on one of them alone (files, memory), so
+        that none waits for a failed rank.
 
         Args:
-            error: This rank's; None where all went well here.
+            error: Error of this rank; None if it had none.
 
         Raises:
-            MpitrainError: Of the kind of the first rank's error, or of this kind itself where that is not one of ours.
+            MpitrainError: Some rank has an error. The class is that of the first rank's error if it belongs to
+                mpitrain, and MpitrainError otherwise.
         """
         failed = np.array([self.rank if error is not None else self.size], dtype=np.int64)
         self.all_reduce(failed, "min")
@@ -153,31 +162,31 @@ class Communicator(PointToPoint):
         """Call a function on one rank; every rank returns its value or raises its error. Collective.
 
         Args:
-            function: What is called; its value is what JSON can hold.
-            root: The rank that calls it.
+            function: Function to call; JSON must be able to represent its value.
+            root: Rank that calls it.
         """
         value, error = None, None
         if self.rank == root:
             try:
                 value = function()
-            except Exception as caught:  # told to all ranks by agree()
+            except Exception as caught:  # agree() raises it on all ranks
                 error = caught
         self.agree(error)
         return self.broadcast_object(value, root)
 
     def _encoded(self, value: Any) -> tuple[np.ndarray, np.ndarray]:
-        """Return this rank's value as bytes, and the numbers of bytes of all ranks' values. Collective."""
+        """Return this rank's value as bytes, and the length in bytes of each rank's value. Collective."""
         data, lengths = _encode(value), np.empty(self.size, dtype=np.int64)
         self.all_gather(lengths, np.array([data.size], dtype=np.int64))
         return data, lengths
 
-    # -- letters, between threads that know nothing of each other's calls
+    # -- letters, between threads whose calls are independent
 
     def mailbox(self, name: str) -> Mailbox:
-        """A box at each rank to which all ranks post. Collective. See `mpitrain.comm.mailbox`.
+        """Return a new mailbox, to which all ranks can post. Collective. See `mpitrain.comm.mailbox`.
 
         Args:
-            name: Of what it is for, in messages.
+            name: Purpose of the mailbox, for messages.
         """
         with self._record.during(f"mailbox {name}"):
             comm = self._comm.Dup()
@@ -192,9 +201,15 @@ class Communicator(PointToPoint):
     def split(self, color: int | None, key: int = 0, label: str = "") -> Communicator | None: ...
 
     def split(self, color: int | None, key: int = 0, label: str = "") -> Communicator | None:
-        """The communicator of the ranks that give the same color, in order of (key, rank). Collective.
+        """Return the communicator of the ranks that pass the same color, as MPI_Comm_split does. Collective.
 
-        None for a rank whose color is None.
+        Args:
+            color: Group of this rank; None for a rank that joins no group.
+            key: Ranks of the new communicator are ordered by (key, rank).
+            label: Name of the new communicator in messages.
+
+        Returns:
+            The communicator; None if `color` is None.
         """
         with self._record.during("split"):
             comm = MPI.Intracomm(self._comm.Split(MPI.UNDEFINED if color is None else color, key))
@@ -204,9 +219,17 @@ class Communicator(PointToPoint):
         return Communicator(comm, self._topology.of(ranks, comm.rank), self.process, label or f"{self.label}/{color}")
 
     def subgroup(self, ranks: Sequence[int], label: str = "") -> Communicator | None:
-        """The communicator of the given ranks of this one, in that order. Collective over those ranks alone.
+        """Return the communicator of some ranks of this one, in the given order. Collective over these ranks only.
 
-        None for a rank that is not among them, which need not call it.
+        Args:
+            ranks: Ranks of this communicator; the order gives their ranks in the new one.
+            label: Name of the new communicator in messages.
+
+        Returns:
+            The communicator; None on a rank that is not in `ranks`, which need not make this call.
+
+        Raises:
+            InputError: `ranks` contains a rank twice or one that does not exist.
         """
         ranks = list(ranks)
         if len(set(ranks)) != len(ranks) or not all(0 <= r < self.size for r in ranks):
@@ -223,11 +246,11 @@ class Communicator(PointToPoint):
         return Communicator(comm, topology, self.process, label or f"{self.label}{ranks}")
 
     def free(self) -> None:
-        """Release the communicator, all of it. Collective; nothing of it may be used afterwards. Twice is fine.
+        """Free the communicator, which must not be used afterwards. May be called twice. Collective.
 
-        Its arenas stay valid until they are freed themselves. What is not freed goes when the job ends, also where
-        nobody refers to it any more (see `mpitrain.comm.collectives.dispatch`). Where ranks died there is nothing to be
-        done together, and only what is this process's own is released.
+        Its arenas remain valid until they are freed themselves. A communicator that is never freed exists until the job
+        ends, even if nothing refers to it any more (see `mpitrain.comm.collectives.dispatch`). After the death of ranks
+        collective calls are impossible, and only this process's own resources are released.
         """
         if not self._freed:
             self._deferred.free(together=self.process.may_release(self._comm))
@@ -237,9 +260,17 @@ class Communicator(PointToPoint):
     # -- memory
 
     def arena(self, numel: int, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> Arena:
-        """Flat storage of numel elements per rank, shared inside each node where possible. Collective.
+        """Return flat storage of numel elements per rank, shared by the ranks of each node if possible. Collective.
 
-        Collectives on tensors inside it copy nothing. See `mpitrain.comm.memory.arena`.
+        Collectives on tensors inside an arena work in place, without copies. See `mpitrain.comm.memory.arena`.
+
+        Args:
+            numel: Elements of each rank.
+            dtype: Element type.
+            device: Device of the storage.
+
+        Raises:
+            InputError: `numel` is negative or MPI cannot communicate the dtype.
         """
         if numel < 0:
             raise InputError(f"an arena of {numel} elements is not possible; give 0 or more")
@@ -247,10 +278,15 @@ class Communicator(PointToPoint):
         return self.binder.allocate(numel, dtype, torch.device(device))
 
     def alternating(self, capacity: int) -> Alternating | None:
-        """Two slots of `capacity` bytes a rank, filled in turns and read by all ranks where they are. Collective.
+        """Return two slots of memory per rank, filled in turns and read in place by all ranks. Collective.
 
-        None, on all ranks, where they lie on several nodes or cannot share memory. See
-        `mpitrain.comm.communicator`.
+        See `Alternating`.
+
+        Args:
+            capacity: Bytes of each slot.
+
+        Returns:
+            The slots; None, on all ranks, if the ranks are on several nodes or cannot share memory.
         """
         if self.num_nodes > 1:
             return None
@@ -258,12 +294,18 @@ class Communicator(PointToPoint):
         return Alternating(self, arena, capacity) if arena.kind == "shared" else None
 
     def node_copy(self, numel: int, dtype: torch.dtype = torch.float32) -> NodeCopy | None:
-        """Flat storage of numel elements that all ranks of a node see, host memory. Collective.
+        """Return flat host storage of which each node has one copy, shared by its ranks; see `NodeCopy`. Collective.
 
-        None, on all ranks, where memory cannot be shared. See `mpitrain.comm.communicator`.
+        Args:
+            numel: Elements of each copy.
+            dtype: Element type.
+
+        Returns:
+            The storage; None, on all ranks, if memory cannot be shared.
         """
         self.require_same(described("node_copy", numel, dtype))
-        # the memory is the first rank's; to that one alone it would look like an arena
+        # rank 0 of the node owns the memory; without for_tensors=False collectives on rank 0 alone would take it
+        # for an arena
         mine = numel if self.binder.node.rank == 0 else 0
         arena = self.binder.allocate(mine, dtype, for_tensors=False)
         return NodeCopy(arena, self, numel) if arena.kind == "shared" else None
@@ -282,27 +324,33 @@ def _all_errors(kind: type[MpitrainError]) -> list[type[MpitrainError]]:
     return [kind, *(error for child in kind.__subclasses__() for error in _all_errors(child))]
 
 
-# -- Memory that a node shares and that callers fill and read by themselves: slots used in turns, and one copy for all.
+# -- Shared memory of a node that callers fill and read by themselves: slots used in turns, and one copy for all ranks.
 
 _ALTERNATING = Algorithm(lambda setting: alternating_all_gather(setting.size), one_node=True, reach=True)
 
 
 class Alternating:
-    """Two slots a rank in memory that a node shares, used in turns: each rank fills its own, they meet, all read all.
+    """Two slots per rank in shared memory, used in turns: each rank fills its slot, all meet, each reads all slots.
 
-        slot 0  | rank 0's bytes | rank 1's | ...        fill the own one, meet, read them where they are
-        slot 1  | rank 0's bytes | rank 1's | ...        the next time
+        slot 0  | rank 0's bytes | rank 1's | ...        fill this rank's slot, meet, read all slots in place
+        slot 1  | rank 0's bytes | rank 1's | ...        the next turn
 
-    For data that come at ever new addresses, or that several ranks need a part of each: nothing is sent, and there is
-    one fence a turn (`alternating_all_gather`). The communicator lies on one node.
+    For data whose addresses change all the time, or of which each rank needs only parts. Nothing is sent, and a turn
+    costs one fence (`alternating_all_gather`). All ranks of the communicator are on one node.
 
     Attributes:
-        slots: By turn and rank: flat uint8 tensors of the capacity's bytes.
-        turn: Which slot, 0 or 1, is to be filled now.
+        slots: slots[turn][rank] is a flat uint8 tensor of `capacity` bytes.
+        turn: Slot to fill now, 0 or 1.
     """
 
     def __init__(self, comm: Dispatcher, arena: Arena, capacity: int) -> None:
-        """arena: a shared one of 2 * capacity bytes."""
+        """Divide a shared arena of 2 * capacity bytes per rank into slots.
+
+        Args:
+            comm: Communicator whose ranks use the slots.
+            arena: Shared arena.
+            capacity: Bytes of each slot.
+        """
         memories = [arena.peer(world_rank) for world_rank in comm.world_ranks]
         self.slots = [[m[turn * capacity : (turn + 1) * capacity] for m in memories] for turn in (0, 1)]
         self.turn = 0
@@ -310,13 +358,13 @@ class Alternating:
         self._meeting = Invocation("alternating all_gather", self._bind, key=self._key, alike=capacity, counts=False)
 
     def meet(self, taken: int = 0) -> None:
-        """Return when every rank has filled its slot of this turn; the next turn begins. Collective.
+        """Wait until every rank has filled its slot of this turn, and begin the next turn. Collective.
 
-        All ranks' slots of the turn that ends may be read until this rank's next meeting. Its own slot of the other
-        turn may be filled meanwhile.
+        Until this rank's next call, the slots of the turn that has ended may be read, and its slot of the other turn
+        may be filled.
 
         Args:
-            taken: Bytes that this rank takes out of the other ranks' slots afterwards, for the journal.
+            taken: Bytes that this rank reads from other ranks' slots afterwards, for the journal.
         """
         begin = clock() if self._comm.journal.on else 0.0
         ready = self._comm.ready.get(self._key)
@@ -329,43 +377,49 @@ class Alternating:
             self._comm.entered(self._meeting.name, Moved("alternating", taken), begin)
 
     def free(self) -> None:
-        """Release the memory. Collective; tensors over it must not be used afterwards."""
+        """Free the memory. Tensors over it must not be used afterwards. Collective."""
         self.slots = []
         self._arena.free()
 
     def _bind(self, binder: Binder) -> Compiled:
         program, start = binder.program(_ALTERNATING, binder.setting(self._arena.tensor)), self._arena.start
-        nothing_moves = Layout(torch.uint8, [0] * (program.chunks + 1), start, start)  # the callers fill and read
+        nothing_moves = Layout(torch.uint8, [0] * (program.chunks + 1), start, start)  # callers fill and read slots
         bind = partial(binder.compile, program, nothing_moves, arena=self._arena)
         return binder.bound(self._key, bind, self._arena.tensor)
 
 
 class NodeCopy:
-    """One copy of flat storage for all ranks of a node, in memory they share.
+    """One copy of flat storage per node, in memory shared by the ranks of the node.
 
-    Unlike an arena, where each rank has storage of its own that the others can reach, all ranks of a node see the same
-    elements here. Who writes which of them is the caller's business; `publish` makes what was written visible. Before
-    anything is written again, the caller has all ranks of the node meet (the program `node_copy`).
+    In an arena each rank has separate elements, which the other ranks can access. Here all ranks of the node see the
+    same elements. The caller decides which rank writes which of them, and calls `publish` to make them visible. Before
+    elements are written again, the caller must synchronize the ranks of the node (see the program `node_copy`).
 
     Attributes:
-        tensor: The node's elements, flat, zeros at first.
+        tensor: The node's elements, flat, initially zero.
     """
 
     def __init__(self, arena: Arena, comm: Dispatcher, numel: int) -> None:
-        """arena: all of whose memory is the segment of the node's first rank. comm: whose ranks they are."""
-        binder, self._comm, self._published = comm.binder, comm, 0  # the last for the journal
+        """Take the memory of an arena of which only the first rank of each node has elements.
+
+        Args:
+            arena: Shared arena with `numel` elements on the node's first rank and none on the others.
+            comm: Communicator of the arena's ranks.
+            numel: Elements of the copy.
+        """
+        binder, self._comm, self._published = comm.binder, comm, 0  # _published: calls, for the journal
         self._arena, node = arena, binder.node
         first = next(iter(arena.segments.values()))
         self.tensor = tensor_at(first, numel, arena.tensor.dtype)
         program = node_copy(node.size)
         if binder.proofs is not None:
             binder.proofs.require(program)
-        nothing_moves = Layout(arena.tensor.dtype, [0] * (program.chunks + 1), 0, 0)  # the callers write and read
+        nothing_moves = Layout(arena.tensor.dtype, [0] * (program.chunks + 1), 0, 0)  # callers write and read
         plan = Plan(program, node, nothing_moves, None, node.Barrier, syncs(arena))
         self._publish = plan.bind(nothing_moves)
 
     def publish(self) -> None:
-        """Return when all ranks of the node have come here; then each sees what the others wrote. Collective."""
+        """Wait for all ranks of the node; afterwards each rank sees the elements that the others wrote. Collective."""
         begin = clock() if self._comm.journal.on else 0.0
         self._publish()
         if begin:
@@ -373,6 +427,6 @@ class NodeCopy:
             self._comm.entered("node copy", Moved("node"), begin, f"node copy {self._arena.name}", self._published)
 
     def free(self) -> None:
-        """Release the memory. Collective; tensors over it must not be used afterwards."""
+        """Free the memory. Tensors over it must not be used afterwards. Collective."""
         self.tensor = torch.empty(0, dtype=self.tensor.dtype)
         self._arena.free()

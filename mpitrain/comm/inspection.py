@@ -1,4 +1,4 @@
-"""What can be asked of the MPI underneath, for `mpitrain.doctor`."""
+"""Properties of the MPI library underneath, for `mpitrain.doctor`."""
 
 from __future__ import annotations
 
@@ -17,22 +17,29 @@ _LEVELS = {getattr(MPI, f"THREAD_{name}"): name for name in ("SINGLE", "FUNNELED
 
 
 def thread_level() -> str:
-    """Return MPI's word for which threads may call it."""
+    """Return the thread level of MPI: SINGLE, FUNNELED, SERIALIZED or MULTIPLE."""
     return _LEVELS.get(MPI.Query_thread(), "unknown")
 
 
 def library_path() -> str:
-    """Return the file of the MPI library that was loaded."""
+    """Return the path of the loaded MPI library."""
     return next(iter(proc.mapped("/libmpi.so", "/libmpich")), "unknown")
 
 
 def reads_neighbours(world: Communicator) -> bool:
-    """Whether every rank may read and write the memory of those on its node. Collective."""
+    """Return True if every rank may read and write the memory of the other ranks of its node. Collective."""
     return world.binder.neighbours() is not None
 
 
 def bandwidth(world: Communicator, other: int, seconds: float, nbytes: int = 4 << 20) -> float:
-    """Bytes per second of messages from rank 0 to rank `other`, measured for about `seconds`. Collective."""
+    """Return the bandwidth of messages from rank 0 to another rank, in bytes per second. Collective.
+
+    Args:
+        world: Communicator of all ranks.
+        other: Rank that receives.
+        seconds: Approximate duration of the measurement.
+        nbytes: Bytes of each message.
+    """
     data = np.zeros(nbytes, dtype=np.uint8)
     reply = np.zeros(1, dtype=np.uint8)
     world.barrier()
@@ -57,7 +64,7 @@ def bandwidth(world: Communicator, other: int, seconds: float, nbytes: int = 4 <
 
 
 def launcher_name() -> str:
-    """Return the name of what started this process."""
+    """Return the name of the launcher that started this process."""
     if "OMPI_COMM_WORLD_SIZE" in os.environ:
         return "mpirun of Open MPI"
     if "SLURM_STEP_ID" in os.environ and "PMI_SIZE" not in os.environ:
@@ -67,14 +74,14 @@ def launcher_name() -> str:
     return "none (one process)"
 
 
-# -- Messages and meetings by the MPI library as a user of mpi4py would call it: nothing of ours in between.
+# -- Messages and barriers of the MPI library, as a user of mpi4py would call them, without mpitrain's own layers.
 
 
 class PlainMPI:
-    """Calls on the ranks of a communicator, for CPU tensors, which the calls keep alive. Collective to make.
+    """Plain MPI calls on the ranks of a communicator, for CPU tensors, which the calls keep alive. Collective to make.
 
     Attributes:
-        node_barrier: A call at which the ranks of a node meet.
+        node_barrier: Call of a barrier over the ranks of this node.
     """
 
     def __init__(self, world: Communicator) -> None:
@@ -84,7 +91,14 @@ class PlainMPI:
         self.node_barrier: Call = self._node.Barrier
 
     def exchange(self, out: torch.Tensor, x: torch.Tensor, to: int, source: int) -> Call:
-        """Send x and receive out, by persistent requests as programs do."""
+        """Return a call that sends x and receives out, by persistent requests, as mpitrain's programs do.
+
+        Args:
+            out: Tensor to receive into.
+            x: Tensor to send.
+            to: Rank that receives x.
+            source: Rank that sends the data for out.
+        """
         receive, send = self._comm.Recv_init(out.numpy(), source), self._comm.Send_init(x.numpy(), to)
         requests = [receive, send]
         self._requests += requests
@@ -96,7 +110,7 @@ class PlainMPI:
         return run
 
     def free(self) -> None:
-        """Release what was made. Collective."""
+        """Free the requests and communicators. Collective."""
         for request in self._requests:
             request.Free()
         self._node.Free()

@@ -1,16 +1,16 @@
-"""Mailboxes: ranks that serve take what others ask, without knowing who asks next, or when.
+"""Mailboxes: a rank that serves takes requests in any order, without knowing who sends the next one, or when.
 
-A letter goes in two: its words, in one small message that also tells the payload's length and the tag under which the
-payload comes, then the payload, which the taker receives where it wants it, or not in order. So a letter of any length
-is posted without the taker having lent any memory for it.
+A letter consists of two messages. The first one contains a few numbers ("words"), the length of the payload and its
+tag. The payload follows, and the receiver chooses where to put it, or discards it. Thus a sender can post a letter of
+any length although the receiver has not reserved memory for it.
 
     rank 1                                  rank 0, a thread that serves
     questions.post(0, [PUSH, 3], gradient)  letter = questions.take(1.0)
                                             letter.receive(place).wait()
     letter = answers.wait([0], "push")      answers.post(letter.source, [DONE])
 
-Letters are probed for, instead of being received ahead: a box that is idle, or that nobody refers to any more, then
-lends MPI no memory. That costs 1.5 us a letter.
+The receiver probes for letters instead of posting receives in advance, so an idle or forgotten mailbox holds no memory
+that MPI may write. This costs 1.5 us a letter.
 """
 
 from __future__ import annotations
@@ -37,35 +37,37 @@ from mpitrain.comm.runtime.work import Messages, MessageWait, Work, poll
 from mpitrain.errors import CommunicationError, InputError
 
 WORDS = 15  # numbers in a letter, at most
-_LETTERS = 0  # the tag of words; payloads have the others
-_TAGS = 1 << 14  # of payloads: more than there are under way between two ranks; MPI promises twice as many
-_EAGER_ROUNDS = 20  # of looking without a pause
-_NAP = 1e-5, 5e-4  # seconds between looks, at first and at most
-_NAP_SENDING = 1e-4  # at most, while MPI has to be called for what was posted to go on
+_LETTERS = 0  # tag of the words; payloads have the others
+_TAGS = 1 << 14  # tags of payloads: more than are under way between two ranks; MPI guarantees twice as many
+_EAGER_ROUNDS = 20  # checks without a pause
+_NAP = 1e-5, 5e-4  # seconds between later checks, at first and at most
+_NAP_SENDING = 1e-4  # seconds at most while something is being sent, which progresses only inside MPI calls
 
 
 class Posted(Work):
-    """A letter that was posted: done when its payload may be written again."""
+    """Handle of a posted letter: done when the payload's memory may be changed."""
 
     def __init__(self, box: Mailbox, dest: int, requests: list[MPI.Request], held: Sequence[object]) -> None:
         self._box, self._dest, self._requests = box, dest, requests
-        self._held = held  # which MPI reads
+        self._held = held  # memory that MPI reads
         self._error: CommunicationError | None = None
 
     def done(self) -> bool:
-        """Whether the payload may be written again. Calling this also lets it make progress."""
+        """Return True if the payload may be changed. The call also lets the transfer make progress."""
         self._box._look_at_posted()
         if self._error is not None:
             raise self._error
         return not self._requests
 
     def wait(self, timeout: float | None = None) -> None:
-        """Block until the payload may be written again; see `Work.wait`."""
+        """Block until the payload may be changed; see `Work.wait`."""
         name = f"post to rank {self._dest}"
         if timeout is not None:
             poll(self, f"{self._box.label}: {name}", timeout)
         elif not self.done():
-            record = self._box.process.watchdog.record(f"{self._box.label} (posting)")  # of this wait: any thread may
+            record = self._box.process.watchdog.record(
+                f"{self._box.label} (posting)"
+            )  # one per wait: any thread may wait
             record.awaited = (self._box.world_ranks[self._dest],)
             begin = clock()
             seen(record, name, None, partial(self._box._until, self.done))
@@ -73,7 +75,7 @@ class Posted(Work):
                 self._box._note("post").waited(begin)
 
     def _look(self) -> bool:
-        """Whether nothing of it is under way any more. Only with the box's lock: two threads may not ask at once."""
+        """Return True if the whole letter is sent. The caller holds the lock: two threads must not test at once."""
         try:
             if not MPI.Request.Testall(self._requests):
                 return False
@@ -84,13 +86,13 @@ class Posted(Work):
 
 
 class Letter:
-    """What a rank has posted.
+    """A letter as its receiver gets it.
 
     Attributes:
-        words: The numbers.
-        source: The rank that posted it.
-        payload_bytes: Length of its payload; 0 where it carries none.
-        note: Enters it in the journal where it was waited for; None while that is off.
+        words: Numbers that were posted, as float.
+        source: Rank that posted it.
+        payload_bytes: Length of the payload in bytes; 0 if there is none.
+        note: Entry for the journal, completed when somebody waited for the letter; None while the journal is off.
     """
 
     __slots__ = ("_box", "_tag", "note", "payload_bytes", "source", "words")
@@ -101,17 +103,17 @@ class Letter:
         self.payload_bytes, self._tag, self.words = int(content[0]), int(content[1]), content[2:]
 
     def receive(self, x: torch.Tensor) -> Messages:
-        """Begin to receive the payload, at most once, into a tensor of exactly its size.
+        """Begin to receive the payload into a tensor of exactly its size. May be called once.
 
         Args:
-            x: A contiguous tensor in host memory.
+            x: Contiguous tensor in host memory.
 
         Returns:
-            A handle of it, to be waited for by the thread that takes from the box.
+            Handle of the receive. The thread that takes letters from the mailbox must wait for it.
 
         Raises:
             InputError: x cannot be received into.
-            CommunicationError: The payload has another size. It is then received and thrown away: its sender may wait
+            CommunicationError: The payload has another size. It is received and discarded, because its sender may wait
                 for that.
         """
         tensor, box = _in_host_memory(x, written=True), self._box
@@ -130,47 +132,47 @@ class Letter:
         return Messages(name, tensor, requests, wait)
 
     def discard(self) -> None:
-        """Receive the payload and throw it away, instead of `receive`."""
+        """Receive the payload and discard it. Call this instead of `receive`."""
         if self.payload_bytes:
             self.receive(torch.empty(self.payload_bytes, dtype=torch.uint8)).wait()
 
 
 class Mailbox(Member):
-    """One rank's place in a mailbox of all ranks of a communicator. Made by `Communicator.mailbox`.
+    """One rank's end of a mailbox between all ranks of a communicator. Made by `Communicator.mailbox`.
 
-    One thread takes from it; any thread of the process may post, also while that one takes. Letters of one thread to
-    one rank arrive in order.
+    One thread takes letters from it. Any thread of the process may post, at any time. Letters of one thread to one rank
+    arrive in order.
 
     Attributes:
-        process: What all communicators of the process share.
+        process: Services shared by all communicators of the process.
     """
 
     def __init__(self, comm: MPI.Comm, topology: Topology, process: ProcessServices, label: str, axis: str) -> None:
-        """axis: label of the communicator, for the journal."""
+        """Make a mailbox over `comm`. `axis` is the label of the communicator in the journal."""
         super().__init__(topology, label)
         self.process, self._axis = process, axis
         self._owned = OwnedCommunicators(process)
         self._comm = self._owned.keep(comm)
-        self._record = process.watchdog.record(label)  # of the thread that takes
-        self._listening: Record | None = None  # of the thread that serves
-        self._numbers = count()  # of payloads
-        self._posted: list[Posted] = []  # of which something is under way
-        self._lock = threading.Lock()  # of these
+        self._record = process.watchdog.record(label)  # shows the waits of the thread that takes letters
+        self._listening: Record | None = None  # set during `listening`
+        self._numbers = count()  # number payloads
+        self._posted: list[Posted] = []  # letters not completely sent
+        self._lock = threading.Lock()  # of `_posted`
         self._freed = False
 
     def post(self, dest: int, words: Sequence[float], payload: torch.Tensor | None = None) -> Posted:
-        """Send a letter; never waits for who takes it.
+        """Send a letter. Never waits for the receiver.
 
-        A payload between ranks that cannot read each other's memory moves while this rank is in any call of MPI.
+        Between ranks that cannot read each other's memory, a payload makes progress only while this rank calls MPI.
 
         Args:
-            dest: The rank whose box it goes to; its own will do.
-            words: At most `WORDS` numbers; they travel as float64.
-            payload: A contiguous tensor in host memory. It is kept alive until it is sent, and must not change before
+            dest: Rank that receives the letter; may be this rank.
+            words: Numbers to send, at most `WORDS`; they travel as float64.
+            payload: Contiguous tensor in host memory. It is kept alive until it is sent, and must not be changed before
                 the handle is done.
 
         Returns:
-            A handle of what is under way, which need not be kept.
+            Handle of the letter. The caller may drop it.
 
         Raises:
             InputError: There is no such rank, there are too many words, or the payload cannot be sent.
@@ -202,19 +204,21 @@ class Mailbox(Member):
         return posted
 
     def _note(self, operation: str) -> Note:
-        """For a part of what is entered already."""
+        """Return a journal entry for a part of an operation that is counted elsewhere."""
         return Note(self.process.journal, operation, self._axis, Moved("letter"))
 
     def _numbered(self, operation: str, moved: Moved, source: int, dest: int) -> Note:
-        """For the letter that a rank has posted, or taken, just now."""
+        """Return a journal entry for the next letter from rank `source` to rank `dest`."""
         key = f"{self.label}: letter from {self.world_ranks[source]} to {self.world_ranks[dest]}"
         return Note(self.process.journal, operation, self._axis, moved, key, self.process.journal.number(key))
 
     def take(self, seconds: float) -> Letter | None:
-        """The next letter of any rank; None where none comes in time. The watchdog sees that wait only in `listening`.
+        """Return the next letter of any rank; None if none arrives in time.
+
+        Only inside `listening` does the watchdog see this wait.
 
         Args:
-            seconds: How long to wait; 0: only look.
+            seconds: Time to wait; 0 checks without waiting.
 
         Raises:
             CommunicationError: MPI fails.
@@ -229,14 +233,15 @@ class Mailbox(Member):
 
     @contextmanager
     def listening(self, awaited: Sequence[int], name: str) -> Iterator[None]:
-        """Inside, letters are taken whenever they come, and their senders may compute for any time between them.
+        """Take letters whenever they come while the `with` block runs; there may be any time between two letters.
 
-        Where none has come for comm.timeout the watchdog asks all ranks where they are. If all answer nothing is done;
-        else the job ends, or goes on without those that do not, as where an operation does not complete.
+        If no letter has come for comm.timeout, the watchdog asks all ranks for their state. If all answer, nothing
+        happens. Otherwise the job ends, or continues without the ranks that do not answer, as after an operation that
+        does not complete.
 
         Args:
-            awaited: The ranks that post letters; the job ends where all of them have left.
-            name: Of what is listened for, in messages.
+            awaited: Ranks that post letters. The job ends if all of them have left.
+            name: Description of the letters, for messages.
         """
         record = self.process.watchdog.record(f"{self.label} (taking)")
         record.awaited, record.patient = [self.world_ranks[rank] for rank in awaited], True
@@ -250,12 +255,12 @@ class Mailbox(Member):
             self.process.watchdog.forget(record)
 
     def wait(self, awaited: Sequence[int], name: str) -> Letter:
-        """The next letter of any rank, however long it takes to come, for as long as the watchdog lets it.
+        """Return the next letter of any rank, and wait for it as long as the watchdog permits.
 
         Args:
-            awaited: The ranks that are to post it, any of them; the job ends where all of them have left, and after
-                comm.timeout in any case.
-            name: Of what is waited for, in messages.
+            awaited: Ranks, one of which is expected to post. The job ends if all of them have left, and after
+                comm.timeout.
+            name: Description of the letter, for messages.
 
         Raises:
             CommunicationError: MPI fails.
@@ -271,9 +276,9 @@ class Mailbox(Member):
         return found[0]
 
     def free(self) -> None:
-        """Release the box; collective. Twice is fine.
+        """Free the mailbox. May be called twice. Collective.
 
-        Letters that nobody took are thrown away; of those that were taken the payloads have been received.
+        Letters that nobody took are discarded. The payloads of letters that were taken must have been received.
         """
         if self._freed:
             return
@@ -285,11 +290,11 @@ class Mailbox(Member):
                 self._owned.free()
             except CommunicationError:
                 if self.process.failures is None:
-                    raise  # else a rank has died: nothing can be done together
+                    raise  # else a rank has died, and collective calls are impossible
         self.process.watchdog.forget(self._record)
 
     def _empty(self) -> None:
-        """Return when nothing is under way between any ranks."""
+        """Return when no letter is under way between any ranks."""
         everybody: MPI.Request | None = None
         found: list[Letter] = []
 
@@ -306,11 +311,11 @@ class Mailbox(Member):
         self._until(empty)
 
     def _take_into(self, found: list[Letter]) -> bool:
-        """Append the letter that has come, if one has; whether one had."""
+        """Append the next letter to `found` if one has arrived; return True if one had."""
         status = MPI.Status()
         try:
             message = self._comm.Improbe(MPI.ANY_SOURCE, _LETTERS, status)
-            if message is None:  # Open MPI looks first and takes in what has come then
+            if message is None:  # Open MPI checks first and only then processes incoming messages, so ask again
                 message = self._comm.Improbe(MPI.ANY_SOURCE, _LETTERS, status)
             if message is None:
                 self._look_at_posted()
@@ -334,15 +339,15 @@ class Mailbox(Member):
             raise self._failed(f"receive from rank {source}", error) from error
 
     def _look_at_posted(self) -> None:
-        """Let what is under way make progress, and give up the memory of what has been sent."""
-        if self._posted and self._lock.acquire(blocking=False):  # else another thread is at it
+        """Let outgoing letters make progress, and release those that are sent."""
+        if self._posted and self._lock.acquire(blocking=False):  # else another thread is doing this
             try:
                 self._posted = [posted for posted in self._posted if not posted._look()]
             finally:
                 self._lock.release()
 
     def _until(self, happened: Callable[[], bool], deadline: float | None = None) -> None:
-        """Return when something has happened, or it is too late; other threads and processes run meanwhile."""
+        """Return when `happened()` is true or the deadline has passed. Other threads and processes run meanwhile."""
         rounds, nap = 0, _NAP[0]
         while not happened() and (deadline is None or time.monotonic() < deadline):
             rounds += 1
@@ -361,7 +366,7 @@ class Mailbox(Member):
 
 
 def _in_host_memory(x: torch.Tensor, *, written: bool) -> torch.Tensor:
-    """The tensor, contiguous. Raises InputError where MPI cannot reach it."""
+    """Return the array as a contiguous tensor. Raises InputError if it is not in host memory."""
     tensor = as_tensor(x, written=written)
     if is_accelerator(tensor.device):
         raise InputError(f"a payload is in host memory; this tensor is on {tensor.device}: pass x.cpu()")

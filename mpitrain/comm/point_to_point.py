@@ -1,8 +1,8 @@
 """Messages between two ranks of a communicator.
 
-A message goes in two: a header under the caller's tag, which tells the length and under which tag the data come, then
-the data. So a receiver never lends MPI memory for more than it expects: Open MPI copies a message that is too long out
-of the sender's memory over whatever lies behind the receiver's.
+A message consists of a header and the data. The header, under the caller's tag, contains the length of the data and
+their tag. Thus a receiver never posts a receive for data of another length than it expects: Open MPI copies a message
+that is too long beyond the end of the receiver's memory.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from mpitrain.comm.runtime.work import Messages, MessageWait
 from mpitrain.errors import InputError
 
 ANY_SOURCE = MPI.ANY_SOURCE
-_TAGS = 1 << 13  # more than there are messages under way between two ranks
+_TAGS = 1 << 13  # more than the messages under way between two ranks
 
 
 class PointToPoint(Dispatcher):
-    """A communicator's messages, on an MPI communicator of their own: its tags must not meet those of programs."""
+    """Messages of a communicator, on a separate MPI communicator, so that their tags never match those of programs."""
 
     def __init__(self, comm: MPI.Intracomm, topology: Topology, process: ProcessServices, label: str) -> None:
         super().__init__(comm, topology, process, label)
@@ -38,20 +38,39 @@ class PointToPoint(Dispatcher):
         self._sent = 0  # messages
 
     def send(self, x: Any, dest: int, tag: int = 0) -> None:
-        """Send x to rank dest; may return before it is received. See `isend`."""
+        """Send x to another rank. May return before it is received.
+
+        Args:
+            x: Contiguous tensor or array.
+            dest: Rank that receives it.
+            tag: Number that the receiver passes as well.
+
+        Raises:
+            InputError: See `isend`.
+        """
         self.isend(x, dest, tag).wait()
 
     def recv(self, x: Any, source: int, tag: int = 0) -> None:
-        """Receive a message of exactly x's length from rank source into x. See `irecv`."""
+        """Receive a message of exactly x's length into x.
+
+        Args:
+            x: Contiguous tensor or array.
+            source: Rank that sends it, or ANY_SOURCE.
+            tag: Number that the sender passes as well.
+
+        Raises:
+            InputError: See `irecv`.
+            CommunicationError: The message has another length.
+        """
         self.irecv(x, source, tag).wait()
 
     def isend(self, x: Any, dest: int, tag: int = 0) -> Messages:
-        """Begin to send x, which must not change until the work is done.
+        """Begin to send x, which must not change until the returned handle is done.
 
         Args:
-            x: A contiguous tensor or array.
-            dest: The rank that receives it.
-            tag: A number that the receiver gives as well.
+            x: Contiguous tensor or array.
+            dest: Rank that receives it.
+            tag: Number that the receiver passes as well.
 
         Raises:
             InputError: x cannot be communicated, or there is no such rank or tag.
@@ -69,14 +88,22 @@ class PointToPoint(Dispatcher):
         return Messages(f"send to rank {dest}", tensor, requests, wait)
 
     def _free(self) -> None:
-        """See `Dispatcher._free`; receives that nothing was sent for end with an error."""
+        """Cancel receives whose message was never sent, which then raise an error; see also `Dispatcher._free`."""
         for receive in list(self.process.progress.receives):
             if isinstance(receive, ReceiveWork):
                 receive.cancel(self._messages)
         super()._free()
 
     def _noted(self, operation: str, other: int, tag: int, nbytes: int, begin: float) -> Note:
-        """Enter a message that has begun. other: the rank at its other end. nbytes: those that leave this rank."""
+        """Enter the beginning of a message in the journal, and return the entry to complete.
+
+        Args:
+            operation: "send" or "recv".
+            other: Rank at the other end, or ANY_SOURCE.
+            tag: Tag of the message.
+            nbytes: Bytes that leave this rank.
+            begin: `clock()` at the beginning.
+        """
         here = other != ANY_SOURCE and self.nodes[other] == self.node
         moved = Moved("message", nbytes * (here and other != self.rank), nbytes * (not here))
         ends = [self.world_ranks[self.rank], "{}" if other == ANY_SOURCE else self.world_ranks[other]]
@@ -89,16 +116,16 @@ class PointToPoint(Dispatcher):
     def irecv(self, x: Any, source: int, tag: int = 0) -> Messages:
         """Begin to receive a message of exactly x's length from rank source into x.
 
-        It completes whatever this rank waits for next; see `mpitrain.comm.runtime.progress`.
+        It makes progress during any later wait of this rank; see `mpitrain.comm.runtime.progress`.
 
         Args:
-            x: A contiguous tensor or array.
-            source: The rank that sends it, or ANY_SOURCE.
-            tag: The number that the sender gives.
+            x: Contiguous tensor or array.
+            source: Rank that sends it, or ANY_SOURCE.
+            tag: Number that the sender passes as well.
 
         Raises:
             InputError: x cannot be communicated, or there is no such rank or tag.
-            CommunicationError: When it is waited for: the message has another length.
+            CommunicationError: The message has another length. Raised by the wait for it.
         """
         if source != ANY_SOURCE:
             check_rank(self, source)
@@ -112,7 +139,7 @@ class PointToPoint(Dispatcher):
         return ReceiveWork(self._messages, source, _checked(tag), landing, wait)
 
     def _near(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What MPI is to read: the tensor, or a copy of it in host memory. It is there when this returns."""
+        """Return memory that MPI can read, filled: the tensor itself, or a copy of it in host memory."""
         device = self._device_of("send", (tensor,))
         if device is None:
             return tensor
@@ -140,13 +167,13 @@ class PointToPoint(Dispatcher):
 
 @dataclass(frozen=True)
 class Landing:
-    """Where a message goes.
+    """Destination of a received message.
 
     Attributes:
-        tensor: The caller's tensor.
-        near: Memory that MPI writes: the tensor's own, or host memory in its stead.
-        asked: Event on the tensor's device after which the host memory may be copied there; None if MPI writes the
-            tensor.
+        tensor: Tensor of the caller.
+        near: Memory that MPI writes: that of the tensor, or a host buffer.
+        asked: Event on the tensor's device; the host buffer may be copied to the tensor after it. None if MPI writes
+            the tensor itself.
     """
 
     tensor: torch.Tensor
@@ -154,24 +181,24 @@ class Landing:
     asked: torch.Event | None
 
     def copy(self) -> None:
-        """Put what has arrived into the caller's tensor."""
+        """Copy the received data to the caller's tensor if MPI has written a host buffer."""
         if self.asked is not None:
             current_stream(self.tensor.device).wait_event(self.asked)
             self.tensor.detach().copy_(self.near, non_blocking=True)
 
 
 class ReceiveWork(Messages):
-    """A message that is received: first its header, then its data."""
+    """Handle of a receive: the header arrives first, then the data."""
 
     def __init__(self, comm: MPI.Intracomm, source: int, tag: int, landing: Landing, wait: MessageWait) -> None:
         """Post the receive of the header.
 
         Args:
             comm: Communicator of the messages.
-            source: The rank that sends, or ANY_SOURCE.
+            source: Rank that sends, or ANY_SOURCE.
             tag: Tag of the header.
-            landing: Where the data go.
-            wait: Where a wait for them is noted.
+            landing: Destination of the data.
+            wait: Description of a wait for the message, for the watchdog and the journal.
         """
         name = "receive from any rank" if source == ANY_SOURCE else f"receive from rank {source}"
         self._comm, self._landing = comm, landing
@@ -181,11 +208,11 @@ class ReceiveWork(Messages):
         self._progress.expect(self)
 
     def advance(self) -> None:
-        """Post the data if the header has come; see `mpitrain.comm.runtime.progress`."""
+        """Post the receive of the data if the header has arrived; see `mpitrain.comm.runtime.progress`."""
         self._test(lambda: self._opened or self._complete)
 
     def cancel(self, comm: MPI.Intracomm) -> None:
-        """Give up a receive on this communicator whose header has not come."""
+        """Cancel the receive if it belongs to this communicator and its header has not arrived."""
         self.advance()
         with self._lock:
             if self._comm is comm and not self._opened and not self._complete:
@@ -195,7 +222,7 @@ class ReceiveWork(Messages):
                 self._end()
 
     def has_left(self) -> bool:
-        """See `Messages.has_left`."""
+        """Return True if MPI has finished with the message's memory; never blocks. See `Messages.has_left`."""
         return self._opened and super().has_left()
 
     def _proceed(self, statuses: list[MPI.Status]) -> list[MPI.Request]:
@@ -212,7 +239,7 @@ class ReceiveWork(Messages):
                 f"{self._record.label}: {self._name}: a message of {nbytes} bytes arrived from rank {rank} where rank "
                 f"{self._comm.rank} expects {place.nbytes}; send and receive tensors of one size and type"
             )
-            # receive what nobody can use, because its sender may wait for that
+            # receive the data anyway and discard them, because their sender may wait for that
             place = torch.empty(nbytes, dtype=torch.uint8)
             self._landing = Landing(place, place, None)
         return [self._comm.Irecv(spec, rank, data_tag) for spec in in_messages(place)]
@@ -224,13 +251,13 @@ class ReceiveWork(Messages):
 
 @functools.cache
 def _data_tags() -> range:
-    """The tags of data: the highest that MPI allows."""
-    highest = int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 0)  # MPI promises 32767
+    """Return the tags of data: the highest ones that MPI allows."""
+    highest = int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 0)  # MPI guarantees 32767
     return range(highest - _TAGS + 1, highest + 1)
 
 
 def _checked(tag: int) -> int:
-    """The caller's tag. Raises InputError unless it is one of a header's."""
+    """Return the caller's tag. Raises InputError unless it is in the range of header tags."""
     if not 0 <= tag < _data_tags().start:
         raise InputError(f"tag {tag} is not possible; give one from 0 to {_data_tags().start - 1}")
     return tag

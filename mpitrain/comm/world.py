@@ -1,4 +1,4 @@
-"""The one piece of state a process has: its place in the MPI world, made by `init()`."""
+"""The MPI world of this process: the one communicator over all ranks, created by `init()`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mpitrain.comm.selection import Tuning, load_tuning
 from mpitrain.early import RANK_NAMES
 from mpitrain.errors import EXIT_BAD_INPUT, EXIT_FAILED, CommunicationError, InputError, refusal
 
-_PATIENCE = 5.0  # seconds in which it is found out which rank died
+_PATIENCE = 5.0  # seconds allowed to find out which rank died
 WAYS = ("auto", "mpi", "staged", "peer", "nccl")
 
 
@@ -36,19 +36,19 @@ def init(
 ) -> Communicator:
     """Return the communicator over all ranks. Collective the first time; later calls return the same one.
 
-    Without mpirun or srun it is a world of one rank.
+    Without mpirun or srun the world has one rank.
 
     Args:
-        comm: An mpi4py communicator whose ranks are the world, for instance one half of the job; None for all ranks of
-            the job. It is duplicated, and may be freed.
+        comm: mpi4py communicator whose ranks are the world, for instance one half of the job; None for all ranks of the
+            job. It is duplicated, so the caller may free it.
         timeout: Seconds before an unfinished operation ends the job (`set_timeout` changes it).
-        abort_on_error: Whether an exception that nobody catches ends the whole job with one message, instead of leaving
-            the other ranks to wait.
-        debug: Whether to compare what the ranks are about to do before each collective (default: MPITRAIN_DEBUG).
+        abort_on_error: If true, an uncaught exception on one rank ends the whole job with one message, instead of
+            leaving the other ranks waiting.
+        debug: If true, ranks compare their next operation before each collective (default: MPITRAIN_DEBUG).
 
     Raises:
         InputError: A launcher started several processes that do not see each other, or `comm` is not a communicator
-            that this rank belongs to, or the world was made of other ranks before.
+            that contains this rank, or the world already exists with other ranks.
     """
     global _world
     if comm is not None and (not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL):
@@ -59,7 +59,7 @@ def init(
                 f"init(comm=...): the world has been made of {_world.size} ranks, and this communicator has others or "
                 "another order; a process has one world: give this one to the first init, or use world.subgroup"
             )
-        if abort_on_error:  # the backend, which does not ask for it, may have come first
+        if abort_on_error:  # an earlier call may have passed False: the backend does
             _world.process.faults.install()
         return _world
     among = () if comm is None else ranks_in(comm, MPI.COMM_WORLD)
@@ -92,7 +92,7 @@ def _make(given: MPI.Intracomm | None, timeout: float, abort_on_error: bool, deb
     progress = ProgressEngine(lambda: watchdog.records)
     faults.before_leaving = partial(_end_together, watchdog, progress, arenas)
     own_table = load_tuning(this_machine()).to_json() if comm.rank == 0 else ""
-    # the first rank's on all: ranks that chose algorithms from different tables would hang
+    # all ranks use rank 0's table: ranks that chose algorithms from different tables would hang
     table = Tuning.from_json(all_gather_bytes(comm, own_table.encode())[0].decode())
     cores = find_share(comm, topology)
     spare = spare_cores(comm, cores)
@@ -102,8 +102,8 @@ def _make(given: MPI.Intracomm | None, timeout: float, abort_on_error: bool, deb
 
 
 def _end_without_the_dead(error: MPI.Exception) -> NoReturn:
-    """End this process, whose world cannot be made because ranks died; only MPI with fault tolerance tells."""
-    time.sleep(_PATIENCE)  # a rank of this host is named by the thread that watches the start
+    """End this process because ranks died before the world existed. Only MPI with fault tolerance names the dead."""
+    time.sleep(_PATIENCE)  # if the dead rank ran on this host, the thread that watches the start names it
     failed = MPI.COMM_WORLD.Get_failed() if not launcher.lacks_for_faults() else MPI.GROUP_EMPTY
     if not failed.size:
         raise CommunicationError(f"init failed in MPI: {error}") from error
@@ -116,13 +116,13 @@ def _end_without_the_dead(error: MPI.Exception) -> NoReturn:
 
 
 def _leave(process: int) -> None:
-    """The interpreter ends. process: which was made part of the world; not its forks."""
+    """Leave the job at interpreter exit. `process` is the pid that called `init`; forked children do nothing."""
     if _world is not None and os.getpid() == process:
         _end_together(_world.process.watchdog, _world.process.progress, _world.process.arenas)
 
 
 def _end_together(watchdog: Watchdog, progress: ProgressEngine, arenas: ArenaIndex, code: int | None = None) -> None:
-    """What all ranks do at their end, before MPI is finalized. code: the exit code, where it is known."""
+    """Wait for all ranks before MPI is finalized; free shared memory if all came. `code`: exit code or None."""
     all_came = watchdog.stop_with_all(code)
     progress.stop()
     if all_came:
@@ -130,7 +130,7 @@ def _end_together(watchdog: Watchdog, progress: ProgressEngine, arenas: ArenaInd
 
 
 def replace(world: Communicator) -> None:
-    """Make this the world of the process, as `init` gives it."""
+    """Make `world` the world of this process, returned by later calls of `init`."""
     global _world
     _world = world
 
@@ -139,20 +139,20 @@ def set_timeout(seconds: float) -> None:
     """Change how long an operation may take before the job is ended.
 
     Args:
-        seconds: How long, from now on.
+        seconds: Time limit of each operation from now on.
     """
     if _world is not None:
         _world.process.watchdog.timeout = seconds
 
 
 def carry_device_memory(way: str) -> None:
-    """Choose how the memory of devices is carried between ranks, before any of it is.
+    """Choose how device memory travels between ranks. Call it before the first operation on device memory.
 
     Args:
-        way: auto (what is fastest of what is possible), mpi, staged, peer or nccl; the same on all ranks.
+        way: "auto" (the fastest available), "mpi", "staged", "peer" or "nccl"; the same on all ranks.
 
     Raises:
-        InputError: There is no such way, or device memory was carried already.
+        InputError: `way` is unknown, or an operation has already used another way.
     """
     if way not in WAYS:
         raise refusal(f"comm.device {way!r} is not known; use {', '.join(WAYS)}")
@@ -167,7 +167,7 @@ def carry_device_memory(way: str) -> None:
 def _refuse_singletons(environment: os._Environ[str] | dict[str, str]) -> None:
     """Raise InputError if this world of one rank is one of several processes that were meant to be one job.
 
-    Each of them finds that out alone; the first one says it, the others just leave.
+    Each process detects this alone. The first one raises the error, the others exit silently.
     """
     number = next((environment[n] for n in RANK_NAMES if n in environment), "0")
 

@@ -1,7 +1,7 @@
-"""Data sets: sharded HDF5 folders made from a user's own input, read at random in bounded memory.
+"""Data sets: folders of HDF5 shards made from the user's input, with random reads in bounded memory.
 
-`format.py` says what lies in a folder, `prepare.py` makes one, `dataset.py` reads it, in batches in the order of
-`order.py`.
+`format.py` describes the content of a folder, `prepare.py` makes one, and `dataset.py` reads it, in batches whose order
+is defined by `order.py`.
 """
 
 from mpitrain.data.dataset import Batch, Dataset, Description, Loader, Share, evaluation_batches, open_dataset

@@ -33,7 +33,7 @@ text, JSON lines, tokens, tables and archives also as .gz, .bz2, .xz and .zst
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Do what the command line says; returns the exit code."""
+    """Run the command line and return the exit code."""
     arguments = _parser().parse_args(argv)
     return exit_code_of(lambda: arguments.act(arguments))
 
@@ -141,7 +141,7 @@ def _prepare(arguments: argparse.Namespace) -> int:
 
 
 def _settings(manifest: DatasetManifest) -> str:
-    """Return the settings that a training on a data set needs, as words of a command line."""
+    """Return the settings that training on a data set needs, as command-line arguments."""
     from mpitrain.config.training import TrainSection
     from mpitrain.layers.images import is_image
 
@@ -180,12 +180,12 @@ def _info(arguments: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
-_CLEARED = "\r\x1b[K"  # the line of a terminal, from its beginning
+_CLEARED = "\r\x1b[K"  # back to the beginning of the terminal line, and clear it
 
 
 @contextmanager
 def _progress() -> Iterator[Callable[[str, int, int], None]]:
-    """One line on a terminal, rewritten twice a second and cleared at the end."""
+    """Yield a function that shows progress on one terminal line, updated twice a second and cleared at the end."""
     start = shown = time.monotonic()
     of_splits: dict[str, int] = {}  # bytes
 
@@ -205,7 +205,7 @@ def _progress() -> Iterator[Callable[[str, int, int], None]]:
             print(_CLEARED, end="", file=sys.stderr, flush=True)
 
 
-# -- What a person wants to know about a data set, as lines of text
+# -- Description of a data set, as lines of text
 
 
 _MOST_CLASSES = 12  # shown by name
@@ -215,7 +215,12 @@ _GIVEN = {"integer": "int64", "float": "float32", "unit": "float32 of value/255"
 
 
 def describe(folder: Path, manifest: DatasetManifest) -> Iterator[str]:
-    """Lines about a data set, each of which is a label and a value, with the values under one another."""
+    """Yield lines that describe a data set: a label and a value, with the values aligned.
+
+    Args:
+        folder: Folder of the data set, to be named in the first line.
+        manifest: Manifest of the data set.
+    """
     for label, value in _facts(folder, manifest):
         yield f"{printable(label):<12}{printable(value, _LONGEST)}"
 

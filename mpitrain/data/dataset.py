@@ -1,10 +1,10 @@
-"""Reading a data set at any size: rows by number, a bounded number of open files, every extent checked once.
+"""Reads from a data set of any size: rows by number, a bounded number of open files, every extent checked once.
 
-Dataset.read(ids)      samples: shapes, dtypes, neighbours read together     (TokenDataset, ArrayDataset)
+Dataset.read(ids)      samples: shapes, dtypes, neighbours read in one go    (TokenDataset, ArrayDataset)
 RowReader.read_into    rows of a split, across the borders of shards
 OpenShard.read_into    rows of one file, hashes checked                      (shards.py)
 
-`Loader` makes batches of them, in the order of `order.py`.
+`Loader` makes batches of the samples, in the order of `order.py`.
 """
 
 from __future__ import annotations
@@ -37,28 +37,28 @@ if TYPE_CHECKING:
 OPEN_FILES = 64
 
 Ids = npt.NDArray[np.int64]
-_Form = tuple[tuple[int, ...], np.dtype[Any]]  # of a sample: shape and dtype
+_Form = tuple[tuple[int, ...], np.dtype[Any]]  # shape and dtype of a sample
 
 
 @dataclass(frozen=True)
 class Description:
-    """What a data set holds, as a model needs to know it.
+    """Properties of one split of a data set that a model needs to know.
 
     Attributes:
         kind: "tokens" or "arrays".
-        split: The split that is meant.
-        samples: How many samples are in this split.
-        x_shape: The shape of one sample's x.
-        x_dtype: The dtype that x is handed over in, int64 or float32.
-        y_shape: The shape of one sample's y.
-        y_dtype: The dtype that y is handed over in, int64 or float32.
-        vocabulary: The size of the vocabulary, where x are tokens or codes.
-        classes: The names of the classes, where y are class numbers.
-        identity: Changes when the content does, not with the place or the time of its making.
-        masked: Whether some targets are not to be trained on; these are -100.
-        document_end: The token after each document, where documents have one.
-        apart: The same, where attention is to see a token's own document alone; else None.
-        columns: Of the table that x was made of, where it was one: what became of each.
+        split: Name of the split.
+        samples: Number of samples in the split.
+        x_shape: Shape of one sample's x.
+        x_dtype: Dtype in which x is returned, int64 or float32.
+        y_shape: Shape of one sample's y.
+        y_dtype: Dtype in which y is returned, int64 or float32.
+        vocabulary: Size of the vocabulary, if x are tokens or codes.
+        classes: Names of the classes, if y are class numbers.
+        identity: Hexadecimal digits that depend on the content, but not on the place or time of preparation.
+        masked: True if some targets are excluded from training; these are -100.
+        document_end: Token that ends each document, if documents have one.
+        apart: Equal to `document_end` if attention must not cross documents; else None.
+        columns: Columns of the table that x was made of, with their conversions, if it was a table.
     """
 
     kind: str
@@ -81,14 +81,14 @@ def open_dataset(path: str | Path, split: str = TRAIN, *, sequence: int | None =
     """Open one split of a data set.
 
     Args:
-        path: The data set's folder, or a word that `resolve` makes a folder of.
+        path: Folder of the data set, or a name that `resolve` turns into a folder.
         split: "train" or "held_out".
-        sequence: How many tokens a sample has. Data of kind "tokens" need it, and it means nothing for "arrays".
-        apart: Whether attention is to see a token's own document alone (`description.apart`).
+        sequence: Tokens per sample. Required for data of kind "tokens", ignored for "arrays".
+        apart: If true, attention must not cross documents; see `Description.apart`.
 
     Raises:
-        InputError: Nothing is there, it is no data set, it is damaged, it may not be read, it has no such split, or
-            it has too few tokens.
+        InputError: The folder does not exist, is not a data set, is damaged or not readable, has no such split, or has
+            too few tokens.
     """
     folder = path if isinstance(path, Path) else resolve(path)
     manifest = read_manifest(folder)
@@ -98,12 +98,12 @@ def open_dataset(path: str | Path, split: str = TRAIN, *, sequence: int | None =
             "prepare it again with a larger --held-out"
         )
     spec = manifest.splits[split]
-    there = set(os.listdir(folder))  # one look finds missing shards at once; their content is checked when it is read
+    there = set(os.listdir(folder))  # detects missing shards at once; their content is checked when it is read
     for shard in spec.shards:
         if shard.file not in there:
             raise InputError(f"data set {folder}: shard {shard.file} is missing; restore that file or prepare it again")
     reader = RowReader(folder, spec, manifest)
-    reader.shard(0)  # so that a first file that cannot be read is told at once
+    reader.shard(0)  # reports an unreadable first file at once
     if apart and manifest.document_end is None:
         raise InputError(
             f"data set {folder} says nowhere which token ends a document, so its documents cannot be kept apart; set "
@@ -115,10 +115,10 @@ def open_dataset(path: str | Path, split: str = TRAIN, *, sequence: int | None =
 
 
 class Dataset(ABC):
-    """The samples 0 to len - 1 of one split. Any number of threads may read them.
+    """Samples 0 to len - 1 of one split. Any number of threads may read them.
 
     Attributes:
-        description: What the data set holds.
+        description: Properties of the split.
     """
 
     def __init__(self, description: Description, reader: RowReader) -> None:
@@ -129,17 +129,25 @@ class Dataset(ABC):
         return self.description.samples
 
     def order(self, seed: int) -> Ordering:
-        """The order that training takes the samples in: a function of (samples, seed) alone."""
+        """Return the order of the samples in training: a function of (samples, seed) alone."""
         return SampleOrder(len(self), seed)
 
     def spread(self, places: Ids, chosen: int) -> Ids:
-        """Of `chosen` samples that are spread evenly, those at `places`; all int64 [n]."""
+        """Return some of `chosen` sample ids that are spread evenly over the split.
+
+        Args:
+            places: Which of the `chosen` ids to return, 0 to chosen - 1, int64 [n].
+            chosen: Total number of ids that are spread over the split.
+
+        Returns:
+            Sample ids, int64 [n].
+        """
         return places * len(self) // chosen
 
     def parts(self, chosen: int) -> dict[str, int]:
-        """By the name of each data set of a mix, how many of `chosen` samples that are `spread` are its own, in order.
+        """Return how many of the `chosen` ids of `spread` belong to each data set of a mix, by its name, in order.
 
-        Empty where this is one data set.
+        Empty if this is a single data set.
         """
         return {}
 
@@ -148,7 +156,7 @@ class Dataset(ABC):
         """Read samples.
 
         Args:
-            ids: Their numbers, int64 [n], where n may be 0.
+            ids: Sample ids, int64 [n], where n may be 0.
 
         Returns:
             x `[n, *x_shape]` and y `[n, *y_shape]`, in the order of the ids.
@@ -163,7 +171,7 @@ class Dataset(ABC):
         self._reader.close()
 
     def _sorted(self, ids: Ids) -> tuple[Ids, Ids]:
-        """(their places in ids, the samples) in ascending order, as they lie in the files."""
+        """Sort ids in the order of the files; return (their places in `ids`, the sorted ids)."""
         places = np.argsort(ids, kind="stable")
         ordered = ids[places]
         if len(ids) and not 0 <= ordered[0] <= ordered[-1] < len(self):
@@ -171,13 +179,17 @@ class Dataset(ABC):
         return places, ordered
 
     def _windows(self, number: int, spec: FieldSpec, ids: Ids, step: int, length: int) -> npt.NDArray[Any]:
-        """[n, length, *shape] of the stored dtype: for each id, `length` rows of a field from row id * step on."""
+        """Read `length` rows of a field for each id, from row id * step on.
+
+        Returns:
+            Array [n, length, *shape] of the stored dtype.
+        """
         places, ordered = self._sorted(ids)
         out = np.empty((len(ids), length, *spec.shape), spec.stored)
         if 1 not in (ordered[1:] - ordered[:-1]).tolist():  # no two are neighbours
             self._reader.gather(number, ordered * step, out, places)
             return out
-        start = 0  # of neighbouring samples, which are read together
+        start = 0  # first of several neighbouring samples, which are read in one go
         for end in [*(np.flatnonzero(np.diff(ordered) != 1) + 1).tolist(), len(ordered)]:
             stretch = np.empty(((end - start - 1) * step + length, *spec.shape), spec.stored)
             self._reader.read_into(number, int(ordered[start]) * step, stretch)
@@ -190,19 +202,18 @@ class Dataset(ABC):
 class TokenDataset(Dataset):
     """A data set of tokens: sample i is tokens[i*S : i*S + S + 1], S inputs and the same shifted by one as targets.
 
-    Of documents that were packed into samples, it is tokens[i*(S+1) : (i+1)*(S+1)]. Targets whose mask is 0 are -100.
+    If documents were packed into samples, sample i is tokens[i*(S+1) : (i+1)*(S+1)]. Targets whose mask is 0 are -100.
 
     Args:
-        folder: The data set's folder, for messages.
-        split: Which split it is.
-        manifest: The data set's manifest.
-        reader: Reads the rows of the split.
-        sequence: S, the tokens of a sample.
-        apart: Whether attention is to see a token's own document alone.
+        folder: Folder of the data set, for messages.
+        split: Name of the split.
+        manifest: Manifest of the data set.
+        reader: Reader of the rows of the split.
+        sequence: S, the tokens per sample.
+        apart: If true, attention must not cross documents.
 
     Raises:
-        InputError: No sequence is given, the split has fewer tokens than one sample takes, or was packed for another
-            sequence.
+        InputError: `sequence` is missing, the split is shorter than one sample, or it was packed for another sequence.
     """
 
     def __init__(
@@ -240,9 +251,9 @@ class ArrayDataset(Dataset):
     """A data set of arrays: sample i is row i of the fields x and y.
 
     Args:
-        split: Which split it is.
-        manifest: The data set's manifest.
-        reader: Reads the rows of the split.
+        split: Name of the split.
+        manifest: Manifest of the data set.
+        reader: Reader of the rows of the split.
     """
 
     def __init__(self, split: str, manifest: DatasetManifest, reader: RowReader) -> None:
@@ -257,7 +268,7 @@ class ArrayDataset(Dataset):
 
 
 def _described(manifest: DatasetManifest, split: str, samples: int, x: _Form, y: _Form, **more: Any) -> Description:
-    """Describe a split whose samples have these shapes and dtypes."""
+    """Return the description of a split whose samples have these shapes and dtypes."""
     vocabulary, classes = manifest.vocabulary, manifest.classes
     return Description(manifest.kind, split, samples, *x, *y, vocabulary, classes, manifest.identity, **more)
 
@@ -270,12 +281,12 @@ def _handed(field: FieldSpec, stored: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 class RowReader:
-    """The rows of one split, over all of its shards, with at most OPEN_FILES of them open.
+    """Rows of one split, across all of its shards, with at most OPEN_FILES of them open.
 
     Args:
-        folder: The data set's folder.
-        spec: The split, as the manifest lists it.
-        manifest: The data set's manifest.
+        folder: Folder of the data set.
+        spec: The split's entry in the manifest.
+        manifest: Manifest of the data set.
     """
 
     def __init__(self, folder: Path, spec: SplitSpec, manifest: DatasetManifest) -> None:
@@ -287,12 +298,12 @@ class RowReader:
         self._lock = threading.Lock()
 
     def read_into(self, field: int, start: int, out: npt.NDArray[Any]) -> None:
-        """Read neighbouring rows of a field.
+        """Read consecutive rows of a field.
 
         Args:
-            field: The number of the field.
-            start: The first row.
-            out: Memory for k rows, [k, *shape] of the stored dtype, which is filled with rows start to start + k - 1.
+            field: Index of the field.
+            start: First row.
+            out: Memory [k, *shape] of the stored dtype, which is filled with rows start to start + k - 1.
         """
         done = 0
         while done < len(out):
@@ -304,13 +315,13 @@ class RowReader:
             done += here
 
     def gather(self, field: int, starts: Ids, out: npt.NDArray[Any], places: Ids) -> None:
-        """Read equally many rows of a field from several places on.
+        """Read ranges of k rows of a field, which may start anywhere.
 
         Args:
-            field: The number of the field.
-            starts: The first row of each stretch, in ascending order.
-            out: Contiguous memory [n, k, *shape] of the stored dtype, of k rows for each stretch.
-            places: Where in `out` each stretch goes.
+            field: Index of the field.
+            starts: First row of each range, in ascending order, int64 [n].
+            out: Contiguous memory [n, k, *shape] of the stored dtype.
+            places: Index in `out` of each range, int64 [n].
         """
         number = bisect_right(self._starts, starts[0]) - 1 if len(starts) else 0
         if len(starts) and starts[-1] + out.shape[1] <= self._starts[number + 1]:  # all in one shard
@@ -328,10 +339,10 @@ class RowReader:
             self.read_into(field, int(starts[i]), out[places[i]])
 
     def shard(self, number: int) -> tuple[OpenShard, list[bytearray]]:
-        """Open a shard, unless it is open.
+        """Return a shard, which is opened if needed.
 
         Returns:
-            The shard and, of each field, which of its extents were found right.
+            The shard and, for each field, one byte per extent: 1 if its hash was checked and is right.
         """
         with self._lock:
             shard = self._open_shards.get(number)
@@ -340,7 +351,7 @@ class RowReader:
                 fields = range(len(self._manifest.fields))
                 self._trusted.setdefault(number, [bytearray(shard.extents(field)) for field in fields])
                 if len(self._open_shards) > OPEN_FILES:
-                    self._open_shards.popitem(last=False)  # a thread that still reads it holds it open
+                    self._open_shards.popitem(last=False)  # stays open while a thread still reads it
             else:
                 self._open_shards.move_to_end(number)
             return shard, self._trusted[number]
@@ -351,19 +362,19 @@ class RowReader:
             self._open_shards.clear()
 
 
-# -- From a data set and an order to the batches of one rank, read ahead by threads
+# -- Batches of one rank, from a data set and an order, read ahead by threads
 #
 #   running position   p          p+B          p+2B                B: the global batch
 #   this rank's share  [start, stop) of each, decided by `share`
-#   reader threads     batch 1    batch 2  ... at most max(prefetch, workers) ahead, given out in order
+#   reader threads     batch 1    batch 2  ... at most max(prefetch, workers) ahead, yielded in order
 #
 # Threads, never processes: a fork after MPI has started corrupts it. The state of the stream is the position of
-# the next batch; nothing else needs to be saved to go on, on any number of ranks.
+# the next batch; nothing else must be saved to continue on any number of ranks.
 
 
 Share = Callable[[int], tuple[int, int]]
 
-_AHEAD = 2048  # ids that are looked up in the order at once
+_AHEAD = 2048  # ids computed in one call of the order
 
 
 @dataclass(frozen=True)
@@ -371,12 +382,12 @@ class Batch:
     """One rank's share of a global batch, in host memory.
 
     Attributes:
-        ids: The numbers of the samples, int64 [n].
-        x: Their inputs, `[n, *x_shape]`.
-        y: Their targets, `[n, *y_shape]`.
-        position: The running position of the global batch's first sample. The next batch begins at this position plus
-            the size of the global batch.
-        first: Where in the global batch this share begins.
+        ids: Sample ids, int64 [n].
+        x: Inputs, `[n, *x_shape]`.
+        y: Targets, `[n, *y_shape]`.
+        position: Running position of the global batch's first sample. The next batch begins at this position plus the
+            size of the global batch.
+        first: Index of the share's first sample in the global batch.
     """
 
     ids: Ids
@@ -387,21 +398,21 @@ class Batch:
 
 
 class Loader:
-    """An endless iterator over consecutive global batches, which gives this rank's share of each.
+    """An endless iterator over consecutive global batches that yields this rank's share of each.
 
-    An error in a reader thread is raised by the `next` that asks for its batch. Close it, or use it in `with`.
+    An error in a reader thread is raised by the `next` that requests its batch. Call `close` at the end, or use `with`.
 
     Args:
-        dataset: What is read.
-        order: The order of its samples.
-        batch: How many samples a global batch has.
-        share: Gives (start, stop) of this rank's samples within a global batch of the given size. Where both are the
-            same, the tensors are empty.
-        position: The running position of the first sample.
-        warmup: (batches, samples of each) that come before those of `batch` samples.
-        workers: How many threads read; with 0 the caller does.
-        prefetch: How many batches are kept ready ahead of the caller.
-        finish: What a reader makes of each batch: for `on_device`, one in pinned memory.
+        dataset: Data set to read.
+        order: Order of its samples.
+        batch: Number of samples in a global batch.
+        share: Function that returns (start, stop) of this rank's samples within a global batch of the given size. If
+            both are equal, the tensors are empty.
+        position: Running position of the first sample.
+        warmup: (batches, samples of each) that precede those of `batch` samples.
+        workers: Number of reader threads; with 0, the caller reads.
+        prefetch: Number of batches that are read ahead of the caller.
+        finish: Function that a reader applies to each batch, such as `pin` for `on_device`.
     """
 
     def __init__(
@@ -436,7 +447,7 @@ class Loader:
         return self._pending.popleft().result()
 
     def close(self) -> None:
-        """Stop the threads. Waits for the reads that they are in, not for those that have not begun."""
+        """Stop the reader threads, after the reads that they have begun; reads that have not begun are cancelled."""
         if self._threads is not None:
             self._threads.shutdown(wait=True, cancel_futures=True)
         self._pending.clear()
@@ -451,7 +462,7 @@ class Loader:
         return self._finish(_batch(self._dataset, position, first, ids))
 
     def _advance(self) -> tuple[int, int, Ids]:
-        """The position of the next batch, where this rank's share of it begins, and the sample ids of the share."""
+        """Return the next batch's position, the index of this rank's share in it, and the sample ids of the share."""
         if not self._ahead:
             left, size = self._sizes.popleft()
             start, stop = self._share(size)
@@ -468,13 +479,13 @@ class Loader:
 
 
 def evaluation_batches(dataset: Dataset, *, samples: int, batch: int, share: Share) -> Iterator[Batch]:
-    """Choose samples that are spread evenly over a split, or all of them where there are no more.
+    """Yield batches of samples that are spread evenly over a split, or of all samples if there are not more.
 
     Args:
-        dataset: The split.
-        samples: How many samples are chosen, at most.
-        batch: How many samples a global batch has; the last one may have fewer.
-        share: As of `Loader`.
+        dataset: Split to read.
+        samples: Largest number of samples to choose.
+        batch: Number of samples in a global batch; the last one may have fewer.
+        share: Function that returns (start, stop) of this rank's samples in a global batch of the given size.
 
     Yields:
         This rank's share of each batch, in order, with positions that count the chosen samples from 0. Every rank gets

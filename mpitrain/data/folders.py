@@ -1,22 +1,22 @@
-"""Data set folders: made whole or not at all, those that are made on first use, and copies on the nodes' own disks.
+"""Data set folders: made completely or not at all, made on first use, or copied to the nodes' own disks.
 
-    .NAME.lock                     one maker per node at a time (flock: the kernel frees it when a maker dies)
-    .NAME.tmp-HOST-PID-RANDOM/     being filled: a mark lies in it
+    .NAME.lock                     one maker per node at a time (flock: the kernel frees it if a maker dies)
+    .NAME.tmp-HOST-PID-RANDOM/     being filled, with a mark file in it
     NAME/                          after the rename: complete and durable
 
-Nothing ever fills a folder under its final name, and nobody waits for a process that is dead. Where the file
-system knows no locks, or makers sit on several nodes, two may fill folders side by side: the first rename wins.
+No folder is filled under its final name, and no process waits for a dead one. If the file system has no locks, or the
+makers run on several nodes, two of them may fill folders at the same time; the first rename wins.
 
-`data.path` names a folder, or one of two embedded data sets, which are made on first use: `digits`, and, where it is
-empty, Python's own source as text. `data.stage` has each node copy a data set to a disk of its own:
+`data.path` names a folder, or one of two embedded data sets that are made on first use: `digits`, and, if `data.path`
+is empty, Python's own source as text. With `data.stage`, each node copies the data set to its own disk:
 
-    STAGE/mpitrain-data-<identity>/     the same files, named by their content: any job with this data uses them
-      dataset.json                      written last; the folder gets its name when all is there
-      train-00000.h5 ...                every extent of the copy hashed before that
+    STAGE/mpitrain-data-<identity>/     the same files, named by their content, so any job with this data uses them
+      dataset.json                      written last; then the folder gets its final name
+      train-00000.h5 ...                all extents of the copy are hashed before that
 
-One process per node copies, the whole set each, from the shared path; jobs that start together on a node wait for one
-of them. Nothing is removed afterwards: the next job finds it. A reader treats the copy as any data set, and hashes
-what it reads for the first time once more.
+One process per node copies the whole set from the shared path; jobs that start at the same time on a node wait for one
+of them. The copy is not removed afterwards, so the next job finds it. A reader treats it like any data set, and hashes
+again what it reads for the first time.
 """
 
 from __future__ import annotations
@@ -52,20 +52,20 @@ if TYPE_CHECKING:
 def make_dataset(
     target: Path, fill: Callable[[Path], None], *, once: bool, whole: Callable[[Path], bool] = is_dataset
 ) -> None:
-    """Make a data set folder: it is filled under a temporary name, and then renamed.
+    """Make a data set folder: fill it under a temporary name, then rename it.
 
     Args:
-        target: The folder to make.
-        fill: Writes the data set into the temporary folder.
-        once: Whether a finished data set under that name, also one that another process makes meanwhile, is what is
-            wanted; else it is an error.
-        whole: Says whether a data set is fit for use. With `once`, one that is not is replaced.
+        target: Folder to make.
+        fill: Function that writes the data set into the temporary folder.
+        once: If true, accept a complete data set of that name, even if another process makes it meanwhile; if false, an
+            existing one is an error.
+        whole: Function that returns True if a data set can be used. With `once`, a data set that cannot is replaced.
 
     Raises:
-        InputError: The name is taken, the folder may not be written, or the disk is full.
+        InputError: The name is taken, the folder is not writable, or the disk is full.
     """
     with os_errors(f"data set {target} cannot be written"):
-        if once and whole(target):  # asked without a lock: works on a read-only file system too
+        if once and whole(target):  # checked without a lock, so that it works on a read-only file system too
             return
         target.parent.mkdir(parents=True, exist_ok=True)
         with locks.waiting(target.parent / f".{target.name}.lock") as held:
@@ -76,7 +76,7 @@ def make_dataset(
                 os.rename(target, target.parent / f"{prefix}{os.getpid()}-{secrets.token_hex(4)}")
             if os.path.lexists(target):
                 raise InputError(f"output folder {target} exists already; give another --out, or remove it")
-            if held:  # so that temporary folders of other makers on this node are of makers that died
+            if held:  # then other temporary folders of this node belong to makers that died
                 made = re.compile(re.escape(prefix) + r"\d+-[0-9a-f]{8}")
                 for path in list(leftovers(target.parent, made, is_dataset)):
                     remove_folder(path, (MANIFEST, MARK))
@@ -93,7 +93,7 @@ def make_dataset(
 
 @contextmanager
 def os_errors(what: str) -> Iterator[None]:
-    """Turn what the operating system refuses inside into an InputError of one line, which begins with `what`."""
+    """Turn an OSError raised in the `with` block into an InputError of one line that begins with `what`."""
     try:
         yield
     except OSError as error:
@@ -104,7 +104,13 @@ def os_errors(what: str) -> Iterator[None]:
 
 @contextmanager
 def needing(what: str, package: str, extra: str = "data") -> Iterator[None]:
-    """Turn a missing package into an InputError that begins with `what` and names the extra that installs it."""
+    """Turn an ImportError raised in the `with` block into an InputError that says what to install.
+
+    Args:
+        what: Beginning of the message, such as "images need".
+        package: Name of the missing package.
+        extra: Extra of mpitrain that installs it.
+    """
     try:
         yield
     except ImportError:
@@ -135,17 +141,17 @@ def _rename(temporary: Path, target: Path, once: bool) -> None:
 
 DIGITS = "digits"
 
-# other people's packages, and tests: half of the tree, and mostly tables
+# installed packages and tests: half of the tree, and mostly tables
 _NOT_TEXT = frozenset(("site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"))
 
 
 def resolve(data_path: str, root: Path = Path("data")) -> Path:
-    """Find the data set folder that `data.path` names. Any number of processes may ask at once.
+    """Return the data set folder that `data.path` names. Any number of processes may call it at once.
 
     Args:
-        data_path: A folder, the word `digits`, or nothing for Python's own source. A folder of your own called digits
-            is reached as ./digits.
-        root: Where the embedded data sets are made, if they are not there.
+        data_path: A folder, the word `digits`, or an empty text for Python's own source. Write ./digits for a folder of
+            that name.
+        root: Folder in which the embedded data sets are made, unless they exist.
 
     Raises:
         InputError: There is no data set, or the embedded one cannot be made.
@@ -167,7 +173,7 @@ def resolve(data_path: str, root: Path = Path("data")) -> Path:
 
 
 def tokenizer_of(data_path: str) -> Path | None:
-    """The file of the tokenizer that the data set of `data.path` was made with; None where there is none."""
+    """Return the tokenizer file of the data set that `data.path` names; None if it has none."""
     path = Path(data_path) / TOKENIZER
     return path if data_path not in ("", DIGITS) and path.is_file() else None
 
@@ -184,7 +190,7 @@ def _python_source() -> tuple[Source, str]:
 
 
 def python_files(library: Path) -> list[Path]:
-    """The .py files of a standard library, in the order of their paths, without packages of others and tests."""
+    """Return the .py files of a standard library, sorted by path, without installed packages and tests."""
     found: list[Path] = []
     for top, folders, files in os.walk(library):
         folders[:] = [name for name in folders if name not in _NOT_TEXT]
@@ -207,24 +213,29 @@ def _digits() -> tuple[Source, str]:
     return source, "scikit-learn's bundled digits (UCI optical recognition of handwritten digits)"
 
 
-_LEFT = 64 << 20  # bytes that stay free
+_LEFT = 64 << 20  # bytes to leave free
 _PAUSE = 0.1  # seconds
 
 
 def staged_folder(source: Path, stage: Path) -> Path:
-    """Where under the folder `stage` the copy of a data set is, or will be."""
+    """Return the folder of a data set's copy, which need not exist yet.
+
+    Args:
+        source: Folder of the data set.
+        stage: Folder that contains the copies.
+    """
     return stage / f"mpitrain-data-{read_manifest(source).identity}"
 
 
 def stage(source: Path, stage: Path) -> None:
-    """Have a whole, checked copy of a data set. Any number of processes may ask at once.
+    """Make a complete, verified copy of a data set, unless it exists. Any number of processes may call it at once.
 
     Args:
-        source: The data set's folder.
-        stage: Where the copy is made, unless it is there already.
+        source: Folder of the data set.
+        stage: Folder in which the copy is made.
 
     Raises:
-        InputError: There is no room, the folder may not be written, or shards are damaged.
+        InputError: There is not enough space, the folder is not writable, or shards are damaged.
     """
     manifest = read_manifest(source)
     target, fill, whole = staged_folder(source, stage), partial(_copy, source, manifest), partial(_is_whole, manifest)
@@ -232,18 +243,18 @@ def stage(source: Path, stage: Path) -> None:
 
 
 def stage_on_nodes(world: Communicator, path: str, stage_path: Path) -> None:
-    """Have the first rank of each node make a copy, and return when all have one. Collective.
+    """Copy a data set to every node, by the first rank of each, and return when all copies exist. Collective.
 
-    However long the copying takes, the ranks meet all the while, so that none of them waits in an operation for longer
-    than `comm.timeout`, and one that dies is missed at once.
+    The ranks communicate regularly while the copies are made. So no rank waits in one operation for longer than
+    `comm.timeout`, and a rank that dies is noticed at once.
 
     Args:
         world: All ranks.
-        path: What `data.path` names.
-        stage_path: Where each node's copy is made.
+        path: Value of `data.path`.
+        stage_path: Folder in which each node's copy is made.
 
     Raises:
-        InputError: On all ranks what `stage` raised on any.
+        InputError: `stage` raised it on some rank; it is then raised on all ranks.
     """
     failure: list[BaseException] = []
 
@@ -265,7 +276,10 @@ def stage_on_nodes(world: Communicator, path: str, stage_path: Path) -> None:
 
 
 def _is_whole(manifest: DatasetManifest, folder: Path) -> bool:
-    """At first sight: the same shards, and all there in their size. Their content is hashed when it is read."""
+    """Return True if a folder has the shards of a manifest in their full size.
+
+    Their content is not checked here, but hashed when it is read.
+    """
     try:
         found = read_manifest(folder)
         sizes = all((folder / shard.file).stat().st_size == shard.bytes for shard in found.shards)

@@ -1,33 +1,33 @@
-"""What lies in a data set folder: the format, its manifest, and how a manifest is read and written.
+"""Format of a data set folder, its manifest, and functions that read and write a manifest.
 
     DIR/
-      dataset.json         the manifest, written last: what is here, with the hash of everything else
+      dataset.json         the manifest, written last: lists the content, with the hash of everything else
       train-00000.h5       shards of the split `train`, filled one after the other
       train-00001.h5
-      held_out-00000.h5    shards of the split `held_out`, where there is one
+      held_out-00000.h5    shards of the split `held_out`, if there is one
       tokenizer.json       a copy of the tokenizer file, for tokenized text only
 
-A shard is an HDF5 file (libver v110, so that its metadata are checksummed) with one contiguous, little-endian
+A shard is an HDF5 file (libver v110, so that its metadata is checksummed) with one contiguous, little-endian
 data set per field and one table of hashes per field:
 
     /tokens  (rows,)                         kind "tokens": one stream per split, cut into shards
-    /mask    (rows,) uint8                   kind "tokens", where some are not trained on: 1 where a token is, else 0
+    /mask    (rows,) uint8                   kind "tokens", optional: 1 for a token that is trained on, else 0
     /x, /y   (rows, *shape)                  kind "arrays": one row per sample
     /crc32/FIELD  (extents,) uint32          CRC-32 of the stored bytes of each extent of that field
 
-An extent is a whole number of rows, R = max(1, extent_bytes // bytes of a row); the last one may be short:
+An extent is a whole number of rows, R = max(1, extent_bytes // bytes of a row); the last one may be shorter:
 
     rows     0 ... R-1 | R ... 2R-1 | 2R ... rows-1
     extent       0     |     1      |      2
 
-Trust is a chain: dataset.json ends with the CRC-32 of its own content; it holds the CRC-32 of every shard's
-hash tables; a table holds the CRC-32 of each extent. A reader checks just the links that it touches.
+The hashes form a chain: dataset.json ends with the CRC-32 of its own content; it contains the CRC-32 of every shard's
+hash tables; a table contains the CRC-32 of each extent. A reader checks only the parts of the chain that it uses.
 
-A sample of kind "tokens" with sequence length S is tokens[i*S : i*S + S + 1] of the concatenated stream: inputs
-are its first S tokens, targets its last S. There are (rows - 1) // S samples.
+A sample of kind "tokens" with sequence length S is tokens[i*S : i*S + S + 1] of the concatenated stream: the inputs
+are its first S tokens, the targets its last S. There are (rows - 1) // S samples.
 
-How a stored field is handed over (`given`): "integer" as int64, "float" as float32, "unit" as float32 of the
-stored value / 255 (images kept as uint8).
+The entry `given` of a field defines how stored values are returned: "integer" as int64, "float" as float32, "unit" as
+float32 of the stored value / 255 (images stored as uint8).
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ TOKENIZER = "tokenizer.json"
 TRAIN = "train"
 HELD_OUT = "held_out"
 TOKENS, MASK = "tokens", "mask"  # fields
-UNCOUNTED = -100  # a target that is not trained on, as torch's cross-entropy has it
+UNCOUNTED = -100  # a target excluded from training, as in torch's cross-entropy
 EXTENT_BYTES = 64 * 1024  # small, because the first random read of a sample reads its whole extent
 
-# what options of `prepare` choose among
+# values of options of `prepare`
 Missing = Literal["mean", "median", "zero", "drop"]
 Categories = Literal["onehot", "codes"]
 Scale = Literal["standard"]
@@ -67,17 +67,18 @@ Dtype = Annotated[StrictStr, Field(pattern=r"^(bool|u?int(8|16|32|64)|float(16|3
 
 
 class _Part(BaseModel, extra="forbid", frozen=True):
-    """A part of the manifest, which never changes once made, and knows no other keys."""
+    """A part of the manifest: immutable, and without unknown keys."""
 
 
 class FieldSpec(_Part):
     """One array of a row.
 
     Attributes:
-        name: Its name.
-        dtype: The dtype that it is stored in, by NumPy's name.
-        shape: The shape that it has in a row.
-        given: What form a reader hands it over in; see above.
+        name: Name of the field.
+        dtype: Stored dtype, by NumPy's name.
+        shape: Shape of the array in one row.
+        given: Form in which a reader returns it: "integer" as int64, "float" as float32, "unit" as value / 255 in
+            float32.
     """
 
     name: Literal["tokens", "mask", "x", "y"]
@@ -87,25 +88,30 @@ class FieldSpec(_Part):
 
     @property
     def stored(self) -> np.dtype[Any]:
-        """The dtype of the bytes on the disk, which are always little-endian."""
+        """Dtype of the bytes on the disk, always little-endian."""
         return np.dtype(self.dtype).newbyteorder("<")
 
     @property
     def handed(self) -> np.dtype[Any]:
-        """The dtype that a reader hands over, int64 or float32."""
+        """Dtype that a reader returns, int64 or float32."""
         return np.dtype(np.int64 if self.given == "integer" else np.float32)
 
     @property
     def row_bytes(self) -> int:
-        """How many bytes of it a row has."""
+        """Bytes of the field in one row."""
         return self.stored.itemsize * math.prod(self.shape)
 
     def extent_rows(self, extent_bytes: int) -> int:
-        """How many rows an extent of about so many bytes has."""
+        """Return the number of rows in an extent of about `extent_bytes` bytes."""
         return max(1, extent_bytes // max(1, self.row_bytes))
 
     def extents(self, rows: int, extent_bytes: int) -> int:
-        """How many extents so many rows have."""
+        """Return the number of extents of a field with `rows` rows.
+
+        Args:
+            rows: Number of rows.
+            extent_bytes: Approximate bytes of an extent.
+        """
         return -(-rows // self.extent_rows(extent_bytes))
 
 
@@ -113,10 +119,10 @@ class ShardSpec(_Part):
     """One shard.
 
     Attributes:
-        file: The name of its file.
-        rows: How many rows it has.
-        bytes: How many bytes the file has.
-        tables: The CRC-32 of each field's table of hashes.
+        file: File name.
+        rows: Number of rows.
+        bytes: Size of the file in bytes.
+        tables: CRC-32 of the table of hashes of each field, by the name of the field.
     """
 
     file: StrictStr = Field(pattern=r"^[a-z_]+-[0-9]{5,}\.h5$", max_length=100)
@@ -129,9 +135,9 @@ class SplitSpec(_Part):
     """One split.
 
     Attributes:
-        rows: How many rows it has.
-        shards: Its shards, in order.
-        class_counts: How many rows of each class it has, where y are class numbers.
+        rows: Number of rows.
+        shards: Shards, in order.
+        class_counts: Number of rows of each class, if y are class numbers.
     """
 
     rows: Count = Field(ge=1)
@@ -140,12 +146,12 @@ class SplitSpec(_Part):
 
 
 class Origin(_Part):
-    """Where the data came from.
+    """Origin of the data.
 
     Attributes:
-        sources: What was given.
-        files: How many files that was.
-        prepared: When the data set was made, in UTC.
+        sources: Names of the sources that were prepared.
+        files: Number of files read.
+        prepared: Time of preparation, in UTC.
         notes: Sentences about the input, for people.
     """
 
@@ -156,16 +162,18 @@ class Origin(_Part):
 
 
 class ColumnSpec(_Part):
-    """A column of a table, and what becomes of it in x; `mpitrain.data.sources.table_files` applies it.
+    """A column of a table and its conversion to numbers of x, which `mpitrain.data.sources.table_files` applies.
+
+    A number becomes (number - shift) / scale.
 
     Attributes:
-        name: Its name, or its number from 1 in a table without a header.
-        categories: The texts that it has, numbered in this order; "" is a missing one. None for a column of numbers.
-        onehot: Whether a text becomes one number for each category, of which one is 1, instead of its number.
-        fill: What a missing number becomes; None where there must be none.
-        nonfinite: Whether nan and infinite numbers are taken as they are.
-        shift: Subtracted from its numbers, before they are
-        scale: divided by this.
+        name: Name of the column, or its number from 1 in a table without a header.
+        categories: Texts of the column, numbered in this order; "" is a missing one. None for a column of numbers.
+        onehot: If true, a text becomes one number per category, one of which is 1; else it becomes its number.
+        fill: Replacement of a missing number; None if there must be none.
+        nonfinite: If true, nan and infinite numbers are accepted.
+        shift: Number to subtract.
+        scale: Number to divide by, after the subtraction.
     """
 
     name: StrictStr
@@ -178,27 +186,27 @@ class ColumnSpec(_Part):
 
     @property
     def width(self) -> int:
-        """How many numbers of x it becomes."""
+        """Count of numbers in x that the column becomes."""
         return len(self.categories) if self.categories and self.onehot else 1
 
 
 class DatasetManifest(_Part):
-    """The content of dataset.json.
+    """Content of dataset.json.
 
     Attributes:
-        format: What kind of file it is.
-        version: The version of the format.
+        format: Name of the file format.
+        version: Version of the file format.
         kind: "tokens" or "arrays".
-        fields: The arrays of a row.
-        extent_bytes: About how many bytes have a hash of their own.
-        vocabulary: The size of the vocabulary, where x are tokens or codes.
-        tokenizer_crc32: The CRC-32 of the copied tokenizer file, where there is one.
-        document_end: The token after each document, where documents have one.
-        pack: The tokens of a sample that whole documents were packed into; None for a stream.
-        classes: The names of the classes, where y are class numbers.
-        splits: The splits, by their names.
-        columns: The columns of the table that x was made of, where it was one.
-        origin: Where the data came from.
+        fields: Arrays of a row.
+        extent_bytes: Approximate number of bytes that share one hash.
+        vocabulary: Size of the vocabulary, if x are tokens or codes.
+        tokenizer_crc32: CRC-32 of the copied tokenizer file, if there is one.
+        document_end: Token that ends each document, if documents have one.
+        pack: Tokens per sample, if whole documents were packed into samples; None for a stream.
+        classes: Names of the classes, if y are class numbers.
+        splits: Splits, by name.
+        columns: Columns of the table that x was made of, if it was a table.
+        origin: Origin of the data.
     """
 
     format: Literal["mpitrain-dataset"] = FORMAT
@@ -217,7 +225,10 @@ class DatasetManifest(_Part):
 
     @model_validator(mode="after")
     def _consistent(self) -> DatasetManifest:
-        """Nothing is larger than the files that hold it, whose sizes are compared when they are opened."""
+        """Check that the parts of the manifest agree, and that the rows fit into files of the listed sizes.
+
+        The listed sizes are compared with the files when these are opened.
+        """
         names = [field.name for field in self.fields]
         if names not in ([[TOKENS], [TOKENS, MASK]] if self.kind == "tokens" else [["x", "y"]]):
             raise ValueError(f"fields {names} are not those of {self.kind}")
@@ -240,15 +251,15 @@ class DatasetManifest(_Part):
 
     @property
     def shards(self) -> list[ShardSpec]:
-        """The shards of all splits."""
+        """Shards of all splits."""
         return [shard for split in self.splits.values() for shard in split.shards]
 
     @property
     def identity(self) -> str:
-        """Eight hexadecimal digits that change when any stored value does (not with time or place of the making)."""
+        """Eight hexadecimal digits that change if a stored value does, but not with the time or place of making."""
         splits = {name: split.model_dump(mode="json") for name, split in self.splits.items()}
         fields = [field.model_dump(mode="json") for field in self.fields]
-        kept = [value for value in (self.document_end, self.pack) if value is not None]  # none of them: as ever
+        kept = [value for value in (self.document_end, self.pack) if value is not None]  # none in old manifests
         return f"{zlib.crc32(_canonical([self.kind, fields, splits, *kept])):08x}"
 
 
@@ -257,7 +268,12 @@ def _canonical(content: Any) -> bytes:
 
 
 def write_manifest(folder: Path, manifest: DatasetManifest) -> None:
-    """Write dataset.json, with its own CRC-32 as the last key. It is on the disk afterwards."""
+    """Write dataset.json, with its own CRC-32 as the last key, and flush it to the disk.
+
+    Args:
+        folder: Folder of the data set.
+        manifest: Content to write.
+    """
     content = manifest.model_dump(mode="json")
     for key in ("document_end", "pack"):
         if content[key] is None:
@@ -267,7 +283,7 @@ def write_manifest(folder: Path, manifest: DatasetManifest) -> None:
 
 
 def is_dataset(folder: Path) -> bool:
-    """Whether a finished data set is there. One that is half made never has its final name."""
+    """Return True if the folder is a complete data set. An incomplete one never has its final name."""
     return (folder / MANIFEST).is_file()
 
 
@@ -275,7 +291,7 @@ def read_manifest(folder: Path) -> DatasetManifest:
     """Read and check dataset.json.
 
     Raises:
-        InputError: There is no such folder, it is no data set, or dataset.json cannot be read or is damaged.
+        InputError: The folder does not exist or is not a data set, or dataset.json cannot be read or is damaged.
     """
     path = folder / MANIFEST
     try:

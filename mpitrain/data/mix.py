@@ -1,14 +1,14 @@
-"""The data sets that a configuration names: data.path, or several of `data.mix` as one, mixed by weight.
+"""Data sets of a configuration: the one of data.path, or several of data.mix, mixed by weight.
 
     running position   0 1 2 3 4 5 6 7 8 9 | 10 ...     weights 0.5, 0.3, 0.2: a period of 10
-    data set           a b a c a b a b c a | a b ...    of p positions, each set has its weight times p, to within one
+    data set           a b a c a b a b c a | a b ...    of p positions, each set has weight * p, to within one
     its own position   0 0 1 0 2 1 3 2 1 4 | 5 3 ...    in its own shuffled order, epoch after epoch
 
-Which set comes when is Tijdeman's solution of the chairman assignment problem (R. Tijdeman, "The chairman assignment
-problem", Discrete Mathematics 32, 1980): of those that are owed a sample, the one whose deadline is the nearest. With
-rational weights it repeats, so the state is the running position alone, as that of a single data set is.
+The pattern is Tijdeman's solution of the chairman assignment problem (R. Tijdeman, "The chairman assignment problem",
+Discrete Mathematics 32, 1980): of the data sets that are due a sample, take the one with the earliest deadline. With
+rational weights the pattern is periodic, so the whole state is the running position, as for a single data set.
 
-Samples are numbered through: those of the first data set, then those of the second, and so on.
+Sample ids count the samples of the first data set, then those of the second, and so on.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from mpitrain.errors import InputError
 
 
 def data_paths(config: Config) -> list[str]:
-    """What names the data sets of a run: data.path, or those of data.mix."""
+    """Return the names of the data sets of a run: data.path, or the keys of data.mix."""
     return list(config.data.mix) or [config.data.path]
 
 
 def open_split(config: Config, split: str, find: Callable[[str], Path] = resolve) -> Dataset | None:
-    """Open one split of a configuration's data; None where they have no such one.
+    """Open one split of a configuration's data; return None if the data has no such split.
 
     Args:
-        config: Says which data sets, and how many tokens a sample has.
+        config: Configuration with the data sets and the tokens per sample.
         split: "train" or "held_out".
-        find: Gives the folder of what data.path or a name in data.mix says.
+        find: Function that returns the folder of a value of data.path or a name in data.mix.
 
     Raises:
-        InputError: As of `open_dataset` and `open_mix`.
+        InputError: The data cannot be opened; see `open_dataset` and `open_mix`.
     """
     sequence, apart = config.model.sequence, config.data.documents == "apart"
     if config.data.mix:
@@ -59,7 +59,12 @@ def open_split(config: Config, split: str, find: Callable[[str], Path] = resolve
 
 
 def check_data(config: Config, data: Dataset) -> None:
-    """Raise InputError where the training samples do not fit the settings."""
+    """Raise InputError if the training samples do not fit the settings.
+
+    Args:
+        config: Configuration of the run.
+        data: Split of training samples.
+    """
     if len(data) < config.train.batch:
         raise InputError(
             f"data set {' and '.join(data_paths(config))} has {len(data)} samples, fewer than train.batch "
@@ -67,21 +72,21 @@ def check_data(config: Config, data: Dataset) -> None:
         )
 
 
-_LONGEST_PERIOD = 100_000  # samples; what looking for a pattern of so many takes is a part of a second
+_LONGEST_PERIOD = 100_000  # samples; computing a pattern of this length takes a fraction of a second
 
 
 class Weights:
-    """Whole numbers in the ratio of weights.
+    """Integers in the ratio of the weights of several data sets.
 
     Args:
-        weights: As they are written in decimals: 0.7 and 0.3 are 7 and 3.
+        weights: Weights, taken exactly as they are written in decimals: 0.7 and 0.3 become 7 and 3.
 
     Attributes:
-        parts: One for each data set, without a common divisor.
-        period: After how many samples the pattern begins anew.
+        parts: One integer per data set, without a common divisor.
+        period: Number of samples after which the pattern repeats.
 
     Raises:
-        InputError: Their ratio needs numbers that are too large.
+        InputError: The ratio needs numbers that are too large.
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
@@ -98,7 +103,7 @@ class Weights:
 
     @cached_property
     def pattern(self) -> npt.NDArray[np.int64]:
-        """Which data set each position of a period takes its sample from, int64 [period]."""
+        """Number of the data set that each position of a period takes its sample from, int64 [period]."""
         total, several = self.period, 2 * len(self.parts) - 2
         if several == 0:
             return np.zeros(1, np.int64)
@@ -116,19 +121,19 @@ class Weights:
 
 
 class MixedOrder(Ordering):
-    """The endless sequence of the samples of several data sets: each set in the order that it has by itself.
+    """Endless sequence of the samples of several data sets, each in its own order.
 
     Args:
-        samples: How many samples each data set has.
-        weights: Of the data sets.
-        seed: What the orders follow from.
+        samples: Number of samples of each data set.
+        weights: Weights of the data sets.
+        seed: Seed of the orders.
     """
 
     def __init__(self, samples: Sequence[int], weights: Weights, seed: int) -> None:
         self._weights = weights
         self._orders = [SampleOrder(count, seed) for count in samples]
         self._firsts = list(accumulate(samples, initial=0))
-        self._before = np.empty(weights.period, np.int64)  # of the same data set, earlier in the period
+        self._before = np.empty(weights.period, np.int64)  # samples of the same data set earlier in the period
         for number, part in enumerate(weights.parts):
             self._before[weights.pattern == number] = np.arange(part)
 
@@ -144,12 +149,12 @@ class MixedOrder(Ordering):
 
 
 class MixedDataset(Dataset):
-    """Several data sets as one.
+    """Several data sets read as one.
 
     Args:
-        parts: The data sets, all of the same form.
-        weights: Of each.
-        names: What data.mix calls them.
+        parts: Data sets whose samples have equal shapes and dtypes.
+        weights: Weights of the data sets.
+        names: Names of the data sets in data.mix.
     """
 
     def __init__(self, parts: Sequence[Dataset], weights: Weights, names: Sequence[str]) -> None:
@@ -158,11 +163,21 @@ class MixedDataset(Dataset):
         self.description = _mixed_description([part.description for part in parts], weights)
 
     def order(self, seed: int) -> MixedOrder:
-        """The order that training takes the samples in."""
+        """Return the order of the samples in training."""
         return MixedOrder([len(part) for part in self._parts], self._weights, seed)
 
     def spread(self, places: npt.NDArray[np.int64], chosen: int) -> Ids:
-        """Of `chosen` samples, as many of each data set as its weight says, evenly spread; those at `places`."""
+        """Return some of `chosen` sample ids, which are divided over the data sets by weight.
+
+        The ids of each data set are spread evenly over it.
+
+        Args:
+            places: Which of the `chosen` ids to return, 0 to chosen - 1, int64 [n].
+            chosen: Total number of ids.
+
+        Returns:
+            Sample ids, int64 [n].
+        """
         counts = self._counts(chosen)
         bounds = np.array([0, *accumulate(counts)], np.int64)
         sets = np.searchsorted(bounds, places, side="right") - 1
@@ -187,7 +202,7 @@ class MixedDataset(Dataset):
         return x, y
 
     def close(self) -> None:
-        """Close the files of all parts."""
+        """Close the files of all data sets."""
         for part in self._parts:
             part.close()
 
@@ -203,17 +218,17 @@ def open_mix(
     """Open one split of several data sets, mixed by weight.
 
     Args:
-        mix: What `data.path` would say of each data set, and its weight.
-        split: "train" or "held_out"; data sets that hold nothing out are left out of the latter.
-        find: Gives the folder of a data set.
-        sequence: As of `open_dataset`.
-        apart: As of `open_dataset`.
+        mix: Weight of each data set, by the name that `data.path` would have for it.
+        split: "train" or "held_out"; for the latter, data sets without that split are left out.
+        find: Function that returns the folder of a data set.
+        sequence: Tokens per sample; see `open_dataset`.
+        apart: If true, attention must not cross documents; see `open_dataset`.
 
     Returns:
-        The data set; None where no part has such a split.
+        The data set; None if no part has such a split.
 
     Raises:
-        InputError: A part cannot be read, or the parts do not go together.
+        InputError: A part cannot be read, or the parts do not fit each other.
     """
     folders = {path: find(path) for path in mix}
     manifests = {path: read_manifest(folder) for path, folder in folders.items()}
@@ -238,7 +253,7 @@ def _form(facts: Description) -> str:
 
 
 def _check_alike(folders: Mapping[str, Path], manifests: Mapping[str, DatasetManifest], apart: bool) -> None:
-    """The same tokens must mean the same in all data sets."""
+    """Raise InputError unless tokens and classes have the same meaning in all data sets."""
     (first, one), *others = manifests.items()
     for path, other in others:
         pair = f"{folders[first]} and {folders[path]}"
@@ -268,13 +283,13 @@ def _mixed_description(parts: Sequence[Description], weights: Weights) -> Descri
 
 
 def _shared_out(chosen: int, weights: Sequence[int], most: Sequence[int]) -> list[int]:
-    """`chosen` in parts by weight, each at most so many; what a part has not is taken from the others."""
+    """Divide `chosen` by weight into parts that do not exceed `most`; a shortfall is divided over the other parts."""
     counts = [0] * len(weights)
     while (left := chosen - sum(counts)) > 0:
         able = [k for k in range(len(weights)) if counts[k] < most[k]]
         total, before = sum(weights[k] for k in able), sum(counts)
         for k in able:
             counts[k] = min(most[k], counts[k] + left * weights[k] // total)
-        if sum(counts) == before:  # less than one each: to the heaviest
+        if sum(counts) == before:  # less than one for each: give one to the heaviest
             counts[max(able, key=lambda k: weights[k])] += 1
     return counts

@@ -1,20 +1,20 @@
-"""Batches on their way to a device: augmented, and copied while the device works on those before.
+"""Batches on their way to a device: augmented, and copied while the device computes earlier ones.
 
     host thread      batch k is read into pinned memory
-    side stream      batch k+1 is copied      batch k+2 is copied       at most `ahead` batches before they are used
-    current stream   batch k is computed with, after its copy's event
+    side stream      batch k+1 is copied      batch k+2 is copied       at most `ahead` batches before their use
+    current stream   batch k is computed, after the event of its copy
 
-Copies of pinned memory go on beside computation. A pinned tensor is kept until its copy is done, and a batch's memory
-on the device is not given to another before what was asked of the consumer's stream with it is done.
+Copies from pinned memory overlap with computation. A pinned tensor is kept until its copy is complete. A batch's
+memory on the device is not reused before the consumer's stream has finished the work that uses it.
 
-For training, images are shifted and mirrored at random, as data.augment says.
+For training, images are shifted and mirrored at random, as set by data.augment.
 
-    crop   moved by up to `padding` pixels up or down, and left or right; what comes in at the border is 0
-           (as CIFAR is trained on, He et al. 2015, section 4.2: padded, then cut to its size at a random place)
-    flip   mirrored left to right, every second time
+    crop   shifted by up to `padding` pixels vertically and horizontally; pixels that enter at the border are 0
+           (as in CIFAR training, He et al. 2015, section 4.2: padded, then cropped at a random place)
+    flip   mirrored left to right with probability 1/2
 
-What is drawn for a sample is a function of (seed, epoch, its number): the same on any number of ranks, in any batch, by
-any thread, and after a resume.
+The random numbers of a sample are a function of (seed, epoch, sample id): they are the same for any number of ranks,
+any batch and any thread, and after a resume.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ T = TypeVar("T")
 
 
 def on_device(batches: Iterable[T], to: torch.device, ahead: int = 2) -> Iterator[T]:
-    """The same batches, with their tensors on a device.
+    """Yield the batches of an iterable with their tensors copied to a device.
 
     Args:
-        batches: Tensors, or tuples, lists, mappings and dataclasses of them; what else is in them stays as it is.
-        to: The device. For the CPU, the batches are given as they are.
-        ahead: Batches that are copied before they are asked for.
+        batches: Tensors, or tuples, lists, mappings and dataclasses of them; other values in them are kept unchanged.
+        to: Device. For the CPU, the batches are yielded unchanged.
+        ahead: Number of batches that are copied before they are requested.
 
     Raises:
-        BaseException: What `batches` raised, where the batch it would have been is asked for.
+        BaseException: An error raised by `batches`, when the batch is requested that would have come there.
     """
     if not device.is_accelerator(to):
         yield from batches
         return
     stream, source = device.new_stream(to), iter(batches)
     coming: deque[tuple[T, torch.Event]] = deque()
-    copying: deque[tuple[T, torch.Event]] = deque()  # pinned batches, each until its copy is done
+    copying: deque[tuple[T, torch.Event]] = deque()  # pinned batches, each until its copy is complete
     end: BaseException | None = None
     while True:
         while end is None and len(coming) <= ahead:
@@ -83,13 +83,17 @@ def on_device(batches: Iterable[T], to: torch.device, ahead: int = 2) -> Iterato
 
 
 def pin(batch: T, to: torch.device) -> T:
-    """The batch in memory that the device copies from while the host goes on; for the CPU, as it is.
+    """Return a copy of a batch in pinned memory, from which a device copies while the host goes on.
 
-    Any thread may do it.
+    Any thread may call it. For the CPU, the batch is returned unchanged.
+
+    Args:
+        batch: Batch, as in `on_device`.
+        to: Device that the batch will be copied to.
     """
     if not device.is_accelerator(to):
         return batch
-    device.use(to)  # else a thread begins with device 0, where memory is taken for it
+    device.use(to)  # otherwise a new thread uses device 0 and allocates memory there
 
     def pinned(tensor: torch.Tensor) -> torch.Tensor:
         if device.is_accelerator(tensor.device) or tensor.is_pinned():
@@ -100,12 +104,17 @@ def pin(batch: T, to: torch.device) -> T:
 
 
 def _used(tensor: torch.Tensor) -> torch.Tensor:
-    tensor.record_stream(device.current_stream(tensor.device))  # torch's types want its older kind of stream
+    tensor.record_stream(device.current_stream(tensor.device))  # torch's annotation names the older stream class
     return tensor
 
 
 def mapped(change: Callable[[torch.Tensor], torch.Tensor], batch: Any) -> Any:
-    """A batch with every tensor in it changed, in tuples, lists, mappings and dataclasses."""
+    """Return a batch with a function applied to every tensor in it, in tuples, lists, mappings and dataclasses.
+
+    Args:
+        change: Function of a tensor that returns its replacement.
+        batch: Batch, as in `on_device`.
+    """
     if isinstance(batch, torch.Tensor):
         return change(batch)
     if isinstance(batch, Mapping):
@@ -120,17 +129,17 @@ def mapped(change: Callable[[torch.Tensor], torch.Tensor], batch: Any) -> Any:
 
 
 _STEP = np.uint64(0x9E3779B97F4A7C15)
-_NOT_THE_ORDER = np.uint64(0x6175676D656E7421)  # so that nothing here follows the permutations of `order`
+_NOT_THE_ORDER = np.uint64(0x6175676D656E7421)  # makes these numbers independent of `order`
 
 
 @dataclass(frozen=True)
 class Augment:
-    """What is done to the images of a batch.
+    """Random augmentation of the images of a batch.
 
     Attributes:
-        names: "crop", "flip", or both.
-        padding: By how many pixels, at most, crop moves an image.
-        seed: What is drawn follows from it.
+        names: Augmentations: "crop", "flip", or both.
+        padding: Largest shift of "crop", in pixels.
+        seed: Seed of the random numbers.
     """
 
     names: tuple[Augmentation, ...]
@@ -138,7 +147,7 @@ class Augment:
     seed: int
 
     def check(self, data: Description) -> None:
-        """Raise InputError where the data are no images, or smaller than they would be moved by."""
+        """Raise InputError if the data is not images, or the images are too small for the shifts."""
         if not self.names:
             return
         if data.kind != "arrays" or not is_image(data.x_shape) or data.x_dtype != np.float32:
@@ -152,15 +161,15 @@ class Augment:
             )
 
     def __call__(self, x: torch.Tensor, ids: Ids, epochs: Ids) -> torch.Tensor:
-        """The images of a batch as they are trained on.
+        """Return the images of a batch, augmented for training.
 
         Args:
-            x: Images, [n, *shape], in host memory.
-            ids: The numbers of the samples, int64 [n].
-            epochs: The epoch in which each is taken, int64 [n].
+            x: Images [n, *shape] in host memory.
+            ids: Sample ids, int64 [n].
+            epochs: Epoch of each sample, int64 [n].
 
         Returns:
-            As many of the same shape, in memory of their own.
+            Images [n, *shape] in new memory; x itself if there is nothing to do.
         """
         if not self.names or not len(x):
             return x
@@ -176,7 +185,11 @@ class Augment:
         return out
 
     def _drawn(self, ids: Ids, epochs: Ids) -> tuple[list[int], list[int], list[bool]]:
-        """By how many pixels each image moves down and to the right, and whether it is mirrored."""
+        """Draw the random numbers of each sample.
+
+        Returns:
+            (pixels that each image moves down, pixels that it moves to the right, True where it is mirrored).
+        """
         seed = mix64(np.array([self.seed], np.uint64) ^ _NOT_THE_ORDER)
         key = mix64(mix64(seed + epochs.astype(np.uint64) * _STEP) ^ mix64(ids.astype(np.uint64) + _STEP))
         words = [mix64(key + step) for step in _STEP * np.arange(1, 4, dtype=np.uint64)]
@@ -187,5 +200,5 @@ class Augment:
 
 
 def _overlap(shift: int, length: int) -> tuple[slice, slice]:
-    """(where pixels of an axis come to lie, where they come from) if they are moved by `shift`."""
+    """Return (target slice, source slice) of an axis whose pixels are moved by `shift`."""
     return slice(max(0, shift), length + min(0, shift)), slice(max(0, -shift), length - max(0, shift))

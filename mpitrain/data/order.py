@@ -1,12 +1,12 @@
-"""The order of samples: a function of (seed, epoch) alone, computed where it is needed and never stored.
+"""Order of the samples: a function of (seed, epoch) alone, computed where it is needed and never stored.
 
     running position   0 1 2 ... n-1 | n ... 2n-1 | ...      n samples
     epoch              0             | 1          | ...
     sample             p0(0) ...     | p1(0) ...  | ...      pe: a permutation of 0 ... n-1 keyed by (seed, e)
 
-The position is the whole state of a data stream: one integer, the same on any number of ranks. Nothing here
-depends on batch, ranks, threads or time, and the order for given (samples, seed) must never change between
-versions, because checkpoints store only the position.
+The position is the whole state of a data stream: one integer, the same for any number of ranks. Nothing here depends
+on batch, ranks, threads or time. The order for given (samples, seed) must never change between versions, because
+checkpoints store only the position.
 
 Sources: the permutation is the generalised Feistel network with cycle walking of J. Black and P. Rogaway,
 "Ciphers with Arbitrary Finite Domains", CT-RSA 2002 (sections 3 and 5); the mixing function is the 64-bit
@@ -28,37 +28,50 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def mix64(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """A bijection on 64-bit words in which every input bit flips about half of the output bits."""
+    """Apply a bijection on 64-bit words in which every input bit flips about half of the output bits."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
 
 
 class Ordering(ABC):
-    """Which sample comes at each running position."""
+    """An endless order of samples: the sample id at each running position."""
 
     @abstractmethod
     def at(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """The sample ids at running positions in ascending order, int64 and as many.
+        """Return the sample ids at running positions.
 
-        One call for many positions costs a fraction of many calls.
+        One call for many positions is much faster than many calls.
+
+        Args:
+            positions: Running positions in ascending order, int64 [n].
+
+        Returns:
+            Sample ids, int64 [n].
         """
 
     def ids(self, position: int, count: int) -> npt.NDArray[np.int64]:
-        """The sample ids at `count` running positions from `position` on, int64 [count].
+        """Return the sample ids at consecutive running positions, which may span several epochs.
 
-        They may cross the ends of epochs, and cost the time and the memory of so many ids alone.
+        Time and memory depend on `count` alone.
+
+        Args:
+            position: First running position.
+            count: Number of positions.
+
+        Returns:
+            Sample ids, int64 [count].
         """
         return self.at(np.arange(position, position + count, dtype=np.int64))
 
 
 @dataclass(frozen=True)
 class SampleOrder(Ordering):
-    """The endless, shuffled sequence of the ids 0 to samples - 1, each of which comes once per epoch.
+    """Endless shuffled sequence of the ids 0 to samples - 1, each of which occurs once per epoch.
 
     Attributes:
-        samples: How many there are in one epoch, 1 to 2^62.
-        seed: What the order follows from, 0 to 2^63 - 1.
+        samples: Number of samples in an epoch, 1 to 2^62.
+        seed: Seed of the permutations, 0 to 2^63 - 1.
     """
 
     samples: int
@@ -83,8 +96,8 @@ class SampleOrder(Ordering):
         keys = mix64(key + _GOLDEN * np.arange(1, ROUNDS + 1, dtype=np.uint64))
         radix = np.uint64(math.isqrt(self.samples - 1) + 1)  # the smallest with radix * radix >= samples
         index = _feistel(index, radix, keys)
-        # The network permutes radix * radix values, a few more than there are samples: who lands outside walks on
-        # along its cycle until it is back inside, which keeps the map one-to-one.
+        # The network permutes radix * radix values, a few more than there are samples. An index outside is mapped
+        # again, along its cycle, until it is inside; this keeps the map one-to-one.
         while (outside := index >= np.uint64(self.samples)).any():
             index[outside] = _feistel(index[outside], radix, keys)
         return index

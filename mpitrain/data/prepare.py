@@ -1,9 +1,9 @@
-"""`prepare`: from paths a person gives to a finished data set folder.
+"""`prepare`: makes a data set folder from the user's files.
 
     paths -> files -> one kind of input (the table KINDS) -> a Source -> write_dataset -> rename (folders.py)
 
-A folder's kind is that of most of its files; the few others are skipped and counted, and more than a tenth of
-others is an error. Files and folders whose names begin with a dot are never looked at.
+The kind of a folder is that of most of its files. A few files of other kinds are skipped and counted; more than a tenth
+is an error. Files and folders whose names begin with a dot are ignored.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from mpitrain.errors import InputError
 from mpitrain.storage.disk import write_whole
 
 _TEXT = "text"
-_OTHERS = 0.1  # of a folder's files may be of another kind and are skipped
+_OTHERS = 0.1  # largest fraction of a folder's files that may be of other kinds, and are skipped
 _KNOWN = "text, JSON lines, .npy/.npz, images, archives of images, IDX (MNIST), .csv, .parquet and .bin of tokens"
 _LARGEST_ROW = 1 << 30  # bytes of a sample, which must fit into memory several times
 
 
 class Found(NamedTuple):
-    """A file that was found.
+    """A file of a source.
 
     Attributes:
         path: The file.
-        root: The source under which it was found.
+        root: Source in which it was found.
     """
 
     path: Path
@@ -48,11 +48,11 @@ class Kind:
     """A kind of input.
 
     Attributes:
-        name: What messages call it.
-        matches: Whether a file is of this kind.
-        source: Makes a `Source` of such files.
-        option: The attribute of `PrepareOptions` that it takes, if any.
-        also: Further ones.
+        name: Name in messages.
+        matches: Function that returns True if a file is of this kind.
+        source: Function that makes a `Source` of such files.
+        option: Attribute of `PrepareOptions` that this kind uses, if any.
+        also: Further attributes that it uses.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Kind:
     also: tuple[str, ...] = ()
 
     def takes(self, option: str) -> bool:
-        """Whether an attribute of `PrepareOptions` is for it."""
+        """Return True if this kind uses an attribute of `PrepareOptions`."""
         return option == self.option or option in self.also
 
 
@@ -76,19 +76,23 @@ def prepare(
     progress: Progress | None = None,
     more: Sequence[Kind] = (),
 ) -> DatasetManifest:
-    """Make the data set folder `out` of the sources.
+    """Make the data set folder `out` from sources.
 
     Args:
         sources: Files and folders, all of one kind of input.
-        out: The folder to make.
-        held_out: The fraction of rows kept for evaluation, 0 to 0.5. An input that brings its own test set keeps that.
-        options: What some kinds of input need to know.
-        shard_bytes: How many bytes of data a shard has.
-        progress: Told of the rows that are written.
-        more: Kinds of input of one's own, which are recognised before those of the table KINDS.
+        out: Folder to make.
+        held_out: Fraction of rows kept for evaluation, 0 to 0.5. An input with its own test set keeps that instead.
+        options: Options for some kinds of input.
+        shard_bytes: Bytes of data per shard.
+        progress: Function called with a split and the rows and bytes of it that are written so far.
+        more: Further kinds of input, which are tried before those of the table KINDS.
+
+    Returns:
+        Manifest of the new data set.
 
     Raises:
-        InputError: Nothing is there, it is empty, of an unknown kind or of several, `out` exists, or the disk is full.
+        InputError: A source is missing, empty, or of an unknown kind, the sources are of several kinds, `out` exists,
+            or the disk is full.
     """
     if not 0 <= held_out <= 0.5:
         raise InputError(f"--held-out {held_out:g} is not a fraction from 0 to 0.5")
@@ -100,7 +104,7 @@ def prepare(
         raise InputError("--completion is the answer to --prompt; name the field of the prompt too")
     if options.prompt is not None and options.text is not None:
         raise InputError("--text names the whole text and --prompt a part of it; give one of the two")
-    # documents with the fields that a person has named come before any other kind of table
+    # documents with fields that the user names come before any other kind of table
     before = [_documents(named)] if named != TextFields() else []
     source = recognise(sources, options, (*more, *before, *KINDS))
 
@@ -112,12 +116,12 @@ def prepare(
 
 
 def recognise(sources: Sequence[str], options: PrepareOptions, among: Sequence[Kind]) -> Source:
-    """Find the one kind that all sources are of, and make a `Source` of them.
+    """Find the one kind of all sources, and make a `Source` of them.
 
     Args:
         sources: Files and folders.
-        options: What some kinds of input need to know.
-        among: The kinds of input that there are.
+        options: Options for some kinds of input.
+        among: Kinds of input to try, in order.
 
     Raises:
         InputError: The sources are of several kinds or of none, or an option is for another kind.
@@ -143,7 +147,7 @@ def recognise(sources: Sequence[str], options: PrepareOptions, among: Sequence[K
 
 
 def _sorted_out(sources: Sequence[str], among: Sequence[Kind]) -> tuple[Kind, list[Found], list[Path]]:
-    """The one kind that all sources are of, their files of that kind, and others that lie beside these in folders."""
+    """Return the one kind of all sources, their files of that kind, and the files of other kinds in their folders."""
     chosen: dict[Kind, list[Found]] = defaultdict(list)
     skipped: list[Path] = []
     for name in sources:
@@ -158,7 +162,7 @@ def _sorted_out(sources: Sequence[str], among: Sequence[Kind]) -> tuple[Kind, li
 
 
 def _look(path: Path, among: Sequence[Kind]) -> tuple[Kind, list[Found], list[Path]]:
-    """The kind of one source, its files of that kind in a fixed order, and its other files."""
+    """Return the kind of one source, its files of that kind in a fixed order, and its other files."""
     with os_errors(f"source {path} cannot be read"):
         if not os.path.lexists(path):
             raise InputError(f"source {path} does not exist; give an existing file or folder")
@@ -176,7 +180,7 @@ def _look_into(folder: Path, among: Sequence[Kind]) -> tuple[Kind, list[Found], 
     by_kind: dict[Kind, list[Path]] = defaultdict(list)
     unknown: list[Path] = []
     for path in files_below(folder):
-        if path.stat().st_size or path.suffix.lower() in images.SUFFIXES:  # an empty image is one that is broken
+        if path.stat().st_size or path.suffix.lower() in images.SUFFIXES:  # an empty image counts as a broken one
             kind = _kind_of(path, among)
             (unknown if kind is None else by_kind[kind]).append(path)
     if not by_kind:
@@ -195,7 +199,7 @@ def _look_into(folder: Path, among: Sequence[Kind]) -> tuple[Kind, list[Found], 
 
 
 def files_below(folder: Path) -> list[Path]:
-    """Every file below, sorted, without hidden ones; folders are not followed through links."""
+    """Return all files below a folder, sorted, without hidden ones. Links to folders are not followed."""
 
     def failed(error: OSError) -> None:
         raise error
@@ -214,7 +218,7 @@ def _kind_of(path: Path, among: Sequence[Kind]) -> Kind | None:
 def _kind(
     name: str, matches: Callable[[Path], bool], source: Callable[[Sequence[Path], PrepareOptions], Source], *takes: str
 ) -> Kind:
-    """Return a kind of files that need not be known by the folders that they lie in."""
+    """Return a kind of input whose source needs only the files, not the folders that contain them."""
     return Kind(name, matches, lambda found, options: source([one.path for one in found], options), None, takes)
 
 
@@ -239,29 +243,29 @@ KINDS = (
 )
 
 
-# -- A tokenizer.json of byte-level BPE (Sennrich et al. 2016; Radford et al. 2019) from a person's text
+# -- A tokenizer.json of byte-level BPE (Sennrich et al. 2016; Radford et al. 2019), trained on the user's text
 #
 #   token 0                  <|endoftext|>, which ends documents
-#   tokens 1 to 256          the bytes, so that any text can be encoded, and decoded to what it was
+#   tokens 1 to 256          the bytes, so that any text can be encoded and decoded without loss
 #   the others               merges of two earlier tokens, the most frequent pair first
 #
-# The same text gives the same file. Memory in use: the different words of the text with their numbers, not the text.
+# The same text gives the same file. Memory use: the different words of the text with their counts, not the text.
 
 
 def train_tokenizer(sources: Sequence[str], out: Path, vocabulary: int, options: PrepareOptions | None = None) -> int:
     """Train a tokenizer on text, JSON lines or parquet, and write its file.
 
     Args:
-        sources: Files and folders of text, as of `prepare`.
-        out: The file to make.
-        vocabulary: How many tokens there are to be.
-        options: Which fields hold the text, and its encoding.
+        sources: Files and folders of text, as for `prepare`.
+        out: File to make.
+        vocabulary: Number of tokens to train.
+        options: Fields that contain the text, and its encoding.
 
     Returns:
-        How many tokens there are: fewer than asked for, where the text gives no more.
+        Number of tokens; smaller than `vocabulary` if the text does not give more.
 
     Raises:
-        InputError: The sources hold no text, the file exists, or the vocabulary is too small.
+        InputError: The sources contain no text, the file exists, or the vocabulary is too small.
     """
     with needing("a tokenizer needs", "tokenizers"):
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -296,7 +300,7 @@ def train_tokenizer(sources: Sequence[str], out: Path, vocabulary: int, options:
 def _texts(
     paths: Sequence[Path], options: PrepareOptions, with_fields: bool, failure: list[BaseException]
 ) -> Iterator[str]:
-    """Yield the text of files; an error goes into `failure`, as the library would raise one of its own instead."""
+    """Yield the text of files. An error is stored in `failure`, because the library would raise its own instead."""
     try:
         encoding = options.encoding if with_fields else documents.encoding_of(paths, options.encoding)
         for path in paths:

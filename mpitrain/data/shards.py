@@ -1,14 +1,14 @@
 """One shard file: written front to back in bounded memory, read at any rows with every extent checked once.
 
-HDF5 makes the structure of a shard and says where the bytes of each field lie (its data sets are contiguous, see
-format.py); the bytes themselves are written and read with positioned calls on the plain file:
+HDF5 makes the structure of a shard and assigns the offset of each field (its data sets are contiguous, see format.py).
+The data itself is written and read with positioned calls on the plain file:
 
     create_structure   HDF5 creates the data sets in memory and gives their offsets; we write its few KiB of metadata
     ShardWriter        pwrite of rows at the offsets, then of the tables of hashes, then fsync
-    OpenShard          pread; reader threads need no lock and so do not wait for each other as in the HDF5 library
+    OpenShard          pread; needs no lock, so reader threads do not wait for each other as in the HDF5 library
 
-So a full or failing disk shows as an error at the call that met it: HDF5 2.0 may crash the process when it first
-meets one while closing a file, a memory map when it meets one at all.
+So a full or failing disk raises an error in the call that met it. HDF5 2.0 may crash the process if the disk is full
+when it closes a file, and a memory map crashes it in any case.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ _TABLE = np.dtype("<u4")
 
 
 class ShardWriter:
-    """Writes one shard: `append` is called any number of times, then `finish` or `abandon`.
+    """Writer of one shard: call `append` any number of times, then `finish` or `abandon`.
 
     Args:
-        path: The file to make.
-        fields: The fields of a row.
-        capacity: How many rows the shard has at most.
+        path: File to make.
+        fields: Fields of a row.
+        capacity: Largest number of rows in the shard.
 
     Attributes:
-        rows: How many rows were appended so far.
+        rows: Number of rows appended so far.
     """
 
     def __init__(self, path: Path, fields: Sequence[FieldSpec], capacity: int) -> None:
@@ -53,7 +53,7 @@ class ShardWriter:
 
     @property
     def room(self) -> int:
-        """How many rows still fit."""
+        """Number of rows that still fit."""
         return self._capacity - self.rows
 
     def append(self, columns: Sequence[npt.NDArray[Any]]) -> None:
@@ -68,7 +68,11 @@ class ShardWriter:
         self.rows += len(columns[0])
 
     def finish(self) -> ShardSpec:
-        """Close the shard, which is then on the disk and has the rows that it got; returns what a manifest lists."""
+        """Complete the shard with the rows appended so far, and flush it to the disk.
+
+        Returns:
+            The shard's entry for the manifest.
+        """
         if self.room:
             self._shorten()
         crcs = {}
@@ -82,11 +86,14 @@ class ShardWriter:
         return ShardSpec(file=self._path.name, rows=self.rows, bytes=size, tables=crcs)
 
     def abandon(self) -> None:
-        """Close a shard that nobody will use."""
+        """Close an incomplete shard that will not be used."""
         os.close(self._descriptor)
 
     def _shorten(self) -> None:
-        """A contiguous data set cannot shrink: the last shard of a split is copied into one of its true size."""
+        """Copy the rows into a new shard of the right size, because a contiguous data set cannot shrink.
+
+        This happens for the last shard of a split.
+        """
         long, places = self._descriptor, self._places
         self._path.unlink()
         self._places = create_structure(self._path, self._fields, self.rows)
@@ -102,15 +109,15 @@ class ShardWriter:
 
 
 def create_structure(path: Path, fields: Sequence[FieldSpec], rows: int) -> list[tuple[int, int]]:
-    """Make a shard file whose data sets have their full size and no content yet.
+    """Create a shard file whose data sets have their full size but no content yet.
 
     Args:
-        path: The file to make.
-        fields: The fields of a row.
-        rows: How many rows the shard has.
+        path: File to make.
+        fields: Fields of a row.
+        rows: Number of rows in the shard.
 
     Returns:
-        Where the rows of each field and their table of hashes begin, in bytes from the beginning of the file.
+        For each field, the offsets of its rows and of its table of hashes, in bytes from the beginning of the file.
     """
     image = hdf5.Image()
     with hdf5.hdf5_image(image) as shard:
@@ -127,24 +134,24 @@ def create_structure(path: Path, fields: Sequence[FieldSpec], rows: int) -> list
 
 
 def _create_data_set(file: h5py.File, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> int:
-    """Make an empty data set; returns the offset of its bytes in the file."""
+    """Create an empty data set; return the offset of its bytes in the file."""
     space, kind = h5py.h5s.create_simple(shape), h5py.h5t.py_create(dtype)
     return int(h5py.h5d.create(file.id, name.encode(), kind, space, hdf5.contiguous()).get_offset())
 
 
 class OpenShard:
-    """A shard that is open for reading. Threads may share it, and its file closes when the last holder lets go.
+    """A shard that is open for reading. Threads may share it; the file is closed when the last reference is dropped.
 
-    Its methods take `trusted`: one byte for each extent of a field, 1 where its hash was found right. It outlives this
-    object, so that an extent is checked once per process, however often its file is opened.
+    Some methods take `trusted`: one byte for each extent of a field, 1 if its hash was checked and is right. It
+    outlives this object, so an extent is checked once per process, even if its file is opened several times.
 
     Args:
-        folder: The data set's folder.
-        spec: The shard, as the manifest lists it.
-        manifest: The data set's manifest.
+        folder: Folder of the data set.
+        spec: The shard's entry in the manifest.
+        manifest: Manifest of the data set.
 
     Raises:
-        InputError: The file is missing, may not be read, or is not the one that the manifest lists.
+        InputError: The file is missing, not readable, or not the one that the manifest lists.
     """
 
     def __init__(self, folder: Path, spec: ShardSpec, manifest: DatasetManifest) -> None:
@@ -171,17 +178,17 @@ class OpenShard:
             os.close(self._descriptor)
 
     def extents(self, field: int) -> int:
-        """How many extents a field has."""
+        """Return the number of extents of a field."""
         return len(self._tables[field])
 
     def read_into(self, field: int, start: int, out: npt.NDArray[Any], trusted: bytearray) -> None:
-        """Read neighbouring rows of a field, and check the extents that are not trusted yet.
+        """Read consecutive rows of a field, and check the extents that are not trusted yet.
 
         Args:
-            field: The number of the field.
-            start: The first row.
+            field: Index of the field.
+            start: First row.
             out: Contiguous memory [k, *shape] of the stored dtype, which is filled with rows start to start + k - 1.
-            trusted: Which extents of the field were found right; those that are found right now are noted in it.
+            trusted: One byte per extent of the field, 1 if its hash was checked; updated by this call.
 
         Raises:
             InputError: An extent is damaged; the message names shard, field and extent.
@@ -204,14 +211,14 @@ class OpenShard:
     def gather(
         self, field: int, starts: Sequence[int], out: npt.NDArray[Any], places: Sequence[int], trusted: bytearray
     ) -> None:
-        """Read equally many rows of a field from several places on, as `read_into` does.
+        """Read ranges of k rows of a field, which may start anywhere; extents are checked as in `read_into`.
 
         Args:
-            field: The number of the field.
-            starts: The first row of each stretch.
-            out: Contiguous memory [n, k, *shape] of the stored dtype, of k rows for each stretch.
-            places: Where in `out` each stretch goes.
-            trusted: As of `read_into`.
+            field: Index of the field.
+            starts: First row of each range.
+            out: Contiguous memory [n, k, *shape] of the stored dtype.
+            places: Index in `out` of each range.
+            trusted: One byte per extent of the field, 1 if its hash was checked; updated by this call.
         """
         size, count = self._extent_rows[field], out.shape[1]
         row_bytes, base = self._row_bytes[field], self._offsets[field]
@@ -225,11 +232,19 @@ class OpenShard:
                     if os.preadv(self._descriptor, [into], base + start * row_bytes) == nbytes:
                         continue
                 except OSError:
-                    pass  # read_into meets it again, and says what it is
+                    pass  # read_into meets the same error, and reports it
             self.read_into(field, start, out[place], trusted)
 
     def checked_extent(self, field: int, extent: int) -> npt.NDArray[Any]:
-        """Read the rows of one extent. Raises InputError where their hash is wrong."""
+        """Read the rows of one extent and check their hash.
+
+        Args:
+            field: Index of the field.
+            extent: Index of the extent.
+
+        Raises:
+            InputError: The hash is wrong, or the rows cannot be read.
+        """
         begin = extent * self._extent_rows[field]
         end = min(begin + self._extent_rows[field], self._rows)
         spec = self._fields[field]
@@ -275,9 +290,10 @@ class OpenShard:
 def _data_set(
     file: h5py.File, name: str, shape: tuple[int, ...], dtype: np.dtype[Any], nbytes: int
 ) -> h5py.Dataset | None:
-    """A data set of this form whose bytes lie in this file, of `nbytes`; None where it is anything else.
+    """Return a data set of the file, or None if it is unsuitable.
 
-    HDF5 would follow a link into another file, and make terabytes of a value to fill them with.
+    It is unsuitable if it is missing, has another form, or is not stored within the file's `nbytes` bytes. HDF5 itself
+    would follow a link into another file, and would allocate terabytes to hold a fill value.
     """
     parts = name.split("/")
     for depth in range(1, len(parts) + 1):
@@ -294,7 +310,11 @@ def _data_set(
 
 
 def verify(folder: Path, manifest: DatasetManifest) -> Iterator[str]:
-    """Read every byte of every shard.
+    """Read every byte of every shard and check it.
+
+    Args:
+        folder: Folder of the data set.
+        manifest: Manifest of the data set.
 
     Yields:
         One line for each extent or file that is damaged.

@@ -1,9 +1,9 @@
-"""Writes a data set from one source of blocks: rolls shards, counts classes and vocabulary, ends with the manifest.
+"""Writer of a data set: fills shards from a source of blocks, counts classes and vocabulary, writes the manifest last.
 
     source.blocks(held_out) -> (split, columns), (split, columns), ...
-          gathered to about 4 MiB per split -> ShardWriter -> next shard when full
+          collected to about 4 MiB per split -> ShardWriter -> next shard when full
 
-Memory in use: a few blocks of the source and of 4 MiB, whatever the size of the input.
+Memory use: a few blocks of the source and of 4 MiB, for any size of the input.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ def write_dataset(
     shard_bytes: int,
     progress: Progress | None = None,
 ) -> None:
-    """Write every file of a data set, the manifest last. They are on the disk afterwards.
+    """Write every file of a data set, the manifest last, and flush them to the disk.
 
     Args:
-        folder: An empty folder.
-        source: What is written.
-        names: What the source is called in the manifest.
-        held_out: The fraction of rows to hold out.
-        shard_bytes: How many bytes of data a shard has.
-        progress: Called with the split, and the rows and bytes of it that are written so far.
+        folder: Empty folder.
+        source: Source of the rows.
+        names: Names of the sources, for the manifest.
+        held_out: Fraction of rows to hold out.
+        shard_bytes: Bytes of data per shard.
+        progress: Function called with a split and the rows and bytes of it that are written so far.
 
     Raises:
         InputError: The source cannot be read, has no rows, or too few of them for the fraction to hold out.
@@ -112,7 +112,7 @@ def _check_splits(splits: dict[str, SplitSpec], held_out: float, kind: str, name
 
 
 class _SplitWriter:
-    """The shards of one split, one after the other."""
+    """Writer of the shards of one split, one after the other."""
 
     def __init__(self, folder: Path, split: str, fields: Sequence[FieldSpec], shard_bytes: int) -> None:
         self._folder, self._split, self._fields = folder, split, fields
@@ -167,9 +167,10 @@ class _SplitWriter:
 
 
 class _Tally:
-    """Which classes and how large a vocabulary the data hold, counted while they pass.
+    """Classes and size of the vocabulary, counted while the data is written.
 
-    y of whole numbers, one per row, are classes counted from 0; integer x, and tokens, are codes of a vocabulary.
+    If y is one integer per row, its values are classes counted from 0. Tokens, and an x of integers, are codes of a
+    vocabulary.
     """
 
     def __init__(self, source: Source) -> None:
@@ -209,7 +210,7 @@ class _Tally:
         return tuple(str(i) for i in range(max(len(counts) for counts in self._counts.values())))
 
     def counts(self, split: str) -> dict[str, tuple[int, ...]]:
-        """What the manifest says of the classes of a split."""
+        """Return the manifest's entry for the class counts of a split; empty if there are no classes."""
         classes = self.classes()
         if classes is None:
             return {}

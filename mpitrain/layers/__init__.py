@@ -1,1 +1,1 @@
-"""Layers that PyTorch lacks, or has in a form that does not go with distributed training."""
+"""Layers that PyTorch lacks, or whose PyTorch version does not work in distributed training."""

@@ -1,10 +1,11 @@
-"""Low-rank adaptation of a linear layer (Hu et al. 2021, LoRA).
+"""Low-rank adaptation (LoRA) of a linear layer (Hu et al. 2021).
 
     y = x W^T + b  +  alpha / rank * dropout(x) A^T B^T        A [rank, in], B [out, rank]
 
-W and b are frozen; A and B are trained. B begins as zeros, so that the layer begins as it was.
+W and b are frozen; A and B are trained. B starts as zeros, so the layer starts with its original output.
 
-The frozen weights under adapters are not saved, but come from their source again, and must be the same (`BaseWeights`).
+Checkpoints do not contain the frozen weights below adapters. They are loaded from their source again and must be
+unchanged; `BaseWeights` checks that.
 """
 
 from __future__ import annotations
@@ -22,17 +23,18 @@ from mpitrain.storage.hdf5 import crc32
 
 
 class LoraLinear(nn.Module):
-    """A frozen linear layer with an adapter, under the names that the layer had: weight, bias, lora_a, lora_b.
+    """A frozen linear layer with an adapter.
 
-    A is drawn as torch draws the weight of an nn.Linear, from its default generator.
+    Parameters weight and bias keep the names of the original layer; lora_a and lora_b are new. A is initialized like
+    the weight of an nn.Linear, from torch's default generator.
 
     Args:
-        weight: W, [out, in], or [in, out] if it is transposed; it is frozen here.
-        bias: b, frozen as well, or None.
-        rank: Of the product B A.
-        alpha: The adapter's output is multiplied with alpha / rank.
-        dropout: Probability with which each of its inputs is left out in training.
-        transposed: Whether W is kept as [in, out].
+        weight: W, [out, in], or [in, out] if `transposed`; this constructor freezes it.
+        bias: b [out], also frozen, or None.
+        rank: Rank of the product B A.
+        alpha: Scale of the adapter; its output is multiplied by alpha / rank.
+        dropout: Probability of dropping an input of the adapter in training.
+        transposed: If true, W is stored as [in, out].
 
     Shape:
         Input [..., in], output [..., out].
@@ -51,7 +53,7 @@ class LoraLinear(nn.Module):
         super().__init__()
         outputs, inputs = reversed(weight.shape) if transposed else weight.shape
         self.rank, self.alpha, self.dropout, self.transposed = rank, alpha, dropout, transposed
-        self.scale = alpha / rank  # of the adapter's output
+        self.scale = alpha / rank  # factor of the adapter's output
         self.weight, self.bias = weight, bias
         weight.requires_grad_(False)
         if bias is not None:
@@ -66,7 +68,7 @@ class LoraLinear(nn.Module):
         return y + functional.linear(inner, self.lora_b) * self.scale
 
     def merged(self) -> torch.Tensor:
-        """The weight of the plain layer that computes the same in evaluation: W + alpha / rank * B A."""
+        """Return the weight of a plain layer with the same output in evaluation: W + alpha / rank * B A."""
         change = (self.lora_b @ self.lora_a) * self.scale
         return self.weight + (change.t() if self.transposed else change)
 
@@ -77,13 +79,13 @@ class LoraLinear(nn.Module):
 
 @dataclass(frozen=True)
 class LinearParts:
-    """The parts of a linear layer, y = x W^T + b.
+    """Parts of a linear layer, y = x W^T + b.
 
     Attributes:
-        weight: W, [out_features, in_features], or the other way round where it is transposed.
+        weight: W, [out_features, in_features], or [in_features, out_features] if `transposed`.
         bias: b, or None.
-        transposed: Whether the weight is kept as [in_features, out_features], as Conv1D does.
-        training: The layer's mode.
+        transposed: If true, the weight is stored as [in_features, out_features], as in Conv1D of transformers.
+        training: Mode of the layer: training or evaluation.
     """
 
     weight: nn.Parameter
@@ -93,17 +95,21 @@ class LinearParts:
 
     @property
     def in_features(self) -> int:
-        """Size of an input."""
+        """Size of the last axis of an input."""
         return self.weight.shape[0 if self.transposed else 1]
 
     @property
     def out_features(self) -> int:
-        """Size of an output."""
+        """Size of the last axis of an output."""
         return self.weight.shape[1 if self.transposed else 0]
 
 
 def linear_parts(module: nn.Module) -> LinearParts | None:
-    """The parts of a plain linear layer; None for any other module, and for subclasses, which may compute otherwise."""
+    """Return the parts of a linear layer, or None for any other module.
+
+    The layer is an nn.Linear, a Conv1D of transformers or a `LoraLinear`. Subclasses are excluded, because their
+    forward may differ.
+    """
     kind = type(module)
     transposed = kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
     if isinstance(module, LoraLinear):
@@ -115,15 +121,15 @@ def linear_parts(module: nn.Module) -> LinearParts | None:
 
 @dataclass(frozen=True)
 class BaseWeights:
-    """What is frozen in a model with adapters.
+    """Fingerprint of the frozen weights in a model with adapters.
 
     Attributes:
-        source: Where it comes from, the setting.
-        names: Of the parameters, in the whole model.
-        crc: Of their names, shapes and values.
-        adapter: What the adapters are: rank, alpha and the like.
-        seed: Of torch's generator when the model was made, from which weights without a file come.
-        checkpoint: The folder that they come from, where model.base names one.
+        source: Setting that names the origin of the weights.
+        names: Names of the frozen parameters in the whole model.
+        crc: CRC-32 of their names, shapes, dtypes and values.
+        adapter: Settings of the adapters, such as rank and alpha.
+        seed: Initial seed of torch's generator, on which weights depend that come from no file.
+        checkpoint: Folder that the weights were loaded from, if model.base names one; else empty.
     """
 
     source: str
@@ -135,7 +141,14 @@ class BaseWeights:
 
     @staticmethod
     def of(module: nn.Module, source: str, adapter: dict[str, Any] | None = None, checkpoint: str = "") -> BaseWeights:
-        """Of a whole model that was just made, what it does not train. Every value is read once."""
+        """Compute the fingerprint of the frozen parameters of a newly built model. Every value is read once.
+
+        Args:
+            module: Whole model.
+            source: Setting that names the origin of the weights.
+            adapter: Settings of the adapters.
+            checkpoint: Folder that model.base names; empty if it names none.
+        """
         names, crc = set[str](), 0
         for name, parameter in module.named_parameters():
             if not parameter.requires_grad:
@@ -146,12 +159,16 @@ class BaseWeights:
         return BaseWeights(source, frozenset(names), crc, adapter or {}, torch.initial_seed(), checkpoint)
 
     def values(self) -> dict[str, Any]:
-        """What a checkpoint says of it."""
+        """Return the dictionary that a checkpoint stores."""
         told = {"source": self.source, "crc32": self.crc, "seed": self.seed, "adapter": self.adapter}
         return told | ({"checkpoint": self.checkpoint} if self.checkpoint else {})
 
     def require(self, found: Any) -> None:
-        """Raise InputError, on all ranks alike, unless a checkpoint's values are of these weights and adapters."""
+        """Raise InputError, the same on every rank, unless a checkpoint was made with these weights and adapters.
+
+        Args:
+            found: The checkpoint's value of `values`; anything but a dictionary stands for a whole model.
+        """
         if not isinstance(found, dict):
             raise refusal(
                 f"the checkpoint holds a whole model, and this run trains adapters of {self.source}; give another "
@@ -170,7 +187,11 @@ class BaseWeights:
 
 
 def require_whole(found: Any) -> None:
-    """Raise InputError, on all ranks alike, for a checkpoint's values that are of adapters, where a model is whole."""
+    """Raise InputError, the same on every rank, if a checkpoint has only adapters but the run trains a whole model.
+
+    Args:
+        found: The checkpoint's value of `BaseWeights.values`, or None.
+    """
     if isinstance(found, dict):
         raise refusal(
             f"the checkpoint holds adapters of {found.get('source')} alone ({_told(found.get('adapter'))}); set "
@@ -179,6 +200,7 @@ def require_whole(found: Any) -> None:
 
 
 def _told(adapter: Any) -> str:
+    """Describe an adapter's settings for a message."""
     known = adapter if isinstance(adapter, dict) else {}
     names = known.get("layers", ())
     more = f" in {len(names)} layers" if names else ""

@@ -1,4 +1,4 @@
-"""Parameters and inputs in 16 bits (Micikevicius et al. 2018, Mixed Precision Training)."""
+"""Conversion of parameters and inputs to 16 bits (Micikevicius et al. 2018, Mixed Precision Training)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,12 @@ DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfl
 
 @torch.no_grad()
 def convert(module: nn.Module, precision: Precision) -> None:
-    """Make the fp32 parameters 16-bit ones, except those of batch norms, whose statistics need fp32."""
+    """Convert fp32 parameters to a precision in place, except those of batch norms, whose statistics need fp32.
+
+    Args:
+        module: Model to convert.
+        precision: "bf16" or "fp16"; "fp32" changes nothing.
+    """
     if precision == "fp32":
         return
     for layer in module.modules():
@@ -27,7 +32,12 @@ def convert(module: nn.Module, precision: Precision) -> None:
 
 
 def narrowed(x: Any, precision: Precision) -> Any:
-    """Floating-point inputs in the precision of the model."""
+    """Return a floating-point tensor in the precision of the model; return any other input unchanged.
+
+    Args:
+        x: Input of the model.
+        precision: Precision of the model's parameters.
+    """
     if precision != "fp32" and torch.is_tensor(x) and x.is_floating_point():
         return x.to(DTYPES[precision])
     return x

@@ -1,7 +1,8 @@
-"""Batch normalization over the batch of all ranks, so that a model trains alike on any number of them.
+"""Batch normalization over the batches of all ranks, so that training does not depend on the number of ranks.
 
-Forward sums counts, values and squares over the ranks, backward the two sums of its formula (Ioffe and Szegedy 2015,
-section 3); each is one all-reduce. Every rank must take part in every forward and backward pass in training.
+The forward pass sums counts, values and squares over the ranks; the backward pass sums the two sums in its formula
+(Ioffe and Szegedy 2015, section 3). Each pass is one all-reduce. In training, every rank must take part in every
+forward and backward pass.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ if TYPE_CHECKING:
 
 
 class SyncBatchNorm(_BatchNorm):
-    """A BatchNorm1d, 2d or 3d whose statistics in training are those of all ranks of `comm`.
+    """A BatchNorm1d, 2d or 3d that normalizes with the statistics of all ranks of `comm` in training.
 
-    In evaluation it is the plain layer. Forward and backward are collective in training.
+    In evaluation it equals the plain layer. Forward and backward are collective in training.
 
     Args:
         features: Size of the second dimension.
-        comm: The ranks whose batches are normalized as one.
-        options: Of torch's BatchNorm: eps, momentum, affine, track_running_stats.
+        comm: Ranks whose batches are normalized as one.
+        options: Options of torch's BatchNorm: eps, momentum, affine, track_running_stats.
 
     Shape:
         Input and output [batch, features, ...]; ranks may have batches of different sizes.
@@ -37,9 +38,14 @@ class SyncBatchNorm(_BatchNorm):
 
     @staticmethod
     def convert(module: nn.Module, comm: Communicator) -> nn.Module:
-        """The module with every BatchNorm in it replaced, in place; parameters and statistics are kept.
+        """Replace every BatchNorm in a module, in place; parameters and statistics are kept.
 
-        Returns a new layer where the module is a BatchNorm itself.
+        Args:
+            module: Module to change.
+            comm: Ranks whose batches are normalized as one.
+
+        Returns:
+            The module; a new layer if the module itself is a BatchNorm.
         """
         if isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm):
             return SyncBatchNorm._of(module, comm)
@@ -49,7 +55,7 @@ class SyncBatchNorm(_BatchNorm):
 
     @staticmethod
     def _of(old: _BatchNorm, comm: Communicator) -> SyncBatchNorm:
-        """A layer with the parameters, statistics and options of a plain one."""
+        """Return a layer with the parameters, statistics and options of a plain one."""
         options = {name: getattr(old, name) for name in ("eps", "momentum", "affine", "track_running_stats")}
         new = SyncBatchNorm(old.num_features, comm, **options)
         for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked", "training"):
@@ -73,7 +79,13 @@ class SyncBatchNorm(_BatchNorm):
 
     @torch.no_grad()
     def _track(self, mean: torch.Tensor, variance: torch.Tensor, count: torch.Tensor) -> None:
-        """Move the running statistics towards those of this batch; variance: biased, count: of all ranks."""
+        """Update the running statistics with those of this batch.
+
+        Args:
+            mean: Mean of each feature over all ranks, [features].
+            variance: Biased variance of each feature over all ranks, [features].
+            count: Number of values per feature over all ranks.
+        """
         assert self.running_mean is not None and self.running_var is not None
         assert self.num_batches_tracked is not None
         self.num_batches_tracked += 1
@@ -83,21 +95,21 @@ class SyncBatchNorm(_BatchNorm):
         self.running_var.lerp_(unbiased.to(self.running_var.dtype), rate)
 
 
-_Sums = dict[tuple[int, torch.device], torch.Tensor]  # one layer's, memory that stays: prepared for an address once
+_Sums = dict[tuple[int, torch.device], torch.Tensor]  # buffers of one layer, kept at their addresses
 
 
 def _own_sums(memory: _Sums, numel: int, device: torch.device) -> torch.Tensor:
-    """Return a vector of float64 for a rank's own sums; the same one each time."""
+    """Return a rank's float64 buffer for `numel` sums on a device; each call returns the same one."""
     if (numel, device) not in memory:
         memory[numel, device] = torch.empty(numel, dtype=torch.float64, device=device)
     return memory[numel, device]
 
 
 class _SyncBatchNormFunction(torch.autograd.Function):
-    """Normalizes x, and gives the mean, biased variance and count of all ranks beside it.
+    """Autograd function that normalizes x, and also returns the mean, biased variance and count over all ranks.
 
-    Layers are often small, so that what counts is the number of torch's operations: those on elements of x are torch's
-    own fused kernels for given statistics, and the rest are few.
+    The layers are often small, so the time depends on the number of torch operations. Elementwise work on x uses
+    torch's fused kernels for given statistics; few operations remain beside them.
     """
 
     @staticmethod
@@ -140,19 +152,20 @@ class _SyncBatchNormFunction(torch.autograd.Function):
 
 
 def _precision(x: torch.Tensor) -> torch.dtype:
-    """In what the statistics of x are kept."""
+    """Return the dtype of the statistics of x."""
     return x.dtype if x.dtype == torch.float64 else torch.float32
 
 
 def _moments(x: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
-    """Sums of values and of squares for each feature, then the count.
+    """Compute the sums of values and of squares for each feature, then the count.
 
-    The squares are those of distances from this rank's own mean, in x's precision, moved in float64 to those from
-    zero: so no digits are lost where the mean is large against the deviation, neither here nor in the ranks' sum.
+    The squares are first summed as distances from this rank's own mean in x's precision, then shifted in float64 to
+    sums about zero. So no digits are lost, neither here nor in the sum over ranks, if the mean is large compared to the
+    deviation.
 
     Args:
-        x: [batch, features, ...]; the batch may be empty.
-        into: float64 [2 features + 1]; gets the sums, and is returned.
+        x: Values [batch, features, ...]; the batch may be empty.
+        into: Buffer float64 [2 features + 1] for the sums, which is returned.
     """
     features, count = x.shape[1], x.numel() // max(1, x.shape[1])
     if count == 0:
@@ -171,7 +184,7 @@ def _affine(
     bias: torch.Tensor | None,
     eps: float,
 ) -> torch.Tensor:
-    """x less the mean, over the deviation, times weight, plus bias."""
+    """Return (x - mean) / sqrt(variance + eps) * weight + bias."""
     if x.numel() == 0:
         return torch.zeros_like(x)
     weight, bias = (None if t is None else t.to(mean.dtype) for t in (weight, bias))
@@ -181,10 +194,10 @@ def _affine(
 def _gradient_sums(
     grad: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each feature, the sum of the gradient times the normalized x, and the sum of the gradient."""
+    """Return, for each feature, the sum of the gradient times the normalized x, and the sum of the gradient."""
     if x.numel() == 0:
         return torch.zeros_like(mean), torch.zeros_like(mean)
-    wanted = [False, True, True]  # of the gradients of x, of a weight and of a bias
+    wanted = [False, True, True]  # compute the gradients of x, of a weight, of a bias
     backward = torch.ops.aten.native_batch_norm_backward
     _, of_weight, of_bias = backward(grad, x, None, mean, variance, None, None, False, eps, wanted)
     return of_weight, of_bias

@@ -1,7 +1,8 @@
-"""A linear layer too large to be gathered at once, as a grid of smaller ones.
+"""A linear layer that is too large to be gathered at once, split into a grid of smaller ones.
 
-This is the memory-centric tiling of ZeRO-Infinity (Rajbhandari et al. 2021, section 5.1.3): with sharded parameters
-each tile is a unit of its own, so that one tile at a time is whole. x [..., in], weight [out, in], 2 x 2 tiles:
+This is the memory-centric tiling of ZeRO-Infinity (Rajbhandari et al. 2021, section 5.1.3). If parameters are sharded,
+each tile is gathered separately, so that only one tile at a time is whole. With x [..., in], weight [out, in] and 2 x 2
+tiles:
 
     y0 = x0 W00' + x1 W01' + b0        x = [x0 x1]  along in
     y1 = x0 W10' + x1 W11' + b1        y = [y0 y1]  along out
@@ -19,14 +20,14 @@ from mpitrain.layout.boxes import split
 
 
 class TiledLinear(nn.Module):
-    """nn.Linear in in_tiles x out_tiles tiles; the sizes need not be divisible.
+    """An nn.Linear split into in_tiles x out_tiles tiles; the sizes need not be divisible.
 
     Args:
         in_features: Size of an input.
         out_features: Size of an output.
-        bias: Whether a bias is added.
-        in_tiles: Tiles along the inputs.
-        out_tiles: Tiles along the outputs.
+        bias: If true, add a bias to the output.
+        in_tiles: Number of tiles along the inputs.
+        out_tiles: Number of tiles along the outputs.
 
     Shape:
         Input [..., in_features], output [..., out_features].
@@ -47,7 +48,7 @@ class TiledLinear(nn.Module):
         self.in_features, self.out_features = in_features, out_features
         self._columns = [hi - lo for lo, hi in pairwise(split(in_features, in_tiles))]
         rows = [hi - lo for lo, hi in pairwise(split(out_features, out_tiles))]
-        # the bias of an output is added once, with its first tile
+        # the bias of an output is added once, by its first tile
         self.tiles = nn.ModuleList(
             nn.Linear(width, height, bias=bias and number == 0)
             for height in rows
@@ -56,7 +57,13 @@ class TiledLinear(nn.Module):
 
     @staticmethod
     def of(linear: nn.Linear, *, in_tiles: int = 1, out_tiles: int = 1) -> TiledLinear:
-        """A layer with the values of a plain one, in tiles."""
+        """Return a tiled layer with the values of a plain one.
+
+        Args:
+            linear: Layer to copy.
+            in_tiles: Number of tiles along the inputs.
+            out_tiles: Number of tiles along the outputs.
+        """
         width, height = linear.in_features, linear.out_features
         made = TiledLinear(width, height, linear.bias is not None, in_tiles=in_tiles, out_tiles=out_tiles)
         places = product(pairwise(split(height, out_tiles)), pairwise(split(width, in_tiles)))

@@ -1,7 +1,7 @@
-"""What a user measures on their own cluster: whether collectives work, which algorithm is fastest, a machine's profile.
+"""Measurements for users on their own cluster: correctness and speed of collectives, and a machine profile.
 
-self_start   the command starts itself under mpirun, once for each number of ranks
-check        whether every collective gives what it should: `mpitrain.doctor --check`
-tune         the fastest algorithm of each collective at each size: `mpitrain.doctor --tune`
-machine      speeds and sizes for the planner: `mpitrain.plan --measure`
+self_start   starts the command itself under mpirun, once for each number of ranks
+check        checks the results of every collective: `mpitrain.doctor --check`
+tune         finds the fastest algorithm of each collective at each size: `mpitrain.doctor --tune`
+machine      measures speeds and sizes for the planner: `mpitrain.plan --measure`
 """

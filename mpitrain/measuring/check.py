@@ -16,19 +16,19 @@ from mpitrain.errors import EXIT_DONE, EXIT_FAILED, MpitrainError
 from mpitrain.inference.commands import parse
 from mpitrain.measuring.self_start import launched, parser, start
 
-ELEMENTS = {  # of a rank's vector, or of its block
+ELEMENTS = {  # numbers of elements of a rank's vector, or of its block
     torch.float32: (1, 1001, 100_001),
     torch.bfloat16: (1001,),
     torch.int64: (1001,),
 }
 _PERIOD = 13
 
-Made = tuple[torch.Tensor, torch.Tensor]  # what a rank got, and what it should have
+Made = tuple[torch.Tensor, torch.Tensor]  # result of a rank, and the expected result
 Case = Callable[[Communicator, int, torch.dtype, str], Made]
 
 
 def main(arguments: Sequence[str]) -> int:
-    """`mpitrain.doctor --check`: the arguments after it; returns the exit code."""
+    """Run `mpitrain.doctor --check` with the arguments after it, and return the exit code."""
     options = parse(parser("mpitrain.doctor --check", __doc__ or "", "2,3", 600), arguments)
     if launched():
         return check(init())
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def check(world: Communicator) -> int:
-    """Try every collective, and print a line for each; the exit code. Collective."""
+    """Test every collective, print a line for each, and return the exit code. Collective."""
     width = max(map(len, _CASES))
     if world.rank == 0:
         nodes = f", {world.num_nodes} nodes" if world.num_nodes > 1 else ""
@@ -53,10 +53,16 @@ def check(world: Communicator) -> int:
 
 
 def judged(world: Communicator, case: Case, table: Algorithms | None) -> tuple[bool, str]:
-    """Try an operation by all of its algorithms that can run here. Collective.
+    """Test an operation with all of its algorithms that can run here. Collective.
+
+    Args:
+        world: All ranks.
+        case: Test of the operation.
+        table: Algorithms of the operation; None if it has no choice.
 
     Returns:
-        Whether all is right, and the algorithms, or the first thing that is wrong on the first rank that found one.
+        True if all results are right, and the algorithms; else False and the first error of the first rank that has
+        one.
     """
     names = tuple(n for n in table if world.num_nodes == 1 or not table[n].one_node) if table else ()
     wrong = ""
@@ -73,7 +79,7 @@ def judged(world: Communicator, case: Case, table: Algorithms | None) -> tuple[b
 
 
 def _tried(world: Communicator, case: Case, elements: int, dtype: torch.dtype, algorithm: str) -> str:
-    """What is wrong with one call on this rank; "" if nothing."""
+    """Return what is wrong with one call on this rank; "" if nothing is."""
     try:
         got, wanted = case(world, elements, dtype, algorithm)
     except MpitrainError as error:
@@ -87,7 +93,7 @@ def _tried(world: Communicator, case: Case, elements: int, dtype: torch.dtype, a
 
 
 def _of(rank: int, elements: int, dtype: torch.dtype) -> torch.Tensor:
-    """A rank's contribution."""
+    """Return a rank's contribution."""
     return ((torch.arange(elements) + 3 * rank) % _PERIOD).to(dtype)
 
 

@@ -1,19 +1,20 @@
-"""The profile of a machine for the planner: speeds of its cores, memory, messages, collectives, devices and folder.
+"""Profile of a machine for the planner: speeds of cores, memory, messages, collectives, devices and run folder.
 
-What is measured goes into machine.toml, from which `python -m mpitrain.plan --machine` predicts. The figures
-are those of one rank that has a core for itself while all other cores of its node are as busy, as in training.
+The measurements are written to machine.toml, from which `python -m mpitrain.plan --machine` predicts. They are the
+speeds of one rank that has a core to itself while all other cores of its node are equally busy, as in training.
 
     cores        matrix products by size and precision, copies, AdamW, on all cores at once; see `speeds.cores`
     messages     latency and bandwidth inside a node and between nodes; see `speeds.links`
     collectives  every algorithm of all_reduce, reduce_scatter, all_gather and broadcast at some sizes
-    folder       what ranks write into a folder, until it is on the disk; --folder names the run folder's file system
-    a rank       its memory before it has a model, and what a step takes beside its model; see `rank`
+    folder       rate at which ranks write to a folder, until data is on disk; --folder selects the file system
+    a rank       its memory without a model, and the time of a step without that of the model; see `overhead`
     devices      see `speeds.cores`
 
-Started under mpirun or srun it measures the nodes of that job. Started plainly it measures this node: cores, folder,
-rank and devices at the first rank count, messages and collectives at each; those with more ranks than cores tell what
-collectives take where ranks take turns. What one node cannot tell, the network, is left out of the file and reckoned
-with as usual; `--machine machine.toml,network.toml` adds it from another measurement or written by hand.
+Started under mpirun or srun, it measures the nodes of that job. Started without a launcher, it measures this node:
+cores, folder, rank and devices at the first number of ranks, messages and collectives at each number. Runs with more
+ranks than cores show how long collectives take when ranks take turns. The network cannot be measured on one node, so it
+is left out of the file and the planner uses its default; `--machine machine.toml,network.toml` adds it from another
+measurement or a file written by hand.
 """
 
 from __future__ import annotations
@@ -49,11 +50,11 @@ from mpitrain.trainer.trainer import Trainer
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES, QUICK_SIZES = (4 * KIB, 64 * KIB, 1 * MIB, 16 * MIB), (64 * KIB,)
-_TABLES = [table for table in TABLES.values() if table.operation != "reduce"]  # which training does not use
+_TABLES = [table for table in TABLES.values() if table.operation != "reduce"]  # training does not use reduce
 
 
 def main(arguments: Sequence[str]) -> int:
-    """`mpitrain.plan --measure`: the arguments after it; returns the exit code."""
+    """Run `mpitrain.plan --measure` with the arguments after it, and return the exit code."""
     made = parser("mpitrain.plan --measure", "The profile of this machine for the planner.", "2,4,8", 1800)
     made.add_argument("--out", type=Path, default=Path("machine.toml"), metavar="FILE", help="profile [machine.toml]")
     made.add_argument("--folder", type=Path, metavar="DIR", help="measure writing into this folder [that of --out]")
@@ -71,7 +72,12 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
-    """Everything at this rank count. Collective."""
+    """Return all measurements at this number of ranks. Collective.
+
+    Args:
+        world: All ranks.
+        options: Options of the command line.
+    """
     result: dict[str, Any] = {"nodes": list(world.nodes), "process": peak_memory_bytes()}
     whole = not started_here() or world.size == options.ranks[0]
     if whole:
@@ -85,15 +91,20 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
         with _told(world, "collectives"):
             result["collectives"] = _collectives(world, options.quick)
     if whole:
-        with _told(world, "a step"):  # last: a trainer settles how many threads this process has
+        with _told(world, "a step"):  # measured last, because a trainer sets the number of threads of this process
             before = memory_bytes()
             result["overhead"] = overhead(world, options.quick)
-            result["process"] += max(0, memory_bytes() - before)  # what libraries take when they are used first
+            result["process"] += max(0, memory_bytes() - before)  # memory that libraries allocate at first use
     return result
 
 
 def keep(results: dict[int, Any], options: argparse.Namespace) -> None:
-    """Print what was found at each rank count, and write it; where all was measured, also for `parallel.auto`."""
+    """Print the profile and write it to `options.out`; unless the run was quick, also store it for `parallel.auto`.
+
+    Args:
+        results: Results by number of ranks.
+        options: Options of the command line.
+    """
     values = values_from(results, options.quick)
     print("\n".join(lines_of({name: said for name, said in values.items() if name != "collectives"})))
     write_values(values, options.out)
@@ -104,7 +115,7 @@ def keep(results: dict[int, Any], options: argparse.Namespace) -> None:
 
 @contextmanager
 def _told(world: Communicator, what: str) -> Iterator[None]:
-    """Say how long what is done inside has taken."""
+    """Print how long the work inside the context took."""
     began = time.perf_counter()
     yield
     if world.rank == 0:
@@ -112,7 +123,7 @@ def _told(world: Communicator, what: str) -> Iterator[None]:
 
 
 def _collectives(world: Communicator, quick: bool) -> list[list[Any]]:
-    """Rows of operation, algorithm, ranks, nodes, memory, bytes, seconds. Collective."""
+    """Return rows of operation, algorithm, ranks, nodes, memory, bytes, seconds. Collective."""
     repeats, seconds = (3, 0.1) if quick else (15, 0.4)
     rows, bench = [], AlgorithmContenders(world)
     for table, memory, size in product(_TABLES, MEMORIES, QUICK_SIZES if quick else SIZES):
@@ -123,19 +134,23 @@ def _collectives(world: Communicator, quick: bool) -> list[list[Any]]:
     return rows
 
 
-# -- what a rank takes beside its model: seconds of a step that are none of the model's, and the run folder's speed
+# -- overhead of the trainer in a step, and speed of the run folder
 
 _WIDTH, _TOKENS, _VOCABULARY = 8, 8, 256
-_WARM = 10  # steps that do not count
+_WARM = 10  # steps that are not measured
 _PIECE = 8 << 20  # bytes of one write, as checkpoints do
-_ROOM = 4  # times as many bytes must be free
+_ROOM = 4  # the folder must have this multiple of the written bytes free
 
 
 def overhead(world: Communicator, quick: bool) -> float:
-    """Processor seconds of a step of the trainer, on one rank, beyond those of a nearly empty model. Collective.
+    """Return the processor seconds that a step of the trainer takes beyond the work of a tiny model. Collective.
 
-    Each rank trains by itself; the median over the ranks counts. What the model itself takes, its gradients and its
-    update, is measured as plain torch and subtracted.
+    Each rank trains by itself, and the result is the median over the ranks. The time of the model, its gradients and
+    its update is measured in plain torch and subtracted.
+
+    Args:
+        world: All ranks.
+        quick: If true, measure only a few steps.
     """
     alone = world.split(world.rank)
     steps, stamps = _WARM + (20 if quick else 100), _Stamps()
@@ -155,7 +170,7 @@ def overhead(world: Communicator, quick: bool) -> float:
 
 
 class _Stamps(Callback):
-    """Processor seconds of this process after each step."""
+    """Callback that records the processor seconds of this process after each step."""
 
     def __init__(self) -> None:
         self.seen: list[float] = []
@@ -165,7 +180,7 @@ class _Stamps(Callback):
 
 
 def _plain_step(steps: int) -> float:
-    """Processor seconds of a step of the same model in plain torch."""
+    """Return the processor seconds of a step of the same model in plain torch."""
     model = GPT(_VOCABULARY, 1, _WIDTH, 1, 0.0)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     x, y = torch.zeros(2, 1, _TOKENS, dtype=torch.long)
@@ -183,16 +198,16 @@ def _plain_step(steps: int) -> float:
 
 
 def folder_speeds(world: Communicator, folder: Path, quick: bool) -> dict[str, float]:
-    """Bytes per second into a folder until they are on its disk (fsync). Collective.
+    """Return the bytes per second written to a folder until they are on disk (fsync). Collective.
 
     Args:
-        world: The ranks.
-        folder: Where to write; it is there on all nodes.
-        quick: Whether to write little.
+        world: All ranks.
+        folder: Folder to write to; it exists on all nodes.
+        quick: If true, write only a little.
 
     Returns:
-        rank_write_rate: of rank 0 alone. write_rate: of all ranks of its node at once. write_limit: of all ranks at
-        once, where there are several nodes. Nothing where the folder has not the room.
+        Rates "rank_write_rate" of rank 0 alone, "write_rate" of all ranks of its node at once, and "write_limit" of
+        all ranks at once if there are several nodes. Empty if the disk has not enough room.
     """
     nbytes, repeats = (4 << 20, 1) if quick else (128 << 20, 3)
     if world.on_root(lambda: shutil.disk_usage(folder).free) < _ROOM * nbytes * world.size:
@@ -211,7 +226,7 @@ def folder_speeds(world: Communicator, folder: Path, quick: bool) -> dict[str, f
 
 
 def _together(world: Communicator, folder: Path, data: bytes, nbytes: int, ranks: list[int]) -> float:
-    """Bytes per second of these ranks, each with a file of its own. Collective."""
+    """Return the bytes per second of these ranks, each writing its own file. Collective."""
     world.barrier()
     began = time.perf_counter()
     if world.rank in ranks:

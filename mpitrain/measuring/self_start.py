@@ -1,4 +1,4 @@
-"""Commands that start themselves under mpirun, once for each number of ranks, and bring the results together."""
+"""Commands that start themselves under mpirun, once for each number of ranks, and collect the results."""
 
 from __future__ import annotations
 
@@ -22,37 +22,37 @@ from mpitrain.storage.text import counted
 if TYPE_CHECKING:
     from mpitrain.comm import Communicator
 
-_RESULT = "MPITRAIN_RESULT"  # the file into which rank 0 of a started job puts its result
-_GRACE = 10.0  # seconds from asking mpirun to end to making it
+_RESULT = "MPITRAIN_RESULT"  # environment variable with the file for the result of a started job's rank 0
+_GRACE = 10.0  # seconds between SIGTERM and SIGKILL to mpirun
 _UNITS = {1: ("", "B"), 1 << 10: ("K", "KI", "KIB"), 1 << 20: ("M", "MI", "MIB")}  # bytes
 
 
 def launched() -> bool:
-    """Whether mpirun, mpiexec or srun started this process as one of a job's."""
-    by_mpi = any(name in os.environ for name in RANK_NAMES if name != "SLURM_PROCID")  # a batch script has that, too
+    """Return whether mpirun, mpiexec or srun started this process as a rank of a job."""
+    by_mpi = any(name in os.environ for name in RANK_NAMES if name != "SLURM_PROCID")  # also set in a batch script
     return by_mpi or int(os.environ.get("SLURM_STEP_NUM_TASKS") or 1) > 1
 
 
 def command(act: Callable[[], int]) -> int:
-    """Do what a command does that starts ranks itself; returns its exit code, and says in one line why it failed.
+    """Run a command that starts ranks itself, and return its exit code; an error is printed in one line.
 
-    As one of a job's ranks it raises, and all ranks end together.
+    On a rank of a job, errors are raised instead, and all ranks end together.
     """
     if launched():
         return act()
-    os.environ["MPI4PY_RC_INITIALIZE"] = "0"  # a process that is an MPI job of its own could not start mpirun
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # and ends what it started
+    os.environ["MPI4PY_RC_INITIALIZE"] = "0"  # a process that has initialized MPI cannot start mpirun
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that `start` ends the ranks
     return exit_code_of(act)
 
 
 def parser(program: str, description: str, ranks: str, limit: float) -> argparse.ArgumentParser:
-    """A parser with the options that all of these commands have.
+    """Return a parser with the options that all of these commands have.
 
     Args:
-        program: What follows `python -m`.
-        description: What the command does.
-        ranks: The default of --ranks.
-        limit: The default of --limit, in seconds.
+        program: Name after `python -m`.
+        description: Description of the command.
+        ranks: Default of --ranks.
+        limit: Default of --limit, in seconds.
     """
     made = argparse.ArgumentParser(
         prog=f"python -m {program}",
@@ -70,15 +70,15 @@ def parser(program: str, description: str, ranks: str, limit: float) -> argparse
 
 
 def at_each(command: Sequence[str], options: argparse.Namespace, name: str) -> tuple[dict[int, Any], int]:
-    """Start ranks at each rank count until one fails.
+    """Start ranks at each number of ranks until a run fails.
 
     Args:
-        command: What Python is to run.
-        options: Of `parser`.
-        name: What people are told is running.
+        command: Arguments for Python.
+        options: Options of `parser`.
+        name: Name of the measurement in messages.
 
     Returns:
-        What rank 0 has left, by rank count, and the exit code.
+        Results of rank 0 by number of ranks, and the exit code.
     """
     found: dict[int, Any] = {}
     with tempfile.TemporaryDirectory(prefix="mpitrain-") as folder:
@@ -100,14 +100,14 @@ def measured(
     measure: Callable[[Communicator], Any],
     keep: Callable[[dict[int, Any]], None],
 ) -> int:
-    """Measure in this job, or in jobs started at each rank count. Returns the exit code.
+    """Measure in this job, or in jobs started at each number of ranks. Returns the exit code.
 
     Args:
-        command: What Python is to run to start a job.
-        options: Those of `parser`.
-        name: Name of what is measured, for people.
-        measure: Gives a job's result, which is what JSON can hold. Collective.
-        keep: Called once, with the results by rank count; also where a later rank count has failed.
+        command: Arguments for Python to start a job.
+        options: Options of `parser`.
+        name: Name of the measurement in messages.
+        measure: Function that returns a job's result, which JSON can represent. Collective.
+        keep: Function called once with the results by number of ranks, also if a later run has failed.
     """
     if not launched():
         results, code = at_each(command, options, name)
@@ -126,21 +126,18 @@ def measured(
 
 
 def started_here() -> bool:
-    """Whether `at_each` has started this job."""
+    """Return whether `at_each` has started this job."""
     return _RESULT in os.environ
 
 
 def start(command: Sequence[str], ranks: int, limit: float, environment: dict[str, str] | None = None) -> int:
-    """Run this Python on ranks of this machine.
+    """Run Python on ranks of this machine, and return the exit code.
 
     Args:
-        command: What Python is to run.
-        ranks: How many ranks.
-        limit: Seconds after which they are ended.
-        environment: Variables to be set for them.
-
-    Returns:
-        The exit code.
+        command: Arguments for Python.
+        ranks: Number of ranks.
+        limit: Seconds after which the ranks are terminated.
+        environment: Environment variables to set for the ranks.
     """
     inherited = {name: value for name, value in os.environ.items() if name != "MPI4PY_RC_INITIALIZE"}
     job = subprocess.Popen(
@@ -164,7 +161,7 @@ def start(command: Sequence[str], ranks: int, limit: float, environment: dict[st
 
 
 def byte_sizes(text: str) -> list[int]:
-    """Numbers of bytes as an option gives them, from least to most: 512,64Ki,4Mi."""
+    """Return the sizes in bytes that an option lists, in rising order: 512,64Ki,4Mi."""
     sizes, units = [], {name: nbytes for nbytes, names in _UNITS.items() for name in names}
     for part in text.split(","):
         number = part.rstrip("KMIBkmib")
@@ -177,11 +174,11 @@ def byte_sizes(text: str) -> list[int]:
 
 @contextmanager
 def temporary_folder(world: Communicator, parent: Path) -> Iterator[Path]:
-    """A folder that all ranks see, for what is measured with; removed afterwards. Collective.
+    """Create a folder for measurements that all ranks see, and remove it afterwards. Collective.
 
     Args:
-        world: The ranks' communicator.
-        parent: Where it is made.
+        world: All ranks.
+        parent: Folder in which it is created.
     """
 
     def make() -> str:
@@ -198,7 +195,7 @@ def temporary_folder(world: Communicator, parent: Path) -> Iterator[Path]:
 
 
 def _mpirun() -> list[str]:
-    """The command that starts ranks with the MPI of this environment, also as root and with more ranks than cores."""
+    """Return the command that starts ranks with this environment's MPI, also as root and with more ranks than cores."""
     folder = Path(sys.executable).parent
     found = next((str(folder / name) for name in ("mpirun", "mpiexec") if (folder / name).exists()), None)
     found = found or shutil.which("mpirun") or shutil.which("mpiexec")

@@ -23,24 +23,26 @@ from mpitrain.speeds.timing import Contender, interleaved
 SIZES = [16 << 2 * i for i in range(12)]  # bytes: 16 B to 64 MiB
 _QUICK_SIZES = [64, 64 << 10, 1 << 20, 4 << 20]
 MEMORIES = ("arena", "private")
-_SINGLE_FROM = 1 << 20  # bytes from which a measurement is one call: more would stay in the cache
+_SINGLE_FROM = (
+    1 << 20
+)  # bytes from which a measurement is a single call, because repeated calls would find data in the cache
 
 
 class AlgorithmContenders:
-    """The algorithms that these ranks can use, with vectors that live as long as the context they come from."""
+    """Contenders for the algorithms that these ranks can use; their vectors are freed when the context of `of` ends."""
 
     def __init__(self, world: Communicator) -> None:
-        """world: the ranks. Collective."""
+        """Check which memory the ranks can read. Collective. world: all ranks."""
         self.world = world
         self._reads_neighbours = reads_neighbours(world)
 
     @contextmanager
     def of(self, table: Algorithms, memory: str, size: int) -> Iterator[dict[str, Contender]]:
-        """Contenders by algorithm. Collective.
+        """Yield contenders by algorithm. Collective.
 
         Args:
-            table: The operation's algorithms.
-            memory: Where the vectors lie: arena or private.
+            table: Algorithms of the operation.
+            memory: Memory of the vectors, "arena" or "private".
             size: Bytes of a rank's whole vector.
         """
         each = max(1, size // 4 // self.world.size)
@@ -71,7 +73,13 @@ class AlgorithmContenders:
 
 @contextmanager
 def in_arena(world: Communicator, numel: int, dtype: torch.dtype = torch.float32) -> Iterator[Arena]:
-    """An arena of so many elements, freed afterwards. Collective."""
+    """Yield an arena of `numel` elements, which is freed afterwards. Collective.
+
+    Args:
+        world: All ranks.
+        numel: Number of elements.
+        dtype: Dtype of the elements.
+    """
     arena = world.arena(numel, dtype)
     try:
         yield arena
@@ -80,17 +88,27 @@ def in_arena(world: Communicator, numel: int, dtype: torch.dtype = torch.float32
 
 
 def contenders(size: int, **calls: Callable[[], object]) -> dict[str, Contender]:
-    """What is to be timed, by name. size: bytes of a rank's vector."""
+    """Return contenders by name.
+
+    Args:
+        size: Bytes of a rank's vector.
+        calls: Operations by name.
+    """
     return {name: Contender(call, single=size >= _SINGLE_FROM) for name, call in calls.items()}
 
 
 def zeros(numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Zeros in memory that has been written to: a page that was only reserved is the system's one page of zeros."""
+    """Return zeros in memory that has been written; a page that was only reserved is the system's shared zero page.
+
+    Args:
+        numel: Number of elements.
+        dtype: Dtype of the elements.
+    """
     return torch.empty(numel, dtype=dtype).zero_()
 
 
 def main(arguments: Sequence[str]) -> int:
-    """`mpitrain.doctor --tune`: the arguments after it; returns the exit code."""
+    """Run `mpitrain.doctor --tune` with the arguments after it, and return the exit code."""
     made = parser("mpitrain.doctor --tune", __doc__ or "", "2,4,8", 1800)
     made.add_argument(
         "--sizes", type=byte_sizes, metavar="S,S", help="bytes of a vector, such as 16,64Ki,4Mi [16 to 64Mi]"
@@ -101,7 +119,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _tune(world: Communicator, options: argparse.Namespace) -> str:
-    """Measure at this number of ranks, and write the machine's table, whose path is returned. Collective."""
+    """Measure with this number of ranks, and write the machine's tuning table. Returns its path. Collective."""
     if world.size == 1:
         raise InputError("collectives of one rank do nothing; start 2 ranks or more", agreed=True)
     repeats, seconds = (5, 0.3) if options.quick else (21, 8.0)

@@ -1,13 +1,13 @@
-"""From the configuration's model section and the data's description to a Task.
+"""Construction of a Task from the configuration's model section and the description of the data.
 
-The caller seeds torch (`torch.manual_seed(config.run.seed)`) with the same number on every rank just before: all
-weights are drawn from torch's default generator, so every rank then holds the same ones.
+Before it, the caller seeds torch on every rank with the same number (`torch.manual_seed(config.run.seed)`). All weights
+are drawn from torch's default generator, so every rank then has the same weights.
 
-A model of the user's own is a function, `model.factory = "package.module:function"`. It is called as
-function(description, **model.options) and returns a module with a method `loss(output, y)`, or a pair (module,
-loss_function). It may list its blocks for a pipeline (`pipeline_blocks()`, or be an nn.Sequential). Whatever goes wrong
-in code that is not ours ends in one line with its own message and place; the original exception stays attached as the
-cause. These errors are not `agreed`: a missing package or file may be one node's alone.
+A user's model is a function, `model.factory = "package.module:function"`. It is called as function(description,
+**model.options), and returns a module with a method `loss(output, y)`, or a pair (module, loss_function). The module
+may list its blocks for a pipeline (`pipeline_blocks()`, or be an nn.Sequential). An error in the user's code is
+reported in one line with its own message and place; the original exception is its cause. These errors are not `agreed`:
+a missing package or file may concern one node only.
 """
 
 from __future__ import annotations
@@ -37,7 +37,16 @@ if TYPE_CHECKING:
 
 
 def build_from_factory(path: str, description: Description, options: Mapping[str, Any]) -> Task:
-    """Import, call, check. Raises InputError for everything the user can mend."""
+    """Import the user's factory, call it, and check the model that it returns.
+
+    Args:
+        path: Factory, "package.module:function".
+        description: Description of the data.
+        options: Keyword arguments of the factory.
+
+    Raises:
+        InputError: The factory is missing or raises, or the model has no loss or nothing to train.
+    """
     function = find("model.factory", path)
     try:
         made = function(description, **options)
@@ -66,12 +75,16 @@ def build_from_factory(path: str, description: Description, options: Mapping[str
 
 
 def build_model(section: ModelSection, description: Description, base: TrainedBase | None = None) -> Task:
-    """The model `section` names, shaped for the data `description` describes, on the CPU in fp32.
+    """Build the model of a configuration for the given data, on the CPU in fp32.
 
-    base: What is put into it before it gets adapters; None: the weights that it is made with.
+    Args:
+        section: Model section of the configuration.
+        description: Description of the data.
+        base: Trained weights to load before adapters are added; None keeps the initial weights.
 
-    Raises InputError (agreed: every rank comes to the same verdict) when the model does not fit the data, and
-    (not agreed) when the user's factory cannot be found or does not give a model with a loss.
+    Raises:
+        InputError: The model does not fit the data (agreed: every rank raises it), or the user's factory is missing or
+            does not return a model with a loss (not agreed).
     """
     if section.factory.startswith(hugging_face.PREFIX):
         task = hugging_face.build_hugging_face(section.factory, description, section.options)
@@ -141,14 +154,19 @@ MODELS: dict[Model, Callable[[ModelSection, Description], Task]] = {"gpt": _gpt,
 
 
 def _target(description: Description) -> tuple[int, Criterion]:
-    """(outputs, loss): scores of the classes and cross-entropy, or y's numbers and squared error."""
+    """Return (outputs, loss): class scores and cross-entropy, or the numbers of y and squared error."""
     if description.classes:
         return len(description.classes), cross_entropy
     return math.prod(description.y_shape), squared_error
 
 
 def loss_unit(section: ModelSection, description: Description) -> str:
-    """Return the unit of a model's loss; empty for a model of one's own, which may have any loss."""
+    """Return the unit of a model's loss: "nats" or "squared error"; empty for a user's model, whose loss is unknown.
+
+    Args:
+        section: Model section of the configuration.
+        description: Description of the data.
+    """
     if section.factory and not section.factory.startswith(hugging_face.PREFIX):
         return ""
     return "nats" if description.kind == "tokens" or description.classes else "squared error"
@@ -165,21 +183,24 @@ def _misfit(section: ModelSection, description: Description, takes: str) -> Inpu
     return refusal(f"model.name {section.name} takes {takes}, but the data are {data}; set model.name to {fitting}")
 
 
-# -- `model.lora`: low-rank adapters (Hu et al. 2021) in a model's linear layers; all else is frozen
+# -- `model.lora`: low-rank adapters (Hu et al. 2021) in a model's linear layers; everything else is frozen
 #
-# By default those of attention get one: the linear layers in modules that are called attention, attn or self_attn.
+# By default the layers of attention get one: linear layers in modules named attention, attn or self_attn.
 
 
 _ATTENTION = ("attention", "attn", "self_attn")
 
 
 def _with_adapters(section: ModelSection, task: Task, checkpoint: str = "") -> Task:
-    """The task with its model frozen but for adapters, as model.lora and the keys beside it say; changed in place.
+    """Freeze the model of a task, and add the adapters requested by model.lora. The module is changed in place.
 
-    checkpoint: The folder that the model's weights were read from, as model.base says; empty where they were not.
+    Args:
+        section: Model section of the configuration.
+        task: Task without adapters.
+        checkpoint: Folder that the weights were loaded from (model.base); empty if there is none.
 
     Raises:
-        InputError: On all ranks alike, where no layer is meant, or one that cannot have an adapter.
+        InputError: No layer is chosen, or one that cannot have an adapter. It is raised on every rank.
     """
     module = task.module
     source = f"model.factory {section.factory}" if section.factory else f"model.name {section.name}"
@@ -203,12 +224,12 @@ def _with_adapters(section: ModelSection, task: Task, checkpoint: str = "") -> T
 
 
 def adapted_layers(module: nn.Module) -> dict[str, LoraLinear]:
-    """The layers with adapters of ours, by name."""
+    """Return the layers with adapters, by name."""
     return {name: layer for name, layer in module.named_modules() if isinstance(layer, LoraLinear)}
 
 
 def _chosen(module: nn.Module, targets: Sequence[str], source: str) -> list[str]:
-    """The names of the layers that get an adapter, in the model's order."""
+    """Return the names of the layers that get an adapter, in the model's order."""
     linear = [name for name, layer in module.named_modules() if name and linear_parts(layer) is not None]
     if not targets:
         chosen = [name for name in linear if set(_ATTENTION) & set(name.split(".")[:-1])]
@@ -237,5 +258,5 @@ def _chosen(module: nn.Module, targets: Sequence[str], source: str) -> list[str]
 
 
 def _matches(name: str, target: str) -> bool:
-    """Whether a pattern means a layer: by its whole name, or the end of it, as `q_proj`."""
+    """Return True if a pattern matches the whole name of a layer, or the end of it, such as `q_proj`."""
     return fnmatchcase(name, target) or fnmatchcase(name, f"*.{target}")

@@ -1,10 +1,10 @@
-"""What a block asks of earlier positions, while a sequence comes slice by slice or a text grows.
+"""State of earlier positions that a block needs, if a sequence is processed in slices or generated token by token.
 
-    before = earlier.length                  positions so far
-    every = earlier.add(own)                 the state of all of them and the new ones, [batch, heads, positions, ...]
+    before = earlier.length                  number of earlier positions
+    every = earlier.add(own)                 state of all positions, earlier and new, [batch, heads, positions, ...]
 
-Slices keep the graph for backward. A cache of generated text (`inference.placing.StateCache`) writes
-into memory of its own.
+Slices keep the graph for backward. A cache for generated text (`inference.placing.StateCache`) writes into its own
+memory instead.
 """
 
 from __future__ import annotations
@@ -15,44 +15,69 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import nn
 
-State: TypeAlias = "tuple[torch.Tensor, ...]"  # what later positions need of earlier ones
+State: TypeAlias = "tuple[torch.Tensor, ...]"  # tensors of a position that later ones need
 POSITIONS = 2  # the axis of a state along which it grows
 
 
 class Earlier(Protocol):
-    """The positions before those that a block is given. length: how many they are."""
+    """State of the positions before those that a block is given.
+
+    Attributes:
+        length: Number of these positions.
+    """
 
     @property
     def length(self) -> int: ...
 
     def add(self, state: State) -> State:
-        """Take the state of the positions that come next; returns that of all. Called once a pass."""
+        """Add the state of the next positions, and return the state of all positions. Called once per pass."""
 
     def shared(self, make: Callable[..., torch.Tensor], *of: Hashable) -> torch.Tensor:
-        """What `make(*of)` gives, where blocks can share it made once a pass."""
+        """Return `make(*of)`, computed once per pass if several blocks can share it.
+
+        Args:
+            make: Function that computes a tensor.
+            of: Arguments of `make`, which identify the result.
+        """
 
 
 class LooksBack(nn.Module):
-    """A module whose sequences may come slice by slice."""
+    """A module that can process a sequence in slices."""
 
     def forward_cached(self, x: Any, earlier: Earlier) -> Any:
-        """As `forward`, for positions after earlier ones."""
+        """Compute `forward` for positions that follow earlier ones.
+
+        Args:
+            x: Input of the new positions.
+            earlier: State of the earlier positions.
+
+        Returns:
+            Output of the new positions.
+        """
         raise NotImplementedError
 
     def forward_slice(self, x: Any, past: Sequence[State]) -> tuple[Any, State]:
-        """A slice of the sequence, after earlier ones. past: their states; also returns this one's."""
+        """Compute one slice of a sequence that follows earlier slices.
+
+        Args:
+            x: Input of the slice.
+            past: State of each earlier slice, in order.
+
+        Returns:
+            (output of the slice, its state).
+        """
         earlier = EarlierSlices(past)
         return self.forward_cached(x, earlier), earlier.state
 
 
 class EarlierSlices:
-    """The states of earlier slices of a sequence.
+    """State of the earlier slices of a sequence.
 
     Args:
-        past: They, in order.
+        past: State of each earlier slice, in order.
 
     Attributes:
-        state: That of the new slice, when it was told.
+        state: State of the new slice, set by `add`.
     """
 
     def __init__(self, past: Sequence[State]) -> None:
@@ -74,9 +99,16 @@ class EarlierSlices:
 
 
 def seen_before(before: int, length: int, device: torch.device) -> torch.Tensor | None:
-    """Which tokens `length` ones see after `before` others: all up to themselves, [length, tokens].
+    """Return the causal attention mask of `length` tokens that follow `before` others.
 
-    None where that is what attention does without a mask: of a whole sequence, and of one token.
+    Args:
+        before: Number of earlier tokens.
+        length: Number of new tokens.
+        device: Device of the mask.
+
+    Returns:
+        True where a new token attends to a token, bool [length, before + length]; None for a whole sequence or a single
+        token, for which attention needs no mask.
     """
     if before == 0 or length == 1:
         return None

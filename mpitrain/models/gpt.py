@@ -1,16 +1,15 @@
-"""A decoder-only transformer over bytes or tokens: by its settings GPT-2 (Radford et al. 2019) or Llama (Touvron et al.
-2023).
+r"""A decoder-only transformer on bytes or tokens, like GPT-2 (Radford et al. 2019) or Llama (Touvron et al. 2023).
 
     tokens -> embedding (+ positions) -> dropout -> [ + attention(norm) -> + mlp(norm) ] x layers -> norm -> head
-                  \\______________________________ one tensor, where tied ___________________________________/
+                  \______________________________ one tensor, if tied _______________________________________/
 
-Positions are rotary by default: they need no parameter beside the embedding in the first pipeline stage, no table that
-ends at some length, and on the default data they learn faster.
+Positions are rotary by default: they need no parameter next to the embedding in the first pipeline stage, no table with
+a maximum length, and on the default data they learn faster.
 
-The model knows no parallelism, but is laid out for it: the forward pass is its blocks in order, and the linear
-layers to be split are listed (`tensor_plan`).
+The model contains no parallelism, but is prepared for it: the forward pass applies its blocks in order, and the linear
+layers that can be divided are listed by `tensor_plan`.
 
-Weights come from torch's default generator: after the same `torch.manual_seed` they are the same on every rank.
+Weights are drawn from torch's default generator: after the same `torch.manual_seed` they are equal on every rank.
 """
 
 from __future__ import annotations
@@ -30,25 +29,25 @@ from mpitrain.models.losses import cross_entropy, widened
 from mpitrain.models.task import BlockModel
 
 INIT_STD = 0.02  # GPT-2
-Stream: TypeAlias = "torch.Tensor | tuple[torch.Tensor, torch.Tensor]"  # features, or with the ends of documents
-_MULTIPLE = 64  # features, of a derived width of a SwiGLU
+Stream: TypeAlias = "torch.Tensor | tuple[torch.Tensor, torch.Tensor]"  # features, alone or with the ends of documents
+_MULTIPLE = 64  # the default width of a SwiGLU is a multiple of this
 
 
 @dataclass(frozen=True)
 class Form:
-    """The choices in which transformer blocks differ. The defaults are GPT-2's, with rotary positions.
+    """Design choices of transformer blocks. The defaults are GPT-2's, with rotary positions.
 
     Attributes:
         norm: layernorm, or rmsnorm (Zhang and Sennrich 2019).
-        norm_eps: What a norm adds to the variance.
-        positions: rotary (Su et al. 2021), or learned: a table beside the embedding.
-        rope_base: Of rotary positions, the base of the wavelengths.
+        norm_eps: Number that a norm adds to the variance.
+        positions: rotary (Su et al. 2021), or learned: a table next to the embedding.
+        rope_base: Base of the wavelengths of rotary positions.
         mlp: gelu (its tanh form), or swiglu (Shazeer 2020).
-        hidden: Features inside the MLP; 0: see `hidden_features`.
-        kv_heads: Heads of keys and values, which as many query heads each share (Ainslie et al. 2023); 0: as heads.
-        bias: Whether linear layers and LayerNorms have one.
-        qkv_bias: Whether the layer of queries, keys and values has one, though the others have none (Qwen2's).
-        qk_norm: Whether the queries and the keys of each head are normed, by RMSNorm, before they are turned (Qwen3's).
+        hidden: Features inside the MLP; 0 for the default of `hidden_features`.
+        kv_heads: Heads of keys and values, each for several query heads (Ainslie et al. 2023); 0: one per query head.
+        bias: If true, linear layers and LayerNorms have a bias.
+        qkv_bias: If true, the layer of queries, keys and values has a bias even without `bias` (Qwen2).
+        qk_norm: If true, queries and keys of each head get an RMSNorm before the rotary positions (Qwen3).
     """
 
     norm: str = "layernorm"
@@ -63,30 +62,33 @@ class Form:
     qk_norm: bool = False
 
     def make_norm(self, width: int) -> nn.Module:
-        """A norm over the features of a token."""
+        """Return a norm over the features of a token."""
         if self.norm == "rmsnorm":
             return nn.RMSNorm(width, eps=self.norm_eps)
         return nn.LayerNorm(width, eps=self.norm_eps, bias=self.bias)
 
     def hidden_features(self, width: int) -> int:
-        """Features inside the MLP: four times the width, or for a SwiGLU, which has a third matrix, as many numbers."""
+        """Return the features inside the MLP: four times the width by default.
+
+        For SwiGLU, which has a third matrix, the default is 8/3 of the width, rounded up, for about as many parameters.
+        """
         if self.hidden:
             return self.hidden
         return -(-8 * width // (3 * _MULTIPLE)) * _MULTIPLE if self.mlp == "swiglu" else 4 * width
 
 
 class Attention(nn.Module):
-    """Causal self-attention. q, k and v come from one linear layer, whose output is heads of q, then of k, then of v.
+    """Causal self-attention. One linear layer computes q, k and v; its output has the heads of q, then of k, then of v.
 
     Args:
         width: Features of a token, a multiple of heads; width / heads is even.
-        heads: Of queries.
-        dropout: Of attention weights and of the output.
-        form: Positions, bias, heads of keys and values, norms of queries and keys.
+        heads: Number of query heads.
+        dropout: Probability of dropout of attention weights and of the output.
+        form: Design choices: positions, bias, heads of keys and values, norms of queries and keys.
 
     Attributes:
-        num_key_value_groups: Query heads for each head of keys and values. The number of heads itself is read from
-            the width of `qkv`, so that one that holds a part of them works unchanged.
+        num_key_value_groups: Query heads per head of keys and values. The number of heads itself follows from the width
+            of `qkv`, so a module with a part of the heads works unchanged.
     """
 
     def __init__(self, width: int, heads: int, dropout: float, form: Form = Form()) -> None:
@@ -103,15 +105,29 @@ class Attention(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: torch.Tensor, ends: torch.Tensor | None = None) -> torch.Tensor:
-        """x: [batch, sequence, width]. ends: of documents, [batch, sequence], where they are kept apart."""
+        """Attend to earlier positions of a whole sequence.
+
+        Args:
+            x: Features [batch, sequence, width].
+            ends: Nonzero for the token that ends a document, [batch, sequence]; attention then does not cross
+                documents.
+
+        Returns:
+            Features [batch, sequence, width].
+        """
         q, k, v = self._projections(x, EarlierSlices([]))
         return self._mixed(q, k, v, None if ends is None else seen_inside(ends.long(), ends.shape[1]))
 
     def forward_cached(self, x: torch.Tensor, earlier: Earlier, ends: torch.Tensor | None = None) -> torch.Tensor:
-        """As `forward`, for positions that attend to earlier ones too.
+        """Compute `forward` for positions that also attend to earlier ones.
 
-        A state is k and v, [batch, heads of keys and values, positions, head_dim], and the ends of documents,
-        [batch, 1, positions], where they are kept apart.
+        The state is k and v, [batch, heads of keys and values, positions, head_dim]; and, if attention does not cross
+        documents, the ends of documents, [batch, 1, positions].
+
+        Args:
+            x: Features of the new positions, [batch, positions, width].
+            earlier: State of the earlier positions.
+            ends: Nonzero for the token that ends a document, [batch, positions], or None.
         """
         before, length = earlier.length, x.shape[1]
         q, k, v = self._projections(x, earlier)
@@ -122,9 +138,9 @@ class Attention(nn.Module):
         return self._mixed(q, k, v, seen_inside(every[:, 0].long(), length))
 
     def _mixed(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor | None) -> torch.Tensor:
-        """The output. seen: which keys each query sees; None: all up to its own."""
+        """Return the attention output. `seen` is the mask of keys for each query; None for a causal mask."""
         positions, shared = q.shape[2], k.shape[1]
-        if positions == 1:  # a text that grows: queries of a group are as many positions, and nothing is repeated
+        if positions == 1:  # generation: the queries of a group become positions, so nothing is repeated
             q = q.unflatten(1, (shared, -1)).flatten(2, 3)
         elif self.num_key_value_groups > 1:
             k, v = (t.repeat_interleave(self.num_key_value_groups, dim=1) for t in (k, v))
@@ -135,9 +151,9 @@ class Attention(nn.Module):
         return self.dropout(self.out(mixed.transpose(1, 2).flatten(2)))
 
     def _projections(self, x: torch.Tensor, earlier: Earlier) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q, k and v, each [batch, heads, sequence, head_dim], of positions after earlier ones."""
+        """Return q, k and v of positions that follow earlier ones, each [batch, heads, sequence, head_dim]."""
         heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))  # [batch, sequence, heads of q, k and v, head_dim]
-        groups, sequence = self.num_key_value_groups, heads.shape[1]  # of x it may have been a part
+        groups, sequence = self.num_key_value_groups, heads.shape[1]  # x may have been a part of the sequence
         shared = heads.shape[2] // (groups + 2)
         turned, v = heads[:, :, :-shared], heads[:, :, -shared:]
         if self.q_norm is not None and self.k_norm is not None:
@@ -151,14 +167,17 @@ class Attention(nn.Module):
 
 
 class TransformerBlock(LooksBack):
-    """[batch, sequence, width] -> the same: attention, then the MLP, each on the normed stream and added to it.
+    """A pre-norm transformer block: attention, then the MLP, each applied to the normed stream and added to it.
 
     Args:
         width: Features of a token.
-        heads: Of attention.
-        dropout: Of attention weights, and of what is added to the stream.
-        form: What it is made of.
-        last: Of documents that are kept apart, give the stream without their ends.
+        heads: Number of query heads.
+        dropout: Probability of dropout of attention weights, and of both additions to the stream.
+        form: Design choices.
+        last: If true and the input has ends of documents, return the stream without them.
+
+    Shape:
+        Input and output [batch, sequence, width].
     """
 
     def __init__(self, width: int, heads: int, dropout: float, form: Form = Form(), last: bool = False) -> None:
@@ -175,7 +194,12 @@ class TransformerBlock(LooksBack):
         return self._with_ends(stream + self.mlp(self.mlp_norm(stream)), ends)
 
     def forward_cached(self, x: Stream, earlier: Earlier) -> Stream:
-        """As `forward`, for positions after earlier ones."""
+        """Compute `forward` for positions that follow earlier ones.
+
+        Args:
+            x: Stream of the new positions, with the ends of documents if the input has them.
+            earlier: State of the earlier positions.
+        """
         stream, ends = x if isinstance(x, tuple) else (x, None)
         stream = stream + self.attention.forward_cached(self.attention_norm(stream), earlier, ends)
         return self._with_ends(stream + self.mlp(self.mlp_norm(stream)), ends)
@@ -185,7 +209,7 @@ class TransformerBlock(LooksBack):
 
 
 class FeedForward(nn.Module):
-    """Two linear layers with a GELU between them; gated, SwiGLU (Shazeer 2020): down(silu(gate(x)) * up(x))."""
+    """Two linear layers with a GELU between them; if gated, SwiGLU (Shazeer 2020): down(silu(gate(x)) * up(x))."""
 
     def __init__(self, width: int, hidden: int, dropout: float, bias: bool, gated: bool) -> None:
         super().__init__()
@@ -201,22 +225,23 @@ class FeedForward(nn.Module):
 
 
 class GPT(BlockModel):
-    """tokens [batch, sequence], int64 or int32 -> scores [batch, sequence, vocabulary].
+    """A decoder-only language model: tokens [batch, sequence], int64 or int32 -> scores [batch, sequence, vocabulary].
 
-    The score at a position depends on that token and earlier ones only. width must be a multiple of heads, heads one
-    of form.kv_heads, and width / heads even; any sequence length works, with learned positions up to max_positions.
+    The score at a position depends only on its token and earlier ones. width must be a multiple of heads, heads a
+    multiple of form.kv_heads, and width / heads even. Any sequence length works; with learned positions, up to
+    max_positions.
 
     Args:
-        vocabulary: Tokens.
-        layers: Blocks.
+        vocabulary: Number of tokens in the vocabulary.
+        layers: Number of blocks.
         width: Features of a token.
-        heads: Of attention.
-        dropout: Its probability.
-        tied: The head has the embedding's weight.
-        max_positions: Rows of the table of learned positions.
-        form: What the blocks are made of.
-        apart: The token that ends a document; attention then stays inside of documents, whose tokens are scored as if
-            each were a sequence of its own. Between blocks go pairs then (see `documents`).
+        heads: Number of query heads.
+        dropout: Probability of dropout.
+        tied: If true, the head shares the embedding's weight.
+        max_positions: Rows in the table of learned positions.
+        form: Design choices of the blocks.
+        apart: Token that ends a document. Attention then does not cross documents, and the tokens of each document are
+            scored as a separate sequence. Blocks then exchange pairs (see `begin_pair`).
     """
 
     def __init__(
@@ -240,7 +265,7 @@ class GPT(BlockModel):
         blocks = (TransformerBlock(width, heads, dropout, form, last=index == ends) for index in range(layers))
         self.blocks = nn.ModuleList(blocks)
         self.norm, self._form = form.make_norm(width), form
-        # of a tied head its own weight is never used
+        # the weight of a tied head is replaced below
         self.head = nn.Linear(width, vocabulary, bias=False, device="meta" if tied else None)
         self._initialise(layers)
         if tied:
@@ -251,7 +276,7 @@ class GPT(BlockModel):
         self.criterion = cross_entropy
 
     def pipeline_blocks(self) -> list[tuple[str, nn.Module]]:
-        """(name, module) in order; feeding tokens through them equals `model(tokens)`."""
+        """Return (name, module) in order; applying them to tokens one after the other equals `model(tokens)`."""
         blocks = [(f"blocks.{index}", block) for index, block in enumerate(self.blocks)]
         begin: list[tuple[str, nn.Module]] = [("embedding", self.embedding)]
         if self.positions is not None:
@@ -259,7 +284,7 @@ class GPT(BlockModel):
         return [*begin, ("dropout", self.dropout), *blocks, ("norm", self.norm), ("head", self.head)]
 
     def tensor_plan(self) -> dict[str, str]:
-        """How each layer may be divided over ranks. `criterion` then has to take divided scores."""
+        """Return how each layer may be divided over tensor ranks. `criterion` must then accept divided scores."""
         plan = {"embedding": "vocabulary", "head": "vocabulary"}
         plan |= {"blocks.*.attention.qkv": "column", "blocks.*.attention.out": "row"}
         plan |= {"blocks.*.mlp.up": "column", "blocks.*.mlp.down": "row"}
@@ -274,7 +299,7 @@ class GPT(BlockModel):
     def _initialise(self, layers: int) -> None:
         nn.init.normal_(self.embedding.weight, std=INIT_STD)
         for block in self.blocks:
-            # each layer adds to the residual stream twice: scaled so that its variance stays put with depth
+            # each layer adds to the residual stream twice; scaled so that its variance does not grow with depth
             into_residual = INIT_STD / math.sqrt(2 * layers)
             for name, linear in block.named_modules():
                 if isinstance(linear, nn.Linear):
@@ -287,27 +312,37 @@ class GPT(BlockModel):
             nn.init.normal_(self.head.weight, std=INIT_STD)
 
 
-# -- Positions of tokens: rotary, in attention, and learned, beside the embedding; and documents that are kept apart
+# -- Positions of tokens: rotary in attention, learned next to the embedding; and separate documents
 #
-# Between the blocks of a model of documents there goes a pair: the stream of features, and of each token whether it
-# ends a document. The embedding begins it, and the last block gives the stream alone.
+# If attention does not cross documents, blocks exchange a pair: the stream of features, and for each token whether it
+# ends a document. The embedding makes the pair, and the last block returns only the stream.
 #
-#   token        a b . c d e . f          . ends a document, and belongs to it
+#   token        a b . c d e . f          . ends a document and is part of it
 #   end          0 0 1 0 0 0 1 0
 #   document     0 0 0 1 1 1 1 2
 #   place        0 1 2 0 1 2 3 0
 
 
 def begin_pair(token: int, module: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> Stream:
-    """Make a pair of an embedding's output and the places of the token that ends a document: a forward hook."""
+    """Pair an embedding's output with a mask of the token that ends a document. Used as a forward hook.
+
+    Args:
+        token: Token that ends a document.
+        module: Embedding.
+        args: Arguments of its forward: the tokens [batch, sequence].
+        output: Output of its forward [batch, sequence, width].
+
+    Returns:
+        (output, uint8 [batch, sequence]: 1 for the token that ends a document).
+    """
     return output, (args[0] == token).to(torch.uint8)
 
 
 class OnStream(nn.Module):
-    """A module that works on the stream of features alone.
+    """A module applied to the stream of a pair (stream, ends of documents); the ends are unchanged.
 
     Args:
-        inner: It.
+        inner: Module to apply.
     """
 
     def __init__(self, inner: nn.Module) -> None:
@@ -320,23 +355,40 @@ class OnStream(nn.Module):
 
 
 def places_in_documents(ends: torch.Tensor) -> torch.Tensor:
-    """The place of each token in its document, from the ends of documents, both [batch, tokens] and int64."""
+    """Return the position of each token in its document.
+
+    Args:
+        ends: 1 for the token that ends a document, else 0, int64 [batch, tokens].
+
+    Returns:
+        Positions from 0, int64 [batch, tokens].
+    """
     places = torch.arange(ends.shape[1], device=ends.device).expand_as(ends)
     follows = torch.cat([torch.zeros_like(ends[:, :1]), ends[:, :-1]], 1)  # the token before it is an end
     return places - (places * follows).cummax(1).values
 
 
 def seen_inside(ends: torch.Tensor, length: int) -> torch.Tensor:
-    """Which tokens the last `length` ones see: those of their document up to themselves, [batch, 1, length, tokens]."""
-    number, before = ends.cumsum(1) - ends, ends.shape[1] - length  # of each token's document
+    """Return the attention mask of the last `length` tokens: causal, and within each document.
+
+    Args:
+        ends: 1 for the token that ends a document, else 0, int64 [batch, tokens].
+        length: Number of tokens that attend.
+
+    Returns:
+        True where a token attends to another, bool [batch, 1, length, tokens].
+    """
+    number, before = ends.cumsum(1) - ends, ends.shape[1] - length  # number of each token's document
     return (number[:, before:, None] == number[:, None, :]).tril(before).unsqueeze(1)
 
 
 class LearnedPositions(LooksBack):
-    """Adds a row of a table to each token, by its position; of documents that are kept apart, by that in its document.
+    """Learned positions: adds a row of a table to each token, by its position in the sequence, or in its document.
+
+    The position in the document is used if the input has the ends of documents.
 
     Args:
-        positions: Rows of the table, the longest sequence there can be.
+        positions: Rows in the table, the length of the longest sequence.
         width: Features of a token.
     """
 
@@ -348,7 +400,14 @@ class LearnedPositions(LooksBack):
         return self.forward_cached(x, EarlierSlices([]))
 
     def forward_cached(self, x: Stream, earlier: Earlier) -> Stream:
-        """As `forward`, for positions after earlier ones. A state has their number, and the ends of documents."""
+        """Compute `forward` for positions that follow earlier ones.
+
+        The state contains the number of positions; and, if attention does not cross documents, the ends of documents.
+
+        Args:
+            x: Stream of the new positions, with the ends of documents if the input has them.
+            earlier: State of the earlier positions.
+        """
         before = earlier.length
         if isinstance(x, tuple):
             stream, ends = x
@@ -366,17 +425,35 @@ class LearnedPositions(LooksBack):
 
 
 def rotate(x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
-    """Rotary positions: x [batch, sequence, heads, head_dim] -> the same, in x's dtype. turns: see `turns_of`."""
+    """Apply rotary positions.
+
+    Args:
+        x: Queries or keys [batch, sequence, heads, head_dim].
+        turns: Rotation of each position, from `turns_of`.
+
+    Returns:
+        Rotated x, of its shape and dtype.
+    """
     numbers = torch.view_as_complex(widened(x).unflatten(-1, (-1, 2)))
     return torch.view_as_real(numbers * turns).flatten(-2).to(x.dtype)
 
 
 def turns_of(first: int, sequence: int, head_dim: int, base: float, device: torch.device) -> torch.Tensor:
-    """By what the features of positions from `first` on are turned: complex64 [sequence, 1, head_dim / 2].
+    """Return the rotations of rotary positions.
 
-    Features 2i and 2i+1 are one complex number, turned by position * base^(-2i / head_dim). So the product of a
-    query and a key depends on their distance alone. The turns are made anew in each block: that is little beside it,
-    and leaves no buffer to move or broadcast.
+    Features 2i and 2i+1 form a complex number, which is rotated by the angle position * base^(-2i / head_dim). So the
+    product of a query and a key depends only on their distance. The rotations are computed in each block: that costs
+    little compared to the block, and leaves no buffer to move or broadcast.
+
+    Args:
+        first: First position.
+        sequence: Number of positions.
+        head_dim: Features of a head.
+        base: Base of the wavelengths.
+        device: Device of the result.
+
+    Returns:
+        complex64 [sequence, 1, head_dim / 2].
     """
     frequency = base ** (torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / -head_dim)
     position = torch.arange(first, first + sequence, device=device, dtype=torch.float32)

@@ -1,7 +1,8 @@
-"""A folder with a model of Hugging Face: its configuration and its weights, read by transformers without a network, and
-written with its tokenizer as `from_pretrained` loads them; and the task that `model.factory = "hf:PATH"` makes of one.
+"""Folders with Hugging Face models: loading, saving, and the task that `model.factory = "hf:PATH"` makes of one.
 
-Nothing in it is executed: no Python of the folder, and of weights that torch.save wrote tensors alone are taken.
+transformers reads the configuration and the weights without a network. A folder is written with its tokenizer, so that
+`from_pretrained` loads it. Nothing in a folder is executed: its Python files are ignored, and of weights written by
+torch.save only tensors are loaded.
 """
 
 from __future__ import annotations
@@ -32,36 +33,36 @@ if TYPE_CHECKING:
     from mpitrain.data import Description
 
 
-# -- How the models of known families are cut into stages and divided over tensor ranks
+# -- Division of the models of known families into stages and over tensor ranks
 #
 #     gpt2       transformer.wte, .wpe, .drop, .h.*, .ln_f, lm_head
-#     llama      model.embed_tokens, .layers.*, .norm, lm_head          (mistral, qwen2 and qwen3 are laid out alike)
+#     llama      model.embed_tokens, .layers.*, .norm, lm_head          (mistral, qwen2 and qwen3 have the same layout)
 #
-# Between stages goes the hidden state alone: positions, and what rotary embeddings make of them, follow from its shape,
-# and no mask is needed, because all tokens count and attention is causal by itself. For text that grows, blocks have
-# `forward_cached`, as ours have: a state is keys and values.
+# Stages exchange only the hidden state. Positions and their rotary embeddings follow from its shape,
+# and no mask is needed, because all tokens count and attention is causal by default. For generation, blocks have
+# `forward_cached`, like our own models; the state is keys and values.
 
 
 class Facade(nn.Module):
-    """Shares the tables of another module's children, parameters and buffers.
+    """A module that shares the children, parameters and buffers of another module.
 
-    What is put in the place of a child of either is the child of both. So a state has the names that transformers
-    gives it, and what divides or replaces layers by their names does so in the module that computes.
+    Replacing a child of either one replaces it in both. So the state dictionary has the names of transformers, and code
+    that divides or replaces layers by name changes the module that computes.
 
     Args:
-        module: In whose place it stands. Its own hooks are called as well.
+        module: Module to stand for. Its own hooks are called as well.
     """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             self.__dict__[table] = module.__dict__[table]
-        self.__dict__["_inner"] = module  # as no child, or every name would begin with it
+        self.__dict__["_inner"] = module  # not a child, or every name would begin with it
         self.training = module.training
 
     @property
     def inner(self) -> Any:
-        """The module that computes, in the mode of this one."""
+        """Module that computes, in the mode (training or evaluation) of this one."""
         inner = self.__dict__["_inner"]
         inner.training = self.training
         return inner
@@ -71,16 +72,17 @@ class Facade(nn.Module):
 
 
 Blocks = list[tuple[str, nn.Module]]
-CACHE_NAMES = ("cache", "past_key_values", "past_key_value", "layer_past")  # of transformers, the newest first
+CACHE_NAMES = ("cache", "past_key_values", "past_key_value", "layer_past")  # names in transformers, the newest first
 
 
 @dataclass(frozen=True)
 class Family:
-    """Facts about the causal language models of one layout.
+    """Properties of the causal language models of one layout.
 
     Attributes:
-        blocks: The model's blocks under their names, in order: fed with tokens they give its scores.
-        plan: How its layers may be divided over the ranks of the tensor axis.
+        blocks: Function that returns the model's blocks with their names, in order; applied to tokens one after the
+            other, they return its scores.
+        plan: Style in which each layer may be divided over the ranks of the tensor axis, by name.
     """
 
     blocks: Callable[[Any], Blocks]
@@ -88,21 +90,31 @@ class Family:
 
 
 class Cache:
-    """The cache from which an attention layer of transformers takes earlier keys and values, and which keeps its own.
+    """A cache for an attention layer of transformers, made of the state of earlier positions.
 
     Args:
-        earlier: The positions before, whose state is keys and values, [batch, heads, positions, head_dim].
+        earlier: Earlier positions, with keys and values [batch, heads, positions, head_dim] as state.
     """
 
     def __init__(self, earlier: Earlier) -> None:
         self._earlier = earlier
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any) -> State:
-        """Take the keys and values of new positions; returns those of all."""
+        """Add the keys and values of new positions; return those of all positions.
+
+        Args:
+            keys: Keys [batch, heads, positions, head_dim].
+            values: Values [batch, heads, positions, head_dim].
+        """
         return self._earlier.add((keys, values))
 
     def of(self, layer: nn.Module, x: torch.Tensor) -> dict[str, Any]:
-        """The arguments of a layer that is given the new positions x [batch, positions, width]."""
+        """Return the keyword arguments with which a layer uses this cache.
+
+        Args:
+            layer: Layer of transformers.
+            x: Features of the new positions, [batch, positions, width].
+        """
         seen = seen_before(self._earlier.length, x.shape[1], x.device)
         mask = None if seen is None else seen[None, None]
         return {_name_of_cache(type(layer).forward): self, "use_cache": True, "attention_mask": mask}
@@ -110,7 +122,7 @@ class Cache:
 
 @cache
 def _name_of_cache(forward: Callable[..., Any]) -> str:
-    """Return the name that this version of transformers gives the cache in the arguments of a layer."""
+    """Return the name of the cache argument of a layer in the installed version of transformers."""
     accepted = inspect.signature(forward).parameters
     for name in CACHE_NAMES:
         if name in accepted:
@@ -128,34 +140,50 @@ class PositionsAdded(Facade):
         return self.forward_cached(x, EarlierSlices([]))
 
     def forward_cached(self, x: torch.Tensor, earlier: Earlier) -> torch.Tensor:
-        """As `forward`, for positions after earlier ones; of a state the length alone matters."""
+        """Compute `forward` for positions that follow earlier ones. The state only counts positions.
+
+        Args:
+            x: Hidden state of the new positions.
+            earlier: State of the earlier positions.
+        """
         positions: torch.Tensor = self.inner(_positions(x, earlier.length))
         earlier.add((x.new_empty(len(x), 1, x.shape[1], 0),))
         return x + positions
 
 
 class HiddenState(Facade):
-    """A layer of which the hidden state alone is wanted.
+    """A layer that returns only the hidden state.
 
     Args:
-        module: The layer.
-        rotary: Makes cosines and sines of positions, which the layer is told; it has no parameters, and brings its
-            numbers to where x is. None: the layer asks for none.
+        module: Layer of transformers.
+        rotary: Module that computes the cosines and sines of positions for the layer; it has no parameters, and returns
+            them on the device of x. None: the layer needs none.
     """
 
     def __init__(self, module: nn.Module, rotary: nn.Module | None = None) -> None:
         super().__init__(module)
-        self.__dict__["_rotary"] = rotary  # shared by all layers, and no part of any
+        self.__dict__["_rotary"] = rotary  # shared by all layers, not a child of any
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self._hidden(x, 0, {} if self.__dict__["_rotary"] is None else {"attention_mask": None})
 
     def forward_cached(self, x: torch.Tensor, earlier: Earlier) -> torch.Tensor:
-        """As `forward`, for positions after earlier ones."""
+        """Compute `forward` for positions that follow earlier ones.
+
+        Args:
+            x: Hidden state of the new positions.
+            earlier: State of the earlier positions.
+        """
         return self._hidden(x, earlier.length, Cache(earlier).of(self.inner, x))
 
     def _hidden(self, x: torch.Tensor, first: int, how: dict[str, Any]) -> torch.Tensor:
-        """The hidden state, which some versions of transformers give in a tuple. first: the position of x."""
+        """Return the layer's hidden state, which some versions of transformers return in a tuple.
+
+        Args:
+            x: Hidden state [batch, sequence, width].
+            first: Position of the first token of x.
+            how: Further arguments of the layer.
+        """
         if (rotary := self.__dict__["_rotary"]) is not None:
             positions = _positions(x, first)
             how |= {"position_ids": positions, "position_embeddings": rotary(x, position_ids=positions)}
@@ -209,7 +237,7 @@ _QWEN3 = replace(_LLAMA, plan={**_LLAMA.plan, "model.layers.*.self_attn.[qk]_nor
 FAMILIES: Mapping[str, Family] = {"gpt2": _GPT2, "llama": _LLAMA, "mistral": _LLAMA, "qwen2": _LLAMA, "qwen3": _QWEN3}
 
 
-# -- the folder of a model
+# -- Folder of a model
 
 
 PREFIX = "hf:"
@@ -219,12 +247,12 @@ _SHOWN = 3  # names of tensors in a message
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """A folder with a config.json, and what model.options change of it.
+    """A folder with a config.json, and the changes that model.options make to it.
 
     Attributes:
         path: The folder.
-        config: What transformers makes of its config.json.
-        named: How messages name it.
+        config: Configuration object of transformers.
+        named: Name in messages.
     """
 
     path: Path
@@ -232,11 +260,13 @@ class ModelFolder:
     named: str
 
     def make(self, kind: str, new: tuple[str, ...] = ()) -> nn.Module:
-        """The model in fp32, with the folder's weights or random ones, of torch's generator.
+        """Return the model in fp32, with the weights of the folder, or with random ones if the folder has none.
+
+        Random weights are drawn from torch's generator.
 
         Args:
-            kind: Name of the class of transformers that knows which model it is, "AutoModelForCausalLM" for instance.
-            new: How names of parameters begin that may be missing or of another shape, and are then random.
+            kind: Auto class of transformers, such as "AutoModelForCausalLM".
+            new: Prefixes of parameter names that may be missing or of another shape; these are initialized at random.
 
         Raises:
             InputError: transformers refuses the folder, or weights are missing.
@@ -271,13 +301,13 @@ def open_folder(named: str, path: str, options: Mapping[str, Any]) -> ModelFolde
     """Read a folder's config.json.
 
     Args:
-        named: The setting, for messages.
+        named: Setting that names the folder, for messages.
         path: The folder.
-        options: Keys of the configuration that are to have other values.
+        options: Values that replace those of the configuration, by key.
 
     Raises:
-        InputError: There is no such folder, transformers is missing or refuses it, or an option is unknown. Not agreed:
-            a folder may be missing on one node alone.
+        InputError: The folder is missing, transformers is missing or refuses it, or an option is unknown. Not agreed: a
+            folder may be missing on one node only.
     """
     folder = Path(path).expanduser()
     if not path or not folder.is_dir():
@@ -287,7 +317,7 @@ def open_folder(named: str, path: str, options: Mapping[str, Any]) -> ModelFolde
         )
     if not (folder / "config.json").is_file():
         raise InputError(f"{named}: {folder} has no config.json; give the folder that save_pretrained wrote")
-    os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported: it asks the network for nothing
+    os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported; keeps it off the network
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # ranks fork and share cores
     try:
         from transformers import AutoConfig
@@ -304,7 +334,12 @@ def open_folder(named: str, path: str, options: Mapping[str, Any]) -> ModelFolde
 
 @contextmanager
 def refused(named: str, mend: str) -> Iterator[None]:
-    """Whatever transformers raises inside becomes one line."""
+    """Turn any error of transformers in the `with` block into an InputError of one line.
+
+    Args:
+        named: Name of the folder in messages.
+        mend: Advice on what to do.
+    """
     try:
         yield
     except (Exception, SystemExit) as error:
@@ -313,7 +348,7 @@ def refused(named: str, mend: str) -> Iterator[None]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """transformers says nothing and draws no progress bars inside: every rank would."""
+    """Silence messages and progress bars of transformers in the `with` block, because every rank would show them."""
     from transformers.utils import logging
 
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -334,20 +369,22 @@ _BESIDE += ["chat_template*", "generation_config.json", "preprocessor_config.jso
 def save_folder(
     module: Facade, factory: str, state: Mapping[str, torch.Tensor], target: Path, shard: int = 5 * 10**9
 ) -> None:
-    """Write config.json, the weights in safetensors files, and what lies beside the weights that were trained.
+    """Write a model's config.json and weights, and the other files of its original folder, such as its tokenizer.
+
+    The weights are written as safetensors files.
 
     Args:
-        module: The model.
-        factory: The setting it was made by, "hf:PATH".
-        state: Its tensors by the names that transformers gives them.
-        target: The folder to make.
-        shard: Bytes of a file, at most; several files have an index.
+        module: Trained model.
+        factory: Setting that the model was made by, "hf:PATH".
+        state: Tensors of the model, by the names of transformers.
+        target: Folder to make.
+        shard: Largest size of a file in bytes; several files get an index.
     """
     from transformers import AutoConfig
 
     source, config = Path(factory.removeprefix(PREFIX)).expanduser(), module.inner.config
     with quiet():
-        if hasattr(config, "use_cache"):  # which training switches off
+        if hasattr(config, "use_cache"):  # training switches it off
             config.use_cache = AutoConfig.from_pretrained(str(source), local_files_only=True).use_cache
         module.inner.save_pretrained(target, state_dict=dict(state), max_shard_size=shard)
     for pattern in _BESIDE:
@@ -358,22 +395,22 @@ def save_folder(
         sync(path)
 
 
-# -- From a folder and the data's description to a Task, as the trainer wants it: a tensor in, scores out, a criterion
+# -- Construction of a Task from a folder and the description of the data: a tensor in, scores out, a criterion
 #
-# Tokens go to a causal language model; images with classes to an image classifier, and rows of integers with classes to
-# a classifier of sequences. A classifier's head is made for the data's classes, anew where the folder's is for others.
+# Tokens need a causal language model, images with classes an image classifier, and rows of integers with classes
+# a sequence classifier. If a classifier's head has another number of classes than the data, it is replaced.
 
 
-Arguments = tuple[torch.Tensor, dict[str, torch.Tensor]]  # the first one, and others by name
+Arguments = tuple[torch.Tensor, dict[str, torch.Tensor]]  # first argument, and others by name
 
 
 class HuggingFaceModel(Facade):
-    """A model of transformers: its input by itself, as tensor -> its scores by themselves.
+    """A model of transformers as a function of one tensor that returns only the scores.
 
     Args:
-        module: Of transformers.
-        named: How messages name it.
-        arguments: Makes of an input what the module is given: its first argument, and others by name.
+        module: Model of transformers.
+        named: Name in messages.
+        arguments: Function of an input that returns the module's arguments: the first one, and others by name.
     """
 
     def __init__(self, module: Any, named: str, arguments: Callable[[torch.Tensor], Arguments] = lambda x: (x, {})):
@@ -385,7 +422,7 @@ class HuggingFaceModel(Facade):
 
     @property
     def undivided(self) -> str:
-        """Why neither stages nor tensor ranks can have parts of it, and what to do instead."""
+        """Reason why the model cannot be divided into stages or over tensor ranks, and advice on what to do instead."""
         return (
             f"{self.named}: how {type(self.inner).__name__} is divided is known for {one_of(sorted(FAMILIES))}; use "
             "parallel.data and parallel.zero, and set parallel.pipeline and parallel.tensor to 1"
@@ -397,7 +434,12 @@ class HuggingFaceModel(Facade):
         return scores
 
     def loss(self, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """The mean loss, in nats."""
+        """Return the mean loss, in nats.
+
+        Args:
+            output: Scores.
+            y: Targets.
+        """
         return self.criterion(output, y)
 
 
@@ -405,13 +447,13 @@ class KnownLanguageModel(HuggingFaceModel):
     """A causal language model of a known family: tokens [batch, sequence] -> scores [batch, sequence, vocabulary].
 
     Args:
-        module: Of transformers.
-        named: How messages name it.
-        family: What is known of it.
-        sequence: Tokens of a sample.
+        module: Model of transformers.
+        named: Name in messages.
+        family: Properties of its family.
+        sequence: Tokens per sample.
 
     Attributes:
-        counts_positions: Positions are counted in hidden states, which therefore must be of whole sequences.
+        counts_positions: True, because positions are counted in hidden states, which must therefore be whole sequences.
     """
 
     counts_positions = True
@@ -421,7 +463,7 @@ class KnownLanguageModel(HuggingFaceModel):
         self._family, self._sequence = family, sequence
 
     def pipeline_blocks(self) -> Blocks:
-        """(name, module) in order; feeding tokens through them equals `model(tokens)`."""
+        """Return (name, module) in order; applying them to tokens one after the other equals `model(tokens)`."""
         config = self.inner.config
         window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
         if window is not None and window < self._sequence:
@@ -438,23 +480,23 @@ class KnownLanguageModel(HuggingFaceModel):
         return self._family.blocks(self)
 
     def tensor_plan(self) -> dict[str, str]:
-        """How each layer may be divided over ranks. `criterion` then has to take divided scores."""
+        """Return how each layer may be divided over tensor ranks. `criterion` must then accept divided scores."""
         return dict(self._family.plan)
 
 
-_HEADS = ("classifier", "score", "head", "cls_classifier", "fc")  # how classifiers of transformers name their heads
+_HEADS = ("classifier", "score", "head", "cls_classifier", "fc")  # names of classifier heads in transformers
 
 
 def build_hugging_face(factory: str, description: Description, options: Mapping[str, Any]) -> Task:
-    """The model of a folder, for data that are described so, on the CPU in fp32.
+    """Build the model of a folder for the given data, on the CPU in fp32.
 
     Args:
-        factory: The setting, "hf:PATH".
-        description: Of the data.
-        options: Keys of config.json with other values.
+        factory: Setting of the model, "hf:PATH".
+        description: Description of the data.
+        options: Values that replace those of config.json, by key.
 
     Raises:
-        InputError: In one line, where the folder, transformers or the data are not what it takes.
+        InputError: The folder, transformers or the data do not fit; the message has one line.
     """
     named = f"model.factory {factory}"
     folder = open_folder(named, factory.removeprefix(PREFIX), options)
@@ -541,7 +583,7 @@ def _sequence_classifier(folder: ModelFolder, description: Description) -> Huggi
 
 
 def _require_architecture(folder: ModelFolder, *endings: str, data: str) -> None:
-    """Raise InputError for a folder that says its model is for something else than these data."""
+    """Raise InputError if the folder's config.json names an architecture for another kind of data."""
     architectures = getattr(folder.config, "architectures", None) or []
     if architectures and not any(ending in name for name in architectures for ending in endings):
         raise refusal(

@@ -1,22 +1,22 @@
-"""Figures of how good a model is on samples, beside its loss: accuracy, perplexity, R2, F1.
+"""Metrics of a model's quality on samples, other than its loss: accuracy, perplexity, R2, F1.
 
-A metric is a few sums over samples, which can be added in any cut of them, and what these come to. So each sample
-counts once, whatever the number of ranks:
+A metric is defined by a few sums over samples, which can be computed for any parts of them and added, and by a function
+of the total. So each sample counts once, for any number of ranks:
 
-    sums(output, y)      of one microbatch; added over microbatches and ranks
-    value(sums)          the figure of all of them together
+    sums(output, y)      sums of one microbatch; added over microbatches and ranks
+    value(sums)          the metric of all samples
 
-Metrics of classes and tokens are made of a few numbers of each target (`Judged`), not of its scores: these are taken
-once for all metrics, and ranks that have parts of the scores exchange no more than that.
+Metrics of classes and tokens use a few numbers per target (`Judged`) instead of its scores. These numbers are computed
+once for all metrics, and ranks that have parts of the scores exchange only them.
 
-Precision, recall, F1 and AUROC are the figures of scikit-learn, exact over any number of ranks. A class c has tp
-samples that are its own and were taken for it, `guessed` that were taken for it and `actual` that are its own. These
-are counted, and added over the ranks:
+Precision, recall, F1 and AUROC are defined as in scikit-learn, and exact for any number of ranks. For a class c, tp
+counts the samples of c that were classified as c, `guessed` all samples classified as c, and `actual` all samples of c.
+The counts are added over the ranks:
 
     precision = tp / guessed     recall = tp / actual     F1 = 2 tp / (guessed + actual)
 
-each 0 where nothing was counted below the line. A macro mean is over the classes that occur among targets or guesses.
-AUROC compares samples with each other, so every rank gets the probabilities of all samples.
+each 0 if its denominator is 0. A macro mean is over the classes that occur among targets or guesses. AUROC compares
+samples with each other, so every rank gets the probabilities of all samples.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ from mpitrain.models.losses import UNCOUNTED, widened
 if TYPE_CHECKING:
     from mpitrain.data import Description
 
-Gather = Callable[[torch.Tensor], list[torch.Tensor]]  # a tensor of each rank, whose sizes may differ: those of all
-FIRST = 5  # of the best classes, of which the right one is to be one
+Gather = Callable[[torch.Tensor], list[torch.Tensor]]  # gathers a tensor from all ranks; sizes may differ
+FIRST = 5  # number of best classes that top-k accuracy accepts
 
 
 @dataclass(frozen=True)
 class Judged:
-    """What the scores of each target come to. All shapes are [targets].
+    """Results of comparing the scores of each target with its class. All shapes are [targets].
 
     Attributes:
-        nats: The cross-entropy, float32 or wider.
-        guess: The class with the largest score.
-        above: How many other classes have a score that is not smaller than the right one's; None: not counted.
-        y: The right class.
-        counted: Whether the target counts.
+        nats: Cross-entropy, float32 or wider.
+        guess: Class with the largest score.
+        above: Number of other classes with a score not smaller than that of the right class; None if not computed.
+        y: Right class.
+        counted: True if the target counts.
     """
 
     nats: torch.Tensor
@@ -60,11 +60,11 @@ class Judged:
 
 
 class Measure(ABC):
-    """One figure, or several, of the samples that a model was evaluated on.
+    """One or several figures about the samples that a model was evaluated on.
 
     Attributes:
-        name: In metrics.jsonl, after "held_out_".
-        higher: Whether a larger figure is a better one; None: not known.
+        name: Name in metrics.jsonl, after "held_out_".
+        higher: True if larger figures are better, False if smaller ones are, None if unknown.
     """
 
     name: str
@@ -72,35 +72,48 @@ class Measure(ABC):
 
     @property
     def directions(self) -> dict[str, bool | None]:
-        """By the name of each figure, `higher` of it."""
+        """Value of `higher` for each figure, by its name."""
         return {self.name: self.higher}
 
 
 class Collected(Measure):
-    """A measure that needs more of the samples than sums.
+    """A measure that needs more than sums over samples.
 
-    It is told that an evaluation begins, sees outputs on the ranks where the model ends, and makes its figures there.
+    An evaluation calls `begin`, then `see` for each output on the ranks of the last pipeline stage, then `figures` on
+    these ranks.
     """
 
     @abstractmethod
     def begin(self) -> None:
-        """Forget what was seen."""
+        """Forget all earlier samples."""
 
     @abstractmethod
     def see(self, output: Any, y: torch.Tensor) -> None:
-        """Take the whole output of the model for some samples, and their targets."""
+        """Add some samples: the whole output of the model, and the targets.
+
+        Args:
+            output: Output of the model.
+            y: Targets.
+        """
 
     @abstractmethod
     def figures(self, gather: Gather) -> dict[str, float]:
-        """Return the figures of what all ranks have seen; none where nothing was. Collective over these ranks."""
+        """Return the figures of the samples of all ranks, by name. Collective over these ranks.
+
+        Args:
+            gather: Function that gathers a tensor from all these ranks; its sizes may differ.
+
+        Returns:
+            The figures; empty if there are no samples.
+        """
 
 
 class Metric(Measure):
-    """A measure that is made of sums over samples.
+    """A measure that is computed from sums over samples.
 
     Attributes:
-        size: How many sums it is made of.
-        counts: Whether the sums are whole numbers, which have no rounding to depend on their order.
+        size: Number of sums.
+        counts: True if the sums are integers, so that rounding does not depend on the order of the additions.
     """
 
     size: int = 2
@@ -108,16 +121,16 @@ class Metric(Measure):
 
     @abstractmethod
     def sums(self, output: Any, y: torch.Tensor) -> torch.Tensor:
-        """The sums over the samples of a microbatch, float64 [size], on the device of the output.
+        """Return the sums over the samples of a microbatch, float64 [size], on the device of the output.
 
         Args:
-            output: Of the model for these samples.
-            y: Their targets.
+            output: Output of the model for these samples.
+            y: Targets of these samples.
         """
 
     @abstractmethod
     def value(self, sums: torch.Tensor) -> float:
-        """What the sums over all samples come to; NaN where nothing was counted."""
+        """Return the metric from the sums over all samples; NaN if no target counts."""
 
     def figures(self, sums: torch.Tensor) -> dict[str, float]:
         """Return the figures by name."""
@@ -125,20 +138,25 @@ class Metric(Measure):
 
 
 class OfScores(Metric):
-    """A metric of classes, whose output are scores [..., classes] and whose y are class numbers [...].
+    """A metric of classes. The output is scores [..., classes], and y is class numbers [...].
 
     Args:
-        classes: How many there are.
+        classes: Number of classes.
     """
 
     def __init__(self, classes: int) -> None:
         self.classes = classes
 
-    top = False  # whether it looks at more than the best class
-    exact = False  # whether the output may have no more scores than there are classes
+    top = False  # True if it needs more than the best class
+    exact = False  # True if the output must not have more scores than there are classes
 
     def sums(self, output: Any, y: torch.Tensor) -> torch.Tensor:
-        """As of `Metric`; the output may be `Judged` already."""
+        """Return the sums over the samples of a microbatch, float64 [size], on the device of the output.
+
+        Args:
+            output: Scores [..., classes], or `Judged` targets.
+            y: Class numbers [...].
+        """
         return self.of(output if isinstance(output, Judged) else judged(output, y, top=self.top))
 
     def value(self, sums: torch.Tensor) -> float:
@@ -147,11 +165,11 @@ class OfScores(Metric):
 
     @abstractmethod
     def of(self, told: Judged) -> torch.Tensor:
-        """The sums of targets that were judged."""
+        """Return the sums over judged targets."""
 
 
 class Accuracy(OfScores):
-    """How many of the targets that count have the largest score, from 0 to 1."""
+    """Fraction of counted targets whose class has the largest score, 0 to 1."""
 
     def __init__(self, classes: int, name: str = "accuracy") -> None:
         super().__init__(classes)
@@ -162,7 +180,7 @@ class Accuracy(OfScores):
 
 
 class TopAccuracy(OfScores):
-    """How many of the targets that count are among the `FIRST` largest scores, from 0 to 1."""
+    """Fraction of counted targets whose class is among the `FIRST` largest scores, 0 to 1."""
 
     name, top = f"top{FIRST}_accuracy", True
 
@@ -172,7 +190,7 @@ class TopAccuracy(OfScores):
 
 
 class Perplexity(OfScores):
-    """The exponential of the mean cross-entropy of all tokens that count."""
+    """Exponential of the mean cross-entropy of all counted tokens."""
 
     name, higher = "perplexity", False
 
@@ -185,7 +203,7 @@ class Perplexity(OfScores):
 
 
 class Confusion(OfScores):
-    """How often each class was taken for each: `matrix`."""
+    """Confusion matrix: the number of targets of each class that were classified as each class; see `matrix`."""
 
     name, counts, exact = "confusion", True, True
 
@@ -200,17 +218,17 @@ class Confusion(OfScores):
         return {}
 
     def matrix(self, sums: torch.Tensor) -> torch.Tensor:
-        """int64 [right class, class with the largest score]."""
+        """Return the confusion matrix, int64 [right class, class with the largest score]."""
         return sums.round().long().view(self.classes, self.classes)
 
 
 class R2(Metric):
-    """The coefficient of determination: 1 for exact numbers, 0 for those of who knows no more than their mean.
+    """Coefficient of determination: 1 for exact predictions, 0 for predicting the mean of the targets.
 
-    Of several numbers a sample it is the mean over them, as scikit-learn's `r2_score`.
+    For several numbers per sample it is the mean over them, as in scikit-learn's `r2_score`.
 
     Args:
-        numbers: Of a sample.
+        numbers: Numbers per sample.
     """
 
     name = "r2"
@@ -230,12 +248,12 @@ class R2(Metric):
             return math.nan
         away, total, squares = sums[:-1].view(3, self.numbers)
         spread = squares - total * total / count
-        flat = spread <= squares * 1e-14  # all alike, but for rounding
+        flat = spread <= squares * 1e-14  # all equal, except for rounding
         return float(torch.where(flat, (away == 0).double(), 1 - away / spread.where(~flat, 1.0)).mean())
 
 
 class RMSE(R2):
-    """The root of the mean squared error; of several numbers a sample the mean of their roots, as in scikit-learn."""
+    """Root of the mean squared error; for several numbers per sample, the mean of their roots, as in scikit-learn."""
 
     name, higher = "rmse", False
 
@@ -245,27 +263,44 @@ class RMSE(R2):
 
 
 def judged(scores: torch.Tensor, y: torch.Tensor, *, top: bool = False) -> Judged:
-    """What whole scores [..., classes] of targets y [...] come to. top: also how many classes are above the right."""
+    """Compare scores with the classes of their targets.
+
+    Args:
+        scores: Scores of all classes, [..., classes].
+        y: Class numbers [...].
+        top: If true, also count the classes with scores not below that of the right class (`above`).
+    """
     scores, y = widened(scores).reshape(-1, scores.shape[-1]), y.reshape(-1)
     counted = y != UNCOUNTED
     right = scores.gather(-1, y.where(counted, 0).unsqueeze(-1))
     nats = scores.logsumexp(-1) - right.squeeze(-1)
-    above = (~(scores < right)).sum(-1) - 1 if top else None  # where some are NaN, these are above
+    above = (~(scores < right)).sum(-1) - 1 if top else None  # NaN scores count as above
     return Judged(nats, scores.argmax(-1), above, y, counted)
 
 
 def fits(metric: Metric, output: Any, y: Any) -> bool:
-    """Whether a model's output is what a metric is made of; a model of one's own may return something else."""
+    """Return True if a metric can be computed from an output; a user's model may return something else.
+
+    Args:
+        metric: Metric to compute.
+        output: Output of the model.
+        y: Targets.
+    """
     if not (isinstance(output, torch.Tensor) and isinstance(y, torch.Tensor) and output.is_floating_point()):
         return False
     if isinstance(metric, OfScores):
-        more = output.shape[-1] - metric.classes  # a head may have more scores than there are classes
+        more = output.shape[-1] - metric.classes  # the head may have unused scores
         return are_scores(output, y) and (more == 0 or (more > 0 and not metric.exact))
     return output.numel() == y.numel()
 
 
 def are_scores(output: torch.Tensor, y: torch.Tensor) -> bool:
-    """Return whether an output can be scores of classes, of which y are the numbers."""
+    """Return True if an output may be scores of classes and y their numbers.
+
+    Args:
+        output: Output of the model.
+        y: Targets.
+    """
     return output.shape[:-1] == y.shape and output.dim() > y.dim() and not y.is_floating_point()
 
 
@@ -274,7 +309,7 @@ def _shares(part: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
 
 
 def _tally(places: torch.Tensor, counted: torch.Tensor, size: int) -> torch.Tensor:
-    """How often each of `size` places is there among those that count, float64 [size]."""
+    """Count how often each of `size` places occurs among the counted targets, float64 [size]."""
     return torch.zeros(size, dtype=torch.float64, device=places.device).index_add_(0, places, counted.double())
 
 
@@ -285,7 +320,7 @@ def _share(part: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
     return torch.where(whole > 0, part / whole.clamp(min=1), 0.0)
 
 
-EACH: dict[str, Callable[[Counts], torch.Tensor]] = {  # of each class, float64 [classes]
+EACH: dict[str, Callable[[Counts], torch.Tensor]] = {  # values of each class, float64 [classes]
     "precision": lambda counts: _share(counts[0], counts[1]),
     "recall": lambda counts: _share(counts[0], counts[2]),
     "f1": lambda counts: _share(2 * counts[0], counts[1] + counts[2]),
@@ -293,7 +328,7 @@ EACH: dict[str, Callable[[Counts], torch.Tensor]] = {  # of each class, float64 
 
 
 class OfCounts(OfScores):
-    """A figure of all classes together: the macro mean of one of `EACH`, or "f1_micro".
+    """One figure of all classes: the macro mean of an entry of `EACH`, or "f1_micro".
 
     Args:
         classes: Names of the classes.
@@ -338,14 +373,14 @@ class PerClass(OfCounts):
 
 
 class AUROC(Collected):
-    """The area under the receiver operating characteristic: of two classes that of the second one.
+    """Area under the receiver operating characteristic; for two classes, that of the second class.
 
-    Of more classes it is the mean over them, each against the rest; classes that all or none of the samples have are
-    left out. Every rank holds a probability of each class of each sample for it, 8 bytes.
+    For more classes it is the mean over them, each against the others, without the classes of all or of no samples. It
+    needs memory on every rank: 8 bytes per sample and class.
 
     Args:
         classes: Names of the classes.
-        each: Whether the figure of each class is wanted, too.
+        each: If true, also return the area of each class.
     """
 
     name = "auroc"
@@ -360,7 +395,7 @@ class AUROC(Collected):
         return dict.fromkeys(["auroc", *each], self.higher)
 
     def begin(self) -> None:
-        self._rows: list[torch.Tensor] = []  # float64 [samples, classes + 1]: probabilities, and the right class
+        self._rows: list[torch.Tensor] = []  # float64 [samples, classes + 1]: probabilities, then the right class
 
     def see(self, output: Any, y: torch.Tensor) -> None:
         classes = len(self.names)
@@ -385,11 +420,11 @@ class AUROC(Collected):
 
 
 def area(scores: torch.Tensor, positive: torch.Tensor) -> float:
-    """Return the probability that a positive sample has a larger score than another; equal ones count as a half.
+    """Return the probability that a positive sample has a larger score than a negative one; equal scores count as half.
 
     Args:
-        scores: float [samples].
-        positive: bool [samples]; some and not all of them are.
+        scores: Scores of the samples, float [samples].
+        positive: True for positive samples, bool [samples]; there is at least one of each kind.
     """
     values, place = scores.unique(return_inverse=True)
     above, below = (_tally(place, some, len(values)) for some in (positive, ~positive))
@@ -398,27 +433,33 @@ def area(scores: torch.Tensor, positive: torch.Tensor) -> float:
 
 
 def of_classes(name: OfClasses, classes: Sequence[str], *, each: bool) -> OfCounts | AUROC:
-    """Return the measure that has this name. each: whether AUROC is wanted of each class, too."""
+    """Return the measure of a given name.
+
+    Args:
+        name: Name of the measure.
+        classes: Names of the classes.
+        each: If true, AUROC also returns the area of each class.
+    """
     if name == "auroc":
         return AUROC(classes, each=each)
     return PerClass(classes) if name == "per_class" else OfCounts(classes, name)
 
 
-FEW = 20  # classes of which each is measured by `mpitrain.evaluate` without being asked to
+FEW = 20  # largest number of classes for which `mpitrain.evaluate` reports each class by default
 OF_CLASSES: tuple[OfClasses, ...] = get_args(OfClasses)
 
 
 def measures_of(description: Description, *, more: bool = False) -> list[Measure]:
-    """Return the measures of a task, by what its data are.
+    """Return the measures that suit the data of a task.
 
     Args:
-        description: Of the data.
-        more: Whether those are wanted, too, that cost more or are longer.
+        description: Description of the data.
+        more: If true, include measures that are slower or return many figures.
 
     Returns:
-        Of classes accuracy, of tokens perplexity and token accuracy, of numbers R2. With `more` also top-5 accuracy, of
-        numbers RMSE, and of classes macro means of F1, precision and recall, the confusion matrix, and, of few classes,
-        AUROC and figures of each class.
+        Accuracy for classes; perplexity and token accuracy for tokens; R2 for numbers. With `more`, also top-5
+        accuracy; RMSE for numbers; and for classes the macro means of F1, precision and recall, the confusion matrix,
+        and, if there are few classes, AUROC and the figures of each class.
     """
     if description.kind == "tokens" and description.vocabulary is not None:
         size = description.vocabulary
@@ -439,14 +480,14 @@ def measures_of(description: Description, *, more: bool = False) -> list[Measure
 
 
 def named_measures(names: Sequence[str], description: Description) -> list[Measure]:
-    """Return the measures that train.metrics names, but for those that the data have in any case.
+    """Return the measures named by train.metrics, without those that the data has by default.
 
     Args:
         names: Names among `Measured` and `OfClasses`.
-        description: Of the data.
+        description: Description of the data.
 
     Raises:
-        InputError: On all ranks, where one is of other data.
+        InputError: A name does not suit the data. It is raised on every rank.
     """
     usual = {measure.name for measure in measures_of(description)}
     possible = {measure.name: measure for measure in measures_of(description, more=True)}

@@ -1,6 +1,6 @@
-"""A multilayer perceptron over flattened samples, for classes or numbers.
+"""A multilayer perceptron on flattened samples, for classification or regression.
 
-Weights come from torch's default generator: after the same `torch.manual_seed` they are the same on every rank.
+Weights are drawn from torch's default generator: after the same `torch.manual_seed` they are equal on every rank.
 """
 
 from __future__ import annotations
@@ -12,9 +12,18 @@ from mpitrain.models.task import BlockModel, Criterion
 
 
 class MLP(BlockModel):
-    """x [batch, ...] of any real dtype, with `inputs` numbers a sample -> [batch, outputs].
+    """A multilayer perceptron: hidden layers of linear, ReLU and dropout, then a linear head.
 
-    layers: hidden layers of `width` features, each linear, ReLU, dropout. criterion(output, y): the loss.
+    Args:
+        inputs: Numbers per sample.
+        outputs: Numbers in an output.
+        layers: Number of hidden layers.
+        width: Features of a hidden layer.
+        criterion: Loss function of (output, y).
+        dropout: Probability of dropout after each hidden layer.
+
+    Shape:
+        Input [batch, ...] of any real dtype, output [batch, outputs].
     """
 
     def __init__(
@@ -27,14 +36,14 @@ class MLP(BlockModel):
         self.criterion = criterion
 
     def pipeline_blocks(self) -> list[tuple[str, nn.Module]]:
-        """(name, module) in order; feeding x through them equals `model(x)`."""
+        """Return (name, module) in order; applying them to x one after the other equals `model(x)`."""
         hidden = [(f"hidden.{index}", layer) for index, layer in enumerate(self.hidden)]
         return [("flatten", self.flatten), *hidden, ("head", self.head)]
 
     def tensor_plan(self) -> dict[str, str]:
-        """How each layer may be divided over ranks: in pairs, so that a sum follows every second one.
+        """Return how each layer may be divided over tensor ranks: in pairs, with one sum over ranks after each pair.
 
-        With an even number of hidden layers the head is left whole.
+        With an even number of hidden layers, the head is not divided.
         """
         linear = [f"hidden.{index}.0" for index in range(len(self.hidden))] + ["head"]
         pairs = zip(linear[::2], linear[1::2], strict=False)
@@ -42,6 +51,13 @@ class MLP(BlockModel):
 
 
 def hidden_layer(inputs: int, width: int, dropout: float) -> nn.Sequential:
+    """Return a hidden layer: linear, ReLU, dropout.
+
+    Args:
+        inputs: Features of the input.
+        width: Features of the output.
+        dropout: Probability of dropout.
+    """
     linear = nn.Linear(inputs, width)
     nn.init.kaiming_normal_(linear.weight, nonlinearity="relu")
     nn.init.zeros_(linear.bias)
@@ -49,7 +65,7 @@ def hidden_layer(inputs: int, width: int, dropout: float) -> nn.Sequential:
 
 
 class Flatten(nn.Module):
-    """[batch, ...] of any real dtype -> [batch, numbers] in floating point."""
+    """Flattening of [batch, ...] of any real dtype to [batch, numbers] in floating point."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return (x if x.is_floating_point() else x.float()).flatten(1)

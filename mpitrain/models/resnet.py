@@ -1,14 +1,14 @@
 """Residual networks of 18, 34, 50 and 101 layers (He et al. 2015, "Deep Residual Learning for Image Recognition").
 
-As everybody trains them since: the stride of a bottleneck sits on its 3x3 convolution ("v1.5"), and the last
-BatchNorm of each block starts at zero, so that a new block is the identity (Goyal et al. 2017).
+Two details follow common practice since then: the stride of a bottleneck is on its 3x3 convolution ("v1.5"), and the
+last BatchNorm of each block starts at zero, so that a new block is the identity (Goyal et al. 2017).
 
     images -> stem -> stage 1 (w) -> stage 2 (2w, half size) -> stage 3 (4w) -> stage 4 (8w) -> mean -> head
 
-w is the stem's width: 64 is the paper's. Images up to 64 pixels get the stem the paper uses for CIFAR (3x3, no
-stride, no pooling); larger ones 7x7 of stride 2 and a 3x3 max-pool of stride 2.
+w is the width of the stem; the paper uses 64. Images up to 64 pixels get the stem that the paper uses for CIFAR (3x3,
+no stride, no pooling); larger images get 7x7 with stride 2 and a 3x3 max-pool with stride 2.
 
-Weights come from torch's default generator: after the same `torch.manual_seed` they are the same on every rank.
+Weights are drawn from torch's default generator: after the same `torch.manual_seed` they are equal on every rank.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch import nn
 
 from mpitrain.models.task import BlockModel, Criterion
 
-SMALL_IMAGE = 64  # pixels, of the longer side
-WIDER = 4  # times its width that a bottleneck gives
+SMALL_IMAGE = 64  # largest longer side, in pixels
+WIDER = 4  # output channels of a bottleneck, in multiples of its width
 
 
 class ResidualBlock(nn.Module):
-    """Convolutions beside a shortcut: two of 3x3, or 1x1 down, 3x3 and 1x1 up to `WIDER` times the width.
+    """Convolutions with a shortcut: two of 3x3; or, as a bottleneck, 1x1, 3x3 and 1x1 with `WIDER` times the width.
 
-    A BatchNorm follows each convolution, and a ReLU all but the last.
+    A BatchNorm follows each convolution, and a ReLU follows all but the last.
     """
 
     def __init__(self, inputs: int, width: int, stride: int, bottleneck: bool) -> None:
@@ -45,7 +45,7 @@ class ResidualBlock(nn.Module):
         return self.activation(self.residual(x) + self.shortcut(x))
 
 
-# by layers: whether blocks are bottlenecks, and how many each stage has
+# for each number of layers: (True if blocks are bottlenecks, number of blocks in each stage)
 STAGES = {
     18: (False, (2, 2, 2, 2)),
     34: (False, (3, 4, 6, 3)),
@@ -55,11 +55,21 @@ STAGES = {
 
 
 class ResNet(BlockModel):
-    """images [batch, channels, height, width] of any real dtype -> [batch, outputs].
+    """A residual network for images.
 
-    layers: 18, 34, 50 or 101. width: channels after the stem. small: the stem without strides.
-    channels_last: images come as [batch, height, width, channels]. criterion(output, y): the loss.
-    Images without a channel axis, [batch, height, width], count as one channel.
+    Images without a channel axis, [batch, height, width], have one channel.
+
+    Args:
+        layers: 18, 34, 50 or 101.
+        width: Channels after the stem.
+        channels: Channels of an image.
+        outputs: Numbers in an output.
+        criterion: Loss function of (output, y).
+        small: If true, use the stem without strides.
+        channels_last: If true, images are [batch, height, width, channels].
+
+    Shape:
+        Images [batch, channels, height, width] of any real dtype, output [batch, outputs].
     """
 
     undivided = (
@@ -100,7 +110,7 @@ class ResNet(BlockModel):
                 nn.init.zeros_(module.residual[-1].weight)  # type: ignore[arg-type]
 
     def pipeline_blocks(self) -> list[tuple[str, nn.Module]]:
-        """(name, module) in order; feeding images through them equals `model(images)`."""
+        """Return (name, module) in order; applying them to images one after the other equals `model(images)`."""
         blocks = [
             (f"stages.{index}.{name}", block)
             for index, stage in enumerate(self.stages)
@@ -110,7 +120,10 @@ class ResNet(BlockModel):
 
 
 class Stem(nn.Module):
-    """Images to features: [batch, width, H, W] when small, else a quarter of each side."""
+    """First layers of a residual network: images to [batch, width, H, W].
+
+    H and W are the sides of the image if small, else a quarter of them.
+    """
 
     def __init__(self, channels: int, width: int, small: bool, channels_last: bool) -> None:
         super().__init__()
@@ -130,12 +143,25 @@ class Stem(nn.Module):
 
 
 def convolution(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Conv2d:
-    """Same-size padding; no bias, as a BatchNorm follows."""
+    """Return a convolution with padding that keeps the size, and without bias, because a BatchNorm follows.
+
+    Args:
+        inputs: Input channels.
+        outputs: Output channels.
+        kernel: Side of the kernel, an odd number of pixels.
+        stride: Stride in pixels.
+    """
     return nn.Conv2d(inputs, outputs, kernel, stride=stride, padding=kernel // 2, bias=False)
 
 
 def shortcut(inputs: int, outputs: int, stride: int) -> nn.Module:
-    """The identity, or a 1x1 projection where the shape changes (the paper's option B)."""
+    """Return the identity, or a 1x1 projection if the shape changes (the paper's option B).
+
+    Args:
+        inputs: Input channels.
+        outputs: Output channels.
+        stride: Stride of the block.
+    """
     if inputs == outputs and stride == 1:
         return nn.Identity()
     return nn.Sequential(convolution(inputs, outputs, 1, stride), nn.BatchNorm2d(outputs))

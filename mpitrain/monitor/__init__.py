@@ -1,4 +1,4 @@
-"""What a person sees of a run: progress, metrics, logs, memory. Takes plain values and knows no MPI."""
+"""Monitoring of a run: progress, metrics, logs, memory. This package takes plain values and does not use MPI."""
 
 from mpitrain.monitor.logs import open_rank_log
 from mpitrain.monitor.memory import memory_bytes, peak_memory_bytes

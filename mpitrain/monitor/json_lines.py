@@ -1,11 +1,11 @@
-"""Files of JSON lines that a job appends to: read as they grow, written a whole line at a time.
+"""Files of JSON lines that a job appends to, one whole line at a time, and that readers follow as they grow.
 
-A kill may leave the last line torn. Memory is that of one line, whatever the size of the file; a line that is longer
-than any that a job writes is damage.
+A killed job may leave an incomplete last line. Readers hold one line in memory at a time, whatever the size of the
+file; a line longer than `LONGEST` is treated as damage, because no job writes one.
 
-The lines of metrics.jsonl, events.jsonl and ranks/rank-*.jsonl are checked as they are read. Readers of all three
-(`report`, its view of a run that goes on, `read_events`) see values of the types below alone, and numbers that can be
-added, divided and printed. Keys that are not named here may hold anything.
+The lines of metrics.jsonl, events.jsonl and ranks/rank-*.jsonl are validated as they are read. Their readers (`report`,
+its live view, `read_events`) therefore see only values of the types below, and numbers that can be added, divided and
+printed. Keys that have no field here may hold any value.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from mpitrain.errors import InputError, first_problem
 from mpitrain.storage.disk import open_plain, reason
 from mpitrain.storage.run_folder import writing
 
-LONGEST = 16 << 20  # bytes of a line
+LONGEST = 16 << 20  # maximum bytes of a line
 T = TypeVar("T")
 
 
 class GrowingFile:
-    """Whole lines of a file that another process appends to, once each, on a shared file system, too.
+    """Reader of a file that another process appends to; returns each whole line once, also on a shared file system.
 
     Args:
-        path: The file, which need not be there yet.
-        last_bytes: Begin at most so many bytes before its end; None: at its beginning.
+        path: Path of the file, which does not have to exist yet.
+        last_bytes: Number of bytes before the end of the file at which to start reading; None starts at the beginning.
 
     Attributes:
-        begun_anew: How often the file was found replaced, or shorter than what had been read of it.
+        begun_anew: Number of times the file was replaced, or was shorter than the part already read.
     """
 
     def __init__(self, path: Path, last_bytes: int | None = None) -> None:
@@ -45,13 +45,16 @@ class GrowingFile:
         self._last_bytes = last_bytes
         self._file: tuple[int, int] | None = None  # device and inode
         self._read = 0  # bytes, up to the end of a line
-        self._passing = False  # whether that is the middle of a line, the rest of which is not given
+        self._passing = False  # whether `_read` is inside a line whose rest is to be skipped
 
     def lines(self) -> Iterator[bytes | None]:
-        """Yield the lines that came since the last call; None in place of one that has more than `LONGEST` bytes.
+        """Yield the lines added since the last call; None in place of a line of more than `LONGEST` bytes.
 
-        Where the file was begun anew, all of them come again, and `begun_anew` tells before the first. What a last line
-        without an end has is read again by the next call. Raises OSError.
+        If the file was replaced or truncated, `begun_anew` is increased and then all lines are yielded again. An
+        incomplete last line is left for the next call.
+
+        Raises:
+            OSError: The file cannot be read.
         """
         with open_plain(self.path) as file:  # opened each time, so that a network file system asks its server
             status = os.fstat(file.fileno())
@@ -73,13 +76,18 @@ class GrowingFile:
                     yield line if len(line) <= LONGEST else None
 
     def new_lines(self) -> Iterator[bytes]:
-        """Yield `lines`, an empty one for one that is too long; none of a file that is not there, or unreadable now."""
+        """Yield `lines`, with an empty line in place of one that is too long; nothing if the file cannot be read."""
         with suppress(OSError):
             yield from (line or b"\n" for line in self.lines())
 
 
 def parsed(line: bytes, kind: Callable[[Any], T]) -> T | None:
-    """Return what `kind` makes of a line's JSON value; None where it raises ValueError."""
+    """Return `kind(value)` for the JSON value of a line, or None if the line is no JSON or `kind` raises ValueError.
+
+    Args:
+        line: Bytes of the line.
+        kind: Function that checks and converts the JSON value.
+    """
     try:
         return kind(json.loads(line))
     except (ValueError, RecursionError):
@@ -89,17 +97,18 @@ def parsed(line: bytes, kind: Callable[[Any], T]) -> T | None:
 def read_lines(
     path: Path, what: str, kind: Callable[[Any], T], after_torn: Callable[[T], bool] = lambda line: False
 ) -> Iterator[T]:
-    """Yield the lines of a file, checked. A torn last line is left out.
+    """Yield the checked lines of a file, without an incomplete last line.
 
     Args:
-        path: The file.
-        what: A message's name for it.
-        kind: Makes of a JSON value what is given. Raises ValueError for a damaged one.
-        after_torn: Whether a line can follow one that a killed job left torn: the first of the next job.
+        path: Path of the file.
+        what: Name of the file in error messages.
+        kind: Function that converts a JSON value to the yielded value; raises ValueError for a damaged one.
+        after_torn: Predicate that accepts the lines which may follow an incomplete line of a killed job, namely the
+            first line of the next job.
 
     Raises:
-        InputError: The file cannot be read, or a line inside it is damaged.
-        FileNotFoundError: It is not there.
+        InputError: The file cannot be read, or a line before the last one is damaged.
+        FileNotFoundError: The file does not exist.
     """
     torn: InputError | None = None
     try:
@@ -128,13 +137,13 @@ def read_lines(
 
 
 class LineWriter:
-    """Appends JSON objects to a file, a line each, which are in the file when `append` returns.
+    """Writer that appends JSON objects to a file, one a line; they are in the file when `append` returns.
 
-    A line that a killed job has left torn is cut off before.
+    Opening the file removes an incomplete last line of a killed job.
 
     Args:
-        path: The file.
-        what: A message's name for it.
+        path: Path of the file.
+        what: Name of the file in error messages.
 
     Raises:
         InputError: The file cannot be written.
@@ -144,17 +153,17 @@ class LineWriter:
         self.path = path
         self._what = f"{what} {path}"
         with writing(self._what):
-            self._file = open(path, "a+b", buffering=0)  # noqa: SIM115 - it is open as long as the writer
+            self._file = open(path, "a+b", buffering=0)  # noqa: SIM115 - it stays open as long as the writer
             self._cut_torn()
 
     def append(self, *lines: Mapping[str, Any]) -> None:
-        """Append lines, with null for numbers that are not finite, which JSON does not know.
+        """Append lines. Numbers that are not finite are written as null, because JSON has no NaN or infinity.
 
         Args:
-            lines: What JSON can hold.
+            lines: Mappings that JSON can represent.
 
         Raises:
-            InputError: They cannot be written; nothing of them is left in the file then.
+            InputError: The lines cannot be written; the file is then left as it was before.
         """
         data = "".join(_text(line) + "\n" for line in lines).encode()
         with writing(self._what):
@@ -172,7 +181,7 @@ class LineWriter:
         self._file.close()
 
     def _cut_torn(self) -> None:
-        """Take away what stands after the last whole line."""
+        """Remove the bytes after the last whole line."""
         end = size = self._file.seek(0, os.SEEK_END)
         while end > 0:
             begin = max(0, end - (1 << 16))
@@ -213,7 +222,7 @@ KnownNumbers = Annotated[
 
 
 class MemoryFigures(BaseModel):
-    """Rank 0's bytes by category."""
+    """Memory of rank 0 in bytes, by category."""
 
     parameters: Number
     gradients: Number
@@ -224,7 +233,7 @@ class MemoryFigures(BaseModel):
 
 
 class StepLine(BaseModel, extra="allow"):
-    """A line of metrics.jsonl, of any version: only the step's number is certain."""
+    """Line of metrics.jsonl, of any version: only the step number is required."""
 
     step: Count
     loss: Number | None = None
@@ -247,7 +256,7 @@ class StepLine(BaseModel, extra="allow"):
 
 
 class FullStepLine(StepLine):
-    """A line of metrics.jsonl that a report can be made of."""
+    """Line of metrics.jsonl that has all values a report needs."""
 
     loss: Number | None
     step_s: Seconds
@@ -257,7 +266,7 @@ class FullStepLine(StepLine):
 
 
 class EventLine(BaseModel, extra="allow"):
-    """A line of events.jsonl; which of the keys it has is told by `event`."""
+    """Line of events.jsonl; `event` determines which of the other keys it has."""
 
     time: Time
     event: Text
@@ -299,19 +308,19 @@ class EventLine(BaseModel, extra="allow"):
 
 
 class RankStart(BaseModel):
-    """The line by which a rank begins a job.
+    """First line that a rank writes in a job.
 
     Attributes:
         rank: Number of the rank.
-        start: In unix seconds.
-        world_size: Ranks of the job.
-        role: worker or server; empty in files of older versions.
-        host: Name of the rank's machine.
-        coordinates: Along the axes of the mesh, outermost first.
-        stage: Of the pipeline; None in files of older versions, where it is the second of the coordinates.
-        expected_memory: Bytes by category, by formula.
-        expected_bytes: Bytes that the rank sends a step, by axis, by formula.
-        step: Steps done.
+        start: Start time of the job in unix seconds.
+        world_size: Number of ranks of the job.
+        role: "worker" or "server"; empty in files of older versions.
+        host: Host name of the rank's machine.
+        coordinates: Coordinates of the rank along the axes of the mesh, outermost first.
+        stage: Pipeline stage; None in files of older versions, where it is the second coordinate.
+        expected_memory: Bytes by category, predicted by formula.
+        expected_bytes: Bytes that the rank sends in a step, by axis, predicted by formula.
+        step: Number of steps done before the job.
     """
 
     rank: Ranks
@@ -327,7 +336,7 @@ class RankStart(BaseModel):
 
 
 class RankLine(BaseModel):
-    """A line of a rank's steps."""
+    """Line of a rank's file about one step or several consecutive ones."""
 
     step: Count = 0
     time: Time = 0.0
@@ -338,6 +347,6 @@ class RankLine(BaseModel):
 
 
 def rank_line(value: Any) -> RankStart | RankLine:
-    """Return a line of a rank's file, checked. Raises ValidationError for anything else."""
+    """Return a validated line of a rank's file. Raises ValidationError if `value` is no such line."""
     begins = isinstance(value, dict) and "start" in value
     return RankStart.model_validate(value) if begins else RankLine.model_validate(value)

@@ -2,8 +2,8 @@
 
     2026-01-31T23:59:59.123 rank 3 INFO checkpoint of step 100 written
 
-Files are appended to, so a resumed run continues its logs, and each line reaches the file at once. Rank 0's Python
-warnings stay on stderr for the person who looks; those of other ranks go to their log.
+Log files are opened for appending, so a resumed run continues them, and each line is written at once. Python warnings
+of rank 0 stay on stderr, where the user sees them; those of the other ranks go to their log files.
 """
 
 from __future__ import annotations
@@ -21,32 +21,37 @@ WARNINGS = "py.warnings"  # where logging.captureWarnings sends them
 
 
 def log_path(run_dir: str | Path, rank: int) -> Path:
-    """The log file of a rank."""
+    """Return the path of a rank's log file.
+
+    Args:
+        run_dir: Path of the run folder.
+        rank: Number of the rank.
+    """
     return rank_path(Path(run_dir) / LOGS, rank, "log")
 
 
 class _LogFile(logging.FileHandler):
-    """Flushes after each record. A record that cannot be written is missing, and nothing is said about it."""
+    """File handler that flushes after each record and silently drops a record that cannot be written."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         pass
 
 
 def keep_rank_log(rank: int) -> logging.Logger:
-    """The logger `mpitrain`, keeping what it is given for the file that `open_rank_log` opens later."""
+    """Return the logger `mpitrain`, which buffers its records until `open_rank_log` opens the log file."""
     close_rank_log()
     return _log_to(MemoryHandler(sys.maxsize, flushLevel=sys.maxsize, flushOnClose=False), rank, logging.INFO)
 
 
 def open_rank_log(run_dir: str | Path, rank: int, level: int = logging.INFO) -> logging.Logger:
-    """The logger `mpitrain`, writing to this rank's file. `logging.getLogger("mpitrain")` is the same one.
+    """Return the logger `mpitrain`, writing to this rank's file; `logging.getLogger("mpitrain")` is the same logger.
 
-    Opened again, it leaves the earlier file.
+    A second call closes the earlier file and continues in the new one.
 
     Args:
-        run_dir: The run folder.
-        rank: This rank.
-        level: What is below it is not written.
+        run_dir: Path of the run folder.
+        rank: Number of this rank.
+        level: Lowest level of records that are written.
 
     Raises:
         InputError: The file cannot be opened.
@@ -54,7 +59,7 @@ def open_rank_log(run_dir: str | Path, rank: int, level: int = logging.INFO) -> 
     path = log_path(run_dir, rank)
     with reporting(f"log {path} cannot be written", "make room, or choose a run.dir you may write to"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "ab", buffering=0) as file:  # a full disk is told of here, and not by every record
+        with open(path, "ab", buffering=0) as file:  # reports a full disk once, here, rather than at each record
             size = file.tell()
             file.write(b"\n")
             file.truncate(size)
@@ -81,7 +86,7 @@ def _log_to(handler: logging.Handler, rank: int, level: int) -> logging.Logger:
 
 
 def close_rank_log() -> None:
-    """Close the file, or forget what is kept for one; without either there is nothing to be done."""
+    """Close the log file, or drop the records buffered for it; do nothing if there is neither."""
     logger = logging.getLogger(NAME)
     for handler in [h for h in logger.handlers if isinstance(h, (logging.FileHandler, MemoryHandler))]:
         logger.removeHandler(handler)

@@ -1,7 +1,7 @@
-"""Bytes of memory this process holds and held at most.
+"""Current and peak memory of this process in bytes.
 
-Host figures count pages, so they include the pages of a node-shared window that this process has touched: the sum
-over the ranks of a node counts those several times.
+Host figures count pages, including the pages of a node-shared window that this process has touched. A sum over the
+ranks of a node therefore counts shared pages several times.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 def node_memory_bytes(root: Path = Path("/")) -> int:
-    """Return the memory that processes here may have between them: the machine's, or less by a limit of a cgroup.
+    """Return the bytes of memory that all processes of this node share: the machine's, or a lower cgroup limit.
 
-    The limit is the least of this process's cgroup and those around it, which a batch system or a container sets.
+    A batch system or a container may set a limit for this process's cgroup or one above it; the lowest limit counts.
 
     Args:
-        root: Folder above proc/ and sys/.
+        root: Folder that contains proc/ and sys/.
     """
     limits = [int(line.split()[1]) << 10 for line in _lines(root / "proc/meminfo") if line.startswith("MemTotal:")]
     for line in _lines(root / "proc/self/cgroup"):
@@ -35,7 +35,9 @@ def node_memory_bytes(root: Path = Path("/")) -> int:
             top, name = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
         else:
             continue
-        inside = top / path.lstrip("/")  # of a container perhaps seen from outside, where only the top is there
+        inside = top / path.lstrip(
+            "/"
+        )  # a container may show a path as seen from outside, of which only the top exists here
         for folder in (inside, *inside.parents):
             if folder.is_relative_to(top):
                 limits += [int(limit) for limit in _lines(folder / name) if limit.isdigit()]
@@ -43,7 +45,7 @@ def node_memory_bytes(root: Path = Path("/")) -> int:
 
 
 def _lines(path: Path) -> list[str]:
-    """Return the lines of a file; none of one that cannot be read."""
+    """Return the lines of a file, or an empty list if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -51,10 +53,11 @@ def _lines(path: Path) -> list[str]:
 
 
 def peak_memory_bytes(device: torch.device | None = None) -> int:
-    """The most this process has held, in bytes.
+    """Return the peak memory of this process in bytes.
 
     Args:
-        device: On an accelerator, what its tensors took there counts, else resident host memory.
+        device: Device that the process computes on. On an accelerator the tensors there are counted, otherwise resident
+            host memory.
     """
     if device is not None:
         from mpitrain.comm.memory import device as devices
@@ -69,15 +72,16 @@ def peak_memory_bytes(device: torch.device | None = None) -> int:
 
 
 def memory_bytes() -> int:
-    """What this process holds in host memory now, in bytes. Where the system does not tell (no /proc), the peak."""
+    """Return the resident host memory of this process in bytes, or its peak where the system has no /proc."""
     nbytes = proc.nbytes_of("self/status", "VmRSS")
     return peak_memory_bytes() if nbytes is None else nbytes
 
 
 def host_memory_bytes() -> int:
-    """Resident host memory, of which pages that n processes share count as 1/n: the sum over a node is what they take.
+    """Return the host memory of this process in bytes, with a page shared by n processes counted as 1/n.
 
-    Where the system does not tell (no /proc), what `memory_bytes` says.
+    The sum over the processes of a node is the memory that they use together. Where the system has no /proc, this is
+    `memory_bytes`.
     """
     nbytes = proc.nbytes_of("self/smaps_rollup", "Pss")  # takes about 10 ms for each GB
     return memory_bytes() if nbytes is None else nbytes

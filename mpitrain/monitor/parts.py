@@ -1,17 +1,17 @@
-"""Where the time of a training step goes: the main thread's time, divided into parts that add up to all of it.
+"""Time of a training step, divided into parts that add up to the whole time of the main thread.
 
-    with clock.forward:        what is done inside counts as forward,
-        with clock.data:       but for this, which counts as data,
-            ...                and but for what the thread waited for other ranks, which counts as communication
+    with clock.forward:        time spent here counts as forward,
+        with clock.data:       time spent here counts as data instead,
+            ...                and time spent waiting for other ranks counts as communication
 
-Nothing is estimated: at each beginning and end of a part the time is taken, and what went by since the one before
-counts for the part that was the innermost. Outside of all parts it counts as `other`.
+Nothing is estimated. The clock reads the time at each beginning and end of a part and adds the interval since the last
+reading to the innermost part that was open. Time outside all parts counts as `other`.
 
-An accelerator works off what it is asked later than the host asks. There the times are taken on the device: each
-boundary is an event in the main stream, and a part is the time from event to event, whether the device computed or
-stood still. The events are read when they are over, mostly after the host has waited for the device anyway, as it does
-in each step. What the host waited for other ranks says nothing of the device, so that communication is in the other
-parts there.
+An accelerator executes its work later than the host launches it, so its parts are timed on the device. Each boundary is
+an event recorded in the main stream, and a part lasts from one event to the next, whether the device computed or was
+idle. The events are read once they have completed, usually after the host has waited for the device anyway, as it does
+in each step. The host's waits for other ranks say nothing about the device, so on an accelerator communication is
+included in the other parts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MANY = 4096
 
 
 class TimedPart:
-    """One of a clock's parts, for `with`. It may be entered inside of itself and of the others."""
+    """Context manager that counts time as one of a clock's parts. It may be entered inside itself or another part."""
 
     __slots__ = ("_clock", "name")
 
@@ -46,17 +46,18 @@ class TimedPart:
 
 
 class StepClock:
-    """Seconds of the main thread by part, since the clock was made or last read.
+    """Seconds of the main thread by part, since the clock was created or last read.
 
     Args:
-        waited: Gives the seconds that the thread has waited for other ranks so far.
-        device: What the thread computes on; None for the CPU.
-        now: Gives the time, in seconds.
+        waited: Function that returns the seconds this thread has waited for other ranks so far.
+        device: Device that the thread computes on; None for the CPU.
+        now: Function that returns the time in seconds.
 
     Attributes:
-        data, forward, backward, communication, optimizer, evaluation, checkpoint: The parts, for `with`.
-        listener: Is told of each part that is over; None for nobody.
-        steps: While a timeline is recorded: (number, its begin, seconds by part until then) of each step; else None.
+        data, forward, backward, communication, optimizer, evaluation, checkpoint: Context managers of the parts.
+        listener: Object whose `part` method is called when a part ends, or None.
+        steps: List of (step number, begin in seconds, seconds by part until then) while a timeline is recorded; else
+            None.
     """
 
     def __init__(
@@ -76,23 +77,27 @@ class StepClock:
                 self._stamp = self._device_times.stamp
         self.listener: Spans | None = None
         self.steps: list[tuple[int, float, dict[str, float]]] | None = None
-        self._open: list[tuple[str, Any, float]] = []  # part, stamp and waited when it began
-        self._pending: deque[tuple[str, Any, float]] = deque()  # part that was the innermost, until when, waited then
-        self._told: deque[tuple[str, Any, Any, float]] = deque()  # parts that are over, for the listener
-        self._seconds = dict.fromkeys(PARTS, 0.0)  # since the clock was made
-        self._before = dict.fromkeys(PARTS, 0.0)  # of them, those that were read
+        self._open: list[
+            tuple[str, Any, float]
+        ] = []  # open parts, outermost first: name, stamp and waited at its beginning
+        self._pending: deque[tuple[str, Any, float]] = (
+            deque()
+        )  # intervals not yet counted: innermost part, stamp and waited at its end
+        self._told: deque[tuple[str, Any, Any, float]] = deque()  # finished parts that the listener has not got yet
+        self._seconds = dict.fromkeys(PARTS, 0.0)  # since the clock was created
+        self._before = dict.fromkeys(PARTS, 0.0)  # the part of `_seconds` that `read` has returned
         self._at: tuple[Any, float] = (self._stamp(), waited())
         self.data, self.forward, self.backward = (TimedPart(self, name) for name in PARTS[:3])
         self.communication, self.optimizer, self.evaluation, self.checkpoint = (TimedPart(self, n) for n in PARTS[3:7])
 
     def enter(self, name: str) -> None:
-        """A part begins. See `TimedPart`."""
+        """Begin a part; see `TimedPart`."""
         stamp, waited = self._stamp(), self._waited()
         self._pending.append((self._open[-1][0] if self._open else "other", stamp, waited))
         self._open.append((name, stamp, waited))
 
     def leave(self) -> None:
-        """The innermost part is over."""
+        """End the innermost part."""
         stamp, waited = self._stamp(), self._waited()
         name, begin, before = self._open.pop()
         self._pending.append((name, stamp, waited))
@@ -100,18 +105,26 @@ class StepClock:
             self._told.append((name, begin, stamp, waited - before))
             if self._device_times is None:
                 self._tell()
-        if len(self._pending) > _MANY:  # as many as this are under way where nobody reads the clock
+        if len(self._pending) > _MANY:  # this many accumulate only if nobody reads the clock
             self.settle()
 
     def step(self, number: int) -> None:
-        """A step begins. number: from 1."""
+        """Begin a step.
+
+        Args:
+            number: Number of the step, starting at 1.
+        """
         if self.steps is not None:
             self.settle(wait=True)
             totals = self.totals()
             self.steps.append((number, self._now(), totals))
 
     def settle(self, *, wait: bool = False) -> None:
-        """Count what is over. wait: the device is to be waited for, so that all of it is."""
+        """Add the completed intervals to the seconds of their parts.
+
+        Args:
+            wait: If true, wait for the device first, so that all intervals are completed.
+        """
         device = self._device_times
         if device is not None and wait:
             device.synchronize()
@@ -123,30 +136,30 @@ class StepClock:
                 took, came = stamp - since, waited - before
                 self._seconds["communication"] += came
                 self._seconds[part] += took - came
-            else:  # what the host waited meanwhile says nothing of the device
+            else:  # the host's waits in this interval say nothing about the device
                 self._seconds[part] += device.seconds(since, stamp)
             self._at = stamp, waited
         self._tell()
 
     def read(self) -> dict[str, float]:
-        """Seconds by part since this was called last, up to now; on a device, up to where it is known to be."""
+        """Return the seconds by part since the last call, up to now; on a device, up to its last completed event."""
         before, self._before = self._before, self.totals()
         return {part: seconds - before[part] for part, seconds in self._before.items()}
 
     def totals(self) -> dict[str, float]:
-        """Seconds by part since the clock was made, up to now."""
+        """Return the seconds by part since the clock was created, up to now."""
         part = self._open[-1][0] if self._open else "other"
         self._pending.append((part, self._stamp(), self._waited()))
         self.settle()
         return dict(self._seconds)
 
     def leave_out(self) -> None:
-        """Let what went by since the last boundary count for nothing. Only outside of all parts."""
+        """Discard the time since the last boundary, so that no part counts it. Call it outside all parts."""
         self.settle(wait=True)
         self._at = (self._stamp(), self._waited())
 
     def begin_anew(self) -> None:
-        """Forget what was not read yet, and parts that an error has left open."""
+        """Discard the time that was not read yet, and close parts that an error has left open."""
         self._open.clear()
         self._pending.clear()
         self._told.clear()
@@ -154,7 +167,7 @@ class StepClock:
         self._at = (self._stamp(), self._waited())
 
     def _tell(self) -> None:
-        """Tell the listener of the parts that are over."""
+        """Call the listener for each part that has ended."""
         told, device = self._told, self._device_times
         while told and (device is None or told[0][2].query()):
             name, begin, end, waited = told.popleft()
@@ -165,7 +178,7 @@ class StepClock:
 
 
 class _DeviceTimes:
-    """Boundaries as events in the main stream of a device."""
+    """Part boundaries recorded as events in the main stream of a device."""
 
     def __init__(self, device: torch.device, now: Callable[[], float]) -> None:
         from mpitrain.comm.memory import device as devices
@@ -173,20 +186,25 @@ class _DeviceTimes:
         self._devices, self._device = devices, device
         self._origin = devices.recorded(device, timed=True)
         self._origin.synchronize()
-        self._began = now()  # of the host, when the first event was over
+        self._began = now()  # host time at which the first event completed
 
     def stamp(self) -> torch.Event:
-        """An event behind what the device was asked so far."""
+        """Return an event recorded after all work launched on the device so far."""
         return self._devices.recorded(self._device, timed=True)
 
     def seconds(self, first: torch.Event, last: torch.Event) -> float:
-        """From one event to another, both of which are over."""
+        """Return the seconds between two completed events.
+
+        Args:
+            first: Earlier event.
+            last: Later event.
+        """
         return first.elapsed_time(last) / 1e3
 
     def host_time(self, event: torch.Event) -> float:
-        """When the device came to it, on the host's clock."""
+        """Return the time on the host's clock at which the device reached an event."""
         return self._began + self.seconds(self._origin, event)
 
     def synchronize(self) -> None:
-        """Return when the device has done what it was asked."""
+        """Wait until the device has finished all launched work."""
         self._devices.synchronize(self._device)

@@ -1,22 +1,22 @@
-"""How far the run is: one bar that redraws itself on a terminal, plain lines everywhere else.
+"""Progress display of a run: one bar that redraws itself on a terminal, plain lines everywhere else.
 
     step 120/300 ━━━━━╸━━━━━━ loss 2.3451  lr 1.50e-03  12.3k tokens/s  left 0:04:12
 
     step 120/300  loss   2.3451  lr 1.50e-03   12.3k tokens/s  left  0:04:12
 
-Where steps were skipped, their number follows. The plain lines are for a log file: fixed columns, under 80 characters
-but for that number, no control characters, each flushed at once.
-The bar never hides the cursor, because a killed job could not bring it back, and draws from the training thread at
-most a few times a second, because a second thread would take time from a rank with one core.
+If steps were skipped, their number is appended. The plain lines are meant for log files: they have fixed columns, fewer
+than 80 characters without the number of skipped steps, no control characters, and each is flushed at once.
+The bar never hides the cursor, because a killed job could not show it again. It is drawn from the training thread, at
+most a few times a second, because a second thread would take time from a rank that has one core.
 
-Under a launcher isatty() does not tell whether what a rank writes ends on a terminal: Open MPI's mpirun gives a rank a
-pseudo-terminal as stdout even when its own output goes to a file, and a pipe as stderr even when its own goes to a
-terminal; MPICH's gives pipes always. What counts is where the launcher's own stream goes, which /proc tells on the
-launcher's node:
+Under a launcher, isatty() does not show whether a rank's output ends on a terminal. Open MPI's mpirun gives a rank a
+pseudo-terminal as stdout even if its own output goes to a file, and a pipe as stderr even if its own goes to a
+terminal; MPICH's launcher always gives pipes. The destination of the launcher's own stream decides, and /proc shows it
+on the launcher's node:
 
     rank 0 --pipe--> [hydra_pmi_proxy --pipe-->] mpirun --> terminal, file or pipe
 
-Nothing is written to that terminal itself: bytes go by the launcher, in the order of everybody's.
+Nothing is written directly to that terminal: all output passes through the launcher, so its order is kept.
 """
 
 from __future__ import annotations
@@ -34,38 +34,38 @@ from mpitrain.storage import proc
 from mpitrain.storage.text import duration, short
 
 REDRAW_S = 0.2
-NARROW = 60  # columns under which the bar leaves out what matters less
+NARROW = 60  # terminals with fewer columns get a bar with fewer figures
 
 
 class Progress:
-    """Rank 0's view of the run, until it is closed."""
+    """Progress display of rank 0; `close` ends it."""
 
     def __init__(
         self, total_steps: int, start_step: int, every: int, stream: TextIO | None = None, unit: str = "tokens"
     ) -> None:
-        """Open a bar, where there is a terminal for it.
+        """Start the display, with a bar if the output ends on a terminal.
 
         Args:
-            total_steps: Those of the whole run.
-            start_step: Those done before this start.
-            every: Steps between plain lines; the first and the last step are always shown.
-            stream: Where to write; stderr unless given.
-            unit: What the rate counts per second.
+            total_steps: Steps of the whole run.
+            start_step: Steps done before this start.
+            every: Interval between plain lines, in steps; the first and the last step are always shown.
+            stream: Stream to write to; default stderr.
+            unit: Unit of the rate, such as tokens or samples.
         """
         self._total, self._start, self._every, self._unit = total_steps, start_step, every, unit
         self._stream = sys.stderr if stream is None else stream
-        self._first: tuple[int, float] | None = None  # the first step seen, and when
+        self._first: tuple[int, float] | None = None  # number and time of the first step shown
         self._bar = _open_bar(self._stream, total_steps, start_step)
 
     def update(self, step: int, loss: float, lr: float, rate: float, skipped: int = 0) -> None:
         """Show a step.
 
         Args:
-            step: Its number.
-            loss: Its loss.
-            lr: Its learning rate.
+            step: Number of the step.
+            loss: Loss of the step.
+            lr: Learning rate of the step.
             rate: Tokens or samples per second.
-            skipped: Steps so far that made no update.
+            skipped: Number of steps so far that made no update.
         """
         self._first = self._first or (step, time.monotonic())
         left = seconds_left(self._total, self._first, step, time.monotonic())
@@ -75,7 +75,7 @@ class Progress:
             self.say(plain_line(step, self._total, loss, lr, rate, self._unit, left) + _skipped(skipped))
 
     def say(self, text: str) -> None:
-        """A line of its own, above the bar where there is one."""
+        """Print a line of text, above the bar if there is one."""
         text = printable(text, None, as_text=True)
         if self._bar is not None:
             self._bar.say(text)
@@ -83,22 +83,24 @@ class Progress:
             print(text, file=self._stream, flush=True)
 
     def close(self) -> None:
-        """Leave the bar as it last was. Twice is fine."""
+        """Stop the bar and leave its last state on the screen. A second call does nothing."""
         if self._bar is not None:
             self._bar.close()
 
 
 def seconds_left(total: int, first: tuple[int, float], step: int, now: float) -> float:
-    """Seconds until the last step, from the mean over all steps after the first one seen, which pays for warming up.
+    """Return the estimated seconds until the last step, from the mean time of the steps after the first one seen.
+
+    The first step is left out because it includes warming up.
 
     Args:
-        total: The last step.
-        first: The first step seen, and the time then.
-        step: The step that is done.
-        now: Seconds on any clock.
+        total: Number of the last step.
+        first: Number and time of the first step seen.
+        step: Number of the step just done.
+        now: Current time in seconds, on the same clock as `first`.
 
     Returns:
-        NaN while that is not known.
+        Seconds, or NaN until a second step is done.
     """
     if step >= total:
         return 0.0
@@ -106,7 +108,17 @@ def seconds_left(total: int, first: tuple[int, float], step: int, now: float) ->
 
 
 def plain_line(step: int, total: int, loss: float, lr: float, rate: float, unit: str, left: float) -> str:
-    """One line for a log. The columns stay where they are from step to step; `left` is in seconds."""
+    """Return one line for a log, with columns that stay at the same place from step to step.
+
+    Args:
+        step: Number of the step.
+        total: Number of the last step.
+        loss: Loss of the step.
+        lr: Learning rate of the step.
+        rate: Amount of `unit` per second.
+        unit: Unit of the rate.
+        left: Estimated seconds until the end.
+    """
     return (
         f"step {step:{len(str(total))}}/{total}  loss {_loss(loss):>8}  lr {lr:.2e}  "
         f"{short(rate):>6} {unit}/s  left {duration(left):>8}"
@@ -114,7 +126,16 @@ def plain_line(step: int, total: int, loss: float, lr: float, rate: float, unit:
 
 
 def bar_text(columns: int, loss: float, lr: float, rate: float, unit: str, left: float) -> str:
-    """What stands beside the bar; the loss always, the rest as the width allows."""
+    """Return the text beside the bar: the loss always, the other figures if the terminal is wide enough.
+
+    Args:
+        columns: Width of the terminal in characters.
+        loss: Loss of the step.
+        lr: Learning rate of the step.
+        rate: Amount of `unit` per second.
+        unit: Unit of the rate.
+        left: Estimated seconds until the end.
+    """
     if columns < NARROW:
         return f"loss {_loss(loss)} {duration(left)}"
     middle = f"  lr {lr:.2e}" if columns >= 80 else ""
@@ -126,23 +147,23 @@ def _skipped(steps: int) -> str:
 
 
 def _loss(loss: float) -> str:
-    return f"{loss:.4f}" if abs(loss) < 1000 else f"{loss:.2e}"  # nan takes the second and reads nan
+    return f"{loss:.4f}" if abs(loss) < 1000 else f"{loss:.2e}"  # NaN takes the second form and prints as nan
 
 
 def _open_bar(stream: TextIO, total_steps: int, start_step: int) -> _Bar | None:
-    """None where a bar would be noise: not a terminal, or one that cannot move its cursor."""
+    """Return a bar, or None if the stream does not end on a terminal that can move its cursor."""
     try:
         terminal = terminal_behind(stream.fileno())
     except (OSError, ValueError, AttributeError):  # a stream without a file under it
         return None
     if terminal is None or os.environ.get("TERM", "dumb") in ("dumb", "unknown"):
         return None
-    # prints meanwhile go above the bar, unless they are meant for a file
+    # other prints are shown above the bar, unless stdout goes to a file
     return _Bar(stream, terminal, total_steps, start_step, redirect_stdout=terminal_behind(1) == terminal)
 
 
 class _Bar:
-    """rich's bar, drawn from update() alone."""
+    """Progress bar of rich, drawn only by `show`."""
 
     def __init__(self, stream: TextIO, terminal: str, total_steps: int, start_step: int, redirect_stdout: bool) -> None:
         from rich.console import Console
@@ -176,50 +197,50 @@ class _Bar:
         self._rich.stop()
 
     def _fit(self) -> None:
-        """The terminal may be resized, and under a launcher rich cannot ask it."""
+        """Read the terminal's width: it may be resized, and under a launcher rich cannot query it."""
         with suppress(OSError), open(self._terminal, opener=_without_taking_it) as device:
             self._console.width = os.get_terminal_size(device.fileno()).columns or 80
 
 
 LAUNCHERS = ("mpirun", "mpiexec", "mpiexec.hydra", "orterun", "prterun", "hydra_pmi_proxy")
-# options by which mpirun writes something before each line, or puts it elsewhere
+# options that make mpirun prefix each line, or send it elsewhere
 TAGGING = ("-output", "--output", "-tag-output", "--tag-output", "-timestamp-output", "--timestamp-output")
 LABELLING = ("-l", "-prepend-rank", "--prepend-rank", "-xterm", "--xterm")
 
 
 def terminal_behind(descriptor: int) -> str | None:
-    """Path of the terminal on which bytes written to a descriptor appear.
+    """Return the path of the terminal on which bytes written to a descriptor appear.
 
     Args:
-        descriptor: The descriptor.
+        descriptor: Number of the file descriptor.
 
     Returns:
-        None where they go to a file, a pipe, another node, or through a launcher that marks each line.
+        Path, or None if the bytes go to a file, a pipe, another node, or through a launcher that prefixes each line.
     """
     launcher, parent = None, os.getppid()
     while os.path.basename(_command(parent)[0]) in LAUNCHERS:
         launcher, parent = parent, proc.state_and_parent_of(parent)[1]
-    if launcher is None or descriptor not in (1, 2):  # the launcher passes on these two
+    if launcher is None or descriptor not in (1, 2):  # the launcher forwards only these two
         return os.ttyname(descriptor) if os.isatty(descriptor) else None
     if any(word.startswith(TAGGING) or word in LABELLING for word in _command(launcher)):
         return None
     try:
-        # a pipe or a pseudo-terminal leads to the launcher; a file is where somebody redirected the rank itself to
+        # a pipe or a pseudo-terminal leads to the launcher; a file means that the rank itself was redirected
         mode = os.fstat(descriptor).st_mode
         if not (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) or os.isatty(descriptor)):
             return None
         path = os.readlink(f"/proc/{launcher}/fd/{descriptor}")
         with open(path, opener=_without_taking_it) as device:
             return path if device.isatty() else None
-    except OSError:  # such as pipe:[123], or not ours to see
+    except OSError:  # a path such as pipe:[123], or no permission
         return None
 
 
 def _without_taking_it(path: str, flags: int) -> int:
-    """Open a terminal, which does not become that of this process by being opened."""
+    """Open a terminal without making it the controlling terminal of this process."""
     return os.open(path, flags | os.O_NOCTTY)
 
 
 def _command(process: int) -> list[str]:
-    """The process's argument list; [""] where the system does not tell."""
+    """Return the argument list of a process, or [""] if it cannot be read."""
     return proc.read(f"{process}/cmdline").split("\0")

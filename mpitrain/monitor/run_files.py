@@ -1,33 +1,33 @@
-"""Files of JSON lines that a run writes: their writers and readers, and a run in a few lines of text.
+"""Writers and readers of a run's JSON-lines files, and a summary of a run in a few lines of text.
 
-RUN/events.jsonl: one JSON object for each start of a run, and for what happened in it beside its steps.
+RUN/events.jsonl: one JSON object for each start of a run, and for each event other than a step.
 
     {"time": 1767225600.25, "event": "start", "step": 0, "version": "0.1.0", "ranks": 8, "hosts": ["n1", "n2"], ...}
     {"time": 1767225701.5, "event": "save", "step": 100, "folder": "step-00000100", "seconds": 0.8}
     {"time": 1767225702.1, "event": "end", "step": 100, "outcome": "stopped", "message": "SIGTERM", ...}
 
-`time` is in unix seconds, `step` counts the steps that were done by then. Every start appends, and nothing is taken
-away but a last line that was torn by a kill. A start that no end follows is a job that was killed.
+`time` is in unix seconds, `step` is the number of steps done by then. Every start appends to the file; only an
+incomplete last line of a killed job is removed. A start without an end means that the job was killed.
 
-RUN/metrics.jsonl: one JSON object a line, one line a step, steps rising.
+RUN/metrics.jsonl: one JSON object per line, one line per step, in rising order of steps.
 
     {"step": 1, "time": 1767225600.25, "loss": 5.53, "lr": 0.00015, "grad_norm": 2.1, ..., "world_size": 8}
     {"step": 2, ...}
 
-Each line is one write, so a reader that follows the file sees whole lines, and a killed run tears at most its last
-one. A run resumed from step k first takes away what the killed one wrote after k: each step stands once. A figure
-that is not finite is null, as JSON knows no NaN.
+Each line is written at once, so a reader that follows the file sees whole lines, and a killed run can leave at most its
+last line incomplete. A run resumed from step k first removes the lines after k, so that each step occurs once. A number
+that is not finite is written as null, because JSON has no NaN.
 
-RUN/ranks/rank-00003.jsonl: what one rank did with its time and its memory. Every rank writes its own file.
+RUN/ranks/rank-00003.jsonl: how one rank used its time and memory. Every rank writes its own file.
 
     {"start": t, "rank": 3, "world_size": 8, "role": "worker", "host": "n0", "node": 0, "device": "cpu",
      "stage": 0, "coordinates": [3, 0, 0], "expected_memory": {...}, "expected_bytes": {...}, "step": 100}
                                                                                                     a start of the job
     {"step": 105, "steps": 5, "time": t, "seconds": {"data": s, ...}, "sent": [[...], ...], "memory": {...}}
 
-A rank that takes no steps itself has the role server: readers do not compare it with others. A line of steps stands
-for `steps` steps, the last of which is `step`. Times are unix seconds, all else is in seconds and bytes.
-Where a start went back to an earlier step, what the file says of later ones is replaced by what follows.
+A rank that takes no steps itself has the role server, and readers do not compare it with the others. A line of steps
+covers `steps` steps, the last of which is `step`. `time` and `start` are unix seconds; all other values are in seconds
+and bytes. If a start resumes from an earlier step, the lines that follow it replace those of the later steps.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ from mpitrain.storage.text import aligned, counted, duration, number_text, rates
 
 
 class EventLog(LineWriter):
-    """The writer of a run's events: of rank 0, while it holds the run folder.
+    """Writer of a run's events; rank 0 uses it while it holds the lock of the run folder.
 
     Args:
-        run_dir: The run folder.
+        run_dir: Path of the run folder.
 
     Raises:
         InputError: The file cannot be opened.
@@ -66,12 +66,12 @@ class EventLog(LineWriter):
         super().__init__(Path(run_dir) / EVENTS, "events")
 
     def write(self, event: str, step: int, **fields: Any) -> None:
-        """Append one line. Where that fails, nothing of it is left in the file.
+        """Append one line. If that fails, no part of it is left in the file.
 
         Args:
-            event: What happened, in a word.
-            step: Steps done by then.
-            fields: What else the line says, in this order; whatever JSON can hold.
+            event: Kind of event, one word.
+            step: Number of steps done so far.
+            fields: Further values of the line, in this order; anything that JSON can represent.
 
         Raises:
             InputError: The line cannot be written.
@@ -80,13 +80,13 @@ class EventLog(LineWriter):
 
 
 def read_events(path: str | Path) -> list[dict[str, Any]]:
-    """The events of a run, in order. A torn last line is left out; a run without the file has none.
+    """Return the events of a run in order, without an incomplete last line; an empty list if the file does not exist.
 
     Args:
-        path: A run folder, or its events.jsonl.
+        path: Path of a run folder, or of its events.jsonl.
 
     Raises:
-        InputError: The file cannot be read, or a line inside it is damaged.
+        InputError: The file cannot be read, or a line before the last one is damaged.
     """
     path = Path(path)
     path = path / EVENTS if path.is_dir() else path
@@ -97,7 +97,7 @@ def read_events(path: str | Path) -> list[dict[str, Any]]:
 
 
 def checked_event(value: Any) -> dict[str, Any]:
-    """Return an event as it is written. Raises ValueError for anything else."""
+    """Return a JSON value unchanged if it is a valid event. Raises ValueError otherwise."""
     try:
         EventLine.model_validate(value)
     except ValidationError:
@@ -106,10 +106,10 @@ def checked_event(value: Any) -> dict[str, Any]:
 
 
 def why_no_step(folder: Path) -> str:
-    """What to say of a run folder without a finished step: by its events, why there is none.
+    """Return a message that explains, from the events, why a run folder has no finished step.
 
     Args:
-        folder: The run folder.
+        folder: Path of the run folder.
     """
     none = f"run folder {folder} has no finished step"
     try:
@@ -123,17 +123,17 @@ def why_no_step(folder: Path) -> str:
     return f"{none}; give the folder of a run that took one"
 
 
-HELD_OUT = "held_out_"  # before the name of a figure
+HELD_OUT = "held_out_"  # prefix of the names of held-out metrics
 T = TypeVar("T")
 
 
 class MetricsWriter(LineWriter):
-    """Rank 0's writer of the run's metrics.
+    """Writer of the run's metrics, used by rank 0.
 
     Args:
-        run_dir: The run folder.
-        resume_step: None for a run from the start (an earlier file is set aside as metrics.jsonl.1, .2, …); k to keep
-            the lines up to step k and go on after them.
+        run_dir: Path of the run folder.
+        resume_step: Last step to keep; new lines follow after it. None for a run from the start: an earlier file is
+            renamed to metrics.jsonl.1, .2, ….
 
     Raises:
         InputError: The folder is not writable, or the disk is full.
@@ -150,14 +150,14 @@ class MetricsWriter(LineWriter):
         super().__init__(path, "metrics")
 
     def write(self, *, step: int, **figures: Any) -> None:
-        """Append the line of one step, which is later than all before it.
+        """Append the line of one step, which must be later than all steps before it.
 
         Args:
-            step: Its number.
-            figures: What else the line says, in this order; whatever JSON can hold. A run writes of each step time (in
-                unix seconds, at its end), loss, lr, grad_norm (None where it was not taken), samples, tokens, step_s
-                (seconds), tokens_per_s, memory_bytes (the peak per rank) and world_size (ranks); of some held_out_loss
-                or ids (the samples' numbers).
+            step: Number of the step.
+            figures: Further values of the line, in this order; anything that JSON can represent. A run writes for each
+                step time (unix seconds, at its end), loss, lr, grad_norm (None if not computed), samples, tokens,
+                step_s (seconds), tokens_per_s, memory_bytes (peak per rank) and world_size (number of ranks); for some
+                steps also held_out_loss or ids (sample numbers).
 
         Raises:
             InputError: The line cannot be written.
@@ -169,22 +169,22 @@ class MetricsWriter(LineWriter):
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """The lines of a run, in order. A torn last line is left out.
+    """Return the metrics lines of a run in order, without an incomplete last line.
 
     Args:
-        path: A run folder, or its metrics.jsonl.
+        path: Path of a run folder, or of its metrics.jsonl.
 
     Raises:
-        InputError: There is no such file, or a line inside it is damaged.
+        InputError: The file does not exist, or a line before the last one is damaged.
     """
     return list(_read(Path(path), _with_step))
 
 
 def step_lines(path: Path) -> Iterator[FullStepLine]:
-    """Yield the lines of a run, checked. A torn last line is left out.
+    """Yield the checked metrics lines of a run, without an incomplete last line.
 
     Args:
-        path: A run folder, or its metrics.jsonl.
+        path: Path of a run folder, or of its metrics.jsonl.
 
     Raises:
         InputError: No step is finished, or a line is damaged.
@@ -207,16 +207,16 @@ def _read(path: Path, kind: Callable[[Any], T]) -> Iterator[T]:
 
 
 def _with_step(value: Any) -> dict[str, Any]:
-    """Return an object of any version that has a step. Raises ValueError for anything else."""
+    """Return the value if it is an object with an integer `step`, of any version. Raises ValueError otherwise."""
     if isinstance(value, dict) and type(value.get("step")) is int:
         return value
     raise ValueError
 
 
 def _cut_after(path: Path, resume_step: int) -> int:
-    """Rewrites the file without what came after resume_step; returns the last step in it (-1: none)."""
+    """Rewrite the file without the lines after `resume_step`, and return the last step in it (-1 if none)."""
     last = -1
-    with open_plain(path), replacing(path) as aside, open(aside, "wb") as file:  # no pipe, whose opening may never end
+    with open_plain(path), replacing(path) as aside, open(aside, "wb") as file:  # refuses a pipe, which could block
         for line in GrowingFile(path).lines():
             value = parsed(line or b"", _with_step)
             if line is not None and value is not None and last < value["step"] <= resume_step:
@@ -226,30 +226,35 @@ def _cut_after(path: Path, resume_step: int) -> int:
 
 
 SERVER = "server"  # the role of a rank that takes no steps itself
-_FLUSH = 5.0  # seconds that a line is kept in memory at most, and ...
-_YOUNG = 0.5  # ... of the time since the start: a job that is killed early leaves its first lines, too
-_LEAST = 0.5  # seconds between two lines
-_PART = 1e-3  # of the time since the start: the same for long runs, whose files would grow
+_FLUSH = 5.0  # longest time in seconds that a line stays in memory, and ...
+_YOUNG = 0.5  # ... as a share of the time since the start, so that a job killed early still leaves its first lines
+_LEAST = 0.5  # least time in seconds between two lines, and ...
+_PART = 1e-3  # ... as a share of the time since the start, so that files of long runs stay small
 
 
 def rank_name(rank: int, role: object) -> str:
-    """What readers call a rank: "rank 3", or "rank 3 (server)"."""
+    """Return the name of a rank in messages and charts: "rank 3", or "rank 3 (server)".
+
+    Args:
+        rank: Number of the rank.
+        role: Role of the rank, "worker" or "server".
+    """
     return f"rank {rank} ({SERVER})" if role == SERVER else f"rank {rank}"
 
 
 def axis_of(label: str) -> str:
-    """The axis that a communicator belongs to, by its label: "data" of "data/shard", "pipeline" of its tied ranks."""
+    """Return the axis in a communicator's label: "data" for "data/shard", "pipeline" for the pipeline's tied ranks."""
     return label.partition("/")[0].partition(" tied ")[0]
 
 
 class RankWriter(LineWriter):
-    """Appends to the file of one rank.
+    """Writer of one rank's file, which buffers lines for a few seconds.
 
     Args:
-        folder: The run folder.
-        rank: The rank's number.
-        started: When the job started, in unix seconds.
-        header: What is to be known of this start, as JSON can hold it.
+        folder: Path of the run folder.
+        rank: Number of the rank.
+        started: Start time of the job in unix seconds.
+        header: Further values of the start line; anything that JSON can represent.
 
     Raises:
         InputError: The file cannot be written.
@@ -265,17 +270,20 @@ class RankWriter(LineWriter):
         self.flush()
 
     def due(self) -> bool:
-        """Whether a step that ends now is to be followed by a line."""
+        """Return whether to write a line after a step that ends now."""
         now = time.monotonic()
         return self._written == self._began or now - self._written >= max(_LEAST, _PART * (now - self._began))
 
     def write(self, step: int, steps: int, **told: Any) -> None:
-        """Append a line.
+        """Append a line, which is buffered at first.
 
         Args:
-            step: The last step that it stands for.
-            steps: How many it stands for.
-            told: What else it says.
+            step: Last step that the line covers.
+            steps: Number of steps that it covers.
+            told: Further values of the line.
+
+        Raises:
+            InputError: The buffered lines cannot be written.
         """
         self._lines.append({"step": step, "steps": steps, "time": time.time()} | told)
         first, self._written = self._written == self._began, time.monotonic()
@@ -283,13 +291,13 @@ class RankWriter(LineWriter):
             self.flush()
 
     def flush(self) -> None:
-        """Write what is kept in memory. Raises InputError where that fails."""
+        """Write the buffered lines. Raises InputError if that fails."""
         self._flushed = time.monotonic()
         lines, self._lines = self._lines, []
         self.append(*lines)
 
     def close(self) -> None:
-        """Write what is kept in memory, and close the file. Nothing is raised: the run is over."""
+        """Write the buffered lines and close the file. Errors are ignored because the run is over."""
         with suppress(InputError):
             self.flush()
         super().close()
@@ -299,18 +307,18 @@ _loss = partial(number_text, form=".4f")
 
 
 def summary(folder: Path) -> str:
-    """A few lines of what a run did: steps, losses, speed, checkpoints.
+    """Return a summary of a run in a few lines: steps, losses, speed, checkpoints.
 
     Args:
-        folder: The run folder.
+        folder: Path of the run folder.
 
     Raises:
-        InputError: No step of it is finished, or a line of its metrics is damaged.
+        InputError: The run has no finished step, or a line of its metrics is damaged.
     """
     lines = list(step_lines(folder))
     first, last, took = lines[0], lines[-1], sum(line.step_s for line in lines)
     held_out = [(line.step, line.held_out_loss) for line in lines if line.held_out_loss is not None]
-    lost = [line for line in lines if line.recovered_s is not None]  # the first step without ranks that were lost
+    lost = [line for line in lines if line.recovered_s is not None]  # the first step after ranks were lost
     checkpoints = sorted(p.name for p in (folder / CHECKPOINTS).glob("step-*") if ".tmp-" not in p.name)
     rows = [
         ("steps", f"{first.step} to {last.step} ({len(lines)} recorded)"),
@@ -331,7 +339,7 @@ def summary(folder: Path) -> str:
 
 
 def _metrics(lines: Sequence[FullStepLine]) -> list[tuple[str, str]]:
-    """Return a row for each metric of held-out samples: the first and the last value."""
+    """Return a row for each metric of held-out samples, with its first and last value."""
     measured: dict[str, list[float]] = {}
     for line in lines:
         for name, value in (line.model_extra or {}).items():
@@ -341,7 +349,7 @@ def _metrics(lines: Sequence[FullStepLine]) -> list[tuple[str, str]]:
 
 
 def _between_groups(lines: Sequence[FullStepLine]) -> str:
-    """Return what averages cost in parallel.mode local, where groups of ranks met."""
+    """Return a text with the bytes that rank 0 sends for averaging between groups of ranks in parallel.mode local."""
     sent = [line.between_groups_bytes for line in lines if line.between_groups_bytes is not None]
     if not sent:
         return ""
@@ -349,7 +357,7 @@ def _between_groups(lines: Sequence[FullStepLine]) -> str:
 
 
 def _staleness(lines: Sequence[FullStepLine]) -> str:
-    """Return how old the parameters were that updates were computed with, where a server did not wait for all."""
+    """Return a text with the age of the parameters used for updates, if a server does not wait for all workers."""
     means = [line.staleness_mean for line in lines if line.staleness_mean is not None]
     if not means:
         return ""
@@ -359,7 +367,7 @@ def _staleness(lines: Sequence[FullStepLine]) -> str:
 
 
 def _skipped(lines: Sequence[FullStepLine]) -> str:
-    """Return the steps without an update, and those at the end that taught nothing."""
+    """Return a text with the number of steps without an update, and the step since which nothing was learned."""
     skipped = sum(line.skipped for line in lines)
     useless = list(takewhile(lambda line: line.skipped or line.loss is None, reversed(lines)))
     told = [f"{skipped} of {len(lines)} steps" if skipped else ""]
@@ -368,7 +376,7 @@ def _skipped(lines: Sequence[FullStepLine]) -> str:
 
 
 def _memory(lines: Sequence[FullStepLine]) -> str:
-    """Return rank 0's bytes by category, as the last start of the run had them, with what the formula says."""
+    """Return a text with rank 0's bytes by category in the last start, beside the values predicted by formula."""
     memory = next((line.memory for line in reversed(lines) if line.memory is not None), None)
     if memory is None:
         return ""

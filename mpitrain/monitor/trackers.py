@@ -1,6 +1,6 @@
-"""Other tools that the figures of a run go to as well: TensorBoard, Weights & Biases, MLflow, or one of one's own.
+"""Trackers: tools such as TensorBoard, Weights & Biases, MLflow or a custom one that receive the figures of a run.
 
-A tracker is another place, beside metrics.jsonl, for the figures of each step.
+A tracker receives the figures of each step in addition to metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -23,51 +23,61 @@ from mpitrain.monitor.report.findings import flat
 from mpitrain.storage.disk import write_whole
 from mpitrain.storage.run_folder import MLFLOW, TENSORBOARD, WANDB
 
-IDENTITY = "mpitrain-run-id"  # a file in such a folder
-_ELSEWHERE = ("online", "shared")  # WANDB_MODE
-# of MLflow
+IDENTITY = "mpitrain-run-id"  # name of the file in a tracker's folder that has the identity of the run
+_ELSEWHERE = ("online", "shared")  # values of WANDB_MODE that need a login
+# limits for MLflow
 _FLUSH_EVERY = 5.0  # seconds
-_AT_ONCE = 900  # figures; MLflow takes 1,000
-_FOREIGN = re.compile(r"[^\w\-. :/]")  # what MLflow takes in no name
-_SETTINGS_AT_ONCE, _LONGEST = 100, 6000  # settings, characters: what MLflow takes
+_AT_ONCE = 900  # figures; MLflow accepts 1,000
+_FOREIGN = re.compile(r"[^\w\-. :/]")  # characters that MLflow does not allow in a name
+_SETTINGS_AT_ONCE, _LONGEST = 100, 6000  # number of settings per call, and characters of one
 
 
 class Tracker:
-    """Takes the figures of a run's steps to a tool that shows them. Rank 0 has one, made without arguments.
+    """Base class of trackers, which send the figures of a run's steps to another tool.
 
-    What is raised by `start` ends the job. What `log` and `close` raise is said once, and training goes on without
-    the tracker. Nothing may be asked for at a terminal.
+    Rank 0 creates one without arguments. An exception in `start` ends the job. An exception in `log` or `close` is
+    reported once, and training continues without the tracker. A tracker must not ask for input at a terminal.
     """
 
     def start(self, run_dir: Path, config: Mapping[str, Any], resume_step: int | None) -> None:
-        """The first step is about to begin.
+        """Prepare for the first step, which is about to begin.
 
         Args:
-            run_dir: The run folder, in which a tracker keeps what it has to.
-            config: The resolved settings, by section and key; `config["monitor"]` has `project` and `name`.
-            resume_step: The step that the run goes on from; None where it is a run from the start.
+            run_dir: Path of the run folder, where a tracker may store its files.
+            config: Resolved settings by section and key; `config["monitor"]` has `project` and `name`.
+            resume_step: Step from which the run resumes; None for a run from the start.
         """
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
-        """Take the figures of one step, by their names in metrics.jsonl; some may be NaN or infinite.
+        """Record the figures of one step.
 
         Args:
-            step: Its number, later than all before it in this job.
-            figures: What is a number in its line of metrics.jsonl, without its time.
+            step: Number of the step, larger than all before it in this job.
+            figures: Numbers by their names in metrics.jsonl, without the time; they may be NaN or infinite.
         """
 
     def close(self) -> None:
-        """No step follows in this job."""
+        """Finish the record; no step follows in this job."""
 
 
 def names(run_dir: Path, config: Mapping[str, Any]) -> tuple[str, str]:
-    """The project of a run, and its own name: monitor.name, or that of its folder."""
+    """Return the project and the name of a run; the name is monitor.name, or else the name of its folder.
+
+    Args:
+        run_dir: Path of the run folder.
+        config: Resolved settings by section and key.
+    """
     monitor = config["monitor"]
     return monitor["project"], monitor["name"] or run_dir.absolute().name
 
 
 def kept_id(path: Path, resume_step: int | None) -> str:
-    """The identity of a run that goes on; empty for one from the start, or where none is kept."""
+    """Return the stored identity of a resumed run, or "" for a run from the start or without a stored identity.
+
+    Args:
+        path: Path of the file that has the identity.
+        resume_step: Step from which the run resumes; None for a run from the start.
+    """
     if resume_step is None:
         return ""
     try:
@@ -77,7 +87,7 @@ def kept_id(path: Path, resume_step: int | None) -> str:
 
 
 def _package(name: str, key: str, extra: str) -> Any:
-    """Import a package that a setting needs."""
+    """Import a package that a setting needs. Raises InputError if it is not installed."""
     try:
         return import_module(name)
     except ImportError as error:
@@ -87,7 +97,10 @@ def _package(name: str, key: str, extra: str) -> Any:
 
 
 class TensorBoard(Tracker):
-    """A scalar for each figure, in event files in RUN/tensorboard. TensorBoard shows each step once after a resume."""
+    """Tracker that writes each figure as a scalar to event files in RUN/tensorboard.
+
+    After a resume, TensorBoard shows each step once.
+    """
 
     def __init__(self) -> None:
         self._make = _package("torch.utils.tensorboard", "monitor.tensorboard", "monitor").SummaryWriter
@@ -105,19 +118,19 @@ class TensorBoard(Tracker):
 
 
 class WeightsAndBiases(Tracker):
-    """Weights & Biases: one run, under one identity for as long as the run folder goes on.
+    """Tracker for Weights & Biases: a run folder is one run, also when jobs resume it.
 
-    Into RUN/wandb, without a network, unless WANDB_MODE says otherwise. `wandb sync RUN/wandb/offline-run-*` uploads it
-    later. A resumed job writes a part of its own for the same run.
+    It writes to RUN/wandb without a network unless WANDB_MODE requests otherwise; `wandb sync RUN/wandb/offline-run-*`
+    uploads the files later. Each resumed job writes another part of the same run.
     """
 
     def __init__(self) -> None:
-        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # which would go to a server as it is imported
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # importing wandb would otherwise contact a server
         self._wandb = _package("wandb", "monitor.wandb", "trackers")
 
     def start(self, run_dir: Path, config: Mapping[str, Any], resume_step: int | None) -> None:
         mode = os.environ.get("WANDB_MODE") or "offline"
-        if mode in _ELSEWHERE and not self._wandb.api.api_key:  # it would ask for one at the terminal
+        if mode in _ELSEWHERE and not self._wandb.api.api_key:  # wandb would ask for a key at the terminal
             raise InputError(
                 f"monitor.wandb: WANDB_MODE is {mode} and nobody is logged in; set WANDB_API_KEY, or leave it out"
             )
@@ -140,10 +153,10 @@ class WeightsAndBiases(Tracker):
 
 
 class MLflow(Tracker):
-    """MLflow: one run, which a resumed job goes on with: steps that are there already are not logged again.
+    """Tracker for MLflow: a run folder is one run, which a resumed job continues without logging steps twice.
 
-    Into files in RUN/mlflow, without a network, unless MLFLOW_TRACKING_URI says otherwise. Files, and not SQLite, as a
-    run folder often lies on a network file system, whose locks SQLite cannot rely on.
+    It writes to RUN/mlflow without a network unless MLFLOW_TRACKING_URI requests otherwise. It uses files rather than
+    SQLite because run folders are often on a network file system, whose locks SQLite cannot rely on.
     """
 
     def __init__(self) -> None:
@@ -151,7 +164,7 @@ class MLflow(Tracker):
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         mlflow = _package("mlflow", "monitor.mlflow", "trackers")
         self._make, self._entities = mlflow.MlflowClient, _package("mlflow.entities", "monitor.mlflow", "trackers")
-        self._last = 0  # step that is there
+        self._last = 0  # last step already logged
         self._waiting: list[Any] = []
 
     def start(self, run_dir: Path, config: Mapping[str, Any], resume_step: int | None) -> None:
@@ -196,10 +209,10 @@ class MLflow(Tracker):
 
 
 def asked_for(section: MonitorSection) -> list[Tracker]:
-    """The trackers that the settings ask for.
+    """Return the trackers that the settings request.
 
     Raises:
-        InputError: A package is not there, or what `monitor.tracker` names is none.
+        InputError: A package is not installed, or `monitor.tracker` does not name a tracker.
     """
     wanted = ((section.tensorboard, TensorBoard), (section.wandb, WeightsAndBiases), (section.mlflow, MLflow))
     trackers: list[Tracker] = [kind() for asked, kind in wanted if asked]
@@ -215,21 +228,26 @@ def asked_for(section: MonitorSection) -> list[Tracker]:
 
 
 class Tracking:
-    """Trackers that were asked for; one that fails after the start is left out from then on.
+    """Requested trackers of a run; one that fails after the start is removed.
 
     Args:
-        trackers: In the order in which they are told.
-        warn: Says a line to the person who looks.
+        trackers: Trackers in the order in which they are called.
+        warn: Function that shows a line of text to the user.
     """
 
     def __init__(self, trackers: Sequence[Tracker], warn: Callable[[str], object]) -> None:
         self._trackers, self._warn = list(trackers), warn
 
     def start(self, run_dir: Path, config: Mapping[str, Any], resume_step: int | None) -> None:
-        """Have each of them begin.
+        """Start each tracker.
+
+        Args:
+            run_dir: Path of the run folder.
+            config: Resolved settings by section and key.
+            resume_step: Step from which the run resumes; None for a run from the start.
 
         Raises:
-            InputError: One of them cannot.
+            InputError: A tracker cannot start.
         """
         for tracker in self._trackers:
             try:
@@ -240,7 +258,12 @@ class Tracking:
                 raise InputError(f"{_name(tracker)} cannot start: {told(error)}; mend that, or leave it out") from error
 
     def log(self, step: int, figures: Mapping[str, Any]) -> None:
-        """Give them what is a number of a step's figures."""
+        """Pass the numeric figures of a step to each tracker.
+
+        Args:
+            step: Number of the step.
+            figures: Values of the step's line in metrics.jsonl; those that are not numbers, and the time, are left out.
+        """
         if not self._trackers:
             return
         numbers = {name: value for name, value in figures.items() if type(value) in (int, float) and name != "time"}
@@ -254,7 +277,7 @@ class Tracking:
                     tracker.close()
 
     def close(self) -> None:
-        """Have each of them end."""
+        """Close each tracker."""
         trackers, self._trackers = self._trackers, []
         for tracker in trackers:
             try:

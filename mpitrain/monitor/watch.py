@@ -1,9 +1,10 @@
-"""`python -m mpitrain.report --watch RUN`: a live view of a run, from its files alone.
+"""`python -m mpitrain.report --watch RUN`: a live view of a run, read only from its files.
 
-The run may go on elsewhere, on a shared file system, or be in the queue still. The view ends when the run does, with
-its exit code; a job that was killed, or is silent, may go on or be started again, and is waited for.
+The run may be on another machine with a shared file system, or still be queued. The view ends when the run ends, with
+the run's exit code. It keeps waiting for a job that was killed or is silent, because the job may continue or be
+restarted.
 
-It shows one frame of a terminal, or one line for a pipe.
+It shows one frame that is redrawn on a terminal, or lines of text on a pipe.
 """
 
 from __future__ import annotations
@@ -31,24 +32,24 @@ from mpitrain.monitor.json_lines import StepLine
 from mpitrain.monitor.watched import EXIT_CODES, Curve, RunStatus, Watched
 from mpitrain.storage.text import counted, duration, lasting, number_text, seconds_text, short
 
-_EVERY = 1.0  # seconds between looks at metrics and events
-_RANKS_EVERY = 5.0  # seconds between looks at the files of ranks, which are many
+_EVERY = 1.0  # seconds between reads of metrics and events
+_RANKS_EVERY = 5.0  # seconds between reads of the ranks' files, of which there are many
 _TELL_EVERY = 10.0  # seconds between lines on a pipe
 
 
 def run(folder: Path, *, once: bool = False) -> int:
-    """Show a run until it ends, or Ctrl-C is pressed. On a terminal a frame, redrawn; elsewhere a line now and then.
+    """Show a run until it ends or Ctrl-C is pressed: a redrawn frame on a terminal, occasional lines elsewhere.
 
     Args:
-        folder: The run folder, which need not be there yet.
-        once: Whether to show one frame and return.
+        folder: Path of the run folder, which does not have to exist yet.
+        once: If true, show one frame and return.
 
     Returns:
-        The run's exit code: 0 where it is done, 75 where it stopped and can go on, 1 where it failed. 0 after Ctrl-C.
-        With `once` also 0 where it goes on, and 1 where it was killed.
+        Exit code of the run, which is 0 if it is done, 75 if it stopped and can be resumed, and 1 if it failed; 0 after
+        Ctrl-C. With `once` also 0 if it is still running, and 1 if it was killed.
 
     Raises:
-        InputError: The path is no folder.
+        InputError: The path is a file.
     """
     if folder.exists() and not folder.is_dir():
         raise InputError(f"run folder {folder} is a file; give the folder of a run, such as {folder.parent}")
@@ -63,7 +64,7 @@ def run(folder: Path, *, once: bool = False) -> int:
             _tell(watched)
     except KeyboardInterrupt:
         return EXIT_DONE
-    except BrokenPipeError:  # nobody reads on; Python is not to say so when it flushes
+    except BrokenPipeError:  # the reader is gone; keep Python from reporting it again when it flushes
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_DONE
     status = watched.status()
@@ -71,7 +72,7 @@ def run(folder: Path, *, once: bool = False) -> int:
 
 
 def _redraw(watched: Watched, console: Console) -> None:
-    """Frames on a screen of their own, which is left with the last one on the usual screen."""
+    """Redraw frames on the alternate screen, and print the last one on the normal screen at the end."""
     plain = _plain(console)
     try:
         with Live(console=console, screen=True, auto_refresh=False) as live:
@@ -84,7 +85,9 @@ def _redraw(watched: Watched, console: Console) -> None:
 def _tell(watched: Watched) -> None:
     told, status, step = float("-inf"), None, -1
     gone = select.poll()
-    gone.register(sys.stdout.fileno(), 0)  # a pipe that nobody reads on is an error, which is told without being asked
+    gone.register(
+        sys.stdout.fileno(), 0
+    )  # poll reports the error of a pipe without a reader even if no event is requested
     for _ in _looks(watched):
         if gone.poll(0):
             return
@@ -99,7 +102,7 @@ def _tell(watched: Watched) -> None:
 
 
 def _looks(watched: Watched) -> Iterator[None]:
-    """Look at the run again and again, until it has ended."""
+    """Read the run's files again and again until it has ended, yielding after each time."""
     looked = float("-inf")
     while True:
         more = time.monotonic() - looked >= _RANKS_EVERY
@@ -115,7 +118,7 @@ def _looks(watched: Watched) -> Iterator[None]:
 
 
 def _told(event: dict[str, Any]) -> str:
-    """A line for an event that happens seldom; empty for others."""
+    """Return a line of text for a start or a loss of ranks, and "" for other events."""
     text = {
         "start": f"started at step {event['step']} with {event.get('ranks')} ranks",
         "lost": f"ranks {printable(event.get('ranks'))} died before step {event['step']}; training goes on",
@@ -124,31 +127,33 @@ def _told(event: dict[str, Any]) -> str:
 
 
 def _plain(console: Console) -> bool:
-    """Whether the terminal shows ASCII alone."""
+    """Return whether the terminal shows only ASCII."""
     return not console.encoding.lower().startswith("utf")
 
 
 BLOCKS, PLAIN = "▁▂▃▄▅▆▇█", "_.-:=+*#"
 COLOURS = dict.fromkeys(("running", "done"), "green") | dict.fromkeys(("stopped", "silent"), "yellow")
 COLOURS |= dict.fromkeys(("failed", "killed"), "red")
-_HOSTS = 3  # that are named
-_LABEL = 13  # characters of the names of figures
-_FIRST = 32  # of what stands behind a curve, at most
-_CURVE, _LEAST_CURVE = 60, 8  # of one, at most and at least
-_LEAST_BAR, _PLAIN_BAR = 8, 20  # of the bar of steps, at least and in ASCII
-_SAID, _NAME = 300, 64  # of a warning, and of a host's name
-_RANKS = 6  # whose parts of a step are shown
+_HOSTS = 3  # hosts that are named
+_LABEL = 13  # width in characters of the column with the figures' names
+_FIRST = 32  # longest text behind a curve
+_CURVE, _LEAST_CURVE = 60, 8  # longest and shortest curve
+_LEAST_BAR, _PLAIN_BAR = 8, 20  # shortest bar of steps, and its length in ASCII
+_SAID, _NAME = 300, 64  # longest warning and longest host name
+_RANKS = 6  # ranks whose step parts are shown
 _SHOWN_PARTS = {"data": "data", "forward": "forward", "backward": "backward", "communication": "comm."}
 _SHOWN_PARTS |= {"optimizer": "optim.", "evaluation": "eval.", "checkpoint": "save", "other": "other"}
 
 
 def sparkline(values: Sequence[float], width: int, levels: str = BLOCKS) -> str:
-    """A curve of so many characters at most, each the mean of its share of the values, from the least to the most.
+    """Return a text curve of at most `width` characters, scaled from the least to the largest mean.
+
+    Each character stands for the mean of an equal share of the values.
 
     Args:
-        values: In their order.
-        width: In characters.
-        levels: The characters, the lowest first.
+        values: Values in their order.
+        width: Largest width in characters.
+        levels: Characters from the lowest to the highest level.
     """
     count = min(width, len(values))
     if count < 1:
@@ -160,12 +165,12 @@ def sparkline(values: Sequence[float], width: int, levels: str = BLOCKS) -> str:
 
 
 def frame(run: Watched, width: int, *, plain: bool = False) -> RenderableType:
-    """All that is known of a run, in about 20 lines; in more where they are short. No number is cut.
+    """Return all that is known of a run in about 20 lines, or more if lines have to be wrapped. No number is truncated.
 
     Args:
-        run: The run.
-        width: Of the terminal, in characters.
-        plain: Whether to leave out characters that are not ASCII.
+        run: State of the run.
+        width: Width of the terminal in characters.
+        plain: If true, use only ASCII characters for curves and bars.
     """
     status = run.status()
     word = status.value, f"bold {COLOURS.get(status.value, 'default')}"
@@ -183,7 +188,7 @@ def frame(run: Watched, width: int, *, plain: bool = False) -> RenderableType:
 
 
 def line(run: Watched) -> str:
-    """Where a run is, in one line."""
+    """Return the state of a run in one line."""
     told, status = run.steps.line, run.status()
     said = _said_of(run, status)
     words = [f"{clock(time.time())} {status.value}" + (f": {said}" if said else "")]
@@ -202,7 +207,7 @@ def line(run: Watched) -> str:
 
 
 def _said_of(run: Watched, status: RunStatus) -> str:
-    """What there is to say about how a run stands."""
+    """Return a sentence about the status of a run, or ""."""
     if status is RunStatus.WAITING:
         there = "has no line yet" if run.folder.is_dir() else "is not there yet"
         return f"the folder {there}; the job may be in the queue, or starting"
@@ -248,7 +253,7 @@ def _progress(run: Watched, width: int, plain: bool) -> RenderableType:
 def _figures(run: Watched, width: int, plain: bool) -> Table:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True, min_width=_LABEL)
-    table.add_column()  # whose lines are broken between words
+    table.add_column()  # wraps its lines between words
     told, room = run.steps.line or StepLine(step=0), width - _LABEL - 2
     skipped = f"{counted(run.steps.skipped, 'step')}, for gradients that were not finite"
     rows = [
@@ -276,7 +281,7 @@ def _curve(curve: Curve, width: int, plain: bool) -> str:
     step, value = curve.last
     values = [v for _, v in curve.points]
     last, first = f"{number_text(value):>8}", f"from {number_text(values[0])}, at step {step:,}"
-    beside = width - _FIRST - len(last) - 4  # the same for both curves
+    beside = width - _FIRST - len(last) - 4  # room for the curve; equal for both curves
     broken = beside < _LEAST_CURVE
     drawn = sparkline(values, min(_CURVE, width - len(last) - 2 if broken else beside), PLAIN if plain else BLOCKS)
     return f"{last}  {drawn}" + ("\n" if broken else "  ") + first
@@ -320,9 +325,9 @@ def _restarts(run: Watched) -> str:
 
 
 def _parts(run: Watched, width: int) -> Table:
-    """The share of each part of a step; ranks that computed longest first, as the others waited for them.
+    """Return a table of the share of each part of a step, with ranks that computed longest first.
 
-    A line for each rank; where that is too wide, a column for each rank there is room for. Servers come last.
+    It has a line for each rank; if that is too wide, a column for each rank for which there is room. Servers come last.
     """
     sums: dict[int, dict[str, float]] = {}
     for rank, recent in run.parts.items():
@@ -347,7 +352,7 @@ def _parts(run: Watched, width: int) -> Table:
 
 
 def _wide(rows: Sequence[Sequence[str]]) -> int:
-    """Characters that a table's lines take, with two between columns."""
+    """Return the width of a table in characters, with two between columns."""
     return sum(max(map(len, column)) for column in zip(*rows, strict=True)) + 2 * (len(rows[0]) - 1)
 
 
@@ -363,5 +368,5 @@ def _warnings(run: Watched) -> list[Text]:
 
 
 def clock(when: float) -> str:
-    """The time of the day here. when: in unix seconds."""
+    """Return the local time of day of `when`, in unix seconds."""
     return f"{datetime.fromtimestamp(when):%H:%M:%S}"

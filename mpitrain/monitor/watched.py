@@ -1,4 +1,4 @@
-"""What is known of a run while it goes on, from its files alone: see `mpitrain.monitor.watch`."""
+"""State of a run that is read from its files while it goes on; see `mpitrain.monitor.watch`."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from mpitrain.monitor.run_files import SERVER, checked_event
 from mpitrain.storage import locks
 from mpitrain.storage.run_folder import EVENTS, LOGS, METRICS, RANKS, rank_paths
 
-RECENT = 512  # steps whose times are looked at
-_POINTS = 1024  # of a curve at most
-_PARTS = 20  # lines of a rank whose parts are added up
-_FILES = 64  # ranks whose logs and parts are followed
-_MOST = 256 << 20  # bytes of metrics, and of events, that are read: the last ones
-_TAIL = 1 << 16  # bytes of a log that are looked at first
+RECENT = 512  # last steps whose times are used
+_POINTS = 1024  # largest number of points of a curve
+_PARTS = 20  # last lines of a rank whose parts are added up
+_FILES = 64  # number of ranks whose logs and parts are read
+_MOST = 256 << 20  # bytes at the end of metrics.jsonl and events.jsonl that are read
+_TAIL = 1 << 16  # bytes at the end of a log that are read first
 _WARNINGS = 5
-_QUIET = 60.0  # seconds without a line after which a run is called silent, or ...
-_QUIET_STEPS = 20  # ... the time of so many steps, if that is longer
-_TAKING_OVER = 5.0  # seconds in which another rank may take the lock over from one that died
+_QUIET = 60.0  # seconds without a line after which a run counts as silent, or ...
+_QUIET_STEPS = 20  # ... the time of this number of steps, if that is longer
+_TAKING_OVER = 5.0  # seconds that another rank may need to take over the lock of a rank that died
 _LINE = re.compile(r"(\d{4}-\d\d-\d\dT[\d:.]+) rank (\d{1,9}) (\w+) (.*)")
 
 
 class RunStatus(Enum):
-    """How a run stands; the value is the word that is shown."""
+    """Status of a run; the value is the word that is shown."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -50,7 +50,10 @@ EXIT_CODES = {RunStatus.DONE: EXIT_DONE, RunStatus.STOPPED: EXIT_REQUEUE, RunSta
 
 @dataclass
 class Curve:
-    """A figure over the steps, in at most so many points: every second one goes whenever there are too many."""
+    """Values of a metric over the steps, with a bounded number of points.
+
+    When the limit is reached, every second point is removed.
+    """
 
     points: list[tuple[int, float]] = field(default_factory=list)
     last: tuple[int, float] | None = None
@@ -58,7 +61,12 @@ class Curve:
     _count: int = 0
 
     def add(self, step: int, value: float | None) -> None:
-        """Note the figure of a step, if it has one."""
+        """Add the value of a step, unless it is None.
+
+        Args:
+            step: Number of the step.
+            value: Value of the metric.
+        """
         if value is None:
             return
         self.last = (step, value)
@@ -71,7 +79,7 @@ class Curve:
 
 @dataclass
 class Steps:
-    """What the lines of metrics.jsonl told."""
+    """Values read from the lines of metrics.jsonl."""
 
     line: StepLine | None = None  # the last one
     loss: Curve = field(default_factory=Curve)
@@ -82,7 +90,7 @@ class Steps:
     damaged: int = 0  # lines
 
     def add(self, line: bytes) -> None:
-        """Take in one line."""
+        """Add one line of metrics.jsonl."""
         told = parsed(line, StepLine.model_validate)
         if told is None:
             self.damaged += 1
@@ -98,21 +106,21 @@ class Steps:
 
 
 class Watched:
-    """A run as its files tell it. `look` reads what is new in them.
+    """State of a run, as read from its files; `look` reads their new lines.
 
     Args:
-        folder: The run folder, which need not be there yet.
+        folder: Path of the run folder, which does not have to exist yet.
 
     Attributes:
-        steps: Of the run; those that a resumed job has taken back are not in it.
-        start: The event of the last start; empty where there was none.
-        end: The event of its end; empty as long as it goes on.
-        save: The event of the last checkpoint.
-        starts: How many there were.
-        lost: Ranks that died in the last start.
-        news: Events that came since this was emptied.
-        warnings: Time, rank, level and text of the last lines in the ranks' logs that are at least warnings.
-        parts: Seconds by part of a step in each rank's last lines.
+        steps: Values of the run's steps, without steps that a resumed job has removed.
+        start: Event of the last start; empty if there was none.
+        end: Event of the run's end; empty while it goes on.
+        save: Event of the last checkpoint.
+        starts: Number of starts.
+        lost: Ranks that died since the last start.
+        news: New events, until the caller empties the list.
+        warnings: Time, rank, level and text of the last warnings and errors in the ranks' logs.
+        parts: Seconds by part of a step for each of a rank's last lines, by rank.
         servers: Ranks that take no steps themselves.
     """
 
@@ -130,13 +138,19 @@ class Watched:
         self.servers: set[int] = set()
         self._metrics, self._events = (GrowingFile(folder / name, _MOST) for name in (METRICS, EVENTS))
         self._more: dict[Path, GrowingFile] = {}
-        self._seen = 0  # how often the metrics were begun anew
-        self._heard: float | None = None  # time.monotonic() of the last new line
+        self._seen = 0  # value of begun_anew of the metrics when `steps` was created
+        self._heard: float | None = None  # time.monotonic() at the last new line
         self._lock: bool | None = None
 
     def look(self, *, more: bool = True) -> None:
-        """Read what is new. more: in the ranks' logs and times, too, which are many files."""
-        self._lock = locks.seen_held(self.folder / locks.LOCK)  # before the events: its end is told while it is held
+        """Read the new lines of the files.
+
+        Args:
+            more: If true, also read the ranks' logs and times, which are many files.
+        """
+        self._lock = locks.seen_held(
+            self.folder / locks.LOCK
+        )  # read before the events, because a job writes its end while it still holds the lock
         came = False
         for line in self._events.new_lines():
             came = True
@@ -152,38 +166,38 @@ class Watched:
                 for line in self._more.setdefault(path, GrowingFile(path, _TAIL)).new_lines():
                     self._take_parts(int(re.sub(r"\D", "", path.stem) or 0), parsed(line, rank_line))
         if came:
-            # the first time, since the last step or event that told its time
+            # at the first read, count from the last step or event that has a time
             told = [event["time"] for event in (self.start, self.save, self.end) if event]
             told += [self.steps.times[-1][1]] if self.steps.times else []
             since = time.time() - max(told, default=math.inf) if self._heard is None else 0.0
             self._heard = time.monotonic() - max(0.0, since)
 
-    # -- what is made of it
+    # -- derived values
 
     @property
     def step(self) -> int:
-        """Steps done."""
+        """Number of steps done."""
         return (self.steps.line.step if self.steps.line else 0) or int(self.start.get("step", 0))
 
     @property
     def of_steps(self) -> int | None:
-        """Steps that there are to be."""
+        """Number of steps of the whole run, or None if unknown."""
         told = self.start.get("steps")
         return told if isinstance(told, int) and told > 0 else None
 
     @property
     def quiet_seconds(self) -> float:
-        """Since the last new line."""
+        """Seconds since the last new line."""
         return time.monotonic() - self._heard if self._heard is not None else 0.0
 
     @property
     def median_seconds(self) -> float | None:
-        """Of the last steps."""
+        """Median time of the last steps in seconds, or None if there is none."""
         return statistics.median(self.steps.seconds) if self.steps.seconds else None
 
     @property
     def seconds_left(self) -> float | None:
-        """By the pace of the last steps of this start, with evaluation and saving."""
+        """Estimated seconds until the end, at the pace of this start's last steps, including evaluation and saving."""
         if self.of_steps is None:
             return None
         began = self.start.get("time", 0.0)
@@ -194,7 +208,7 @@ class Watched:
         return None if each is None else max(0.0, each * (self.of_steps - self.step))
 
     def status(self) -> RunStatus:
-        """How the run stands, as far as can be told from here."""
+        """Return the status of the run, as far as it can be determined from this machine."""
         if self.end:
             return next((s for s in EXIT_CODES if s.value == self.end.get("outcome")), RunStatus.FAILED)
         if not self.start and not self.steps.line:
@@ -205,7 +219,7 @@ class Watched:
         return RunStatus.SILENT if self.quiet_seconds > max(_QUIET, _QUIET_STEPS * median) else RunStatus.RUNNING
 
     def lock_text(self) -> str:
-        """Whether a job still has the folder, in words."""
+        """Return a sentence that says whether a job still holds the lock of the run folder."""
         if self._lock:
             return "a process on this machine holds its lock"
         if self._lock is False and self._began_here():
@@ -213,13 +227,13 @@ class Watched:
         return "whether its lock is held cannot be told from this machine"
 
     def _began_here(self) -> bool:
-        """Whether rank 0, which held the lock when the job began, was on this machine."""
+        """Return whether rank 0, which held the lock when the job began, was on this machine."""
         return list(self.start.get("hosts") or [])[:1] == [socket.gethostname()]
 
     # -- reading
 
     def _steps_now(self) -> Steps:
-        """Those of the file that is there: a resumed job begins it anew."""
+        """Return the steps of the current metrics file, starting again if a resumed job has rewritten it."""
         if self._metrics.begun_anew != self._seen:
             self._seen, self.steps = self._metrics.begun_anew, Steps()
         return self.steps
@@ -240,7 +254,7 @@ class Watched:
             self.lost += [rank for rank in event.get("ranks") or [] if isinstance(rank, int)]
 
     def _take_log(self, lines: Iterable[bytes]) -> None:
-        """Keep warnings and errors; of what stands under one, such as a traceback, the last line."""
+        """Keep warnings and errors; of the lines that belong to one, such as a traceback, keep the last."""
         found: list[tuple[str, int, str, str]] = []
         kept = False
         for raw in lines:

@@ -1,7 +1,7 @@
-"""How fast this machine is, measured by the ranks of a job together: the figures of the planner's machine profile.
+"""Speeds of this machine, measured by all ranks of a job, for the planner's machine profile.
 
-cores      what one core does while all do the same, and what an accelerator does
-links      messages, copies and sums of ranks
-kept       all of it as values of machine.toml, and the profile of this kind of machine, kept for jobs to come
-timing     times of operations that ranks make together
+cores      speeds of one core while all cores are busy, and of an accelerator
+links      speeds of messages, copies and sums between ranks
+kept       the measurements as values of machine.toml, and the stored profile of this kind of machine
+timing     times of collective operations
 """

@@ -1,11 +1,11 @@
-"""What one core does while all cores of the node do the same: matrix products, copies, AdamW; what a device does.
+"""Speed of one core while all cores of the node do the same work (matrix products, copies, AdamW), and of a device.
 
-The first of the ranks that share a set of cores starts one process, which forks as many as there are cores, each bound
-to one of them; the ranks sleep meanwhile. All go by the clock: in the same interval all do the same. What is told of a
-task is the median of its repetitions in the interval, and over the cores the median again, in processor seconds: what
-else takes its turn on a core meanwhile does not count (but for several threads: the least wall-clock seconds).
+The first rank of those that share a set of cores starts one process, which forks a worker for each core and binds it to
+the core; the ranks sleep meanwhile. The workers follow the clock, so that all do the same task in the same interval.
+The result of a task is the median over its repetitions in the interval, and then the median over the cores, in
+processor seconds, which exclude other work on a core. For the task of several threads it is the least wall-clock time.
 
-    python -m mpitrain.speeds.cores 0,1,2,3 full      what a rank starts; a line of JSON comes back
+    python -m mpitrain.speeds.cores 0,1,2,3 full      command that a rank starts; it prints a line of JSON
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ if TYPE_CHECKING:
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 COPY, COPY_ALONE, UPDATE, THREADS = "copy", "copy alone", "update", "threads"
-_LEAD = 0.3  # seconds from telling when to begin until then
+_LEAD = 0.3  # seconds between announcing the begin and the begin
 _REST = 0.05  # seconds between two intervals
-_STRETCH = 1e-3  # seconds that calls are timed together for
-_LONGEST = 2.0  # intervals that one product may take, or it is left out
+_STRETCH = 1e-3  # least seconds of calls that are timed together
+_LONGEST = 2.0  # a product that would take more intervals is left out
 
-Effort = Literal["quick", "short", "full"]  # to try whether it works; at the start of a job; for a profile
-Task = tuple[str, Callable[[], Callable[[], object]]]  # its name, and what prepares it
+Effort = Literal["quick", "short", "full"]  # for tests; at the start of a job; for a profile
+Task = tuple[str, Callable[[], Callable[[], object]]]  # name of a task, and a function that prepares it
 
 
 class _Plan:
-    """How much is measured.
+    """Amount of work to measure.
 
-    interval: seconds of a task. sizes: of matrices. copied: bytes. updated: elements. threaded: size of the matrices
-    that several threads multiply.
+    interval: seconds of a task. sizes: sizes of matrices. copied: bytes. updated: elements. threaded: size of the
+    matrices that several threads multiply.
     """
 
     def __init__(self, effort: Effort) -> None:
@@ -57,7 +57,7 @@ class _Plan:
 
     @property
     def seconds(self) -> float:
-        """Of all tasks together, from the start on."""
+        """Seconds of all tasks together, after the begin."""
         return (self.interval + _REST) * (4 + len(PRECISIONS) * len(self.sizes))
 
 
@@ -65,18 +65,25 @@ class _Plan:
 
 
 def measure(world: Communicator, effort: Effort) -> dict[str, Any]:
-    """Speeds of a core of these nodes. Collective.
+    """Return the speeds of a core of these nodes. Collective.
+
+    Args:
+        world: All ranks.
+        effort: Amount of work to measure.
 
     Returns:
-        cores: of a node. seconds: by task, the median over the cores. copied, updated, threaded: what a task did once.
-        threads: how many did "threads".
+        Dictionary with "cores", the number of cores of a node; "seconds", by task, the median over the cores; "copied",
+        "updated" and "threaded", the amount of work of one repetition; "threads", the threads of the task of that name.
 
     Raises:
         CommunicationError: The processes that measure have failed.
     """
-    from mpitrain.comm.job.topology import sharing, siblings  # not in the processes that are started: it loads MPI
+    from mpitrain.comm.job.topology import (
+        sharing,
+        siblings,
+    )  # imported here because it loads MPI, which the started processes must not
 
-    core_of, one_of = siblings(), dict[int, int]()  # hardware thread of each core
+    core_of, one_of = siblings(), dict[int, int]()  # one hardware thread of each core
     with all_cores():
         threads = sorted(os.sched_getaffinity(0))
     for thread in threads:
@@ -115,9 +122,9 @@ def measure(world: Communicator, effort: Effort) -> dict[str, Any]:
 
 @contextmanager
 def all_cores() -> Iterator[None]:
-    """Let this process have all cores that the system gives it, whichever its launcher has bound it to."""
+    """Give this process all cores that the system allows, regardless of its launcher's binding, inside the context."""
     bound = os.sched_getaffinity(0)
-    with suppress(OSError):  # it may not
+    with suppress(OSError):  # not permitted
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
     try:
         yield
@@ -129,9 +136,9 @@ def all_cores() -> Iterator[None]:
 
 
 def _lead(cores: list[int], plan: _Plan) -> int:
-    """Fork a process for each core, tell them when to begin, and print what they found. Returns the exit code."""
+    """Fork a process for each core, send the time to begin, and print the results. Returns the exit code."""
     torch.set_num_threads(1)
-    _update(1)()  # what the first optimizer imports takes seconds
+    _update(1)()  # the imports of the first optimizer take seconds
     workers: list[tuple[TextIO, TextIO]] = []
     for number, core in enumerate(cores):
         (hear, say), (listen, tell) = os.pipe(), os.pipe()
@@ -139,7 +146,7 @@ def _lead(cores: list[int], plan: _Plan) -> int:
             code = 1
             try:
                 for file in (*(file for pair in workers for file in pair), os.fdopen(hear), os.fdopen(tell, "w")):
-                    file.close()  # so that each worker's pipe ends with the one that holds its other end
+                    file.close()  # so that a worker's pipe closes when the process at its other end ends
                 os.sched_setaffinity(0, [core])
                 with os.fdopen(listen) as told, os.fdopen(say, "w") as answer:
                     _work(number == 0, cores, plan, told, answer)
@@ -165,8 +172,8 @@ def _lead(cores: list[int], plan: _Plan) -> int:
 
 
 def _work(first: bool, cores: list[int], plan: _Plan, orders: TextIO, answers: TextIO) -> None:
-    """What one core does. first: whether it also does what is done alone."""
-    source, dest = (np.ones(plan.copied // 8) for _ in range(2))  # memory that is touched before the clock runs
+    """Run the tasks on one core. first: also run the tasks that only one core runs."""
+    source, dest = (np.ones(plan.copied // 8) for _ in range(2))  # touch the memory before timing
     print("ready", file=answers, flush=True)
     begin, found = float(orders.readline()), dict[str, float]()
     for turn, (name, prepare) in enumerate(_tasks(plan, partial(np.copyto, dest, source), cores)):
@@ -176,7 +183,7 @@ def _work(first: bool, cores: list[int], plan: _Plan, orders: TextIO, answers: T
         precision, _, size = name.partition(" ")
         smaller = [n for n in plan.sizes if size.isdigit() and n < int(size)]
         before = found.get(f"{precision} {smaller[-1]}", math.inf) * (int(size) / smaller[-1]) ** 3 if smaller else 0.0
-        if before <= _LONGEST * plan.interval:  # it will be done in time, going by the product of the size before
+        if before <= _LONGEST * plan.interval:  # fast enough, as estimated from the product of the previous size
             taken = _seconds(prepare(), plan.interval, time.perf_counter if name == THREADS else time.process_time)
             found[name] = min(taken) if name == THREADS else float(np.median(taken))
     print(json.dumps(found), file=answers, flush=True)
@@ -199,7 +206,7 @@ def _tasks(plan: _Plan, copy: Callable[[], object], cores: list[int]) -> Iterato
 
 
 def _seconds(call: Callable[[], object], interval: float, clock: Callable[[], float]) -> list[float]:
-    """Seconds of a call, by the given clock, repeated for about so many, in each of some stretches of calls."""
+    """Return seconds per call by the given clock, one value per stretch of calls, for about `interval` seconds."""
     call()
     taken, count, end = list[float](), 1, time.perf_counter() + interval
     while not taken or time.perf_counter() < end:
@@ -207,7 +214,7 @@ def _seconds(call: Callable[[], object], interval: float, clock: Callable[[], fl
         for _ in range(count):
             call()
         lasted = clock() - began
-        if lasted < _STRETCH and len(taken) < 2:  # at first: how many calls are long enough to be measured
+        if lasted < _STRETCH and len(taken) < 2:  # first find a number of calls long enough to measure
             count *= 2
             continue
         taken.append(lasted / count)
@@ -215,7 +222,13 @@ def _seconds(call: Callable[[], object], interval: float, clock: Callable[[], fl
 
 
 def product(precision: str, size: int, device: torch.device | str = "cpu") -> Callable[[], object]:
-    """Return what multiplies two matrices of a size."""
+    """Return a function that multiplies two square matrices.
+
+    Args:
+        precision: Key of `PRECISIONS`.
+        size: Number of rows and columns.
+        device: Device of the matrices.
+    """
     a, b, c = (torch.full((size, size), 0.5, dtype=PRECISIONS[precision], device=device) for _ in range(3))
     return lambda: torch.mm(a, b, out=c)
 
@@ -226,20 +239,20 @@ def _update(numel: int) -> Callable[[], object]:
     return torch.optim.AdamW([parameter], lr=1e-4, fused=True).step
 
 
-# -- accelerators: matrix products, copies in its memory, to it and between two of a node
+# -- accelerators: matrix products, and copies in their memory, from the host and between two of a node
 
 _SIZES, _QUICK_SIZES = (256, 512, 1024, 2048, 4096, 8192), (64, 256)
 
 
 def measure_device(world: Communicator, kind: str, quick: bool) -> dict[str, Any] | None:
-    """Speeds of rank 0's device while all devices do the same; None where there are none. Collective.
+    """Return the speeds of rank 0's device while all devices do the same work; None without a device. Collective.
 
-    Ranks that share a device leave it to the first of them.
+    If ranks share a device, the first of them measures it.
 
     Args:
-        world: The ranks.
-        kind: As for run.device.
-        quick: Whether little is measured.
+        world: All ranks.
+        kind: Kind of device, as in run.device.
+        quick: If true, measure only a little.
 
     Raises:
         InputError: There is no such device.
@@ -249,7 +262,9 @@ def measure_device(world: Communicator, kind: str, quick: bool) -> dict[str, Any
         return None
     hardware.use(device)
     place = hardware.identity(device)
-    if place == str(device) and hardware.count(device.type) == 1:  # it has no name, and is a rank's only one
+    if (
+        place == str(device) and hardware.count(device.type) == 1
+    ):  # the device has no unique name, and this rank sees no other
         place = f"rank {world.rank}"
     places = world.all_gather_object([world.node, place])
     found = None
@@ -284,7 +299,7 @@ def _device_speeds(device: torch.device, quick: bool) -> dict[str, Any]:
 
 
 def _each(device: torch.device, call: Callable[[], object], seconds: float) -> float:
-    """Seconds of a call among many that the device works off one after the other, for about so many seconds."""
+    """Return seconds per call among many that the device executes one after the other, for about `seconds` in total."""
 
     def took(count: int) -> float:
         began = time.perf_counter()

@@ -1,6 +1,6 @@
-"""The measured profile of this kind of machine: as values of machine.toml, and kept for `parallel.auto`.
+"""Measured profile of this kind of machine: as values of machine.toml, and stored for `parallel.auto`.
 
-It is kept beside the machine's tuning table.
+It is stored beside the machine's tuning table.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from mpitrain.speeds import cores, links
 from mpitrain.speeds.cores import COPY, COPY_ALONE, PRECISIONS, THREADS, UPDATE, Effort
 from mpitrain.storage.text import counted
 
-_LEAST_SHARE = 0.2  # of a core that a thread adds: where it seems to be less, other work had the cores meanwhile
+_LEAST_SHARE = 0.2  # least share of a core that a thread adds; a lower result means that other work disturbed it
 
 
 def values_from(results: dict[int, Any], quick: bool) -> Values:
-    """What was measured, as values of machine.toml; what was not is not there.
+    """Return the measurements as values of machine.toml, without entries for what was not measured.
 
     Args:
-        results: What each rank count has given.
-        quick: Whether it was a quick run.
+        results: Results by number of ranks.
+        quick: True for a quick run, whose figures are marked as inaccurate.
     """
     first = next(of for of in results.values() if "cores" in of)
     cores, nodes = first["cores"]["cores"], len(set(first["nodes"]))
@@ -47,7 +47,7 @@ def values_from(results: dict[int, Any], quick: bool) -> Values:
     _add_links(values, results, cores)
     if device := first.get("device"):
         values["device"] = {key: device[key] for key in SECTIONS["device"] if key in device}
-        matrix = device["matrix"].items()  # whose sizes have become text on the way here
+        matrix = device["matrix"].items()  # JSON has turned the sizes into text
         values["device"]["matrix"] = {name: {int(n): rate for n, rate in table.items()} for name, table in matrix}
     values["collectives"] = {tuple(row): s for of in results.values() for *row, s in of.get("collectives", [])}
     return values
@@ -70,7 +70,7 @@ def _of_core(found: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _add_links(values: Values, results: dict[int, Any], cores: int) -> None:
-    """The speeds of messages, from the most ranks that had a core each; where none had, from the fewest."""
+    """Add the speeds of messages from the most ranks that had a core each, or else from the fewest ranks."""
     counts = {ranks: max(map(of["nodes"].count, of["nodes"])) for ranks, of in results.items() if "links" in of}
     if not counts:
         return
@@ -90,13 +90,13 @@ def _add_links(values: Values, results: dict[int, Any], cores: int) -> None:
 
 
 def profile_path() -> Path:
-    """Where the profile of this kind of machine is kept."""
+    """Return the path of the stored profile of this kind of machine."""
     machine = this_machine()
     return table_path(machine).with_name(f"machine-{machine}.toml")
 
 
 def kept() -> Values:
-    """What is kept; nothing where there is no file that can be read."""
+    """Return the stored profile; empty if there is no readable file."""
     path = profile_path()
     try:
         return read_values(str(path)) if path.is_file() else {}
@@ -105,7 +105,11 @@ def kept() -> Values:
 
 
 def keep(values: Values) -> Path | None:
-    """Keep a profile instead of the one before; its path, or None where the folder cannot be written."""
+    """Store a profile in place of the previous one.
+
+    Returns:
+        Path of the file, or None if the folder cannot be written.
+    """
     path = profile_path()
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -115,7 +119,13 @@ def keep(values: Values) -> Path | None:
 
 
 def tells(values: Values, world: Communicator, on_device: bool) -> bool:
-    """Whether values say all that is needed to plan for these ranks."""
+    """Return whether a profile has all sections needed to plan for these ranks.
+
+    Args:
+        values: Profile.
+        world: All ranks.
+        on_device: True if the ranks compute on accelerators.
+    """
     needed = ["core", *(["device"] if on_device else [])]
     needed += ["inside"] if world.size > world.num_nodes else []
     needed += ["network"] if world.num_nodes > 1 else []
@@ -123,7 +133,13 @@ def tells(values: Values, world: Communicator, on_device: bool) -> bool:
 
 
 def of_nodes(world: Communicator, effort: Effort, kind: str) -> dict[str, Any]:
-    """Return the speeds and sizes that a node has by itself. kind: of its devices, as for run.device. Collective."""
+    """Return the speeds and sizes of a node that do not depend on messages. Collective.
+
+    Args:
+        world: All ranks.
+        effort: Amount of work to measure.
+        kind: Kind of devices, as in run.device.
+    """
     return {
         "cores": cores.measure(world, effort),
         "machine": processor_name(),
@@ -133,12 +149,14 @@ def of_nodes(world: Communicator, effort: Effort, kind: str) -> dict[str, Any]:
 
 
 def measured(world: Communicator, on_device: bool, kind: str) -> Values:
-    """A short measurement of the nodes of these ranks, added to what is kept; rank 0 keeps it. Collective.
+    """Return a profile with a short measurement of these ranks' nodes; rank 0 stores it. Collective.
+
+    On rank 0 the measurement is merged into the stored profile.
 
     Args:
-        world: The ranks.
-        on_device: Whether they compute on accelerators, which are measured then.
-        kind: Of these, as for run.device.
+        world: All ranks.
+        on_device: If true, the ranks compute on accelerators, which are then measured.
+        kind: Kind of devices, as in run.device.
     """
     found: dict[str, Any] = {"nodes": list(world.nodes), "process": peak_memory_bytes()}
     found |= of_nodes(world, "short", kind if on_device else "cpu")

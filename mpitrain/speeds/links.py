@@ -1,4 +1,4 @@
-"""The speeds of messages between these ranks."""
+"""Speeds of messages between the ranks of a job."""
 
 from __future__ import annotations
 
@@ -20,35 +20,35 @@ from mpitrain.comm.programs.program import Machine
 from mpitrain.comm.selection import RING_SEGMENT
 from mpitrain.speeds.timing import Contender, interleaved
 
-# -- The figures of `comm.programs.program.Machine` inside a node, by small operations that all ranks make at once
-# Probes, made by all ranks at once with a block of the size the algorithms handle (vector / ranks, at most a ring
-# segment), give the machine's figures; more ranks than cores take turns, which the simulator counts on its own:
+# -- Values of `comm.programs.program.Machine` inside a node, from small operations that all ranks run at once
+# All ranks run the probes at once, with a block of the size that the algorithms use (vector / ranks, at most a ring
+# segment). If there are more ranks than cores, ranks take turns, which the simulator models itself:
 #
 #     exchange of 8 bytes       = local_latency + step
-#     exchange of a block       = that + block / local_bandwidth
-#     adding two numbers        = step, the cost of starting anything in Python
-#     adding a neighbour's block to the own, copying it: reduce_rate, copy_rate
-#     barrier of a node         = fence, per doubling of its ranks
+#     exchange of a block       = exchange of 8 bytes + block / local_bandwidth
+#     adding two numbers        = step, the cost of starting an operation in Python
+#     adding or copying a neighbour's block: reduce_rate, copy_rate
+#     barrier of a node         = fence for each doubling of its ranks
 
 
-_FASTEST = 1e11  # bytes per second: what a difference too small to be measured is taken for
+_FASTEST = 1e11  # bytes per second, used if a difference is too small to be measured
 _LEAST = 1e-8  # seconds
 
 
 class Probes:
-    """Measurements that give the figures of a `Machine`.
+    """Measurements that determine a `Machine`.
 
     Attributes:
-        contenders: What is to be measured, by the names that `machine` knows.
+        contenders: Operations to time, by the names that `machine` uses.
     """
 
     def __init__(self, world: Communicator, plain: PlainMPI, arena: Arena) -> None:
-        """Find out with whom this rank exchanges what.
+        """Set up this rank's operations.
 
         Args:
-            world: The ranks.
+            world: All ranks.
             plain: MPI's own calls.
-            arena: Memory of the vector's size, of which each rank works on its block.
+            arena: Memory of the vector's size, of which each rank uses its block.
         """
         self.world = world
         numel = arena.tensor.numel() // world.size
@@ -73,7 +73,7 @@ class Probes:
         self.block_bytes, self.message_bytes = block.nbytes, message.nbytes
 
     def machine(self, t: Mapping[str, float]) -> Machine:
-        """The speeds of one rank that has a core for itself, inside a node. t: seconds of each contender."""
+        """Return the speeds inside a node of one rank that has a core to itself. t: seconds of each contender."""
         nodes, cores = self.world.nodes, os.cpu_count() or 1
         local = max(nodes.count(node) for node in set(nodes))
         turns = max(1.0, local / cores)
@@ -96,12 +96,17 @@ class Probes:
 
 
 MIB = 1 << 20
-_QUIET = 0.25  # quantile of the times of messages: what other work of the machine delays is not theirs
-_PROBED, _MOST = 16 * MIB, 64 * MIB  # bytes of the vector that probes take blocks of
+_QUIET = 0.25  # quantile of the message times, low to exclude delays by other work of the machine
+_PROBED, _MOST = 16 * MIB, 64 * MIB  # least and largest size in bytes of the vector for the probes
 
 
 def measure(world: Communicator, quick: bool) -> dict[str, Any]:
-    """The speeds of `comm.programs.program.Machine` that messages give. Collective."""
+    """Return the speeds of messages, by attributes of `comm.programs.program.Machine`. Collective.
+
+    Args:
+        world: All ranks.
+        quick: If true, measure only a little.
+    """
     size = 1 * MIB if quick else min(_MOST, max(_PROBED, world.size * RING_SEGMENT))
     repeats, seconds = (5, 0.3) if quick else (21, 3.0)
     plain, arena = PlainMPI(world), world.arena(max(world.size, size // 4))
@@ -109,22 +114,22 @@ def measure(world: Communicator, quick: bool) -> dict[str, Any]:
         probes = Probes(world, plain, arena)
         times = interleaved(world, probes.contenders, repeats, seconds)
         found = asdict(probes.machine({name: float(np.quantile(of.all, _QUIET)) for name, of in times.items()}))
-        del found["eager"]  # the library's own, which is not measured
+        del found["eager"]  # a property of the MPI library, which is not measured
     finally:
         arena.free()
     if world.num_nodes > 1:
         tiny, segment = (_between_nodes(world, plain, nbytes, quick) for nbytes in (8, RING_SEGMENT))
         found["latency"] = max(_LEAST, tiny - found["step"])
-        waits = 3 if Machine().eager < RING_SEGMENT else 1  # the latencies of a long message
+        waits = 3 if Machine().eager < RING_SEGMENT else 1  # number of latencies in a long message
         found["bandwidth"] = RING_SEGMENT / max(segment / 10, segment - waits * tiny)
     plain.free()
     return found
 
 
 def _between_nodes(world: Communicator, plain: PlainMPI, nbytes: int, quick: bool) -> float:
-    """Seconds in which rank 0 and the first rank of another node send each other so many bytes at once. Collective.
+    """Return the seconds in which rank 0 and the first rank of another node exchange `nbytes`. Collective.
 
-    By many exchanges one after the other: where a message takes milliseconds, ranks do not begin at the same time.
+    Many exchanges are timed together: if a message takes milliseconds, ranks do not begin at the same time.
     """
     other = next(rank for rank in range(world.size) if world.nodes[rank] != world.nodes[0])
     taken, repeats, enough = [0.0], (3 if quick else 9), (0.02 if quick else 0.1)

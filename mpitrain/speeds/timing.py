@@ -1,8 +1,8 @@
-"""Timing contenders against each other.
+"""Timing of operations that are compared with each other.
 
-On one node all processes read one clock, so a repetition lasts from the first rank's start to the last rank's end:
-a rank that was kept waiting for a core before it began is counted, which its own stop-watch would hide. Between
-nodes the clocks differ, and the longest of the ranks' own durations is taken.
+On one node all processes read the same clock, so a repetition lasts from the start of the first rank to the end of the
+last rank. This includes the time a rank waited for a core before it began, which its own measurement would miss. The
+clocks of different nodes differ, so between nodes the longest of the ranks' own durations is used.
 """
 
 from __future__ import annotations
@@ -18,20 +18,19 @@ import numpy as np
 if TYPE_CHECKING:
     from mpitrain.comm import Communicator
 
-_BATCH = 4e-3  # seconds: short operations are repeated in one measurement until they take about as long
+_BATCH = 4e-3  # seconds; short operations are repeated in one measurement until they take about this long
 _MOST = 200
-_ALWAYS = 3  # repetitions that are made however long they take
+_ALWAYS = 3  # least number of repetitions, regardless of the budget
 
 
 @dataclass(frozen=True)
 class Contender:
-    """What is measured.
+    """Operation to time.
 
     Attributes:
-        call: The operation, collective over the ranks.
-        prepare: Called before each measurement, and not timed.
-        single: Whether never to repeat it within one measurement, because the second time would find its data in the
-            cache.
+        call: Operation, collective over the ranks.
+        prepare: Function called before each measurement, not timed.
+        single: If true, never repeat the operation within one measurement, because its data would be in the cache.
     """
 
     call: Callable[[], object]
@@ -41,22 +40,22 @@ class Contender:
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of one operation in each repetition; the same on all ranks.
+    """Seconds of one operation in each repetition; equal on all ranks.
 
     Attributes:
-        all: The seconds.
+        all: Seconds of each repetition.
     """
 
     all: Sequence[float]
 
     @property
     def median(self) -> float:
-        """The median of them."""
+        """Median of the seconds."""
         return float(np.median(self.all))
 
     @property
     def best(self) -> float:
-        """The least of them."""
+        """Smallest of the seconds."""
         return float(min(self.all))
 
 
@@ -68,21 +67,21 @@ def interleaved(
     *,
     begins: bool = True,
 ) -> dict[str, Times]:
-    """Times of each contender, measured in turns: A B C A B C … Collective.
+    """Return the times of each contender, measured in turns: A B C A B C … Collective.
 
     Args:
-        world: The ranks.
-        contenders: What is measured, by name.
-        repeats: How many repetitions there are.
-        budget: Seconds after which no further repetition is begun, but for the first three.
-        begins: Whether on one node a repetition may be said to have begun because this rank has: not one that only
-            waits for what others begin.
+        world: All ranks.
+        contenders: Operations by name.
+        repeats: Number of repetitions.
+        budget: Seconds after which no further repetition begins; at least three are made.
+        begins: On one node, true if this rank's begin may count as the begin of a repetition; false for a rank that
+            only waits for what others begin.
     """
     began, all_of_them = time.perf_counter(), list(contenders.values())
     once = [
         extents(world, np.array(_round(world, all_of_them, [1] * len(all_of_them))), begins=begins) for _ in range(2)
     ]
-    expected = np.minimum(*once)  # they also warm up: operations are bound, pages touched
+    expected = np.minimum(*once)  # these rounds also warm up: operations are bound, pages touched
     counts = [
         1 if contender.single else int(np.clip(_BATCH / max(seconds, 1e-9), 1, _MOST))
         for contender, seconds in zip(all_of_them, expected, strict=True)
@@ -98,7 +97,7 @@ def interleaved(
 
 
 def _round(world: Communicator, contenders: Sequence[Contender], counts: Sequence[int]) -> list[tuple[float, float]]:
-    """Begin and end of each contender's turn, in which it is called so many times. Collective."""
+    """Return begin and end of each contender's turn, with `counts` calls each. Collective."""
     stamps, clock = [], time.perf_counter
     for contender, count in zip(contenders, counts, strict=True):
         if contender.prepare is not None:
@@ -113,7 +112,13 @@ def _round(world: Communicator, contenders: Sequence[Contender], counts: Sequenc
 
 
 def extents(world: Communicator, stamps: np.ndarray, *, begins: bool = True) -> np.ndarray:
-    """Durations over all ranks of (begin, end) pairs in the last axis. Collective. begins: see `interleaved`."""
+    """Return the durations over all ranks of (begin, end) pairs. Collective.
+
+    Args:
+        world: All ranks.
+        stamps: Times in seconds, shape (..., 2).
+        begins: See `interleaved`.
+    """
     if world.num_nodes > 1:
         lasted = stamps[..., 1] - stamps[..., 0]
         world.all_reduce(lasted, "max")

@@ -1,9 +1,9 @@
-"""What data sets, checkpoints and logs do with files, without MPI and without torch.
+"""File operations shared by data sets, checkpoints and logs; they use neither MPI nor torch.
 
-locks      one worker at a time in a folder
-hdf5       what our HDF5 files have in common: structures, positioned writes and reads, the CRC-32 of each extent
-disk       acts on files, folders that are whole or not there at all, and whether so many bytes more fit
-proc       facts about this machine and its processes, of proc(5)
-text       numbers, sizes and times as people read them
-run_folder names of what is in a run folder
+locks      locks that let one worker at a time use a folder
+hdf5       shared parts of our HDF5 files: file structure, positioned reads and writes, the CRC-32 of each extent
+disk       file operations, folders that appear complete or not at all, and checks of free space
+proc       facts about this machine and its processes, from proc(5)
+text       numbers, sizes and times formatted for people
+run_folder names of the files in a run folder
 """

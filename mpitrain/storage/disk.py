@@ -1,11 +1,11 @@
-"""Acts on files that data sets, checkpoints, logs and settings have in common; without MPI, without torch.
+"""File operations shared by data sets, checkpoints, logs and settings, without MPI and without torch.
 
-Folders are whole or not there at all: filled under a temporary name with a mark in them, then renamed.
+A folder appears complete or not at all: it is filled under a temporary name with a mark file in it, then renamed.
 
-NAME.tmp-…/    being filled: MARK lies in it, so what is in it may be removed
-NAME/          after the rename: all of it is there, and durable
+NAME.tmp-…/    being filled; as long as the file MARK is in it, its content may be removed
+NAME/          after the rename; complete and durable
 
-A folder that one process makes, and nobody looks for leftovers of, needs no mark: `new_folder`.
+A folder that only one process makes, and that needs no cleanup of leftovers, needs no mark: use `new_folder`.
 """
 
 from __future__ import annotations
@@ -29,25 +29,28 @@ from mpitrain.errors import InputError
 from mpitrain.storage.text import bytes_text
 
 MARK = ".mpitrain-unfinished"  # a file in a folder that is being filled
-SHARED_MEMORY = "/dev/shm"  # of a node
+SHARED_MEMORY = "/dev/shm"  # shared memory of a node
 _REASONS = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up"}
-_IN_MEMORY = (0x01021994, 0x858458F6)  # of statfs(2): tmpfs, ramfs
+_IN_MEMORY = (0x01021994, 0x858458F6)  # file system types in statfs(2): tmpfs, ramfs
 _NOT_KNOWN = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EFBIG, errno.EINVAL, errno.EINTR)
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def reason(error: OSError) -> str:
-    """Why the operating system refused, in a few words."""
+    """Return a short reason why the operating system refused an operation."""
     return _REASONS.get(error.errno or 0) or error.strerror or str(error)
 
 
 @contextmanager
 def reporting(what: str, mend: str) -> Iterator[None]:
-    """Raise InputError where the operating system refuses what is done inside.
+    """Turn an OSError raised in the `with` block into an InputError.
 
     Args:
-        what: What cannot be done, as "page x.html cannot be written".
-        mend: How to fix it.
+        what: The operation that fails, such as "page x.html cannot be written".
+        mend: Advice on what to do.
+
+    Raises:
+        InputError: The block raised OSError. The message consists of both arguments and the system's reason.
     """
     try:
         yield
@@ -57,7 +60,15 @@ def reporting(what: str, mend: str) -> Iterator[None]:
 
 @contextmanager
 def opened(path: Path, flags: int = os.O_RDONLY) -> Iterator[int]:
-    """The descriptor of a file, for positioned reads and writes, closed at the end. Raises OSError."""
+    """Open a file descriptor for positioned reads and writes, and close it at the end of the `with` block.
+
+    Args:
+        path: File or folder to open.
+        flags: Flags of `os.open`; `os.O_CLOEXEC` is always added.
+
+    Raises:
+        OSError: The file cannot be opened.
+    """
     descriptor = os.open(path, flags | os.O_CLOEXEC, 0o666)
     try:
         yield descriptor
@@ -66,13 +77,18 @@ def opened(path: Path, flags: int = os.O_RDONLY) -> Iterator[int]:
 
 
 def sync(path: Path) -> None:
-    """Make a file's content, or the names in a folder, durable. Raises OSError."""
+    """Flush a file's content, or a folder's entries, to the disk. Raises OSError."""
     with opened(path) as descriptor:
         os.fsync(descriptor)
 
 
 def write_durably(path: Path, data: bytes) -> None:
-    """Write a whole file, which is on the disk afterwards. Raises OSError."""
+    """Write a whole file and flush it to the disk. Raises OSError.
+
+    Args:
+        path: File to write; an existing one is overwritten in place.
+        data: Content of the file.
+    """
     with open(path, "wb") as file:
         file.write(data)
         file.flush()
@@ -81,19 +97,19 @@ def write_durably(path: Path, data: bytes) -> None:
 
 @contextmanager
 def replacing(path: Path, aside: Path | None = None, *, durable: bool = True) -> Iterator[Path]:
-    """Give a name beside `path` to write a new version of the file under; afterwards that version takes its place.
+    """Yield a temporary path beside `path`; at the end of the `with` block, the file written there replaces `path`.
 
-    The new version is on the disk before it is renamed, so a full disk or a kill leaves the earlier file whole. Where
-    anything fails inside, the new version is removed. A link stays: what it points to is replaced. What is no plain
-    file, as /dev/stdout, cannot be replaced, and is written itself.
+    The new version is flushed to the disk before the rename, so a full disk or a kill leaves the old file intact. If
+    the block raises, the new version is removed. A symbolic link is kept, and its target is replaced. A path that is
+    not a regular file, such as /dev/stdout, cannot be replaced; it is yielded itself and written directly.
 
     Args:
-        path: The file.
-        aside: The name to give, where those who clean up are to know it.
-        durable: Whether to wait for the disk before the rename; without, a crash of the machine may lose both versions.
+        path: File to replace.
+        aside: Temporary path to use, if cleanup code must recognize it; by default a random hidden name.
+        durable: If false, do not wait for the disk before the rename; a machine crash may then lose both versions.
 
     Raises:
-        OSError: The disk refuses.
+        OSError: The disk refuses an operation.
     """
     path = Path(os.path.realpath(path)) if path.is_symlink() else path
     mode = os.stat(path).st_mode if path.exists() else None
@@ -114,24 +130,24 @@ def replacing(path: Path, aside: Path | None = None, *, durable: bool = True) ->
 
 
 def write_whole(path: Path, data: bytes | str) -> None:
-    """Write a file, or its new version, so that it is there whole or not at all (see `replacing`). Raises OSError.
+    """Write a file, or a new version of it, that appears complete or not at all (see `replacing`). Raises OSError.
 
     Args:
-        path: The file.
-        data: The content; text is written in UTF-8.
+        path: File to write.
+        data: Content; text is encoded as UTF-8.
     """
     with replacing(path) as aside, open(aside, "wb") as file:
         file.write(data.encode("utf-8") if isinstance(data, str) else data)
 
 
 def require_new(path: Path) -> None:
-    """Raise InputError where something has a name already under which something new is to be written."""
+    """Raise InputError if `path` already exists."""
     if os.path.lexists(path):
         raise InputError(f"{path} exists already; give another name, or remove it")
 
 
 def free_name(path: Path) -> Path:
-    """The path with the first of .1, .2, … appended under which there is nothing yet."""
+    """Return `path` with .1, .2, … appended: the first such name that does not exist yet."""
     number = 1
     while os.path.lexists(free := path.with_name(f"{path.name}.{number}")):
         number += 1
@@ -139,7 +155,7 @@ def free_name(path: Path) -> Path:
 
 
 def open_plain(path: Path) -> BinaryIO:
-    """Open a file for reading, unless it is a folder, a pipe or a device, where reading may never end.
+    """Open a regular file for reading; refuse folders, pipes and devices, where reading may never end.
 
     Raises OSError.
     """
@@ -151,16 +167,24 @@ def open_plain(path: Path) -> BinaryIO:
 
 
 def read_plain(path: Path, most: int = 64 << 20) -> bytes:
-    """The bytes of a plain file. most: how many there may be. Raises OSError."""
+    """Return the content of a regular file.
+
+    Args:
+        path: File to read.
+        most: Largest allowed size in bytes.
+
+    Raises:
+        OSError: The file cannot be read, is not a regular file, or is larger than `most`.
+    """
     with open_plain(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > most:
             raise OSError(errno.EFBIG, f"it is larger than {most >> 20} MiB", str(path))
-        return file.read(size)  # not `most`: a read reserves as many bytes as it is asked for
+        return file.read(size)  # not `most`: read(n) allocates n bytes at once
 
 
 def from_json(text: str | bytes) -> Any:
-    """Return what JSON text says. Raises ValueError where it is none, nested too deeply, or has a key twice."""
+    """Parse JSON text. Raises ValueError if it is invalid, nested too deeply, or repeats a key."""
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
@@ -176,20 +200,30 @@ def from_json(text: str | bytes) -> Any:
 
 
 def lack_of_room(folder: Path, nbytes: int) -> str:
-    """Why so many bytes more do not fit into a folder, in a few words; empty where they do, or it cannot be known.
+    """Return a short reason why `nbytes` more bytes do not fit into a folder.
 
-    The free space is asked for; quotas by reserving the bytes in a file without a name, which is gone at once.
-    Raises OSError.
+    First the free space is queried. Then quotas are tested by reserving the bytes in an unnamed temporary file, which
+    is deleted at once.
+
+    Args:
+        folder: Existing folder on the file system in question.
+        nbytes: Bytes to be written.
+
+    Returns:
+        The reason; empty if the bytes fit, or if that cannot be determined.
+
+    Raises:
+        OSError: The file system cannot be queried, or the temporary file cannot be made.
     """
     free = free_bytes(folder)
     if free < nbytes:
         return f"{bytes_text(free)} are free"
-    status = (ctypes.c_long * 32)()  # struct statfs, which begins with the file system's type; larger than any
+    status = (ctypes.c_long * 32)()  # larger than any struct statfs; its first field is the file system type
     in_memory = _libc.statfs(os.fsencode(folder), status) == 0 and status[0] in _IN_MEMORY
-    if nbytes <= 0 or in_memory:  # there a reservation would take memory
+    if nbytes <= 0 or in_memory:  # in tmpfs, a reservation would use memory
         return ""
     with tempfile.TemporaryFile(dir=folder) as file:
-        # not posix_fallocate: where the file system cannot, that writes into every block
+        # not posix_fallocate: without support by the file system, it writes to every block
         if _libc.fallocate(file.fileno(), 0, ctypes.c_int64(0), ctypes.c_int64(nbytes)) == 0:
             return ""
     error = OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
@@ -197,19 +231,22 @@ def lack_of_room(folder: Path, nbytes: int) -> str:
 
 
 def free_bytes(folder: Path) -> int:
-    """Bytes that this user may still write on the disk of a folder, whatever quotas say. Raises OSError."""
+    """Return the bytes that this user may still write to the file system of `folder`, ignoring quotas.
+
+    Raises OSError.
+    """
     status = os.statvfs(folder)
     return (status.f_bavail if os.geteuid() else status.f_bfree) * status.f_frsize
 
 
 def temporary_name(name: str) -> str:
-    """Return a name for what is to be called `name` when it is whole."""
+    """Return a random temporary name for a file or folder that will be renamed to `name` when complete."""
     return f"{name}.tmp-{secrets.token_hex(4)}"
 
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Give an empty folder, which afterwards gets the name `path`; where anything fails inside, it is removed.
+    """Yield an empty temporary folder, which is renamed to `path` at the end; if the block raises, it is removed.
 
     Raises OSError.
     """
@@ -223,24 +260,25 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def begin_folder(path: Path) -> None:
-    """Make a folder to be filled, with the mark in it. Raises OSError."""
+    """Create a folder to fill, with the mark file in it. Raises OSError."""
     path.mkdir(parents=True)
     (path / MARK).touch()
 
 
 def end_folder(path: Path) -> None:
-    """Take the mark away: the folder is filled, and durable. Raises OSError."""
+    """Remove the mark file of a filled folder, and flush the folder to the disk. Raises OSError."""
     (path / MARK).unlink(missing_ok=True)
     sync(path)
 
 
 def leftovers(parent: Path, name: re.Pattern[str], ours: Callable[[Path], bool]) -> Iterator[Path]:
-    """What folders that were never finished left behind. For whoever knows that nobody is filling one there.
+    """Yield the folders in `parent` that were never finished. Call this only when no process is filling one there.
 
     Args:
-        parent: Where to look.
-        name: What such folders are called.
-        ours: Whether a folder without the mark, of which only the renaming was missing, is known by its content.
+        parent: Folder to search.
+        name: Pattern of the names of temporary folders.
+        ours: Function that returns True if the content of a folder without the mark shows that it is ours; such a
+            folder was complete, but not renamed.
     """
     for path in parent.iterdir():
         folder = bool(name.fullmatch(path.name)) and path.is_dir() and not path.is_symlink()
@@ -249,10 +287,16 @@ def leftovers(parent: Path, name: re.Pattern[str], ours: Callable[[Path], bool])
 
 
 def remove_folder(path: Path, last: Collection[str] = (MARK,), ours: Callable[[str], bool] = lambda name: True) -> bool:
-    """Remove a folder and what is in it; what cannot be removed stays. Returns whether only what is not ours did.
+    """Remove a folder and its content, as far as possible; what cannot be removed stays.
 
-    last: names by which it is known whose it is; they go last, so that a removal that is killed can be ended later.
-    ours: whether an entry of this name may be removed.
+    Args:
+        path: Folder to remove.
+        last: Names of the entries that identify the folder. They are removed last, so that an interrupted removal can
+            be completed later.
+        ours: Function that returns True if the entry of that name may be removed.
+
+    Returns:
+        True if all permitted entries were removed, but others remain in the folder.
     """
     with suppress(OSError):
         entries = [entry for entry in path.iterdir() if ours(entry.name)]

@@ -1,12 +1,12 @@
-"""What the HDF5 files of data sets and checkpoints have in common.
+"""Shared parts of the HDF5 files of data sets and checkpoints.
 
-HDF5 makes the structure, in memory, and says where each data set's bytes lie. Every byte that reaches a disk is written
-by us, at its place: a full or failing disk is then an OSError at the call that met it, threads need no lock, and
-writing is as fast as the disk. HDF5 2.0 may crash the process when it first meets a full disk while closing a file. Of
-an image in memory only the pages that HDF5 writes into are kept: data sets that nobody has filled take no memory.
+HDF5 builds the file structure in memory and assigns each data set an offset in the file. We write all bytes to the disk
+ourselves, at these offsets. A full or failing disk then raises OSError in the call that met it, threads need no lock,
+and writing is as fast as the disk; HDF5 2.0 may crash the process if the disk is full when it closes a file. An
+in-memory image keeps only the pages that HDF5 writes to, so data sets without content take no memory.
 
-A large request is met in parts; `write_at` and `read_at` see to all of it. An extent is a stretch of a file with a
-CRC-32 (ISO 3309) of its own.
+The system may transfer a large request in parts; `write_at` and `read_at` loop until all of it is done. An extent is a
+range of a file that has a CRC-32 (ISO 3309) of its own.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
-try:  # the same numbers as zlib's in a fraction of the time; both let other threads run meanwhile
+try:  # the same results as zlib in a fraction of the time; both release the GIL
     from zlib_ng.zlib_ng import crc32 as crc32
 except ImportError:
     from zlib import crc32 as crc32
 
-SIGNATURE = b"\x89HDF\r\n\x1a\n"  # what every HDF5 file begins with
-VERSIONS = ("v110", "v110")  # of the file format: metadata with checksums, and readable by HDF5 1.10
+SIGNATURE = b"\x89HDF\r\n\x1a\n"  # the first bytes of every HDF5 file
+VERSIONS = ("v110", "v110")  # bounds of the file format: metadata has checksums, and HDF5 1.10 can read it
 _PAGE = 4096
 
 
 def contiguous() -> h5py.h5p.PropDCID:
-    """How to create a data set whose bytes lie in one piece, which HDF5 places at once and never touches.
+    """Return the HDF5 creation properties of a data set that is contiguous, allocated at once and never filled.
 
-    Its `get_offset()` is then the place of its first byte in the file.
+    The `get_offset()` of a data set created with them is the offset of its first byte in the file.
     """
     how = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     how.set_layout(h5py.h5d.CONTIGUOUS)
@@ -46,10 +46,10 @@ def contiguous() -> h5py.h5p.PropDCID:
 
 
 class Image(io.RawIOBase):
-    """A sparse file in memory, with the methods that HDF5 calls.
+    """A sparse file in memory, with the methods that HDF5 calls on a Python file object.
 
     Attributes:
-        size: How many bytes the file has.
+        size: Size of the file in bytes.
     """
 
     def __init__(self) -> None:
@@ -91,26 +91,31 @@ class Image(io.RawIOBase):
             done += length
 
     def content(self) -> Iterator[tuple[int, bytes]]:
-        """What was written: (offset, bytes) in ascending order, neighbouring pages together."""
-        for _, run in groupby(enumerate(sorted(self._pages)), lambda page: page[1] - page[0]):  # without a gap
+        """Yield the written data as (offset, bytes), in ascending order, with adjacent pages merged."""
+        for _, run in groupby(enumerate(sorted(self._pages)), lambda page: page[1] - page[0]):  # runs without a gap
             numbers = [number for _, number in run]
             first = numbers[0] * _PAGE
             yield first, b"".join(self._pages[number] for number in numbers)[: max(0, self.size - first)]
 
 
 def image_bytes(image: Image) -> bytes:
-    """The bytes of the whole file."""
+    """Return the content of the whole in-memory file."""
     image.seek(0)
     return image.readall()
 
 
 def hdf5_image(image: Image) -> h5py.File:
-    """A new HDF5 file whose bytes go into the image, until it is closed."""
+    """Return a new HDF5 file that is written to `image` until it is closed."""
     return h5py.File(image, "w", libver=VERSIONS)
 
 
 def begin_file(path: Path, image: Image) -> None:
-    """Make a new file with what HDF5 wrote into the image, and room for the data sets. Raises OSError."""
+    """Create a file with the metadata that HDF5 wrote to `image`, and space for the data sets. Raises OSError.
+
+    Args:
+        path: File to create; it must not exist.
+        image: In-memory file, closed by HDF5.
+    """
     with open(path, "xb") as file:
         file.truncate(image.size)
         for offset, data in image.content():
@@ -118,17 +123,28 @@ def begin_file(path: Path, image: Image) -> None:
 
 
 def write_at(descriptor: int, data: memoryview, offset: int) -> None:
-    """Write bytes at an offset of an open file, all of them. Raises OSError."""
+    """Write all bytes of `data` at an offset of an open file. Raises OSError.
+
+    Args:
+        descriptor: File descriptor that is open for writing.
+        data: Bytes to write.
+        offset: Offset in the file, in bytes.
+    """
     done = 0
     while done < len(data):
         done += os.pwrite(descriptor, data[done:], offset + done)
 
 
 def read_at(descriptor: int, into: memoryview, offset: int) -> int:
-    """Fill `into` from an offset of an open file. Raises OSError.
+    """Fill a buffer with the bytes at an offset of an open file. Raises OSError.
+
+    Args:
+        descriptor: File descriptor that is open for reading.
+        into: Buffer to fill.
+        offset: Offset in the file, in bytes.
 
     Returns:
-        The bytes read: fewer than `into` has only where the file ends.
+        Number of bytes read; smaller than the buffer only if the file ends before.
     """
     done = 0
     while done < len(into):
@@ -142,14 +158,19 @@ def read_at(descriptor: int, into: memoryview, offset: int) -> int:
 def evenly(
     firsts: np.ndarray, places: np.ndarray, lengths: np.ndarray
 ) -> Iterator[tuple[int, int, int, int, int, int]]:
-    """Yield stretches of bytes, and their places elsewhere, as rows of matrices: as long ones at even distances.
+    """Group byte ranges into matrices: runs of ranges of equal length whose sources and targets are evenly spaced.
+
+    Args:
+        firsts: Offset of each range in the source, int64 [n].
+        places: Offset of each range in the target, int64 [n].
+        lengths: Length of each range in bytes, int64 [n].
 
     Yields:
-        (first byte, its place, rows, bytes of a row, bytes from row to row here, and there).
+        (source offset, target offset, rows, bytes of a row, stride of rows in the source, and in the target).
     """
     count, same = len(firsts), lengths[1:] == lengths[:-1]
-    even = same[1:] & same[:-1] & (np.diff(firsts, 2) == 0) & (np.diff(places, 2) == 0)  # a stretch and the next two
-    ends = [*(np.flatnonzero(~even) + 2).tolist(), count]  # of matrices that began before
+    even = same[1:] & same[:-1] & (np.diff(firsts, 2) == 0) & (np.diff(places, 2) == 0)  # a range and the next two
+    ends = [*(np.flatnonzero(~even) + 2).tolist(), count]  # ends of the matrices
     begin = 0
     while begin < count:
         end, steps = begin + 1, (1, 1)
@@ -161,16 +182,16 @@ def evenly(
 
 
 def bytes_of_array(values: npt.NDArray[Any]) -> memoryview:
-    """The bytes of a contiguous array, shared with it."""
+    """Return the bytes of a contiguous array, without a copy."""
     return values.reshape(-1).view(np.uint8).data
 
 
 class ExtentHasher:
-    """The CRC-32 of each extent of a sequence that comes in pieces, which need not end where extents do.
+    """CRC-32 of each extent of a sequence that arrives in pieces; pieces need not end at the borders of extents.
 
     Args:
-        length: Items of an extent; the last one may be shorter. An item is what `len` of a piece counts: a byte of a
-            memoryview, a row of an array.
+        length: Items per extent; the last extent may be shorter. The items of a piece are counted by its `len`: bytes
+            of a memoryview, rows of an array.
     """
 
     def __init__(self, length: int) -> None:
@@ -178,7 +199,7 @@ class ExtentHasher:
         self._done: list[int] = []
 
     def update(self, items: memoryview | npt.NDArray[Any]) -> None:
-        """Hash the next items, which lie one after the other in memory."""
+        """Hash the next items, which are contiguous in memory."""
         taken = 0
         while taken < len(items):
             piece = items[taken : taken + self._length - self._filled]
@@ -190,5 +211,5 @@ class ExtentHasher:
                 self._filled, self._crc = 0, 0
 
     def hashes(self) -> Sequence[int]:
-        """Of the extents so far; the last one as far as it came."""
+        """Return the CRC-32 of each extent so far; the last one may cover an incomplete extent."""
         return [*self._done, *([self._crc] if self._filled else [])]

@@ -1,13 +1,13 @@
-"""Locks on folders: a run, a folder of checkpoints and a data set in the making have one worker at a time.
+"""Locks that give a run folder, a checkpoint folder or a data set being made one worker at a time.
 
-flock, where the file system has it: the kernel frees the lock when its holder ends, however that happens. Where it
-has none (Lustre mounted without it, some NFS) a lease:
+We use flock where the file system supports it: the kernel frees the lock when its holder ends, for whatever reason.
+Elsewhere (Lustre mounted without flock, some NFS) we use a lease:
 
     NAME           the lock file
-    NAME.held      only without flock: who holds it; its time of change is moved on every BEAT seconds
+    NAME.held      only without flock: names the holder, which updates the modification time every BEAT seconds
 
-A lease of a process that this machine knows to be dead is taken over at once, any other when it was not touched for
-STALE seconds. Whoever finds it touched meanwhile knows that the holder lives. No clocks are compared.
+A lease is taken over at once if its holder is a process of this machine that has ended; otherwise after it has not been
+updated for STALE seconds. An update seen in that time shows that the holder is alive. No clocks are compared.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _mine: dict[tuple[int, int], Lock] = {}  # the locks of this process, by device 
 
 
 class LockHeld(Exception):
-    """Another process holds the lock."""
+    """Error raised when another process holds the lock."""
 
 
 class Lock:
-    """A lock that this process holds until `close`, or until it ends. Made by `take`."""
+    """A lock that this process holds until `close`, or until the process ends. Create it with `take`."""
 
     def __init__(self, descriptor: int, lease: _Lease | None) -> None:
         self._descriptor, self._lease = descriptor, lease
@@ -45,7 +45,7 @@ class Lock:
         _mine[self._key] = self
 
     def close(self) -> None:
-        """Give the lock back; again is fine."""
+        """Release the lock. Calling it again does nothing."""
         if _mine.pop(self._key, None) is not None:
             if self._lease is not None:
                 self._lease.close()
@@ -53,7 +53,7 @@ class Lock:
 
 
 def take(path: Path) -> Lock:
-    """Take the lock of this file, which is made if it is not there. Raises LockHeld, OSError."""
+    """Acquire the lock of a lock file, creating the file if needed. Raises LockHeld, OSError."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         lease = None if _flock(descriptor, fcntl.LOCK_NB) else _Lease(path.with_name(f"{path.name}.held"))
@@ -66,7 +66,10 @@ def take(path: Path) -> Lock:
 
 
 def keep(path: Path) -> None:
-    """Have the lock of this file until this process ends; it may have it already. Raises LockHeld, OSError."""
+    """Acquire the lock of a lock file until this process ends; do nothing if this process already has it.
+
+    Raises LockHeld, OSError.
+    """
     with suppress(FileNotFoundError):
         if _identity(os.stat(path)) in _mine:
             return
@@ -74,10 +77,12 @@ def keep(path: Path) -> None:
 
 
 def seen_held(path: Path) -> bool | None:
-    """Whether a process of this machine holds the lock of this file. Nothing is locked for that, not even for a moment.
+    """Return whether a process of this machine holds the lock of a lock file.
+
+    The lock is not taken, not even for a moment.
 
     Returns:
-        None where it cannot be told: another machine's process may hold it.
+        None if that cannot be determined: a process of another machine may hold it.
     """
     lease = path.with_name(f"{path.name}.held")
     try:
@@ -93,7 +98,10 @@ def seen_held(path: Path) -> bool | None:
 
 
 def _may_have_open(pid: str, wanted: os.stat_result) -> bool:
-    """Whether a process has a file open, as far as we may see: numbers of files are unique in one file system only."""
+    """Return True if a process has a file open, or if we may not look.
+
+    The check is needed because inode numbers are unique only within one file system.
+    """
     try:
         for name in os.listdir(f"/proc/{pid}/fd"):
             with suppress(FileNotFoundError):
@@ -101,19 +109,23 @@ def _may_have_open(pid: str, wanted: os.stat_result) -> bool:
                     return True
     except FileNotFoundError:
         return False
-    except OSError:  # of another user
+    except OSError:  # a process of another user
         return True
     return False
 
 
 @contextmanager
 def waiting(path: Path) -> Iterator[bool]:
-    """Wait for the lock of this file and hold it; False where the file system has no locks. Leaves no file behind."""
+    """Wait for the lock of a lock file and hold it during the `with` block; afterwards the file is removed.
+
+    Yields:
+        True if the lock is held; False if the file system supports no locks.
+    """
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             held = _flock(descriptor)
-            # Whoever held it before us removed the file: then our lock is on a file that others cannot see.
+            # The holder before us may have removed the file: then our lock is on a file that others cannot see.
             if not held or _is_open_file(path, descriptor):
                 try:
                     yield held
@@ -126,7 +138,11 @@ def waiting(path: Path) -> Iterator[bool]:
 
 
 def _flock(descriptor: int, how: int = 0) -> bool:
-    """Whether the file system has such locks. Raises BlockingIOError where it is held, and not to be waited for."""
+    """Call flock; return False if the file system does not support it.
+
+    Raises:
+        BlockingIOError: Another process holds the lock, and `how` says not to wait.
+    """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | how)
     except OSError as error:
@@ -137,7 +153,7 @@ def _flock(descriptor: int, how: int = 0) -> bool:
 
 
 class _Lease:
-    """A lock by a file that is there, and touched as long as its holder lives. Raises LockHeld, OSError."""
+    """A lock made of a file, which its holder updates as long as it lives. Raises LockHeld, OSError."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -153,7 +169,7 @@ class _Lease:
 
     def _beat(self) -> None:
         while not self._ended.wait(BEAT):
-            with suppress(OSError):  # the file system may be away for a while
+            with suppress(OSError):  # the file system may be unavailable for a while
                 os.utime(self._descriptor)
         os.close(self._descriptor)
 
@@ -164,7 +180,7 @@ class _Lease:
 
 
 def _await_end(path: Path) -> None:
-    """Return when nobody has the lease any more. Raises LockHeld when its holder lives."""
+    """Return when nobody holds the lease any more. Raises LockHeld if its holder is alive."""
     first = _read(path)
     if first is None:
         return
@@ -178,17 +194,17 @@ def _await_end(path: Path) -> None:
             if now != first:
                 raise LockHeld(str(path))
     old = path.with_name(f"{path.name}-{secrets.token_hex(4)}")
-    with suppress(FileNotFoundError):  # another one was faster
+    with suppress(FileNotFoundError):  # another process was faster
         os.rename(path, old)
         found = _read(old)
-        if found is not None and found[0] != first[0]:  # it was, and has the lease now
+        if found is not None and found[0] != first[0]:  # another process already took over; give its lease back
             with suppress(OSError):
                 os.link(old, path)
         old.unlink(missing_ok=True)
 
 
 def _read(path: Path) -> tuple[bytes, int] | None:
-    """What a lease says, and when it was touched; None where there is none."""
+    """Return the content and the modification time of a lease file; None if there is none."""
     try:
         with open(path, "rb") as file:  # opened anew, so that a network file system asks its server
             return file.read(), os.fstat(file.fileno()).st_mtime_ns
@@ -197,7 +213,10 @@ def _read(path: Path) -> tuple[bytes, int] | None:
 
 
 def _is_dead(said: bytes) -> bool:
-    """Whether the holder is known to have ended: only where its processes can be seen from here."""
+    """Return True if the lease's holder is known to have ended.
+
+    Only processes in the same PID namespace can be seen.
+    """
     try:
         boot, namespace, pid, start, _ = json.loads(said)
     except (ValueError, TypeError):
@@ -207,7 +226,7 @@ def _is_dead(said: bytes) -> bool:
 
 
 def _this_process() -> tuple[str, int, int, str]:
-    """The machine since it was started, the space of its process numbers, this process' number and start."""
+    """Return (boot id of the machine, PID namespace, process id, start time) of this process."""
     boot = proc.read("sys/kernel/random/boot_id").strip()
     return boot, os.stat("/proc/self/ns/pid").st_ino, os.getpid(), proc.start_of(os.getpid())
 

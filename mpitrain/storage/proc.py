@@ -1,7 +1,7 @@
-"""Facts that proc(5) has about this machine and its processes.
+"""Facts about this machine and its processes, from proc(5).
 
-Nothing here raises: where the system does not tell (a process that is gone or not ours to see, no /proc), the answer is
-empty.
+Nothing here raises. The result is empty if the system gives no answer: the process has ended or belongs to another
+user, or there is no /proc.
 """
 
 from __future__ import annotations
@@ -21,13 +21,18 @@ def read(name: str) -> str:
 
 
 def nbytes_of(name: str, key: str) -> int | None:
-    """Return the bytes that a line of a file tells, such as `VmHWM:   1234 kB`; None where there is none."""
+    """Return the bytes in a line of a /proc file, such as `VmHWM:   1234 kB`; None if there is no such line.
+
+    Args:
+        name: File, relative to /proc.
+        key: Text before the colon.
+    """
     found = (line.split()[1] for line in read(name).splitlines() if line.startswith(f"{key}:"))
     return next((int(kibibytes) << 10 for kibibytes in found), None)
 
 
 def processes() -> list[int]:
-    """Return the numbers of the processes that can be seen from here."""
+    """Return the process ids that are visible from here."""
     try:
         return [int(name) for name in os.listdir(PROC) if name.isdigit()]
     except OSError:
@@ -40,23 +45,26 @@ def command_of(process: int) -> str:
 
 
 def state_and_parent_of(process: int) -> tuple[str, int]:
-    """Return the kernel's letter for the state of a process, Z where it is gone, and its parent, then 0."""
+    """Return the kernel's letter for the state of a process, and its parent; ("Z", 0) if the process has ended."""
     fields = _fields(process)
     return (fields[0], int(fields[1])) if fields else ("Z", 0)
 
 
 def start_of(process: int) -> str:
-    """Return when a process was started, in ticks since the machine was."""
+    """Return the start time of a process in clock ticks since boot, as text."""
     fields = _fields(process)
     return fields[19] if fields else ""
 
 
 def _fields(process: int) -> list[str]:
-    """Return the fields of a process's stat, from the third on: the name before may hold spaces and brackets."""
+    """Return the fields of a process's stat file from the third on.
+
+    The second field, the program's name, may contain spaces and brackets.
+    """
     return read(f"{process}/stat").rpartition(")")[2].split()
 
 
 def mapped(*parts: str) -> list[str]:
-    """Return the files that this process has mapped, and whose paths hold one of these; some several times."""
+    """Return the paths of mapped files of this process that contain one of `parts`; a path may occur several times."""
     lines = (line.split() for line in read("self/maps").splitlines())
     return [fields[-1] for fields in lines if any(part in fields[-1] for part in parts)]

@@ -1,15 +1,15 @@
-"""A run folder's files, by name.
+"""Names of the files in a run folder.
 
 RUN/config.toml              resolved configuration
-RUN/tokenizer.json           a copy of the data's tokenizer, where the data are tokenized text
-RUN/metrics.jsonl            one line a step, from rank 0: mpitrain.monitor.run_files
-RUN/events.jsonl             starts, saves, losses of ranks, ends, from rank 0: mpitrain.monitor.run_files
-RUN/ranks/rank-00003.jsonl   each rank's time, memory and traffic: mpitrain.monitor.run_files
-RUN/logs/rank-00003.log      each rank's log: mpitrain.monitor.logs
-RUN/timeline/steps-5-8/      the steps that monitor.timeline names: mpitrain.monitor.timeline
-RUN/checkpoints/             see mpitrain.checkpoint
-RUN/tensorboard/, wandb/, mlflow/   see mpitrain.monitor.trackers
-RUN/lock                     held while a job works in the folder: mpitrain.storage.locks
+RUN/tokenizer.json           a copy of the data's tokenizer, if the data is tokenized text
+RUN/metrics.jsonl            one line per step, written by rank 0: mpitrain.monitor.run_files
+RUN/events.jsonl             starts, saves, lost ranks, ends, written by rank 0: mpitrain.monitor.run_files
+RUN/ranks/rank-00003.jsonl   time, memory and traffic of each rank: mpitrain.monitor.run_files
+RUN/logs/rank-00003.log      log of each rank: mpitrain.monitor.logs
+RUN/timeline/steps-5-8/      timeline of the steps named by monitor.timeline: mpitrain.monitor.timeline
+RUN/checkpoints/             checkpoints: mpitrain.checkpoint
+RUN/tensorboard/, wandb/, mlflow/   trackers: mpitrain.monitor.trackers
+RUN/lock                     lock of the job that works in the folder: mpitrain.storage.locks
 """
 
 from __future__ import annotations
@@ -26,21 +26,30 @@ TENSORBOARD, WANDB, MLFLOW = "tensorboard", "wandb", "mlflow"
 
 
 def rank_path(folder: Path, rank: int, ending: str) -> Path:
-    """Return the path of a rank's file in one of these folders.
+    """Return the path of a rank's file in a folder that has one file per rank.
 
     Args:
         folder: RUN/ranks, RUN/logs, or a folder of a timeline.
-        rank: Number of the rank.
-        ending: "jsonl", "log" or "json".
+        rank: Rank number.
+        ending: File extension: "jsonl", "log" or "json".
     """
     return folder / f"rank-{rank:05d}.{ending}"
 
 
 def rank_paths(folder: Path, ending: str) -> list[Path]:
-    """Return the paths of all ranks' files in such a folder, by rank. Raises OSError."""
+    """Return the paths of all ranks' files in a folder, in order of rank. Raises OSError.
+
+    Args:
+        folder: RUN/ranks, RUN/logs, or a folder of a timeline.
+        ending: File extension: "jsonl", "log" or "json".
+    """
     return sorted(folder.glob(f"rank-[0-9]*.{ending}"))
 
 
 def writing(what: str) -> AbstractContextManager[None]:
-    """Raise InputError where a file of a run folder cannot be written. what: a message's name for the file."""
+    """Return a context that turns an OSError into an InputError for a file of a run folder.
+
+    Args:
+        what: Name of the file in the message.
+    """
     return reporting(f"{what} cannot be written", "make room, or choose another run.dir")

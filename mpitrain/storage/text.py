@@ -1,4 +1,4 @@
-"""Numbers as people read them."""
+"""Numbers, sizes and times formatted for people."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from mpitrain.errors import printable
 
-_LONGEST = 2000  # characters of a text
+_LONGEST = 2000  # characters of a label or text
 
 
 _COUNTS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
@@ -15,36 +15,45 @@ _SECONDS = ((1.0, " s"), (1e-3, " ms"), (1e-6, " us"))
 
 
 def short(number: float) -> str:
-    """At most 5 characters up to a thousand billions: 7.5, 950, 12.3k, 4.07M, 1.21G, 3.1T."""
+    """Format a number in at most 5 characters up to 1e15: 7.5, 950, 12.3k, 4.07M, 1.21G, 3.1T."""
     if abs(number) >= 1e18:
         return f"{max(-1e300, min(number, 1e300)):.3g}"
     return _scaled(number, _COUNTS)
 
 
 def bytes_text(nbytes: float) -> str:
-    """Return bytes as people read them: 12.3 GiB, 456 MiB, 7.8 KiB, 12 bytes."""
+    """Format a number of bytes: 12.3 GiB, 456 MiB, 7.8 KiB, 12 bytes."""
     return _scaled(nbytes, _BYTES)
 
 
 def seconds_text(seconds: float) -> str:
-    """Return a time as programmers read it: 12.3 s, 4.56 ms, 78 us."""
+    """Format a short time: 12.3 s, 4.56 ms, 78 us."""
     return _scaled(seconds, _SECONDS)
 
 
 def _scaled(number: float, units: Sequence[tuple[float, str]]) -> str:
-    """Return three digits, and none of thousands left out, in the unit that rounding gives fewer than 1000 of."""
+    """Format a number with three significant digits, in the largest unit that does not exceed it.
+
+    Integer digits are never dropped. The unit is chosen after rounding, so that 999.9 k becomes 1 M.
+    """
     size, unit = next((each for each in units if abs(number) >= each[0] * 0.9995), units[-1])
     scaled = number / size
     return f"{scaled:.0f}{unit}" if abs(scaled) >= 99.95 else f"{scaled:.3g}{unit}"
 
 
 def number_text(value: object, form: str = ".4g", otherwise: str = "not finite") -> str:
-    """Return a number of a record in this form, or what stands for null."""
+    """Format a number from a record; return `otherwise` for null.
+
+    Args:
+        value: Number, or None.
+        form: Format specification.
+        otherwise: Text for a value that is not a number.
+    """
     return format(value, form) if isinstance(value, (int, float)) else otherwise
 
 
 def duration(seconds: float) -> str:
-    """hours:minutes:seconds, such as 0:04:12 or 117:00:03; -:--:-- when it is not known."""
+    """Format a time as hours:minutes:seconds, such as 0:04:12 or 117:00:03; -:--:-- if it is unknown."""
     if not 0 <= seconds < 1e9:  # also NaN
         return "-:--:--"
     whole = round(seconds)
@@ -52,7 +61,7 @@ def duration(seconds: float) -> str:
 
 
 def lasting(seconds: float) -> str:
-    """A time as people say it: 0.045 s, 2.1 s, 12 minutes, 4.3 hours, 45 days."""
+    """Format a duration in words: 0.045 s, 2.1 s, 12 minutes, 4.3 hours, 45 days."""
     units = ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes"))
     size, unit = next((each for each in units if seconds / each[0] >= 2.0), (1.0, "s"))
     number = seconds / size
@@ -60,23 +69,36 @@ def lasting(seconds: float) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """1 rank, 8 ranks, 1,234,567 samples."""
+    """Return a number and its noun, in the plural unless the number is 1: 1 rank, 8 ranks, 1,234,567 samples.
+
+    Args:
+        number: Number of things.
+        noun: Name of one thing; the plural adds an s.
+    """
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
 def rates_text(samples: float, tokens: float) -> str:
-    """Return how fast steps were, in samples and tokens a second of the time that steps took."""
+    """Return the training speed as text, such as 512 samples/s (65.5k tokens/s) in steps.
+
+    Args:
+        samples: Samples per second of the time spent in steps.
+        tokens: Tokens per second of that time; 0 if the samples are not tokens.
+    """
     return f"{short(samples)} samples/s" + (f" ({short(tokens)} tokens/s)" if tokens else "") + " in steps"
 
 
 def spoken(figure: str) -> str:
-    """The name of a figure as people say it: token_accuracy without its _, "loss of my_set" with that of the set."""
+    """Return the name of a figure with spaces instead of underscores: token_accuracy becomes "token accuracy".
+
+    The name of a data set after " of ", as in "loss of my_set", is kept unchanged.
+    """
     what, of, whose = figure.partition(" of ")
     return what.replace("_", " ") + of + whose
 
 
 def aligned(rows: list[tuple[str, str]]) -> str:
-    """Lines of `  label   text`, the texts under one another, each on one line."""
+    """Return lines `  label   text`, one for each row, with the texts aligned in a column."""
     rows = [(printable(label, _LONGEST), printable(text, _LONGEST)) for label, text in rows]
     width = max(len(label) for label, _ in rows)
     return "\n".join(f"  {label:{width}}   {text}".rstrip() for label, text in rows)

@@ -148,7 +148,7 @@ class _CrossEntropy(torch.autograd.Function):
         _check_range(targets, classes, "target")
         dtype = torch.promote_types(scores.dtype, torch.float32)
         each = own.flatten(1 if by_sample else 0).to(dtype)
-        counts = each.sum(1, keepdim=True).clamp(min=1) * len(each) if by_sample else own.sum().clamp(min=1)
+        counts = each.sum(1, keepdim=True).clamp(min=1) * len(each) if by_sample else own.sum()
         share = (each / counts).flatten()  # what each token's loss counts for in the mean
         wide = scores.reshape(len(y), stop - start).to(dtype)
         here = (y >= start) & (y < stop) & counted

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from rank_files import read_rank_files
 from train.jobs import run
 
+import mpitrain as mt
 from mpitrain.data.prepare import prepare
 from mpitrain.errors import InputError
 from mpitrain.layout.mesh import Mesh
@@ -105,6 +107,32 @@ def test_a_plan_keeps_the_axes_that_the_configuration_names(world, place, text, 
     planned = {"auto": True, "machine": "cpu-128", "axes": {REPLICA: 2}}
     lines = run(world, place / "planned", **of_text(text), parallel=planned)
     assert len(lines) == 4 and (world.rank or f"axes:{REPLICA}=2, predicted" in capsys.readouterr().out)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("zero", [0, 1])
+def test_a_loop_of_ones_own_averages_along_a_further_axis(world, zero):
+    x, y = torch.randn(12, 4, generator=torch.Generator().manual_seed(1)).split(2, 1)
+
+    def trained(comm, **parallel):
+        torch.manual_seed(2)
+        model = torch.nn.Linear(2, 2)
+        config = {"train": {"batch": 12, "clip": 0.0}, "parallel": parallel}
+        engine = mt.initialize(
+            model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1), config=config, comm=comm,
+            loss=torch.nn.functional.mse_loss,
+        )  # fmt: skip
+        own = slice(engine.data_rank, None, engine.data_size)
+        losses = [engine.train_batch(iter([(x[own], y[own])])) for _ in range(4)]
+        shape = dict(engine.mesh.shape)
+        engine.close()
+        return losses, shape
+
+    losses, shape = trained(world, zero=zero, axes={REPLICA: 2})
+    assert shape == {"data": 1, "replica": 2, "pipeline": 1, "tensor": 1}
+    alone = world.subgroup([0])
+    wanted = world.broadcast_object(None if alone is None else trained(alone)[0])
+    assert losses == pytest.approx(wanted, rel=1e-6)
 
 
 class Twin(DataAxis):

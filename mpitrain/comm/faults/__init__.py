@@ -1,1 +1,1 @@
-"""Going on without ranks that failed (ULFM)."""
+"""Continuing after the failure of ranks (ULFM)."""

@@ -1,16 +1,18 @@
-"""Going on without ranks that died, by MPI's User-Level Failure Mitigation (ULFM; MPI-5.0 calls it fault tolerance).
+"""Continuing without ranks that died, by MPI's User-Level Failure Mitigation (ULFM; MPI-5.0 calls it fault tolerance).
 
     a rank dies          MPI knows it on some ranks; operations with it fail there
-    revoke               every communicator of this process: whoever waits in one of them is woken by an error
-    shrink               a communicator of those that are left, and from it a world like the first
-    agree                that all of them have it; else once more
+    revoke               every communicator of this process: an error wakes each rank that waits in one of them
+    shrink               make a communicator of the surviving ranks, and from it a new world
+    agree                check that all of them have made it; otherwise repeat
 
-Bland, Bouteiller, Herault, Bosilca and Dongarra, "Post-failure recovery of MPI communication capability", IJHPCA 27
-(2013). What belonged to the old world is left as it is: a window shared with a dead rank cannot be freed together.
+The objects of the old world are not freed: a window shared with a dead rank cannot be freed collectively.
 
-MPI learns from its own daemon that a process ended, but of a host that is switched off or cut off only by a connection
-that fails, to which end the connections' patience is limited (`connections`). The daemon of such a host never answers
-mpirun again, which therefore is ended by the ranks (`launcher`).
+MPI's daemon reports when a process ends. A host that is switched off or cut off is noticed only when a connection to it
+fails, so connections get a time limit (`connections`). The daemon of such a host never answers mpirun again, so the
+surviving ranks end mpirun (`launcher`).
+
+Reference: Bland, Bouteiller, Herault, Bosilca and Dongarra, "Post-failure recovery of MPI communication capability",
+IJHPCA 27 (2013).
 """
 
 from __future__ import annotations
@@ -38,13 +40,13 @@ from mpitrain.comm.runtime.watchdog import Watchdog
 from mpitrain.errors import CommunicationError
 
 _NOTICE = 2.0  # seconds in which a death that made an operation fail becomes known
-_MOMENT = 0.3  # likewise for one that made an operation give nonsense
-_SILENCE = 30.0  # seconds at most in which a host acknowledges what it is sent, else it is lost; see `begin`
-_RECOVERING = 1.5  # likewise while the ranks that are left come together
+_MOMENT = 0.3  # seconds in which a death that corrupted the result of an operation becomes known
+_SILENCE = 30.0  # seconds after which a host that acknowledges nothing is considered lost, at most; see `begin`
+_RECOVERING = 1.5  # the same limit in seconds while the surviving ranks make a new world
 
 
 class UlfmFailures:
-    """Which ranks of the world died, and all communicators of this process, to be given up at once."""
+    """Failures of ranks of the world, and all communicators of this process, which are revoked after a failure."""
 
     def __init__(
         self,
@@ -54,17 +56,17 @@ class UlfmFailures:
         silence: float,
         connected: connections.Connections,
     ) -> None:
-        """Note who is to be watched.
+        """Store the processes to watch.
 
         Args:
-            nodes: The node of each process of MPI_COMM_WORLD.
-            neighbours: The number of a process there, on this node, and its pid and pidfd.
-            mpirun: Its pid; 0 where it is not on this node.
-            silence: Seconds after which a host that does not answer is lost.
-            connected: MPI's connections.
+            nodes: Node of each process of MPI_COMM_WORLD.
+            neighbours: Pid and pidfd of the other processes on this node, by rank in MPI_COMM_WORLD.
+            mpirun: Pid of mpirun; 0 if it is not on this node.
+            silence: Seconds after which a host that does not answer is considered lost.
+            connected: TCP connections of MPI.
         """
-        self.processes: tuple[int, ...] = ()  # of each rank of the world, its number in MPI_COMM_WORLD
-        self.host_lost = False  # whether a node was lost with all of its ranks
+        self.processes: tuple[int, ...] = ()  # the rank in MPI_COMM_WORLD of each rank of the world
+        self.host_lost = False  # true after a node was lost with all of its ranks
         self.nodes, self._neighbours = tuple(nodes), neighbours
         self.mpirun, self._silence = mpirun, silence
         self.witness = Witness({process: fd for process, (_, fd) in neighbours.items()})
@@ -74,12 +76,20 @@ class UlfmFailures:
         self._given_up = False
 
     def begin(self, comm: MPI.Intracomm, processes: Sequence[int]) -> None:
-        """Watch the ranks of `comm` from now on, and forget the communicators known before."""
+        """Watch the ranks of a new world from now on, and forget all communicators of the old one.
+
+        Args:
+            comm: Communicator of the new world's ranks.
+            processes: Rank in MPI_COMM_WORLD of each rank of `comm`.
+        """
         with self._lock:
             self.processes, self._comms, self._given_up = tuple(processes), [comm], False
 
     def track(self, comm: MPI.Intracomm) -> MPI.Intracomm:
-        """Have a new communicator given up with the others."""
+        """Return the communicator, after adding it to those that are revoked after a failure.
+
+        If a failure has already occurred, revoke it at once.
+        """
         with self._lock:
             self._comms.append(comm)
             if self._given_up and comm != MPI.COMM_NULL:
@@ -87,15 +97,16 @@ class UlfmFailures:
         return comm
 
     def tracks(self, comm: MPI.Intracomm) -> bool:
-        """Whether a communicator is of the present world, and nobody of it is known to have died."""
+        """Return True if a communicator belongs to the current world and no failure is known."""
         with self._lock:
             return not self._given_up and comm in self._comms
 
     def forget(self, comm: MPI.Intracomm) -> bool:
-        """Have a communicator not given up any more: it is about to be freed. The one watched is not to be.
+        """Stop tracking a communicator that is about to be freed.
 
         Returns:
-            Whether it may be freed: what belonged to a world that was given up is left as it is.
+            True if the communicator may be freed; False if its world was given up, whose communicators are never freed,
+            or if it is the one by which failures are watched.
         """
         with self._lock:
             if self._given_up or comm == self._comms[0] or comm not in self._comms:
@@ -104,7 +115,7 @@ class UlfmFailures:
         return True
 
     def give_up(self) -> None:
-        """Wake all ranks that wait for any other: no operation of the world succeeds any more."""
+        """Revoke all communicators, which wakes every waiting rank. No operation of this world succeeds afterwards."""
         with self._lock:
             self._given_up = True
             for comm in self._comms:
@@ -112,14 +123,14 @@ class UlfmFailures:
                     comm.Revoke()
 
     def look(self) -> None:
-        """Give up the world if a rank of it died or gave it up. Called again and again, from a thread."""
+        """Give up the world if one of its ranks died or gave it up. A thread calls this periodically."""
         if len(set(self.nodes)) > 1:
             self._connections.limit(_RECOVERING if self._given_up else self._silence, now=self._given_up)
         if not self._given_up and self.noticed():
             self.give_up()
 
     def noticed(self) -> bool:
-        """Whether a rank is known to have died, or some rank gave the world up."""
+        """Return True if a rank is known to have died, or if any rank gave the world up."""
         with self._lock:
             if self._given_up or self._comms[0].Is_revoked():
                 return True
@@ -129,10 +140,15 @@ class UlfmFailures:
         return bool(count)
 
     def end_silent(self, comm: MPI.Intracomm, silent: Sequence[int], answering: Sequence[int]) -> bool:
-        """Kill the silent ranks of the world that run on this node, unless it is not the world of `comm` any more.
+        """Kill the silent ranks that run on this node, unless `comm` no longer belongs to the current world.
+
+        Args:
+            comm: Communicator of the world in which the ranks were silent.
+            silent: World ranks that do not answer.
+            answering: World ranks that answer.
 
         Returns:
-            Whether the others run on nodes where a rank that answers will do so.
+            False if a silent rank is on a node without an answering rank, so that nobody can kill it; else True.
         """
         with self._lock:
             if comm not in self._comms:
@@ -145,17 +161,18 @@ class UlfmFailures:
         return not alone
 
     def kill(self, processes: Sequence[int]) -> None:
-        """Kill those of the processes that run on this node."""
+        """Kill the processes (ranks of MPI_COMM_WORLD) that run on this node; ignore the others."""
         for process in processes:
             if process in self._neighbours:
                 with suppress(ProcessLookupError):
                     signal.pidfd_send_signal(self._neighbours[process][1], signal.SIGKILL)
 
     def free_mpirun(self, rank: int | None = None) -> None:
-        """Have mpirun end where it would wait for the ranks of a lost host for ever. This process ends next.
+        """End mpirun if it would wait for ever for the ranks of a lost host. Call this just before this process ends.
 
         Args:
-            rank: Its number in the world, if all end together; else mpirun ends only if it is the last of its node.
+            rank: This rank in the world, if all ranks end together. If None, mpirun is ended only if no other rank of
+                this node still runs.
         """
         if not self.host_lost or not self.mpirun:
             return
@@ -170,12 +187,12 @@ class UlfmFailures:
 
 @dataclass(frozen=True)
 class Loss:
-    """What became of a world.
+    """Outcome of `shrink`. All numbers are ranks in MPI_COMM_WORLD.
 
     Attributes:
-        lost: Numbers in MPI_COMM_WORLD of the ranks that it lost.
-        left: Those of the ranks that are left.
-        partitioned: Those of the lost that may be alive, cut off together with their nodes.
+        lost: Ranks that are no longer part of the world.
+        left: Ranks that form the new world.
+        partitioned: Lost ranks that may still be alive, cut off together with their nodes.
     """
 
     lost: tuple[int, ...]
@@ -184,26 +201,30 @@ class Loss:
 
     @property
     def is_main_part(self) -> bool:
-        """Whether no other part of the world that is alive may take itself for what is left of the job."""
+        """True if this part of the job may continue: a part that was cut off cannot come to the same conclusion.
+
+        The larger part continues; of two parts of equal size, the one with the smallest rank.
+        """
         if len(self.left) != len(self.partitioned):
             return len(self.left) > len(self.partitioned)
         return min(self.left) < min(self.partitioned)
 
 
 def begin(world: Communicator) -> Communicator:
-    """A world of the same ranks, some of which may die: then `shrink` it. Collective.
+    """Return a world of the same ranks that survives the death of some of them: call `shrink` then. Collective.
 
-    Across nodes a host that acknowledges nothing for half of comm.timeout, at most 30 s, is lost with its ranks.
+    With several nodes, a host that acknowledges nothing for half of comm.timeout, at most 30 s, is considered lost with
+    all of its ranks.
 
     Raises:
-        InputError: The MPI does not allow that.
+        InputError: The MPI library does not support this, or fault tolerance is off.
     """
     launcher.require_fault_tolerance(across_nodes=world.num_nodes > 1)
     pids, mpiruns = zip(*world.all_gather_object([os.getpid(), launcher.find()]), strict=True)
     neighbours: dict[int, tuple[int, int]] = {}
     for rank in range(world.size):
         if world.nodes[rank] == world.node and rank != world.rank:
-            with suppress(OSError):  # ranks of one node may be in containers of their own
+            with suppress(OSError):  # ranks of one node may run in separate containers
                 neighbours[rank] = (pids[rank], os.pidfd_open(pids[rank]))
     mpirun, silence = mpiruns[world.rank], min(_SILENCE, world.process.watchdog.timeout / 2)
     first = mpirun and world.rank == mpiruns.index(mpirun)
@@ -222,9 +243,13 @@ def begin(world: Communicator) -> Communicator:
 
 
 def ranks_died(world: Communicator, error: BaseException) -> bool:
-    """Whether this error is to be laid to the death of ranks. May take a moment.
+    """Return True if the death of ranks is the cause of an error. May take up to 2 s.
 
-    Any error counts: what an operation gave that was under way when a rank died may be anything.
+    Any error qualifies, because an operation during which a rank died may have returned arbitrary data.
+
+    Args:
+        world: World made by `begin` or `shrink`.
+        error: Error that this rank has caught.
     """
     failures = _failures_of(world)
     deadline = time.monotonic() + (_NOTICE if _of_communication(error) else _MOMENT)
@@ -236,7 +261,7 @@ def ranks_died(world: Communicator, error: BaseException) -> bool:
 
 
 def noticed(world: Communicator) -> bool:
-    """Whether a rank is known to have died. Not collective, and takes no time."""
+    """Return True if a rank is known to have died. Not collective; returns at once."""
     return _failures_of(world).noticed()
 
 
@@ -244,10 +269,11 @@ def seconds_since(world: Communicator, lost: Sequence[int], otherwise: float) ->
     """Return how many seconds ago the first lost rank failed, and whether that is an upper bound. Collective.
 
     Args:
-        world: A world that `begin` or `shrink` has made.
-        lost: The numbers of the lost ranks in MPI_COMM_WORLD, as far as this rank knows.
-        otherwise: Seconds since this rank last knew all of them to be well, which counts where nobody saw one of them
-            fail: its whole host was lost, or it had stopped before it was ended.
+        world: World made by `begin` or `shrink`.
+        lost: Ranks in MPI_COMM_WORLD of the lost ranks, as far as this rank knows.
+        otherwise: Seconds since this rank last knew that all of them were alive. The largest value of all ranks is
+            returned, as an upper bound, if no rank observed a failure: a whole host was lost, or a rank had stopped
+            before it was killed.
     """
     witness, now = _failures_of(world).witness, time.monotonic()
     mine = [[process, now - witness.ended.get(process, now + 1)] for process in lost]  # negative: not seen
@@ -264,13 +290,14 @@ def seconds_since(world: Communicator, lost: Sequence[int], otherwise: float) ->
 def shrink(
     world: Communicator, order: Callable[[Sequence[int]], Sequence[int]] | None = None
 ) -> tuple[Communicator, Loss]:
-    """The world of the ranks that are left, and who is not. Collective over those; call it when `ranks_died`.
+    """Return a world of the surviving ranks, and the loss. Collective over these ranks; call it if `ranks_died`.
 
-    Ranks that die meanwhile are left out as well. Nothing that was made from the old world is of use afterwards.
+    Ranks that die during the call are left out as well. Objects made from the old world cannot be used afterwards.
 
     Args:
-        world: The world that ranks have died of.
-        order: Puts the ranks that are left, given by their nodes, into the order that they shall have; the same on all.
+        world: World in which ranks have died.
+        order: Function that maps the node of each surviving rank to the order of these ranks in the new world, as
+            indices into its argument; the same on all ranks. Default: the old order.
     """
     failures = _failures_of(world)
     before = failures.processes
@@ -291,8 +318,8 @@ def shrink(
         failures.begin(comm, [before[rank] for rank in ranks])
         made = _try_to_make(comm, ranks, world, failures)
         try:
-            made = made if comm.Agree(int(made is not None)) else None  # if all ranks have made it
-        except MPI.Exception:  # a rank died meanwhile: raised on all alike
+            made = made if comm.Agree(int(made is not None)) else None  # unless all ranks have made it
+        except MPI.Exception:  # a rank died during the agreement: raised on all ranks
             made = None
     record.end()
     left = failures.processes
@@ -300,24 +327,30 @@ def shrink(
     alive = {failures.nodes[process] for process in left}
     partitioned = tuple(process for process in lost if failures.nodes[process] not in alive)
     failures.host_lost = failures.host_lost or bool(partitioned)
-    failures.kill(lost)  # one that was only stopped must not come back
+    failures.kill(lost)  # a process that was only stopped must not come back
     _replace(world, made)
     return made, Loss(lost, left, partitioned)
 
 
 def leave(world: Communicator, code: int) -> None:
-    """End this process; all ranks do. Without MPI_Finalize, which may wait for the dead."""
+    """End this process, without MPI_Finalize, which may wait for dead ranks. All ranks must call this.
+
+    Args:
+        world: World made by `begin` or `shrink`.
+        code: Exit code.
+    """
     world.process.watchdog.stop()
     _leave(world._comm, _failures_of(world), code)
 
 
 def partners(nodes: Sequence[int]) -> list[int]:
-    """For each rank the one that keeps a copy for it: another one, on another node as far as there are ranks for it.
+    """Return for each rank another rank that keeps a copy of its data, on another node if possible.
 
-    Ranks are put in order of their nodes, and each is given the one as many places on as the largest node has ranks.
+    Ranks are sorted by node. The partner of a rank is the one n places further on (cyclically), where n is the largest
+    number of ranks on a node.
 
     Args:
-        nodes: The node of each rank.
+        nodes: Node of each rank.
     """
     order = sorted(range(len(nodes)), key=lambda rank: (nodes[rank], rank))
     step = max(nodes.count(node) for node in nodes) % len(nodes) or 1
@@ -344,14 +377,14 @@ def _of_communication(error: BaseException | None) -> bool:
 def _try_to_make(
     comm: MPI.Intracomm, ranks: Sequence[int], world: Communicator, failures: UlfmFailures
 ) -> Communicator | None:
-    """A world of the ranks of `comm`; None when one died meanwhile. ranks: their old numbers, in their new order."""
+    """Return a world of the ranks of `comm`; None if one died meanwhile. `ranks`: their old ranks, in new order."""
     try:
         if list(ranks) != sorted(ranks):
             comm = failures.track(MPI.Intracomm(comm.Split(0, ranks.index(world.rank))))
         topology = replace(world._topology.of(ranks, comm.rank), world_ranks=tuple(range(comm.size)))
         return _make(comm, topology, world, failures)
     except MPI.Exception:
-        failures.give_up()  # others may be waiting for this rank
+        failures.give_up()  # other ranks may be waiting for this one
         return None
 
 
@@ -368,7 +401,7 @@ def _make(comm: MPI.Intracomm, topology: Topology, before: Communicator, failure
 
 
 def _replace(old: Communicator, new: Communicator) -> None:
-    """Let the new world's watchdog and faults do what the old one's did."""
+    """Transfer the duties of the old world's watchdog and fault handler to those of the new world."""
     old.process.watchdog.stop()
     old.process.progress.stop()
     old.process.faults.uninstall()
@@ -378,7 +411,7 @@ def _replace(old: Communicator, new: Communicator) -> None:
 
 
 def _end(failures: UlfmFailures, code: int) -> None:
-    """End this process so that the others notice: they would wait for one that ends with an exit code."""
+    """Kill this process, so that the other ranks notice: MPI would wait for a process that ends with an exit code."""
     sys.stdout.flush()
     failures.free_mpirun()
     os.kill(os.getpid(), signal.SIGKILL)
@@ -390,27 +423,25 @@ def _leave(comm: MPI.Intracomm, failures: UlfmFailures, code: int) -> None:
     with suppress(MPI.Exception):
         comm.Barrier()
     failures.free_mpirun(comm.rank)
-    # a host that comes back would tell mpirun of the exit code, which ends all others for any but 0
+    # a host that comes back would report the exit code to mpirun, which ends all other ranks for any code but 0
     if code != 0 and failures.host_lost and not failures.mpirun:
         os.kill(os.getpid(), signal.SIGKILL)
     os._exit(code)
 
 
 class Witness:
-    """A thread that sleeps until one of some processes of this node ends, and knows when that was to the millisecond.
-
-    MPI itself says only that they have ended.
+    """A thread that records when processes of this node end, to the millisecond. MPI reports only that they have ended.
 
     Attributes:
-        ended: For processes that have ended, when they did, as `time.monotonic` tells.
-        silent: Processes that were ended because they had been at fault for some time.
+        ended: `time.monotonic()` at which each ended process ended, by the number of the process.
+        silent: Processes that were killed because they did not answer. They failed some time before they ended.
     """
 
     def __init__(self, pidfds: Mapping[int, int]) -> None:
-        """Begin to watch.
+        """Start to watch.
 
         Args:
-            pidfds: A descriptor of each process, by whatever number the process has here.
+            pidfds: Pidfd of each process, by a number of the caller's choice.
         """
         self._watched = {os.dup(fd): process for process, fd in pidfds.items()}
         self.ended: dict[int, float] = {}

@@ -1,1 +1,1 @@
-"""The job, seen by one of its processes: how MPI starts and ends, who is where, what a failure ends, what is left."""
+"""The job, from the view of one process: start and end of MPI, placement of ranks, failures, and cleaning up."""

@@ -1,8 +1,8 @@
-"""One way to fail: any rank's fatal error ends the whole job with one message, within seconds.
+"""Handling of fatal errors: a fatal error on any rank ends the whole job with one message, within seconds.
 
-A rank that fails tells the others, waits a moment, and speaks only if no other rank spoke first or failed at
-the same time with a lower number. Then it aborts the job. Errors that every rank raises alike (`agreed`) need
-no abort: rank 0 speaks and all leave.
+A failing rank notifies the others and waits a moment. It prints its message unless another rank failed earlier, or
+failed at the same time and has a lower number. Then it aborts the job. Errors that all ranks raise together (`agreed`)
+need no abort: rank 0 prints the message and all ranks exit.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from mpitrain.comm.job.traffic import Record
 from mpitrain.errors import EXIT_FAILED, EXIT_INTERRUPTED, MpitrainError, message_of, printable
 
 _FAILED = 7  # message tag
-_GATHER = 0.3  # seconds in which ranks that fail together find each other
+_GATHER = 0.3  # seconds in which ranks that fail together learn of each other
 
 
 class Faults:
-    """What ends the job where this rank fails.
+    """Fault handler, which ends the job when this rank fails.
 
     Attributes:
-        before_leaving: Called with the exit code before this rank leaves together with all others.
+        before_leaving: Function called with the exit code before this rank exits together with all others.
     """
 
     def __init__(
         self, comm: MPI.Intracomm, end: Callable[[int], None] | None = None, leave: Callable[[int], None] | None = None
     ) -> None:
-        """Prepare for it; `install` has it catch what nobody else does.
+        """Prepare without catching anything yet; `install` catches uncaught exceptions.
 
         Args:
-            comm: A duplicate of the world for this alone.
-            end: Ends this process and with it all ranks; without it MPI's Abort does.
-            leave: Ends this process where all ranks do.
+            comm: Duplicate of the world's communicator, for this purpose alone.
+            end: Function that ends this process and with it all ranks; default: MPI's Abort.
+            leave: Function that ends this process when all ranks exit together; default: `finalize`.
         """
         self._comm = comm
         self._end, self._leave = end, leave or finalize
@@ -55,22 +55,22 @@ class Faults:
         self.before_leaving: Callable[[int], object] = lambda code: None
 
     def install(self) -> None:
-        """Route exceptions that nobody catches through `fail`."""
+        """Pass uncaught exceptions to `fail`."""
         sys.excepthook = self._hook
         note_exit_status()
 
     def uninstall(self) -> None:
-        """Let the interpreter deal with exceptions as it did before."""
+        """Restore the previous handling of uncaught exceptions."""
         sys.excepthook = self._previous
 
     def _hook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if MPI.Is_finalized():  # by the program itself: no other rank can be told
+        if MPI.Is_finalized():  # by the program itself: no other rank can be notified
             self._previous(kind, error, trace)
             return
         self.fail(error.with_traceback(trace))
 
     def fail(self, error: BaseException) -> None:
-        """Report the error as this rank's and end the job; does not return."""
+        """Report this rank's error and end the job. Does not return."""
         code = exit_code(error)
         if self._comm.size == 1 or (isinstance(error, MpitrainError) and error.agreed):
             if self._comm.rank == 0:
@@ -81,11 +81,11 @@ class Faults:
         self.end_job(self.describe(error), code)
 
     def describe(self, error: BaseException, *, alone: bool = False) -> str:
-        """What stderr gets: one line for an error of ours, with the traceback for any other.
+        """Return the text for stderr: one line for an mpitrain error, with the traceback for any other.
 
         Args:
-            error: What went wrong.
-            alone: Whether no rank need be named.
+            error: Error to describe.
+            alone: If true, do not name the rank.
         """
         where = "" if alone else f"rank {self._comm.rank}: "
         if isinstance(error, MpitrainError):
@@ -96,11 +96,11 @@ class Faults:
         return f"mpitrain: {where}{type(error).__name__}: {error}\n{trace}"
 
     def end_job(self, text: str, code: int = EXIT_FAILED) -> None:
-        """Print the text, unless another rank speaks for the same end, and abort every rank.
+        """Print the text, unless another rank reports the same failure, and abort all ranks.
 
         Args:
-            text: What stderr gets.
-            code: The job's exit code.
+            text: Message for stderr.
+            code: Exit code of the job.
         """
         try:
             first = self._is_first()
@@ -112,7 +112,7 @@ class Faults:
         if self._end is not None:
             self._end(code)
         if not first:
-            time.sleep(5)  # the rank that speaks is about to abort us
+            time.sleep(5)  # the rank that prints the message is about to abort this one
         abort(self._comm, code)
 
     def _is_first(self) -> bool:
@@ -135,14 +135,14 @@ class Faults:
 
 
 def exit_code(error: BaseException) -> int:
-    """The exit code of a job that ends with this error."""
+    """Return the exit code of a job that ends with this error."""
     if isinstance(error, MpitrainError):
         return error.exit_code
     return EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else EXIT_FAILED
 
 
 def say(text: str) -> None:
-    """One write to stderr, so that ranks' messages do not mix."""
+    """Write text to stderr in one system call, so that messages of several ranks do not mix."""
     sys.stdout.flush()
     os.write(2, (printable(text, None, as_text=True) + "\n").encode(errors="replace"))
 
@@ -151,16 +151,16 @@ def abort(comm: MPI.Intracomm, code: int) -> None:
     """End all ranks of the job with an exit code.
 
     Args:
-        comm: A communicator of this rank's.
-        code: The exit code.
+        comm: Any communicator of this rank.
+        code: Exit code of the job.
     """
-    with suppress(OSError):  # MPICH has a line of its own about it
+    with suppress(OSError):  # hide MPICH's own message about the abort
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     comm.Abort(code)
 
 
 def finalize(code: int) -> None:
-    """End this process with an exit code after a proper MPI_Finalize; all ranks do."""
+    """Call MPI_Finalize and end this process with an exit code; all ranks must do so."""
     sys.stdout.flush()
     sys.stderr.flush()
     MPI.Finalize()
@@ -169,25 +169,26 @@ def finalize(code: int) -> None:
 
 # -- A rank whose interpreter ends while others still need it is named within seconds, instead of hanging them.
 #
-# A rank that ends waits, before MPI is finalized, until all ranks do. Where that takes longer than a moment, it says
-# what it has done: for each communicator the number of its last operation. Rank 0 passes that on. A rank that waits in
-# an operation which one that has left never began, or for a message of one, waits in vain and ends the job:
+# A rank that ends waits, before MPI is finalized, until all ranks do. If that takes longer than `_MOMENT`, it sends
+# rank 0 the number of its last operation on each communicator, and rank 0 forwards this. A rank that waits for a
+# message of a rank that has left, or in an operation that such a rank never began, would wait for ever, so it ends the
+# job:
 #
 #     rank 1  ends          -> rank 0      I leave; of world I did #1 to #11
 #     rank 0                -> all others  rank 1 left; ...
 #     rank 2  in #12 of world, a moment later: ends the job, naming rank 1
 #
-# Ranks that have nothing to do with each other any more may end hours apart. Where all end together nothing is said.
+# Ranks that no longer communicate may end hours apart. If all end together, nothing is sent.
 
-_TAG = 3  # of messages; the watchdog has the others
-_MOMENT = 1.0  # seconds: for all to end, for what a rank sent before it left to arrive
-_NAP = 1e-4, 0.05  # seconds between looks for the others, at first and at most
+_TAG = 3  # message tag; the watchdog uses the others on this communicator
+_MOMENT = 1.0  # seconds for all ranks to end, and for messages of a rank that left to arrive
+_NAP = 1e-4, 0.05  # seconds between checks for the other ranks, at first and at most
 
-exit_status: Any = None  # what this process gave to sys.exit last
+exit_status: Any = None  # last argument of sys.exit in this process
 
 
 def note_exit_status() -> None:
-    """Let `sys.exit` note its argument, which cannot be asked for when the interpreter ends. Twice is fine."""
+    """Wrap `sys.exit` to store its argument in `exit_status`, for use at interpreter exit. May be called twice."""
     original = sys.exit
     if hasattr(original, "__wrapped__"):
         return
@@ -203,7 +204,12 @@ def note_exit_status() -> None:
 
 
 def arrived(comm: MPI.Intracomm, tag: int) -> Iterator[tuple[int, Any]]:
-    """The JSON values that have arrived under a tag by now, and the ranks that sent them."""
+    """Receive all JSON messages that have arrived, without waiting, and yield pairs (source rank, value).
+
+    Args:
+        comm: Communicator of the messages.
+        tag: Their tag.
+    """
     status = MPI.Status()
     while comm.Iprobe(MPI.ANY_SOURCE, tag, status):
         text = np.empty(status.Get_count(MPI.BYTE), dtype=np.uint8)
@@ -213,13 +219,13 @@ def arrived(comm: MPI.Intracomm, tag: int) -> Iterator[tuple[int, Any]]:
 
 @dataclass(frozen=True)
 class Departure:
-    """A rank that has left.
+    """A rank that has left, because its interpreter has ended.
 
     Attributes:
-        rank: Its number in the world.
-        code: The exit code it asked for.
-        done: The number of its last operation on each communicator, by the names of their records.
-        noticed: When this rank learned of it, as `time.monotonic` tells.
+        rank: World rank.
+        code: Exit code that it requested.
+        done: Number of its last operation on each communicator, by record key.
+        noticed: `time.monotonic()` when this rank learned of it.
     """
 
     rank: int
@@ -228,7 +234,12 @@ class Departure:
     noticed: float  # time.monotonic()
 
     def fails(self, record: Record, now: float) -> bool:
-        """Whether the operation that this rank is in can never complete because of the departure."""
+        """Return True if the current operation of this rank can never complete because of the departure.
+
+        Args:
+            record: Record of the operation.
+            now: Current `time.monotonic()`.
+        """
         if not record.since or now - record.since < _MOMENT or now - self.noticed < _MOMENT:
             return False
         if record.awaited:
@@ -236,12 +247,12 @@ class Departure:
         return self.rank in record.members and self.done.get(record.key, record.sequence) < record.sequence
 
     def text(self, record: Record, rank: int, line: str) -> str:
-        """What is said where the job ends because of this.
+        """Return the message for a job that ends because of this departure.
 
         Args:
-            record: The operation that waits in vain.
-            rank: The rank that waits.
-            line: Where in its program it does.
+            record: Operation that can never complete.
+            rank: Rank that waits in it.
+            line: Line of the program in which it waits.
         """
         code = f" with exit code {self.code}" if self.code else ""
         return (
@@ -251,26 +262,26 @@ class Departure:
 
 
 class Departures:
-    """Who has left, as far as this rank knows."""
+    """Ranks that have left, as far as this rank knows."""
 
     def __init__(self, comm: MPI.Intracomm, records: Callable[[], list[Record]]) -> None:
-        """Begin with nobody.
+        """Start with an empty list.
 
         Args:
-            comm: The watchdog's communicator.
-            records: Gives the records of this rank's operations.
+            comm: Communicator of the watchdog.
+            records: Function that returns the records of this rank's operations.
         """
         self._comm, self._records = comm, records
         self._known: dict[int, Departure] = {}
-        self._own: list[dict[str, Any]] = []  # what this rank has to tell, itself leaving
+        self._own: list[dict[str, Any]] = []  # this rank's departure, not sent yet
         self._sending: list[tuple[MPI.Request, np.ndarray]] = []  # MPI reads the arrays until they have left
         self._suspect: tuple[Record, float] | None = None
 
     def wait_for_all(self, code: int | None = None) -> None:
-        """Return when every rank has come here, at its end.
+        """Return when every rank has called this at its end.
 
         Args:
-            code: This rank's exit code, where it is known.
+            code: Exit code of this rank, if known.
         """
         sys.stdout.flush()
         sys.stderr.flush()
@@ -286,7 +297,7 @@ class Departures:
             nap = min(2 * nap, _NAP[1])
 
     def look(self) -> None:
-        """Take in, and on rank 0 pass on, who has left. Called again and again, from a thread."""
+        """Receive news of departures; rank 0 also forwards them. A thread calls this periodically."""
         self._sending = [(request, text) for request, text in self._sending if not request.Test()]
         own, self._own = self._own, []
         if own:
@@ -299,11 +310,14 @@ class Departures:
             self._send(news, (r for r in range(1, self._comm.size) if r not in self._known))
 
     def in_vain(self) -> tuple[Record, Departure] | None:
-        """The operation that this rank waits in and that cannot complete, seen twice in a row; and who left it."""
+        """Return the operation that can never complete, and the departure that causes this; None if there is none.
+
+        The condition must hold in two calls in a row.
+        """
         now = time.monotonic()
         for record in self._records() if self._known else ():
             failing = [left for left in list(self._known.values()) if left.fails(record, now)]
-            if failing and len(failing) >= len(record.awaited):  # of several, any of which would do, all have left
+            if failing and len(failing) >= len(record.awaited):  # all of the ranks that could have ended the wait left
                 before, self._suspect = self._suspect, (record, record.since)
                 return (record, failing[0]) if self._suspect == before else None
         self._suspect = None

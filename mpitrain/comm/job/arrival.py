@@ -1,18 +1,18 @@
-"""The start of MPI, which is collective: ranks that do not come to it are named, instead of being awaited for ever.
+"""Supervision of MPI's start, which is collective: ranks that do not reach it are named in an error message.
 
-Nothing can be asked of a rank before MPI runs, so the processes of this host are looked at: those that the launcher
-started for the same job tell their rank by their environment, in /proc. A rank that has come to the start has a thread
-of a certain name, which ends when the start is complete:
+Before MPI runs, ranks cannot exchange messages, so each rank inspects the processes of its host in /proc. Processes of
+the same job carry their rank in their environment. A rank that has reached MPI's start has a thread with a known name,
+which ends when the start is complete:
 
     rank 0  S  mpitrain:start      waits in MPI_Init
     rank 1  T  mpitrain:start      is stopped
-    rank 2  D                      has not come so far: its imports hang
+    rank 2  D                      has not reached MPI's start: its imports hang
 
-A rank whose process is gone is named within seconds: mpirun ends the job for it, but not where it was told to go on
-without ranks that die (`launcher`), and not for one that ended with code 0. The processes that the launcher's
-daemon started here are counted for that, now and then, until the start is complete.
+A rank whose process has ended is named within seconds. Usually mpirun ends the job in this case, but not if it
+tolerates dead ranks (`launcher`), and not if the process ended with code 0. Therefore each rank counts the processes
+that the launcher's daemon started on this host, once a second, until the start is complete.
 
-No files, no messages.
+This module writes no files and sends no messages.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from mpitrain.storage import proc
 from mpitrain.storage.proc import command_of, state_and_parent_of
 
 _DEFAULT = 600.0  # seconds
-_TURN = 1.0  # seconds by which ranks that know less speak later
-_LOOK = 1.0  # seconds between looks for processes that are gone; one has to be missing twice
+_TURN = 1.0  # seconds between the turns of ranks to print: ranks that know less print later
+_LOOK = 1.0  # seconds between checks for ended processes; a process must be missing in two checks
 _LOCAL_SIZE = "OMPI_COMM_WORLD_LOCAL_SIZE"
 _SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 _THREAD = "mpitrain:start"  # at most 15 characters
@@ -44,17 +44,17 @@ _STATES = {"T": "is stopped", "t": "is stopped", "D": "waits for a disk", "Z": "
 
 
 def is_due() -> bool:
-    """Whether MPI is still to be started, and there are other ranks that have to come to that."""
+    """Return True if MPI is not started yet and the job has other ranks, which must start it too."""
     return "mpi4py.MPI" not in sys.modules and _number(os.environ, _SIZES) > 1
 
 
 def launched_rank() -> int:
-    """The rank that a launcher gave this process, which need not start MPI to know it; 0 without one."""
+    """Return the rank that the launcher gave this process, without starting MPI; 0 if there is no launcher."""
     return max(0, _number(os.environ, RANK_NAMES))
 
 
 def start_mpi() -> None:
-    """Import mpi4py.MPI and initialize MPI, as importing it does, but with the other ranks watched."""
+    """Import mpi4py.MPI and initialize MPI as that import does, but report ranks that do not arrive."""
     with watched(limit(_DEFAULT)):
         import mpi4py
 
@@ -73,10 +73,10 @@ def start_mpi() -> None:
 
 
 def _initialize(level: int) -> None:
-    """MPI_Init_thread without Python's lock, which mpi4py holds meanwhile: no other thread could look at the time."""
+    """Call MPI_Init_thread without the GIL: mpi4py holds it during the call, and the watching thread could not run."""
     from mpi4py import MPI
 
-    library = ctypes.CDLL(None)  # tools that measure put theirs before MPI's
+    library = ctypes.CDLL(None)  # profiling tools put their own MPI_Init_thread before MPI's
     if not hasattr(library, "MPI_Init_thread"):
         library = ctypes.CDLL(MPI.__file__)
     if not hasattr(library, "MPI_Init_thread"):
@@ -89,11 +89,11 @@ def _initialize(level: int) -> None:
 
 @contextmanager
 def watched(seconds: float, among: Collection[int] = ()) -> Iterator[None]:
-    """End this process, and say why, unless all ranks come together in the body.
+    """End this process with an error message unless all ranks complete the body of the `with` statement in time.
 
     Args:
-        seconds: Time that they have.
-        among: The ranks that have to come, by the launcher's numbers; all of the job if there are none.
+        seconds: Time limit of the body.
+        among: Ranks that must arrive, as the launcher numbers them; empty for all ranks of the job.
     """
     if _number(os.environ, _SIZES) < 2:
         yield
@@ -105,14 +105,14 @@ def watched(seconds: float, among: Collection[int] = ()) -> Iterator[None]:
         yield
     finally:
         complete.set()
-        thread.join()  # its name must be gone
+        thread.join()  # a thread of this name would mean that the start is not complete
 
 
 def limit(timeout: float) -> float:
-    """Seconds that ranks have to come to the start of MPI.
+    """Return how many seconds ranks have to reach the start of MPI.
 
     Args:
-        timeout: Seconds that an operation may take.
+        timeout: Seconds that an operation may take; used unless the environment sets a start timeout.
     """
     try:
         return float(os.environ[START_TIMEOUT])
@@ -154,12 +154,12 @@ def _watch(complete: threading.Event, seconds: float, among: Collection[int]) ->
 
 
 def _speak(complete: threading.Event, what: str, *, later: bool = False) -> None:
-    """Say why the start is not complete, unless another rank of this host does, and end this process.
+    """Print why the start is not complete, unless another rank of this host does, and end this process.
 
     Args:
-        complete: Set where the start is complete after all.
-        what: The reason.
-        later: Whether ranks that know more are to speak first.
+        complete: Event that is set if the start completes after all.
+        what: Reason to print.
+        later: If true, let ranks with more information print first.
     """
     rank = _number(os.environ, RANK_NAMES)
     there = [place.rank for place in neighbours(os.getpid()) if place.waits]
@@ -168,14 +168,14 @@ def _speak(complete: threading.Event, what: str, *, later: bool = False) -> None
         return
     if not turn or there[0] in [place.rank for place in neighbours(os.getpid())]:
         end(f"mpitrain: rank {rank}: {what}")
-    os._exit(EXIT_FAILED)  # that one has spoken, and left; mpirun is late to end this one
+    os._exit(EXIT_FAILED)  # the other rank has printed its message and ended; mpirun has not ended this one yet
 
 
 def end(text: str) -> NoReturn:
-    """Say what is wrong and end this process, whose start did not succeed. With fault tolerance mpirun is ended, too.
+    """Print why the start failed and end this process. With fault tolerance, also end mpirun.
 
     Args:
-        text: What stderr gets.
+        text: Message for stderr.
     """
     os.write(2, (text + "\n").encode())
     launcher.repeat_last(text)
@@ -186,14 +186,14 @@ def end(text: str) -> NoReturn:
 
 
 class Siblings:
-    """The processes that the launcher's daemon on this host started as ranks of the same job, as far as it is seen."""
+    """Processes that the launcher's daemon started on this host as ranks of the same job, as far as /proc shows."""
 
     def __init__(self, process: int, expected: Collection[int]) -> None:
-        """Find the daemon.
+        """Find the launcher's daemon.
 
         Args:
-            process: The process of a rank.
-            expected: The ranks of interest.
+            process: Pid of any rank on this host.
+            expected: Ranks that must be running.
         """
         self._expected = expected
         self._daemon = _daemon(process)
@@ -204,7 +204,7 @@ class Siblings:
         self._running: set[int] = set()
 
     def gone(self) -> list[str]:
-        """Name the ranks of this host that have no process; none where that cannot be told."""
+        """Return the names of this host's ranks whose process has ended; empty if that cannot be determined."""
         text = proc.read(self._children)
         if text and text != self._text:
             self._text = text
@@ -223,13 +223,13 @@ class Siblings:
 
 @dataclass(frozen=True)
 class StartingRank:
-    """A rank on this host.
+    """A rank on this host during the start of MPI.
 
     Attributes:
-        rank: Its number.
-        process: That of its process.
-        state: The state of its process, by the kernel's letter.
-        arrived: Whether it has come to the start of MPI.
+        rank: Rank number.
+        process: Pid.
+        state: Process state, as the kernel's letter (R, S, D, T, t or Z).
+        arrived: True if the rank has reached the start of MPI.
     """
 
     rank: int
@@ -239,18 +239,18 @@ class StartingRank:
 
     @property
     def waits(self) -> bool:
-        """Whether it is at the start, and runs."""
+        """True if the rank has reached the start of MPI and its process runs."""
         return self.arrived and self.state not in "TtZ"
 
     def text(self) -> str:
-        """What it does instead of coming, in words."""
+        """Return a description, for error messages, of what keeps the rank from the start of MPI."""
         doing = _STATES.get(self.state, "has not come so far")
         command = command_of(self.process) or "gone"
         return f"rank {self.rank} ({command}, process {self.process} on {os.uname().nodename}) {doing}"
 
 
 def neighbours(process: int) -> list[StartingRank]:
-    """The ranks on this host of the job that a process belongs to, in order."""
+    """Return the ranks on this host that belong to the same job as a process, in order of rank."""
     daemon = _daemon(process)
     found: dict[int, StartingRank] = {}
     for entry in sorted(proc.processes(), reverse=True):
@@ -258,26 +258,26 @@ def neighbours(process: int) -> list[StartingRank]:
         if rank < 0 or _daemon(entry) != daemon:
             continue
         place = StartingRank(rank, entry, state_and_parent_of(entry)[0], _arrived(entry))
-        known = found.get(rank)  # a rank may be a shell, its python, and what that started
+        known = found.get(rank)  # several processes may carry one rank: a shell, its Python, and their children
         if known is None or place.arrived or (not known.arrived and known.state not in "Tt"):
             found[rank] = place
     return [found[rank] for rank in sorted(found)]
 
 
 def _daemon(process: int) -> int:
-    """What started the rank on this host: the first process above it that has no rank."""
+    """Return the pid of the launcher's daemon on this host: the nearest ancestor of `process` without a rank."""
     while process > 1 and _number(_environment(process), RANK_NAMES) >= 0:
         _, process = state_and_parent_of(process)
     return process
 
 
 def _number(environment: Mapping[str, str], names: tuple[str, ...]) -> int:
-    """The first of the variables that is a number; -1: none is."""
+    """Return the value of the first variable that is a number; -1 if none is."""
     return next((int(environment[name]) for name in names if environment.get(name, "").isdigit()), -1)
 
 
 def _environment(process: int) -> dict[str, str]:
-    """What the process was started with; empty where that is not to be seen."""
+    """Return the environment with which a process was started; empty if it cannot be read."""
     entries = proc.read(f"{process}/environ").split("\0")
     return dict(entry.split("=", 1) for entry in entries if "=" in entry)
 

@@ -1,7 +1,7 @@
-"""`python -m mpitrain.doctor --clean [--dry-run]`: what the MPI library left on this node of the user's dead jobs.
+"""`python -m mpitrain.doctor --clean [--dry-run]`: removal of files that the user's dead MPI jobs left on this node.
 
-mpitrain's own shared memory has no name by the time it is used, so the kernel frees it with its last process.
-The MPI libraries keep some files under a name; mpirun removes them at the end, and they stay when mpirun itself
+mpitrain's own shared memory has no name once it is in use, so the kernel frees it together with its last process.
+MPI libraries keep some files under a name. mpirun removes them at the end of the job, but they stay if mpirun itself
 is killed:
 
     /dev/shm,       sm_segment.*, vader_segment.*, osc_sm.*   Open MPI, up to 16 MiB a rank
@@ -9,12 +9,13 @@ is killed:
                     ucx_shm_posix_*                           UCX, beneath either
     /tmp, $TMPDIR   ompi.PID/, ompi.HOST.UID/pid.PID/         session folders of Open MPI 5 and 4
 
-A segment goes only if it is this user's and no process has it open or mapped: the process that made it has, from
-its creation on. The kernel tells that of all processes, also of those in other containers that share a /dev/shm.
+A segment is removed only if it belongs to this user and no process has it open or mapped. A process that creates a
+segment keeps it open or mapped from the beginning. The kernel checks this for all processes, including those in other
+containers that share /dev/shm.
 
-A session folder goes only if it is this user's, no process has anything in it open or mapped, and its PID is no
-live process. That can be told only of processes that are seen from here. Those outside of this container are not,
-nor those of other hosts that share a /tmp: such folders stay, and a line says so.
+A session folder is removed only if it belongs to this user, no process has a file in it open or mapped, and its PID is
+not a live process. This check covers only processes visible from here. Folders that may belong to processes outside of
+this container, or to other hosts that share /tmp, are left alone, and a line of the output says so.
 """
 
 from __future__ import annotations
@@ -46,13 +47,13 @@ _OF_ONE_HOST = frozenset(("btrfs", "ext2", "ext3", "ext4", "f2fs", "jfs", "overl
 
 @dataclass(frozen=True)
 class Leftover:
-    """A segment or session folder.
+    """A shared-memory segment or session folder of an MPI job.
 
     Attributes:
-        path: Where it is.
-        files: What it consists of.
-        nbytes: What these occupy.
-        unseen: Why it cannot be told from here whether it is in use; empty if it can.
+        path: The segment or folder.
+        files: All files and folders that it consists of.
+        nbytes: Disk space or memory that these occupy, in bytes.
+        unseen: Reason why its use cannot be determined from this process; empty if it can.
     """
 
     path: Path
@@ -62,16 +63,16 @@ class Leftover:
 
 
 def clean(arguments: Sequence[str]) -> int:
-    """The command.
+    """Run the command `mpitrain.doctor --clean`.
 
     Args:
-        arguments: --clean, and --dry-run where nothing is to be removed.
+        arguments: Command-line arguments: --clean, and --dry-run to remove nothing.
 
     Returns:
-        The exit code.
+        Exit code.
 
     Raises:
-        InputError: It has no such argument.
+        InputError: An argument is unknown.
     """
     unknown = [a for a in arguments if a not in ("--clean", "--dry-run")]
     if unknown:
@@ -96,7 +97,7 @@ def clean(arguments: Sequence[str]) -> int:
 
 
 def candidates(folders: Iterable[Path]) -> Iterator[Leftover]:
-    """What this user's MPI jobs, dead or alive, have under a name of the MPI library's in these folders."""
+    """Yield the segments and session folders of this user's MPI jobs, dead or alive, in `folders`."""
     for folder in folders:
         for path in _named(folder, _SEGMENT, stat.S_ISREG):
             yield Leftover(path, (path,), _occupied(path))
@@ -113,7 +114,7 @@ def candidates(folders: Iterable[Path]) -> Iterator[Leftover]:
 
 
 def _out_of_sight(folder: Path) -> str:
-    """Why processes that use what lies in this folder may not be seen from here; empty if all are."""
+    """Return why users of files in this folder may be invisible to this process; empty if all are visible."""
     try:
         whole = os.stat("/proc/self/ns/pid").st_ino == _WHOLE_MACHINE and os.readlink("/proc/self") == str(os.getpid())
     except OSError:
@@ -127,7 +128,7 @@ def _out_of_sight(folder: Path) -> str:
 
 
 def _file_system(folder: Path) -> str:
-    """The kind of file system a folder is on, as "ext4"; empty if that cannot be told."""
+    """Return the type of the file system of a folder, such as "ext4"; empty if unknown."""
     place, longest, kind = folder.resolve(), 0, ""
     # number parent device root POINT options tags... - KIND source options
     for line in proc.read("self/mountinfo").splitlines():
@@ -138,7 +139,7 @@ def _file_system(folder: Path) -> str:
 
 
 def _named(folder: Path, pattern: re.Pattern[str], kind: Callable[[int], bool]) -> Iterator[Path]:
-    """This user's entries of a folder that have such a name and are of that kind."""
+    """Yield this user's entries of a folder whose name matches `pattern` and whose file mode satisfies `kind`."""
     for path in sorted(_entries(folder)):
         status = _status(path) if pattern.fullmatch(path.name) else None
         if status is not None and status.st_uid == os.getuid() and kind(status.st_mode):
@@ -146,7 +147,7 @@ def _named(folder: Path, pattern: re.Pattern[str], kind: Callable[[int], bool]) 
 
 
 def unused(found: Sequence[Leftover]) -> list[Leftover]:
-    """Return the leftovers among `found`, which was made before, that certainly no process holds."""
+    """Return the leftovers that certainly no process uses. `found` must have been collected before the call."""
     held = held_by_processes()
 
     def dead(one: Leftover) -> bool:
@@ -160,16 +161,16 @@ def unused(found: Sequence[Leftover]) -> list[Leftover]:
 
 
 def _is_open(path: Path) -> bool:
-    """Whether any process of this kernel, in whatever container, may have a file open or mapped.
+    """Return True unless no process of this kernel, in any container, has the file open or mapped.
 
-    A lease for writing (fcntl(2), F_SETLEASE) is given only to whoever alone has the file open.
+    The kernel grants a write lease (fcntl(2), F_SETLEASE) only if nobody else has the file open.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
         return True
     try:
-        fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)  # SIGIO, if somebody opens it now, would end us
+        fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)  # SIGIO, sent if somebody opens it now, would kill us
         fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
         fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
     except OSError:
@@ -180,13 +181,14 @@ def _is_open(path: Path) -> bool:
 
 
 def held_by_processes() -> set[str | tuple[int, int]]:
-    """Return what live processes have open or mapped: paths, and (device, inode), which may differ from mount to mount.
+    """Return the files that live processes have open or mapped, as paths and as (device, inode) pairs.
 
-    Processes of other users cannot be read in /proc, nor could they open these files.
+    Both forms are needed because a file's path or its device number may differ between mounts. Processes of other users
+    cannot be read in /proc, but they could not open these files either.
     """
     held: set[str | tuple[int, int]] = set()
     for process in proc.processes():
-        # open files first: a file is mapped before it is closed, so it is seen in one of the two
+        # open files before maps: a file is mapped before it is closed, so one of the two shows it
         for descriptor in _entries(Path(f"/proc/{process}/fd")):
             try:
                 target = os.readlink(descriptor)
@@ -204,7 +206,7 @@ def held_by_processes() -> set[str | tuple[int, int]]:
 
 
 def _launcher_lives(path: Path) -> bool:
-    """Whether there is a process of the number that a session folder's name tells, hidden in /proc or not."""
+    """Return True if the process whose PID is in a session folder's name exists, even if /proc hides it."""
     try:
         with suppress(PermissionError):
             os.kill(int(path.name.rpartition(".")[2]), 0)
@@ -221,14 +223,14 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def _tree(folder: Path) -> Iterator[Path]:
-    """The folder and everything in it; links are not followed."""
+    """Yield the folder and everything in it, without following links."""
     yield folder
     for parent, folders, files in os.walk(folder):
         yield from (Path(parent) / name for name in (*folders, *files))
 
 
 def _status(path: Path) -> os.stat_result | None:
-    """See lstat(2); None for what a job that ended meanwhile has taken with it."""
+    """Return `path.lstat()`; None if the file no longer exists."""
     try:
         return path.lstat()
     except OSError:
@@ -241,15 +243,20 @@ def _occupied(path: Path) -> int:
 
 
 def is_among(path: Path, held: set[str | tuple[int, int]]) -> bool:
-    """Tell whether a file is one of those that `held_by_processes` returned."""
+    """Return True if a live process has a file open or mapped.
+
+    Args:
+        path: File to check.
+        held: Files in use, as returned by `held_by_processes`.
+    """
     status = _status(path)
     return status is not None and (str(path) in held or (status.st_dev, status.st_ino) in held)
 
 
 def _remove(leftover: Leftover) -> str:
-    """Why it could not be removed, or nothing."""
+    """Remove a leftover; return the reason if that fails, else an empty string."""
     try:
-        with suppress(FileNotFoundError):  # another one of us, on this node
+        with suppress(FileNotFoundError):  # another run of this command on the same node removed it
             shutil.rmtree(leftover.path) if leftover.path.is_dir() else leftover.path.unlink()
     except OSError as error:
         return f": cannot be removed: {error.strerror}"

@@ -1,13 +1,13 @@
-"""Limits how long MPI's TCP connections wait for a host that is silent.
+"""Time limits on MPI's TCP connections, for hosts that stop answering.
 
-A host that is switched off or cut off ends no connection. Linux sends what such a host does not acknowledge again and
-again for a quarter of an hour, Open MPI sets no limit of its own, and a rank that only receives hears nothing at all.
-So each connection of MPI's gets a user timeout (RFC 5482; tcp(7): TCP_USER_TIMEOUT) and, for times in which it
-carries nothing, probes. It is the kernel of the other host that answers: a rank there may compute for as long as it
-likes. A connection that is given up is a process failure to Open MPI (with fault tolerance), raised where it is used.
+A host that is switched off or cut off does not close its connections. Linux retransmits unacknowledged data for a
+quarter of an hour, Open MPI sets no limit of its own, and a rank that only receives notices nothing at all. Therefore
+each TCP connection of MPI gets a user timeout (RFC 5482; tcp(7): TCP_USER_TIMEOUT) and, for idle times, keepalive
+probes. The kernel of the other host answers these, so a rank there may compute as long as it likes. Open MPI with fault
+tolerance treats a closed connection as a process failure, and raises it in operations that use the connection.
 
-The process may have other connections, which are not to be touched. MPI's are known by their ports: as it starts, MPI
-opens those at which it listens, and each of its connections ends, here or there, at one of them.
+Other connections of this process must not be changed. MPI's are recognized by their ports: MPI opens its listening
+ports as it starts, and each of its connections ends at such a port, on this rank or on the other.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any
 from mpitrain.comm.job import arrival
 from mpitrain.storage import proc
 
-_AGAIN = 2.0  # seconds after which connections that were made meanwhile are looked for
+_AGAIN = 2.0  # seconds between searches for new connections
 _DESCRIPTORS = "/proc/self/fd"
 _CALLING = "02"  # SYN_SENT in /proc/net/tcp
 _LOCAL = re.compile(r"\|-- (\S+)\s+/32 host LOCAL")  # in /proc/net/fib_trie
@@ -37,9 +37,9 @@ End = tuple[str, int]  # address and port
 
 @functools.cache
 def start_mpi() -> frozenset[int]:
-    """Start MPI, as importing mpi4py does; returns the ports at which it listens.
+    """Start MPI, as importing mpi4py does, and return the ports at which it listens.
 
-    Where MPI was started before, those at which something listens that is not of Python's.
+    If MPI is already running, return all listening ports of this process that do not belong to a Python socket.
     """
     if "mpi4py.MPI" in sys.modules:
         of_python = [own.fileno() for own in gc.get_objects() if issubclass(type(own), socket.socket)]
@@ -57,9 +57,9 @@ def find(nodes: Sequence[int], node: int, all_gather_object: Callable[[Any], lis
     """Return MPI's connections between the ranks. Collective.
 
     Args:
-        nodes: The node of each rank.
-        node: The node of this rank.
-        all_gather_object: As of the world's communicator.
+        nodes: Node of each rank.
+        node: Node of this rank.
+        all_gather_object: `Communicator.all_gather_object` of the world.
     """
     told = all_gather_object([sorted(start_mpi()), _addresses()])
     far = {
@@ -73,24 +73,24 @@ def find(nodes: Sequence[int], node: int, all_gather_object: Callable[[Any], lis
 
 
 class Connections:
-    """MPI's connections from this process to others."""
+    """TCP connections of MPI from this process to others."""
 
     def __init__(self, near: frozenset[int], far: frozenset[End]) -> None:
-        """Note by what they are known.
+        """Store the addresses by which MPI's connections are recognized.
 
         Args:
             near: Ports of this process at which MPI listens.
-            far: Addresses and ports at which it does on other ranks.
+            far: Addresses and ports at which MPI listens on other ranks.
         """
         self._near, self._far = near, far
-        self._limited = 0.0  # time.monotonic() of the last time
+        self._limited = 0.0  # time.monotonic() of the last search
 
     def limit(self, seconds: float, *, now: bool = False) -> None:
-        """Give up those that are silent for too long. To be called again and again: connections are made on demand.
+        """Set the time limit on all current connections. Call it periodically, because MPI connects on demand.
 
         Args:
-            seconds: How long they may be silent.
-            now: Whether to look for new ones at once.
+            seconds: Time after which a connection that gets no answer is closed.
+            now: If true, search for new connections even if the last search was a moment ago.
         """
         if not now and time.monotonic() - self._limited < _AGAIN:
             return
@@ -102,7 +102,7 @@ class Connections:
 
 
 def _socket_at(descriptor: str) -> str:
-    """socket:[NUMBER] of a descriptor that is one; the number is the socket's own."""
+    """Return the name socket:[INODE] of a file descriptor that is a socket; empty for any other."""
     with suppress(OSError):
         name = os.readlink(f"{_DESCRIPTORS}/{descriptor}")
         return name if name.startswith("socket:") else ""
@@ -110,7 +110,7 @@ def _socket_at(descriptor: str) -> str:
 
 
 def _connections() -> Iterator[tuple[str, socket.socket]]:
-    """The TCP sockets of this process, one after the other."""
+    """Yield the TCP sockets of this process, with their names."""
     for descriptor in os.listdir(_DESCRIPTORS):
         name = _socket_at(descriptor)
         if name:
@@ -120,7 +120,7 @@ def _connections() -> Iterator[tuple[str, socket.socket]]:
 
 
 def _listening() -> dict[str, int]:
-    """The ports at which this process listens, by the names of the sockets."""
+    """Return the ports at which this process listens, by socket name."""
     return {name: connection.getsockname()[1] for name, connection in _connections() if _listens(connection)}
 
 
@@ -129,16 +129,16 @@ def _listens(connection: socket.socket) -> bool:
 
 
 def _far_end(name: str, connection: socket.socket) -> End | None:
-    """Where a connection leads, or is to lead; None for one that leads nowhere."""
+    """Return the remote end of a connection, even if it is not established yet; None for a listening socket."""
     try:
         address, port = connection.getpeername()[:2]
-        return address.partition("%")[0], port  # without the interface of a link-local one
+        return address.partition("%")[0], port  # without the interface of a link-local address
     except OSError:
         return None if _listens(connection) else _called().get(name)
 
 
 def _called() -> dict[str, End]:
-    """Whom this host's sockets are calling that have had no answer yet, by the sockets' names."""
+    """Return the remote ends of this host's connection attempts that have had no answer yet, by socket name."""
     called = {}
     for table in ("tcp", "tcp6"):
         for row in proc.read(f"self/net/{table}").splitlines():
@@ -151,7 +151,7 @@ def _called() -> dict[str, End]:
 
 
 def _addresses() -> list[str]:
-    """The addresses of this host."""
+    """Return the IP addresses of this host."""
     rows = proc.read("net/if_inet6").splitlines()
     of_6 = {str(ipaddress.ip_address(bytes.fromhex(row.split()[0]))) for row in rows}
     return sorted({*_LOCAL.findall(proc.read("net/fib_trie")), *of_6})

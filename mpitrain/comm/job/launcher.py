@@ -1,20 +1,20 @@
-"""The mpirun that started this process, as far as it runs on the same machine (Open MPI 5: prterun).
+"""The mpirun that started this process, if it runs on the same machine (Open MPI 5: prterun).
 
-It cannot do without a host: once it notices that it lost one it ends the job, and until then it waits for the ranks
-there, also when all others have ended. So these end it (`end_soon`).
+mpirun does not tolerate the loss of a host. When it notices the loss it ends the job; until then it waits for the ranks
+of that host, even after all other ranks have ended. Therefore the remaining ranks end mpirun themselves (`end_soon`).
 
-It says that a rank ended with a code, or that one called MPI_Abort, after the ranks have spoken and when they are gone.
-So what ended a job is said once more after that, as the last thing on the screen (`repeat_last`): a process of its own,
-which MPI knows nothing of, waits for the end of mpirun and writes to what mpirun wrote to:
+After the ranks have ended, mpirun prints that a rank exited with a code or called MPI_Abort, which hides the ranks' own
+message. Therefore the cause of the failure is printed once more as the last line (`repeat_last`). A helper process
+that MPI does not know waits for the end of mpirun and writes to mpirun's stderr:
 
     rank 0    mpitrain: command line: unknown key ...      ends
     mpirun    prterun detected that one or more ...        ends
     helper    the cause, from above: command line: ...     ends
 
-Only where mpirun's stderr is a screen: a terminal or a pipe. In a file what is written after the job could come to lie
-over these lines.
+This happens only if mpirun's stderr is a terminal or a pipe. In a file, a line written after the job could overwrite
+those lines.
 
-Whether MPI goes on without processes that die, it is told by mpirun as well: User-Level Failure Mitigation, ULFM.
+mpirun also decides whether MPI continues after processes die (User-Level Failure Mitigation, ULFM).
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ from mpitrain.storage import proc
 from mpitrain.storage.proc import command_of, state_and_parent_of
 
 _SETTING = "OMPI_MCA_mpi_ft_enable"  # what mpirun --with-ft ulfm sets
-_COLLECTIVES = "OMPI_MCA_coll"  # which of its components for collectives are used, or after ^ not used
+_COLLECTIVES = "OMPI_MCA_coll"  # Open MPI's components for collectives to use, or after ^ not to use
 _ENABLED = ("1", "t", "true", "y", "yes", "enabled")  # values of a logical setting of Open MPI
 _PATIENCE = 5  # seconds in which mpirun ends by itself if it knows that all ranks have ended
-_ORDERLY = 2  # seconds after SIGTERM in which it ends its daemons; it does not end itself without that of the lost host
+_ORDERLY = 2  # seconds after SIGTERM for mpirun to end its daemons; it hangs if the lost host's daemon does not answer
 _AGAIN = "the cause, from above: "
 _LONGEST = 60  # seconds in which mpirun ends, once a rank has failed
-# without site-packages or anything of ours; a pidfd (Linux 5.3) tells the end also of a process that nobody waits for
+# The helper imports no site-packages and no mpitrain. A pidfd (Linux 5.3) signals the end of any process, not only of
+# a child.
 _HELPER = """
 import os, select, signal, sys
 mpirun, seconds, text = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
@@ -54,29 +55,29 @@ os.write(2, text.encode(errors="replace"))
 
 
 def find() -> int:
-    """Its process number; 0 where it runs elsewhere, or there is none."""
+    """Return the pid of mpirun; 0 if it runs on another machine or does not exist."""
     named = re.fullmatch(r"prterun-.*-(\d+)@\d+", os.environ.get("PMIX_NAMESPACE", ""))
     wanted, process = int(named[1]) if named else 0, os.getppid()
     while process > 1 and process != wanted:
-        if command_of(process) == "prted":  # what starts ranks on other machines for it
+        if command_of(process) == "prted":  # mpirun's daemon on another machine
             return 0
         _, process = state_and_parent_of(process)
     return process if process == wanted else 0
 
 
 def notices_silent_hosts(process: int) -> bool:
-    """Whether mpirun looks for hosts that are silent, and then ends the job, as it does unless it is told not to."""
+    """Return True if mpirun ends the job when a host stops answering, which is its default."""
     told = proc.read(f"{process}/cmdline") + proc.read(f"{process}/environ")
-    # its setting: seconds before it asks whether a silent host is there; 0: never
+    # mpirun's setting: seconds before it probes a silent host; 0: never
     return re.search(r"oob_tcp_keepalive_time[\0=]0\0", told) is None
 
 
 def end_soon(process: int, unless: Sequence[int] = ()) -> None:
-    """End mpirun in a few seconds, from outside this process, which is about to end.
+    """End mpirun in a few seconds, from a separate process, because this process is about to end.
 
     Args:
-        process: Mpirun's number.
-        unless: Processes of which one that is still there then prevents that.
+        process: Pid of mpirun.
+        unless: Pids of processes; if one of them still runs then, mpirun is not ended.
     """
     name = command_of(process)
     living = "".join(f"kill -0 {other} 2>/dev/null && exit; " for other in unless)
@@ -85,23 +86,23 @@ def end_soon(process: int, unless: Sequence[int] = ()) -> None:
 
 
 def _begin_apart(command: Sequence[str], stderr: int = subprocess.DEVNULL) -> None:
-    """Start a process that outlives this one. It is given no pipe of mpirun's, which would wait for its end."""
+    """Start a process that outlives this one. It inherits no pipe of mpirun, which waits until its pipes close."""
     nowhere = subprocess.DEVNULL
     subprocess.Popen(command, stdin=nowhere, stdout=nowhere, stderr=stderr, start_new_session=True)
 
 
 def repeat_last(text: str) -> None:
-    """Have the first line of a message come once more after what mpirun says. For a process that is about to end.
+    """Print the first line of a message once more after mpirun's own output. Call this just before the process ends.
 
     Args:
-        text: The message, which has been said.
+        text: Message, which has already been printed.
     """
-    with suppress(OSError, AttributeError):  # the message is there; AttributeError: no pidfd
+    with suppress(OSError, AttributeError):  # the message is printed already; AttributeError: no pidfd
         mpirun = find()
         if not mpirun or not _is_screen(mpirun) or not hasattr(os, "pidfd_open"):
             return
         line = printable(text.partition("\n")[0].removeprefix("mpitrain: "), None)
-        # not to wait for somebody who reads a pipe, and not to be given a terminal of one's own
+        # do not block on a pipe without a reader, and do not acquire a controlling terminal
         screen = os.open(f"/proc/{mpirun}/fd/2", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
         try:
             os.set_blocking(screen, True)
@@ -112,19 +113,19 @@ def repeat_last(text: str) -> None:
 
 
 def _is_screen(mpirun: int) -> bool:
-    """Whether mpirun's stderr is a terminal or a pipe."""
+    """Return True if mpirun's stderr is a terminal or a pipe."""
     stderr = Path(f"/proc/{mpirun}/fd/2")
     kind = stderr.stat().st_mode
     return stat.S_ISFIFO(kind) or (stat.S_ISCHR(kind) and stderr.readlink() != Path(os.devnull))
 
 
 def tolerates_faults() -> bool:
-    """Whether it was asked for when the job was started. Known before MPI is."""
+    """Return True if the job was started with fault tolerance (ULFM). This does not need MPI to be initialized."""
     return os.environ.get(_SETTING, "").strip().lower() in _ENABLED
 
 
 def lacks_for_faults() -> str:
-    """What there has to be for it; empty where it is on."""
+    """Return the missing requirement for fault tolerance, as text for a message; empty if fault tolerance is on."""
     from mpi4py import MPI
 
     from mpitrain.comm.job.topology import library_name
@@ -138,14 +139,14 @@ def lacks_for_faults() -> str:
 
 
 def require_fault_tolerance(*, across_nodes: bool) -> None:
-    """Make sure that ranks which die do not take the job with them.
+    """Raise an error unless the job survives the death of ranks.
 
     Args:
-        across_nodes: Whether the ranks are on several nodes. Open MPI's coll/han, which waits in communicators that
-            nobody can revoke, may then not be used.
+        across_nodes: True if the ranks are on several nodes. Then Open MPI's coll/han must be off, because it waits in
+            communicators that cannot be revoked.
 
     Raises:
-        InputError: They would.
+        InputError: Fault tolerance is not available or not switched on.
     """
     from mpi4py import MPI
 

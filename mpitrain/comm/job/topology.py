@@ -1,14 +1,15 @@
-"""Who is where: the ranks of a communicator, their nodes, and how many cores each has for itself.
+"""Placement of ranks: the ranks of a communicator, their nodes, and the number of cores of each.
 
-The system lets a rank run on a set of cores: all of the node, those of the job, those it is bound to. Where the sets of
-two ranks have cores in common the ranks share both sets; a set that no other rank's meets is its rank's own:
+The operating system restricts each rank to a set of cores: all cores of the node, those of the job, or those that the
+rank is bound to. Ranks whose sets overlap share the union of their sets; a rank whose set overlaps with no other has
+its cores for itself. Examples for ranks of one node, separated by |:
 
-    0 1 2 3 | 0 1 2 3 | 0 1 2 3 | 0 1 2 3      not bound, or bound to what the job has: one core each
+    0 1 2 3 | 0 1 2 3 | 0 1 2 3 | 0 1 2 3      not bound, or bound to the job's cores: one core each
     0 1     | 0 1     | 2 3     | 2 3          bound to sockets: two ranks share two cores, one each
-    0 1     | 2 3                              bound to their own: two cores each
+    0 1     | 2 3                              bound to separate cores: two cores each
 
-What the system counts are hardware threads, of which a core may have several. Threads that compute are counted in
-cores; ranks take turns only where they have less than a hardware thread each.
+The operating system counts hardware threads, of which a core may have several. Computing threads are counted in cores;
+ranks take turns only if they have less than one hardware thread each.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from mpitrain.comm.job.mpi import MPI
 
 @dataclass(frozen=True)
 class Topology:
-    """Places of the ranks of one communicator.
+    """Nodes and world ranks of the ranks of one communicator.
 
     Attributes:
-        rank: This rank's number.
-        nodes: The node number of each rank, in order of first appearance.
-        world_ranks: Each rank's number in the world.
+        rank: This rank.
+        nodes: Node number of each rank; nodes are numbered in order of first appearance.
+        world_ranks: World rank of each rank.
     """
 
     rank: int
@@ -42,31 +43,31 @@ class Topology:
 
     @property
     def size(self) -> int:
-        """The number of ranks."""
+        """Number of ranks."""
         return len(self.nodes)
 
     @property
     def neighbours(self) -> tuple[int, ...]:
-        """The ranks of this rank's node, itself included, in order."""
+        """Ranks on this rank's node, itself included, in ascending order."""
         return tuple(r for r in range(self.size) if self.nodes[r] == self.nodes[self.rank])
 
     @property
     def num_nodes(self) -> int:
-        """The number of nodes."""
+        """Number of nodes."""
         return len(set(self.nodes))
 
     def of(self, ranks: Sequence[int], rank: int) -> Topology:
-        """The topology of a group of this communicator's ranks.
+        """Return the topology of a subgroup of the ranks.
 
         Args:
-            ranks: Their numbers here.
-            rank: This rank's number in the group.
+            ranks: Members of the subgroup, as ranks of this topology.
+            rank: This process's rank in the subgroup.
         """
         return Topology(rank, _numbered(self.nodes[r] for r in ranks), tuple(self.world_ranks[r] for r in ranks))
 
 
 def discover(comm: MPI.Comm) -> Topology:
-    """The topology of the world; collective. Ranks are on one node if they can share memory."""
+    """Return the topology of the world. Ranks that can share memory are on one node. Collective."""
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
     first = np.array([comm.rank], dtype=np.int64)
     node.Bcast(first)
@@ -77,13 +78,18 @@ def discover(comm: MPI.Comm) -> Topology:
 
 
 def _numbered(values: Iterable[Hashable]) -> tuple[int, ...]:
-    """Each value's number, in order of first appearance."""
+    """Return a number for each value: equal values get equal numbers, in order of first appearance."""
     numbers: dict[Hashable, int] = {}
     return tuple(numbers.setdefault(value, len(numbers)) for value in values)
 
 
 def ranks_in(comm: MPI.Comm, of: MPI.Comm) -> list[int]:
-    """The number in `of` of each rank of `comm`, which are some of its ranks."""
+    """Return the rank in `of` of each rank of `comm`.
+
+    Args:
+        comm: Communicator whose ranks are looked up.
+        of: Communicator that contains all ranks of `comm`.
+    """
     mine, whole = comm.Get_group(), of.Get_group()
     ranks = [int(rank) for rank in mine.Translate_ranks(None, whole)]
     for group in (mine, whole):
@@ -92,7 +98,12 @@ def ranks_in(comm: MPI.Comm, of: MPI.Comm) -> list[int]:
 
 
 def all_gather_bytes(comm: MPI.Intracomm, mine: bytes) -> list[bytes]:
-    """Return what each rank gives, of any length. Collective."""
+    """Return the bytes of every rank, in order of rank. Collective.
+
+    Args:
+        comm: Communicator to gather over.
+        mine: Bytes of this rank; lengths may differ between ranks.
+    """
     lengths = np.empty(comm.size, dtype=np.int64)
     comm.Allgather(np.array([len(mine)], dtype=np.int64), lengths)
     everything = np.empty(int(lengths.sum()), dtype=np.uint8)
@@ -102,18 +113,19 @@ def all_gather_bytes(comm: MPI.Intracomm, mine: bytes) -> list[bytes]:
 
 
 def library_name() -> str:
-    """The MPI library and its version, in a few words."""
+    """Return the name and version of the MPI library."""
     line = MPI.Get_library_version().splitlines()[0].replace("\0", "").replace("\t", " ")
     return " ".join(line.split(", package")[0].replace("Version:", "").split())
 
 
 def processor_name(root: Path = Path("/")) -> str:
-    """Return the processor's model; empty where the system does not tell.
+    """Return the model of the processor; empty if the system does not report it.
 
-    x86 names a model, POWER a "cpu" and a machine, ARM only numbers of its implementer, part and variant.
+    On x86, /proc/cpuinfo contains a model name; on POWER "cpu" and "machine"; on ARM only numbers of implementer, part
+    and variant.
 
     Args:
-        root: Folder above proc/.
+        root: Folder that contains proc/.
     """
     found: dict[str, str] = {}
     with suppress(OSError):
@@ -130,25 +142,25 @@ def processor_name(root: Path = Path("/")) -> str:
 
 
 def this_machine() -> str:
-    """A short name of this kind of machine and MPI, for tuning tables kept in a shared home."""
+    """Return a short hash of processor, number of CPUs and MPI library, the key of a tuning table in a shared home."""
     library = MPI.Get_library_version()
     text = f"{processor_name()}|{os.cpu_count()}|{library.splitlines()[0]}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 class Member:
-    """A rank of a communicator.
+    """This process as a rank of a communicator.
 
     Attributes:
-        label: The communicator's name in messages.
-        rank: This rank's number.
-        size: The number of ranks.
-        nodes: The node number of each rank.
-        node: This rank's.
-        num_nodes: The number of nodes.
-        local_rank: This rank's number among the communicator's ranks on its node.
-        local_size: The number of these.
-        world_ranks: The number in the world of each rank.
+        label: Name of the communicator in messages.
+        rank: This rank.
+        size: Number of ranks.
+        nodes: Node number of each rank.
+        node: Node number of this rank.
+        num_nodes: Number of nodes.
+        local_rank: Index of this rank among the communicator's ranks on its node.
+        local_size: Number of the communicator's ranks on this node.
+        world_ranks: World rank of each rank.
     """
 
     def __init__(self, topology: Topology, label: str) -> None:
@@ -160,7 +172,7 @@ class Member:
 
     @property
     def library(self) -> str:
-        """The MPI library and its version."""
+        """Name and version of the MPI library."""
         return library_name()
 
     def __repr__(self) -> str:
@@ -169,12 +181,12 @@ class Member:
 
 @dataclass(frozen=True)
 class Share:
-    """What a rank has of its node's cores.
+    """Cores of a node that a rank shares with other ranks, or has for itself.
 
     Attributes:
-        cores: How many it may run on.
-        ranks: How many ranks have those between them, this one included.
-        threads: Hardware threads of these cores; 0: as many as cores.
+        cores: Number of cores that the rank may run on.
+        ranks: Number of ranks that share these cores, this one included.
+        threads: Number of hardware threads of these cores; 0 means one per core.
     """
 
     cores: int
@@ -183,24 +195,24 @@ class Share:
 
     @property
     def each(self) -> int:
-        """Cores of one rank; at least 1, also where ranks take turns."""
+        """Cores per rank; at least 1, even if ranks take turns."""
         return max(1, self.cores // self.ranks)
 
     @property
     def spare(self) -> int:
-        """Cores beyond one a rank, for communication threads. It is negative where ranks have no hardware thread."""
+        """Cores left for communication threads after one per rank; negative if ranks outnumber hardware threads."""
         beyond = self.cores - self.ranks
         return beyond if beyond >= 0 else min(0, max(self.threads, self.cores) - self.ranks)
 
 
 def siblings(root: Path = Path("/")) -> dict[int, int]:
-    """Return for each hardware thread the first one of its core, by the numbers that the system gives them.
+    """Return a map from each hardware thread to the first hardware thread of its core, by the system's numbers.
 
     Args:
-        root: Folder above sys/.
+        root: Folder that contains sys/.
 
     Returns:
-        An empty dict where the system does not tell.
+        Map of thread numbers; empty if the system does not report its topology.
     """
     found: dict[int, int] = {}
     for path in root.glob("sys/devices/system/cpu/cpu[0-9]*/topology/thread_siblings_list"):
@@ -211,15 +223,20 @@ def siblings(root: Path = Path("/")) -> dict[int, int]:
 
 
 def cores_of(threads: Collection[int], core_of: Mapping[int, int]) -> set[int]:
-    """Return the cores of some hardware threads, each by its first one. core_of: as `siblings` returns it."""
+    """Return the cores of some hardware threads; a core is named by its first hardware thread.
+
+    Args:
+        threads: Numbers of hardware threads.
+        core_of: Core of each hardware thread, as returned by `siblings`.
+    """
     return {core_of.get(thread, thread) for thread in threads}
 
 
 def sharing(allowed: Sequence[Collection[int]]) -> Iterator[tuple[list[int], set[int]]]:
-    """Ranks of a node that have cores between them, and these.
+    """Yield each group of ranks of a node whose sets of cores overlap, with the union of these sets.
 
     Args:
-        allowed: The cores that each of the node's ranks may run on.
+        allowed: Cores that each rank of the node may run on.
     """
     left = list(range(len(allowed)))
     while left:
@@ -233,12 +250,12 @@ def sharing(allowed: Sequence[Collection[int]]) -> Iterator[tuple[list[int], set
 
 
 def share_of(rank: int, allowed: Sequence[Collection[int]], core_of: Mapping[int, int]) -> Share:
-    """What one of the ranks of a node has.
+    """Return the share of one rank of a node.
 
     Args:
-        rank: Its number among them.
-        allowed: The hardware threads that each of them may run on.
-        core_of: Cores of these, as `siblings` returns them.
+        rank: Index of the rank among the ranks of its node.
+        allowed: Hardware threads that each rank of the node may run on.
+        core_of: Core of each hardware thread, as returned by `siblings`.
     """
     groups = sharing([cores_of(threads, core_of) for threads in allowed])
     ranks, cores = next((ranks, cores) for ranks, cores in groups if rank in ranks)
@@ -246,7 +263,12 @@ def share_of(rank: int, allowed: Sequence[Collection[int]], core_of: Mapping[int
 
 
 def find_share(comm: MPI.Intracomm, topology: Topology) -> Share:
-    """What this rank has. Collective over the world."""
+    """Return this rank's share of its node's cores. Collective over the world.
+
+    Args:
+        comm: Communicator of the world.
+        topology: Topology of the world.
+    """
     mine = os.sched_getaffinity(0)
     row = np.zeros(max(mine) + 1, dtype=np.uint8)
     row[list(mine)] = 1
@@ -257,10 +279,14 @@ def find_share(comm: MPI.Intracomm, topology: Topology) -> Share:
 
 
 def spare_cores(comm: MPI.Intracomm, share: Share) -> int:
-    """`Share.spare` of the rank that has least. Collective.
+    """Return the smallest `Share.spare` of all ranks. Collective.
 
-    MPITRAIN_SPARE_CORES overrides it on ranks that have that. It is never more than 0 where MPI lets one thread alone
-    call it.
+    On ranks that set MPITRAIN_SPARE_CORES, this variable overrides the value. If MPI allows only one thread to call it,
+    the result is at most 0.
+
+    Args:
+        comm: Communicator of the world.
+        share: This rank's share.
     """
     spare = np.array([int(os.environ.get("MPITRAIN_SPARE_CORES") or share.spare)])
     if MPI.Query_thread() != MPI.THREAD_MULTIPLE:

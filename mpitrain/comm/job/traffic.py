@@ -1,15 +1,15 @@
-"""The journal of a process: what it sends to other ranks, and how long it waits for them.
+"""The journal of a process: how much it sends to other ranks, and how long it waits for them.
 
-Every communication counts while the journal is on: collectives in any thread, messages, letters, fences, and the waits
-for what runs in the background. While it is off nothing is looked up, made or added for it: `switched` tells whoever
-has made functions without it to make them anew.
+While the journal is on, it counts all communication: collectives of any thread, messages, letters, fences, and waits
+for operations in the background. While it is off, it costs nothing: operations are then bound to functions that do not
+count, and `Journal.switched` has them bound again when the journal is switched.
 
-Bytes are known before an operation runs (`Moved`): they are found when it is bound to memory, so that counting adds a
-few numbers to a row. `inside` is what this rank sends to ranks of its own node, or takes out of their memory, or writes
-there; `between` is what it sends to ranks of other nodes. What a rank receives counts where it is sent. What ranks read
-in memory that the node has once, where it lies, is not moved and does not count.
+The number of bytes is known before an operation runs (`Moved`): it is computed when the operation is bound to memory,
+so counting only adds a few numbers to a row. `inside` counts bytes that this rank sends to ranks of its own node, or
+reads or writes in their memory; `between` counts bytes that it sends to ranks of other nodes. Received bytes are
+counted by the sender. Reading memory that the node holds only once, in place, moves nothing and is not counted.
 
-On or off, a `Record` says which operation a rank is in.
+Independent of the journal, a `Record` says which operation a rank is in.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ import torch
 
 clock = time.perf_counter  # on Linux the same clock as time.monotonic
 
-_KEPT = 1_000_000  # operations, if nobody takes them; then no more are kept
+_KEPT = 1_000_000  # operations kept at most if nobody takes them
 
 
 class Moved(NamedTuple):
-    """What one call of an operation moves on one rank.
+    """Bytes that one call of an operation moves on one rank.
 
     Attributes:
-        algorithm: Of the operation: a program's first word, or "mpi" where the library has its own.
-        inside: Bytes sent to ranks of the own node, or read or written in their memory.
+        algorithm: First word of the program's name, or "mpi" for an operation of the MPI library.
+        inside: Bytes sent to ranks of the same node, or read or written in their memory.
         between: Bytes sent to ranks of other nodes.
     """
 
@@ -43,12 +43,12 @@ class Moved(NamedTuple):
     between: int = 0
 
     def by(self, way: str) -> Moved:
-        """The same, where the memory of devices is carried in some way."""
+        """Return a copy whose algorithm names the way in which device memory is carried (`way`)."""
         return self if self.algorithm == way else self._replace(algorithm=f"{self.algorithm} ({way})")
 
     @staticmethod
     def sum(parts: Iterable[Moved]) -> Moved:
-        """What all parts of an operation move; the algorithm is that of the first that has one."""
+        """Return the bytes of all parts of an operation; the algorithm is that of the first part that has one."""
         algorithm, inside, between = "", 0, 0
         for part in parts:
             algorithm = algorithm or part.algorithm
@@ -60,15 +60,15 @@ NOTHING_MOVED = Moved()
 
 
 class Sent(NamedTuple):
-    """What was sent since the journal was started, by operation, axis and algorithm.
+    """Totals since the journal was started, of one operation, axis and algorithm.
 
     Attributes:
-        operation: Name of the operation: of a collective, or send, recv, post, letter.
+        operation: Name of the collective, or send, recv, post, letter.
         axis: Label of the communicator: world, data, pipeline, tensor, ...
-        algorithm: What carried it out; "none" where nothing was to be done.
+        algorithm: Algorithm that carried out the operation; "none" if nothing was to be done.
         calls: Number of operations.
         inside, between: Bytes, as in `Moved`.
-        seconds: Sum of their durations; those in the background count whole, whether or not somebody waited for them.
+        seconds: Sum of the durations. Background operations count in full, whether or not somebody waited for them.
     """
 
     operation: str
@@ -81,14 +81,14 @@ class Sent(NamedTuple):
 
 
 class Communication(NamedTuple):
-    """One operation that was performed while single ones were recorded.
+    """One operation, as recorded while `Journal.record` is on.
 
     Attributes:
-        operation, axis, algorithm, inside, between: As in `Sent`.
-        begin, end: time.perf_counter() in seconds. Of a message: of the wait in which it was complete.
-        background: Whether it ran beside the main thread.
-        key, sequence: The same on all ranks that took part in the same operation, and on no other operation; for a
-            message on its sender and its receiver.
+        operation, axis, algorithm, inside, between: See `Sent`.
+        begin, end: Times of time.perf_counter() in seconds. For a message: begin and end of the wait that completed it.
+        background: True if it did not run in the main thread.
+        key, sequence: Identification of the operation, equal on all ranks that took part in it and unique to it. The
+            sender and the receiver of a message record the same pair.
     """
 
     operation: str
@@ -104,14 +104,14 @@ class Communication(NamedTuple):
 
 
 class Record:
-    """The operation that a rank is in on one communicator. The operations write it, the watchdog reads it.
+    """The operation that a rank is in on one communicator. Operations write it, the watchdog reads it.
 
     Attributes:
-        members: The ranks of the world that all carry out the same operations, in the same order.
-        key: Name of the record, alike on all of them.
-        awaited: The ranks of the world of which one is to send or receive a message.
-        limited: Whether whoever waits stops waiting by itself.
-        patient: Whether the wait may take any time, for as long as all ranks answer the watchdog.
+        members: World ranks that all carry out the same operations in the same order.
+        key: Name of the record, the same on all members.
+        awaited: World ranks, one of which must send or receive a message for the wait to end.
+        limited: True if the wait ends by itself after a time limit.
+        patient: True if the wait may take any time, as long as all ranks answer the watchdog.
     """
 
     __slots__ = (
@@ -125,12 +125,17 @@ class Record:
         self.limited = self.patient = False
         self.sequence = 0
         self.name = ""
-        self.tensor: torch.Tensor | None = None  # the operation's, as long as it lasts
-        self.since = 0.0  # time.monotonic() of the beginning; 0: in no operation
+        self.tensor: torch.Tensor | None = None  # the operation's tensor while it runs
+        self.since = 0.0  # time.monotonic() at the beginning of the operation; 0: in no operation
         self.thread = 0
 
     def begin(self, name: str, tensor: torch.Tensor | None) -> None:
-        """Note that an operation begins; `tensor` is None where it is on no data."""
+        """Note that an operation begins.
+
+        Args:
+            name: Name of the operation.
+            tensor: Tensor that it works on; None for an operation without data.
+        """
         self.sequence += 1
         self.name, self.tensor = name, tensor
         self.thread = threading.get_ident()
@@ -142,7 +147,7 @@ class Record:
 
     @contextmanager
     def during(self, name: str) -> Iterator[None]:
-        """Inside, this rank is in an operation on no data."""
+        """Show that this rank is in an operation without data while the `with` block runs."""
         self.awaited = ()
         self.begin(name, None)
         try:
@@ -152,7 +157,12 @@ class Record:
 
     @contextmanager
     def comparing(self, name: str, tensor: torch.Tensor | None) -> Iterator[None]:
-        """Inside, the ranks compare what they are about to do; the operation itself has not begun."""
+        """Show that ranks compare their next operation while the `with` block runs. The operation itself has not begun.
+
+        Args:
+            name: Name of the next operation.
+            tensor: Tensor that it will work on; None for an operation without data.
+        """
         self.begin(f"before {name}", tensor)
         try:
             yield
@@ -161,24 +171,24 @@ class Record:
             self.sequence -= 1
 
     def text(self) -> str:
-        """The operation in words, for messages."""
+        """Return a description of the operation for messages."""
         tensor = self.tensor
         data = f" of {str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}" if tensor is not None else ""
         return f"{self.label}: {self.name} #{self.sequence}{data}"
 
 
 class Watchers:
-    """Methods that are called whenever something changes, for as long as the objects that they belong to live."""
+    """Methods to call when something changes, as long as their objects live."""
 
     def __init__(self) -> None:
         self._methods: list[weakref.WeakMethod[Callable[[], None]]] = []
 
     def add(self, method: Callable[[], None]) -> None:
-        """Have one more called."""
+        """Add a method to call."""
         self._methods.append(weakref.WeakMethod(method, self._methods.remove))
 
     def tell(self) -> None:
-        """Call them all."""
+        """Call all methods."""
         for reference in list(self._methods):
             method = reference()
             if method is not None:
@@ -189,16 +199,15 @@ Row = list[float]  # calls, inside, between, seconds
 
 
 class Journal:
-    """Counts the communication of this process; `world.journal` is the only one.
+    """Counters and records of this process's communication; `world.journal` is the only instance.
 
-    Its main thread is the one that calls `start`.
+    The main thread is the one that called `start`.
 
     Attributes:
-        on: Whether operations are counted.
-        waited: Seconds that the main thread has spent in communication since `start`: in collectives, in waits for
-            those in the background, for messages and for letters. Read it before and after something to know how much
-            of that was communication.
-        switched: Called whenever the journal is switched on or off.
+        on: True while operations are counted.
+        waited: Seconds that the main thread has spent in communication since `start`: in collectives, and waiting for
+            background operations, messages and letters. Subtract two readings to get the time between them.
+        switched: Methods called whenever the journal is switched on or off.
     """
 
     def __init__(self) -> None:
@@ -206,13 +215,13 @@ class Journal:
         self.waited = 0.0
         self._main = threading.get_ident()
         self._rows: dict[tuple[str, str, str, int], Row] = {}
-        self._lock = threading.Lock()  # of what several threads add to
+        self._lock = threading.Lock()  # of rows that several threads add to
         self._kept: list[Communication] | None = None
         self._numbers: Counter[str] = Counter()  # of messages, by sender, receiver and tag
         self.switched = Watchers()
 
     def start(self) -> None:
-        """Count from now on, from zero. The caller's thread becomes the main thread."""
+        """Reset all counts and start counting. The calling thread becomes the main thread."""
         with self._lock:
             self._rows.clear()
             self._numbers.clear()
@@ -220,12 +229,12 @@ class Journal:
         self.switched.tell()
 
     def stop(self) -> None:
-        """Count no longer, and keep no single operations. What was counted can still be asked for."""
+        """Stop counting and recording. `account` still returns the counts."""
         self.on, self._kept = False, None
         self.switched.tell()
 
     def account(self) -> list[Sent]:
-        """What was sent since `start`, in order of names. It goes on being counted."""
+        """Return the totals since `start`, sorted by name. Counting goes on."""
         sums: dict[tuple[str, str, str], Row] = {}
         with self._lock:
             rows = list(self._rows.items())
@@ -236,15 +245,15 @@ class Journal:
         return [Sent(*name, int(row[0]), int(row[1]), int(row[2]), row[3]) for name, row in found]
 
     def record(self, on: bool) -> None:
-        """Keep single operations from now on, or no longer. It needs `start`.
+        """Start or stop recording single operations. This requires `start`.
 
         Args:
-            on: Whether to keep them.
+            on: True to start recording, False to stop.
         """
         self._kept = [] if on and self.on else None
 
     def take(self) -> list[Communication]:
-        """The single operations that were kept since the last take, in order of their ends."""
+        """Return the operations recorded since the last call, sorted by their end times."""
         kept = self._kept
         if not kept:
             return []
@@ -263,15 +272,16 @@ class Journal:
         record: Record,
         first: Callable[[], None] | None = None,
     ) -> Callable[[object], None]:
-        """What performs an operation again and again, counted.
+        """Return a function that performs an operation, any number of times, and counts it.
 
         Args:
-            perform: Performs it, shown in the record, and returns the time.monotonic() of its beginning.
-            operation: Its name.
+            perform: Function that performs the operation, shows it in the record, and returns time.monotonic() of its
+                beginning.
+            operation: Name of the operation.
             axis: Label of its communicator.
-            moved: By what, and how many bytes.
-            record: Where it is shown.
-            first: What is performed before, and counts by itself.
+            moved: Algorithm, and bytes of each call.
+            record: Record in which the operation is shown.
+            first: Function to call before the operation, which does its own counting.
         """
         algorithm, inside, between = moved.algorithm or "none", moved.inside, moved.between
         row, main, now = self._row(operation, axis, algorithm, id(record)), self._main, clock
@@ -294,21 +304,22 @@ class Journal:
         return counted
 
     def _row(self, operation: str, axis: str, algorithm: str, owner: int) -> Row:
-        """owner: tells rows apart that different threads add to without a lock; 0 with one."""
+        """Return the row to add to. `owner` separates rows that threads add to without a lock; 0 for locked rows."""
         return self._rows.setdefault((operation, axis, algorithm, owner), [0, 0, 0, 0.0])
 
     def note(
         self, operation: str, axis: str, moved: Moved, begin: float, record: Record | None = None, calls: int = 1
     ) -> None:
-        """Enter what began at `begin` and ends now, of any thread.
+        """Count an operation that began at `begin` and ends now. Any thread may call this.
 
         Args:
-            operation: What was done.
+            operation: Name of the operation.
             axis: Label of its communicator.
-            moved: By what, and how many bytes.
+            moved: Algorithm and bytes.
             begin: `clock()` at its beginning.
-            record: Which one it was, for it to be kept; None for a part of one, or one that `keep` is told of.
-            calls: How many operations it was; 0 for a part of one that is entered besides.
+            record: Record of the operation, which is then also kept singly; None for a part of an operation, or if the
+                caller calls `keep` itself.
+            calls: Number of operations to count; 0 for a part of an operation that is counted elsewhere.
         """
         end = clock()
         with self._lock:
@@ -323,33 +334,39 @@ class Journal:
             self.keep(operation, axis, moved, begin, end, record.key, record.sequence)
 
     def keep(self, operation: str, axis: str, moved: Moved, begin: float, end: float, key: str, sequence: int) -> None:
-        """Keep a single operation, while they are recorded; see `Communication`."""
+        """Record a single operation if recording is on.
+
+        Args:
+            operation, axis, begin, key, sequence: See `Communication`.
+            moved: Algorithm and bytes.
+            end: `clock()` at the end of the operation.
+        """
         kept = self._kept
         if kept is not None and len(kept) < _KEPT:
             aside, sent = threading.get_ident() != self._main, (moved.algorithm or "none", moved.inside, moved.between)
             kept.append(Communication(operation, axis, *sent, begin, end, aside, key, sequence))
 
     def wait(self, begin: float) -> None:
-        """Enter that the calling thread has waited since `begin` for what another thread counts."""
+        """Add to `waited` the time since `begin`, during which the calling thread waited for another thread."""
         if self.on and threading.get_ident() == self._main:
             self.waited += clock() - begin
 
     def number(self, name: str) -> int:
-        """How many messages of one sender, receiver and tag there were, this one included."""
+        """Count one more message under this name (sender, receiver and tag) and return its number, starting at 1."""
         with self._lock:
             self._numbers[name] += 1
             return self._numbers[name]
 
 
 class Note(NamedTuple):
-    """A message or a letter on its way to be complete; made only while the journal is on.
+    """A message or letter under way, to be entered in the journal; exists only while the journal is on.
 
     Attributes:
-        journal: Where it is entered.
-        operation, axis: What it is.
-        moved: By what, and how many bytes.
-        key: Which one it is, with the sequence. It has a gap ({}) for the source where that is not known yet.
-        sequence: Its number among those of its key; 0 where that is not known yet.
+        journal: Journal in which it is entered.
+        operation, axis: Name of the operation and label of its communicator.
+        moved: Algorithm and bytes.
+        key: Identification of the message, together with `sequence`. It contains "{}" for a source not known yet.
+        sequence: Number among the messages of the same key; 0 if not known yet.
     """
 
     journal: Journal
@@ -360,11 +377,11 @@ class Note(NamedTuple):
     sequence: int = 0
 
     def ended(self, begin: float, source: int | None) -> None:
-        """It is complete, in a wait since `begin`.
+        """Record that the message was completed by a wait that began at `begin`.
 
         Args:
             begin: `clock()` at the beginning of the wait.
-            source: The rank of the world that has sent it.
+            source: World rank that sent the message; None if `key` already names it.
         """
         if self.journal._kept is not None and self.key:
             key = self.key.format(source)
@@ -372,42 +389,42 @@ class Note(NamedTuple):
             self.journal.keep(self.operation, self.axis, self.moved, begin, clock(), key, sequence)
 
     def performed(self, begin: float) -> None:
-        """It was performed since `begin`."""
+        """Count the operation, which began at `begin` and ends now, and record it."""
         if self.journal.on:
             self.journal.note(self.operation, self.axis, self.moved, begin)
             self.ended(begin, None)
 
     def waited(self, begin: float) -> None:
-        """It was waited for since `begin`."""
+        """Add the time since `begin`, in which the message was waited for, to its row."""
         if self.journal.on:
             self.journal.note(self.operation, self.axis, Moved(self.moved.algorithm), begin, calls=0)
 
 
-# -- What a rank sends in an operation whose algorithm is not known: in a ring, or straight to whom it is for.
+# -- Estimate of the bytes that a rank sends if the algorithm is not known: in a ring, or directly to the receiver.
 #
-# The MPI library does not tell what it sends. What it sends is reckoned as if it took the algorithm that moves the
-# fewest bytes of all: for N ranks and a vector of X bytes
+# The MPI library does not report its traffic. The estimate assumes the algorithm that moves the fewest bytes. For N
+# ranks and a vector of X bytes, each rank sends
 #
-#     all_reduce                  2(N-1)/N X    a ring: to the next rank, whatever is sent
-#     reduce_scatter, all_gather   (N-1)/N X    likewise; every block but one
+#     all_reduce                  2(N-1)/N X    a ring: everything goes to the next rank
+#     reduce_scatter, all_gather   (N-1)/N X    a ring as well; every block but one
 #     broadcast, reduce                    X    a chain from or to the root; the last rank sends nothing
-#     gather, scatter, all_to_all               each block from the rank that has it straight to the one that gets it
+#     gather, scatter, all_to_all               each block goes directly from its owner to its receiver
 #
-# Rank r's next rank is r + 1, so that all that a ring sends is sent inside a node, or all of it between two.
+# Rank r sends to rank r + 1, so each rank of a ring sends either only inside its node or only to another node.
 
 
 def blocks_sent(operation: str, rank: int, blocks: Sequence[int], root: int = 0) -> list[tuple[int, int]]:
-    """What a rank sends to whom.
+    """Return the bytes that a rank sends to each other rank in an operation, estimated by the table above.
 
     Args:
         operation: Name of the collective operation.
-        rank: The rank that sends.
-        blocks: Bytes of the block of each rank. Of all_to_all: of those that leave this rank, by whom they are for. For
-            all_reduce, reduce and broadcast, whose vector has no blocks, any division of it: see `even_shares`.
-        root: Of broadcast, reduce, gather and scatter.
+        rank: Rank that sends.
+        blocks: Bytes of each rank's block. For all_to_all: bytes that this rank sends to each rank. For all_reduce,
+            reduce and broadcast, whose vector has no blocks, any division of the vector; see `even_shares`.
+        root: Root of broadcast, reduce, gather and scatter.
 
     Returns:
-        (receiving rank, bytes) of all that leaves.
+        Pairs (receiving rank, bytes), without what stays on this rank.
     """
     whole, after = sum(blocks), (rank + 1) % len(blocks)
     to_next = {
@@ -427,17 +444,17 @@ def blocks_sent(operation: str, rank: int, blocks: Sequence[int], root: int = 0)
 
 
 def even_shares(nbytes: int, size: int) -> list[int]:
-    """A vector's bytes, divided evenly over so many ranks."""
+    """Divide `nbytes` bytes over `size` ranks as evenly as possible; the first ranks get the remainder."""
     each, rest = divmod(nbytes, size)
     return [each + (rank < rest) for rank in range(size)]
 
 
 def bytes_sent(operation: str, nbytes: float, size: int) -> float:
-    """What a rank sends in an operation on average over its ranks, by the formulas above.
+    """Return the bytes that a rank sends in an operation, averaged over the ranks, by the formulas above.
 
     Args:
         operation: all_reduce, reduce_scatter, all_gather or broadcast.
-        nbytes: Of the whole vector, which reduce_scatter takes and all_gather gives.
+        nbytes: Bytes of the whole vector: the input of reduce_scatter, the output of all_gather.
         size: Number of ranks.
     """
     return (2 if operation == "all_reduce" else 1) * (size - 1) / size * nbytes

@@ -1,1 +1,1 @@
-"""Memory that ranks communicate: arenas, arrays of other libraries, devices, other processes of the node."""
+"""Memory that ranks communicate: arenas, arrays of other libraries, device memory, memory of other processes."""

@@ -1,11 +1,11 @@
 """Flat storage that collectives work on in place: shared by the ranks of a node, private, or on a device.
 
-A shared arena is one MPI window per node, a segment per rank, all mapped by all ranks of the node:
+A shared arena is one MPI window per node with a segment for each rank. All ranks of the node map all segments:
 
     node A   | rank 0: numel | rank 1: numel | ...      each rank reads and writes its neighbours' segments
     node B   | rank 4: numel | ...
 
-The kernel frees a window's memory when the last of its processes ends, however it ends.
+The kernel frees the memory of a window when the last of its processes ends, even if the process is killed.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ from mpitrain.comm.memory.elements import DTYPES, LARGEST_COUNT
 from mpitrain.errors import InputError, MpitrainError
 from mpitrain.storage.disk import SHARED_MEMORY, free_bytes
 
-_ALIGNMENT = 4096  # bytes: pages, and whatever vector instructions and file systems like
-_LIBRARY = 2 << 20  # bytes a rank that are left for the MPI library's own queues, which grow there as well
+_ALIGNMENT = 4096  # bytes: a page, which also suits vector instructions and file systems
+_LIBRARY = 2 << 20  # bytes per rank of /dev/shm left for the queues of the MPI library, which grow there as well
 
 
 @dataclass(eq=False, repr=False)
 class Arena:
-    """Flat storage with `numel` elements for each rank.
+    """Flat storage of `numel` elements on each rank.
 
     Attributes:
         kind: "shared" (a window of the node), "private" (memory of this process alone) or "device".
-        tensor: This rank's elements, as a flat torch tensor.
-        start: The address of these elements in memory.
-        nbytes: Their length in bytes.
-        segments: Of a shared arena, by the rank in the world of each rank of this node, the address of its segment
-            here.
-        window: The MPI window of a shared arena.
-        index: Where it is entered.
-        name: Of a shared arena, the same on all of its ranks.
-        mapped: Of an arena on a device that the ranks of a node have mapped from each other, these memories; it then
-            has segments and a name as a shared one has.
+        tensor: Flat tensor of this rank's elements.
+        start: Address of these elements.
+        nbytes: Length of these elements in bytes.
+        segments: Address, in this process, of each segment on this node, by world rank. Empty for memory that is not
+            shared.
+        window: MPI window of a shared arena.
+        index: Index that contains the arena.
+        name: Name of a shared arena, the same on all of its ranks.
+        mapped: Memories of the node's ranks, for an arena on devices that these ranks have mapped from each other. Such
+            an arena has `segments` and `name` like a shared one.
     """
 
     kind: str
@@ -66,14 +66,14 @@ class Arena:
         self.start, self.nbytes = self.tensor.data_ptr(), self.tensor.numel() * self.tensor.element_size()
 
     def view(self, offset: int, shape: Sequence[int]) -> torch.Tensor:
-        """This rank's elements from `offset` on, as a tensor.
+        """Return some of this rank's elements as a tensor over the same memory.
 
         Args:
-            offset: In elements from the beginning of this rank's elements.
-            shape: Of the tensor that is returned.
+            offset: First element.
+            shape: Shape of the returned tensor.
 
         Raises:
-            InputError: The view reaches outside the arena.
+            InputError: The view reaches beyond the arena.
         """
         numel = prod(shape)
         if offset < 0 or offset + numel > self.tensor.numel():
@@ -84,10 +84,10 @@ class Arena:
         return self.tensor[offset : offset + numel].view(*shape)
 
     def peer(self, world_rank: int) -> torch.Tensor:
-        """The flat tensor of another rank of this node, in a shared arena.
+        """Return the elements of another rank of this node, as a flat tensor over its memory in a shared arena.
 
         Args:
-            world_rank: That rank's number in the world.
+            world_rank: World rank of the other rank.
 
         Raises:
             InputError: That rank shares no memory with this one.
@@ -98,7 +98,7 @@ class Arena:
         return at(self.segments[world_rank], self.tensor.numel(), self.tensor.dtype)
 
     def free(self) -> None:
-        """Release the memory. Collective over the arena's ranks; tensors over it must not be used afterwards."""
+        """Free the memory. Tensors over it must not be used afterwards. Collective over the arena's ranks."""
         if self.index is not None:
             self.index.forget(self)
             self.index = None
@@ -110,22 +110,22 @@ class Arena:
 
 
 class ArenaIndex:
-    """All shared arenas of a process, and their windows; finds an arena by an address in it.
+    """Index of all shared arenas of a process and of their windows, by address.
 
     Attributes:
-        numbers: Gives each arena of which this process is the first rank the number in its name.
-        warned: Whether a warning was printed that shared memory has no room.
-        generation: Changes whenever an address may have come to lie in an arena, or may do so no longer.
-        changed: Called whenever the generation has changed.
-        maps_devices: Whether the ranks of a node are to map each other's arenas on devices.
+        numbers: Counter of the arenas of which this process is the first rank; each name contains such a number.
+        warned: True after the warning that shared memory has no room.
+        generation: Counter that increases whenever an arena is added or removed, so cached look-ups become invalid.
+        changed: Methods called after each increase of the generation.
+        maps_devices: If true, ranks of a node map each other's arenas on devices.
     """
 
     def __init__(self) -> None:
         self._arenas: list[Arena] = []
         self._windows: dict[str, MPI.Win] = {}  # by the arena's name
-        self.numbers = count(1)  # of those that this process is the first rank of
-        self.warned = False  # that there is no room in shared memory
-        self.generation = 0  # changes whenever an address may have begun or ceased to lie in an arena
+        self.numbers = count(1)
+        self.warned = False
+        self.generation = 0
         self.maps_devices = True
         self.changed = Watchers()
 
@@ -134,13 +134,13 @@ class ArenaIndex:
         self.changed.tell()
 
     def add(self, arena: Arena, node: MPI.Intracomm, first: int, *, for_tensors: bool) -> None:
-        """Give an arena the same name on all ranks of the node, and enter it into the index. Collective over the node.
+        """Name an arena, equally on all ranks of the node, and add it to the index. Collective over the node.
 
         Args:
-            arena: Which one.
-            node: The communicator of the ranks of this node.
-            first: The rank in the world of the first of them.
-            for_tensors: Whether `find` is to find it.
+            arena: Arena to add.
+            node: Communicator of the ranks of this node.
+            first: World rank of the first of them.
+            for_tensors: If true, `find` finds the arena.
         """
         number = np.array([next(self.numbers)])
         node.Bcast(number)
@@ -152,23 +152,29 @@ class ArenaIndex:
             self._change()
 
     def forget(self, arena: Arena) -> None:
-        """Take an arena out of the index, before its memory is released."""
+        """Remove an arena from the index, before its memory is freed."""
         self._windows.pop(arena.name, None)
         if arena in self._arenas:
             self._arenas.remove(arena)
             self._change()
 
     def free_windows(self) -> None:
-        """Release all memory, at the end of the program. Collective over all ranks, each of which has come there.
+        """Free all windows at the end of the program. Collective over all ranks, all of which must be at their end.
 
-        MPI_Finalize would free the windows in the order in which this process made them. Where several threads make
-        some, that differs from rank to rank, and Open MPI meets at each of them: it would wait for ever.
+        MPI_Finalize would free the windows in the order in which this process made them. This order differs between
+        ranks if several threads make windows. In Open MPI, freeing a window synchronizes its ranks, so they would
+        deadlock.
         """
         for name in sorted(self._windows, key=lambda name: [int(number) for number in name.split(".")]):
             _free(self._windows.pop(name))
 
     def find(self, address: int, nbytes: int) -> Arena | None:
-        """The arena that contains all of the bytes [address, address + nbytes), or None if there is no such arena."""
+        """Return the arena that contains all bytes of a piece of memory; None if there is none.
+
+        Args:
+            address: Address of the first byte.
+            nbytes: Number of bytes.
+        """
         for arena in self._arenas:
             if arena.start <= address and address + nbytes <= arena.start + arena.nbytes:
                 return arena
@@ -186,19 +192,20 @@ def allocate(
     *,
     for_tensors: bool = True,
 ) -> Arena:
-    """Make an arena, of the same kind on all ranks. Collective over the ranks of `comm`.
+    """Make an arena of the same kind on all ranks. Collective over the ranks of `comm`.
 
-    Where /dev/shm of some node has no room for it, the arena is private memory, and each such node warns once.
+    If /dev/shm of some node has no room, the arena is private memory on all ranks, and each such node prints one
+    warning.
 
     Args:
-        comm: The ranks of the arena.
-        node: The communicator of those of them that are on this node.
-        world_ranks: The rank in the world of each rank of `node`.
-        numel: Elements for each rank.
-        dtype: Of the elements.
-        device: On which they lie.
-        index: Where a shared arena is entered.
-        for_tensors: Whether collectives find the arena in the index, by the address of what they are given.
+        comm: Communicator of the arena's ranks.
+        node: Communicator of those ranks that are on this node.
+        world_ranks: World rank of each rank of `node`.
+        numel: Elements of each rank.
+        dtype: Element type.
+        device: Device of the elements.
+        index: Index to which a shared arena is added.
+        for_tensors: If true, collectives recognize tensors in the arena by their addresses.
 
     Raises:
         InputError: MPI cannot communicate the dtype.
@@ -222,7 +229,7 @@ def allocate(
 def _on_device(
     comm: MPI.Intracomm, node: MPI.Intracomm, world_ranks: Sequence[int], tensor: torch.Tensor, index: ArenaIndex
 ) -> Arena:
-    """An arena on a device, mapped by the ranks of each node where that is wanted and possible. Collective."""
+    """Return an arena on a device, mapped by the ranks of each node if this is enabled and possible. Collective."""
     wanted = index.maps_devices and comm.size > 1 and tensor.numel() > 0
     found = map_each_other(comm, node, tensor) if wanted else None
     if found is None:
@@ -244,10 +251,10 @@ def _address(window: MPI.Win, local_rank: int) -> int:
 
 
 def _shared_window(comm: MPI.Intracomm, node: MPI.Intracomm, nbytes: int, index: ArenaIndex) -> MPI.Win | None:
-    """A window of zeros, nbytes a rank; None on all ranks of `comm` when some node has no room. Collective.
+    """Return a window of zeros with nbytes per rank; None on all ranks if some node has no room. Collective.
 
-    Memory in /dev/shm is given out page by page on first touch, and a process that touches one for which there is
-    no room dies of a bus error. So what seems to have room is filled at once, by the kernel, which only reports it.
+    Pages in /dev/shm are allocated on first touch, and a process that touches a page for which there is no room dies of
+    SIGBUS. Therefore the kernel fills the memory at once, by read(2), which reports an error instead.
     """
     wanted, free = _wanted_and_free(node, nbytes)
     if free < wanted:
@@ -260,7 +267,7 @@ def _shared_window(comm: MPI.Intracomm, node: MPI.Intracomm, nbytes: int, index:
     info.Free()
     window.Lock_all(MPI.MODE_NOCHECK)
     filled = all_agree(node, _fill_with_zeros(_address(window, node.rank), nbytes))
-    if not filled:  # somebody else took it
+    if not filled:  # another program has taken the room meanwhile
         _warn(node, wanted, free, index)
     if all_agree(comm, filled):
         return window
@@ -269,7 +276,7 @@ def _shared_window(comm: MPI.Intracomm, node: MPI.Intracomm, nbytes: int, index:
 
 
 def _wanted_and_free(node: MPI.Intracomm, nbytes: int) -> tuple[int, int]:
-    """Bytes that this node's ranks need together, and those that are free in its /dev/shm. Collective."""
+    """Return the bytes that this node's ranks need together, and the free bytes of its /dev/shm. Collective."""
     wanted = np.array([nbytes + _LIBRARY], dtype=np.int64)
     node.Allreduce(MPI.IN_PLACE, wanted)
     free = np.zeros(1, dtype=np.int64)
@@ -281,7 +288,7 @@ def _wanted_and_free(node: MPI.Intracomm, nbytes: int) -> tuple[int, int]:
 
 
 def _fill_with_zeros(address: int, nbytes: int) -> bool:
-    """Whether there are pages behind all of it; there are afterwards."""
+    """Allocate the pages of some memory by writing zeros; return False if there is no room for all of them."""
     done = 0
     with open("/dev/zero", "rb", buffering=0) as zeros:
         while done < nbytes:
@@ -295,7 +302,7 @@ def _fill_with_zeros(address: int, nbytes: int) -> bool:
 
 
 def _warn(node: MPI.Intracomm, wanted: int, free: int, index: ArenaIndex) -> None:
-    """Say once a node, from its first rank, that shared memory is too small there."""
+    """Warn, once per node from its first rank, that its shared memory is too small."""
     if node.rank == 0 and not index.warned:
         index.warned = True
         warnings.warn(
@@ -306,13 +313,13 @@ def _warn(node: MPI.Intracomm, wanted: int, free: int, index: ArenaIndex) -> Non
         )
 
 
-# -- Device memory that the ranks of a node map from each other, each its own part of an arena.
+# -- Device memory of an arena: each rank of a node allocates its part and maps the parts of the others.
 
 _IMPOSSIBLE = (MpitrainError, RuntimeError, OSError, ValueError, TypeError, AttributeError)
 
 
 class MappedMemory:
-    """Finds the tensor over an address among some memories, which it keeps alive.
+    """Memories on devices, kept alive, of which any part can be viewed as a tensor by its address.
 
     Args:
         memories: Contiguous tensors on devices.
@@ -322,14 +329,19 @@ class MappedMemory:
         self._memories = [tensor.detach().view(-1).view(torch.uint8) for tensor in memories]
 
     def beside(self, tensor: torch.Tensor) -> MappedMemory:
-        """The same memories and one more."""
+        """Return a copy that contains one more memory."""
         return MappedMemory([*self._memories, tensor])
 
     def at(self, address: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """The flat tensor of `numel` elements at an address.
+        """Return a flat tensor over the elements at an address.
+
+        Args:
+            address: Address of the first element.
+            numel: Number of elements.
+            dtype: Element type.
 
         Raises:
-            InputError: The address is in none of the memories.
+            InputError: None of the memories contains all of the elements.
         """
         nbytes = numel * dtype.itemsize
         for memory in self._memories:
@@ -342,16 +354,16 @@ class MappedMemory:
 def map_each_other(
     comm: MPI.Intracomm, node: MPI.Intracomm, tensor: torch.Tensor
 ) -> tuple[list[int], MappedMemory] | None:
-    """Map the tensors of all ranks of a node. Collective over `comm`.
+    """Map the tensors of all ranks of a node into each other's address space. Collective over `comm`.
 
     Args:
-        comm: The ranks that are to come to one answer.
-        node: The communicator of those of them that are on this node.
-        tensor: This rank's, which is the whole of its storage.
+        comm: Communicator of the ranks that must all succeed.
+        node: Communicator of those ranks that are on this node.
+        tensor: Tensor of this rank, which covers its whole storage.
 
     Returns:
-        The address of each rank's tensor in this process, in the order of `node`, and these memories; None on all ranks
-        where some rank cannot map its neighbours' memory.
+        Address in this process of each rank's tensor, in the order of `node`, and the memories; None on all ranks if
+        some rank cannot map its neighbours' memory.
     """
     try:
         told = json.dumps(export_memory(tensor))
@@ -370,7 +382,7 @@ def map_each_other(
 
 
 def _are_each_others(node: MPI.Intracomm, tensor: torch.Tensor, memories: Sequence[torch.Tensor]) -> bool:
-    """Whether what each rank writes is read in its memory: devices may have other numbers in another process."""
+    """Return True if each mapped memory is really its owner's: device numbers may differ between processes."""
     own = tensor.view(-1).view(torch.uint8)[:1]
     own.fill_(1 + node.rank % 255)
     synchronize(tensor.device)
@@ -384,7 +396,7 @@ def _are_each_others(node: MPI.Intracomm, tensor: torch.Tensor, memories: Sequen
 
 
 def all_agree(comm: MPI.Intracomm, yes: bool) -> bool:
-    """Whether all ranks say yes. Collective."""
+    """Return True if `yes` is true on all ranks. Collective."""
     answer = np.array([yes], dtype=np.int64)
     comm.Allreduce(MPI.IN_PLACE, answer, MPI.MIN)
     return bool(answer[0])

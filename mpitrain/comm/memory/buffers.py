@@ -1,17 +1,17 @@
-"""Arrays of torch, NumPy and CuPy as what MPI needs: an address, a number of elements and a type.
+"""Arrays of torch, NumPy and CuPy in the form that MPI needs: an address, a number of elements and a type.
 
-Nothing here copies, and memory that another library declares read-only is not written. MPI sees bytes wherever data
-only move; where the library itself is to compute, the table `elements.NAMES` says which MPI type is safe, because
-mpi4py's own guess silently gives garbage for 16-bit types.
+Nothing here copies, and memory that another library declares read-only is not written. MPI gets bytes if data are only
+moved. If the MPI library must compute, the table `elements.NAMES` has the safe MPI type: mpi4py's own choice for 16-bit
+types silently gives wrong results.
 
-Subclasses without memory of their own are communicated as what they wrap:
+Tensor subclasses without memory of their own are communicated as the tensors that they wrap:
 
     TwoTensor           a, b                    two operations
-    Float8Tensor        data, scale             two
-    AsyncCollectiveTensor  elem                 one, after what it waits for
-    a plain tensor      itself                  one
+    Float8Tensor        data, scale             two operations
+    AsyncCollectiveTensor  elem                 one operation, after the collective that elem waits for
+    a plain tensor      itself                  one operation
 
-PyTorch's protocol for them is __tensor_flatten__ (torch/utils/_python_dispatch.py).
+PyTorch's protocol for such classes is __tensor_flatten__ (torch/utils/_python_dispatch.py).
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ MPI_TYPES: dict[torch.dtype, MPI.Datatype] = {dtype: getattr(MPI, name) for dtyp
 
 
 def is_wrapper(x: Any) -> bool:
-    """Return whether x is a tensor that is made of others."""
+    """Return True if x is a tensor subclass that consists of other tensors."""
     return type(x) is not torch.Tensor and isinstance(x, torch.Tensor) and bool(is_traceable_wrapper_subclass(x))
 
 
 def inner_tensors(x: torch.Tensor) -> list[torch.Tensor]:
-    """Return the tensors with memory that a tensor is made of, in the order of its class; a plain one is its own.
+    """Return the tensors with memory of which a tensor consists, in the order of its class; [x] for a plain tensor.
 
     Raises:
-        InputError: One has no memory, and does not tell what it wraps.
+        InputError: A tensor has no memory and no __tensor_flatten__.
     """
     if not is_wrapper(x):
         if type(x) is not torch.Tensor and not _has_memory(x):
@@ -62,20 +62,20 @@ def inner_tensors(x: torch.Tensor) -> list[torch.Tensor]:
 def _has_memory(x: torch.Tensor) -> bool:
     try:
         return x.layout != torch.strided or x.is_meta or not x.numel() or bool(x.data_ptr())
-    except RuntimeError:  # FakeTensor, which stands for one that has
+    except RuntimeError:  # FakeTensor, which stands for a tensor with memory
         return True
 
 
 def as_tensor(x: Any, *, written: bool = True) -> torch.Tensor:
-    """View an array as a torch tensor over the same memory.
+    """Return a torch tensor over the memory of an array.
 
     Args:
-        x: A contiguous torch tensor on the CPU or an accelerator, or array of NumPy, of CuPy or of another library that
-            has __cuda_array_interface__ or __dlpack__, of one of `DTYPES`.
-        written: Whether the operation writes into it; a read-only array is then an error.
+        x: Contiguous array with an element type of `DTYPES`: a torch tensor on the CPU or an accelerator, or an array
+            of NumPy, CuPy or another library with __cuda_array_interface__ or __dlpack__.
+        written: True if the operation writes into the array; then a read-only array is an error.
 
     Raises:
-        InputError: It cannot be communicated; the message says why, and what to pass instead.
+        InputError: The array cannot be communicated. The message says why, and what to pass instead.
     """
     if isinstance(x, torch.Tensor):
         inner = [x] if type(x) is torch.Tensor else inner_tensors(x)
@@ -117,9 +117,10 @@ def _over_numpy(x: np.ndarray) -> torch.Tensor:
 
 
 def _over_foreign(x: Any, written: bool) -> torch.Tensor:
-    """Return a tensor over an array of a library that is neither torch nor NumPy.
+    """Return a tensor over an array of a library other than torch and NumPy.
 
-    Where an array has both protocols, __dlpack__ serves if torch cannot use the other: it may be built without CUDA.
+    If an array has both protocols and torch cannot use __cuda_array_interface__, for instance because it was built
+    without CUDA, __dlpack__ is used.
     """
     kind = type(x)
     protocols = [name for name in ("__cuda_array_interface__", "__dlpack__") if hasattr(kind, name)]
@@ -139,9 +140,9 @@ def _over_foreign(x: Any, written: bool) -> torch.Tensor:
 
 
 def _over_cuda_interface(x: Any) -> torch.Tensor:
-    """Return the tensor over an array of CuPy or Numba; what its stream was asked comes before what ours is asked.
+    """Return a tensor over an array of CuPy or Numba; work queued on the array's stream precedes later work on ours.
 
-    Torch refuses read-only arrays itself.
+    Torch itself refuses read-only arrays.
     """
     tensor = torch.as_tensor(x)
     handle = x.__cuda_array_interface__.get("stream")
@@ -152,7 +153,7 @@ def _over_cuda_interface(x: Any) -> torch.Tensor:
 
 
 def _over_dlpack(x: Any, written: bool) -> torch.Tensor:
-    """Return the tensor over an array with __dlpack__, whose library orders its stream before ours."""
+    """Return a tensor over an array with __dlpack__. Its library orders the array's stream before ours."""
     writable = _writable(x) if written else True
     if not writable:
         why = "is read-only" if writable is False else "does not say whether it may be written (DLPack before 1.0)"
@@ -162,7 +163,7 @@ def _over_dlpack(x: Any, written: bool) -> torch.Tensor:
 
 
 class _Versioned(ctypes.Structure):
-    """The first members of DLManagedTensorVersioned, https://dmlc.github.io/dlpack/latest/c_api.html."""
+    """First members of DLManagedTensorVersioned, https://dmlc.github.io/dlpack/latest/c_api.html."""
 
     _fields_ = (
         ("major", ctypes.c_uint32),
@@ -181,10 +182,10 @@ _pointer_of = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char
 
 
 def _writable(x: Any) -> bool | None:
-    """Tell whether an array with __dlpack__ may be written; None where its library does not say."""
+    """Return whether an array with __dlpack__ may be written; None if its library does not say."""
     try:
         capsule = x.__dlpack__(max_version=(1, 0))
-    except TypeError:  # it knows no versions
+    except TypeError:  # the library predates DLPack versions
         return None
     if _VERSIONED.decode() not in repr(capsule):
         return None
@@ -198,14 +199,14 @@ def _no_dtype(dtype: object) -> str:
 
 
 def tensor_at(address: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """The flat tensor over `numel` elements at an address in host memory.
+    """Return a flat tensor over elements in host memory.
 
-    It does not own the memory, which must live as long as the tensor is used.
+    The tensor does not own the memory, which must outlive it.
 
     Args:
-        address: Of the first element.
+        address: Address of the first element.
         numel: Number of elements.
-        dtype: Of the elements.
+        dtype: Element type.
     """
     if numel == 0:
         return torch.empty(0, dtype=dtype)
@@ -213,48 +214,77 @@ def tensor_at(address: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def memory_at(address: int, nbytes: int) -> MPI.memory:
-    """View `nbytes` bytes at an address as mpi4py does; for 0 bytes any address will do (an empty tensor has none)."""
+    """Return some bytes of host memory as an mpi4py memory object.
+
+    Args:
+        address: Address of the first byte; ignored if there are 0 bytes, because an empty tensor has no address.
+        nbytes: Number of bytes.
+    """
     return MPI.memory.fromaddress(address, nbytes) if nbytes else MPI.memory.allocate(0)
 
 
 def bytes_at(address: int, nbytes: int) -> list[Any]:
-    """An mpi4py buffer specification of raw bytes at an address; `nbytes` must not exceed LARGEST_COUNT."""
+    """Return the mpi4py buffer specification of some bytes of host memory.
+
+    Args:
+        address: Address of the first byte.
+        nbytes: Number of bytes, at most LARGEST_COUNT.
+    """
     return [memory_at(address, nbytes), nbytes, MPI.BYTE]
 
 
 def in_messages(tensor: torch.Tensor) -> list[list[Any]]:
-    """A contiguous tensor's bytes as the buffers of messages, none longer than MPI takes; none for an empty tensor."""
+    """Return a contiguous tensor's bytes as mpi4py buffers, none longer than MPI accepts; none for an empty tensor."""
     return [bytes_at(tensor.data_ptr() + lo, n) for lo, n in pieces(tensor.nbytes)]
 
 
 def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether the memories of two contiguous tensors have bytes in common."""
+    """Return True if two contiguous tensors have bytes of memory in common."""
     a_end, b_end = a.data_ptr() + a.numel() * a.element_size(), b.data_ptr() + b.numel() * b.element_size()
     return a.data_ptr() < b_end and b.data_ptr() < a_end
 
 
 def typed(address: int, numel: int, dtype: torch.dtype) -> list[Any]:
-    """Elements that the library is to compute with."""
+    """Return the mpi4py buffer specification of elements with which MPI computes.
+
+    Args:
+        address: Address of the first element.
+        numel: Number of elements.
+        dtype: Element type.
+    """
     return [memory_at(address, numel * dtype.itemsize), numel, MPI_TYPES[dtype]]
 
 
 def typed_pieces(x: torch.Tensor) -> list[list[Any]]:
-    """x for the library to compute with, in as many calls as it takes."""
+    """Return a tensor as mpi4py buffers with which MPI computes, one per call: none is longer than MPI accepts."""
     return [typed(x.data_ptr() + lo * x.element_size(), n, x.dtype) for lo, n in pieces(x.numel())]
 
 
 def even_blocks(address: int, count: int, blocks: int, item: int) -> list[Any]:
-    """Bytes in consecutive blocks of `count` elements each."""
+    """Return the mpi4py buffer specification, in bytes, of consecutive blocks of equal length.
+
+    Args:
+        address: Address of the first block.
+        count: Elements of each block.
+        blocks: Number of blocks.
+        item: Bytes of an element.
+    """
     return [memory_at(address, count * item * blocks), count * item, MPI.BYTE]
 
 
 def uneven_blocks(address: int, counts: Sequence[int], item: int) -> list[Any]:
-    """Bytes in consecutive blocks of `counts` elements."""
+    """Return the mpi4py buffer specification, in bytes, of consecutive blocks of different lengths.
+
+    Args:
+        address: Address of the first block.
+        counts: Elements of each block.
+        item: Bytes of an element.
+    """
     sizes = [count * item for count in counts]
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     return [memory_at(address, sum(sizes)), sizes, starts, MPI.BYTE]
 
 
 def pieces(numel: int) -> list[tuple[int, int]]:
-    """Offset and length of what is passed in one call."""
+    """Return the offset and length of each piece of `numel` elements that one MPI call accepts."""
     return [(lo, min(LARGEST_COUNT, numel - lo)) for lo in range(0, numel, LARGEST_COUNT)]

@@ -1,15 +1,16 @@
-"""Devices: the one place that knows which kinds there are.
+"""Devices: the only module that distinguishes between kinds of devices.
 
-A rank computes on one device, the CPU or an accelerator. Everything else asks here for streams, events, pinned memory,
-memory figures and generators, and gets what PyTorch has for the kind of device: through `torch.accelerator` where that
-is the same for all kinds, through `torch.get_device_module` where it is not. So CUDA, ROCm (which PyTorch calls
-"cuda"), XPU and accelerators from outside of PyTorch run the same lines.
+A rank computes on one device, the CPU or an accelerator. All other modules use this one for streams, events, pinned
+memory, memory statistics and random generators. It calls `torch.accelerator` if the function is the same for all kinds,
+and `torch.get_device_module` otherwise. So CUDA, ROCm (which PyTorch calls "cuda"), XPU and accelerators from outside
+of PyTorch run the same code.
 
-An accelerator works off its streams by itself, while the host goes on. What orders the two, and two streams:
+An accelerator executes the work on its streams while the host continues. Events order the two, and streams among each
+other:
 
-    event = recorded(device)        everything that the caller has asked of the device so far
-    stream.wait_event(event)        what is asked of that stream from now on comes after it
-    event.synchronize()             the host goes on after it, and sees what was copied to it
+    event = recorded(device)        marks all work that the caller has queued on the device so far
+    stream.wait_event(event)        later work on that stream starts after it
+    event.synchronize()             the host waits for it, and then sees data that were copied to the host
 """
 
 from __future__ import annotations
@@ -34,30 +35,30 @@ _HOST = ("cpu", "meta")  # devices that have neither streams nor memory of their
 
 
 def accelerator() -> str:
-    """The kind of accelerator that this process has, as PyTorch names it ("cuda", "xpu", …); "" where it has none."""
+    """Return the kind of this process's accelerator, as PyTorch names it ("cuda", "xpu", …); "" if it has none."""
     found = torch.accelerator.current_accelerator(check_available=True)
     return found.type if found is not None else ""
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Whether the device has memory and streams of its own."""
+    """Return True if the device has its own memory and streams."""
     return device.type not in _HOST
 
 
 def count(kind: str) -> int:
-    """The number of devices of a kind that this process sees."""
+    """Return the number of devices of a kind that this process sees."""
     return torch.accelerator.device_count() if kind == accelerator() else 0
 
 
 def of_rank(kind: str, local_rank: int) -> torch.device:
-    """The device that a rank computes on.
+    """Return the device that a rank computes on.
 
-    That is the one that the launcher left it alone with; where it sees several, the one whose number is the rank's on
-    its node, modulo how many there are.
+    If the launcher made only one device visible, this is the one; otherwise devices are assigned by local rank, modulo
+    their number.
 
     Args:
-        kind: "auto" for whatever accelerator there is, else the CPU; or "cpu", "cuda", "xpu" and so on.
-        local_rank: The rank's number on its node.
+        kind: "auto" for the accelerator if there is one, else the CPU; or "cpu", "cuda", "xpu" and so on.
+        local_rank: Index of the rank on its node.
 
     Raises:
         InputError: There is no device of the kind.
@@ -73,13 +74,13 @@ def of_rank(kind: str, local_rank: int) -> torch.device:
 
 
 def use(device: torch.device) -> None:
-    """Make this the device that new tensors of its kind lie on, in the calling thread."""
+    """Make this the current device of its kind in the calling thread; new tensors are allocated on it."""
     if is_accelerator(device):
         torch.accelerator.set_device_index(device)
 
 
 def name(device: torch.device) -> str:
-    """What the device is called, for people."""
+    """Return the name of the device for messages and reports."""
     if not is_accelerator(device):
         return device.type.upper()
     ask = getattr(_module(device), "get_device_name", None)
@@ -87,14 +88,18 @@ def name(device: torch.device) -> str:
 
 
 def identity(device: torch.device) -> str:
-    """What tells the device apart from all others of its machine, whichever number it has in this process."""
+    """Return an identification of the device that is unique on its machine.
+
+    It is the UUID, which is the same in all processes, if the device has one. Otherwise it is PyTorch's name of the
+    device, which may differ between processes.
+    """
     ask = getattr(_module(device), "get_device_properties", None)
     found = getattr(ask(device), "uuid", None) if ask is not None else None
     return str(device if found is None else found)
 
 
 def matrix_peak(device: torch.device) -> float | None:
-    """Floating-point operations a second of dense 16-bit matrix products, by the maker; None where not known."""
+    """Return the peak of dense 16-bit matrix products in FLOP/s, from the manufacturer's data; None if unknown."""
     return next((peak for part, peak in _MATRIX_PEAKS if part in name(device)), None)
 
 
@@ -104,7 +109,7 @@ _MATRIX_PEAKS = (
     ("H100", 989e12),
     ("A100", 312e12),
     ("MI300X", 1307e12),
-    ("MI250X", 191.5e12),  # of one of its two halves, each of which is a device
+    ("MI250X", 191.5e12),  # one of its two halves, each of which is a device
 )
 
 
@@ -117,22 +122,22 @@ def _module(device: torch.device) -> ModuleType:
 
 
 def current_stream(device: torch.device) -> torch.Stream:
-    """The stream that takes what the calling thread asks of the device now."""
+    """Return the stream that receives the calling thread's work on the device."""
     return torch.accelerator.current_stream(device)
 
 
 def new_stream(device: torch.device) -> torch.Stream:
-    """A stream beside the others. `with stream:` makes it the current one, and its device too."""
+    """Return a new stream. `with stream:` makes it and its device current."""
     return torch.Stream(device=device)
 
 
 def recorded(device: torch.device, stream: torch.Stream | None = None, *, timed: bool = False) -> torch.Event:
-    """An event behind everything that the stream was asked so far.
+    """Return an event that marks all work queued on a stream so far.
 
     Args:
-        device: The stream's.
-        stream: The caller's current one if it is None.
-        timed: Whether `elapsed_time` between this event and another can be asked.
+        device: Device of the stream.
+        stream: Stream; None for the caller's current one.
+        timed: True if `elapsed_time` between this event and another is needed.
     """
     event = torch.Event(device=device.type, enable_timing=timed)
     event.record(stream if stream is not None else current_stream(device))
@@ -141,7 +146,10 @@ def recorded(device: torch.device, stream: torch.Stream | None = None, *, timed:
 
 @contextmanager
 def on_stream(stream: torch.Stream) -> Iterator[None]:
-    """Make a stream the current one of its device, in this thread; `with stream:` can only be said by one at a time."""
+    """Make a stream current in this thread during the block. Several threads may use one stream at once.
+
+    `with stream:` does not allow that.
+    """
     index, before = torch.accelerator.current_device_index(), current_stream(stream.device)
     torch.accelerator.set_stream(stream)
     try:
@@ -152,17 +160,20 @@ def on_stream(stream: torch.Stream) -> Iterator[None]:
 
 
 def synchronize(device: torch.device) -> None:
-    """Return when the caller's current stream has done what it was asked; at once on the CPU."""
+    """Wait until the caller's current stream has finished its work; do nothing on the CPU."""
     if is_accelerator(device):
         current_stream(device).synchronize()
 
 
 def foreign_stream(device: torch.device, handle: int) -> torch.Stream | None:
-    """The stream that another library made, by the address or number that it has in the driver; None if there is none.
+    """Return the torch stream object of a stream that another library made; None for the default stream.
+
+    Also returns None if PyTorch cannot wrap streams of this kind of device.
 
     Args:
-        device: The stream's device.
-        handle: 1 and 2 stand for the default streams, as in `__cuda_array_interface__`.
+        device: Device of the stream.
+        handle: Address or number of the stream in the driver. 1 and 2 denote the default streams, as in
+            `__cuda_array_interface__`.
     """
     make = getattr(_module(device), "ExternalStream", None)
     if make is None or handle in (1, 2):
@@ -172,7 +183,7 @@ def foreign_stream(device: torch.device, handle: int) -> torch.Stream | None:
 
 
 def stream_of_cupy(device: torch.device) -> torch.Stream | None:
-    """CuPy's current stream, where the program uses CuPy and this is not the default stream."""
+    """Return CuPy's current stream; None if CuPy is not in use or its stream is the default stream."""
     cupy = sys.modules.get("cupy")
     if cupy is None or device.type != "cuda":
         return None
@@ -181,8 +192,8 @@ def stream_of_cupy(device: torch.device) -> torch.Stream | None:
 
 
 def native_handle(stream: torch.Stream) -> int:
-    """The stream's address in the driver, for libraries that take it."""
-    made: Any = stream  # whose types are older than it
+    """Return the stream's address in the driver, for libraries that need it."""
+    made: Any = stream  # torch's type stubs lack this attribute
     return int(made.native_handle)
 
 
@@ -190,10 +201,10 @@ def native_handle(stream: torch.Stream) -> int:
 
 
 def fetched(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Begin to copy a tensor to the host, behind what the current stream was asked so far.
+    """Begin to copy a tensor to the host, after the work queued on the current stream.
 
     Returns:
-        What waits for that copy alone, and gives it; of a tensor on the CPU, that tensor.
+        Function that waits for this copy alone and returns it; for a tensor on the CPU it returns the tensor itself.
     """
     if not is_accelerator(tensor.device):
         return lambda: tensor
@@ -209,15 +220,25 @@ def fetched(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
 
 
 def pinned(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """An uninitialized host tensor that the device copies to and from while the host goes on; plain for the CPU."""
+    """Return an uninitialized tensor in pinned host memory, so that copies to and from the device are asynchronous.
+
+    Args:
+        shape: Shape of the tensor.
+        dtype: Element type.
+        device: Device that copies. For the CPU, plain memory is returned.
+    """
     return torch.empty(shape, dtype=dtype, pin_memory=is_accelerator(device))
 
 
 def pin(memory: torch.Tensor, device: torch.device) -> Callable[[], object] | None:
-    """Make host memory that exists already pinned memory; shared memory, for instance.
+    """Pin host memory that already exists, such as shared memory.
+
+    Args:
+        memory: Contiguous tensor in host memory.
+        device: Device that copies to and from it.
 
     Returns:
-        What undoes it; None where this kind of device has no way to do it: copies then wait for each other.
+        Function that unpins it; None if this kind of device cannot pin existing memory, so copies block the host.
     """
     address, nbytes = memory.data_ptr(), memory.numel() * memory.element_size()
     module = _module(device)
@@ -232,25 +253,25 @@ def pin(memory: torch.Tensor, device: torch.device) -> Callable[[], object] | No
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Bytes that this process' tensors take on the device now."""
+    """Return the bytes that tensors of this process occupy on the device now."""
     return torch.accelerator.memory_allocated(device)
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most bytes that this process' tensors have taken on the device."""
+    """Return the largest number of bytes that tensors of this process have occupied on the device."""
     return torch.accelerator.max_memory_allocated(device)
 
 
 def total_memory_bytes(device: torch.device) -> int:
-    """Bytes that the device has."""
+    """Return the size of the device's memory in bytes."""
     return torch.accelerator.get_memory_info(device)[1]
 
 
 def export_memory(tensor: torch.Tensor) -> list[Any]:
-    """What another process of the node needs to map the tensor's storage; JSON can hold it.
+    """Return the data that another process of the node needs to map the tensor's storage. JSON can represent them.
 
     Raises:
-        InputError: This kind of device has no memory that processes share.
+        InputError: Processes cannot share memory of this kind of device.
     """
     storage = tensor.untyped_storage()
     if tensor.device.type == "cuda":
@@ -264,11 +285,11 @@ def export_memory(tensor: torch.Tensor) -> list[Any]:
 
 
 def import_memory(told: Sequence[Any], device: torch.device) -> torch.Tensor:
-    """Another process' storage, as bytes. It must outlive what is returned.
+    """Return the storage of another process's tensor as a flat uint8 tensor. The other process must keep it alive.
 
     Args:
-        told: What `export_memory` gave there.
-        device: This process' device.
+        told: Return value of `export_memory` in the other process.
+        device: Device of this process.
     """
     if device.type == "cuda":
         parts = [bytes.fromhex(part) if isinstance(part, str) else part for part in told]
@@ -279,16 +300,16 @@ def import_memory(told: Sequence[Any], device: torch.device) -> torch.Tensor:
 
 
 def memory_kind(kind: str) -> str:
-    """What MPI-4.1 (section 12.4.3) calls the memory of a kind of device."""
+    """Return MPI's name of the memory of a kind of device (MPI-4.1, section 12.4.3)."""
     if kind == "xpu":
         return "level_zero"
     return "rocm" if kind == "cuda" and torch.version.hip else kind
 
 
 def mpi_reads(kind: str) -> bool | None:
-    """Whether the MPI library of this process takes addresses of a kind of memory; None where it does not say.
+    """Return whether the loaded MPI library accepts addresses in memory of a kind of device; None if it does not say.
 
-    Open MPI and libraries made of it have a function for each kind that they can be built for.
+    Open MPI and libraries derived from it have one query function for each kind that they support.
     """
     named = memory_kind(kind)
     function = f"MPIX_Query_{'ze' if named == 'level_zero' else named}_support"
@@ -306,7 +327,7 @@ def mpi_reads(kind: str) -> bool | None:
 
 
 def generator_state(device: torch.device) -> torch.Tensor:
-    """The state of the device's default generator, a tensor of bytes on the host."""
+    """Return the state of the device's default random generator, as a tensor of bytes on the host."""
     if not is_accelerator(device):
         return torch.get_rng_state()
     state: torch.Tensor = _module(device).get_rng_state(device)
@@ -314,7 +335,7 @@ def generator_state(device: torch.device) -> torch.Tensor:
 
 
 def set_generator_state(device: torch.device, state: torch.Tensor) -> None:
-    """Set the state of the device's default generator."""
+    """Set the state of the device's default random generator; `state` comes from `generator_state`."""
     if not is_accelerator(device):
         torch.set_rng_state(state)
     else:
@@ -322,7 +343,7 @@ def set_generator_state(device: torch.device, state: torch.Tensor) -> None:
 
 
 def seed_generator(device: torch.device, seed: int) -> None:
-    """Seed the device's default generator, and no other."""
+    """Seed the default random generator of the device, and no other."""
     if not is_accelerator(device):
         torch.default_generator.manual_seed(seed)
         return
@@ -332,7 +353,7 @@ def seed_generator(device: torch.device, seed: int) -> None:
 
 @contextmanager
 def generators_kept(device: torch.device) -> Iterator[None]:
-    """Put the default generators of the CPU and of the device back to where they were before."""
+    """Restore the default random generators of the CPU and of the device after the block."""
     with torch.random.fork_rng(devices=[device], device_type=device.type) if is_accelerator(device) else nullcontext():
         host = torch.get_rng_state()
         try:

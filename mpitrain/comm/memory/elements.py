@@ -1,10 +1,10 @@
-"""Which elements can be communicated, and how many in one call of MPI. It loads no MPI."""
+"""Element types that can be communicated, and the largest count of one MPI call. This module does not load MPI."""
 
 from __future__ import annotations
 
 import torch
 
-# The library computes with these types only, under its names; fp16 and bf16 are converted or reduced by us.
+# MPI's names of the types that it can reduce; mpitrain itself converts or reduces fp16 and bf16.
 NAMES = {
     torch.float32: "FLOAT",
     torch.float64: "DOUBLE",

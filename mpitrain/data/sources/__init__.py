@@ -1,14 +1,14 @@
-"""Kinds of input: each file has a source of rows for one of them, and knows which files are of it. What all share:
+"""Kinds of input. Each file here has a source of rows for one kind, and a function that recognises its files.
 
-Which rows and files are held out is a function of their order alone, the same on every machine. Rows are taken one from
-each stretch of about 1/fraction rows, at a place inside the stretch that is drawn from the stretch's number. So the
-held-out rows are spread evenly (input sorted by class keeps its mix of classes) and yet in step with no period of the
-input (classes that come in turn are not held out one-sidedly):
+Which rows and files are held out depends only on their order, so it is the same on every machine. One row is held out
+of each stretch of about 1/fraction rows, at a place in the stretch that is drawn with the stretch's number as seed. So
+the held-out rows are spread evenly: input sorted by class keeps its mix of classes. They do not follow any period of
+the input either: if classes alternate, rows of every class are held out.
 
     rows       0 ....... 19 | 20 ....... 39 | 40 ...      fraction 0.05: stretches of 20 rows
     held out   *            |      *        |
 
-The first stretch gives its first row (mix64(0) is 0), so that even a few rows have one held out.
+The first stretch holds out its first row (mix64(0) is 0), so even an input of a few rows has one held out.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ Columns = tuple[npt.NDArray[Any], ...]
 Block = tuple[str, Columns]
 GATHER_BYTES = 4 << 20
 MOST_CLASSES = 65536
-MOST_DIMENSIONS = 32  # of a field with all its rows, as HDF5 has them
+MOST_DIMENSIONS = 32  # HDF5's limit, for a field with its axis of rows
 T = TypeVar("T")
-_FINEST = 10**6  # fractions are rounded to this denominator at most, so that row numbers times it fit 64 bits
+_FINEST = 10**6  # largest denominator of a fraction, so that row numbers times it fit into 64 bits
 
 
 @dataclass(frozen=True)
@@ -40,18 +40,18 @@ class Source:
 
     Attributes:
         kind: "tokens" or "arrays".
-        fields: The fields of a row.
-        blocks: Gives (split, one array `[k, *shape]` for each field) again and again, k at least 1, in an order that is
-            always the same; it is called with the fraction of rows to hold out.
-        files: How many files the input has.
-        classes: The names of the classes 0, 1, ...; None where y's own numbers are to be counted.
-        vocabulary: The size of the vocabulary; None where the integers of x or tokens are to be counted.
-        tokenizer: A tokenizer's file, which is kept with the data.
+        fields: Fields of a row.
+        blocks: Function of the fraction of rows to hold out. It yields (split, one array `[k, *shape]` per field) with
+            k at least 1, in the same order each time it is called.
+        files: Number of files of the input.
+        classes: Names of the classes 0, 1, ...; None if the numbers in y are to be counted.
+        vocabulary: Size of the vocabulary; None if the integers of x or tokens are to be counted.
+        tokenizer: Tokenizer file, which is copied into the data set.
         notes: Sentences about the input, for people.
-        document_end: The token after each document.
-        pack: The tokens of a sample that documents were packed into.
-        columns: Gives the columns of the table that x is made of, when the blocks have been read.
-        found: Gives further sentences, when the blocks have been read.
+        document_end: Token that ends each document, if documents have one.
+        pack: Tokens per sample, if documents are packed into samples.
+        columns: Function that returns the columns of the table that x is made of; call it after the blocks were read.
+        found: Function that returns further notes; call it after the blocks were read.
     """
 
     kind: Literal["tokens", "arrays"]
@@ -70,13 +70,13 @@ class Source:
 
 @dataclass(frozen=True)
 class TextFields:
-    """Fields of a line or row that hold the text.
+    """Fields of a line or row that contain the text.
 
     Attributes:
-        text: The field of the whole text; used where there is no prompt.
-        prompt: The field of what is given to the model.
-        completion: The field of what the model learns to answer.
-        hint: How people name the fields, for the message where one is missing.
+        text: Field of the whole text, if there is no prompt.
+        prompt: Field of the prompt given to the model.
+        completion: Field of the answer that the model learns.
+        hint: Advice on how to name the fields, for the message about a missing one.
     """
 
     text: str = "text"
@@ -86,7 +86,7 @@ class TextFields:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The fields that are read."""
+        """Names of the fields that are read."""
         if self.prompt is None:
             return (self.text,)
         return self.prompt, self.completion or "completion"
@@ -94,30 +94,30 @@ class TextFields:
 
 @dataclass(frozen=True)
 class PrepareOptions:
-    """What a person may say about the input, each for one kind of it.
+    """Options for the input, each for some kinds of it.
 
     Attributes:
-        tokenizer: The file of a Hugging Face tokenizer, for text.
-        size: The height and the width of images, in pixels.
-        label: The name or the number of a table's column.
-        text: The field of JSON lines or parquet that holds the text.
-        prompt: The field of what is given to a model, whose tokens are not trained on.
-        completion: The field of what it learns to answer.
-        pack: The tokens of a sample that whole documents are packed into.
-        blank_lines: Whether documents of plain text end at blank lines, and not with their files.
-        encoding: What text is in.
-        end_token: What ends a document: a token's name or number, or "none".
-        dtype: Of the numbers in files of tokens.
-        vocabulary: How many tokens there are in files of tokens.
-        columns: Names or numbers of the columns of a table that are used; None for all.
-        drop: Those that are not used.
-        missing: What missing values of a table become: "mean", "median", "zero", or "drop" for their rows.
-        categories: What the texts of a table become: "onehot" or "codes".
-        scale: What the numbers of a table become: "standard" for mean 0 and deviation 1.
-        like: A data set of another table: what became of its columns is done here too.
-        allow_nonfinite: Whether nan and infinite numbers are taken as they are.
-        skip_bad: Whether images that cannot be read, and rows of tables with other columns, are left out and counted.
-        classes: A file with the names of the classes, one a line, for archives of images.
+        tokenizer: Hugging Face tokenizer file, for text.
+        size: Height and width of images, in pixels.
+        label: Name or number of a table's label column.
+        text: Field of JSON lines or parquet that contains the text.
+        prompt: Field of the prompt given to a model, whose tokens are not trained on.
+        completion: Field of the answer that the model learns.
+        pack: Tokens per sample into which whole documents are packed.
+        blank_lines: If true, documents of plain text end at blank lines, instead of at the end of their files.
+        encoding: Encoding of text; default UTF-8.
+        end_token: Token that ends a document: its name or number, or "none".
+        dtype: Dtype of the numbers in files of tokens.
+        vocabulary: Size of the vocabulary of files of tokens.
+        columns: Names or numbers of the columns of a table to use; None for all.
+        drop: Names or numbers of the columns not to use.
+        missing: Replacement of missing values in a table: "mean", "median" or "zero"; "drop" removes their rows.
+        categories: Encoding of texts in a table: "onehot" or "codes".
+        scale: Scaling of numbers in a table: "standard" for mean 0 and deviation 1.
+        like: Data set of another table, whose conversion of the columns is used.
+        allow_nonfinite: If true, accept nan and infinite numbers.
+        skip_bad: If true, skip and count unreadable images, and table rows with another number of columns.
+        classes: File with the names of the classes, one per line, for archives of images.
     """
 
     tokenizer: Path | None = None
@@ -159,7 +159,18 @@ def token_source(
     pack: int | None = None,
     found: Callable[[], tuple[str, ...]] = tuple,
 ) -> Source:
-    """Describe tokens of this dtype, a stream of them or samples that documents were packed into; see `Source`."""
+    """Describe tokens: a stream, or samples that documents were packed into. See `Source`.
+
+    Args:
+        files: Number of files of the input.
+        blocks: Function that yields the blocks.
+        options: Options of the input; their tokenizer is kept.
+        dtype: Stored dtype of a token.
+        vocabulary: Size of the vocabulary; None if it is to be counted.
+        end: Token that ends each document, if documents have one.
+        pack: Tokens per sample, if documents are packed into samples.
+        found: Function that returns further notes after the blocks were read.
+    """
     tokens = FieldSpec(name=TOKENS, dtype=dtype, shape=(), given="integer")
     mask = FieldSpec(name=MASK, dtype="uint8", shape=(), given="integer")
     fields, kept = (tokens, mask) if pack else (tokens,), options.tokenizer
@@ -167,13 +178,19 @@ def token_source(
 
 
 def finite(values: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
-    """Say of each number whether float32 holds it, which nan and infinite ones are not."""
+    """Return, for each number, True if it is finite as float32."""
     with np.errstate(over="ignore"):
         return np.isfinite(values.astype(np.float32, copy=False))
 
 
 def held_out_mask(start: int, count: int, fraction: float) -> npt.NDArray[np.bool_]:
-    """True for the held-out ones of the rows start ... start+count-1; bool [count]. fraction: 0 to 0.5."""
+    """Return True for each held-out row among `count` rows, bool [count].
+
+    Args:
+        start: Number of the first row.
+        count: Number of rows.
+        fraction: Fraction of rows to hold out, 0 to 0.5.
+    """
     exact = Fraction(fraction).limit_denominator(_FINEST)
     if not exact:
         return np.zeros(count, np.bool_)
@@ -190,15 +207,12 @@ def held_out_mask(start: int, count: int, fraction: float) -> npt.NDArray[np.boo
 def partition(
     rows: Callable[[T], Iterator[Columns]], train: T, test: T | None = None
 ) -> Callable[[float], Iterator[Block]]:
-    """How a source's rows come to the splits.
+    """Return a `blocks` function of a `Source` that assigns rows to the splits.
 
     Args:
-        rows: Reads rows, in blocks.
-        train: What it reads them from.
-        test: The same of the input's own test set; without one, some rows of `train` are held out.
-
-    Returns:
-        The `blocks` of a `Source`.
+        rows: Function that reads rows of an input, in blocks.
+        train: Input of training rows.
+        test: Input of the source's own test set; if None, some rows of `train` are held out.
     """
 
     def blocks(held_out: float) -> Iterator[Block]:

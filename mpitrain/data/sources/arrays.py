@@ -1,17 +1,17 @@
-"""Arrays of NumPy and IDX: x.npy and y.npy, or one .npz with x and y; also x_train, y_train, x_test, y_test.
+"""NumPy and IDX arrays: x.npy and y.npy, or one .npz with x and y; also x_train, y_train, x_test, y_test.
 
-One row per sample along the first axis. How x is handed over follows from its dtype: floating point and bool as
-float32, uint8 as float32 of the value / 255 (images), other whole numbers as int64 codes. y: floating point as
-float32, whole numbers as int64. Nothing is unpickled, ever, and nothing is loaded whole: .npy files are memory
+Arrays have one row per sample, along the first axis. The dtype determines how x is returned: floating point and bool as
+float32, uint8 as float32 of value / 255 (images), other integers as int64 codes. y is returned as float32 if it is
+floating point, else as int64. Nothing is ever unpickled, and no array is loaded as a whole: .npy files are memory
 mapped, the members of a .npz are read as streams.
 
-IDX files, the format of MNIST, hold images and labels in pairs, plain or .gz.
+IDX files, the format of MNIST, contain images and labels in pairs, plain or as .gz.
 
     bytes 0 0 | type | dimensions | size of each dimension, 4 bytes big-endian ... | values, big-endian, row by row
 
 (Y. LeCun, C. Cortes, C. Burges, "The MNIST database of handwritten digits", section on file formats.)
-Files named t10k-... or ...-test-... are the input's own held-out set. Images of bytes are kept as [1, height,
-width] and handed over as value / 255.
+Files named t10k-... or ...-test-... are the input's own held-out set. Images of bytes are stored as [1, height,
+width] and returned as value / 255.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _NAMES = "x and y, or x_train and y_train (and x_test, y_test)"
 
 @dataclass(frozen=True)
 class Array:
-    """An array in a file: what to call it in messages, dtype, shape, and its rows in blocks of a given length."""
+    """An array in a file: its name in messages, dtype, shape, and its rows in blocks of a given length."""
 
     label: str
     dtype: np.dtype[Any]
@@ -49,16 +49,24 @@ class Array:
     blocks: Callable[[int], Iterator[npt.NDArray[Any]]]
 
 
-Pair = tuple[Array, Array]  # of x and y, or of images and labels
+Pair = tuple[Array, Array]  # x and y, or images and labels
 
 
 def is_array(path: Path) -> bool:
-    """Whether a file has the name of one of NumPy's."""
+    """Return True if the file name is one of a NumPy file."""
     return path.suffix.lower() in (".npy", ".npz")
 
 
 def arrays_source(files: Sequence[Path], options: PrepareOptions) -> Source:
-    """Describe one .npz file, or .npy files that are named like its members."""
+    """Describe one .npz file, or .npy files whose names are those of its members.
+
+    Args:
+        files: The .npz file, or the .npy files.
+        options: Options of the input.
+
+    Raises:
+        InputError: Arrays are missing or do not fit each other.
+    """
     archives = [path for path in files if path.suffix.lower() == ".npz"]
     if len(archives) > 1 or (archives and len(files) > 1):
         raise InputError(f"source {files[0]}: give one .npz file, or .npy files named {_NAMES}")
@@ -78,15 +86,16 @@ def arrays_source(files: Sequence[Path], options: PrepareOptions) -> Source:
 def source_of_pairs(
     x: FieldSpec, y: FieldSpec, train: Pair, test: Pair | None, files: int, options: PrepareOptions
 ) -> Source:
-    """A source of pairs of arrays, with a row of each for a sample.
+    """Return a source of two arrays, x and y, whose rows are the samples.
 
     Args:
-        x: How the rows of the first are kept, which may have another shape there.
-        y: How the rows of the second are kept.
-        train: The arrays.
-        test: Those of the input's own test set, if it has one.
-        files: How many files the input has.
-        options: Whether nan and infinite numbers are taken as they are, with their count among the notes.
+        x: Field of x; its shape may differ from that of the array's rows.
+        y: Field of y.
+        train: Arrays x and y.
+        test: Arrays of the input's own test set, if it has one.
+        files: Number of files of the input.
+        options: Options of the input; with `allow_nonfinite`, nan and infinite numbers are accepted and counted in the
+            notes.
     """
     nonfinite: dict[str, int] = {}
 
@@ -106,7 +115,13 @@ def source_of_pairs(
 def _finite(
     array: Array, blocks: Iterator[npt.NDArray[Any]], counts: dict[str, int] | None
 ) -> Iterator[npt.NDArray[Any]]:
-    """The blocks of an array, whose numbers are finite as float32. counts: where others are counted, by label."""
+    """Yield blocks of an array, and check that all numbers are finite as float32.
+
+    Args:
+        array: Array that the blocks belong to.
+        blocks: Blocks of its rows.
+        counts: Dictionary in which other numbers are counted, by label of the array; if None, they raise InputError.
+    """
     if array.dtype.kind != "f":
         yield from blocks
         return
@@ -211,7 +226,14 @@ def _streamed(
     header: Callable[[IO[bytes]], tuple[tuple[int, ...], np.dtype[Any]]],
     cut_off: str,
 ) -> Array:
-    """Describe an array behind a header that gives shape and dtype. cut_off: Message for a stream that is too short."""
+    """Describe an array that follows a header with its shape and dtype.
+
+    Args:
+        label: Name of the array in messages.
+        opening: Function that opens the stream.
+        header: Function that reads the header from the stream.
+        cut_off: Message for a stream that ends too early.
+    """
     with opening() as file:
         shape, dtype = header(file)
     row_bytes = dtype.itemsize * math.prod(shape[1:])
@@ -230,7 +252,18 @@ def _streamed(
 
 
 def npy_header(member: IO[bytes], label: str) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """Read the header of a .npy file: shape, whether columns come first, dtype. label: A message's name for it."""
+    """Read the header of a .npy file.
+
+    Args:
+        member: Stream at the beginning of the file.
+        label: Name of the file in messages.
+
+    Returns:
+        (shape, True if the array is in Fortran order, dtype).
+
+    Raises:
+        InputError: The header is not one of a plain array.
+    """
     with refusing(f"{label} is not a plain array", "save it again"):
         version = np.lib.format.read_magic(member)
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
@@ -249,12 +282,20 @@ _IDX_TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0
 
 
 def is_idx(path: Path) -> bool:
-    """Whether a file has the name of an IDX file."""
+    """Return True if the file name is one of an IDX file."""
     return bool(_IDX_NAME.search(path.name))
 
 
 def idx_source(files: Sequence[Path], options: PrepareOptions) -> Source:
-    """Describe IDX files: a pair of images and labels, and perhaps a second pair that is held out."""
+    """Describe IDX files: a pair of images and labels, and optionally a second pair that is held out.
+
+    Args:
+        files: IDX files.
+        options: Options of the input.
+
+    Raises:
+        InputError: A file has no partner, or the two do not fit each other.
+    """
     train, test = _idx_pairs(files)
     images, labels = train
     channel = (1,) if len(images.shape) == 3 else ()
@@ -267,8 +308,8 @@ def idx_source(files: Sequence[Path], options: PrepareOptions) -> Source:
 
 
 def _idx_pairs(files: Sequence[Path]) -> tuple[Pair, Pair | None]:
-    """The training pair and, where there is one, the test pair, of images and labels."""
-    # what a file of images and its file of labels have in common, but for that one word
+    """Return the training pair and, if there is one, the test pair of images and labels."""
+    # name without the ending; those of images and of their labels differ in that one word only
     by_key = {_IDX_NAME.sub("", path.name).lower(): path for path in files}
     pairs: dict[bool, Pair] = {}
     for key, path in by_key.items():

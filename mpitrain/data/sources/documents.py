@@ -1,11 +1,11 @@
-"""Text: documents with borders of their own, which JSON lines, JSON arrays and parquet have, and files of text.
+"""Text input: separate documents in JSON lines, JSON arrays and parquet, or plain text files.
 
     {"text": "..."}                          a stream of tokens, an end-of-document token after each document
     {"prompt": "...", "completion": "..."}   whole pairs packed into samples; tokens of prompts are not trained on
-    with `pack`                              whole documents packed into samples (see `packing`)
+    with `pack`                              whole documents packed into samples (see `encoder.py`)
 
-Documents are read one after the other, whatever the size of the files. Held out are documents spread evenly over the
-input, or the files that are named val, validation, dev or test, where others are named train.
+Documents are read one after the other, for any size of the files. Documents are held out that are spread evenly over
+the input; or, if some files are named train, those that are named val, validation, dev or test.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from mpitrain.data.sources.table_files import parquet_columns, parquet_schema
 from mpitrain.errors import InputError
 
 LINES = frozenset((".jsonl", ".ndjson"))
-PAIRS_PACK = 1024  # tokens of a sample of prompts and completions, unless told otherwise
-_NEXT = re.compile(r"[\s,\[]*")  # what lies between two elements of an array
+PAIRS_PACK = 1024  # default tokens per sample of prompts and completions
+_NEXT = re.compile(r"[\s,\[]*")  # text between two elements of an array
 _AT_ONCE = 256  # documents encoded together
 _ROWS_AT_ONCE = 1024
 _SPLIT = re.compile(r"(train|val|valid|validation|dev|test|held[_-]out)(?![a-z])")
@@ -37,7 +37,12 @@ _KINDS = {bool: "true or false", int: "a number", float: "a number", list: "a li
 
 
 def is_documents(path: Path, fields: TextFields) -> bool:
-    """Whether a file is JSON lines or an array of objects, or parquet that has these fields as text."""
+    """Return True if a file is JSON lines, a JSON array of objects, or parquet with the given fields as text.
+
+    Args:
+        path: File to look at.
+        fields: Fields of the text.
+    """
     suffix = streams.plain_suffix(path)
     if suffix in LINES:
         return True
@@ -56,7 +61,12 @@ def is_documents(path: Path, fields: TextFields) -> bool:
 
 
 def documents_of(path: Path, fields: TextFields, encoding: str | None = None) -> Iterator[tuple[str, ...]]:
-    """The texts of each document: one, or prompt and completion.
+    """Yield the texts of each document: one text, or prompt and completion.
+
+    Args:
+        path: File of documents.
+        fields: Fields of the text.
+        encoding: Encoding of JSON files; None for UTF-8.
 
     Raises:
         InputError: A line or row is broken, or lacks a field; the message names it.
@@ -76,8 +86,11 @@ def documents_source(files: Sequence[Path], options: PrepareOptions, read: Read 
 
     Args:
         files: JSON lines and parquet, in order.
-        options: Tokenizer, fields, encoding and end of documents; how they are packed.
-        read: Gives the texts of each document of a file, as `documents_of`.
+        options: Tokenizer, fields, encoding, end token and packing.
+        read: Function that yields the texts of each document of a file, such as `documents_of`.
+
+    Raises:
+        InputError: The tokenizer cannot be used, or documents to pack have no end token.
     """
     encoder, fields = make_encoder(options.tokenizer, options.end_token, documents=True), options.text_fields
     pack = options.pack or (PAIRS_PACK if fields.prompt is not None else None)
@@ -112,10 +125,12 @@ def documents_source(files: Sequence[Path], options: PrepareOptions, read: Read 
 
 
 def splits_by_name(files: Sequence[Path]) -> dict[Path, str] | None:
-    """The split of each file, where some are named train... and some val, validation, dev or test...; else None.
+    """Return the split of each file by its name; None unless some files are named train... and some val....
+
+    Files of the held-out split are named val, validation, dev or test....
 
     Raises:
-        InputError: Others beside these are named neither.
+        InputError: Some files have names of both splits, and another file of neither.
     """
     matches = {path: _SPLIT.match(streams.plain_stem(path)) for path in files}
     found = {path: TRAIN if match[1] == "train" else HELD_OUT for path, match in matches.items() if match}
@@ -133,7 +148,7 @@ def _by_split(
     held_out: float,
     encoder: Encoder,
 ) -> Iterator[tuple[bool, list[tuple[Tokens, int]]]]:
-    """(held out, documents of (tokens, how many of them are of the prompt)), each time of some documents."""
+    """Yield (True if held out, documents as (tokens, number of prompt tokens)), some documents each time."""
     number = 0
     for path, documents in texts:
         while together := list(islice(documents, _AT_ONCE)):
@@ -150,7 +165,10 @@ def _by_split(
 
 
 def _encoded(documents: Sequence[tuple[str, ...]], encoder: Encoder) -> list[tuple[Tokens, int]]:
-    """The tokens of each document with its end, and how many of them are of the prompt. Empty texts give nothing."""
+    """Return each document's tokens with the end token, and how many of them belong to the prompt.
+
+    A document without text has no tokens.
+    """
     parts = iter(encoder.encode([text for document in documents for text in document]))
     end = np.array([] if encoder.end is None else [encoder.end], encoder.dtype)
     found = []
@@ -182,13 +200,13 @@ def _is_array(path: Path) -> bool:
 
 
 def _elements(path: Path, fields: TextFields, encoding: str | None) -> Iterator[tuple[str, ...]]:
-    """The objects of an array, read one after the other."""
+    """Yield the texts of each object in a JSON array, read one after the other."""
     decode, rest, line, more = json.JSONDecoder().raw_decode, "", 1, True
     with streams.opened(path, encoding) as file:
         text = codecs.getreader("utf-8")(file)
         try:
             while more:
-                chunk = text.read(max(streams.CHUNK, len(rest)))  # twice as much each time: it is decoded again
+                chunk = text.read(max(streams.CHUNK, len(rest)))  # doubled each time: it is decoded again
                 rest, more, at = rest + chunk, bool(chunk), 0
                 while (start := _NEXT.match(rest, at)) and start.end() < len(rest) and rest[start.end()] != "]":
                     where = f"{path}, line {line + rest.count(chr(10), at, start.end())}"
@@ -196,7 +214,7 @@ def _elements(path: Path, fields: TextFields, encoding: str | None) -> Iterator[
                         content, end = decode(rest, start.end())
                     except (ValueError, RecursionError) as error:
                         if more and len(rest) - at <= streams.LONGEST:
-                            break  # it may go on in the next chunk
+                            break  # it may continue in the next chunk
                         reason = getattr(error, "msg", "nested too deeply")
                         raise InputError(f"{where}: not JSON ({reason}); mend or remove the element") from None
                     yield _texts(content, fields, where)
@@ -209,7 +227,7 @@ def _elements(path: Path, fields: TextFields, encoding: str | None) -> Iterator[
 
 
 def _texts(content: Any, fields: TextFields, where: str) -> tuple[str, ...]:
-    """Return the texts of a document."""
+    """Return the texts in a document's fields. Raises InputError if one is missing or not text."""
     if not isinstance(content, dict):
         raise InputError(f'{where}: not an object with fields, such as {{"text": ...}}; mend or remove it')
     for name in fields.names:
@@ -237,39 +255,39 @@ def _is_text(kind: Any) -> bool:
     return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind))
 
 
-# -- Text files as a stream of tokens: their bytes, or what a Hugging Face `tokenizers` file makes of them
+# -- Text files as a stream of tokens: their bytes, or tokens of a Hugging Face `tokenizers` file
 #
-# Files follow each other in the order given. A file is a document: where documents have an end (see `make_encoder`), it
-# comes after each, else there is nothing between them. Held out are whole files where there are several and they come
-# near the fraction, else the end of the stream, cut after a line.
+# Files are read in the order given. A file is a document. If documents have an end token (see `make_encoder`), it
+# follows each of them. Whole files are held out if there are several and their bytes come
+# near the fraction; otherwise the end of the stream is, cut after a line.
 #
-# With a tokenizer, text is encoded in pieces of about 256 KiB that end after a line, without special tokens. Where
-# documents are packed or end at blank lines, their texts go the way of those above.
+# With a tokenizer, text is encoded in pieces of about 256 KiB that end after a line, without special tokens. If
+# documents are packed or end at blank lines, their texts are handled like the documents above.
 
 
 _PIECE = 256 << 10
-_PIECES_AT_ONCE = 16  # encoded together: the tokenizer library spreads them over the cores
+_PIECES_AT_ONCE = 16  # encoded in one call: the tokenizer library uses all cores
 _LINE_SEARCH = 64 << 10
 _SNIFF_BYTES = 64 << 10
 _ARCHIVES = (".zip", ".tar", ".7z", ".h5", ".hdf5", ".parquet", ".arrow", ".safetensors", ".pdf", ".pyc")
 NEVER_TEXT = frozenset((*_ARCHIVES, ".pt", ".pth", ".pkl", ".pickle"))
-_NEAR_ENOUGH = 0.5  # whole files held out must come within this part of the fraction asked for
+_NEAR_ENOUGH = 0.5  # whole files are held out if their bytes differ from the fraction by at most this part of it
 
 
 @dataclass(frozen=True)
 class _Range:
-    """Bytes start ... stop-1 of a file, the split they go to, and what the file's text is in (None: UTF-8)."""
+    """Bytes start ... stop-1 of a file, the split they belong to, and the encoding of the file's text (None: UTF-8)."""
 
     path: Path
     start: int
     stop: int
     split: str
     encoding: str | None
-    ends: bool  # whether the file ends with it
+    ends: bool  # True if the file ends with this range
 
 
 def is_text(path: Path) -> bool:
-    """Whether a file, or what is compressed in it, is text by its first bytes."""
+    """Return True if the first bytes of a file, after decompression, are text."""
     if streams.plain_suffix(path) in NEVER_TEXT:
         return False
     start = streams.head(path, _SNIFF_BYTES)
@@ -280,8 +298,11 @@ def text_source(files: Sequence[Path], options: PrepareOptions) -> Source:
     """Describe text as a stream of bytes (uint8, a vocabulary of 256), or of token numbers (uint16 or uint32).
 
     Args:
-        files: The text files, in order.
-        options: Tokenizer, encoding and end of documents; whether these are packed or end at blank lines.
+        files: Text files, in order.
+        options: Tokenizer, encoding and end token; packing, and documents that end at blank lines.
+
+    Raises:
+        InputError: The encoding is unknown, or the tokenizer cannot be used.
     """
     encoding = encoding_of(files, options.encoding)
     if options.pack or options.blank_lines:
@@ -305,15 +326,19 @@ def text_source(files: Sequence[Path], options: PrepareOptions) -> Source:
 
 
 def encoding_of(files: Sequence[Path], encoding: str | None) -> str | None:
-    """What the text is to be read as: as given, where it is not UTF-8.
+    """Return the encoding in which to read text files; None for UTF-8.
+
+    Args:
+        files: Text files, which are checked if no encoding is given.
+        encoding: Encoding given by the user, or None.
 
     Raises:
-        InputError: Nothing is given, and a file is UTF-16 or UTF-32.
+        InputError: The encoding is unknown; or none is given, and a file is UTF-16 or UTF-32.
     """
     if encoding is not None:
         try:
             "a".encode(encoding)
-        except LookupError:  # Python does not know it, or it is none of text
+        except LookupError:  # unknown to Python, or not an encoding of text
             known = "utf-8, utf-16, utf-32, latin-1, cp1252 ..."
             raise InputError(f"--encoding {encoding} is unknown; give {known}") from None
         return None if encoding.lower().replace("_", "-") in ("utf-8", "utf8") else encoding
@@ -325,7 +350,12 @@ def encoding_of(files: Sequence[Path], encoding: str | None) -> str | None:
 
 
 def text_pieces(path: Path, encoding: str | None) -> Iterator[str]:
-    """The text of a file in pieces that end after a line where they can; encoding: None for UTF-8."""
+    """Yield the text of a file in pieces that end after a line if possible.
+
+    Args:
+        path: Text file.
+        encoding: Encoding of the text; None for UTF-8.
+    """
     return _pieces(_Range(path, 0, streams.size_of(path, encoding), TRAIN, encoding, True))
 
 
@@ -344,7 +374,15 @@ def _ranges(files: Sequence[Path], fraction: float, encoding: str | None) -> lis
 
 
 def held_out_files(sizes: Sequence[int], fraction: float) -> list[bool]:
-    """Which of several files are held out whole, so that their bytes come nearest to the fraction all along."""
+    """Choose files to hold out as a whole, so that the held-out bytes follow the fraction as closely as possible.
+
+    Args:
+        sizes: Bytes of each file, in order.
+        fraction: Fraction of the bytes to hold out.
+
+    Returns:
+        True for each file that is held out.
+    """
     held, owed = [], 0.0
     for size in sizes:
         owed += size * fraction
@@ -355,7 +393,7 @@ def held_out_files(sizes: Sequence[int], fraction: float) -> list[bool]:
 
 
 def _tail_ranges(files: Sequence[Path], sizes: Sequence[int], cut: int, encoding: str | None) -> Iterator[_Range]:
-    """Everything from byte `cut` of the stream on is held out."""
+    """Yield ranges that hold out everything from byte `cut` of the stream on."""
     for path, size in zip(files, sizes, strict=True):
         inside = size if cut >= size else _after_line(path, cut, size, encoding) if cut > 0 else 0
         if inside:
@@ -366,7 +404,7 @@ def _tail_ranges(files: Sequence[Path], sizes: Sequence[int], cut: int, encoding
 
 
 def _after_line(path: Path, offset: int, size: int, encoding: str | None) -> int:
-    """The next place after `offset` where a line, or else a character, begins."""
+    """Return the offset after `offset` at which the next line begins; without a line nearby, the next character."""
     near = next(_read(_Range(path, offset, size, TRAIN, encoding, False), _LINE_SEARCH))
     line = near.find(b"\n") + 1
     if line and offset + line < size:
@@ -381,7 +419,7 @@ def _read(part: _Range, size: int) -> Iterator[bytes]:
 
 
 def _pieces(part: _Range) -> Iterator[str]:
-    """The text in pieces that end after a line, else after a space, else between two characters."""
+    """Yield the text in pieces that end after a line, else after a space, else between two characters."""
     rest, offset = b"", part.start
     for chunk in _read(part, _PIECE):
         rest += chunk
@@ -393,7 +431,7 @@ def _pieces(part: _Range) -> Iterator[str]:
 
 
 def _whole_characters(text: bytes) -> int:
-    """The length without a UTF-8 character that is cut at the end."""
+    """Return the length of the text without an incomplete UTF-8 character at its end."""
     for back in range(1, min(4, len(text)) + 1):
         if text[-back] & 0xC0 == 0xC0:
             return len(text) - back
@@ -424,7 +462,7 @@ def _whole(path: Path, _: TextFields, encoding: str | None) -> Iterator[tuple[st
 
 
 def _between_blank_lines(path: Path, _: TextFields, encoding: str | None) -> Iterator[tuple[str, ...]]:
-    """The texts between blank lines, which have white space alone."""
+    """Yield the texts between blank lines, which contain only white space."""
     lines: list[str] = []
     length = 0
     for line in chain(_lines_of_text(text_pieces(path, encoding), path), [""]):
@@ -439,7 +477,7 @@ def _between_blank_lines(path: Path, _: TextFields, encoding: str | None) -> Ite
 
 
 def _lines_of_text(pieces: Iterable[str], path: Path) -> Iterator[str]:
-    begun: list[str] = []  # of a line, whose pieces are put together once
+    begun: list[str] = []  # pieces of a line, joined at its end
     for piece in pieces:
         first, *others = piece.split("\n")
         begun.append(first)

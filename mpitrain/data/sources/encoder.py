@@ -1,19 +1,19 @@
-"""Text as tokens, the token that ends a document, and whole documents packed into samples.
+"""Text encoded as tokens, the token that ends a document, and whole documents packed into samples.
 
-    bytes       0 ... 255 are the bytes of the text in UTF-8; 256 ends a document, where documents have an end
-    tokenizer   a file of Hugging Face's `tokenizers`; the end is one of its special tokens
+    bytes       0 ... 255 are the bytes of the text in UTF-8; 256 ends a document, if documents have an end token
+    tokenizer   a file of Hugging Face's `tokenizers`; the end token is one of its special tokens
 
-Text is encoded without the special tokens that a tokenizer would put around it.
+Text is encoded without the special tokens that a tokenizer would add around it.
 
-A packed sample has S + 1 tokens: S inputs, and the same moved by one as targets.
+A packed sample has S + 1 tokens: S inputs, and the same shifted by one as targets.
 
     sample      [ document A  end | document B        end | end end end ]      filled up with the end token
     mask          0 0 0 1 1 1  1    0 0 1 1 1 1 1 1    1    0   0   0          1: trained on
 
-A document goes into the first sample that is still open and has room for it (first-fit, Johnson 1974, "Fast algorithms
-for bin packing"); so many samples are open at once, and the fullest is given away where one more is needed. What is
-longer than a sample is cut: of a text the pieces overlap by the token that the next one begins with, so that each
-token is a target once; of a prompt with its completion only the beginning is kept, which is counted.
+A document goes into the first open sample that has room for it (first-fit, Johnson 1974, "Fast algorithms for bin
+packing"). A fixed number of samples is open; if another one is needed, the fullest is completed. A document longer than
+a sample is cut. Plain text continues in other samples, whose pieces overlap by one token, so that each token is a
+target once; of a prompt with its completion only the beginning is kept, and the cut is counted.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from mpitrain.data.folders import needing
 from mpitrain.data.sources import Columns
 from mpitrain.errors import InputError, refusing
 
-BYTES = 256  # numbers of them, and the number of the token after a document of bytes
+BYTES = 256  # number of byte values, and the token that ends a document of bytes
 NO_END = "none"
-ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<EOS>", "[SEP]")  # of tokenizers
+ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<EOS>", "[SEP]")  # usual names
 
 Tokens = npt.NDArray[Any]
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """Makes tokens of text.
+    """Encoder of text as tokens.
 
     Attributes:
-        tokenizer: Of Hugging Face; None for bytes.
-        vocabulary: How many tokens there are.
-        end: The token after a document; None where documents follow each other with nothing between them.
+        tokenizer: Hugging Face tokenizer; None for bytes.
+        vocabulary: Number of tokens.
+        end: Token after each document; None if nothing separates documents.
     """
 
     tokenizer: Any
@@ -53,31 +53,31 @@ class Encoder:
 
     @property
     def dtype(self) -> str:
-        """The smallest dtype that holds all tokens."""
+        """Smallest dtype that can store every token."""
         return smallest_dtype(self.vocabulary)
 
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
-        """The tokens of each text, without an end. The tokenizer library spreads them over the cores.
+        """Return the tokens of each text, without an end token. The tokenizer library uses all cores.
 
-        Half a surrogate pair, which JSON can hold and UTF-8 cannot, becomes "?".
+        Half of a surrogate pair, which is possible in JSON but not in UTF-8, becomes "?".
         """
         if self.tokenizer is None:
             return [np.frombuffer(text.encode("utf-8", "replace"), np.uint8).astype(self.dtype) for text in texts]
         try:
             found = self.tokenizer.encode_batch(list(texts), add_special_tokens=False)
-        except TypeError:  # what the library says of text that has no UTF-8; a rare one, so nobody looks before
+        except TypeError:  # raised by the library for text without UTF-8, which is too rare to check before
             mended = [without_surrogates(text) for text in texts]
             found = self.tokenizer.encode_batch(mended, add_special_tokens=False)
         return [np.array(encoding.ids, self.dtype) for encoding in found]
 
 
 def without_surrogates(text: str) -> str:
-    """The text with "?" for each half of a surrogate pair."""
+    """Replace each half of a surrogate pair in a text by "?"."""
     return text.encode("utf-8", "replace").decode()
 
 
 def smallest_dtype(vocabulary: int) -> str:
-    """The unsigned dtype that tokens below `vocabulary` are kept in."""
+    """Return the smallest unsigned dtype for tokens below `vocabulary`."""
     return "uint8" if vocabulary <= 1 << 8 else "uint16" if vocabulary <= 1 << 16 else "uint32"
 
 
@@ -85,13 +85,14 @@ def make_encoder(file: Path | None, end_token: str | None, *, documents: bool) -
     """Make an encoder.
 
     Args:
-        file: A tokenizer's file; None for bytes.
-        end_token: Of a tokenizer the name of a token, of bytes the number of one up to 256; "none" for no end. None
-            takes the first of ENDS that the tokenizer has, and 256 for bytes that are `documents`.
-        documents: Whether the input says itself where its documents end, as JSON lines do.
+        file: Tokenizer file; None for bytes.
+        end_token: End token: the name of a tokenizer's token, or the number of a byte, up to 256; "none" for no end
+            token. The default None takes the first of ENDS that the tokenizer has, or 256 for bytes if `documents` is
+            true.
+        documents: If true, the input itself marks where its documents end, as JSON lines do.
 
     Raises:
-        InputError: The file is no tokenizer, or it has no such token.
+        InputError: The file is not a tokenizer, or it has no such token.
     """
     if file is None:
         end = BYTES if documents and end_token is None else None
@@ -108,7 +109,16 @@ def make_encoder(file: Path | None, end_token: str | None, *, documents: bool) -
 
 
 def end_of_vocabulary(known: dict[str, int], end_token: str | None, file: Path) -> int | None:
-    """The token that ends a document, of a tokenizer's vocabulary."""
+    """Return the end token in a tokenizer's vocabulary; None for no end token.
+
+    Args:
+        known: Number of each token, by name.
+        end_token: Name of the end token; "none" for no end token; None for the first of ENDS in the vocabulary.
+        file: Tokenizer file, for the message.
+
+    Raises:
+        InputError: The vocabulary has no such token.
+    """
     if end_token == NO_END:
         return None
     if end_token is None:
@@ -119,14 +129,14 @@ def end_of_vocabulary(known: dict[str, int], end_token: str | None, file: Path) 
 
 
 def load_tokenizer(path: Path) -> Any:
-    """A tokenizer of Hugging Face's `tokenizers`, which neither truncates nor pads."""
+    """Load a tokenizer of Hugging Face's `tokenizers`, without truncation and padding."""
     with needing(f"{path} needs", "tokenizers"):
         from tokenizers import Tokenizer
     if not path.is_file():
         raise InputError(f"tokenizer file {path} does not exist; give a tokenizer.json")
     with refusing(f"tokenizer file {path} is not one of Hugging Face tokenizers", "give a tokenizer.json"):
         encoder = Tokenizer.from_file(str(path))
-    encoder.no_truncation()  # a file may ask for both, and would silently cut our pieces
+    encoder.no_truncation()  # a file may request both, and would silently cut our pieces
     encoder.no_padding()
     return encoder
 
@@ -135,13 +145,13 @@ _OPEN = 64  # samples
 
 
 class Packer:
-    """Packs documents, in the order in which they are added.
+    """Packer of documents into samples, in the order in which they are added.
 
     Args:
-        sequence: S, the tokens of a sample that a model is given.
-        end: The token that ends each document, and fills up samples.
-        dtype: Of the tokens.
-        whole: Whether a document that is too long is cut off, instead of going on in other samples.
+        sequence: S, the tokens per sample that a model is given.
+        end: Token that ends each document, and fills up samples.
+        dtype: Dtype of the tokens.
+        whole: If true, a document that is too long is cut off, instead of being continued in other samples.
     """
 
     def __init__(self, sequence: int, end: int, dtype: str, *, whole: bool) -> None:
@@ -150,7 +160,11 @@ class Packer:
         self._documents = self._cut = self._filled = self._given = 0
 
     def add(self, documents: Sequence[tuple[Tokens, int]]) -> Columns:
-        """Add documents: (tokens, how many of the first are not trained on). Returns the samples that are full."""
+        """Add documents; return the samples that are complete.
+
+        Args:
+            documents: (tokens, number of the first tokens that are not trained on) of each document.
+        """
         full: list[_Sample] = []
         for tokens, untrained in documents:
             self._documents += 1
@@ -159,12 +173,12 @@ class Packer:
         return self._columns(full)
 
     def finish(self) -> Columns:
-        """The samples that are open yet."""
+        """Return the samples that are still open."""
         full, self._open = self._open, []
         return self._columns(full)
 
     def notes(self) -> tuple[str, ...]:
-        """What a person should know of it."""
+        """Return sentences about the packing, for people."""
         notes = [f"packed {self._documents:,} documents, {self._filled / max(1, self._given):.1%} of the places used"]
         if self._cut:
             notes.append(f"{self._cut:,} were longer than {self._size:,} tokens and lost their end; raise --pack")
@@ -180,7 +194,7 @@ class Packer:
         return [(tokens[start : start + self._size], untrained if start == 0 else 1) for start in starts]
 
     def _put(self, tokens: Tokens, untrained: int) -> list[_Sample]:
-        """Find room for a piece; returns the sample that is full or had to make way, if any."""
+        """Find room for a piece; return the sample that is now full or had to be completed, if any."""
         full: list[_Sample] = []
         place = next((i for i, sample in enumerate(self._open) if sample.length + len(tokens) <= self._size), None)
         if place is None:

@@ -1,20 +1,21 @@
-"""Images in folders, one for each class, or in archives; any format Pillow reads; kept as uint8 [3, height, width].
+"""Images in folders, one per class, or in archives. Any format that Pillow reads becomes uint8 [3, height, width].
 
     DIR/cat/1.png  DIR/dog/2.jpg          classes cat and dog
     DIR/train/cat/1.png  DIR/val/cat/9.png  the input's own held-out set (val, valid, validation, test, held_out)
 
-Classes are numbered in the order of their names. Images are turned as their EXIF tag says and made RGB. With a
-size, each is scaled until it covers height x width and its middle is cut out; without, all must have one size.
+Classes are numbered in the order of their names. Images are rotated according to their EXIF tag and converted to RGB.
+If a size is given, each image is scaled until it covers height x width, then cropped to its middle; otherwise all must
+have one size.
 
-Archives are as WebDataset has them: tar files, plain or compressed, whose members are grouped by name.
+Archives have WebDataset's layout: tar files, plain or compressed, whose members are grouped by name.
 
-    photos/0001.jpg  photos/0001.cls         one sample: what stands before the first dot of the name is its key
+    photos/0001.jpg  photos/0001.cls         one sample: the name before its first dot is the key
     photos/0002.png  photos/0002.json        an image, and its class: .cls, .json or .txt
 
-A class is a number or a name: the text of .cls or .txt, or what a .json has, or has under "label", "cls" or "class".
-Archives whose names begin with val, valid, validation, test or held_out are the input's own held-out set, where there
-are others. They are read as streams, twice. Nothing is extracted to a disk, no link in them is followed, and their
-paths serve as keys and in messages alone.
+A class is a number or a name: the text of .cls or .txt, or the value of a .json or of its key "label", "cls" or
+"class". Archives whose names begin with val, valid, validation, test or held_out are the input's own held-out set, if
+there are other archives too. Archives are read as streams, twice. Nothing is extracted to a disk, links in them are not
+followed, and their paths are used only as keys and in messages.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from mpitrain.data.sources.streams import opened
 from mpitrain.errors import InputError
 
 SUFFIXES = frozenset((".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"))
-_FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM")  # not those for which Pillow starts programs
+_FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM")  # without those for which Pillow starts other programs
 _HELD_OUT = frozenset(("val", "valid", "validation", "test", "held_out"))
 
 
@@ -50,10 +51,10 @@ class _Sample:
     """An image with its class.
 
     Attributes:
-        place: What messages call it.
-        image: Its file, or what is in that; None where an archive has a class alone.
-        label: Its class; empty where a file of an archive tells none, None without such a file.
-        others: Names of members of an archive that are neither.
+        place: Name in messages.
+        image: Image file, or its content; None if an archive has only a class.
+        label: Class; empty if a file of an archive contains none, None if there is no such file.
+        others: Names of other members of the archive.
     """
 
     place: str
@@ -62,7 +63,7 @@ class _Sample:
     others: Sequence[str] = ()
 
     def parts(self) -> tuple[Path | IO[bytes], str]:
-        """Return the file of the image, and its class. Raises BadImage where one of them is missing."""
+        """Return the image file and the class. Raises BadImage if one of them is missing."""
         leave = "or leave such samples out with --skip-bad"
         if not self.label:
             raise BadImage(f"{self.place} has no class in a .cls, .json or .txt; add it, {leave}")
@@ -72,20 +73,20 @@ class _Sample:
 
 
 class BadImage(InputError):
-    """An image that cannot be read, which may be left out."""
+    """An image that cannot be read. Such an image may be skipped."""
 
 
 def is_image(path: Path) -> bool:
-    """Whether a file has the name of an image."""
+    """Return True if the file name is one of an image."""
     return path.suffix.lower() in SUFFIXES
 
 
 def images_source(files: Sequence[tuple[Path, Path]], options: PrepareOptions) -> Source:
-    """Describe folders of images, one for each class.
+    """Describe folders of images, one folder per class.
 
     Args:
-        files: Each image, and the folder it was found under.
-        options: Size, and whether images that cannot be read are left out, and counted.
+        files: (image file, source in which it was found) of each image.
+        options: Size of the images; with `skip_bad`, unreadable ones are skipped and counted.
 
     Raises:
         InputError: Pillow is missing, or there is only one class.
@@ -118,12 +119,12 @@ def _pixels_source(
     """Describe images with classes.
 
     Args:
-        train: Gives them.
-        test: Gives those of the input's own test set; None without one.
-        number: Number of each class.
+        train: Function that returns the training samples.
+        test: Function that returns the input's own test samples; None if it has none.
+        number: Number of each class, by label.
         size: Height and width of all images.
-        options: Whether images are scaled to that size, and those that cannot be read left out.
-        files, classes, notes: As of `Source`.
+        options: With `size`, images are scaled to it; with `skip_bad`, unreadable ones are skipped.
+        files, classes, notes: Attributes of the `Source`.
     """
     skipped: list[str] = []
     step = max(1, GATHER_BYTES // (3 * size[0] * size[1]))
@@ -145,7 +146,7 @@ def _pixels_source(
 def _readable(
     samples: Iterable[_Sample], size: tuple[int, int], options: PrepareOptions, skipped: list[str]
 ) -> Iterator[tuple[npt.NDArray[np.uint8], str]]:
-    """Yield image and class of each sample; with --skip-bad, `skipped` gets the names of others."""
+    """Yield (image, class) of each sample; with --skip-bad, append the names of unreadable ones to `skipped`."""
     for sample in samples:
         try:
             file, label = sample.parts()
@@ -157,18 +158,18 @@ def _readable(
 
 
 def load_decoders() -> None:
-    """Load Pillow, before any work is done.
+    """Load Pillow, before any other work is done.
 
     Raises:
-        InputError: It is missing.
+        InputError: Pillow is not installed.
     """
     with needing("images need", "pillow"):
         from PIL import Image
-    Image.init()  # loads the decoders, which `open` does by itself only where it may use any
+    Image.init()  # loads the decoders; `open` does so only if no list of formats is given
 
 
 def _first_size(images: Sequence[_Sample], *, skip_bad: bool) -> tuple[int, int]:
-    """The height and the width of the first image that can be read."""
+    """Return the height and width of the first readable image."""
     for image in images:
         try:
             height, width = decoded(image.parts()[0], image.place).shape[:2]
@@ -180,9 +181,10 @@ def _first_size(images: Sequence[_Sample], *, skip_bad: bool) -> tuple[int, int]
 
 
 def _labelled(files: Sequence[tuple[Path, Path]]) -> tuple[list[_Sample], list[_Sample]]:
-    """Return images to train on, and those of train's neighbours val/ ..., with the first folder below as their class.
+    """Return the training samples and the held-out samples.
 
-    Of an image that lies in no folder, it is the source itself.
+    The class of an image is the first folder below the source, or below train, val, ...; for an image in no such
+    folder, it is the name of the source itself.
     """
     folders = [path.relative_to(root).parts[:-1] for path, root in files]
     tops = {parts[0] for parts in folders if parts}
@@ -197,20 +199,20 @@ def _labelled(files: Sequence[tuple[Path, Path]]) -> tuple[list[_Sample], list[_
 
 
 def fitted(file: Path | IO[bytes], label: str, size: tuple[int, int], *, crop: bool) -> npt.NDArray[np.uint8]:
-    """An image of a certain size.
+    """Return an image of a given size.
 
     Args:
-        file: The image's file.
-        label: What messages call it.
-        size: The height and the width in pixels.
-        crop: Whether it is scaled and cut to that size, instead of having it.
+        file: Image file.
+        label: Name in messages.
+        size: Height and width in pixels.
+        crop: If true, scale and crop the image to `size`; if false, it must have that size.
 
     Returns:
-        uint8 [3, height, width].
+        Pixels, uint8 [3, height, width].
 
     Raises:
-        BadImage: It cannot be read.
-        InputError: It has another size, or more than 8 bits.
+        BadImage: The image cannot be read.
+        InputError: The image has another size, or more than 8 bits.
     """
     pixels = decoded(file, label, size if crop else None)
     if pixels.shape[:2] != size:
@@ -222,12 +224,25 @@ def fitted(file: Path | IO[bytes], label: str, size: tuple[int, int], *, crop: b
 
 
 def decoded(file: Path | IO[bytes], label: str, fit: tuple[int, int] | None = None) -> npt.NDArray[np.uint8]:
-    """uint8 [height, width, 3]; the arguments and errors are those of `fitted`."""
+    """Decode an image to RGB.
+
+    Args:
+        file: Image file.
+        label: Name in messages.
+        fit: Height and width to which it is scaled and cropped; None keeps its size.
+
+    Returns:
+        Pixels, uint8 [height, width, 3].
+
+    Raises:
+        BadImage: The image cannot be read.
+        InputError: The image has more than 8 bits.
+    """
     from PIL import Image, ImageOps
 
     mend = "remove it, or leave such images out with --skip-bad"
     with os_errors(f"{label} cannot be read"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of large images, and of odd tags in them
+        warnings.simplefilter("ignore")  # about large images and odd tags
         try:
             with Image.open(file, formats=_FORMATS) as opened:
                 if opened.mode[0] in "IF":  # RGB would cut these off at 255
@@ -240,8 +255,8 @@ def decoded(file: Path | IO[bytes], label: str, fit: tuple[int, int] | None = No
             raise BadImage(f"{label} is not an image, although its name says so; {mend}") from None
         except InputError:
             raise
-        except Exception as error:  # what a broken image makes a decoder raise is nowhere written
-            if isinstance(error, OSError) and error.errno is not None:  # of the disk, not of the image
+        except Exception as error:  # decoders document no exceptions for broken images
+            if isinstance(error, OSError) and error.errno is not None:  # an error of the disk, not of the image
                 raise
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise BadImage(f"{label} cannot be decoded ({reason}); {mend}") from None
@@ -252,7 +267,7 @@ def decoded(file: Path | IO[bytes], label: str, fit: tuple[int, int] | None = No
 
 _ARCHIVE = re.compile(r"\.(tar(\.(gz|bz2|xz|zst))?|tgz)$", re.IGNORECASE)
 _ARCHIVE_OF_TEST = re.compile(r"(val|valid|validation|test|held_out)([-_.\d]|$)", re.IGNORECASE)
-_LABELS = ("cls", "json", "txt")  # of several, the first one counts
+_LABELS = ("cls", "json", "txt")  # if there are several, the first one counts
 _BROKEN: tuple[type[tarfile.TarError], ...] = tuple(
     getattr(tarfile, f"{what}HeaderError") for what in ("Invalid", "Truncated", "Empty")
 )
@@ -264,7 +279,7 @@ _LARGEST_IMAGE, _LARGEST_LABEL, _LONGEST_NAME = 256 << 20, 1 << 20, 200
 
 
 def is_archive(path: Path) -> bool:
-    """Whether a file has the name of a tar archive."""
+    """Return True if the file name is one of a tar archive."""
     return bool(_ARCHIVE.search(path.name))
 
 
@@ -272,8 +287,8 @@ def archives_source(files: Sequence[Path], options: PrepareOptions) -> Source:
     """Describe archives of images.
 
     Args:
-        files: The archives.
-        options: Size, names of the classes, and whether samples without a readable image or a class are left out.
+        files: Archives.
+        options: Size and class names; with `skip_bad`, samples without a readable image or a class are skipped.
 
     Raises:
         InputError: Pillow is missing, an archive is damaged, or its samples have no classes.
@@ -295,7 +310,7 @@ def archives_source(files: Sequence[Path], options: PrepareOptions) -> Source:
 
 
 def _survey(files: Sequence[Path], options: PrepareOptions) -> tuple[tuple[int, int] | None, set[str], tuple[str, ...]]:
-    """Read archives for the size of the first image, all labels, and what is passed over, in words."""
+    """Read archives; return the size of the first image, all labels, and notes about other members."""
     size, labels, others = options.size, set[str](), list[str]()
     for path in files:
         for sample in _samples(path):
@@ -316,7 +331,7 @@ def _survey(files: Sequence[Path], options: PrepareOptions) -> tuple[tuple[int, 
 
 
 def _classes(labels: set[str], file: Path | None, first: Path) -> tuple[dict[str, int], tuple[str, ...] | None]:
-    """The number of each label, and the names of the classes."""
+    """Return the number of each label, and the names of the classes."""
     numbers = {label: int(label) for label in labels if label.isdecimal() and label.isascii()}
     names = _names(file) if file else None
     if len(numbers) == len(labels):
@@ -332,7 +347,7 @@ def _classes(labels: set[str], file: Path | None, first: Path) -> tuple[dict[str
 
 
 def _label(content: bytes, is_json: bool) -> str:
-    """What a file says of the class; "" if nothing."""
+    """Return the class that a file names; "" if it names none."""
     try:
         text: Any = content.decode("utf-8").strip()
         if is_json:
@@ -357,10 +372,10 @@ def _names(file: Path) -> tuple[str, ...]:
 
 
 class _TarHeader(tarfile.TarInfo):
-    """A header. The module takes one that is damaged for the end of the archive; here it is an error.
+    """A tar header whose damage is an error; the tarfile module takes a damaged header for the end of the archive.
 
-    What the module reads into memory because a header says so, whatever its size, is refused: long names, PAX headers
-    and maps of sparse files.
+    Some members are refused because tarfile would read them into memory whatever size their header claims: large long
+    names, large PAX headers, and maps of sparse files.
     """
 
     @classmethod
@@ -372,7 +387,7 @@ class _TarHeader(tarfile.TarInfo):
             raise tarfile.ReadError("a sparse file")
         return header
 
-    def _proc_gnusparse_10(self, *_: Any) -> None:  # whose map would be read whole
+    def _proc_gnusparse_10(self, *_: Any) -> None:  # a map that would be read as a whole
         raise tarfile.ReadError("a sparse file")
 
     @classmethod
@@ -384,7 +399,7 @@ class _TarHeader(tarfile.TarInfo):
 
 
 def _samples(path: Path) -> Iterator[_Sample]:
-    """The samples of an archive, in order."""
+    """Yield the samples of an archive, in order."""
     for (folder, key), members in groupby(_members(path), _key):
         image, labels, others = None, dict[str, bytes](), []
         for name, content in members:
@@ -402,21 +417,21 @@ def _samples(path: Path) -> Iterator[_Sample]:
 
 
 def _key(member: tuple[str, object]) -> tuple[str, str]:
-    """Return the folder, with its slash, and the key of a member."""
+    """Return the folder of a member, with its slash, and its key."""
     folder, slash, name = member[0].rpartition("/")
     return folder + slash, name.partition(".")[0]
 
 
 def _members(path: Path) -> Iterator[tuple[str, bytes | None]]:
-    """(name, content) of every member but folders; None for what is no plain file, or none that is wanted."""
+    """Yield (name, content) of every member except folders; the content is None unless it is an image or a label."""
     with os_errors(f"archive {path} cannot be read"):
         try:
             with opened(path) as file, tarfile.open(fileobj=file, mode="r|*", tarinfo=_TarHeader) as archive:
                 while (member := archive.next()) is not None:
-                    archive.members.clear()  # type: ignore[attr-defined]  # kept by the module, of millions, too
+                    archive.members.clear()  # type: ignore[attr-defined]  # else tarfile keeps all of them
                     if not member.isdir():
                         yield member.name, _content(archive, member, path)
-        except (tarfile.TarError, EOFError, ValueError, RecursionError) as error:  # of headers that say odd things
+        except (tarfile.TarError, EOFError, ValueError, RecursionError) as error:  # from malformed headers
             raise InputError(f"archive {path} is not a whole tar file ({error}); get it again") from None
 
 

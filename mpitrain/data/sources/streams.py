@@ -1,9 +1,9 @@
-"""A file as a stream of bytes, whatever it is compressed by (.gz, .bz2, .xz, .zst) and whatever its text is in.
+"""A file as a stream of bytes, decompressed (.gz, .bz2, .xz, .zst) and converted from its text encoding to UTF-8.
 
-    a.jsonl.zst     decompressed as it is read; its name without the last suffix, a.jsonl, says what is in it
-    UTF-16, UTF-32  recognised by their byte order mark or their zeros; read as UTF-8 where the encoding is given
+    a.jsonl.zst     decompressed as it is read; the name without the last suffix, a.jsonl, tells its kind
+    UTF-16, UTF-32  recognised by their byte order mark or their zeros; converted to UTF-8 if the encoding is given
 
-Memory in use: one chunk, whatever the size of the file.
+Memory use: one chunk, for any size of the file.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from mpitrain.data.folders import needing, os_errors
 from mpitrain.errors import InputError
 
 CHUNK = 1 << 20
-LONGEST = 64 << 20  # bytes of a line, an element or a document: each is in memory as a whole
-_ZEROS = 0.3  # of the bytes of a file at least, where it is text in UTF-16 or UTF-32 without a byte order mark
+LONGEST = 64 << 20  # largest line, element or document in bytes: each is in memory as a whole
+_ZEROS = 0.3  # least fraction of zero bytes in UTF-16 or UTF-32 text without a byte order mark
 _MARKS = {"utf-32": (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE), "utf-16": (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)}
-_WIDE = (  # of each four bytes those that are mostly zero, how often at least, and those that hardly ever are
+_WIDE = (  # in each four bytes: which are mostly zero, the least fraction of them, and which are hardly ever zero
     ("utf-32-be", (0, 1), 0.8, (3,)),
     ("utf-32-le", (2, 3), 0.8, (0,)),
     ("utf-16-be", (0, 2), 2 * _ZEROS, (1, 3)),
@@ -35,7 +35,7 @@ _WIDE = (  # of each four bytes those that are mostly zero, how often at least, 
 
 
 class _Pieces(io.RawIOBase):
-    """A stream of bytes that come in pieces, of which any may be empty."""
+    """A stream of bytes made of pieces, any of which may be empty."""
 
     def __init__(self, pieces: Generator[bytes, None, None]) -> None:
         super().__init__()
@@ -57,7 +57,10 @@ class _Pieces(io.RawIOBase):
 
 
 def _decompressed(path: Path) -> Generator[bytes, None, None]:
-    """Yield what is in zstandard frames. One that is cut off is an error, which the package's stream passes over."""
+    """Yield the content of zstandard frames.
+
+    An incomplete frame is an error, which the stream class of the package would ignore.
+    """
     with needing(f"{path} needs", "zstandard"):
         import zstandard
     decompressor, frame, packed = zstandard.ZstdDecompressor(), None, b""
@@ -76,7 +79,7 @@ def _decompressed(path: Path) -> Generator[bytes, None, None]:
 
 
 def _transcoded(file: IO[bytes], path: Path, encoding: str) -> Generator[bytes, None, None]:
-    """Yield text in some encoding as UTF-8."""
+    """Yield text in some encoding, converted to UTF-8."""
     decoder, taken, chunk = codecs.getincrementaldecoder(encoding)(), 0, b"more"
     while chunk:
         chunk = file.read(CHUNK)
@@ -88,7 +91,7 @@ def _transcoded(file: IO[bytes], path: Path, encoding: str) -> Generator[bytes, 
         yield piece
 
 
-_OPENERS: dict[str, Callable[[Path], Any]] = {  # each gives the bytes that are in the file
+_OPENERS: dict[str, Callable[[Path], Any]] = {  # each returns a stream of the decompressed bytes
     ".gz": gzip.open,
     ".bz2": bz2.open,
     ".xz": lzma.open,
@@ -97,30 +100,30 @@ _OPENERS: dict[str, Callable[[Path], Any]] = {  # each gives the bytes that are 
 
 
 def is_compressed(path: Path) -> bool:
-    """Whether a file's name says that it is compressed in a way that can be read as a stream."""
+    """Return True if the file name is one of a compressed file that can be read as a stream."""
     return path.suffix.lower() in _OPENERS
 
 
 def plain_suffix(path: Path) -> str:
-    """The suffix of what is in a file, in lower case: `.jsonl` of a.jsonl and of a.jsonl.zst."""
+    """Return the suffix of a file's decompressed content, in lower case: `.jsonl` for a.jsonl and for a.jsonl.zst."""
     return Path(path.stem).suffix.lower() if is_compressed(path) else path.suffix.lower()
 
 
 def plain_stem(path: Path) -> str:
-    """The name of what is in a file without its suffix, in lower case: `train` of train.jsonl.zst."""
+    """Return the name of a file's decompressed content without suffix, in lower case: `train` for train.jsonl.zst."""
     return Path(path.stem if is_compressed(path) else path.name).stem.lower()
 
 
 @contextmanager
 def opened(path: Path, encoding: str | None = None) -> Iterator[IO[bytes]]:
-    """Open what is in a file.
+    """Open the decompressed content of a file.
 
     Args:
-        path: The file.
-        encoding: What its text is in; it is read as UTF-8 then. None: the bytes as they are.
+        path: File to open.
+        encoding: Encoding of its text, which is converted to UTF-8; None leaves the bytes unchanged.
 
     Raises:
-        InputError: Inside, for a file that cannot be read, is damaged, or is not in this encoding.
+        InputError: In the `with` block, if the file cannot be read, is damaged, or is not in this encoding.
     """
     with os_errors(f"{path} cannot be read"):
         try:
@@ -135,13 +138,21 @@ def opened(path: Path, encoding: str | None = None) -> Iterator[IO[bytes]]:
 
 
 def head(path: Path, size: int) -> bytes:
-    """The first bytes of what is in a file."""
+    """Return the first bytes of a file's decompressed content.
+
+    Args:
+        path: File to read.
+        size: Largest number of bytes to return.
+    """
     with opened(path) as file:
         return file.read(size)
 
 
 def wide_encoding(start: bytes) -> str | None:
-    """The encoding of text that begins so, where it is UTF-16 or UTF-32: its marks or its many zeros tell."""
+    """Return the encoding of text with this beginning if it is UTF-16 or UTF-32, else None.
+
+    It is recognised by its byte order mark or by its many zeros.
+    """
     for name, marks in _MARKS.items():
         if start.startswith(marks):
             return name
@@ -155,7 +166,14 @@ def wide_encoding(start: bytes) -> str | None:
 
 
 def size_of(path: Path, encoding: str | None = None) -> int:
-    """How many bytes are in a file: read through where it is compressed or in another encoding than UTF-8."""
+    """Return the number of bytes in a file's content, decompressed and as UTF-8.
+
+    A compressed file, or one in another encoding, is read to its end.
+
+    Args:
+        path: File to measure.
+        encoding: Encoding of its text; None for UTF-8, or for bytes.
+    """
     if encoding is None and not is_compressed(path):
         with os_errors(f"{path} cannot be read"):
             return path.stat().st_size
@@ -164,7 +182,15 @@ def size_of(path: Path, encoding: str | None = None) -> int:
 
 
 def lines_of(file: IO[bytes], path: Path) -> Iterator[tuple[int, bytes]]:
-    """The lines of a stream with their numbers, from 1. Raises InputError at one that is longer than `LONGEST`."""
+    """Yield (line number from 1, line) of a stream.
+
+    Args:
+        file: Stream to read.
+        path: File, for the message.
+
+    Raises:
+        InputError: A line is longer than `LONGEST`.
+    """
     for number, line in enumerate(iter(lambda: file.readline(LONGEST + 1), b""), 1):
         if len(line) > LONGEST:
             raise InputError(f"{path}, line {number} has more than {LONGEST >> 20} MiB; split it or remove it")
@@ -172,13 +198,24 @@ def lines_of(file: IO[bytes], path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def up_to(file: IO[bytes], count: int, size: int = CHUNK) -> Iterator[bytes]:
-    """Yield the next `count` bytes of a stream, or all that there are, in pieces of at most `size`."""
+    """Yield the next `count` bytes of a stream, or all that remain, in pieces.
+
+    Args:
+        file: Stream to read.
+        count: Number of bytes.
+        size: Largest number of bytes in a piece.
+    """
     while count and (piece := file.read(min(size, count))):
         yield piece
         count -= len(piece)
 
 
 def skip(file: IO[bytes], count: int) -> None:
-    """Go `count` bytes ahead in a stream that need not be able to seek."""
+    """Skip `count` bytes of a stream that need not be seekable.
+
+    Args:
+        file: Stream to read.
+        count: Number of bytes.
+    """
     for _ in up_to(file, count):
         pass

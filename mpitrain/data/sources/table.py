@@ -1,14 +1,14 @@
 """Tables, CSV or Parquet: columns as x (float32), one column as the label y; read in blocks, several times.
 
-    1  the label's kind      all whole numbers, or any text: classes, numbered in their order (by number, or by name)
-                             numbers, some with a point: float32 to predict
-    2  a survey of the columns, with --missing or --categories: which have gaps, which have texts
-    3  what fills the gaps, with --missing mean or median: from the rows that are not held out
-    4  mean and deviation of the columns of numbers, with --scale standard: from those rows too
-    5  the rows are written
+    1  the label's kind      integers or texts: classes, numbered in order (by number, or by name)
+                             numbers, some with a decimal point: float32 to predict
+    2  survey of columns     with --missing or --categories: which have missing values, which have texts
+    3  missing values        with --missing mean or median: computed from the rows that are not held out
+    4  mean and deviation    with --scale standard: of the columns of numbers, computed from those rows too
+    5  writing the rows
 
-Without these options a cell that is no number is refused; the survey then counts what is wrong, and says where.
-Several files are one table; each has the same columns.
+Without these options, a cell that is not a number is an error; the survey then counts such cells and reports the first.
+Several files form one table; all must have the same columns.
 """
 
 from __future__ import annotations
@@ -26,18 +26,26 @@ from mpitrain.data.sources import MOST_CLASSES, Columns, PrepareOptions, Source,
 from mpitrain.data.sources.table_files import Cell, Floats, TableFile, UnfitCell, is_missing, is_number, is_plain
 from mpitrain.errors import InputError
 
-MOST_CATEGORIES = 1024  # of a column: more are a name or a number of something
-_LARGE = 10  # numbers above it let a model that begins with small weights learn badly
+MOST_CATEGORIES = 1024  # in a column; more of them are probably names or numbers of things
+_LARGE = 10  # a model with small initial weights learns badly from larger numbers
 _AS_IT_IS = {"shift": 0.0, "scale": 1.0}
-_EMPTY = {"fill": None, "nonfinite": True, **_AS_IT_IS}  # what is missing becomes nan
-_MISTAKES = 0.1  # of a column's cells may be texts before the column is one of texts
+_EMPTY = {"fill": None, "nonfinite": True, **_AS_IT_IS}  # a missing value becomes nan
+_MISTAKES = 0.1  # largest fraction of texts in a column that still counts as one of numbers
 
 Labels = tuple[dict[str, int], tuple[str, ...] | None]  # number of each label and class names, or ({}, None)
 Kept = tuple[TableFile, Sequence[int], list[Sequence[Cell]], Sequence[Cell]]  # table, lines, columns' cells, labels
 
 
 def table_source(files: Sequence[Path], options: PrepareOptions) -> Source:
-    """Describe tables, each of whose rows is a sample."""
+    """Describe tables whose rows are the samples.
+
+    Args:
+        files: Tables, in order; all have the same columns.
+        options: Label, columns and their conversion.
+
+    Raises:
+        InputError: The tables do not fit the options.
+    """
     table = _TableReader(files, options)
     classes = table.classes
     x = FieldSpec(name="x", dtype="float32", shape=(table_files.width(table.specs),), given="float")
@@ -48,7 +56,7 @@ def table_source(files: Sequence[Path], options: PrepareOptions) -> Source:
 
 
 class _TableReader:
-    """Reads the chosen columns of tables, and learns what becomes of each."""
+    """Reader of the chosen columns of tables, which also decides how each column is converted."""
 
     def __init__(self, files: Sequence[Path], options: PrepareOptions) -> None:
         self._tables, self._options = [table_files.look(path) for path in files], options
@@ -58,8 +66,8 @@ class _TableReader:
                 raise InputError(f"{table.path} has other columns than {first.path}; prepare them apart")
         self._at = _column(first, options.label)
         self._like = None if options.like is None else manifest_of_table(options.like, options)
-        self._dropped, self._largest = 0, 0.0  # rows, and of all numbers without their sign
-        self._ragged: list[str] = []  # what is wrong with each row that was left out, in one pass
+        self._dropped, self._largest = 0, 0.0  # dropped rows, and the largest absolute value
+        self._ragged: list[str] = []  # the problem of each row skipped in this pass
         if self._like is not None:
             self.specs = list(self._like.columns or ())
             self._chosen = table_files.places(first, self.specs, "the data set of --like has")
@@ -74,7 +82,7 @@ class _TableReader:
             self._learn()
 
     def blocks(self, held_out: float) -> Iterator[tuple[str, Columns]]:
-        """Rows by split, as a `Source` gives them."""
+        """Yield (split, columns of the rows), as the `blocks` of a `Source`."""
         if self._options.missing in ("mean", "median"):
             self._fill(held_out)
         if self._options.scale:
@@ -87,14 +95,14 @@ class _TableReader:
         yield from partition(lambda _: self._rows(), None)(held_out)
 
     def notes(self) -> tuple[str, ...]:
-        """Sentences about the label, and columns of texts."""
+        """Return sentences about the label, and about columns of texts."""
         texts = [spec for spec in self.specs if spec.categories is not None]
         how = {True: "one number each, of which one is 1", False: "numbers from 0"}
         told = (f"column {s.name}: {len(s.categories or ())} texts as {how[s.onehot]}" for s in texts)
         return (f"label: column {self._tables[0].name(self._at)}", *told)
 
     def found(self) -> tuple[str, ...]:
-        """Sentences about what the rows have shown."""
+        """Return sentences about the rows that were read."""
         filled = [self.specs[number] for number in self._with_gaps if self.specs[number].fill is not None]
         told = [f"column {s.name}: missing values are {self._options.missing} {s.fill:g}" for s in filled]
         if self._options.missing == "drop":
@@ -122,11 +130,11 @@ class _TableReader:
         except UnfitCell as error:
             told = error.of(table, lines, specs)
             if self._like is None:
-                self._learn()  # which counts what is wrong, and raises that
+                self._learn()  # counts such cells, and raises the error
             raise told from None
 
     def _kept(self) -> Iterator[Kept]:
-        """The rows of all tables, without those that --missing drop leaves out."""
+        """Yield the rows of all tables, without those that --missing drop removes."""
         for table, lines, (labels, *columns) in self._blocks([self._at, *self._chosen]):
             kept = np.ones(len(lines), np.bool_)
             if self._options.missing == "drop":
@@ -149,9 +157,12 @@ class _TableReader:
     # -- the label
 
     def _look_at_labels(self) -> tuple[Labels, Any]:
-        """The labels; and whether a cell is none, which the words for missing are where labels are numbers."""
+        """Read all labels; return their numbers and class names, and a function that recognises a missing label.
+
+        If labels are numbers, words such as NA stand for a missing one; if they are texts, only an empty cell does.
+        """
         found: dict[str, None] = {}
-        words: dict[str, tuple[TableFile, int]] = {}  # that stand for missing values, and the first place of each
+        words: dict[str, tuple[TableFile, int]] = {}  # stand for missing values; first place of each
         empty, dropping = [], self._options.missing == "drop"
         for table, lines, (labels,) in self._blocks([self._at]):
             for line, given in zip(lines, labels, strict=True):
@@ -160,7 +171,7 @@ class _TableReader:
                     words.setdefault(cell, (table, line))
                 if not cell:
                     empty.append(table.place(line))
-                elif cell not in found and len(found) <= MOST_CLASSES:  # one more shows that there are too many
+                elif cell not in found and len(found) <= MOST_CLASSES:  # one above the limit suffices
                     found[cell] = None
         numbers = all(is_number(cell) for cell in found if not is_missing(cell))
         if numbers:
@@ -197,7 +208,7 @@ class _TableReader:
     # -- the columns
 
     def _learn(self) -> None:
-        """What becomes of each column, by what a survey of all rows shows."""
+        """Decide how each column is converted, from a survey of all rows."""
         seen = [_ColumnSurvey() for _ in self._chosen]
         for table, lines, columns, _ in self._kept():
             for column, cells in zip(seen, columns, strict=True):
@@ -233,7 +244,7 @@ class _TableReader:
         return InputError(f"{place}, column {spec.name}: {cell!r:.100} is not a number{holds}{others}; mend it, {mend}")
 
     def _fill(self, held_out: float) -> None:
-        """Have the mean or the median of each column with gaps fill them."""
+        """Set the mean or median of each column with missing values as their replacement."""
         numbers = self._with_gaps
         found = moments if self._options.missing == "mean" else medians
         counts, values, *_ = found(self._trained(numbers, _EMPTY, held_out), len(numbers))
@@ -247,7 +258,13 @@ class _TableReader:
         self.specs[number] = self.specs[number].model_copy(update=values)
 
     def _trained(self, numbers: Sequence[int], changed: dict[str, Any], held_out: float) -> Iterator[Floats]:
-        """Some columns of the rows that are not held out, in blocks. changed: of what becomes of them."""
+        """Yield some columns of the rows that are not held out, in blocks.
+
+        Args:
+            numbers: Numbers of the columns.
+            changed: Values that replace those of the columns' `ColumnSpec`.
+            held_out: Fraction of rows to hold out.
+        """
         specs, start = [self.specs[number].model_copy(update=changed) for number in numbers], 0
         for table, lines, columns, _ in self._kept() if numbers else ():
             x = self._encoded(specs, table, lines, [columns[number] for number in numbers])
@@ -257,11 +274,11 @@ class _TableReader:
 
 @dataclass
 class _ColumnSurvey:
-    """What a survey has seen of a column."""
+    """Counts of cells in one column, made by a survey."""
 
     cells: int = 0
     gaps: int = 0
-    odd: int = 0  # cells with something that is no number
+    odd: int = 0  # cells that are neither empty nor numbers
     first_gap: str = ""
     first_odd: tuple[str, Cell] = ("", None)
     names: set[str] = field(default_factory=set)
@@ -296,7 +313,7 @@ def _label(cell: Cell) -> str:
 
 
 def _column(table: TableFile, name: str | None) -> int:
-    """The column of this name or number; of none, the one called label, or else the last."""
+    """Return the column of a name or number; for None, the one called label, or else the last."""
     names = table.header or ()
     if name is None:
         return names.index("label") if "label" in names else table.columns - 1
@@ -309,7 +326,7 @@ def _column(table: TableFile, name: str | None) -> int:
 
 
 def _chosen(table: TableFile, at: int, options: PrepareOptions) -> list[int]:
-    """The columns of x, in the order of the table."""
+    """Return the columns of x, in the order of the table."""
     if options.columns is not None and options.drop is not None:
         raise InputError("--columns and --drop both choose columns; give one of them")
     named = {_column(table, name) for name in options.columns or options.drop or ()}
@@ -319,21 +336,24 @@ def _chosen(table: TableFile, at: int, options: PrepareOptions) -> list[int]:
     return chosen
 
 
-# -- Means, deviations and medians of columns, of blocks of rows in which some numbers are missing (nan)
+# -- Means, deviations and medians of columns, from blocks of rows in which some numbers are missing (nan)
 
 
 Doubles = npt.NDArray[np.float64]
 
 
 def moments(blocks: Iterable[Floats], columns: int) -> tuple[Doubles, Doubles, Doubles]:
-    """Count the numbers of each column, over all rows together, and take their mean and deviation, in float64.
+    """Compute the count, mean and deviation of each column over all rows, in float64.
 
-    Blocks are joined as in the pairwise algorithm of Chan, Golub and LeVeque 1983, "Algorithms for Computing the Sample
-    Variance": sums of squares would lose the deviation of columns whose mean is large beside it.
+    Blocks are combined by the pairwise algorithm of Chan, Golub and LeVeque 1983, "Algorithms for Computing the Sample
+    Variance"; sums of squares would lose the deviation of a column with a comparatively large mean.
 
     Args:
-        blocks: Each [rows, columns].
-        columns: How many there are.
+        blocks: Blocks of rows, each [rows, columns]; nan and infinite numbers are ignored.
+        columns: Number of columns.
+
+    Returns:
+        (counts, means, deviations), each float64 [columns].
     """
     count, mean, squares = np.zeros(columns), np.zeros(columns), np.zeros(columns)
     for block in blocks:
@@ -348,25 +368,35 @@ def moments(blocks: Iterable[Floats], columns: int) -> tuple[Doubles, Doubles, D
 
 
 def medians(blocks: Iterable[Floats], columns: int) -> tuple[Doubles, Doubles]:
-    """How many numbers each column has, and their median (0 where there are none). All are held in memory."""
+    """Compute the count and median of each column over all rows; the median is 0 for a count of 0.
+
+    All rows are in memory at once.
+
+    Args:
+        blocks: Blocks of rows, each [rows, columns]; nan and infinite numbers are ignored.
+        columns: Number of columns.
+
+    Returns:
+        (counts, medians), each float64 [columns].
+    """
     x = np.concatenate([np.zeros((0, columns), np.float32), *blocks])
     found = [column[np.isfinite(column)] for column in x.T]
     counts = np.array([len(column) for column in found], np.float64)
     return counts, np.array([np.median(column) if len(column) else 0.0 for column in found], np.float64)
 
 
-# -- Tables that are prepared like another one, whose data set says what becomes of each column and of the labels
+# -- Tables prepared like another one, whose data set defines the conversion of columns and labels
 
 
 def manifest_of_table(folder: Path, options: PrepareOptions) -> DatasetManifest:
-    """The manifest of the data set that tables are to be like.
+    """Return the manifest of the data set named by --like, whose conversion of columns is used.
 
     Args:
-        folder: The data set.
-        options: What else a person says, which must not say what becomes of columns.
+        folder: Folder of the data set.
+        options: Other options, which must not define the conversion of columns.
 
     Raises:
-        InputError: There is none, it was not made of a table, or other options say otherwise.
+        InputError: There is no such data set, it was not made of a table, or other options contradict it.
     """
     told = [name for name in ("columns", "drop", "categories", "scale") if getattr(options, name) is not None]
     told += ["missing"] if options.missing not in (None, "drop") else []

@@ -1,11 +1,11 @@
-"""Files of tables, read as blocks of columns: CSV and TSV, also compressed, and Parquet.
+"""Table files, read as blocks of columns: CSV and TSV, also compressed, and Parquet.
 
-A CSV file is separated by commas, semicolons or tabs, whichever the first line has most of. A header is optional: the
-first line is one where none of its cells is a number, or where it has text in a column of which the second line has a
-number. Cells of CSV are texts; those of Parquet are texts, numbers or None.
+The delimiter of a CSV file is the comma, semicolon or tab, whichever is most frequent in the first line. The first line
+is a header if none of its cells is a number, or if it has text in a column in which the second line has a number. Cells
+of CSV are texts; cells of Parquet are texts, numbers or None.
 
-Columns become numbers as they are or standardised, texts become classes, and gaps are filled. The manifest keeps how
-(`ColumnSpec`), so that other tables with the same columns give the same x:
+Columns of numbers are kept or standardised, texts become classes, and missing values are replaced. The manifest stores
+the conversion (`ColumnSpec`), so that other tables with the same columns give the same x:
 
     column       age      colour                     x, float32 of 4
     a row        31.5     green                      31.5  0 1 0      --categories onehot: blue, green, red
@@ -35,26 +35,26 @@ from mpitrain.errors import InputError
 
 Cell = str | float | None
 Ragged = Callable[[str], object]
-Blocks = Iterator[tuple[Sequence[int], list[Sequence[Cell]]]]  # the lines that rows stand in, cells of each column
-Unfit = Callable[[int, str], object]  # number of a row, and what is wrong with it
+Blocks = Iterator[tuple[Sequence[int], list[Sequence[Cell]]]]  # line numbers of rows, cells of each column
+Unfit = Callable[[int, str], object]  # number of a row, and its problem
 CSV, PARQUET = (".csv", ".tsv"), (".parquet",)
 LARGEST = float(np.finfo(np.float32).max)
 _MISSING = frozenset(("", "na", "n/a", "nan", "null", "none", "<na>"))
-_CELLS = 1 << 17  # of a block: as Python numbers they take 32 bytes each
+_CELLS = 1 << 17  # cells of a block; as Python numbers they take 32 bytes each
 _LONGEST_LINE = 16 << 20
 _TEXT_COLUMN = "text"
-_ARROW_TYPES = ("integer", "floating", "boolean", "null", "string", "large_string")  # of cells
+_ARROW_TYPES = ("integer", "floating", "boolean", "null", "string", "large_string")  # allowed for cells
 
 
 @dataclass(frozen=True)
 class TableFile:
-    """A file, learnt from its beginning.
+    """A table file, with properties found at its beginning.
 
     Attributes:
         path: The file.
-        header: The names of its columns, where it has them.
-        columns: How many columns it has.
-        delimiter: What separates them in a line; nothing in Parquet.
+        header: Names of the columns, if it has a header.
+        columns: Number of columns.
+        delimiter: Delimiter of cells in a line; empty for Parquet.
     """
 
     path: Path
@@ -63,20 +63,20 @@ class TableFile:
     delimiter: str
 
     def name(self, column: int) -> str:
-        """What a column is called: its name, or its number from 1."""
+        """Return the name of a column, or its number from 1 if it has none."""
         return self.header[column] if self.header else str(column + 1)
 
     def place(self, number: int) -> str:
-        """What messages call a row."""
+        """Return the name of a row in messages."""
         return f"{self.path}, {'line' if self.delimiter else 'row'} {number}"
 
     def blocks(self, chosen: Sequence[int], ragged: Ragged | None = None) -> Blocks:
-        """(the lines that rows stand in, the cells of each chosen column), again and again.
+        """Yield (line numbers of the rows, cells of each chosen column) of block after block.
 
         Args:
             chosen: Numbers of the columns.
-            ragged: Called for each row with another number of columns, between the blocks before and after it, with
-                what is wrong and where; the row is left out. None: such a row is refused.
+            ragged: Function called with the place and problem of each row with another number of columns, between the
+                blocks before and after it; the row is skipped. None: such a row raises InputError.
         """
         if not self.delimiter:
             yield from _groups(self.path, chosen)
@@ -104,7 +104,7 @@ def _part(rows: Sequence[tuple[int, list[str]]], chosen: Sequence[int]) -> tuple
 
 
 def _block(rows: Iterator[tuple[int, list[str]]], most: int) -> list[tuple[int, list[str]]]:
-    """The next rows: `most`, or fewer where their cells are long."""
+    """Return the next `most` rows, or fewer if their cells are long."""
     block, letters = [], 0
     for row in islice(rows, most):
         block.append(row)
@@ -115,7 +115,10 @@ def _block(rows: Iterator[tuple[int, list[str]]], most: int) -> list[tuple[int, 
 
 
 def is_table(path: Path) -> bool:
-    """Whether a file is a table: by its name, and one of Parquet that has a column of texts called text is not."""
+    """Return True if a file is a table, judged by its name.
+
+    A Parquet file with a column of texts called text is not a table.
+    """
     if plain_suffix(path) in CSV:
         return True
     if path.suffix.lower() not in PARQUET:
@@ -125,7 +128,15 @@ def is_table(path: Path) -> bool:
 
 
 def look(path: Path, *, least: int = 2) -> TableFile:
-    """Learn what columns a file has. least: how many there must be."""
+    """Find the columns of a file from its beginning.
+
+    Args:
+        path: Table file.
+        least: Smallest number of columns it must have.
+
+    Raises:
+        InputError: The file is empty, not readable, or has too few columns.
+    """
     if path.suffix.lower() in PARQUET:
         schema = parquet_schema(path)
         if len(schema.names) < least:
@@ -153,14 +164,14 @@ def look(path: Path, *, least: int = 2) -> TableFile:
 
 
 def is_missing(cell: Cell) -> bool:
-    """Whether a cell has no value: empty, null, or one of the words that stand for that, as NA and NaN."""
+    """Return True if a cell has no value: it is empty, null, or a word for a missing value, such as NA or NaN."""
     if isinstance(cell, str):
         return cell.strip().lower() in _MISSING
     return cell is None or math.isnan(cell)
 
 
 def value_of(cell: Cell) -> float | None:
-    """Return the number that a cell is; None where it is none."""
+    """Return the number in a cell; None if it contains none."""
     try:
         return None if cell is None else float(cell)
     except ValueError:
@@ -168,13 +179,13 @@ def value_of(cell: Cell) -> float | None:
 
 
 def is_number(cell: Cell) -> bool:
-    """Whether a cell is a number that float32 can hold (nan and inf are not either)."""
+    """Return True if a cell is a finite number within the range of float32."""
     return (value := value_of(cell)) is not None and abs(value) <= LARGEST
 
 
 def _lines(path: Path, delimiter: str, *, skip: bool) -> Iterator[tuple[int, list[str]]]:
-    """(line number, cells) of every line that is not blank; skip: but the first."""
-    row = 0  # characters of the lines of a row, which has several where a cell in quotes does
+    """Yield (line number, cells) of every line that is not blank; with `skip`, without the first."""
+    row = 0  # characters of a row, which has several lines if a quoted cell does
 
     def bounded(text: io.TextIOWrapper) -> Iterator[str]:
         nonlocal row
@@ -219,12 +230,18 @@ def _groups(path: Path, chosen: Sequence[int]) -> Blocks:
 
 
 def parquet_schema(path: Path) -> Any:
-    """Return the schema of a file of Parquet, as Arrow's."""
+    """Return the schema of a Parquet file, as an Arrow schema."""
     return _parquet(path).schema_arrow
 
 
 def parquet_columns(path: Path, names: Sequence[str], rows: int) -> Iterator[list[Any]]:
-    """Yield some columns of a file of Parquet, each a list of Python values, in blocks of at most so many rows."""
+    """Yield some columns of a Parquet file in blocks; each column is a list of Python values.
+
+    Args:
+        path: Parquet file.
+        names: Names of the columns.
+        rows: Largest number of rows in a block.
+    """
     with _arrow_errors(path, "damaged"):
         for batch in _parquet(path).iter_batches(rows, columns=list(names)):
             yield [batch.column(name).to_pylist() for name in names]
@@ -239,7 +256,7 @@ def _parquet(path: Path) -> Any:
 
 @contextmanager
 def _arrow_errors(path: Path, what: str) -> Iterator[None]:
-    """Turn what Arrow raises about the content of a file into an InputError of one line."""
+    """Turn Arrow's errors about the content of a file into an InputError of one line."""
     with os_errors(f"{path} cannot be read"):
         try:
             yield
@@ -256,23 +273,23 @@ Floats = npt.NDArray[np.float32]
 
 
 def width(specs: Sequence[ColumnSpec]) -> int:
-    """How many numbers a row of x has."""
+    """Return the count of numbers in a row of x."""
     return sum(spec.width for spec in specs)
 
 
 def encoded(specs: Sequence[ColumnSpec], columns: Sequence[Sequence[Cell]]) -> Floats:
-    """The rows of x.
+    """Convert cells to rows of x.
 
     Args:
-        specs: What becomes of each column.
-        columns: The cells of each column, n of them.
+        specs: Conversion of each column.
+        columns: Cells of each column, one for each of the n rows.
 
     Returns:
         float32 [n, width].
 
     Raises:
-        UnfitCell: A cell is no number where one is wanted, is missing with nothing to fill it with, or is a text that
-            the column has not had.
+        UnfitCell: A cell is not a number, is missing without a replacement, or is a text that is not among the column's
+            categories.
     """
     x = np.zeros((len(columns[0]), width(specs)), np.float32)
     at = 0
@@ -295,16 +312,16 @@ def encoded(specs: Sequence[ColumnSpec], columns: Sequence[Sequence[Cell]]) -> F
 
 
 def rows_of_table(path: Path, specs: Sequence[ColumnSpec], unfit: Unfit | None = None) -> Iterator[Floats]:
-    """x of a table's rows, in blocks, by what a data set keeps of its columns; other columns are passed over.
+    """Yield rows of x of a table, in blocks, converted as in a data set; columns that the data set lacks are ignored.
 
     Args:
-        path: A file such as `prepare` takes.
-        specs: `columns` of a data set's manifest.
-        unfit: Told of each row with a cell that does not fit, or with another number of columns, in order: its number
-            from 0, and what is wrong where; it is then left out.
+        path: Table file, as for `prepare`.
+        specs: `columns` of the data set's manifest.
+        unfit: Function called for each row with an unfit cell or another number of columns, in order, with the number
+            of the row from 0 and the problem; the row is skipped.
 
     Raises:
-        InputError: A column is missing, or, without `unfit`, a row does not fit.
+        InputError: A column is missing; or a row does not fit, and `unfit` is None.
     """
     table = look(path, least=1)
     for first, lines, columns in _numbered(table, places(table, specs, "the model was trained with"), unfit):
@@ -320,7 +337,7 @@ def rows_of_table(path: Path, specs: Sequence[ColumnSpec], unfit: Unfit | None =
 def _numbered(
     table: TableFile, chosen: Sequence[int], unfit: Unfit | None
 ) -> Iterator[tuple[int, Sequence[int], list[Sequence[Cell]]]]:
-    """Yield blocks of a table, each with the number of its first row, from 0; those of other columns go to `unfit`."""
+    """Yield blocks of a table with the number of their first row, from 0; rows with other columns go to `unfit`."""
     first = 0
 
     def ragged(told: str) -> None:
@@ -335,12 +352,12 @@ def _numbered(
 
 
 def cells_of_table(path: Path, names: Sequence[str], without: Container[int]) -> dict[str, list[Cell]]:
-    """Return columns of a table as they are, by name.
+    """Return the unconverted cells of some columns of a table, by the name of the column.
 
     Args:
-        path: The table.
+        path: Table file.
         names: Names or numbers of the columns.
-        without: Numbers, from 0, of the rows that are left out.
+        without: Numbers of the rows to skip, from 0.
 
     Raises:
         InputError: There is no such column.
@@ -357,7 +374,7 @@ def cells_of_table(path: Path, names: Sequence[str], without: Container[int]) ->
 def _fitting(
     specs: Sequence[ColumnSpec], columns: Sequence[Sequence[Cell]], rows: range
 ) -> Iterator[Floats | UnfitCell]:
-    """x of some rows, in pieces around those that do not fit, of which there is what is wrong."""
+    """Yield x of the rows that fit, in pieces, and the error of each row that does not, in order."""
     try:
         yield encoded(specs, [cells[rows.start : rows.stop] for cells in columns])
     except UnfitCell as error:
@@ -370,12 +387,12 @@ def _fitting(
 
 
 def places(table: TableFile, specs: Sequence[ColumnSpec], why: str) -> list[int]:
-    """The numbers of a table's columns that have the names of others, in their order.
+    """Return the numbers of a table's columns that have the names of `specs`, in their order.
 
     Args:
-        table: The table.
-        specs: The other columns.
-        why: What has to do with them, for the message.
+        table: Table to search.
+        specs: Columns to find.
+        why: Origin of these columns, for the message.
 
     Raises:
         InputError: A column is missing.
@@ -388,12 +405,12 @@ def places(table: TableFile, specs: Sequence[ColumnSpec], why: str) -> list[int]
 
 
 class UnfitCell(ValueError):
-    """A cell that cannot become a number of x.
+    """A cell that cannot be converted to a number of x.
 
     Attributes:
-        column: The number of its column.
-        row: The number of its row in the block.
-        what: What is wrong with it.
+        column: Number of its column.
+        row: Number of its row in the block.
+        what: The problem.
     """
 
     def __init__(self, column: int, row: int, what: str) -> None:
@@ -401,11 +418,23 @@ class UnfitCell(ValueError):
         self.column, self.row, self.what = column, row, what
 
     def told(self, table: TableFile, lines: Sequence[int], specs: Sequence[ColumnSpec]) -> str:
-        """What is wrong, and where. lines: those of the block's rows."""
+        """Return the problem and its place.
+
+        Args:
+            table: Table of the cell.
+            lines: Line numbers of the rows of the block.
+            specs: Conversion of the columns, with their names.
+        """
         return f"{table.place(lines[self.row])}, column {specs[self.column].name}: {self.what}"
 
     def of(self, table: TableFile, lines: Sequence[int], specs: Sequence[ColumnSpec]) -> InputError:
-        """The error that names the place."""
+        """Return an InputError that names the place.
+
+        Args:
+            table: Table of the cell.
+            lines: Line numbers of the rows of the block.
+            specs: Conversion of the columns, with their names.
+        """
         return InputError(f"{self.told(table, lines, specs)}; mend it")
 
 
@@ -429,14 +458,14 @@ def _numbers(spec: ColumnSpec, cells: Sequence[Cell], column: int) -> npt.NDArra
 
 
 def category(cell: Cell) -> str:
-    """What a cell is called as a class; a missing one is "", a class of its own."""
+    """Return the category of a cell; a missing cell has the category ""."""
     if is_missing(cell):
         return ""
     return cell.strip() if isinstance(cell, str) else str(cell)
 
 
 def is_plain(cells: Sequence[Cell]) -> bool:
-    """Whether all cells are numbers that float32 can hold: told fast, for they mostly are."""
+    """Return True if all cells are numbers within the range of float32, which is the usual case and tested fast."""
     try:
         values = np.array(list(map(float, cells)), np.float64)  # type: ignore[arg-type]
     except (TypeError, ValueError):

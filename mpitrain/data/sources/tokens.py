@@ -1,19 +1,19 @@
-"""Tokens that another tool has made already: flat files of numbers, and Megatron's pairs of .idx and .bin.
+"""Tokens made by another tool: flat files of numbers, and pairs of .idx and .bin from Megatron-LM.
 
     train.bin, val.bin     numbers of uint16 or uint32, one after the other, as nanoGPT writes them; also compressed
-    tokens.npy             one dimension of whole numbers
+    tokens.npy             a one-dimensional array of integers
     data.idx + data.bin    documents of Megatron-LM
 
-Flat files follow each other in the order given; held out is the end of all, or the files named val..., where others
-are named train.... Held out of Megatron's files are documents spread evenly over them.
+Flat files are read in the order given. The end of all of them is held out; or, if some files are named train..., those
+that are named val.... In Megatron's files, documents are held out that are spread evenly over them.
 
-In Megatron-LM's indexed data sets NAME.idx says where the documents of NAME.bin lie.
+In Megatron-LM's indexed data sets, NAME.idx lists the places of the documents in NAME.bin.
 
     NAME.idx   MMIDIDX 00 00 | version 1, uint64 | dtype, uint8 | sequences, uint64 | borders, uint64
                lengths int32 [sequences] | offsets in NAME.bin int64 [sequences] | first sequences int64 [borders]
     NAME.bin   the tokens of the sequences
 
-A document is the sequences from one of the borders to the next, so there is one border more than documents.
+A document consists of the sequences from one border to the next, so there is one border more than documents.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from mpitrain.errors import InputError
 
 Tokens = np.ndarray[Any, Any]
 _LARGEST = 1 << 32
-_LABELS = ("x", "y", "x_train", "y_train", "x_test", "y_test")  # names of arrays, as of `arrays`
+_LABELS = ("x", "y", "x_train", "y_train", "x_test", "y_test")  # names of arrays that `arrays` reads
 
 
 def is_tokens(path: Path) -> bool:
-    """Whether a file is named .bin, is an index of Megatron's, or an array of one dimension of whole numbers."""
+    """Return True if a file is named .bin, is an index of Megatron-LM, or is a one-dimensional array of integers."""
     suffix = plain_suffix(path)
     if suffix == ".npy" and plain_stem(path) not in _LABELS:
         try:
             shape, dtype = _header(path)
         except InputError:
-            return False  # `arrays` says what is wrong
+            return False  # `arrays` reports the problem
         return len(shape) == 1 and dtype.kind in "iu"
     return suffix == ".bin" or (suffix == ".idx" and is_index(path))
 
@@ -56,8 +56,12 @@ def is_tokens(path: Path) -> bool:
 def tokens_source(files: Sequence[Path], options: PrepareOptions) -> Source:
     """Describe files of tokens, in order.
 
+    Args:
+        files: Flat files, or pairs of index and data.
+        options: Tokenizer or vocabulary, end token and dtype.
+
     Raises:
-        InputError: Sizes and types do not fit, or the tokenizer cannot be read.
+        InputError: Sizes or dtypes do not fit, or the tokenizer cannot be read.
     """
     pairs, flats = pairs_of(files)
     if pairs and flats:
@@ -82,7 +86,7 @@ def tokens_source(files: Sequence[Path], options: PrepareOptions) -> Source:
 
 
 def _facts(options: PrepareOptions) -> tuple[int | None, int | None]:
-    """The size of the vocabulary and the token after a document, where they are known."""
+    """Return the size of the vocabulary and the end token, each None if unknown."""
     vocabulary, named = options.vocabulary, options.end_token
     end = int(named) if named is not None and named.isdecimal() else None
     if options.tokenizer is not None:
@@ -106,7 +110,7 @@ def _check(tokens: Tokens, most: int, path: Path, start: int) -> None:
 
 
 def _form(path: Path, given: str | None) -> tuple[np.dtype[Any], int]:
-    """Return the dtype of the tokens in a flat file, and how many there are."""
+    """Return the dtype and the number of the tokens in a flat file."""
     if plain_suffix(path) == ".npy":
         shape, dtype = _header(path)
         return dtype, shape[0]
@@ -119,7 +123,7 @@ def _form(path: Path, given: str | None) -> tuple[np.dtype[Any], int]:
 def _flat_blocks(
     files: Sequence[Path], forms: Sequence[tuple[np.dtype[Any], int]], held_out: float
 ) -> Iterator[tuple[str, Tokens, Path, int]]:
-    """(split, tokens, their file, the place of the first in it)."""
+    """Yield (split, tokens, their file, index of the first token in it)."""
     splits = splits_by_name(files)
     cut = round(sum(length for _, length in forms) * (1 - held_out))
     for path, (dtype, length) in zip(files, forms, strict=True):
@@ -157,7 +161,10 @@ def _header(path: Path) -> tuple[tuple[int, ...], np.dtype[Any]]:
 
 
 def _documents(pairs: Sequence[Pair], held_out: float, end: int | None) -> Iterator[tuple[str, Tokens, Path, int]]:
-    """As `_flat_blocks`: neighbouring documents of the same split together, each with its end."""
+    """Yield (split, tokens, their file, index of the first token in it) of documents, each with its end token.
+
+    Neighbouring documents of the same split are joined.
+    """
     splits = splits_by_name([pair.index for pair in pairs])
     number = 0
     for pair in pairs:
@@ -187,15 +194,15 @@ _LOOKED_AT = 1000  # documents whose last token is compared
 
 @dataclass(frozen=True, eq=False)
 class Pair:
-    """An index, and the tokens it is of.
+    """An index file and its file of tokens.
 
     Attributes:
-        index: The file of the index.
-        data: The file of the tokens.
-        dtype: Of the tokens.
-        lengths: How many tokens each sequence has.
-        offsets: Where each begins in `data`, in bytes.
-        borders: The first sequence of each document, and their number at the end.
+        index: Index file.
+        data: File of tokens.
+        dtype: Dtype of the tokens.
+        lengths: Number of tokens in each sequence.
+        offsets: Offset of each sequence in `data`, in bytes.
+        borders: First sequence of each document, then the number of sequences.
     """
 
     index: Path
@@ -207,11 +214,11 @@ class Pair:
 
     @property
     def documents(self) -> int:
-        """How many documents there are."""
+        """Number of documents."""
         return len(self.borders) - 1
 
     def read(self) -> Iterator[Tokens]:
-        """The tokens of each document. Reads forward where the offsets allow it."""
+        """Yield the tokens of each document. The file is read forward if the offsets allow it."""
         size = self.dtype.itemsize
         places = zip(self.offsets, self.lengths, strict=True)
         stretches = _stretches(self.data, ((int(offset), int(length) * size) for offset, length in places))
@@ -221,7 +228,7 @@ class Pair:
 
 
 def _stretches(path: Path, places: Iterable[tuple[int, int]]) -> Iterator[bytes]:
-    """Yield the bytes at each (offset, count) of a file; one that cannot seek is opened anew to go back."""
+    """Yield the bytes at each (offset, count) of a file; to go back in one that is not seekable, open it again."""
     with ExitStack() as stack:
         file, at = stack.enter_context(opened(path)), 0
         for offset, count in places:
@@ -240,13 +247,13 @@ def _stretches(path: Path, places: Iterable[tuple[int, int]]) -> Iterator[bytes]
 
 
 def is_index(path: Path) -> bool:
-    """Whether a file begins as an index of Megatron's does."""
+    """Return True if a file begins like an index of Megatron-LM."""
     with opened(path) as file:
         return file.read(len(_MAGIC)) == _MAGIC
 
 
 def pairs_of(files: Sequence[Path]) -> tuple[list[Pair], list[Path]]:
-    """The pairs that are among the files, one of which is enough to name both, and the other files."""
+    """Return the pairs among the files, for which one of the two is enough, and the other files."""
     indices: dict[Path, Path] = {}  # index: data
     others: list[Path] = []
     for path in files:
@@ -263,7 +270,7 @@ def pairs_of(files: Sequence[Path]) -> tuple[list[Pair], list[Path]]:
 
 
 def _sibling(path: Path, suffix: str, other: str) -> Path | None:
-    """The file of the same name with another suffix, compressed or not."""
+    """Return the file of the same name with another suffix, compressed or not."""
     if plain_suffix(path) != suffix:
         return None
     stem = path.with_suffix("") if path.suffix.lower() == suffix else path.with_suffix("").with_suffix("")
@@ -272,7 +279,11 @@ def _sibling(path: Path, suffix: str, other: str) -> Path | None:
 
 
 def common_end(pairs: Sequence[Pair]) -> int | None:
-    """The token that the first documents all end with; None where they do not, or there is one document."""
+    """Return the token at the end of each of the first documents.
+
+    Returns:
+        None if these tokens differ, or if there are fewer than two documents with tokens.
+    """
     found: set[int] = set()
     seen = 0
     for pair in pairs:
@@ -301,7 +312,7 @@ def _read_index(index: Path, data: Path) -> Pair:
     first = np.frombuffer(content, "<i8", borders, 12 * sequences)
     dtype = np.dtype(_DTYPES[code]).newbyteorder("<")
     ordered = borders > 1 and first[0] == 0 and first[-1] == sequences and bool((np.diff(first) >= 0).all())
-    last = size_of(data) - lengths.astype(np.int64) * dtype.itemsize  # where a sequence can begin; nothing overflows
+    last = size_of(data) - lengths.astype(np.int64) * dtype.itemsize  # last possible offset; nothing overflows
     if not ordered or (lengths < 0).any() or (offsets < 0).any() or (offsets > last).any():
         raise InputError(f"{index} and {data} do not belong together; restore both files")
     return Pair(index, data, dtype, lengths, offsets, first)

@@ -1,10 +1,9 @@
-"""The report of one or several runs: a page, pictures, and tables of what differs.
+"""Report of one or several runs: an HTML page, pictures, and tables of differences.
 
-reading          everything that a run folder tells, as plain values
-findings         times by part, stragglers, memory, bytes sent; long series made short
-compare          names of runs, differences of configurations, key figures side by side
-style, charts_*  charts, in altair
-page, png        one HTML file; one PNG file a chart
+reading          contents of a run folder as plain values
+findings         times by part, stragglers, memory, bytes sent; thinned series; comparison of several runs
+style, charts    charts in altair
+page             one HTML file; one PNG file per chart
 
-Reading and comparing need numpy and pydantic alone; charts need altair, PNG files vl-convert too.
+Reading and comparing need only numpy and pydantic; charts need altair, PNG files also vl-convert.
 """

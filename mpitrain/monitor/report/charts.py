@@ -1,4 +1,4 @@
-"""Charts of a run: what was learned and how fast; where the time of ranks goes, what they hold and send; its course."""
+"""Charts of a run: training and speed, time and memory of ranks, bytes sent, and the course of the run."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from mpitrain.monitor.report.reading import CATEGORIES, PARTS, Column, MeasuredR
 from mpitrain.monitor.report.style import Drawing, data, records
 from mpitrain.storage.text import counted, number_text, spoken
 
-NOISY = 300  # points, from where on a line of medians is drawn over the series itself
-SAVES = 30  # most saves that the chart of the loss marks
-HOVER = 300  # points of a series that answer to the pointer
-METRICS = 12  # charts of metrics at most
+NOISY = 300  # number of points above which a line of medians is drawn over the series
+SAVES = 30  # largest number of checkpoints that the loss chart marks
+HOVER = 300  # points of a series that have a tooltip
+METRICS = 12  # largest number of metric charts
 MARKS = {"start": "restart", "save": "checkpoint", "lost": "ranks lost", "stop": "stop", "end": "failure"}
 MARK_DASHES = {"restart": [1, 0], "checkpoint": [2, 4], "ranks lost": [7, 3], "stop": [4, 4], "failure": [9, 3, 2, 3]}
 
 
 @dataclass(frozen=True)
 class _Curve:
-    """A series over the steps. marked: its points are few, and each is shown. exact: it is not noisy."""
+    """Series over the steps. marked: show each of its few points. exact: the series is not noisy."""
 
     name: str
     columns: StepColumns
@@ -40,13 +40,13 @@ class _Curve:
         return records(**positions(self.columns, self.columns.step[at]), value=self.values[at], run=self.name)
 
     def medians(self) -> list[dict[str, Any]]:
-        """A line through a noisy series."""
+        """Return the rows of a line of medians through a noisy series."""
         step, value = trend(self.columns.step, self.values)
         return records(**positions(self.columns, step), value=value, run=self.name)
 
 
 def positions(columns: StepColumns, steps: Column) -> dict[str, Column]:
-    """Where steps lie on each x axis: their numbers, seconds of training, samples seen."""
+    """Return the positions of steps on each x axis: step number, seconds of training, samples seen."""
     return {
         "step": steps,
         "seconds": np.interp(steps, columns.step, np.cumsum(columns.seconds)),
@@ -61,18 +61,18 @@ def _lines(
     """Draw curves over each other.
 
     Args:
-        name, title, note, wide: As of `Drawing`.
-        curves: They.
-        y: The axis.
-        number: How d3 writes a value.
-        unit: What follows it where the pointer is.
-        extra: Charts under the curves.
-        missing: Why there are no curves, where that can be.
+        name, title, note, wide: Attributes of the `Drawing`.
+        curves: Curves to draw.
+        y: The y axis.
+        number: Format of a value for d3.
+        unit: Label of a value in the tooltip.
+        extra: Charts to draw below the curves.
+        missing: Note of the drawing if there are no curves.
     """
     if not curves:
         return Drawing(name, title, missing)
     names = [curve.name for curve in curves]
-    several = len({id(curve.columns) for curve in curves}) > 1  # of one run, dashes are for events
+    several = len({id(curve.columns) for curve in curves}) > 1  # for a single run, dashes mark events
     colour, dash = style.run_colour(names, "run" if several else "series"), style.run_dash(names)
     x = style.steps_axis()
     tooltip = [alt.Tooltip("run:N", title="series"), style.STEP, alt.Tooltip("value:Q", title=unit, format=number)]
@@ -80,14 +80,14 @@ def _lines(
     layers: list[alt.Chart] = list(extra)
     for place, curve in enumerate(curves):
         at = kept(curve.values)
-        if len(at) > NOISY and not curve.exact:  # pale, and with a colour of its own, so that the legend is not pale
+        if len(at) > NOISY and not curve.exact:  # faint, with a fixed colour, so that the legend is not faint
             faint = alt.Chart(data(curve.rows(at)))
             colours = style.RUN_COLOURS
             layers.append(faint.mark_line(style="faint", color=colours[place % len(colours)]).encode(x, y))
             whole.extend(curve.medians())
         else:
             whole.extend(curve.rows(at))
-        alone = len(at) == 1  # no line goes through one point
+        alone = len(at) == 1  # one point makes no line
         (marks if alone or (curve.marked and len(at) <= 60) else points).extend(curve.rows(kept(curve.values, HOVER)))
     layers.append(alt.Chart(data(whole)).mark_line(clip=True).encode(x, y, colour, *([dash] if several else [])))
     if marks:
@@ -100,9 +100,9 @@ def _lines(
 
 
 def _y(title: str, values: Sequence[Column], *, zero: bool = False, log_from: float = np.inf) -> alt.Y:
-    """The y axis of some series. log_from: the ratio of the largest to the median from which it is logarithmic."""
+    """Return a y axis for series, logarithmic if largest / median exceeds `log_from`."""
     everything = np.concatenate([np.empty(0), *(v[np.isfinite(v)] for v in values)])
-    if len(everything) and float(np.ptp(everything)) == 0.0 and not zero:  # an axis without extent has no numbers
+    if len(everything) and float(np.ptp(everything)) == 0.0 and not zero:  # an axis without extent has no labels
         middle = float(everything[0])
         around = [middle - 0.1 * abs(middle), middle + 0.1 * abs(middle)] if middle else [-1.0, 1.0]
         return alt.Y("value:Q", title=title, scale=alt.Scale(domain=around), stack=None)
@@ -113,7 +113,7 @@ def _y(title: str, values: Sequence[Column], *, zero: bool = False, log_from: fl
 
 
 def _of(runs: Sequence[Named], column: Callable[[StepColumns], Column], single: str, **kind: bool) -> list[_Curve]:
-    """Return a column of each run, where it has values. single: its name where there is one run."""
+    """Return a curve for each run that has values in a column; `single` is its name if there is one run."""
     return [
         _Curve(named.name if len(runs) > 1 else single, named.run.columns, values, **kind)
         for named in runs
@@ -122,7 +122,7 @@ def _of(runs: Sequence[Named], column: Callable[[StepColumns], Column], single: 
 
 
 def losses(runs: Sequence[Named]) -> list[Drawing]:
-    """The loss and the held-out loss: one chart for one run, two for several."""
+    """Return charts of the loss and the held-out loss: one chart for one run, two for several."""
     trained = _of(runs, lambda columns: columns.loss, "training")
     held_out = _of(runs, lambda columns: columns.held_out_loss, "held out", marked=True)
     why = "No step has a finite loss." if not trained else "Nothing was held out (data.held_out), or not evaluated yet."
@@ -145,7 +145,7 @@ def losses(runs: Sequence[Named]) -> list[Drawing]:
 
 
 def metrics(runs: Sequence[Named]) -> list[Drawing]:
-    """A chart of each metric of held-out samples, in the order in which the runs name them; none where none has any."""
+    """Return a chart for each held-out metric, in the order in which the runs name them."""
     measured = [(named, metric_columns(named.run)) for named in runs]
     drawings = []
     for name in list(dict.fromkeys(name for _, columns in measured for name in columns))[:METRICS]:
@@ -157,14 +157,14 @@ def metrics(runs: Sequence[Named]) -> list[Drawing]:
         ]
         label = told.replace("loss", loss_label(runs), 1) if told.startswith("loss of ") else f"{told} (no unit)"
         y, title = _y(label, [curve.values for curve in curves]), f"Held-out {told}"
-        place = re.sub(r"\W", "_", f"held_out_{name}")  # the name of its file: metrics are called as users like
+        place = re.sub(r"\W", "_", f"held_out_{name}")  # valid file name, because users choose the names of metrics
         note = f"The {told} of held-out samples at each evaluation."
         drawings.append(_lines(place, title, note, curves, y, ".4g", told))
     return drawings
 
 
 def event_rules(run: RunRecord) -> list[alt.Chart]:
-    """Thin upright lines where something happened to a run; none where nothing did."""
+    """Return a list with a layer of vertical lines at the events of a run; empty if there are no events."""
     found = []
     for moment in run.moments:
         kind = MARKS.get(moment.kind)
@@ -186,7 +186,7 @@ def event_rules(run: RunRecord) -> list[alt.Chart]:
 
 
 def learning_rate(runs: Sequence[Named]) -> Drawing:
-    """The learning rate."""
+    """Return a chart of the learning rate."""
     curves = _of(runs, lambda columns: columns.lr, "learning rate", exact=True)
     y = alt.Y("value:Q", title="learning rate (per step)", scale=alt.Scale(zero=True), axis=alt.Axis(format="~g"))
     note, missing = "What the optimizer multiplied its steps with.", "The metrics say no learning rate."
@@ -194,7 +194,7 @@ def learning_rate(runs: Sequence[Named]) -> Drawing:
 
 
 def gradient_norm(runs: Sequence[Named]) -> Drawing:
-    """The norm of the gradients."""
+    """Return a chart of the gradient norm."""
     curves = _of(runs, lambda columns: columns.grad_norm, "gradient norm")
     y = _y("L2 norm before clipping (no unit)", [c.values for c in curves], log_from=20)
     note = "The L2 norm of all gradients, before they were clipped."
@@ -203,7 +203,7 @@ def gradient_norm(runs: Sequence[Named]) -> Drawing:
 
 
 def throughput(runs: Sequence[Named]) -> Drawing:
-    """Tokens a second, or samples where they are not tokens."""
+    """Return a chart of tokens per second, or of samples per second if samples are not tokens."""
     unit = "tokens" if any(named.run.columns.tokens.any() for named in runs) else "samples"
     curves = _of(runs, lambda columns: getattr(columns, unit) / columns.seconds, f"{unit}/s")
     y = alt.Y("value:Q", title=f"throughput ({unit}/s)", scale=alt.Scale(zero=True), axis=alt.Axis(format="~s"))
@@ -214,7 +214,7 @@ def throughput(runs: Sequence[Named]) -> Drawing:
 
 
 def step_time(runs: Sequence[Named]) -> Drawing:
-    """Seconds of each step."""
+    """Return a chart of the seconds of each step."""
     size, unit = _unit(runs)
     curves = _of(runs, lambda columns: columns.seconds / size, "step time")
     y = _y(f"step time ({unit})", [c.values for c in curves], zero=True, log_from=8)
@@ -223,12 +223,12 @@ def step_time(runs: Sequence[Named]) -> Drawing:
 
 
 def _unit(runs: Sequence[Named]) -> tuple[float, str]:
-    """Return the seconds of a unit that suits the runs' steps, and its name."""
+    """Return the size in seconds and the name of a suitable unit for the runs' step times."""
     return style.time_unit(max(float(np.median(named.run.columns.seconds)) for named in runs))
 
 
 def step_histogram(runs: Sequence[Named]) -> Drawing:
-    """Return a drawing of the histogram of step times."""
+    """Return a histogram of step times."""
     size, unit = _unit(runs)
     title, above, names = "Distribution of step times", 0, [named.name for named in runs]
     rows: list[dict[str, Any]] = []
@@ -251,7 +251,7 @@ def step_histogram(runs: Sequence[Named]) -> Drawing:
         outline = alt.Chart(data(rows)).mark_line(interpolate="step-after")
         layers.append(outline.encode(alt.X("low:Q"), y, colour, style.run_dash(names)))
     else:
-        # the median, and what one step of ten and one of a hundred exceed, as upright lines
+        # vertical lines at the median, the 90th and the 99th percentile
         found = percentiles(everything[0])
         rules = [{"low": found[p], "percentile": f"p{p}"} for p in (50, 90, 99)]
         dashes = style.dashes("percentile", "percentile", {"p50": [1, 0], "p90": [6, 3], "p99": [2, 3]}, "@muted")
@@ -263,11 +263,11 @@ def step_histogram(runs: Sequence[Named]) -> Drawing:
     return Drawing("step_histogram", title, note, style.framed(alt.layer(*layers), title), wide=False)
 
 
-# -- of ranks: where their time goes, what they hold in memory and send; and of the run's course on the clock
+# -- time, memory and bytes sent of ranks, and the course of the run
 
 
 NO_RANKS = "Ranks wrote no measurements (RUN/ranks): jobs killed in their first step, or of older versions, have none."
-POINTS = 120  # of each rank over time
+POINTS = 120  # points of each rank over time
 MOST_FACETS = 8
 _ABOVE = alt.Header(labelOrient="top", labelAnchor="start", labelPadding=4)
 _BY_PART = "part", "part of a step", style.PART_COLOURS
@@ -276,7 +276,7 @@ _BY_TIER = "tier", "to ranks", {"inside a node": "@sky", "between nodes": "@red"
 
 
 def part_bars(runs: Sequence[Named]) -> Drawing:
-    """Seconds a step by part: a bar for each rank of one run, or for the median rank of each of several."""
+    """Return bars of seconds per step by part, for each rank of one run or the median rank of each of several."""
     title = f"Time of a step by part, {'by rank' if len(runs) == 1 else 'median rank of each run'}"
     measured = [named for named in runs if named.run.ranks]
     if not measured:
@@ -302,13 +302,13 @@ def part_bars(runs: Sequence[Named]) -> Drawing:
 
 
 def median_rank(run: RunRecord) -> MeasuredRank:
-    """The rank that computes as long as half of them do."""
+    """Return the rank with the median compute time."""
     ranks = sorted(run.workers or run.ranks, key=findings.own_seconds)
     return ranks[(len(ranks) - 1) // 2]
 
 
 def parts_over_time(named: Named) -> Drawing:
-    """Seconds a step by part over the steps, of the median rank and of the slowest."""
+    """Return areas of seconds per step by part over the steps, for the median rank and the slowest."""
     title = "Time of a step by part, over the steps"
     run = named.run
     if not run.ranks:
@@ -342,7 +342,7 @@ def parts_over_time(named: Named) -> Drawing:
 
 
 def memory_bars(runs: Sequence[Named]) -> Drawing:
-    """Parameters, gradients and states by rank (of several runs: of the largest rank of each) beside the formula."""
+    """Return bars of parameters, gradients and states beside the formula, by rank, or for each run's largest rank."""
     title = "Parameters, gradients and optimizer states beside the formula"
     uses = [(named.name, findings.memory_use(named.run)) for named in runs]
     if not any(use for _, use in uses):
@@ -379,7 +379,7 @@ def _no_memory(runs: Sequence[Named]) -> str:
 
 
 def memory_categories(runs: Sequence[Named]) -> Drawing:
-    """All categories of the largest rank of each of several runs."""
+    """Return bars of all memory categories for the largest rank of each run."""
     title = "Memory by category, the largest rank" + (" of each run" if len(runs) > 1 else "")
     uses = [(n.name, max(of, key=lambda u: u.total)) for n in runs if (of := findings.memory_use(n.run))]
     if not uses:
@@ -393,7 +393,7 @@ def memory_categories(runs: Sequence[Named]) -> Drawing:
 
 
 def _categories(uses: Sequence[findings.MemoryUse]) -> tuple[tuple[str, ...], str]:
-    """The categories to show. What is other is left out, and told of, where all else would be thin beside it."""
+    """Return the categories to show, and a note if `other` is left out because it would dwarf all else."""
     held = tuple(category for category in CATEGORIES if any(use.held[category] for use in uses))
     if all(use.held["other"] <= 0.5 * use.total for use in uses):
         return held, ""
@@ -405,7 +405,7 @@ def _categories(uses: Sequence[findings.MemoryUse]) -> tuple[tuple[str, ...], st
 
 
 def memory_over_time(named: Named) -> Drawing:
-    """Bytes by category over the steps, a panel for each rank."""
+    """Return areas of bytes by category over the steps, in one panel per rank."""
     title, run = "Memory by category, over the steps", named.run
     uses = findings.memory_use(run)
     if not uses:
@@ -415,12 +415,12 @@ def memory_over_time(named: Named) -> Drawing:
     whole = max(max(u.total, u.resident, u.device) for u in uses)
     size, unit = style.byte_unit(max(sum(u.held[c] for c in categories) for u in uses) if left_out else whole)
     areas: list[dict[str, Any]] = []
-    # all panels have the same steps: where one lacks a step that another has, Vega-Lite would draw 0
+    # all panels need the same steps, because Vega-Lite draws 0 at a step that a panel lacks
     taken = [rank.step[-1:] for rank in shown]
     taken += [rank.step[np.isfinite([rank.memory[c] for c in CATEGORIES]).any(axis=0)] for rank in shown]
     steps = findings.thinned(np.unique(np.concatenate(taken)), POINTS)
     if len(steps) < 2:
-        return memory_categories([named])  # there is no area over one step
+        return memory_categories([named])  # one step makes no area
     where = positions(run.columns, steps)
     for rank in shown:
         panel = _panel(rank)
@@ -450,7 +450,7 @@ def _panel(rank: MeasuredRank) -> str:
 
 
 def _memory_panels(rows: list[dict[str, Any]], unit: str) -> Any:
-    """Areas by category under lines of the process and the device."""
+    """Return areas by category below lines of the whole process and the device."""
     tooltip = [style.STEP, alt.Tooltip("value:Q", title=unit, format=",.2f")]
     base = alt.Chart(data(rows))
     x, y = style.steps_axis(), f"memory ({unit})"
@@ -468,9 +468,9 @@ def _memory_panels(rows: list[dict[str, Any]], unit: str) -> Any:
     return alt.layer(*layers)
 
 
-MOST_MARKS = 200  # of a kind
+MOST_MARKS = 200  # of each kind of event
 MOST_STARTS = 40
-# of each event its shape, and how many pixels below the middle of the bar it is
+# shape of each event, and its distance in pixels below the middle of the bar
 MARK_SHAPES = {
     "checkpoint": ("triangle-up", -5), "evaluation": ("circle", 6), "ranks lost": ("cross", 0), "stop": ("square", 0),
 }  # fmt: skip
@@ -478,7 +478,7 @@ _KINDS = {"save": "checkpoint", "evaluate": "evaluation", "lost": "ranks lost", 
 
 
 def course(runs: Sequence[Named]) -> Drawing:
-    """Starts of a run as bars on the clock, with what happened in them; of several, each from its first start on."""
+    """Return the starts of a run as bars over time, with events; several runs are aligned at their first starts."""
     title = "Course of the run" if len(runs) == 1 else "Course of the runs"
     spans = [named.run.starts[-1].end - named.run.starts[0].begin for named in runs if named.run.starts]
     if not spans:
@@ -518,7 +518,7 @@ def course(runs: Sequence[Named]) -> Drawing:
 
 
 def _course_layers(bars: list[dict[str, Any]], marks: list[dict[str, Any]], x: alt.X) -> Any:
-    """Bars of starts under marks of events, each kind at its height."""
+    """Return bars of starts below marks of events, with each kind of event at its own height."""
     rows = list(dict.fromkeys(bar["row"] for bar in bars))
     y = alt.Y("row:N", title=None, sort=rows, axis=alt.Axis(labelLimit=260))
     tooltip = ["row:N", "outcome:N", "message:N", "ranks:Q", "steps:N", "took:N"]
@@ -538,12 +538,12 @@ def _course_layers(bars: list[dict[str, Any]], marks: list[dict[str, Any]], x: a
 
 
 def _at(seconds: float, size: float) -> float:
-    """Seconds in a unit; milliseconds, as the clock has them, are whole."""
+    """Return seconds in another unit, rounded for units below a second."""
     return round(seconds / size) if size < 1 else seconds / size
 
 
 def _told(moment: Moment) -> str:
-    """What an event says, in a few words."""
+    """Return a short text about an event."""
     told = moment.told
     number = {n: number_text(told.get(n), ",.3g", "unknown") for n in ("seconds", "loss", "recovered_s")}
     texts = {
@@ -555,14 +555,14 @@ def _told(moment: Moment) -> str:
     return texts[moment.kind]
 
 
-LITTLE = 0.01  # of the most, below which an operation has no bar
+LITTLE = 0.01  # share of the largest value below which an operation has no bar
 NO_ACCOUNT = "Ranks wrote no account of what they sent (RUN/ranks)."
 NOTHING = "No rank has sent anything to another."
 NO_FORMULA = "There is no formula for a single rank, nor for parallel.mode server and local."
 
 
 def bytes_by_operation(runs: Sequence[Named]) -> Drawing:
-    """Bytes a rank sends a step: by operation of one run, by run and axis of several."""
+    """Return bars of the bytes a rank sends per step, by operation and axis; several runs are shown separately."""
     title = "Bytes sent a step and rank, by operation"
     rows: list[dict[str, Any]] = [
         {"bar": (f"{n.name}: " if len(runs) > 1 else "") + f"{t.operation} along {t.axis}", "tier": tier,
@@ -583,7 +583,7 @@ def bytes_by_operation(runs: Sequence[Named]) -> Drawing:
 
 
 def bytes_beside_formula(runs: Sequence[Named]) -> Drawing:
-    """Bytes a rank sends a step along each axis, beside those by formula."""
+    """Return bars of the bytes a rank sends per step along each axis, beside the bytes predicted by formula."""
     title = "Bytes sent a step and rank, beside the formula"
     rows: list[dict[str, Any]] = []
     for named in runs:

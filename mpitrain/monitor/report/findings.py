@@ -1,4 +1,4 @@
-"""Figures that follow from a run's files: time by part of a step, stragglers, memory, bytes sent; series made short."""
+"""Results derived from a run's files: times by part of a step, stragglers, memory, bytes sent, thinned series."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from mpitrain.monitor.report.reading import CATEGORIES, OWN, PARTS, Column, Meas
 from mpitrain.monitor.run_files import axis_of
 from mpitrain.storage.text import short, spoken
 
-LARGEST = 1e300  # of a metric that can be drawn
+LARGEST = 1e300  # largest metric that can be drawn
 PERCENTILES = (50, 90, 99, 100)
 
 
 def metric_columns(run: RunRecord) -> dict[str, Column]:
-    """Of each metric of held-out samples the values, one a step; NaN where it was not measured.
+    """Return the values of each held-out metric, one per step; NaN where it was not measured.
 
-    What was measured by a job that was killed, at steps that are not there any more or again, is left out.
+    Values measured by a killed job at steps that were later repeated or do not exist are left out.
     """
     steps, found = run.columns.step, dict[str, Column]()
     for moment in run.moments:
@@ -41,14 +41,14 @@ def metric_columns(run: RunRecord) -> dict[str, Column]:
 
 
 def kept(values: Column, most: int = 1500) -> NDArray[np.int64]:
-    """Which points to draw of a series: the smallest and the largest of each stretch, the first and the last.
+    """Return the points of a series to draw: smallest and largest of each stretch, and the first and the last.
 
     Args:
-        values: Shape (n,); NaN is no point.
-        most: About how many points to keep.
+        values: Values, shape (n,); NaN is no point.
+        most: Approximate number of points to keep.
 
     Returns:
-        Rising indices.
+        Rising indices into `values`.
     """
     (finite,) = np.nonzero(np.isfinite(values))
     if len(finite) <= most:
@@ -61,15 +61,15 @@ def kept(values: Column, most: int = 1500) -> NDArray[np.int64]:
 
 
 def trend(x: Column, values: Column, points: int = 120) -> tuple[Column, Column]:
-    """The median of each of so many stretches, at the middle of its x.
+    """Return the median of each of `points` stretches, at the median of its x values.
 
     Args:
-        x: Shape (n,).
-        values: Shape (n,); NaN is no point.
-        points: How many stretches.
+        x: Positions, shape (n,).
+        values: Values, shape (n,); NaN is no point.
+        points: Number of stretches.
 
     Returns:
-        Two columns of at most `points` values.
+        Positions and medians, at most `points` values each.
     """
     (finite,) = np.nonzero(np.isfinite(values))
     stretches = [s for s in np.array_split(finite, points) if len(s)]
@@ -78,15 +78,15 @@ def trend(x: Column, values: Column, points: int = 120) -> tuple[Column, Column]
 
 
 def histogram(values: Column, bins: int = 40, among: Sequence[Column] = ()) -> tuple[Column, Column, int]:
-    """How often which values came, up to the 99.5th percentile, or five times the median where that is less.
+    """Return a histogram of values up to the 99.5th percentile, or up to five times the median if that is less.
 
     Args:
-        values: Shape (n,), finite.
-        bins: At most so many.
-        among: All columns that are drawn beside each other, this one too: they get the same edges.
+        values: Finite values, shape (n,).
+        bins: Largest number of bins.
+        among: All columns drawn in the same chart, including this one, so that they get the same edges.
 
     Returns:
-        Shares of all values (bins,), edges (bins + 1,), and how many values lie above the last edge.
+        Shares of all values, shape (bins,); edges, shape (bins + 1,); and the number of values above the last edge.
     """
     columns = list(among) or [values]
     low = min(float(c.min()) for c in columns)
@@ -98,16 +98,16 @@ def histogram(values: Column, bins: int = 40, among: Sequence[Column] = ()) -> t
 
 
 def percentiles(values: Column) -> dict[int, float]:
-    """The values below which so many of a hundred lie; of 100 the largest."""
+    """Return the percentiles `PERCENTILES` of the values; the 100th is the largest value."""
     return {p: float(np.percentile(values, p)) for p in PERCENTILES}
 
 
 def chosen(values: Sequence[float], most: int = 16) -> list[int]:
-    """Which of many ranks to show: all of few; else that with the least, the median and the most.
+    """Return which ranks to show: all of them if there are few, else those with the least, median and largest value.
 
     Args:
-        values: Of each rank.
-        most: Up to so many all are shown.
+        values: One value per rank.
+        most: Largest number of ranks for which all are shown.
 
     Returns:
         Rising indices into `values`.
@@ -119,26 +119,32 @@ def chosen(values: Sequence[float], most: int = 16) -> list[int]:
 
 
 def last_finite(values: Column) -> float:
-    """Return the last value that is a number; NaN where none is."""
+    """Return the last finite value, or NaN if there is none."""
     finite = values[np.isfinite(values)]
     return float(finite[-1]) if len(finite) else math.nan
 
 
 def thinned(values: Column, most: int) -> Column:
-    """At most so many of some rising values, evenly, with the first and the last."""
+    """Return at most `most` of some rising values, evenly spaced, with the first and the last.
+
+    Args:
+        values: Rising values, shape (n,).
+        most: Largest number of values to return.
+    """
     return values[np.unique(np.linspace(0, len(values) - 1, min(len(values), most)).astype(int))]
 
 
 def means_between(rank: MeasuredRank, part: str, steps: Column) -> Column:
-    """Seconds a step of a part, from each of some steps (but the first, which ends what is before it) to the next.
+    """Return the seconds per step of a part, averaged between consecutive elements of `steps`.
 
     Args:
-        rank: What a rank measured.
-        part: Of a step.
-        steps: Rising, shape (n,); the ranks of a job have measured different groups of steps.
+        rank: Measurements of a rank.
+        part: Part of a step.
+        steps: Rising step numbers, shape (n,). The ranks of a job may have measured different groups of steps.
 
     Returns:
-        Shape (n,): the mean over the steps up to each.
+        Means over the steps after the previous element, up to and including this one, shape (n,). The first element
+        counts from the rank's first measured step.
     """
     begin = rank.step[0] - rank.steps[0]
     sums = np.append(0.0, np.cumsum(np.nan_to_num(rank.seconds[part])))
@@ -147,15 +153,15 @@ def means_between(rank: MeasuredRank, part: str, steps: Column) -> Column:
 
 
 def held_at(rank: MeasuredRank, category: str, steps: Column) -> Column:
-    """Bytes that a rank held at some steps: what it told last, or first of all.
+    """Return the bytes that a rank held at given steps, from its last measurement before each, or else its first.
 
     Args:
-        rank: What a rank measured.
-        category: Of memory.
-        steps: Rising, shape (n,).
+        rank: Measurements of a rank.
+        category: Category of memory.
+        steps: Rising step numbers, shape (n,).
 
     Returns:
-        Shape (n,); NaN where the rank told nothing.
+        Bytes, shape (n,); NaN if the rank has no measurement.
     """
     (told,) = np.nonzero(np.isfinite(rank.memory[category]))
     if not len(told):
@@ -163,20 +169,20 @@ def held_at(rank: MeasuredRank, category: str, steps: Column) -> Column:
     return rank.memory[category][told[np.maximum(np.searchsorted(rank.step[told], steps, side="right") - 1, 0)]]
 
 
-SLOWER = 1.1  # a rank that computes so many times as long as the median one is a straggler
-STATES = ("parameters", "gradients", "states")  # the categories that have a formula
+SLOWER = 1.1  # a rank whose compute time exceeds this multiple of the median is a straggler
+STATES = ("parameters", "gradients", "states")  # categories for which there is a formula
 
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """What a rank held at most, and what it should hold.
+    """Peak memory of a rank, and the memory predicted by formula.
 
     Attributes:
-        rank: The rank.
-        held: Bytes by category, where their sum was the largest.
-        expected: Bytes by category, by formula.
-        resident: Most bytes of the process in host memory.
-        device: Most bytes on its device; 0 without one.
+        rank: Measurements of the rank.
+        held: Bytes by category at the time when their sum was largest.
+        expected: Bytes by category, predicted by formula.
+        resident: Peak resident host memory of the process in bytes.
+        device: Peak memory on the device in bytes; 0 without a device.
     """
 
     rank: MeasuredRank
@@ -193,12 +199,12 @@ class MemoryUse:
 
 @dataclass(frozen=True)
 class SentRow:
-    """What one operation sends along one axis, a step and rank, as the mean over ranks.
+    """Traffic of one operation along one axis, per step and rank, as the mean over ranks.
 
     Attributes:
-        operation, axis, algorithm: Names of the operation, of its communicator, and of the algorithm.
-        calls: Calls of the operation.
-        inside, between: Bytes to ranks of the same node, and of others.
+        operation, axis, algorithm: Names of the operation, its communicator and its algorithm.
+        calls: Number of calls.
+        inside, between: Bytes to ranks of the same node, and of other nodes.
         most: Bytes of the rank that sends most.
     """
 
@@ -212,28 +218,28 @@ class SentRow:
 
 
 def parts_a_step(rank: MeasuredRank) -> dict[str, float]:
-    """Seconds a step by part, as the mean over the steps that a rank measured."""
+    """Return the seconds per step by part, as the mean over the steps that a rank measured."""
     steps = float(rank.steps.sum())
     return {part: float(np.nansum(rank.seconds[part])) / steps for part in PARTS}
 
 
 def own_seconds(rank: MeasuredRank) -> float:
-    """Seconds a step in which a rank waits for nobody: data, forward, backward, optimizer."""
+    """Return the seconds per step in which a rank does not wait for others: data, forward, backward, optimizer."""
     parts = parts_a_step(rank)
     return sum(parts[part] for part in OWN)
 
 
 def stage(rank: MeasuredRank) -> int:
-    """A rank's pipeline stage: ranks of different stages have different things to do."""
+    """Return the pipeline stage of a rank; ranks of different stages do different work."""
     header = rank.header
     return header.stage if header.stage is not None else ([*header.coordinates, 0, 0])[1]
 
 
 def stragglers(run: RunRecord) -> dict[int, str]:
-    """Ranks that compute longer than the median of those with the same part of the model, the slowest first.
+    """Return the ranks that compute longer than the median of their pipeline stage, the slowest first.
 
     Returns:
-        What there is to say, by the number of the rank.
+        Sentence about each straggler, by rank.
     """
     found: list[tuple[float, int, str]] = []
     for number in {stage(rank) for rank in run.workers}:
@@ -242,7 +248,7 @@ def stragglers(run: RunRecord) -> dict[int, str]:
             continue
         parts = [parts_a_step(rank) for rank in ranks]
         own = [sum(p[name] for name in OWN) for p in parts]
-        usual = median_low(own)  # of two ranks, one can be the straggler
+        usual = median_low(own)  # the lower median, so that one of two ranks can be a straggler
         typical = {name: median(p[name] for p in parts) for name in PARTS}
         for rank, mine, seconds in zip(ranks, parts, own, strict=True):
             if seconds > SLOWER * usual > 0:
@@ -260,7 +266,7 @@ def stragglers(run: RunRecord) -> dict[int, str]:
 
 
 def memory_use(run: RunRecord) -> list[MemoryUse]:
-    """What each rank of the last job held at most, of those that told."""
+    """Return the peak memory of each rank of the last job that measured it."""
     found = []
     for rank in run.ranks:
         table = np.array([np.nan_to_num(rank.memory[name]) for name in CATEGORIES])
@@ -275,7 +281,7 @@ def memory_use(run: RunRecord) -> list[MemoryUse]:
 
 
 def traffic(run: RunRecord) -> list[SentRow]:
-    """What each operation sends, the largest first."""
+    """Return the traffic of each operation, the largest first."""
     by_kind: dict[tuple[str, str, str], list[list[float]]] = {}
     for rank in run.ranks:
         steps = float(rank.steps.sum())
@@ -289,19 +295,27 @@ def traffic(run: RunRecord) -> list[SentRow]:
 
 
 def sent_along(run: RunRecord, axis: str) -> tuple[float, float]:
-    """Bytes a rank sends a step along an axis of the mesh, inside nodes and between them, as means over the ranks."""
+    """Return the bytes a rank sends per step along a mesh axis, as means over the ranks.
+
+    Args:
+        run: Contents of a run folder.
+        axis: Name of the axis.
+
+    Returns:
+        Bytes to ranks of the same node, and bytes to other nodes.
+    """
     rows = [row for row in traffic(run) if axis_of(row.axis) == axis]
     return sum(row.inside for row in rows), sum(row.between for row in rows)
 
 
 def expected_traffic(run: RunRecord) -> dict[str, float]:
-    """Bytes a rank sends a step by formula, by axis, as the mean over ranks."""
+    """Return the bytes a rank sends per step by axis, predicted by formula, as the mean over ranks."""
     axes = {axis for rank in run.ranks for axis in rank.header.expected_bytes}
     return {axis: sum(r.header.expected_bytes.get(axis, 0.0) for r in run.ranks) / len(run.ranks) for axis in axes}
 
 
 def findings(run: RunRecord) -> list[str]:
-    """What a person should know of a run, in sentences."""
+    """Return sentences about a run that its user should know."""
     return [*_course(run), *_times(run), *_memory(run), *_bytes(run)]
 
 
@@ -311,7 +325,7 @@ def _course(run: RunRecord) -> list[str]:
         if start.outcome in ("killed", "failed"):
             redone = f"; the next start went on from step {after.first_step:,}" if after is not None else ""
             message = f" ({start.message})" if start.outcome == "failed" and start.message else ""
-            # what a killed one did last may not have reached its files
+            # the last steps of a killed job may be missing from its files
             ended = "was killed, at step {} or later" if start.outcome == "killed" else "failed after step {}"
             told.append(f"Start {start.number} {ended.format(f'{start.last_step:,}')}{message}{redone}.")
     for moment in run.moments:
@@ -376,7 +390,7 @@ def _bytes(run: RunRecord) -> list[str]:
     return told
 
 
-# -- Several runs side by side: short names, what their configurations differ in, key figures with ratios
+# -- Comparison of several runs: short names, differences of their configurations, key figures with ratios
 
 
 LONGEST_NAME = 28  # characters
@@ -385,20 +399,20 @@ _MISSING, _NONE = "-", np.empty(0)
 
 @dataclass(frozen=True)
 class Named:
-    """A run and its name in charts and tables."""
+    """Run with its name in charts and tables."""
 
     name: str
     run: RunRecord
 
 
 def short_names(folders: Sequence[Path]) -> list[str]:
-    """A short name for each folder, no two the same.
+    """Return a unique short name for each folder.
 
     Args:
-        folders: Folders of runs.
+        folders: Paths of run folders.
 
     Returns:
-        The last part of each path; more of it where that does not tell them apart, and a number where nothing does.
+        Last part of each path, or more of it if that is not unique; a number is added if the paths are equal.
     """
     paths = [folder.resolve().parts for folder in folders]
     names: list[str] = []
@@ -411,13 +425,18 @@ def short_names(folders: Sequence[Path]) -> list[str]:
 
 
 def loss_label(runs: Sequence[Named]) -> str:
-    """Return "loss" with its unit, where all runs recorded the same one."""
+    """Return "loss" with its unit if all runs recorded the same unit."""
     units = {str(named.run.facts.get("loss_unit") or "") for named in runs}
     return f"loss ({units.pop() if len(units) == 1 and units != {''} else 'unit of the model'})"
 
 
 def flat(values: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """Nested settings as one table: {"train": {"steps": 10}} becomes {"train.steps": 10}."""
+    """Return nested settings as one table: {"train": {"steps": 10}} becomes {"train.steps": 10}.
+
+    Args:
+        values: Nested settings.
+        above: Prefix of the keys, which ends with a dot unless it is empty.
+    """
     found: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, Mapping) and value:
@@ -428,10 +447,10 @@ def flat(values: Mapping[str, Any], above: str = "") -> dict[str, Any]:
 
 
 def changed_settings(config: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """The settings of a run that are not at their defaults.
+    """Return the settings of a run that differ from their defaults.
 
     Returns:
-        The run's value and the default by section.key; of a setting that is known no more the default is None.
+        Value of the run and default, by section.key; the default of an unknown setting is None.
     """
     defaults = flat(Config().model_dump(mode="json"))
     return {
@@ -442,7 +461,7 @@ def changed_settings(config: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
 
 
 def differing_settings(runs: Sequence[Named]) -> list[list[str]]:
-    """Return the settings that are not the same in all runs, but for run.dir: section.key, then a text for each run."""
+    """Return the settings other than run.dir that differ between runs: section.key, then one text per run."""
     tables = [flat(named.run.config) for named in runs]
     names = [n for n in dict.fromkeys(name for table in tables for name in table) if n != "run.dir"]
     rows = [[name, *(spelled(table.get(name, _MISSING)) for table in tables)] for name in names]
@@ -450,7 +469,7 @@ def differing_settings(runs: Sequence[Named]) -> list[list[str]]:
 
 
 def spelled(value: Any) -> str:
-    """A setting as TOML writes it, nearly."""
+    """Return a setting approximately as TOML writes it."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, (list, tuple)):
@@ -459,10 +478,10 @@ def spelled(value: Any) -> str:
 
 
 def key_figures(runs: Sequence[Named]) -> list[list[str]]:
-    """Return a table of what runs are compared by: losses, metrics, speed, memory of the fullest rank, bytes sent.
+    """Return a table to compare runs by: losses, metrics, speed, memory of the rank that uses most, bytes sent.
 
     Returns:
-        Rows of a name, then each run's figure with its ratio to the first one's; none of what no run tells.
+        Rows of a name and each run's value with its ratio to the first run's; rows without any value are left out.
     """
     columns = [named.run.columns for named in runs]
     measured = [metric_columns(named.run) for named in runs]
@@ -494,14 +513,19 @@ def key_figures(runs: Sequence[Named]) -> list[list[str]]:
 
 
 def _beside(value: float, first: float, text: Callable[[float], str]) -> str:
-    """Return a figure as text, with its ratio to another one."""
+    """Return a value as text, with its ratio to `first`."""
     if not math.isfinite(value):
         return _MISSING
     return text(value) + (f" ({value / first:.2f}x)" if math.isfinite(first) and first else "")
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns of text, one under the other."""
+    """Return a text table with aligned columns.
+
+    Args:
+        header: Titles of the columns.
+        rows: Cells of each row, one per column.
+    """
     header, *rows = [[printable(cell) for cell in row] for row in (header, *rows)]
     widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
     padded = ([f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)] for row in (header, *rows))
@@ -509,7 +533,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def comparison(runs: Sequence[Named]) -> str:
-    """The text of several runs: what their configurations differ in, then their key figures, a column a run."""
+    """Return a text that compares runs: differences of their configurations, then key figures, one column per run."""
     names = [named.name for named in runs]
     different = differing_settings(runs)
     settings = table(["settings", *names], different) if different else "  their configurations are the same"

@@ -1,4 +1,4 @@
-"""The report as one HTML file that opens without a network: charts, tables, sentences. And its charts as PNG files."""
+"""Report as one HTML file that opens without a network, with charts, tables and sentences; its charts as PNG files."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from mpitrain.monitor.run_files import axis_of
 from mpitrain.storage.disk import reporting, write_whole
 from mpitrain.storage.text import counted, duration, seconds_text, short
 
-SCALE = 1.5  # pixels of a PNG file for one of a chart
-MARK = b'content="mpitrain.report"'  # by which a page is known as a report
+SCALE = 1.5  # pixels of a PNG file per pixel of a chart
+MARK = b'content="mpitrain.report"'  # text that identifies an HTML file as a report
 
 
 @dataclass(frozen=True)
 class PageSection:
-    """A part of the page. after: HTML below its charts."""
+    """Section of the page: a title, its charts, and HTML that follows the charts (`after`)."""
 
     title: str
     drawings: tuple[Drawing, ...]
@@ -39,10 +39,10 @@ class PageSection:
 
 
 def sections(runs: Sequence[Named]) -> list[PageSection]:
-    """What the page of some runs consists of, in order.
+    """Return the sections of the page in order.
 
     Args:
-        runs: One run, or several to lay over each other.
+        runs: One run, or several to show in the same charts.
     """
     single = len(runs) == 1
     memory = charts.memory_over_time(runs[0]) if single else charts.memory_categories(runs)
@@ -74,13 +74,10 @@ def sections(runs: Sequence[Named]) -> list[PageSection]:
 
 
 def page(runs: Sequence[Named]) -> str:
-    """The whole HTML file.
+    """Return the text of the whole HTML file, which loads nothing from other files or the network.
 
     Args:
-        runs: One run, or several to lay over each other.
-
-    Returns:
-        Its text, which loads nothing from anywhere.
+        runs: One run, or several to show in the same charts.
     """
     parts = sections(runs)
     specs = {d.name: style.spec_of(d.chart) for part in parts for d in part.drawings if d.chart is not None}
@@ -113,17 +110,17 @@ def page(runs: Sequence[Named]) -> str:
 
 
 def write_page(runs: Sequence[Named], path: Path) -> int:
-    """Write the page; an earlier one is written over, any other file is not.
+    """Write the page, replacing an earlier report but no other file.
 
     Args:
-        runs: One run, or several to lay over each other.
-        path: The file.
+        runs: One run, or several to show in the same charts.
+        path: Path of the HTML file.
 
     Returns:
-        Its bytes.
+        Size of the file in bytes.
 
     Raises:
-        InputError: It cannot be written, or is something else than a report.
+        InputError: The file cannot be written, or exists and is not a report.
     """
     text = page(runs).encode()
     with reporting(f"page {path} cannot be written", "choose another --out"):
@@ -138,11 +135,11 @@ def write_pictures(runs: Sequence[Named], folder: Path) -> list[Path]:
     """Write every chart of a report as a PNG file.
 
     Args:
-        runs: One run, or several to lay over each other.
-        folder: Where the files go, which is made if it is not there. Files of the same names are written again.
+        runs: One run, or several to show in the same charts.
+        folder: Folder of the files, which is created if necessary. Files of the same names are replaced.
 
     Returns:
-        The files' paths.
+        Paths of the files.
 
     Raises:
         InputError: A file cannot be written.
@@ -166,7 +163,7 @@ def write_pictures(runs: Sequence[Named], folder: Path) -> list[Path]:
 
 
 def _script_text(value: Any) -> str:
-    """JSON that may stand inside of a script element."""
+    """Return JSON that can be embedded in a script element."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
@@ -182,7 +179,7 @@ def _figure(drawing: Drawing) -> str:
 
 
 def _top(runs: Sequence[Named]) -> str:
-    """What stands above the charts: key figures and findings; of several runs their differences first."""
+    """Return the HTML above the charts: key figures and findings, and for several runs their differences first."""
     if len(runs) == 1:
         run = runs[0].run
         tiles = "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in _tiles(run))
@@ -242,7 +239,7 @@ def _traffic_table(named: Named, single: bool) -> str:
 
 
 def _facts(runs: Sequence[Named]) -> str:
-    """Machine, versions and configuration of each run."""
+    """Return the HTML with machine, versions and configuration of each run."""
     parts = []
     for named in runs:
         if len(runs) > 1:
@@ -289,7 +286,7 @@ _BEGINS_NUMBERS = {"", *"+-0123456789"}
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table; columns of numbers stand to the right."""
+    """Return an HTML table, with columns of numbers aligned to the right."""
     columns = list(zip(*rows, strict=True)) or [()] * len(header)
     numbers = [any(column) and all(text[:1] in _BEGINS_NUMBERS for text in column) for column in columns]
     kinds = [' class="number"' if each else "" for each in numbers]

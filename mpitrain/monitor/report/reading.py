@@ -1,4 +1,4 @@
-"""A run folder, read as plain values. Files that are not there are left out, for older runs have metrics alone."""
+"""Contents of a run folder as plain values. Only metrics are required, because older runs have no other files."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from mpitrain.storage.disk import reporting
 from mpitrain.storage.run_folder import CONFIG, RANKS, rank_paths
 
 Column = NDArray[np.float64]
-OWN = ("data", "forward", "backward", "optimizer")  # what a rank does by itself, waiting for nobody
+OWN = ("data", "forward", "backward", "optimizer")  # parts of a step in which a rank does not wait for others
 CATEGORIES = ("parameters", "gradients", "states", "activations", "buffers", "other")
 EVENTS = ("start", "save", "evaluate", "lost", "stop", "end")
 
 
 @dataclass(frozen=True)
 class StepColumns:
-    """The figures of all steps, one value a step; NaN where a step has none.
+    """Values of all steps, one array element per step; NaN where a step has no value.
 
     Attributes:
-        step: Numbers of the steps, rising.
-        loss: Mean over the global batch, in the unit that the start of the job names.
-        held_out_loss: Mean over the held-out samples, in the same unit.
-        lr: The learning rate.
-        grad_norm: Before clipping.
-        seconds: Of the step.
-        samples: Of the global batch.
-        tokens: Of the global batch; 0 where samples are not tokens.
-        world_size: Ranks.
-        time: At the end of the step, in unix seconds.
-        skipped: 1 where the step made no update.
+        step: Step numbers, rising.
+        loss: Mean loss over the global batch, in the unit that the start event names.
+        held_out_loss: Mean loss over the held-out samples, in the same unit.
+        lr: Learning rate.
+        grad_norm: L2 norm of the gradients before clipping.
+        seconds: Time of the step in seconds.
+        samples: Number of samples of the global batch.
+        tokens: Number of tokens of the global batch; 0 if samples are not tokens.
+        world_size: Number of ranks.
+        time: End of the step in unix seconds.
+        skipped: 1 if the step made no update, else 0.
     """
 
     step: Column
@@ -59,19 +59,19 @@ class StepColumns:
     skipped: Column
 
     def rate(self, amounts: Column) -> float:
-        """Return amounts a second of the time that the steps took."""
+        """Return the sum of `amounts` per second of step time."""
         return float(amounts.sum() / self.seconds.sum())
 
 
 @dataclass(frozen=True)
 class Moment:
-    """A line of events.jsonl.
+    """Event of a run, from a line of events.jsonl.
 
     Attributes:
-        time: In unix seconds.
-        kind: One of `EVENTS`.
-        step: Steps done.
-        told: What else the line says.
+        time: Time in unix seconds.
+        kind: Kind of event, one of `EVENTS`.
+        step: Number of steps done.
+        told: Further values of the line.
     """
 
     time: float
@@ -82,18 +82,18 @@ class Moment:
 
 @dataclass(frozen=True)
 class StartRecord:
-    """One job that worked in the folder.
+    """Record of one job that worked in the run folder.
 
     Attributes:
-        number: From 1.
-        begin: In unix seconds.
-        end: Likewise; for a job without an end the last time at which it gave a sign.
-        ranks: Of the job, as it began.
-        first_step: Steps done as it began.
-        last_step: Steps done as it ended, as far as known.
+        number: Number of the start, from 1.
+        begin: Begin in unix seconds.
+        end: End in unix seconds; for a job without an end event, the time of its last line in any file.
+        ranks: Number of ranks when the job began.
+        first_step: Steps done when the job began.
+        last_step: Steps done when the job ended, as far as known.
         outcome: done, stopped, failed, killed or running.
-        message: How it ended.
-        facts: The line of its start.
+        message: Message of the end event, or an explanation if there is none.
+        facts: Values of the start event.
     """
 
     number: int
@@ -109,17 +109,17 @@ class StartRecord:
 
 @dataclass(frozen=True)
 class MeasuredRank:
-    """What a rank measured in its last job, by groups of consecutive steps.
+    """Measurements of a rank in its last job, by groups of consecutive steps.
 
     Attributes:
-        rank: Its number.
-        header: Of that job.
-        step: The last step of each group.
-        steps: How many steps each group has.
-        seconds: Sums of each group by part of a step, see `PARTS`.
-        memory: Bytes by category at the end of each group, also host and device; NaN where not taken.
-        sent: Calls, bytes to its own node and bytes to others, by operation, axis and algorithm.
-        signs: Of each job that the rank took part in: when it began, when it last wrote (unix seconds), steps done.
+        rank: Number of the rank.
+        header: First line of that job in the rank's file.
+        step: Last step of each group.
+        steps: Number of steps in each group.
+        seconds: Sum over each group, by part of a step; see `PARTS`.
+        memory: Bytes at the end of each group, by category and for host and device; NaN if not measured.
+        sent: Calls, bytes to the same node and bytes to other nodes, by operation, axis and algorithm.
+        signs: For each job of the rank: begin and last line in unix seconds, and steps done.
     """
 
     rank: int
@@ -133,27 +133,27 @@ class MeasuredRank:
 
     @property
     def serves(self) -> bool:
-        """Whether it takes no steps itself, so that how long it takes is not to be compared with others."""
+        """True if the rank takes no steps itself, so that its times cannot be compared with those of other ranks."""
         return self.header.role == SERVER
 
     @property
     def name(self) -> str:
-        """What it is called."""
+        """Name of the rank in charts."""
         return rank_name(self.rank, self.header.role)
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """Everything that a run folder tells.
+    """Contents of a run folder.
 
     Attributes:
-        folder: The run folder.
-        columns: The figures of its steps.
-        moments: Its events; none of a run that wrote none.
-        starts: The jobs that worked in it, by the events.
-        ranks: What each rank of the last job measured.
-        config: Its resolved settings, nested; empty where they cannot be read.
-        facts: What the last start said of the machine, versions and the model.
+        folder: Path of the run folder.
+        columns: Values of the steps.
+        moments: Events; empty if the run wrote none.
+        starts: Jobs that worked in the folder, according to the events.
+        ranks: Measurements of each rank of the last job.
+        config: Resolved settings, nested; empty if they cannot be read.
+        facts: Machine, versions and model, from the last start event.
     """
 
     folder: Path
@@ -166,23 +166,23 @@ class RunRecord:
 
     @property
     def workers(self) -> tuple[MeasuredRank, ...]:
-        """The measured ranks that take steps."""
+        """Measured ranks that take steps."""
         return tuple(rank for rank in self.ranks if not rank.serves)
 
 
-MOST_ROWS = 300  # of a rank; further ones are summed up
+MOST_ROWS = 300  # largest number of groups of a rank; more rows are combined
 MEMORY = (*CATEGORIES, "host", "device")
 _RUNNING = 60.0  # seconds without a sign, after which a job without an end counts as killed
 
 
 def read_run(folder: Path) -> RunRecord:
-    """Everything that a run folder tells.
+    """Return the contents of a run folder.
 
     Args:
-        folder: The run folder.
+        folder: Path of the run folder.
 
     Raises:
-        InputError: No step of it is finished, or a file of it is damaged.
+        InputError: The run has no finished step, or a file is damaged.
     """
     columns = _read_columns(folder)
     events = (line for line in read_events(folder) if line["event"] in EVENTS)
@@ -199,7 +199,7 @@ def read_run(folder: Path) -> RunRecord:
 
 def _read_columns(folder: Path) -> StepColumns:
     names = ["step_s" if field.name == "seconds" else field.name for field in fields(StepColumns)]
-    values = array("d")  # a million steps are read, too
+    values = array("d")  # compact, because a run may have a million steps
     for line in step_lines(folder):
         found = [getattr(line, name) for name in names]
         values.extend(math.nan if value is None else float(value) for value in found)
@@ -218,14 +218,14 @@ def _read_ranks(folder: Path) -> tuple[MeasuredRank, ...]:
 
 
 def _read_rank(path: Path) -> MeasuredRank | None:
-    """Return what a rank measured in its last job that took a step; None for a rank that measured no step."""
+    """Return a rank's measurements in its last job that took a step; None if the rank measured no step."""
     jobs: list[tuple[RankStart, list[RankLine]]] = []
     for line in read_lines(path, "rank file", rank_line, lambda line: isinstance(line, RankStart)):
         if isinstance(line, RankStart):
             jobs.append((line, []))
         elif jobs:
             rows = jobs[-1][1]
-            while rows and rows[-1].step >= line.step:  # written again
+            while rows and rows[-1].step >= line.step:  # replaced by this line after a resume
                 rows.pop()
             rows.append(line)
     measured = [job for job in jobs if job[1]]
@@ -236,7 +236,7 @@ def _read_rank(path: Path) -> MeasuredRank | None:
 
 
 def _reduced(header: RankStart, rows: list[RankLine], signs: tuple[tuple[float, float, int], ...]) -> MeasuredRank:
-    """The rows as columns, at most `MOST_ROWS`: sums of seconds, the most of memory."""
+    """Return the rows as at most `MOST_ROWS` groups, each with summed seconds and the largest memory."""
     cuts = np.linspace(0, len(rows), min(len(rows), MOST_ROWS) + 1).astype(int)[:-1]
     steps = np.add.reduceat(np.array([row.steps for row in rows], dtype=np.float64), cuts)
     last = np.array([row.step for row in rows], dtype=np.float64)[np.append(cuts[1:], len(rows)) - 1]
@@ -256,14 +256,17 @@ def _reduced(header: RankStart, rows: list[RankLine], signs: tuple[tuple[float, 
 def _starts(
     moments: tuple[Moment, ...], columns: StepColumns, ranks: tuple[MeasuredRank, ...], now: float
 ) -> tuple[StartRecord, ...]:
-    """Jobs, from their starts and ends. One without an end was killed, unless it gave a sign just now."""
+    """Return the jobs of a run from their start and end events.
+
+    A job without an end event counts as running if it wrote a line within the last minute, and as killed otherwise.
+    """
     begins = [i for i, moment in enumerate(moments) if moment.kind == "start"]
     starts = []
     for number, (i, after) in enumerate(pairwise([*begins, len(moments)]), 1):
         begin, told = moments[i], moments[i + 1 : after]
         limit = moments[after].time if after < len(moments) else math.inf
         ends = [m for m in told if m.kind == "end"]
-        steps = (columns.time >= begin.time) & (columns.time <= limit)  # NaN is neither
+        steps = (columns.time >= begin.time) & (columns.time <= limit)  # NaN satisfies neither comparison
         signs = [begin.time, *(m.time for m in told), *columns.time[steps][-1:].tolist()]
         done = [begin.step, *(m.step for m in told), *columns.step[steps][-1:].astype(int).tolist()]
         for _, seen, step in (sign for rank in ranks for sign in rank.signs):

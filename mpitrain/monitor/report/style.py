@@ -1,6 +1,7 @@
-"""How charts look: the colours of Okabe and Ito for light and dark pages, and what all charts have in common.
+"""Appearance of charts: the colours of Okabe and Ito for light and dark pages, and elements shared by all charts.
 
-A chart names colours ("@blue"); the page and the PNG files put those of a theme in, so one chart serves both.
+A chart refers to colours by name ("@blue"). The page and the PNG files insert a theme's colours, so one chart serves
+both themes.
 
 Reference:
     Okabe and Ito (2002), Color Universal Design: https://jfly.uni-koeln.de/color/
@@ -36,23 +37,23 @@ MEMORY_COLOURS = {
     "parameters": "@blue", "gradients": "@orange", "states": "@green", "activations": "@purple", "buffers": "@sky",
     "other": "@grey",
 }  # fmt: skip
-FOREIGN = ("datasets", "domain", "title")  # of a chart: where names of runs and metrics stand, and never a colour
+FOREIGN = ("datasets", "domain", "title")  # keys of a chart with names of runs and metrics, which are never colours
 OUTCOME_COLOURS = {"done": "@green", "stopped": "@sky", "running": "@blue", "failed": "@red", "killed": "@purple"}
 STEP = alt.Tooltip("step:Q", format=",.0f")
-FIT = alt.AutoSizeParams(type="fit-x", contains="padding")  # the width of the page, the height of the chart
-WIDTH, HEIGHT = 760, 240  # pixels of a PNG file's chart, without its axes
+FIT = alt.AutoSizeParams(type="fit-x", contains="padding")  # width of the page, height of the chart
+WIDTH, HEIGHT = 760, 240  # pixels of a chart in a PNG file, without its axes
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """A chart with what is said beside it.
+    """Chart with its title and note.
 
     Attributes:
-        name: For its file and its place in the page.
-        title: Its headline.
-        note: How to read it; of a missing chart, why there is none.
-        chart: None where the run does not tell what it shows.
-        wide: Whether it takes the whole width of the page.
+        name: Name of its file and of its element in the page.
+        title: Headline.
+        note: Explanation of the chart, or the reason why there is no chart.
+        chart: Chart, or None if the run has no data for it.
+        wide: If true, the chart takes the whole width of the page.
     """
 
     name: str
@@ -63,7 +64,7 @@ class Drawing:
 
 
 def theme(colours: Mapping[str, str]) -> dict[str, Any]:
-    """The configuration of Vega-Lite for one set of colours."""
+    """Return the Vega-Lite configuration for a set of colours."""
     ink, muted, grid = colours["ink"], colours["muted"], colours["grid"]
     return {
         "background": colours["paper"],
@@ -89,7 +90,12 @@ def theme(colours: Mapping[str, str]) -> dict[str, Any]:
 
 
 def painted(node: Any, colours: Mapping[str, str]) -> Any:
-    """Return a chart, or a part of it, with the colours of a theme in the place of their names."""
+    """Return a chart, or a part of it, with names of colours replaced by the colours of a theme.
+
+    Args:
+        node: Chart as JSON, or a part of it.
+        colours: Hexadecimal colours by name.
+    """
     if isinstance(node, Mapping):
         return {key: painted(value, colours) if key not in FOREIGN else value for key, value in node.items()}
     if isinstance(node, str):
@@ -98,14 +104,14 @@ def painted(node: Any, colours: Mapping[str, str]) -> Any:
 
 
 def records(**columns: Any) -> list[dict[str, Any]]:
-    """Rows for a chart: columns of the same length; what stands alone is the same in each row. NaN becomes null."""
+    """Return rows for a chart from columns of equal length; a scalar is repeated in each row. NaN becomes null."""
     length = max(len(c) for c in columns.values() if isinstance(c, (np.ndarray, list)))
     whole = {n: c if isinstance(c, (np.ndarray, list)) else [c] * length for n, c in columns.items()}
     return [{n: _plain(c[i]) for n, c in whole.items()} for i in range(length)]
 
 
 def _plain(value: Any) -> Any:
-    """Six digits are enough to draw, and half as long to store."""
+    """Return a value for JSON, with floats rounded to six digits, which suffice to draw and take half the space."""
     if isinstance(value, (float, np.floating)):
         if not np.isfinite(value):
             return None
@@ -114,24 +120,24 @@ def _plain(value: Any) -> Any:
 
 
 def data(rows: Sequence[Mapping[str, Any]]) -> alt.InlineData:
-    """Rows of a chart, as JSON: altair would look at each of them several times. `spec_of` makes rows of it again."""
+    """Return the rows of a chart as a JSON string, which altair does not inspect; `spec_of` converts it back."""
     return alt.InlineData(values=json.dumps(list(rows), allow_nan=False), format=alt.JsonDataFormat(type="json"))
 
 
 def spec_of(chart: alt.TopLevelMixin) -> dict[str, Any]:
-    """A chart as Vega-Lite's JSON, with each set of rows once, without colours and without the address of a schema."""
+    """Return a chart as Vega-Lite JSON, with each data set once, without colours and without a schema address."""
     spec: dict[str, Any] = chart.to_dict()
     spec.pop("config", None)
     spec.pop("$schema", None)
     spec["datasets"] = {name: json.loads(text) for name, text in spec["datasets"].items()}
     for part in _objects(spec):
         if "name" in part.get("data", {}):
-            del part["data"]["format"]  # it was that of the text
+            del part["data"]["format"]  # the format of the JSON string
     return spec
 
 
 def _objects(node: Any) -> Iterator[dict[str, Any]]:
-    """Every object of a chart, without its rows."""
+    """Yield every object of a chart, except in its data sets."""
     if isinstance(node, list):
         for part in node:
             yield from _objects(part)
@@ -143,14 +149,27 @@ def _objects(node: Any) -> Iterator[dict[str, Any]]:
 
 
 def palette(field: str, title: str, colours: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) -> alt.Color:
-    """Return a colour for each value of a field, of those that the rows have, in the colours' order."""
+    """Return a colour for each value of a field that occurs in the rows, in the order of `colours`.
+
+    Args:
+        field: Name of the field.
+        title: Title of the legend.
+        colours: Colours by value of the field.
+        rows: Rows of the chart.
+    """
     present = {row[field] for row in rows}
     names = [name for name in colours if name in present]
     return alt.Color(f"{field}:N", title=title, scale=alt.Scale(domain=names, range=[colours[name] for name in names]))
 
 
 def framed(chart: alt.Chart | alt.LayerChart, title: str, height: int = HEIGHT) -> Any:
-    """Return a chart as wide as the page, of so many pixels' height, under its title."""
+    """Return a chart with a title that is as wide as the page.
+
+    Args:
+        chart: Chart to frame.
+        title: Headline.
+        height: Height in pixels.
+    """
     return chart.properties(title=title, width="container", autosize=FIT, height=height)
 
 
@@ -161,14 +180,14 @@ def bars(
     """Return stacked bars: the sum of the rows' `value` by `bar` (and `what`), in the order of the rows.
 
     Args:
-        rows: Of the chart.
+        rows: Rows of the chart.
         title: Headline of the chart.
         what: Title of the axis along the bars, with {} for the unit.
-        unit: Gives size and name of a unit that suits the longest bar.
+        unit: Function that returns size and name of a suitable unit for the longest bar.
         each: Height of a bar with the space around it, in pixels.
-        field, legend, colours: As of `palette`: the parts of a bar, in the colours' order.
-        tooltip: What else the pointer shows of a part.
-        channels: Further ones.
+        field, legend, colours: Field, title of the legend and colours of the parts of a bar; see `palette`.
+        tooltip: Further fields that the tooltip shows.
+        channels: Further encoding channels.
     """
     sums = Counter[Any]()
     for row in rows:
@@ -186,52 +205,64 @@ def bars(
 
 
 def run_colour(names: Sequence[str], title: str = "run") -> alt.Color:
-    """Return a colour for each run, with a legend where there are several."""
+    """Return a colour for each run, with a legend if there are several.
+
+    Args:
+        names: Names of the runs.
+        title: Title of the legend.
+    """
     return alt.Color("run:N", **_by_run(names, title, RUN_COLOURS))
 
 
 def run_dash(names: Sequence[str]) -> alt.StrokeDash:
-    """Return a dash pattern for each run, beside its colour."""
+    """Return a dash pattern for each run, in addition to its colour."""
     return alt.StrokeDash("run:N", **_by_run(names, "run", RUN_DASHES))
 
 
 def _by_run(names: Sequence[str], title: str, values: Sequence[Any]) -> dict[str, Any]:
     scale = alt.Scale(domain=list(names), range=[values[i % len(values)] for i in range(len(names))])
-    # long enough to show dashes, strong even where a line itself is faint
+    # long enough to show dashes, and opaque even if the line itself is faint
     legend = alt.Legend(symbolType="stroke", symbolStrokeWidth=2.5, symbolSize=400, symbolOpacity=1)
     return {"scale": scale, "title": title, "legend": legend if len(names) > 1 else None}
 
 
 def dashes(field: str, title: str, patterns: Mapping[str, Sequence[int]], ink: str) -> alt.StrokeDash:
-    """Return a dash pattern for each value of a field, with a legend in the colour `ink`."""
+    """Return a dash pattern for each value of a field, with a legend.
+
+    Args:
+        field: Name of the field.
+        title: Title of the legend.
+        patterns: Dash patterns by value of the field.
+        ink: Colour of the legend's symbols.
+    """
     legend = alt.Legend(symbolType="stroke", symbolSize=400, symbolStrokeColor=ink)
     scale = alt.Scale(domain=list(patterns), range=list(patterns.values()))
     return alt.StrokeDash(f"{field}:N", title=title, scale=scale, legend=legend)
 
 
 def zoom() -> alt.Parameter:
-    """Drag to move along x, Ctrl and the wheel to zoom, a double click to see everything again."""
+    """Return a selection that pans along x by dragging, zooms with Ctrl and the wheel, and resets by a double click."""
     return alt.selection_interval(bind="scales", encodings=["x"], zoom="wheel![event.ctrlKey || event.metaKey]")
 
 
 def steps_axis() -> alt.X:
-    """Steps along x; a page may put time or samples in their place."""
+    """Return an x axis of steps, which the page can change to time or samples."""
     return alt.X("step:Q", title="step", scale=alt.Scale(zero=False, nice=False), axis=alt.Axis(format=",.0f"))
 
 
 def byte_unit(most: float) -> tuple[float, str]:
-    """The bytes of a unit that suits, and its name."""
+    """Return the size in bytes and the name of a suitable unit."""
     units = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
     return next((unit for unit in units if most >= unit[0]), (1.0, "B"))
 
 
 def bytes_text(count: float) -> str:
-    """Bytes as people read them: 2.577 MB."""
+    """Return a number of bytes as readable text: 2.577 MB."""
     size, name = byte_unit(count)
     return f"{count / size:,.4g} {name}"
 
 
 def time_unit(most: float) -> tuple[float, str]:
-    """The seconds of a unit that suits a time, and its name."""
+    """Return the size in seconds and the name of a suitable unit of time."""
     units = ((7200.0, 3600.0, "h"), (300.0, 60.0, "min"), (1.0, 1.0, "s"))
     return next(((size, name) for least, size, name in units if most >= least), (1e-3, "ms"))

@@ -1,13 +1,13 @@
-"""From what each rank has recorded to one timeline of all ranks: clocks corrected, waits found, shares summed up.
+"""Merging of the ranks' recordings to one timeline: corrects clocks, finds waits and computes totals.
 
     merge(RUN/timeline/steps-A-B)  ->  trace.json (Chrome's trace event format), summary.json, timeline.png
 
-Needs neither MPI nor torch.
+This module needs neither MPI nor torch.
 
-The trace is in the Trace Event Format, which ui.perfetto.dev and chrome://tracing open. A process is a rank; its
-threads are main (steps, parts, modules), communication (one more where operations overlap), pipeline and, on an
-accelerator, host (when the host asked for what a module computes). All events with a duration are complete ones ("X");
-times are microseconds from the first event.
+The trace uses the Trace Event Format, which ui.perfetto.dev and chrome://tracing open. A process of the trace is a
+rank. Its threads are main (steps, parts, modules), communication (more than one if operations overlap), pipeline and,
+on an accelerator, host (the time at which the host launched a module's work). All events with a duration are complete
+events ("X"); times are microseconds since the first event.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from mpitrain.storage.run_folder import TIMELINE, rank_paths
 
 @dataclass(frozen=True)
 class Merged:
-    """What `merge` has made.
+    """Result of `merge`.
 
     Attributes:
         trace: Path of the trace.
-        summary: The content of summary.json.
-        picture: Path of the picture; None where it could not be drawn.
-        note: Why not.
+        summary: Content of summary.json.
+        picture: Path of the picture; None if it could not be drawn.
+        note: Reason why there is no picture, or "".
     """
 
     trace: Path
@@ -42,10 +42,10 @@ class Merged:
 
 
 def merge(folder: Path) -> Merged:
-    """Make one timeline of the files of all ranks.
+    """Merge the files of all ranks into one timeline.
 
     Args:
-        folder: RUN/timeline/steps-A-B.
+        folder: Path of RUN/timeline/steps-A-B.
 
     Raises:
         InputError: The folder has no such files, or the results cannot be written.
@@ -70,16 +70,18 @@ def merge(folder: Path) -> Merged:
 
 
 def recordings(run: Path) -> list[Path]:
-    """The folders with recorded steps of a run, or the one that is given itself."""
+    """Return the folders with recorded steps of a run, or `run` itself if it is such a folder."""
     if rank_paths(run, "json"):
         return [run]
     return sorted(path for path in (run / TIMELINE).glob("steps-*-*") if path.is_dir())
 
 
 def timelines(recorded: Sequence[dict[str, Any]]) -> list[RankTimeline]:
-    """The recordings of all ranks in seconds of rank 0's clock."""
+    """Return the recordings of all ranks, converted to seconds of rank 0's clock."""
     clocks = [corrected(each["offsets"]) for each in recorded]
-    arrivals: dict[tuple[str, int], tuple[float, int]] = {}  # of the last rank, and which one that is
+    arrivals: dict[
+        tuple[str, int], tuple[float, int]
+    ] = {}  # begin of the last rank's operation, and that rank, by key and sequence
     for each, clock in zip(recorded, clocks, strict=True):
         for row in each["communication"]:
             key, begin = (row[8], row[9]), clock(row[5])
@@ -89,7 +91,10 @@ def timelines(recorded: Sequence[dict[str, Any]]) -> list[RankTimeline]:
 
 
 def corrected(offsets: Sequence[Sequence[float]]) -> Callable[[float], float]:
-    """What turns a rank's time into rank 0's: by the two offsets, the line through both; by one, that one."""
+    """Return a function that converts a rank's time to rank 0's, by linear interpolation between its clock offsets.
+
+    The line passes through the first and the last offset; a single offset is constant.
+    """
     first, last = offsets[0], offsets[-1]
     apart = last[0] - first[0]
     slope = (last[1] - first[1]) / apart if apart > 0.0 else 0.0
@@ -117,7 +122,7 @@ def _timeline(
 
 
 def told(merged: Merged) -> list[str]:
-    """What a person is told of it, in lines."""
+    """Return lines of text about a merged timeline."""
     share = merged.summary["communication_under_backward_share"]
     seconds, servers = merged.summary["communication_s"], merged.summary["servers"]
     who = "all workers" if servers else "all ranks"
@@ -135,14 +140,14 @@ def told(merged: Merged) -> list[str]:
 
 
 Interval = tuple[float, float]
-_LATE = 0.05  # of the mean time of a step: who holds the others up for longer is a straggler
+_LATE = 0.05  # share of the time of the recorded steps; a rank for which the others wait longer is a straggler
 
 
 def summarize(ranks: Sequence[RankTimeline]) -> dict[str, Any]:
-    """The figures, as JSON can hold them. Times are in seconds, sizes in bytes.
+    """Return the totals of a timeline as a JSON object. Times are in seconds, sizes in bytes.
 
     Args:
-        ranks: In seconds of one clock.
+        ranks: Timelines of the ranks, in seconds of one clock.
     """
     world_size = ranks[0].recorded["world_size"]
     there = {timeline.rank for timeline in ranks}
@@ -180,10 +185,10 @@ def summarize(ranks: Sequence[RankTimeline]) -> dict[str, Any]:
 
 
 def hidden_under_backward(timeline: RankTimeline) -> float:
-    """Seconds of communication in the background that lay in backward and for which the main thread did not wait.
+    """Return the seconds of background communication during backward for which the main thread did not wait.
 
-    The main thread's waits in backward are known as a sum: what it did not spend in operations of its own there, it
-    spent waiting for those in the background.
+    The main thread's waits in backward are known only as a sum. The part of the sum that it did not spend in its own
+    operations was spent waiting for background operations.
     """
     backward = joined((s.begin, s.end) for s in timeline.spans if s.kind == "part" and s.name == "backward")
     aside = [(one.begin, one.end) for one in timeline.operations if one.background]
@@ -194,7 +199,7 @@ def hidden_under_backward(timeline: RankTimeline) -> float:
 
 
 def joined(intervals: Iterable[Interval]) -> list[Interval]:
-    """What some intervals cover together, in order and without overlaps."""
+    """Return the union of intervals, in order and without overlaps."""
     found: list[Interval] = []
     for begin, end in sorted(intervals):
         if found and begin <= found[-1][1]:
@@ -205,12 +210,22 @@ def joined(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def overlap(first: Sequence[Interval], second: Sequence[Interval]) -> float:
-    """How long both are; each is in order and without overlaps."""
+    """Return the total length of the intersection of two lists of intervals.
+
+    Args:
+        first: Intervals in order and without overlaps.
+        second: Intervals in order and without overlaps.
+    """
     return sum(end - begin for begin, end in common(first, second))
 
 
 def common(first: Sequence[Interval], second: Sequence[Interval]) -> list[Interval]:
-    """When both are; each is in order and without overlaps."""
+    """Return the intersection of two lists of intervals.
+
+    Args:
+        first: Intervals in order and without overlaps.
+        second: Intervals in order and without overlaps.
+    """
     found, a, b = [], 0, 0
     while a < len(first) and b < len(second):
         begin, end = max(first[a][0], second[b][0]), min(first[a][1], second[b][1])
@@ -224,7 +239,7 @@ def common(first: Sequence[Interval], second: Sequence[Interval]) -> list[Interv
 
 
 def _operations(ranks: Sequence[RankTimeline]) -> list[dict[str, Any]]:
-    """Sums over all ranks, by operation, axis and algorithm, the longest first."""
+    """Return sums over all ranks by operation, axis and algorithm, in order of falling time."""
     sums: dict[tuple[str, str, str], list[float]] = {}
     for timeline in ranks:
         for one in timeline.operations:
@@ -240,9 +255,10 @@ def _operations(ranks: Sequence[RankTimeline]) -> list[dict[str, Any]]:
 
 
 def _stragglers(ranks: Sequence[RankTimeline]) -> list[dict[str, Any]]:
-    """Ranks for which others waited, and for how long: that which the longest wait for one of its operations was.
+    """Return the ranks for which others waited, and the mean seconds that the others waited for each.
 
-    Of ranks that only serve neither counts: they wait for whoever asks, and who has asked waits for them.
+    A wait is attributed to the rank that began the operation last. Servers are left out on both sides, because they
+    wait for requests, and workers wait for their answers.
     """
     ranks = [timeline for timeline in ranks if not timeline.serves]
     workers = {timeline.rank for timeline in ranks}
@@ -253,17 +269,17 @@ def _stragglers(ranks: Sequence[RankTimeline]) -> list[dict[str, Any]]:
             if one.last != timeline.rank and one.last in workers:
                 caused[one.last] = caused.get(one.last, 0.0) + one.wait
     others = max(1, len(ranks) - 1)
-    most = _LATE * sum(steps) / max(1, len(ranks))  # of the time that is recorded of a rank
+    most = _LATE * sum(steps) / max(1, len(ranks))  # share of the recorded time of a rank
     late = [(seconds / others, rank) for rank, seconds in caused.items() if steps and seconds / others > most]
     return [{"rank": rank, "others_waited_s": seconds} for seconds, rank in sorted(late, reverse=True)]
 
 
 Event = dict[str, Any]
-_MAIN, _PIPELINE, _HOST, _COMMUNICATION = 0, 1, 2, 10  # numbers of threads; more of communication follow
+_MAIN, _PIPELINE, _HOST, _COMMUNICATION = 0, 1, 2, 10  # numbers of threads; those of overlapping communication follow
 
 
 def trace_of(ranks: Iterable[RankTimeline]) -> dict[str, Any]:
-    """The trace of all ranks, as JSON holds it."""
+    """Return the trace of all ranks as a JSON object."""
     ranks = list(ranks)
     begins = [s.begin for r in ranks for s in r.spans] + [o.begin for r in ranks for o in r.operations]
     begins += [step[1] for r in ranks for step in r.steps] + [at for r in ranks for at, _ in r.memory]
@@ -273,13 +289,13 @@ def trace_of(ranks: Iterable[RankTimeline]) -> dict[str, Any]:
 
 
 class _RankEvents:
-    """The events of one rank."""
+    """Trace events of one rank."""
 
     def __init__(self, timeline: RankTimeline, origin: float) -> None:
         self._timeline, self._origin = timeline, origin
 
     def events(self) -> Iterator[Event]:
-        """Yield all of them, the names of process and main thread first."""
+        """Yield all events, with the names of the process and the main thread first."""
         recorded = self._timeline.recorded
         yield self._named("process_name", _MAIN, name=f"{self._timeline.name} ({recorded['host']})")
         yield self._named("process_sort_index", _MAIN, sort_index=self._timeline.rank)
@@ -313,7 +329,7 @@ class _RankEvents:
                 yield self._named("thread_name", thread, name=name)
 
     def _operations(self) -> Iterator[Event]:
-        free: list[float] = []  # until when each of the threads is taken
+        free: list[float] = []  # time until which each thread is occupied
         for one in sorted(self._timeline.operations, key=lambda one: (one.begin, -one.end)):
             lane = next((number for number, until in enumerate(free) if until <= one.begin), len(free))
             if lane == len(free):
@@ -337,7 +353,10 @@ class _RankEvents:
                 yield self._complete(name, "wait", thread, one.begin, one.begin + one.wait, {"last_rank": one.last})
 
     def _complete(self, name: str, kind: str, thread: int, begin: float, end: float, told: dict[str, Any]) -> Event:
-        first, last = self._nanoseconds(begin), self._nanoseconds(end)  # rounded alike, what nests still does
+        first, last = (
+            self._nanoseconds(begin),
+            self._nanoseconds(end),
+        )  # both ends are rounded, so that nested events stay nested
         event = self._event(name, "X", thread, first, cat=kind, dur=max(0, last - first) / 1e3)
         return event | ({"args": told} if told else {})
 
@@ -351,7 +370,7 @@ class _RankEvents:
         return round((at - self._origin) * 1e9)
 
 
-# -- the picture: a row for each rank, time from left to right, a colour of Okabe and Ito's for each part of a step
+# -- the picture: a row for each rank, time from left to right, one of Okabe and Ito's colours for each part
 
 
 _COLOURS = {
@@ -364,17 +383,17 @@ _COLOURS = {
 }
 _OPERATION, _WAIT = "#E69F00", "#D55E00"
 _MOST_ROWS = 32  # ranks that are drawn
-_LABEL = 0.04  # of the width, which the name of a step takes
-_MOST_BARS = 20_000  # of a kind and rank
+_LABEL = 0.04  # share of the width that the name of a step takes
+_MOST_BARS = 20_000  # of each kind and rank
 
 
 def _draw(ranks: Sequence[RankTimeline], summary: dict[str, Any], path: Path) -> None:
     """Draw a timeline as a PNG file.
 
     Args:
-        ranks: In seconds of one clock.
-        summary: Its figures.
-        path: Of the picture.
+        ranks: Timelines of the ranks, in seconds of one clock.
+        summary: Result of `summarize`.
+        path: Path of the picture.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -405,7 +424,7 @@ def _draw(ranks: Sequence[RankTimeline], summary: dict[str, Any], path: Path) ->
         bars(row + 0.07, 0.28, [(one.begin, one.end) for one in timeline.operations], _OPERATION)
         waits = [(one.begin, one.begin + one.wait) for one in timeline.operations if one.wait > 0.0]
         bars(row + 0.07, 0.28, waits, _WAIT)
-    free = 0.0  # a line where each step begins, and its name where it does not stand over the one before
+    free = 0.0  # a line where each step begins, and its name where it does not overlap the previous name
     for number, begin in ((step[0], (step[1] - origin) * factor) for step in shown[0].steps):
         axes.axvline(begin, color="black", linewidth=0.6, alpha=0.5)
         if begin >= free:

@@ -1,10 +1,10 @@
-"""What one rank did while a timeline was recorded, and the file it is kept in.
+"""Recording of one rank for a timeline, and the file that stores it.
 
-RUN/timeline/steps-A-B/rank-00003.json, times in seconds of the rank's own clock:
+RUN/timeline/steps-A-B/rank-00003.json, with times in seconds of the rank's own clock:
 
     {"token": of the recording, "rank": 3, "world_size": 8, "role": "worker", "host": "n0", "node": 0, "device": "cpu",
      "unix": t,
-     "offsets": [[at, seconds, within], ...]   what is to be added at a time to have rank 0's, how far off that may be
+     "offsets": [[at, seconds, within], ...]   seconds to add to the rank's time to get rank 0's, with largest error
      "steps": [[number, begin, end, {part: seconds}], ...],
      "spans": [[kind, name, begin, end, {...}], ...],
      "communication": [[operation, axis, algorithm, inside, between, begin, end, background, key, sequence], ...],
@@ -29,43 +29,67 @@ from mpitrain.storage.disk import read_plain, reason, write_whole
 from mpitrain.storage.run_folder import TIMELINE, rank_path, rank_paths, writing
 
 _NOTHING: dict[str, Any] = {}
-_LARGEST = 4 << 30  # bytes of a rank's file
-_MOST = 2_000_000  # spans that are kept
+_LARGEST = 4 << 30  # largest size in bytes of a rank's file
+_MOST = 2_000_000  # largest number of spans that are recorded
 _MOST_RANKS = 1 << 24
 
 Span = tuple[str, str, float, float, dict[str, Any]]
 
 
 class Spans:
-    """Collects spans; it is the listener of a `StepClock`, and is told of modules.
+    """Recorder of spans: the listener of a `StepClock`, which also records modules and pipeline actions.
 
     Attributes:
-        waited: Seconds that the main thread waited for other ranks, by the part in which it did.
-        left_out: How many there were no room for.
-        after_backward: Is called with the end of each backward part.
+        waited: Seconds that the main thread waited for other ranks, by part.
+        left_out: Number of spans that were dropped because the recording was full.
+        after_backward: Function that is called with the end of each backward part.
     """
 
     def __init__(self) -> None:
         self._spans: list[Span] = []
-        self._modules: list[str] = []  # name and direction in turns: objects for each would wake the garbage collector
-        self._times = array("d")  # begin and end in turns
+        self._modules: list[
+            str
+        ] = []  # alternating direction and name: an object per span would trigger the garbage collector
+        self._times = array("d")  # alternating begin and end
         self.waited: dict[str, float] = {}
         self.left_out = 0
         self.after_backward: Callable[[float], None] = lambda end: None
 
     def part(self, name: str, begin: float, end: float, waited: float) -> None:
-        """A part is over. begin, end: seconds of `time.perf_counter()`. waited: with nested parts."""
+        """Record a part of a step that has ended.
+
+        Args:
+            name: Name of the part.
+            begin: Begin in seconds of `time.perf_counter()`.
+            end: End on the same clock.
+            waited: Seconds waited for other ranks, including nested parts.
+        """
         if name == "backward":
             self.after_backward(end)
         self.waited[name] = self.waited.get(name, 0.0) + waited
         self._keep(("part", name, begin, end, {"waited": waited}))
 
     def action(self, kind: str, stage: int, microbatch: int, begin: float, end: float) -> None:
-        """An action of a pipeline is over. kind: of the action. begin, end: as above, on the host."""
+        """Record a pipeline action that has ended.
+
+        Args:
+            kind: Kind of action.
+            stage: Pipeline stage.
+            microbatch: Number of the microbatch.
+            begin: Begin on the host, in seconds of `time.perf_counter()`.
+            end: End on the same clock.
+        """
         self._keep(("action", kind, begin, end, {"stage": stage, "microbatch": microbatch}))
 
     def module(self, name: str, direction: str, begin: float, end: float) -> None:
-        """A module was called, or its backward is over. direction: forward or backward."""
+        """Record a call of a module, or its backward, that has ended.
+
+        Args:
+            name: Name of the module.
+            direction: "forward" or "backward".
+            begin: Begin on the host, in seconds of `time.perf_counter()`.
+            end: End on the same clock.
+        """
         if len(self._modules) < 2 * _MOST:
             self._modules += direction, name
             self._times.append(begin)
@@ -74,7 +98,7 @@ class Spans:
             self.left_out += 1
 
     def all(self) -> list[Span]:
-        """All of them, those of modules last."""
+        """Return all spans, with those of modules last."""
         names, times = self._modules, self._times
         modules = [(names[n], names[n + 1], times[n], times[n + 1], _NOTHING) for n in range(0, len(names), 2)]
         return self._spans + modules
@@ -88,7 +112,7 @@ class Spans:
 
 @dataclass(frozen=True)
 class TimedSpan:
-    """Something that a rank did. kind: part, forward, backward or action. begin, end: seconds of rank 0's clock."""
+    """Span of a rank's work. kind: part, forward, backward or action. begin, end: seconds of rank 0's clock."""
 
     kind: str
     name: str
@@ -99,15 +123,15 @@ class TimedSpan:
 
 @dataclass(frozen=True)
 class TimedOperation:
-    """A communication of a rank.
+    """Communication operation of a rank.
 
     Attributes:
-        operation, axis, algorithm: What it was.
-        inside, between: Bytes that this rank sent to ranks of its node, and of others.
-        begin, end: Seconds of rank 0's clock.
-        background: Whether the main thread went on meanwhile.
-        wait: Seconds of it until the last rank that took part had begun.
-        last: That rank.
+        operation, axis, algorithm: Names of the operation, its communicator and its algorithm.
+        inside, between: Bytes that this rank sent to ranks of its node, and of other nodes.
+        begin, end: Begin and end in seconds of rank 0's clock.
+        background: True if the main thread continued meanwhile.
+        wait: Seconds until the last participating rank had begun.
+        last: Number of that rank.
     """
 
     operation: str
@@ -124,14 +148,14 @@ class TimedOperation:
 
 @dataclass(frozen=True)
 class RankTimeline:
-    """All that a rank did, in seconds of rank 0's clock.
+    """Timeline of a rank, in seconds of rank 0's clock.
 
     Attributes:
-        recorded: As in its file.
+        recorded: Content of the rank's file.
         steps: Number, begin, end and seconds by part of each step.
-        spans: What it computed.
-        operations: What it communicated.
-        memory: When, and bytes by category.
+        spans: Parts, modules and pipeline actions.
+        operations: Communication operations.
+        memory: Time and bytes by category of each measurement.
     """
 
     recorded: dict[str, Any]
@@ -142,27 +166,40 @@ class RankTimeline:
 
     @property
     def rank(self) -> int:
-        """Its number."""
+        """Number of the rank."""
         return int(self.recorded["rank"])
 
     @property
     def serves(self) -> bool:
-        """Whether it takes no steps itself, so that how long it takes is not to be compared with others."""
+        """True if the rank takes no steps itself, so that its times cannot be compared with those of other ranks."""
         return bool(self.recorded.get("role") == SERVER)
 
     @property
     def name(self) -> str:
-        """What it is called."""
+        """Name of the rank in charts."""
         return rank_name(self.rank, self.recorded.get("role"))
 
 
 def recording_folder(run: Path, steps: tuple[int, int]) -> Path:
-    """Where what is recorded of these steps is kept."""
+    """Return the folder for the recording of a range of steps.
+
+    Args:
+        run: Path of the run folder.
+        steps: First and last recorded step.
+    """
     return run / TIMELINE / f"steps-{steps[0]}-{steps[1]}"
 
 
 def write_rank(folder: Path, recording: dict[str, Any]) -> None:
-    """Write what a rank has recorded. Raises InputError where that fails."""
+    """Write a rank's recording to its file.
+
+    Args:
+        folder: Folder of the recording.
+        recording: Content of the file; see the module.
+
+    Raises:
+        InputError: The file cannot be written.
+    """
     path = rank_path(folder, recording["rank"], "json")
     with writing(str(path)):
         folder.mkdir(parents=True, exist_ok=True)
@@ -170,10 +207,10 @@ def write_rank(folder: Path, recording: dict[str, Any]) -> None:
 
 
 def read_ranks(folder: Path) -> list[dict[str, Any]]:
-    """What the ranks have recorded, in the order of the ranks; of several recordings, the one that rank 0 has.
+    """Return the recordings of the ranks in order of rank; files of an earlier recording are left out.
 
     Raises:
-        InputError: There is nothing, or a file is none of these.
+        InputError: There is no recording, or a file is not a valid one.
     """
     found: list[dict[str, Any]] = []
     for path in rank_paths(folder, "json"):
