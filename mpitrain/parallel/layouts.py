@@ -85,7 +85,7 @@ class ParallelLayout:
     @property
     def divided(self) -> Divided:
         """How a rank's part of the model is cut out, before it is cut into stages."""
-        return Divided(self.tensor, self.sequence, self.whole, self.slices, self.replicas > 1, _in_layers(self.axes))
+        return Divided(self.tensor, self.sequence, self.whole, self.slices, self.replicas > 1, in_layers(self.axes))
 
     @property
     def idle(self) -> set[str]:
@@ -137,7 +137,7 @@ def sizes_of(
 
 
 @lru_cache(maxsize=256)
-def _in_layers(axes: tuple[tuple[str, int], ...]) -> tuple[tuple[str, int], ...]:
+def in_layers(axes: tuple[tuple[str, int], ...]) -> tuple[tuple[str, int], ...]:
     """Return the further axes that change what a layer computes."""
     return tuple(each for each in axes if find("parallel.axes", each[0])().divides in (LAYERS, PARTS))
 
