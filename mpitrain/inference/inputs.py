@@ -171,8 +171,8 @@ class _Rows(Samples):
 
     Args:
         path: File of the table.
-        description: Description of the data that the model was trained on. If it lists no columns, all columns are x. If
-            there is one column too many, it is the label: the column of that name, or else the last one.
+        description: Description of the data that the model was trained on. If it lists no columns, all columns are x.
+            If there is one column too many, it is the label: the column of that name, or else the last one.
         skip_bad: If true, leave out rows with a cell that does not fit.
         keep: Columns to copy to the output.
     """
@@ -240,8 +240,8 @@ class Texts(Samples):
         fields: Names of the fields with the texts in JSON lines, JSON and parquet.
 
     Raises:
-        InputError: The file cannot be read, a text is too short or too long for a sample, or it has a token that the model
-            does not know.
+        InputError: The file cannot be read, a text is too short or too long for a sample, or it has a token that the
+            model does not know.
     """
 
     def __init__(self, path: Path, description: Description, codec: TextCodec, fields: TextFields) -> None:

@@ -60,7 +60,10 @@ class StateCache:
         self.length = 0
 
     def past(self) -> list[State]:
-        """Return the `past` argument of the block's `forward_slice`: a list with the state of all positions, empty at first."""
+        """Return the `past` argument of the block's `forward_slice`.
+
+        It is a list with one state, that of all positions so far; empty before the first.
+        """
         return [tuple(t.narrow(POSITIONS, 0, self.length) for t in self._memory)] if self.length else []
 
     def add(self, state: State) -> State:
@@ -118,8 +121,8 @@ class Decoder(ABC):
     """Source of the scores of next tokens. Its methods are collective over the ranks that share the model.
 
     Args:
-        through: Function of (tokens, stage), where `stage` runs this rank's part of the model. It passes the tokens through
-            the whole model and returns the output, or None on ranks without the model's end.
+        through: Function of (tokens, stage), where `stage` runs this rank's part of the model. It passes the tokens
+            through the whole model and returns the output, or None on ranks without the model's end.
     """
 
     def __init__(self, through: Through = alone) -> None:
@@ -229,7 +232,13 @@ class RecomputedBlocks(Decoder):
 
 
 class Transformers(Decoder):
-    """Decoder of a model of the transformers library, which accepts its cache under the name under which it returns it."""
+    """Decoder of a model of the transformers library, with the model's own cache.
+
+    The model must accept its cache under the name under which it returns it.
+
+    Args:
+        model: Model of the transformers library.
+    """
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -327,8 +336,8 @@ class LanguageModel:
         vocabulary: Number of tokens it was trained on.
         longest: Number of tokens of the longest text it has positions for; None for no limit.
         device: Device that this rank computes on.
-        settle: Function of (tokens, rows) that returns the chosen tokens on all ranks that share the model. `tokens` are
-            those that this rank chose, or None; `rows` is their number.
+        settle: Function of (tokens, rows) that returns the chosen tokens on all ranks that share the model. `tokens`
+            are those that this rank chose, or None; `rows` is their number.
         remark: Remark for the user; empty for none.
     """
 
@@ -439,7 +448,12 @@ class _Line:
         self._widths: list[int] | None = None  # number of scores on each tensor rank, gathered once
 
     def through(self, x: Any, stage: Callable[[Any], Any]) -> Any:
-        """Pass x through the whole model, and return the output or None, as `Decoder` describes `through`."""
+        """Pass x through the whole model, and return the output or None, as `Decoder` describes `through`.
+
+        Args:
+            x: Input of the model, used on the first stage.
+            stage: Function that runs this rank's part of the model.
+        """
         comm, wire = self._stages, self._wire
         if comm.rank > 0:
             spec = wire.receive_header(comm.rank - 1)
@@ -471,7 +485,7 @@ class _Line:
         return torch.cat([part.view(rows, 1, -1) for part in parts], 2)
 
     def settle(self, tokens: torch.Tensor | None, rows: int) -> torch.Tensor:
-        """Return the tokens chosen by the first tensor rank of the last stage, on all ranks that share the model. Collective.
+        """Return the tokens chosen by the first tensor rank of the last stage, on all ranks of the model. Collective.
 
         Args:
             tokens: Tokens that this rank chose; None on ranks without scores.

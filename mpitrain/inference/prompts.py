@@ -95,8 +95,9 @@ class TokenizerCodec:
 class _TokensDecoder(TextDecoder):
     """Incremental decoder of a Hugging Face tokenizer.
 
-    Several tokens may form one character, and some tokens are written differently at the beginning of a text. Each token is
-    therefore decoded together with those before it, and the new text is returned once its characters are complete.
+    Several tokens may form one character, and some tokens are written differently at the beginning of a text. Each
+    token is therefore decoded together with those before it, and the new text is returned once its characters are
+    complete.
     """
 
     def __init__(self, tokenizer: Any) -> None:
