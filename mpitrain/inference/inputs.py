@@ -8,8 +8,8 @@ images                    a file, or a folder in the order of its paths; scaled 
 .jsonl, .json, .parquet   texts: one field of each record; or a prompt field and a completion field, of which only the
                           completion counts
 
-For texts, the prediction is the log-probability of each token given the tokens before it. A text starts after the token
-that ends a document, if the data have one. Otherwise its first token is only given, not predicted.
+A text is scored by the log-probability of its tokens, each given the tokens before it. A text starts after the token
+that ends a document, if the data have one. Otherwise its first token is only given, not scored.
 """
 
 from __future__ import annotations
@@ -115,6 +115,8 @@ def open_samples(path: Path, description: Description, *, skip_bad: bool = False
 
 
 class _Prepared(Samples):
+    """Samples of a prepared data set, those of train first."""
+
     def __init__(self, path: Path, description: Description) -> None:
         super().__init__()
         manifest = read_manifest(path)
@@ -144,6 +146,8 @@ class _Prepared(Samples):
 
 
 class _Array(Samples):
+    """Rows of an array in a .npy or .npz file."""
+
     def __init__(self, path: Path) -> None:
         super().__init__()
         try:

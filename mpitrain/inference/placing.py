@@ -183,11 +183,9 @@ class CachedBlocks(Decoder):
 
 
 def remembering(block: nn.Module) -> Callable[[Any, StateCache], Any] | None:
-    """Return the function that runs a block with a cache.
+    """Return the function that runs a block with a cache; None for a block that does not use earlier positions.
 
-    Returns:
-        A function of (x, cache) that returns the block's output and adds its state to the cache; None if the block does
-        not use earlier positions.
+    The function takes (x, cache), returns the block's output and adds its state to the cache.
     """
     cached, look_back = getattr(block, "forward_cached", None), getattr(block, "forward_slice", None)
     if cached is not None or look_back is None:

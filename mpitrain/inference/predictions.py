@@ -165,8 +165,8 @@ def new_file(
         names: Names of the samples; None to use their numbers.
         kept: Further columns by name, with a value for each sample.
 
-    Returns:
-        Context manager of a function of (numbers of samples, their rows), which writes them.
+    Yields:
+        A function of (numbers of samples, their rows) that writes them.
 
     Raises:
         InputError: A further column has the name of a prediction's column, or the file cannot be written.

@@ -60,6 +60,8 @@ class BytesCodec:
 
 
 class _BytesDecoder(TextDecoder):
+    """Incremental decoder of tokens that are UTF-8 bytes."""
+
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 

@@ -198,10 +198,9 @@ class StepRecord(NamedTuple):
         loss: Mean loss over the step's batch.
         norm: Norm of the batch's gradient if the step is bulk-synchronous, else the root mean square of the parts'
             norms.
-            parts.
         skipped: 1 if the parameters were not updated because a gradient is not finite, else 0.
-        staleness_mean: Mean staleness of the parts, in steps: progress between the sending of a part's parameters and
-            the update with its gradients.
+        staleness_mean: Mean staleness of the parts: steps (with fractions) that the server applied after it sent a
+            part's parameters and before it applied the part's gradients.
         staleness_max: Largest staleness of a part, in steps.
         ahead_max: Largest number of steps that a worker was ahead of the slowest.
         between_nodes: Bytes of gradients and parameters sent between nodes for the step.
@@ -220,11 +219,11 @@ class StepRecord(NamedTuple):
 
 
 class Pull(NamedTuple):
-    """Request of a worker for parameters with all updates up to a step.
+    """Request of a worker for parameters.
 
     Attributes:
         worker: Rank of the worker.
-        least: Step whose updates, and all earlier ones, the parameters must include.
+        least: Step up to which the parameters must include all updates.
         final: True if it is the worker's last request before the ranks meet.
     """
 
@@ -249,7 +248,8 @@ class AppliedPart(NamedTuple):
     Attributes:
         worker: Rank of the worker that computed it.
         commit: Message with which the worker committed it.
-        staleness: Progress between the sending of its parameters and the update with its gradients, in steps.
+        staleness: Steps (with fractions) that the server applied after it sent the parameters and before it applied the
+            gradients.
     """
 
     worker: int

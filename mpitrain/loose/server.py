@@ -38,7 +38,7 @@ _RECEIVING = 1e-4  # seconds to wait for a message while payloads arrive
 
 
 class Server:
-    """One server's shares, and its state of all workers.
+    """One server's shares, and its record of the workers' requests.
 
     Args:
         share: Number of this server's shares.
@@ -56,7 +56,9 @@ class Server:
     Attributes:
         limit: Step after which all ranks meet.
         finals: Number of workers that have got the parameters after that step.
-        inbox: Buffers in which gradients arrive, for each worker whose memory this rank does not share.
+        applied: Record of the applied parts.
+        progress: Steps applied, with fractions for the parts of incomplete steps.
+        inbox: Buffers in which gradients arrive, as in `Args`.
     """
 
     def __init__(
@@ -160,6 +162,7 @@ class Server:
             self._give_samples(self._clock)
 
     def _give_samples(self, clock: Clock) -> None:
+        """Grant parts to the workers that wait for one, or send MEET if there are no more."""
         for worker in list(self._asking):
             portion = clock.claim(worker)
             if portion is not None:
@@ -183,10 +186,11 @@ class Server:
     # -- requests
 
     def _ended(self, letter: Letter) -> None:
+        """Handle END: stop serving."""
         self._end = True
 
     def _arrived(self, letter: Letter) -> None:
-        """Send TOGETHER to all ranks once all workers are ready to meet.
+        """Handle HERE: send TOGETHER to all ranks once all workers are ready to meet.
 
         Until then no worker should wait in MPI, where it would take the core from ranks that compute.
         """
@@ -195,6 +199,7 @@ class Server:
             self._post_to_all([LetterKind.TOGETHER])
 
     def _claimed(self, letter: Letter) -> None:
+        """Handle CLAIM: open steps up to the worker's limit, and queue its request for a part."""
         assert self._clock is not None
         if self._clock.open(int(letter.words[1])):
             self._since = time.perf_counter()
@@ -203,6 +208,7 @@ class Server:
         self._asking.append(letter.source)
 
     def _pulled(self, letter: Letter) -> None:
+        """Handle PULL: queue the worker's request for parameters."""
         self._pulls.append(Pull(letter.source, int(letter.words[1]), bool(letter.words[2])))
         if not self._bulk:
             return
@@ -213,6 +219,7 @@ class Server:
                 waiting[part] = waiting[part].clone()
 
     def _pushed(self, letter: Letter) -> None:
+        """Handle PUSHED: add the gradients, or start receiving them if the worker's memory is not shared."""
         _, _, part, bucket = map(int, letter.words[:4])
         worker = letter.source
         if not letter.payload_bytes:
@@ -233,6 +240,7 @@ class Server:
         self._receiving.append((letter.receive(place), arrived))
 
     def _left_alone(self, letter: Letter) -> None:
+        """Handle UNUSED: remember the parameters that the part did not use."""
         every = self._update.parameters
         flags = torch.empty(len(every), dtype=torch.uint8)
         letter.receive(flags).wait()
@@ -245,6 +253,7 @@ class Server:
         return set.intersection(*found) if found else set()
 
     def _committed(self, letter: Letter) -> None:
+        """Handle COMMIT: queue the part, to be applied once its gradients are there."""
         worker, commit = letter.source, Commit(*letter.words[1:])
         if self._bulk:
             self._sum.commits[int(commit.part)] = commit
@@ -304,6 +313,7 @@ class Server:
         return seconds
 
     def _tell(self, step: int, told: Sequence[AppliedPart], norm: float, seconds: float, *, skipped: bool) -> None:
+        """Send the statistics of a complete step to all ranks, on the first server only."""
         if self._clock is None:
             return
         losses = [t.commit.loss for t in told]
@@ -329,6 +339,7 @@ class Server:
     # -- bulk-synchronous steps
 
     def _new_sum(self) -> Summing:
+        """Return an empty sum for the next bulk-synchronous step."""
         self._worker_of: dict[int, int] = {}  # worker of each part of the step in progress
         return Summing([0] * self._buckets, [{} for _ in range(self._buckets)])
 
@@ -354,6 +365,7 @@ class Server:
         self._know_squares(step, own)
 
     def _know_squares(self, step: int, squares: float) -> None:
+        """Add a server's squares of a step, and update once those of all servers are there."""
         known = self._squares.setdefault(step, [])
         known.append(squares)
         if len(known) < len(self._roles.servers):
@@ -417,7 +429,7 @@ class ServedWorker:
         self.portion = Portion(0, 0)
         self.came: Callable[[int], object] = lambda bucket: None
         self._sees = {server: flats.sees(server) for server in roles.servers}
-        self._answer: Letter | None = None  # to a claim
+        self._answer: Letter | None = None  # answer to a claim
         self._together = False  # whether all workers are ready to meet
         self._receiving: list[tuple[Messages, int]] = []  # arriving parameters, and their bucket
         self._missing: list[int] = [0] * len(flats.buckets)  # number of each bucket's shares that have not arrived
@@ -446,7 +458,7 @@ class ServedWorker:
         """Start getting the parameters; call `need` before using them.
 
         Args:
-            least: Step whose updates, and all earlier ones, the parameters must include.
+            least: Step up to which the parameters must include all updates.
             final: True if this is the last request before the ranks meet.
         """
         self._missing = [len(self._roles.servers)] * len(self._flats.buckets)
@@ -528,6 +540,7 @@ class ServedWorker:
         return bool(found)
 
     def _read(self, letter: Letter) -> None:
+        """Handle a message."""
         kind = LetterKind(int(letter.words[0]))
         if kind == LetterKind.BUCKET:
             self._receive(letter)
@@ -542,6 +555,7 @@ class ServedWorker:
             self._answer = letter
 
     def _receive(self, letter: Letter) -> None:
+        """Handle BUCKET: start receiving the parameters, unless the server has written them into shared memory."""
         bucket, share, completed = map(int, letter.words[1:4])
         self._completed[share], self._progress[share] = completed, letter.words[4]
         if letter.payload_bytes:
@@ -551,6 +565,7 @@ class ServedWorker:
             self._has_come(bucket)
 
     def _has_come(self, bucket: int) -> None:
+        """Record that a share of a bucket has arrived, and call `came` once all have."""
         self._missing[bucket] -= 1
         if not self._missing[bucket]:
             self.came(bucket)

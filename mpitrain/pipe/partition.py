@@ -4,8 +4,8 @@ A model is an `nn.Sequential`, or has a method `pipeline_blocks() -> [(name, mod
 in order must give the model's output. The names are the module names in the whole model.
 
 A slice of a sequence (TeraPipe, Li et al. 2021) may depend only on earlier slices. A block that uses earlier positions
-therefore needs a method `forward_slice` (see `stage`). Without it, the losses would be wrong and nothing would show it,
-so `check_slices` compares each block's output for slices with its output for the whole sequence.
+needs a method `forward_slice` for that (see `stage`). A model without it would train on wrong losses with no visible
+sign. `check_slices` therefore compares each block's output for slices with its output for the whole sequence.
 """
 
 from __future__ import annotations
@@ -105,7 +105,8 @@ def stage_bounds(
 ) -> list[int]:
     """Return the bounds of the stages in the list of blocks.
 
-    The bounds follow `numbers` if given, else they balance `costs` if given, else the stages get equally many blocks.
+    The stages have `numbers` of blocks if given. Otherwise they get balanced sums of `costs`, or equally many blocks if
+    there are no costs.
 
     Args:
         blocks: Blocks of the model, in order.

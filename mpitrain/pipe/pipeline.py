@@ -112,7 +112,7 @@ class Pipeline:
         }
         self._tied: list[Tied] = find_tied(parts, plan.rank_of, self.comm)
         self.last_rank = plan.rank_of[-1]
-        self._loss = loss if self.comm.rank == self.last_rank else None  # a method keeps its model
+        self._loss = loss if self.comm.rank == self.last_rank else None  # a bound method would keep its model alive
         if device is not None:
             self.module.to(device)
         self._wire = Wire(self.comm)

@@ -129,6 +129,7 @@ class PreparedSchedule:
         self._steps = [[self._numbers(step, rank) for step in steps] for rank, steps in enumerate(schedule.steps)]
 
     def _numbers(self, step: Compute, rank: int) -> tuple[int, int, bool, int]:
+        """Return a step as integers; see `_steps`."""
         kind, need = _KINDS.index(type(step)), needs(step, self._stages - 1)
         made = ((kind > 0) * self._stages + step.stage) * self._count + step.microbatch
         wanted = -1
@@ -240,7 +241,7 @@ class PreparedSchedule:
         return ends
 
     def held(self, activations: Sequence[float]) -> list[float]:
-        """Return the largest bytes of activations on each rank.
+        """Return the largest number of bytes of activations on each rank.
 
         Args:
             activations: Bytes that each stage keeps of a microbatch.
@@ -372,6 +373,7 @@ class Flow:
 
 @lru_cache(maxsize=512)
 def _prepared(name: str, ranks: int, microbatches: int, chunks: int, slices: int) -> PreparedSchedule:
+    """Return the prepared schedule. Schedules are cached."""
     return PreparedSchedule(make_schedule(name, ranks, microbatches, chunks, slices))
 
 
@@ -404,7 +406,7 @@ def estimate(
         idle = (ranks - 1) * max(spread) + (short + max(0, 2 * ranks - 1 - count)) * weight
         idle, sent = idle / chunks, 2 * ranks * chunks
     elif name != "gpipe":
-        sent += 2 * (ranks - 1) * count // ranks  # each rank sends and waits in turns
+        sent += 2 * (ranks - 1) * count // ranks  # each rank alternates between sending and waiting
     return count * slowest + idle + sent * message
 
 
