@@ -52,7 +52,8 @@ class Roles:
 
         Args:
             ranks: Number of ranks.
-            servers: Number of last ranks that only serve; with 0 every rank is both a worker and a server.
+            servers: Number of ranks that only serve, which are the last ones; 0 makes every rank both a worker and a
+                server.
         """
         everyone = tuple(range(ranks))
         return Roles(everyone[: ranks - servers], everyone[ranks - servers :] if servers else everyone)

@@ -192,7 +192,7 @@ class Executor:
             run: Backward pass, or the half of it, to call.
             kept: Lookup of the stage's saved forward data; it removes the data unless a weight half follows.
             number: Number of the stage.
-            stage: Stage itself.
+            stage: Blocks of the stage.
             microbatch: Number of the microbatch.
         """
         gradients = [] if number == self._last else self._arriving.pop((number + 1, microbatch, True))[0]

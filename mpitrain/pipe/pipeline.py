@@ -51,7 +51,7 @@ class Pipeline:
         loss: Function loss(output, y) that returns a scalar, the mean over the samples. If it is a method of the model,
             the whole model stays in memory on the last stage's rank.
         mesh: Mesh whose pipeline axis is used, or the communicator of the pipeline's ranks.
-        schedule: Schedule: gpipe, 1f1b, interleaved, zero-bubble, terapipe, or package.module:function.
+        schedule: Name of the schedule: gpipe, 1f1b, interleaved, zero-bubble, terapipe, or package.module:function.
         microbatches: Number of microbatches of an evaluation; a training step runs as many as it is given.
         chunks: Stages a rank.
         slices: Number of slices of each sequence. Every block that uses earlier positions needs a `forward_slice`

@@ -170,7 +170,7 @@ def gpipe(ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
         chunks: Stages a rank; must be 1.
 
     Raises:
-        InputError: A number is not possible.
+        InputError: `ranks` or `microbatches` is below 1, or `chunks` is not allowed.
 
     Reference:
         Huang et al. 2019, "GPipe".
@@ -193,7 +193,7 @@ def one_f_one_b(ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
         chunks: Stages a rank; must be 1.
 
     Raises:
-        InputError: A number is not possible.
+        InputError: `ranks` or `microbatches` is below 1, or `chunks` is not allowed.
 
     Reference:
         Narayanan et al. 2019, "PipeDream" (PipeDream-Flush).
@@ -220,7 +220,7 @@ def interleaved(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
         chunks: Stages a rank, 1 or more.
 
     Raises:
-        InputError: A number is not possible.
+        InputError: `ranks` or `microbatches` is below 1, or `chunks` is not allowed.
 
     Reference:
         Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters".
@@ -251,7 +251,7 @@ def zero_bubble(ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
         chunks: Stages a rank, 1 or 2.
 
     Raises:
-        InputError: A number is not possible.
+        InputError: `ranks` or `microbatches` is below 1, or `chunks` is not allowed.
 
     Reference:
         Qi et al. 2023, "Zero Bubble Pipeline Parallelism".

@@ -10,7 +10,7 @@ from its slice's graph. Its `.grad` collects the gradients from later slices unt
 Backward in halves: first the gradients of a stage's inputs, later those of its parameters. The weight half runs
 autograd's engine many times, and the engine visits all of a graph each time. The stage's graph is therefore divided
 every few blocks. In each graph, `path` nodes are the nodes from which an input can be reached. A parameter hangs on a
-path node if it is reached from it through nodes from which no input can be reached:
+path node if all nodes between the two are nodes from which no input can be reached:
 
     output <- Addmm <- Gelu <- Addmm <- input         path
                 \\ T <- weight    \\ T <- weight         beside it
@@ -162,7 +162,7 @@ class Stage:
         return [_complete(g, t) for g, t in zip(found, inputs, strict=True)]
 
     def backward_weight(self, kept: Kept) -> None:
-        """Add the parameters' gradients that `backward_input` left out to `.grad`."""
+        """Add the gradients that `backward_input` deferred to the parameters' `.grad`."""
         for weights in kept.weights:
             weights()
 
