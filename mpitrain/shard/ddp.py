@@ -85,7 +85,7 @@ class DistributedDataParallel(nn.Module):
         return self.module(*args, **kwargs)
 
     def _before_forward(self) -> None:
-        """Do the collective work that precedes a forward pass in training. Collective."""
+        """Rebuild the buckets if due, and broadcast buffers, before a forward pass in training. Collective."""
         if self.reducer.passes and not self._rebuilt:
             self._rebuild()
         if self._joining is not None:

@@ -35,7 +35,7 @@ class FlatParameter:
     Attributes:
         value: Tensor that the optimizer updates, fp32 (fp64 if the parameter is fp64).
         stored: Parameter, or stretch of flat memory, that `value` is a copy of; None if `value` is that memory itself.
-        gradient: Function that returns the reduced gradient, in the gradients' dtype; None if there is none.
+        gradient: Function that returns the reduced gradient in the gradients' dtype, or None if there is no gradient.
         contents: Tuple (parameter, first, last, offset) for every parameter: elements [first, last) of the parameter
             begin at `offset` of the flat parameter.
         settings: Number of the optimizer's parameter group.

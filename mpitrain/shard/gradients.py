@@ -29,8 +29,8 @@ class Gradients(ABC):
     """Gradients of parameters in buckets, which are numbered through all groups.
 
     A bucket is started when a backward pass has finished all its parameters, in the same order on every rank. `end`
-    completes the reductions that were started. Methods that are not abstract do nothing in subclasses whose `start`
-    takes the gradients from the parameters' `.grad`.
+    completes the reductions that were started. `arrived` and `settle` do nothing in subclasses whose `start` takes the
+    gradients from the parameters' `.grad`.
 
     Attributes:
         groups: Parameters and their places in flat memory.
@@ -57,7 +57,8 @@ class Gradients(ABC):
     def place(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """Return memory in the parameter's shape in which its next gradient can be computed, to become its `.grad`.
 
-        The result is None if the place already contains a gradient. A place is returned at most once per backward pass.
+        The result is None if a gradient is already there, or if this memory cannot be used now. The same memory is
+        returned at most once per backward pass.
         """
 
     def arrived(self, parameter: nn.Parameter) -> None:
@@ -236,8 +237,8 @@ class WholeGradients(Gradients):
         self._arenas = self._allocate(dtype)
         for flat in self.flat:
             flat.zero_()
-        self._stale: set[nn.Parameter] = set()  # whose next gradient overwrites the place in another dtype
-        self._given: set[nn.Parameter] = set()  # whose place holds a gradient that is not yet its `.grad`
+        self._stale: set[nn.Parameter] = set()  # parameters whose next gradient overwrites their place
+        self._given: set[nn.Parameter] = set()  # parameters whose place has a gradient that is not yet `.grad`
         self._views: dict[nn.Parameter, tuple[torch.Tensor, bool]] = {}  # place, and whether its dtype is another
         for group, flat in zip(groups, self.flat, strict=True):
             for parameter, view in zip(group.parameters, group.views(flat), strict=True):
@@ -362,7 +363,7 @@ class ShardedGradients(Gradients):
         self._stale: set[int] = set()  # buckets whose shares the next reduction overwrites
         self._started: list[tuple[int, torch.Tensor, Work]] = []  # (bucket, reduced share, work) not yet added
         self._next = 0  # the bucket to be started next
-        self._given: set[nn.Parameter] = set()  # whose place in a slot holds a gradient that is not yet its `.grad`
+        self._given: set[nn.Parameter] = set()  # parameters whose place has a gradient that is not yet `.grad`
         placed = [groups[g].members(b) for g, b in self._numbers]
         self._members = [[p for p, _ in of] for of in placed]
         self._where = {p: (bucket, n) for bucket, of in enumerate(self._members) for n, p in enumerate(of)}

@@ -29,6 +29,10 @@ class WeightPlace:
     """A layer's access to the memory for its weight's gradient.
 
     A copy of the layer gets None instead, because the copy's weight has no such memory.
+
+    Args:
+        weight: Weight of the layer.
+        places: Weak reference to the gradients that contain the memory.
     """
 
     def __init__(self, weight: nn.Parameter, places: weakref.ref[Gradients]) -> None:
@@ -99,7 +103,7 @@ class _Product(torch.autograd.Function):
         gw = None
         if for_weight:
             rows = x.reshape(-1, width)
-            place = None if torch.is_grad_enabled() else ctx.entry.free_place()  # enabled: for a second derivative
+            place = None if torch.is_grad_enabled() else ctx.entry.free_place()  # enabled: second derivative
             gw = gy.t().mm(rows) if place is None else torch.mm(gy.t(), rows, out=place)
         return gx, gw, gy.sum(0) if for_bias else None, None
 

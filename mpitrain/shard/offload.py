@@ -28,7 +28,7 @@ from mpitrain.comm.memory import device as devices
 from mpitrain.shard.flat_parameters import FlatParameter
 from mpitrain.storage.disk import reporting
 
-HOST = "host"  # instead of a folder
+HOST = "host"  # setting for host memory, instead of a folder
 
 
 class MappedFiles:
@@ -60,7 +60,7 @@ class MappedFiles:
         descriptor, name = tempfile.mkstemp(dir=self._folder)
         try:
             with reporting(f"parallel.offload {self._folder} cannot take {nbytes} bytes", "make room there"):
-                os.posix_fallocate(descriptor, 0, max(1, nbytes))  # a hole that cannot be filled later is a bus error
+                os.posix_fallocate(descriptor, 0, max(1, nbytes))  # else a full disk is a bus error later
                 mapped = torch.from_file(name, shared=True, size=tensor.numel(), dtype=tensor.dtype)
         finally:
             os.close(descriptor)
@@ -106,7 +106,7 @@ class HostUpdate:
         self._device, self._wanted = device, wanted
         self._leaving, self._returning = devices.new_stream(device), devices.new_stream(device)
         self._gradients: dict[int, torch.Tensor] = {}  # by id of the flat parameter; pinned
-        self._rounded: dict[int, torch.Tensor] = {}  # pinned too: updated values in the parameter's dtype
+        self._rounded: dict[int, torch.Tensor] = {}  # by id, pinned; updated values in the parameter's dtype
         self._arrived: dict[int, torch.Event] = {}  # when the gradients of this step are on the host
         self._begun = False
         written = [s.value if s.stored is None else s.stored for s in flat_parameters]

@@ -8,9 +8,9 @@
 
 Every rank updates all replicated parameters. The shares of private parameters are gathered after an update. A node's
 copy is updated in place, and a barrier within the node makes the update visible. Sharded parameters are gathered unit
-by unit when they are needed:
+by unit when they are needed ("unshard") and freed after use ("reshard"):
 
-    forward    unshard 0 | compute 0, reshard | compute 1, reshard | ...      each while the one before computes,
+    forward    unshard 0 | compute 0, reshard | compute 1, reshard | ...      unit 1 is gathered while unit 0 computes
     backward               ... | unshard 1, compute 1, reshard | unshard 0 ...  if a core is free for it
 
 Autograd saves its tensors that are views of gathered memory as offsets into that memory. The memory can therefore be
@@ -292,8 +292,8 @@ class _Unit:
         # (group number, parameter, offset in the unit's bucket of that group) of each parameter
         self.members = [(g, p, offset) for g, group in enumerate(groups) for p, offset in group.members(bucket)]
         self.buffers: dict[int, torch.Tensor] = {}  # by group, the gathered bucket; empty while resharded
-        self.works: list[Work] = []  # all-gathers under way
-        self.saving: saved_tensors_hooks | None = None  # entered during its forward pass
+        self.works: list[Work] = []  # all-gathers that are not complete
+        self.saving: saved_tensors_hooks | None = None  # active during the unit's forward pass
         self.ready = False  # the parameters are views of the buffers
 
 
@@ -533,7 +533,7 @@ class ShardedParameters(Parameters):
         ranks, found = self._shard.size, []
         for unit in self._units:
             nbytes = sum((hi - lo) * group.dtype.itemsize for _, group, lo, hi in self._buckets(unit))
-            again = self._reshard and not unit.root  # for backward
+            again = self._reshard and not unit.root  # gathered once more for backward
             found.append(Gathered(nbytes, ranks, microbatches * (1 + again)))
         return found
 

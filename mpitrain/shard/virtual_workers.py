@@ -166,11 +166,13 @@ class TreeSum:
 
     def __init__(self, gradients: Gradients) -> None:
         self._gradients, self._flat = gradients, gradients.flat
-        self._waiting: list[list[torch.Tensor]] = []  # sums of 2^k workers; the k descend
+        self._waiting: list[list[torch.Tensor]] = []  # sums of 2^k workers each, in descending order of k
         self._workers = 0
 
     def add(self, *, last: bool) -> None:
-        """Add the gradients of one worker and clear them for the next worker; after the last they contain the sum.
+        """Take over the gradients of one worker, and clear them for the next worker.
+
+        After the last worker they are not cleared: they then contain the sum over the rank's workers.
 
         Args:
             last: If true, this is the rank's last worker.

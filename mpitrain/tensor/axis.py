@@ -205,7 +205,8 @@ class Axis:
             x: Tensor of this rank.
             dim: Dimension.
             tag: Tag that must be the same on all ranks.
-            taken: Bytes that the caller then reads from the others' memory.
+            taken: Bytes that the caller then reads from the others' memory; for an all-gather, that the others read
+                from this.
 
         Returns:
             Views that are valid until the exchange after the next one; None if the ranks share no memory.
@@ -439,7 +440,7 @@ class RngTracker:
         self._rank = rank
         self._opener: object = None
         self._seed = 0
-        self._before: list[tuple[torch.device, torch.Tensor]] = []  # of each generator, the state it is put back to
+        self._before: list[tuple[torch.device, torch.Tensor]] = []  # (device, state to restore)
 
     @property
     def _inside(self) -> bool:

@@ -44,7 +44,7 @@ from mpitrain.layers.lora import LinearParts, LoraLinear, linear_parts
 from mpitrain.layout.boxes import Box, Slice, compose, divided_by, logical_of, mark, split
 from mpitrain.tensor.axis import Axis, all_gather, copy, gather, reduce, reduce_scatter, scatter
 
-SEQUENCE = -2  # the dimension
+SEQUENCE = -2  # dimension of the sequence
 Keeping = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 
@@ -198,7 +198,7 @@ class ColumnInput:
             self.whole = copy(x, axis)
             return
         if torch.is_autocast_enabled(x.device.type) and x.dtype == torch.float32:
-            x = x.to(torch.get_autocast_dtype(x.device.type))  # cast before communication, not after it
+            x = x.to(torch.get_autocast_dtype(x.device.type))  # as autocast would, but before the exchange
         self.whole = all_gather(x, axis, SEQUENCE)
         self.keeping = _only_the_part(self.whole, x.detach(), axis)
 

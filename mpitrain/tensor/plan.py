@@ -117,7 +117,7 @@ def parallelize(
     made = {each.name: style.apply(each) for each, style in planned}
     _keep_ties(model, [each for each, _ in planned], made)
     columns = {each.parent: each.name.rpartition(".")[0] for each, style in planned if style.needs_row}
-    for parent, name in columns.items():  # attention modules count this rank's heads
+    for parent, name in columns.items():  # attention modules get this rank's number of heads
         inside = [each.rpartition(".")[2] for each in styles if each.rpartition(".")[0] == name]
         for key, count in localize_heads(name, parent, axis.size, inside).items():
             setattr(parent, key, count)
@@ -221,7 +221,7 @@ def _divide_the_rest(model: nn.Module, axis: Axis, styles: Mapping[nn.Module, Pa
         style = styles.get(module)
         if isinstance(module, nn.modules.dropout._DropoutNd) and not (style and style.replicated):
             module.register_forward_pre_hook(lambda m, args: axis.rng.enter(m, args[0].device) if m.training else None)
-            # called in any case, because recomputation stops by raising
+            # always called, because recomputation ends a forward pass with an exception
             module.register_forward_hook(lambda m, args, out: axis.rng.leave(m), always_call=True)
         if style is not None or isinstance(module, parallel):
             continue
@@ -270,7 +270,7 @@ def without_whole(
             if 0 < len(kept.intersection(group)) < len(group):
                 named, left = (next(name for name in group if (name in kept) is there) for there in (True, False))
                 raise refusal(f"parallel.whole names {named} and not {left}, which {why}; name both, or neither")
-    around = {name.rpartition(".")[0] for name in kept}  # attention that is whole has all heads on every rank
+    around = {name.rpartition(".")[0] for name in kept}  # whole attention has all heads on every rank
     kept |= {each for each, of in styles.items() if isinstance(of, OfHeads) and each.rpartition(".")[0] in around}
     return {name: style for name, style in styles.items() if name not in kept}
 
