@@ -7,8 +7,8 @@ shares, in two slots per rank, used in turns (see `mpitrain.comm.communicator`):
     header | tensor        an exchange: write header and tensor into one's slot, wait for all, read the others'
 
 The headers describe each rank's tensor. Ranks that get different samples, or that run their layers in another order,
-therefore raise an error instead of hanging or returning a wrong sum. If the axis spans nodes, on a device, or without
-shared memory, the operations of the communicator are used.
+therefore raise an error instead of hanging or returning a wrong sum. The operations of
+the communicator are used if the axis spans nodes, if the tensor is on a device, or if there is no shared memory.
 
 **Functions** convert between tensors that all ranks of the axis have and tensors of which each rank has a part, and
 they define the gradients:

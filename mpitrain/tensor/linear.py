@@ -10,9 +10,10 @@ sequence (the last dimension but one): the column layer gathers its input, and t
 Adapters (LoRA) of these layers:
 
     column   y_r += s (x A^T) B_r^T           B is divided like the outputs, A is replicated
-    row      y   += s (sum_r x_r A_r^T) B^T   A is divided like the inputs, B is replicated; `rank` numbers are summed
+    row      y   += s (sum_r x_r A_r^T) B^T   A is divided like the inputs, B is replicated
 
-In a column layer, the gradients that the ranks compute for the replicated A are summed at the input of B.
+The sum in a row layer has only as many numbers per token as the rank of the adapter. In a column layer, the gradients
+that the ranks compute for the replicated A are summed at the input of B.
 
 Features consist of consecutive sections, and each section is divided in whole units. The output of a fused query, key
 and value layer is three sections of heads, and a rank has the same heads of each. Two ranks, four heads:
