@@ -13,7 +13,7 @@ from mpitrain.config.deepspeed import DeepSpeedConfig
 from mpitrain.config.section import declared
 from mpitrain.config.settings import Config
 from mpitrain.errors import refusal
-from mpitrain.layout.mesh import BLOCKS, LAYERS, PARTS, SAMPLES, axes_of, count_along, shape_of
+from mpitrain.layout.mesh import BLOCKS, axes_of, count_along, count_readers, shape_of
 from mpitrain.pipe.schedule import default_microbatches
 from mpitrain.trainer.optimizing import RateSchedule, schedule_of
 
@@ -105,7 +105,7 @@ def _batch(config: Config, ranks: int) -> tuple[int, int]:
     axes = axes_of(parallel)
     shape_of(axes, ranks)
     stages = count_along(axes, BLOCKS)
-    data = ranks // count_along([(axis, size) for axis, size in axes if axis.divides != SAMPLES], PARTS, BLOCKS, LAYERS)
+    data = count_readers(axes, ranks)
     batch, micro = train.batch if "batch" in train.model_fields_set else None, train.microbatch or None
     if stages > 1:
         if batch is None:

@@ -10,7 +10,6 @@ import shlex
 import socket
 import sys
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from mpitrain.data.folders import tokenizer_of
 from mpitrain.data.mix import data_paths
 from mpitrain.early import __version__
 from mpitrain.errors import EXIT_REQUEUE, InputError, MpitrainError, tell
+from mpitrain.layout.mesh import axes_of, count_readers, shape_of
 from mpitrain.models.build import loss_unit
 from mpitrain.monitor import EventLog, peak_memory_bytes
 from mpitrain.storage import proc
@@ -127,7 +127,7 @@ def facts(trainer: Run) -> dict[str, Any]:
 def banner(trainer: Run) -> str:
     """Return what a run says first."""
     config, told = trainer.config, facts(trainer)
-    columns = trainer.mesh.readers.size  # data-parallel ranks
+    columns = count_readers(axes_of(config.parallel), told["ranks"])
     share = -(-config.train.batch // columns)
     nodes, threads = counted(told["nodes"], "node"), counted(told["threads"], "thread")
     samples = f"{len(trainer.data):,}" + (f" of {trainer.tokens:,} tokens" if trainer.tokens else "")
@@ -146,16 +146,17 @@ def banner(trainer: Run) -> str:
         ("precision", told["precision"]),
         ("run folder", str(trainer.folder.path)),
         ("warm-up", trainer.batch_sizes.describe()),
-        ("parallel", parallel_text(config, trainer.mesh.shape)),
+        ("parallel", parallel_text(config, trainer.world.size)),
         ("mode", trainer.strategy.describe()),
     ]
     return f"mpitrain {told['version']}\n{aligned([row for row in rows if row[1]])}"
 
 
-def parallel_text(config: Config, shape: Mapping[str, int]) -> str:
+def parallel_text(config: Config, ranks: int) -> str:
     """Describe how the ranks share the work, in a few words; empty for plain data parallel."""
     parallel, words = config.parallel, []
     if parallel.ranks_per_data > 1:
+        shape = shape_of(axes_of(parallel), ranks)
         words.append(" x ".join(f"{name} {size}" for name, size in shape.items()))
     if parallel.pipeline > 1:
         words.append(f"schedule {parallel.schedule}")
@@ -254,7 +255,7 @@ def start_fields(trainer: Run) -> dict[str, Any]:
         "cpu": processor_name() or platform.machine(),
         "cores": os.cpu_count() or 0,
         "loss_unit": loss_unit(config.model, trainer.data.description),
-        "parallel": parallel_text(config, trainer.mesh.shape),
+        "parallel": parallel_text(config, trainer.world.size),
         "resumed_step": trainer.resumed_step,
         "config": config.model_dump(mode="json"),
     }
