@@ -218,7 +218,13 @@ def ratios(
 
 def _targets(ranks: int, result: Result) -> list[ReportTarget]:
     def of_worst(what: str, values: Mapping[int, float], **bounds: Any) -> ReportTarget:
-        """Return a target for a ratio that must lie within bounds at every size."""
+        """Return a target for a ratio that must lie within bounds at every size.
+
+        Args:
+            what: Name of the ratio.
+            values: Ratio by vector size.
+            **bounds: `least` or `most`, see `judged`.
+        """
         what, where = f"{ranks} ranks: {what}", " at each size"
         if not values:
             return judged(what, None, where=where, **bounds)

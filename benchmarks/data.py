@@ -106,7 +106,12 @@ def _loading(world: Communicator, folder: Path, options: argparse.Namespace) -> 
     _compare(plain(), _ours(_opened(folder), order, batch, world, 0), count)
 
     def ours(workers: int, anew: bool) -> Contender:
-        """Return a contender that reads epochs; if `anew`, it reopens the set for each, so that hashing counts."""
+        """Return a contender that reads one epoch per call.
+
+        Args:
+            workers: Reader threads of the loader.
+            anew: If true, reopen the data set for each epoch, so that its extents are hashed again.
+        """
         opened = [_opened(folder)]
 
         def open_anew() -> None:

@@ -2,8 +2,8 @@
 
 Both load the same model with random weights from one Hugging Face folder, once with GPT-2's architecture and once with
 Llama's. They continue prompts of 32 tokens by 128 tokens, greedily and with a cache of keys and values: one prompt
-alone, and 8 in one batch. If their tokens differ, the benchmark fails. When a contender's turn comes, its weights are in
-main memory, as far as the other contender has displaced them from the caches.
+alone, and 8 in one batch. If their tokens differ, the benchmark fails. When a contender's turn comes, its weights are
+in main memory, as far as the other contender has displaced them from the caches.
 """
 
 from __future__ import annotations

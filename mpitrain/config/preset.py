@@ -340,15 +340,8 @@ def _read(file: Path) -> Values:
     return values
 
 
-_OWN = (
-    "base",
-    "compile",
-    "lora",
-    "lora_alpha",
-    "lora_dropout",
-    "lora_targets",
-    "preset",
-)  # never copied from the base run
+# keys that are never copied from the base run
+_OWN = ("base", "compile", "lora", "lora_alpha", "lora_dropout", "lora_targets", "preset")
 
 
 def with_base(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -154,7 +154,12 @@ class Piece:
 
     @staticmethod
     def whole(name: str, numel: int) -> Piece:
-        """Return the piece that is the whole tensor `name` of `numel` elements."""
+        """Return the piece that is the whole tensor.
+
+        Args:
+            name: Name of the tensor.
+            numel: Number of its elements.
+        """
         return Piece(name, Box.whole(numel), 0, numel)
 
     @property
