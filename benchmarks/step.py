@@ -63,7 +63,7 @@ from mpitrain.errors import InputError
 from mpitrain.speeds.timing import Contender
 from mpitrain.storage import proc
 
-HEAVY, LIGHT = "communication-heavy", "compute-heavy"  # the batches
+HEAVY, LIGHT = "communication-heavy", "compute-heavy"  # names of the two batches
 _CATEGORIES = ("parameters", "gradients", "states", "activations", "buffers", "padding")
 # peers whose memory each of our contenders is compared with
 _COUNTERPARTS = {
@@ -306,7 +306,7 @@ def _measure(world: Communicator, shape: Shape, samples: int, options: argparse.
 
 
 def _asked(names: Iterable[str], options: argparse.Namespace) -> list[str]:
-    """Return the contenders that `--only` names, and one process."""
+    """Return the contenders in `names` that `--only` selects, by default all, and always `ALONE`."""
     return [name for name in names if name == ALONE or not options.only or name in options.only]
 
 

@@ -8,8 +8,8 @@ contender after the other in the same processes. Rank 1 is slow:
     server, staleness 4           a worker may be up to 4 steps ahead of the slowest one
     server, asynchronous          no bound on the staleness
     server, asynchronous, apart   no bound on the staleness, with an additional rank that only serves
-    local, 16 steps               each rank takes 16 steps alone, on its part of each batch, before an averaging
-    local, 16 steps, overlapped   16 steps alone, but the averaging overlaps with the next 16 steps
+    local, 16 steps               each rank takes 16 steps alone, on its part of each batch; then all average
+    local, 16 steps, overlapped   like the previous one, but the averaging overlaps with the next 16 steps
 
 A server's workers ask for the next part of a batch when they have finished one, so a slow worker gets fewer parts if
 no other worker has to wait for it. In sync, bulk-synchronous and local training each rank has a fixed part of every

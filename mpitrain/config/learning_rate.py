@@ -291,7 +291,7 @@ class WarmUp:
         """
         peak, batch = own if self.peak is None else self.peak, update - 1
         if batch < 0:
-            return 0.0 if self.kind == "cosine" else self.first  # a cosine from 0, whatever its ratio
+            return 0.0 if self.kind == "cosine" else self.first  # a cosine starts at 0, whatever `first` is
         if batch >= self.warmup:
             share = self._after(batch)
         else:

@@ -22,7 +22,7 @@ MONITORS = {  # DeepSpeed's monitors and their replacements in our settings
     "csv_monitor": "metrics.jsonl of every run",
 }
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-MANAGED = "managed_gradient_accumulation"  # step() counts microbatches, as ours does
+MANAGED = "managed_gradient_accumulation"  # if true, DeepSpeed's step() counts microbatches, as ours does
 
 
 @dataclass(frozen=True)

@@ -328,7 +328,7 @@ def _offload(section: Mapping[str, Any], key: str, before: str, findings: Findin
 
 
 def _precision(values: Mapping[str, Any], findings: Findings) -> tuple[Precision, dict[str, Any] | None]:
-    """Return (precision, arguments of the `LossScale`)."""
+    """Return (precision, arguments of the `LossScale` or None if the precision needs none)."""
     before = values.get("bfloat16")  # the section's name in DeepSpeed's first versions
     bf16, fp16 = findings.section("bf16", values.get("bf16", before)), findings.section("fp16", values.get("fp16"))
     findings.look(bf16, "bf16")
