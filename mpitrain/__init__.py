@@ -1,6 +1,7 @@
-"""MPI-native training of PyTorch models. What a user imports; see README.md.
+"""Public names of mpitrain, MPI-native training of PyTorch models; see README.md.
 
-Names are loaded on first use: `mpitrain.data` must be usable without MPI, and thousands of processes import this.
+Names are imported on first use, because `mpitrain.data` must be usable without MPI and because thousands of processes
+import this package.
 """
 
 import sys
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from mpitrain.trainer.trainer import Trainer
     from mpitrain.trainer.user_loop.initialize import initialize
 
-_HOMES = {  # of the names that do not come from mpitrain.comm
+_HOMES = {  # module of each public name that does not come from mpitrain.comm
     "Callback": "mpitrain.trainer.run",
     "DistributedDataParallel": "mpitrain.shard.ddp",
     "InputError": "mpitrain.errors",
@@ -36,7 +37,7 @@ __all__ = ["ANY_SOURCE", "Arena", "Callback", "Communicator", "DistributedDataPa
 __all__ += ["Pipeline", "Trainer", "Work", "compression", "init", "initialize", "load_model"]
 __all__ += ["__version__", "parallelize"]
 
-if sys.argv[:1] == ["-m"]:  # python -m mpitrain.COMMAND, whose own code is not yet there
+if sys.argv[:1] == ["-m"]:  # python -m mpitrain.COMMAND, before that module is imported
     explain(missing_package)
 
 
@@ -47,5 +48,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """The public names, for completion."""
+    """Return the public names, for tab completion."""
     return list(__all__)

@@ -1,16 +1,17 @@
-"""Compressed all-reduce: fewer bytes between the ranks for a result that is not quite the sum.
+"""Compressed all-reduce: fewer bytes between the ranks, for an approximate sum.
 
     world.all_reduce(gradient, "avg", compression=mt.compression.PowerSGD(rank=2))
 
-| object   | what travels                                      | the result                                  |
-|----------|---------------------------------------------------|---------------------------------------------|
-| FP16     | 2 bytes an element                                | sum of the rounded values in fp32, rounded  |
-| BF16     | 2 bytes an element                                | likewise                                    |
-| TopK     | each rank's k largest elements and their places   | their sum; the rest waits in the memory     |
-| PowerSGD | rank * (rows + columns) elements for each matrix  | nearest found matrix of that rank; likewise |
+| class    | data sent                                            | result                                        |
+|----------|------------------------------------------------------|-----------------------------------------------|
+| FP16     | 2 bytes per element                                  | fp32 sum of the rounded values, rounded again |
+| BF16     | 2 bytes per element                                  | fp32 sum of the rounded values, rounded again |
+| TopK     | k largest elements of each rank, with their indices  | sum of the elements that were sent            |
+| PowerSGD | rank * (rows + columns) elements for each matrix     | approximation of the sum by a matrix of `rank`|
 
-The last two keep what was left out of each buffer and add it the next time (error feedback), so that nothing
-is lost for good. An object holds that memory: use one object for one set of buffers, alike on all ranks.
+TopK and PowerSGD remember what they left out of each buffer and add it in the next call (error feedback), so that
+nothing is lost permanently. The memory belongs to the object: use one object for one set of buffers, with the same
+options on all ranks.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ Shapes = Sequence[tuple[int, Sequence[int]]]  # (offset in elements, shape) of t
 
 
 class Collectives(Protocol):
-    """What a compression needs of a `Communicator`, or of what stands for it in the background."""
+    """Methods of a `Communicator` that a compression uses; `Channel` also has them."""
 
     size: int
 
@@ -44,10 +45,7 @@ class Collectives(Protocol):
 
 
 class Compression(ABC):
-    """One way to all-reduce with fewer bytes.
-
-    name: what `from_name` and the configuration call it.
-    """
+    """A way to all-reduce with fewer bytes; `name` is its name in `from_name` and in the configuration."""
 
     name: ClassVar[str]
 
@@ -55,7 +53,7 @@ class Compression(ABC):
         self._scratch: dict[Hashable, torch.Tensor] = {}
 
     def __repr__(self) -> str:
-        """Return the constructor's call; ranks compare it."""
+        """Return the constructor call, which ranks compare."""
         options = ", ".join(f"{name}={getattr(self, name)}" for name in inspect.signature(type(self)).parameters)
         return f"{type(self).__name__}({options})"
 
@@ -69,12 +67,21 @@ class Compression(ABC):
         key: Hashable | None = None,
         shapes: Shapes | None = None,
     ) -> None:
-        """Every rank's x becomes about the sum (or avg) of all, in place; the same bits on every rank.
+        """Replace every rank's x by the approximate sum (or avg) over all ranks; all get the same bits. Collective.
 
-        x: contiguous floating tensor. algorithm: of the reductions it is made of, as in `Communicator.all_reduce`.
-        key: the buffer's name in the memory; without one, a buffer is known by its address and length, so a
-        loop must then pass the same memory each time. shapes: (offset, shape) of the parameters in a flat x, for
-        what works on matrices. Where there is one rank nothing travels and x stays as it is.
+        With a single rank, x does not change.
+
+        Args:
+            comm: The communicator.
+            x: Contiguous floating-point tensor.
+            op: sum or avg.
+            algorithm: Algorithm of the reductions inside, as in `Communicator.all_reduce`.
+            key: Name of the buffer in the memory. Without it, a buffer is identified by its address and length, so a
+                loop must pass the same memory each time.
+            shapes: (offset, shape) of each parameter in a flat x, for compressions that work on matrices.
+
+        Raises:
+            InputError: x or op cannot be compressed.
         """
         tensor = as_tensor(x)
         self.check(tensor.dtype, op)
@@ -83,7 +90,7 @@ class Compression(ABC):
                 self._reduce(comm, tensor, op, algorithm, Bucket(self, key, shapes))
 
     def check(self, dtype: torch.dtype, op: str) -> None:
-        """Raise InputError for what cannot be compressed."""
+        """Raise InputError unless tensors of this dtype can be compressed with this op."""
         if op not in ("sum", "avg"):
             raise InputError(f"compression {self.name} cannot do op {op!r}; use sum or avg, or no compression")
         if not dtype.is_floating_point:
@@ -92,34 +99,42 @@ class Compression(ABC):
 
     @abstractmethod
     def _reduce(self, comm: Collectives, x: torch.Tensor, op: str, algorithm: str, bucket: Bucket) -> None:
-        """`all_reduce` of at least one element on at least two ranks."""
+        """Perform `all_reduce` on at least one element and at least two ranks."""
 
     @abstractmethod
     def bytes_on_wire(self, numel: int, dtype: torch.dtype, shapes: Shapes | None = None) -> int:
-        """Bytes one rank hands to the collectives in place of numel * itemsize.
+        """Return the bytes that one rank passes to the collectives, instead of numel * itemsize.
 
-        What is reduced then costs each rank 2(N-1)/N times as much in messages, what is gathered (topk) N-1 times.
+        On N ranks, each rank sends 2(N-1)/N times this in reductions, and N-1 times this in gathers (topk).
+
+        Args:
+            numel, dtype: Length and type of the buffer.
+            shapes: (offset, shape) of each parameter in the buffer.
         """
 
     def bucket(self, key: Hashable, shapes: Shapes | None = None) -> Bucket:
-        """This compression for one buffer, to be given to `Communicator.all_reduce`."""
+        """Return this compression for one buffer, as an argument of `Communicator.all_reduce`.
+
+        Args:
+            key, shapes: Name of the buffer in the memory, and (offset, shape) of each parameter in it.
+        """
         return Bucket(self, key, None if shapes is None else tuple((lo, tuple(shape)) for lo, shape in shapes))
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """This rank's memory: tensors by name, to go on with exactly."""
+        """Return this rank's memory as tensors by name; loading it continues exactly."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Go on from `state_dict()` of the same rank of as many ranks."""
+        """Load the `state_dict()` of the same rank, from a run with the same number of ranks."""
         if state:
             raise InputError(f"compression {self.name} keeps no memory, but {sorted(state)[0]!r} is to be loaded")
 
     def reset(self) -> None:
-        """Forget everything: start anew, or with other buffers."""
+        """Drop all memory, to start again or with other buffers."""
         self._scratch.clear()
 
     def _buffer(self, role: str, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Memory for the time of a call, kept for later ones; each thread has its own."""
+        """Return scratch memory for one call; it is reused by later calls of the same thread."""
         key = (threading.get_ident(), role, dtype, device)
         kept = self._scratch.get(key)
         if kept is None or kept.numel() < numel:
@@ -129,7 +144,7 @@ class Compression(ABC):
 
 @dataclass(frozen=True)
 class Bucket:
-    """A compression, and the buffer it is for: its key in the memory, None for one without, and the shapes in it."""
+    """A compression, and the buffer it is for: its key in the memory (None for its address) and the shapes in it."""
 
     compression: Compression
     key: Hashable
@@ -141,7 +156,7 @@ class Bucket:
 
 @dataclass
 class Memory:
-    """What is remembered of one buffer. tensors: what a checkpoint holds of it."""
+    """Memory of a compression for one buffer; `tensors` are saved in a checkpoint."""
 
     name: str
     numel: int
@@ -160,14 +175,15 @@ class Remembering(Compression):
 
     @abstractmethod
     def _remember(self, x: torch.Tensor, shapes: Shapes | None, name: str) -> Memory:
-        """The memory of a buffer that was not seen before."""
+        """Return a new memory for a buffer."""
 
     def _memory(self, x: torch.Tensor, bucket: Bucket) -> Memory:
+        """Return the memory of a buffer; create it in the first call."""
         key, shapes = bucket.key, bucket.shapes
         place = (x.data_ptr(), x.numel()) if key is None else key
         memory = self._memories.get(place)
         if memory is None:
-            # an address means nothing to another run
+            # addresses differ between runs
             name = f"buffer {len(self._memories)}" if key is None else str(key)
             if any(other.name == name for other in self._memories.values()):
                 raise InputError(f"compression {self.name} has another buffer of the name {name!r}; use another key")
@@ -182,7 +198,7 @@ class Remembering(Compression):
         return memory
 
     def _fill(self, memory: Memory) -> None:
-        """Put what was loaded into a new memory."""
+        """Copy loaded tensors into a new memory."""
         for part, tensor in memory.tensors.items():
             loaded = self._loaded.pop(f"{memory.name}/{part}", None)
             if loaded is None:
@@ -211,22 +227,23 @@ class Remembering(Compression):
         self._loaded.clear()
 
     def _wide(self, x: torch.Tensor) -> torch.Tensor:
-        """x flat, in a type in which sums of many steps can be kept: x itself but for 16-bit types."""
+        """Return x flat and in a dtype for long sums: x itself, or an fp32 copy of a 16-bit x."""
         if x.dtype not in HALVES:
             return x.view(-1)
         return self._buffer("wide", x.numel(), torch.float32, x.device).copy_(x.view(-1))
 
 
 def wide_type(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which values of `dtype` are summed: fp32 for 16-bit types."""
     return torch.float32 if dtype in HALVES else dtype
 
 
 class _Rounded(Compression):
-    """Values rounded to 16 bits on the wire, sums in fp32.
+    """Compression that sends values rounded to 16 bits and sums them in fp32.
 
-    Each rank rounds its values; where they meet they are added in fp32, in the order of the fixed binary tree over the
-    ranks, and the sum is rounded once. Partial sums never travel, so 16 bits are all that any message carries, whatever
-    the algorithm. avg divides the fp32 sum before it is rounded: it overflows only where a value does.
+    Each rank rounds its values. They are then added in fp32, in the order of the fixed binary tree over the ranks, and
+    the sum is rounded once. Partial sums are never sent, so all messages are 16-bit, whatever the algorithm. avg
+    divides the fp32 sum before it is rounded, so it overflows only if a value does.
     """
 
     wire: ClassVar[torch.dtype]
@@ -245,35 +262,39 @@ class _Rounded(Compression):
 
 
 class FP16(_Rounded):
-    """11 significant bits, up to 65504 in size: values (and with op sum, sums) beyond become infinite."""
+    """Compression to fp16: 11 significant bits; values (and, with op sum, sums) above 65504 become infinite."""
 
     name = "fp16"
     wire = torch.float16
 
 
 class BF16(_Rounded):
-    """8 significant bits, fp32's range."""
+    """Compression to bf16: 8 significant bits, and the range of fp32."""
 
     name = "bf16"
     wire = torch.bfloat16
 
 
-_ALIGNMENT = 8  # bytes: messages lie end to end, and every number in them at a multiple of its size
+_ALIGNMENT = 8  # bytes: messages are contiguous, and each number in them is aligned to its size
 
 
 class TopK(Remembering):
-    """The k = ratio * numel largest elements of each rank (at least one), with error feedback.
+    """Compression that sends the k = ratio * numel largest elements of each rank (at least one), with error feedback.
 
-    Each rank sends its k elements of largest magnitude with their places; every rank adds up what it gets (Stich,
+    Each rank sends its k elements of largest magnitude with their indices, and every rank adds up what it receives
+    (Stich,
     Cordonnier and Jaggi 2018, "Sparsified SGD with memory"):
 
-        acc = x + error;  S = places of the k largest abs(acc);  error = acc outside S, 0 in S
+        acc = x + error;  S = indices of the k largest abs(acc);  error = acc outside S, 0 in S
             x = sum over ranks of acc[S]
 
-    error_feedback: remember what was not sent and add it the next time. Worth it where ratio * ranks is well
-    below 1: the messages of all ranks go to every rank.
-    A buffer with an infinite or NaN element on any rank becomes NaN everywhere and leaves the memory alone, so that
-    a step that is skipped for it can be repeated.
+    It pays if ratio * ranks is well below 1, because the messages of all ranks go to every rank. If a buffer has an
+    infinite or NaN element on any rank, the result is NaN everywhere and the memory does not change, so that a skipped
+    step can be repeated.
+
+    Args:
+        ratio: Fraction of the elements to send, above 0 and at most 1.
+        error_feedback: If true, remember what was not sent and add it in the next call.
     """
 
     name = "topk"
@@ -285,7 +306,7 @@ class TopK(Remembering):
         self.ratio, self.error_feedback = ratio, error_feedback
 
     def kept(self, numel: int) -> int:
-        """How many of numel elements are sent."""
+        """Return how many of `numel` elements are sent."""
         return min(numel, max(1, math.ceil(self.ratio * numel)))
 
     def bytes_on_wire(self, numel: int, dtype: torch.dtype, shapes: Shapes | None = None) -> int:
@@ -312,7 +333,7 @@ class TopK(Remembering):
         where, values = _parts(message, k, places, x.dtype)
         where.copy_(found)
         chosen = torch.index_select(total, 0, found, out=self._buffer("largest", k, total.dtype, x.device))
-        values.copy_(chosen)  # rounded to x's type: what that changes stays in the memory
+        values.copy_(chosen)  # rounded to x's type; the rounding error stays in the memory
         messages = self._buffer("messages", nbytes * comm.size, torch.uint8, x.device)
         comm.all_gather(messages, message)
 
@@ -324,7 +345,7 @@ class TopK(Remembering):
             error.copy_(total)
             error.index_add_(0, found, values.to(error.dtype), alpha=-1)
         total.zero_()
-        for where, theirs in received:  # in order of rank: the same bits everywhere
+        for where, theirs in received:  # in order of rank, so that all ranks get the same bits
             total.index_add_(0, where, theirs.to(total.dtype))
         if op == "avg":
             total.mul_(1.0 / comm.size)
@@ -333,19 +354,19 @@ class TopK(Remembering):
 
 
 def _index_type(numel: int, dtype: torch.dtype) -> torch.dtype:
-    """32 bits where they reach and the values behind them stay aligned."""
+    """Return the type of the indices: 32 bits if they suffice and keep 64-bit values aligned."""
     return torch.int64 if numel > 2**31 - 1 or dtype.itemsize == 8 else torch.int32
 
 
 def _parts(message: torch.Tensor, k: int, places: torch.dtype, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """The k places and the k values in a message of bytes."""
+    """Return views of the k indices and the k values in a message of bytes."""
     middle = k * places.itemsize
     return message[:middle].view(places), message[middle : middle + k * dtype.itemsize].view(dtype)
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """A matrix in a flat bucket that is worth compressing. offset: elements. rank: of its approximation."""
+    """A compressed matrix in a flat bucket: offset of its first element, shape, and rank of its approximation."""
 
     offset: int
     rows: int
@@ -353,37 +374,46 @@ class Matrix:
     rank: int
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return the view of this matrix in the bucket `flat`."""
         return flat[self.offset : self.offset + self.rows * self.columns].view(self.rows, self.columns)
 
 
 @dataclass(frozen=True)
 class MatrixPlan:
-    """How a bucket is compressed. rest: [lo, hi) of the elements outside the matrices."""
+    """Division of a bucket into compressed matrices and the rest, which are [lo, hi) ranges of elements."""
 
     matrices: tuple[Matrix, ...]
     rest: tuple[tuple[int, int], ...]
 
     @property
     def left(self) -> int:
-        """Elements of all P."""
+        """Number of elements of all P."""
         return sum(m.rows * m.rank for m in self.matrices)
 
     @property
     def right(self) -> int:
-        """Elements of all Q."""
+        """Number of elements of all Q."""
         return sum(m.columns * m.rank for m in self.matrices)
 
     @property
     def uncompressed(self) -> int:
+        """Number of elements that are not compressed."""
         return sum(hi - lo for lo, hi in self.rest)
 
 
 def plan(numel: int, shapes: Shapes, rank: int, min_compression: float) -> MatrixPlan:
-    """Which parameters of a bucket of numel elements are compressed.
+    """Choose the parameters of a bucket that are compressed.
 
-    A parameter of shape (a, b, c, ...) counts as a matrix of a rows; it is compressed where that makes it at least
-    min_compression times smaller. What no parameter covers belongs to the rest.
-    Raises InputError for parameters that overlap or lie outside.
+    A parameter of shape (a, b, c, ...) is treated as a matrix of a rows.
+
+    Args:
+        numel: Number of elements of the bucket; those outside all parameters are not compressed.
+        shapes: (offset, shape) of each parameter.
+        rank: Largest rank of an approximation.
+        min_compression: Compress a parameter only if it becomes at least this many times smaller.
+
+    Raises:
+        InputError: Parameters overlap or lie outside the bucket.
     """
     matrices: list[Matrix] = []
     rest: list[tuple[int, int]] = []
@@ -416,7 +446,13 @@ def plan(numel: int, shapes: Shapes, rank: int, min_compression: float) -> Matri
 
 @dataclass
 class _Factors(Memory):
-    """A bucket's memory. sent: all P, then the rest. ps, qs, errors: views of the matrices' parts."""
+    """Memory of PowerSGD for one bucket.
+
+    Attributes:
+        sent: All P, then the elements that are not compressed.
+        right: All Q.
+        ps, qs, errors: Views of the P, Q and error of each matrix.
+    """
 
     plan: MatrixPlan
     sent: torch.Tensor
@@ -427,26 +463,30 @@ class _Factors(Memory):
 
 
 class PowerSGD(Remembering):
-    """Gradient matrices as products of two thin ones (Vogels, Karimireddy and Jaggi 2019).
+    """Compression of gradient matrices to products of two thin matrices (Vogels, Karimireddy and Jaggi 2019).
 
-    Of each matrix M (rows x columns) of a bucket, with R = rank, one step of subspace iteration (algorithm 1):
+    For each matrix M (rows x columns) of a bucket, with R = rank, one step of subspace iteration (algorithm 1):
 
         P = M Q                rows x R         summed over ranks
         P = orthonormal basis of P's columns    (QR, the same on every rank)
         Q = M' P               columns x R      summed over ranks
         result = P Q'
 
-    and of the rest (vectors, small matrices) the plain sum, in the same message as P. With error feedback (algorithm 2)
-    M is the gradient plus what this rank's own P Q' missed of M the last time. Q is the start of the next step's
-    iteration (warm start), so that P and Q approach the leading singular vectors over the steps.
+    The rest (vectors, small matrices) is summed exactly, in the same message as P. With error feedback (algorithm 2), M
+    is the gradient plus what this rank's own P Q' missed of M in the last call. Each call starts from the last Q (warm
+    start), so P and Q approach the leading singular vectors over the steps.
 
-    warm_start: begin each step with the last step's Q, else with a random one. error_feedback: remember what the
-    approximation missed. min_compression: how many times smaller a matrix must become; others travel as they are.
-    seed: of the random start matrices, which are alike on all ranks.
-    Of a flat buffer the parameters' shapes must be given (`bucket`); else x is one matrix, or a vector that is not
-    compressed. All ranks' processors must be of one kind: each computes the basis for itself.
-    A buffer with an infinite or NaN element on any rank becomes NaN everywhere and leaves the memory alone, so that
-    a step that is skipped for it can be repeated.
+    Pass the shapes of the parameters in a flat buffer (`bucket`); otherwise x counts as one matrix, or as a vector,
+    which is not compressed. All ranks need the same kind of processor, because each computes the basis itself. If a
+    buffer has an infinite or NaN element on any rank, the result is NaN everywhere and the memory does not change, so
+    that a skipped step can be repeated.
+
+    Args:
+        rank: Rank R of the approximations.
+        warm_start: If true, start each call with the last Q; otherwise with a random Q.
+        error_feedback: If true, remember what the approximation missed and add it in the next call.
+        min_compression: Compress a matrix only if it becomes at least this many times smaller.
+        seed: Seed of the random matrices, which are equal on all ranks.
     """
 
     name = "powersgd"
@@ -468,7 +508,7 @@ class PowerSGD(Remembering):
         self.min_compression, self.seed = min_compression, seed
 
     def bytes_on_wire(self, numel: int, dtype: torch.dtype, shapes: Shapes | None = None) -> int:
-        """Without shapes a vector, which is not compressed."""
+        """Return the bytes as `Compression.bytes_on_wire` does; without shapes, the buffer is a vector."""
         made = plan(numel, [(0, (numel,))] if shapes is None else shapes, self.rank, self.min_compression)
         if not made.matrices:
             return numel * dtype.itemsize
@@ -526,7 +566,7 @@ class PowerSGD(Remembering):
             x.view(-1).copy_(total)
 
     def _start(self, memory: _Factors) -> None:
-        """Random start matrices, alike on all ranks: the first time, and without warm start each time."""
+        """Set random Q, equal on all ranks, in the first call, and without warm start in each call."""
         step = int(memory.tensors["steps"])
         if step and self.warm_start:
             return
@@ -535,7 +575,7 @@ class PowerSGD(Remembering):
 
 
 def _pieces(flat: torch.Tensor, shapes: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
-    """Views of the given shapes one after the other from the start of a flat tensor."""
+    """Return consecutive views of the given shapes, from the start of a flat tensor."""
     sizes = [rows * columns for rows, columns in shapes]
     return [piece.view(shape) for piece, shape in zip(torch.split(flat[: sum(sizes)], sizes), shapes, strict=True)]
 
@@ -544,7 +584,11 @@ __all__ = ["BF16", "FP16", "Bucket", "Collectives", "Compression", "PowerSGD", "
 
 
 def from_name(name: str, **options: Any) -> Compression:
-    """The compression of a name (fp16, bf16, topk, powersgd) with its constructor's options."""
+    """Return the compression of a name (fp16, bf16, topk, powersgd), with `options` for its constructor.
+
+    Raises:
+        InputError: There is no such compression or option.
+    """
     kinds: dict[str, type[Compression]] = {kind.name: kind for kind in (FP16, BF16, TopK, PowerSGD)}
     if name not in kinds:
         raise InputError(f"there is no compression {name!r}; use one of {', '.join(kinds)}")

@@ -1,20 +1,21 @@
-"""The algorithms of the operations that have several, which is fastest where, and which of them serves a call.
+"""Selection of algorithms: the algorithms of each operation, the fastest one for a call, and the fallbacks.
 
-Each says how it makes its program, and what it needs; the order is that in which messages name them. What serves is the
-one that is asked for, or the fastest that is possible, or what stands in for it. Operations ask as they bind a vector
-to its memory. Whoever has no ranks, only a setting, asks `serving`. Others may add algorithms from outside:
+Each `Algorithm` makes its program and states its requirements. The tables list them in the order in which messages name
+them. A call uses the requested algorithm, or with "auto" the fastest possible one, or a fallback if the algorithm
+cannot serve the call. Operations select when they bind a vector to memory; `serving` selects for a setting alone,
+without any ranks. Users can add algorithms:
 
     from mpitrain.comm.selection import ALL_REDUCE, Algorithm
 
     ALL_REDUCE.register("star", Algorithm(lambda setting: star_all_reduce(setting.size, setting.nodes)))
     world.all_reduce(x, algorithm="star")
 
-Every rank registers the same. An algorithm makes its program of a `Setting`: one call of the operation as far as it
-matters to the choice, that is sizes, and where ranks and data are.
+Every rank must register the same algorithms. An algorithm makes its program from a `Setting`, which describes one call:
+sizes, and the placement of ranks and data.
 
-Which algorithm is fastest at which size is told by built-in defaults, or a table measured on this machine.
-`python -m mpitrain.doctor --tune` measures and writes it, one file per kind of machine and
-MPI library, under $XDG_CACHE_HOME/mpitrain (or ~/.cache/mpitrain). Rank 0 reads it; all ranks use the same.
+The fastest algorithm for each size comes from built-in defaults or from a table measured on this machine.
+`python -m mpitrain.doctor --tune` measures and writes the table, one file per kind of machine and MPI library, under
+$XDG_CACHE_HOME/mpitrain (or ~/.cache/mpitrain). Rank 0 reads it, and all ranks use it.
 """
 
 from __future__ import annotations
@@ -34,25 +35,25 @@ from mpitrain.errors import InputError
 from mpitrain.storage.disk import read_plain, write_whole
 from mpitrain.storage.text import bytes_text
 
-RING_SEGMENT = 1 << 20  # bytes of one ring message; smaller ones cost more Python than they overlap
-SHARED_CHUNK = 1 << 17  # bytes summed and written while they are in a core's cache
-STAGED_PIECE = 1 << 20  # bytes of a vector outside an arena that are in one staging slot
+RING_SEGMENT = 1 << 20  # bytes of one ring message; with smaller ones, Python costs more time than overlap saves
+SHARED_CHUNK = 1 << 17  # bytes of a chunk that is summed and written while it is in a core's cache
+STAGED_PIECE = 1 << 20  # bytes of the piece of a vector that is in one staging slot
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What algorithms make their programs from; the same on all ranks.
+    """Properties of a call from which algorithms make their programs; equal on all ranks.
 
     Attributes:
         nbytes: Bytes of the whole vector.
-        numel: Elements of the whole vector.
-        nodes: The node of each rank.
-        memory: Where every rank's vector lies: "arena" (shared by its node), "reachable" (the system lets neighbours
-            read and write it), "device" (an arena on devices that the ranks have mapped), or "private".
-        oversubscribed: Whether some node has more ranks than cores.
-        reproducible: Whether sums are to be taken in the order of the fixed tree over the ranks.
-        root: That of an operation that has one.
-        block: Bytes of the longest of the blocks, one a rank, where the vector consists of such.
+        numel: Number of elements of the whole vector.
+        nodes: Node number of each rank.
+        memory: Location of the ranks' vectors: "arena" (shared by the node), "reachable" (private, but accessible to
+            other ranks by system calls), "device" (a device arena that the ranks have mapped), or "private".
+        oversubscribed: True if some node has more ranks than cores.
+        reproducible: True if sums must follow the fixed tree over the ranks.
+        root: Root rank, for an operation that has one.
+        block: Bytes of the longest block, if the vector has one block per rank.
     """
 
     nbytes: int
@@ -66,17 +67,17 @@ class Setting:
 
     @property
     def size(self) -> int:
-        """The number of ranks."""
+        """Number of ranks."""
         return len(self.nodes)
 
     @property
     def one_node(self) -> bool:
-        """Whether all ranks are on one node."""
+        """True if all ranks are on one node."""
         return len(set(self.nodes)) == 1
 
     @property
     def place(self) -> str:
-        """The tuning rules that apply (see `Tuning`)."""
+        """Name of the tuning rules that apply (see `Tuning`)."""
         if len(set(self.nodes)) == self.size:
             place = "nodes single"
         else:
@@ -85,37 +86,43 @@ class Setting:
 
 
 def segments_of(nbytes: int, piece: int, most: int = 16) -> int:
-    """How many segments of about `piece` bytes a block of nbytes is cut into."""
+    """Return the number of segments into which a block is cut.
+
+    Args:
+        nbytes: Bytes of the block.
+        piece: Approximate bytes of a segment.
+        most: Largest number of segments.
+    """
     return max(1, min(most, -(-nbytes // piece)))
 
 
 def _messages(nbytes: int) -> int:
-    """In how many messages, which follow each other, a block is sent."""
+    """Return the number of consecutive messages in which a block is sent."""
     return segments_of(nbytes, RING_SEGMENT)
 
 
 def cache_chunks(nbytes: int) -> int:
-    """How many chunks a block is cut into that is summed chunk by chunk in a core's cache."""
+    """Return the number of chunks into which a block is cut, so that each chunk is summed in a core's cache."""
     return segments_of(nbytes, SHARED_CHUNK, most=1 << 20)
 
 
 def always(*_: object) -> bool:
-    """True, whatever it is asked of."""
+    """Return True for any arguments."""
     return True
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """How one algorithm makes its program, and what it needs.
+    """One algorithm: its program and its requirements.
 
     Attributes:
-        program: Makes the program for a setting; None stands for the MPI library's own call.
-        one_node: Whether it needs all ranks on one node.
-        reach: Whether ranks touch each other's vectors, which must then lie in an arena or where the system lets
-            neighbours reach them.
-        stages: Whether, where they cannot, shared staging memory stands in for the vectors; only `reach` asks for it.
-        reproduces: For which settings it reduces in the order of the fixed tree over the ranks (`tree_order`).
-        instead: The algorithms to name where it cannot be used.
+        program: Makes the program for a setting; None stands for the call of the MPI library.
+        one_node: True if all ranks must be on one node.
+        reach: True if ranks access each other's vectors, which must then be in an arena or accessible by system calls.
+        stages: With `reach`, True if vectors that cannot be accessed pass through shared staging memory.
+        reproduces: For a setting, returns True if the algorithm reduces in the order of the fixed tree over the ranks
+            (`tree_order`).
+        instead: Algorithms to recommend in messages if this one cannot be used.
     """
 
     program: Callable[[Setting], Program] | None
@@ -130,54 +137,64 @@ LIBRARY = Algorithm(program=None)
 
 
 class Algorithms(dict[str, Algorithm]):
-    """The algorithms of one operation, by name."""
+    """Algorithms of one operation, by name."""
 
     def __init__(self, operation: str, algorithms: Mapping[str, Algorithm]) -> None:
         super().__init__(algorithms)
         self.operation = operation
 
     def register(self, name: str, algorithm: Algorithm) -> None:
-        """Add an algorithm, which `algorithm=name` chooses from then on.
+        """Add an algorithm; calls select it with `algorithm=name`. Every rank must do the same.
+
+        Args:
+            name: Name of the algorithm.
+            algorithm: The algorithm.
 
         Raises:
-            InputError: The operation has an algorithm of that name.
+            InputError: The operation already has an algorithm of that name.
         """
         if name == "auto" or name in self:
             raise InputError(f"{self.operation} has an algorithm {name!r} already; register yours under another name")
         self[name] = algorithm
 
     def unregister(self, name: str) -> None:
-        """Take back what was registered; tensors it was used on may stay bound to it."""
+        """Remove a registered algorithm; operations that are already bound may continue to use it."""
         del self[name]
 
     def placed(self, name: str, x: Tensor) -> Tensor | None:
-        """x, where ranks may touch each other's vectors, so that it matters where these lie in an arena; else None."""
+        """Return x if its place in an arena matters, because ranks may access each other's vectors; otherwise None.
+
+        Args:
+            name: Name of the algorithm, or "auto".
+            x: The vector.
+        """
         return x if name == "auto" or (name in self and self[name].reach) else None
 
     def __missing__(self, name: str) -> Algorithm:
-        """Raise InputError, on all ranks: there is no algorithm of that name."""
+        """Raise InputError, on all ranks, because there is no algorithm of that name."""
         *most, last = ("auto", *self)
         known = f"{', '.join(most)} or {last}"
         raise InputError(f"{self.operation} has no algorithm {name!r}; use {known}", agreed=True)
 
 
 KIB, MIB = 1 << 10, 1 << 20
-Rule = tuple[int, str]  # up to this many bytes (exclusive), this algorithm
+Rule = tuple[int, str]  # (limit, algorithm): use the algorithm for fewer bytes than the limit
 _NO_LIMIT = 1 << 62
-_CLEARLY = 0.95  # of the time of the algorithm used for smaller vectors
+_CLEARLY = 0.95  # a faster algorithm is chosen if it takes less than this fraction of the current one's time
 
 
 def _shared_from(*limits: int) -> dict[str, tuple[Rule, ...]]:
-    """Rules of an operation that goes through the memory of one node from so many bytes on, and by MPI otherwise.
+    """Return rules that select "shared" from a number of bytes on, and "mpi" below.
 
-    The limits are those from which it was at least as fast at 2 ranks on 2 cores, and at 4 ranks where oversubscribed:
-    in an arena, there where oversubscribed, elsewhere, and elsewhere where oversubscribed.
+    Args:
+        limits: Bytes for four places: in an arena, in an arena oversubscribed, elsewhere, elsewhere oversubscribed.
+            From these on, "shared" was at least as fast with 2 ranks on 2 cores, and with 4 ranks if oversubscribed.
     """
     places = "node arena", "node arena oversubscribed", "node", "node oversubscribed"
     return {place: ((limit, "mpi"), (_NO_LIMIT, "shared")) for place, limit in zip(places, limits, strict=True)}
 
 
-# operation -> where the ranks and the data are -> rules in order of size; elsewhere: MPI
+# operation -> place (see `Setting.place`) -> rules in order of size; MPI for places that are not listed
 _DEFAULTS: dict[str, dict[str, tuple[Rule, ...]]] = {
     "all_reduce": {
         **_shared_from(12 * KIB, 32 * KIB, 96 * KIB, 512 * KIB),
@@ -196,42 +213,63 @@ _DEFAULTS: dict[str, dict[str, tuple[Rule, ...]]] = {
 
 @dataclass(frozen=True)
 class Tuning:
-    """Rules by operation and place.
+    """Tuning table: rules by operation and place.
 
     Attributes:
         measured: Rules that override the defaults, by "operation place/ranks".
-        origin: Where these come from.
+        origin: Source of the measured rules.
     """
 
     measured: Mapping[str, Sequence[Rule]] = field(default_factory=dict)
     origin: str = "built-in"
 
     def algorithm(self, algorithms: Algorithms, setting: Setting) -> str:
-        """The operation's fastest algorithm for a vector of the setting's size, ranks and place."""
+        """Return the name of the fastest algorithm by this table.
+
+        Args:
+            algorithms: Algorithms of the operation.
+            setting: Size, number of ranks and place of the call.
+        """
         rules = self.rules(algorithms.operation, setting.place, setting.size)
-        if any(name not in algorithms for _, name in rules):  # one that this job has not registered
+        if any(name not in algorithms for _, name in rules):  # the table has an algorithm that this job lacks
             rules = Tuning().rules(algorithms.operation, setting.place, setting.size)
-        if not rules:  # of an operation that is not in the table
+        if not rules:  # the operation is not in the table
             return "mpi" if "mpi" in algorithms else next(iter(algorithms))
         return next(name for limit, name in rules if setting.nbytes < limit)
 
     def rules(self, operation: str, place: str, ranks: int) -> Sequence[Rule]:
-        """In order of size; none for an operation that is not in the table."""
+        """Return the rules in order of size; none for an operation that is not in the table.
+
+        Args:
+            operation: Name of the operation.
+            place: Place, see `Setting.place`.
+            ranks: Number of ranks.
+        """
         by_place = _DEFAULTS.get(operation)
         otherwise = () if by_place is None else by_place.get(place, ((_NO_LIMIT, "mpi"),))
         return self.measured.get(rules_key(operation, place, ranks)) or otherwise
 
     def is_measured(self, operation: str, place: str, ranks: int) -> bool:
-        """Whether there are rules of this machine's own."""
+        """Return True if rules were measured on this machine.
+
+        Args:
+            operation: Name of the operation.
+            place: Place, see `Setting.place`.
+            ranks: Number of ranks.
+        """
         return rules_key(operation, place, ranks) in self.measured
 
     def to_json(self) -> str:
-        """The table as text, from which `from_json` makes it again."""
+        """Return the table as JSON text, for `from_json`."""
         return json.dumps({"origin": self.origin, "measured": {k: list(v) for k, v in self.measured.items()}})
 
     @staticmethod
     def from_json(text: str) -> Tuning:
-        """Raises ValueError for a text that is not a table."""
+        """Return the table that a JSON text describes.
+
+        Raises:
+            ValueError: The text is not a table.
+        """
         try:
             values = json.loads(text)
             measured = {
@@ -246,21 +284,30 @@ class Tuning:
 
 
 def rules_key(operation: str, place: str, ranks: int) -> str:
-    """Under which the table keeps what was measured."""
+    """Return the key of measured rules in the table.
+
+    Args:
+        operation: Name of the operation.
+        place: Place, see `Setting.place`.
+        ranks: Number of ranks.
+    """
     return f"{operation} {place}/{ranks}"
 
 
 def _present(key: str) -> str:
-    """A key as it is now written: the first tables knew all_reduce alone, and said crowded."""
+    """Return a key in today's form: the first tables had all_reduce alone, and "crowded" for "oversubscribed"."""
     key = key.replace(" crowded", " oversubscribed")
     return f"all_reduce {key}" if key.startswith("node") else key
 
 
 def rules_from(times: Mapping[int, Mapping[str, float]]) -> tuple[Rule, ...]:
-    """Rules by measured seconds of each algorithm at each size in bytes.
+    """Return rules from measured times.
 
-    A change of algorithm lies half-way (geometrically) between two sizes, and is made only for a clear gain, so
-    that noise does not make rules.
+    The limit between two algorithms is the geometric mean of two measured sizes. The algorithm changes only for a clear
+    gain, so that noise does not make rules.
+
+    Args:
+        times: Seconds by size in bytes and name of the algorithm.
     """
     rules: list[Rule] = []
     chosen, last = "", 0
@@ -276,20 +323,20 @@ def rules_from(times: Mapping[int, Mapping[str, float]]) -> tuple[Rule, ...]:
 
 
 def describe_rules(rules: Sequence[Rule]) -> str:
-    """mpi below 12 KiB, then shared."""
+    """Describe rules in words, such as "mpi below 12 KiB, then shared"."""
     *changes, (_, last) = rules
     parts = [f"{name} below {bytes_text(limit)}" for limit, name in changes]
     return ", then ".join([*parts, last])
 
 
 def table_path(machine: str) -> Path:
-    """Where the table of a machine (see `topology.this_machine`) is kept."""
+    """Return the path of the table of a machine (see `topology.this_machine`)."""
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(cache) / "mpitrain" / f"tuning-{machine}.json"
 
 
 def load_tuning(machine: str) -> Tuning:
-    """The measured table of the machine, or the built-in defaults where there is none that can be read."""
+    """Return the measured table of a machine, or the built-in defaults if there is no readable table."""
     try:
         return Tuning.from_json(read_plain(table_path(machine)).decode())
     except (OSError, ValueError):
@@ -297,7 +344,13 @@ def load_tuning(machine: str) -> Tuning:
 
 
 def keep_tuning(machine: str, measured: Mapping[str, Sequence[Rule]], origin: str) -> Path:
-    """Write the machine's table, with the rules for other places and rank counts that it had; its path."""
+    """Write measured rules to the table of a machine, which keeps its other rules, and return the table's path.
+
+    Args:
+        machine: Name of the machine, see `topology.this_machine`.
+        measured: Rules by "operation place/ranks".
+        origin: Source of the rules.
+    """
     path = table_path(machine)
     table = Tuning({**load_tuning(machine).measured, **measured}, origin)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -305,7 +358,7 @@ def keep_tuning(machine: str, measured: Mapping[str, Sequence[Rule]], origin: st
     return path
 
 
-_DIRECT_NODES = 8  # up to which every node sends to every other in two_level; more go round a ring, in long messages
+_DIRECT_NODES = 8  # up to this number, two_level sends directly between all nodes; more use a ring with long messages
 
 
 def _halving_all_reduce(s: Setting) -> Program:
@@ -339,7 +392,7 @@ ALL_REDUCE = Algorithms(
         "two_level": Algorithm(_two_level_all_reduce, reach=True, stages=True),
     },
 )
-# for sums in the order of the tree, where the named algorithm takes another; not among those to be named
+# fallback for reproducible sums if the requested algorithm has another order; it cannot be requested by name
 PAIRWISE_ALL_REDUCE = Algorithm(lambda s: messages.pairwise_all_reduce(s.size, s.nodes), reproduces=always)
 
 
@@ -395,22 +448,23 @@ TABLES = {table.operation: table for table in (ALL_REDUCE, REDUCE_SCATTER, ALL_G
 
 
 def serving(operation: str, setting: Setting, algorithm: str = "auto") -> tuple[str, Program | None]:
-    """Return what serves a call of an operation on fp32 in host memory, as the operation itself would find.
+    """Return the algorithm that a call uses for fp32 in host memory, by the same choice as the operation itself.
 
-    A vector in private memory that an algorithm has to reach passes through shared staging memory; two_level, whose
-    program has no slots for that, then runs once for each window of it (`binding.WINDOW`) and not once for the vector.
+    If an algorithm has to access a vector in private memory, the vector passes through shared staging memory. The
+    program of two_level has no staging slots: it then runs once for each window of the vector (`binding.WINDOW`), not
+    once.
 
     Args:
         operation: all_reduce, reduce_scatter, all_gather, broadcast or reduce.
-        setting: That of the call, with `block` where the vector consists of blocks.
-        algorithm: The algorithm that the call asks for; "auto" chooses by the built-in rules.
+        setting: Setting of the call, with `block` if the vector has blocks.
+        algorithm: Requested algorithm; "auto" chooses by the built-in rules.
 
     Returns:
-        The name of the algorithm, and its program; None where the MPI library's own call serves, or where there is
+        Name of the algorithm, and its program; the program is None if the call of the MPI library is used or there is
         nothing to do.
 
     Raises:
-        InputError: There is no such operation or algorithm, or it is not possible in the setting.
+        InputError: There is no such operation or algorithm, or the algorithm is not possible in the setting.
     """
     algorithms = TABLES.get(operation)
     if algorithms is None:
@@ -431,7 +485,7 @@ def serving(operation: str, setting: Setting, algorithm: str = "auto") -> tuple[
 def _name(algorithms: Algorithms, setting: Setting, algorithm: str) -> str:
     name, by_itself = algorithm, algorithm == "auto"
     if by_itself and algorithms.operation == "all_gather" and setting.block * setting.size != setting.nbytes:
-        name = "mpi"  # of blocks that differ
+        name = "mpi"  # blocks have different lengths
     elif by_itself:
         name = fastest(algorithms, setting, Tuning(), lambda: setting.memory == "reachable")
     if algorithms is REDUCE_SCATTER:
@@ -440,13 +494,13 @@ def _name(algorithms: Algorithms, setting: Setting, algorithm: str) -> str:
 
 
 def fastest(algorithms: Algorithms, setting: Setting, tuning: Tuning, reachable: Callable[[], bool]) -> str:
-    """Return the name of the algorithm that is fastest by the tuning table, if these ranks and data allow it, else mpi.
+    """Return the name of the fastest algorithm by the tuning table; "mpi" if that algorithm is not possible.
 
     Args:
-        algorithms: Those of the operation.
-        setting: That of the call.
+        algorithms: Algorithms of the operation.
+        setting: Setting of the call.
         tuning: The table.
-        reachable: Tells whether the system lets neighbours reach vectors outside arenas; asked where it matters.
+        reachable: Returns True if ranks can access vectors outside arenas by system calls; called only if needed.
     """
     name = tuning.algorithm(algorithms, setting)
     needs = algorithms[name]
@@ -458,9 +512,16 @@ def fastest(algorithms: Algorithms, setting: Setting, tuning: Tuning, reachable:
 
 
 def all_reduce_algorithm(name: str, setting: Setting) -> Algorithm:
-    """What serves for the named algorithm of all_reduce: where it cannot reproduce sums as asked, pairwise exchange.
+    """Return the algorithm to use for a requested all_reduce algorithm.
 
-    Raises InputError, on all ranks, where the ranks are at the wrong places.
+    This is pairwise exchange if the call must be reproducible and the requested algorithm is not.
+
+    Args:
+        name: Requested algorithm.
+        setting: Setting of the call.
+
+    Raises:
+        InputError: The algorithm needs all ranks on one node; raised on all ranks.
     """
     algorithm = ALL_REDUCE[name]
     if algorithm.one_node and not setting.one_node:
@@ -469,13 +530,14 @@ def all_reduce_algorithm(name: str, setting: Setting) -> Algorithm:
 
 
 def reduce_scatter_name(name: str, setting: Setting, *, by_itself: bool, halves: bool) -> str:
-    """What serves for the named algorithm of reduce_scatter.
+    """Return the name of the algorithm to use for a requested reduce_scatter algorithm.
 
     Args:
-        name: The algorithm.
-        setting: That of the call.
-        by_itself: Whether "auto" chose it.
-        halves: Whether the elements are of 16 bits: pairwise sums them in fp32 where they arrive, from 16-bit messages.
+        name: Requested algorithm, or the choice of "auto".
+        setting: Setting of the call.
+        by_itself: True if "auto" chose the algorithm.
+        halves: True if elements have 16 bits. "auto" then uses pairwise instead of mpi, which sums 16-bit messages in
+            fp32 where they arrive.
     """
     if name == "mpi" and by_itself and halves:
         name = "pairwise"
@@ -485,5 +547,10 @@ def reduce_scatter_name(name: str, setting: Setting, *, by_itself: bool, halves:
 
 
 def all_gather_name(name: str, setting: Setting) -> str:
-    """What serves for the named algorithm of all_gather: the library only for what it can count."""
+    """Return the algorithm to use for a requested all_gather algorithm: ring if the vector is too long for mpi.
+
+    Args:
+        name: Requested algorithm.
+        setting: Setting of the call.
+    """
     return "ring" if name == "mpi" and setting.nbytes > LARGEST_COUNT else name

@@ -1,1 +1,1 @@
-"""What trained models are good for: text that goes on from prompts, and predictions for samples."""
+"""Uses of trained models: text generated from prompts, and predictions for samples."""

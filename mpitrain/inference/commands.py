@@ -1,5 +1,7 @@
-"""What the commands on trained models have in common: one process without MPI, or all ranks of a job; and files that a
-command writes: whole, under a name of their own until then, and never in the place of another."""
+"""Parts shared by the commands on trained models: the job (one process without MPI, or all ranks), and output files.
+
+An output file gets its name only when it is complete, and never replaces an existing file.
+"""
 
 from __future__ import annotations
 
@@ -32,18 +34,22 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class Job:
-    """The ranks that a command runs on. mesh: theirs; None for one process, which starts no MPI."""
+    """Ranks that a command runs on.
+
+    Attributes:
+        mesh: Mesh of the ranks; None for a single process, which does not start MPI.
+    """
 
     mesh: Mesh | None = None
 
     @property
     def first(self) -> bool:
-        """Whether this rank speaks and writes."""
+        """True on the rank that prints and writes files."""
         return self.mesh is None or self.mesh.world.rank == 0
 
     @property
     def columns(self) -> int:
-        """How often the job has the model: ranks along the data axis."""
+        """Number of ranks along the data axis, each of which has a copy of the model."""
         return 1 if self.mesh is None else self.mesh.readers.size
 
     @property
@@ -52,11 +58,14 @@ class Job:
         return 0 if self.mesh is None else self.mesh.readers.rank
 
     def decided(self, make: Callable[[], Any]) -> Any:
-        """What the first rank makes, a value that JSON can hold, on all ranks. Collective."""
+        """Call a function on the first rank, and return its result, a JSON value, on all ranks. Collective."""
         return make() if self.mesh is None else self.mesh.world.on_root(make)
 
     def agreed(self, make: Callable[[], T]) -> T:
-        """What each rank makes; an error of one of them is raised on all. Collective."""
+        """Call a function on each rank, and return this rank's result. Collective.
+
+        An error on one rank is raised on all ranks.
+        """
         if self.mesh is None:
             return make()
         from mpitrain.trainer.folder import together
@@ -64,12 +73,15 @@ class Job:
         return together(self.mesh.world, make)
 
     def first_whole(self, path: Path, load: Callable[[Path], T], *, best: bool) -> T:
-        """Return what `load` makes of the newest whole checkpoint that a path means. Collective.
+        """Load the newest whole checkpoint of a run. Collective.
 
         Args:
-            path: A run's folder, or a checkpoint's.
-            load: Loads a checkpoint; collective.
-            best: Take the checkpoint that checkpoint.best keeps.
+            path: Folder of a run or of a checkpoint.
+            load: Function that loads a checkpoint folder; collective.
+            best: If true, take the checkpoint kept by checkpoint.best instead of the newest.
+
+        Returns:
+            The result of `load`.
         """
         from mpitrain.loading import candidates, first_whole
 
@@ -77,13 +89,13 @@ class Job:
         return first_whole([Path(folder) for folder in folders], load, self.say)
 
     def gathered(self, items: list[Any]) -> list[Any]:
-        """The items of all ranks that differ along the data axis, on the first of them. Collective."""
+        """Return the items of all ranks along the data axis, on the first of them. Collective."""
         if self.mesh is None:
             return items
         return [item for of_rank in self.mesh.readers.gather_objects(items) for item in of_rank]
 
     def rows(self, own: Array) -> Array:
-        """The rows of all ranks along the data axis, one rank's after the other's; whole on the first. Collective."""
+        """Concatenate the rows of all ranks along the data axis, in rank order. Collective."""
         if self.mesh is None:
             return own
         counts = self.mesh.readers.all_gather_object(len(own))
@@ -93,7 +105,11 @@ class Job:
         return everything
 
     def device(self, kind: str) -> torch.device:
-        """What this rank computes on. kind: as `run.device` says it. Collective."""
+        """Return the device that this rank computes on. Collective.
+
+        Args:
+            kind: Kind of device, as in `run.device`.
+        """
         if self.mesh is None:
             from mpitrain.comm.memory import device
 
@@ -103,13 +119,13 @@ class Job:
         return choose(kind, self.mesh.world)[0]
 
     def say(self, text: str) -> None:
-        """Tell the person something on standard error, once."""
+        """Print a message to standard error, on the first rank only."""
         if self.first:
             print(f"mpitrain: {printable(text, None)}", file=sys.stderr, flush=True)
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments that every command on a trained model takes."""
+    """Declare the arguments of every command on a trained model."""
     add = parser.add_argument
     add("--version", action="version", version=VERSION)
     add("run", type=Path, metavar="RUN", help="a run folder (its newest whole checkpoint), or a checkpoint")
@@ -119,12 +135,17 @@ def add_run(parser: argparse.ArgumentParser) -> None:
 
 
 def add_trust(parser: argparse.ArgumentParser) -> None:
-    """Declare --trust, which every command takes that builds the model of a run."""
+    """Declare --trust, for every command that builds the model of a run."""
     parser.add_argument("--trust", action="store_true", help="run code that lies in the run's folder, as the run asks")
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line; of several ranks the first one alone says what is wrong with it."""
+    """Parse the command line. With several ranks, only the first one prints errors and help.
+
+    Args:
+        parser: Parser of the command.
+        argv: Arguments; None to use `sys.argv`.
+    """
     with ExitStack() as stack:
         if launched_rank() > 0:
             nowhere = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
@@ -134,12 +155,12 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpar
 
 
 def run_as_job(act: Callable[[Job], int], *, pipeline: int = 1, tensor: int = 1) -> int:
-    """Do what a command does, on all ranks that were started; returns its exit code.
+    """Run a command on all ranks that were started, and return its exit code.
 
     Args:
-        act: Does it.
-        pipeline: Ranks that share a model as stages.
-        tensor: Ranks that share its layers.
+        act: Function that runs the command on a job and returns the exit code.
+        pipeline: Number of ranks that share a model as stages; default 1.
+        tensor: Number of ranks that share each layer; default 1.
     """
     if not is_due() and pipeline == tensor == 1:
         return exit_code_of(lambda: act(Job()))
@@ -150,7 +171,7 @@ def run_as_job(act: Callable[[Job], int], *, pipeline: int = 1, tensor: int = 1)
 
 
 def require_new(path: Path) -> None:
-    """Raise InputError where a file cannot be made under this name."""
+    """Raise InputError if a new file cannot be created at this path."""
     if os.path.lexists(path):
         raise InputError(f"--out {path} exists already; give another name, or remove it")
     if not path.parent.is_dir():
@@ -159,7 +180,11 @@ def require_new(path: Path) -> None:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """A name to write a file under, which gets its own when all went well inside, and is removed otherwise."""
+    """Yield a temporary path to write to, and rename it to `path` if no error occurs; otherwise remove it.
+
+    Raises:
+        InputError: The file exists already, its folder does not exist, or it cannot be written.
+    """
     require_new(path)
     with reporting(f"--out {path} cannot be written", "make room, or give another name"), replacing(path) as aside:
         yield aside
@@ -167,7 +192,12 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 
 def json_lines(path: Path | None, lines: Iterable[Mapping[str, Any]]) -> None:
-    """Write one JSON object a line into a new file, or else to standard output."""
+    """Write one JSON object a line to a new file or to standard output.
+
+    Args:
+        path: File to create; None for standard output.
+        lines: Objects to write.
+    """
     if path is None:
         for line in lines:
             print(json.dumps(line), file=sys.stdout, flush=True)

@@ -1,27 +1,28 @@
-"""Texts that go on from prompts of any lengths, a batch of them at a time.
+"""Text generation from prompts of any lengths, in batches.
 
-The prompts of a batch are read together up to the end of the shortest; from there on each text takes what its prompt
-has next, or else what was chosen. So all have one length at any time, and nothing is padded:
+The prompts of a batch are processed together up to the end of the shortest. After that, each text continues with the
+next token of its prompt, or with a chosen token once its prompt has ended. All texts therefore have equal length at any
+time, and nothing is padded (letters are tokens of prompts, digits are chosen tokens):
 
     a b c | d e          given to the model: [a, x, p] [b, y, q] [c, z, r], then [d, 1, s] [e, 2, 3] [4, 5, 6] ...
     x y z | 1 2 5
-    p q r | s 3 6        (letters are of prompts)
+    p q r | s 3 6
 
-A text that has come to its end leaves the batch. The next token is chosen from its scores, the likeliest or one drawn:
+A text that has ended leaves the batch. The next token is chosen from its scores, greedily or by sampling:
 
-    scores of tokens that the text has already are divided by the repetition penalty, or multiplied where they are
+    scores of tokens that the text already has are divided by the repetition penalty, or multiplied by it if they are
     negative (Keskar et al. 2019, CTRL)
-    probabilities = softmax(scores / temperature), of which there stay
+    probabilities = softmax(scores / temperature), of which the following stay
         top_k     the k likeliest tokens (Fan et al. 2018, Hierarchical neural story generation)
-        top_p     then the fewest likeliest ones that together have p of what is left (nucleus sampling, Holtzman et al.
-                  2020, The curious case of neural text degeneration)
-        min_p     of these the ones at least min_p times as likely as the likeliest (Nguyen et al. 2025, min-p sampling)
+        top_p     then the fewest likeliest tokens whose total probability is at least p (nucleus sampling, Holtzman et
+                  al. 2020, The curious case of neural text degeneration)
+        min_p     then the tokens at least min_p times as likely as the likeliest (Nguyen et al. 2025, min-p sampling)
 
-A token is drawn by one number from 0 to 1, of which every prompt has a sequence of its own: it follows from the seed
-and the prompt alone, so that a prompt goes on alike by itself and beside others.
+Each token is drawn with one random number from 0 to 1. Every prompt has its own random sequence, which depends only on
+the seed and the prompt. A prompt therefore continues in the same way alone and next to other prompts.
 
-A text may end at a stop string, which is found as tokens come and is no part of it. What may be its beginning is held
-back until it is certain:
+A text may end at a stop string, which is searched for as tokens arrive and is not part of the text. Text that may be
+the beginning of a stop string is withheld until this is certain:
 
     stop "\\n\\n"    tokens give   "a" "b\\n" "c" "\\n" "\\nd"
                   passed on     "a" "b"   "\\nc"  ""   ""     then the text has ended
@@ -44,17 +45,17 @@ from mpitrain.inference.prompts import TextDecoder
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen.
+    """Rule for choosing the next token.
 
     Attributes:
-        temperature: What scores are divided by; 0: the likeliest token.
-        top_k: So many of the likeliest tokens are drawn from; 0: all.
-        top_p: Of these as many as have this probability together; 1: all.
-        min_p: Least probability of a token that is drawn, as a share of the likeliest one's; 0: any.
-        repetition: Penalty of tokens that the text has already, prompt included; 1: none.
+        temperature: Divisor of the scores; 0 to take the likeliest token.
+        top_k: Number of likeliest tokens to draw from; 0 for all.
+        top_p: Total probability of the likeliest tokens to draw from; 1 for all.
+        min_p: Smallest probability of a token, as a fraction of the likeliest token's; 0 for none.
+        repetition: Penalty of tokens that the text already has, prompt included; 1 for none.
 
     Raises:
-        InputError: One of them is out of range.
+        InputError: A value is out of range.
     """
 
     temperature: float = 1.0
@@ -76,13 +77,13 @@ class Sampling:
             raise refusal(f"--repetition-penalty {self.repetition:g}: give 1 for none, or a number above it")
 
     def probabilities(self, scores: torch.Tensor) -> torch.Tensor:
-        """What each token is drawn with.
+        """Return the probability with which each token is drawn.
 
         Args:
-            scores: [rows, vocabulary].
+            scores: Scores of the tokens, [rows, vocabulary].
 
         Returns:
-            [rows, vocabulary], fp64.
+            Probabilities, [rows, vocabulary], fp64.
         """
         wide = scores.double()
         if self.temperature == 0:
@@ -94,18 +95,18 @@ class Sampling:
         if self.top_k:
             likely[:, self.top_k :] = 0
         likely /= likely.sum(1, keepdim=True)
-        before = likely.cumsum(1) - likely  # what the likelier ones have together
+        before = likely.cumsum(1) - likely  # total probability of the likelier tokens
         likely[before >= self.top_p] = 0
         likely[likely < self.min_p * likely[:, :1]] = 0
         kept = torch.zeros_like(whole).scatter_(1, tokens, likely)
         return kept / kept.sum(1, keepdim=True)
 
     def penalized(self, scores: torch.Tensor, texts: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Return the scores with those of tokens that a row's text has already made less.
+        """Return the scores, lowered for tokens that a row's text already has.
 
         Args:
-            scores: [rows, vocabulary].
-            texts: Tokens of each row's prompt and of what came after it.
+            scores: Scores of the tokens, [rows, vocabulary].
+            texts: Tokens of each row's prompt and continuation.
         """
         scores = scores.clone()
         for row, text in zip(scores, texts, strict=True):
@@ -115,7 +116,12 @@ class Sampling:
         return scores
 
     def choose(self, scores: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-        """The next tokens, int64 [rows]. scores: [rows, vocabulary]. numbers: [rows], fp64, from 0 to below 1."""
+        """Return the next token of each row, int64 [rows].
+
+        Args:
+            scores: Scores of the tokens, [rows, vocabulary].
+            numbers: Random numbers in [0, 1), fp64 [rows]; not used at temperature 0.
+        """
         if self.temperature == 0:
             return scores.argmax(1)
         reached = self.probabilities(scores).cumsum(1)
@@ -124,11 +130,11 @@ class Sampling:
 
 
 class Draws:
-    """The numbers from 0 to 1 by which tokens are drawn, for each prompt its own.
+    """Random sequences by which tokens are drawn, one for each prompt.
 
     Args:
-        seed: Of all of them.
-        prompts: The tokens of each prompt; one that comes again gets another sequence.
+        seed: Seed of all sequences.
+        prompts: Tokens of each prompt; a repeated prompt gets a different sequence.
     """
 
     def __init__(self, seed: int, prompts: Sequence[Sequence[int]]) -> None:
@@ -141,20 +147,24 @@ class Draws:
             seen[prompt] += 1
 
     def next(self, prompts: Sequence[int]) -> torch.Tensor:
-        """The next number of each of some prompts, fp64. prompts: their places in the list."""
+        """Return the next random number of each of these prompts, fp64, in [0, 1).
+
+        Args:
+            prompts: Numbers of the prompts in the list.
+        """
         drawn = [torch.rand((), generator=self._generators[number], dtype=torch.float64) for number in prompts]
         return torch.stack(drawn) if drawn else torch.empty(0, dtype=torch.float64)
 
 
 class StopWatch(TextDecoder):
-    """A decoder of one continuation that looks for stop strings.
+    """Decoder of one continuation that searches for stop strings.
 
     Args:
-        decoder: Makes text of the tokens.
-        stops: Stop strings; none: all text is passed on at once.
+        decoder: Decoder from tokens to text.
+        stops: Stop strings; if empty, all text is passed on at once.
 
     Attributes:
-        found: Whether a stop string has come.
+        found: True once a stop string has been found.
     """
 
     def __init__(self, decoder: TextDecoder, stops: Sequence[str] = ()) -> None:
@@ -163,11 +173,11 @@ class StopWatch(TextDecoder):
         self.found = False
 
     def add(self, token: int) -> str:
-        """Return the text that certainly comes before any stop string."""
+        """Return the new text that certainly precedes any stop string."""
         return self._passed(self._decoder.add(token))
 
     def finish(self) -> str:
-        """Return what was held back, if no stop string came of it."""
+        """Return the withheld text, unless a stop string was found."""
         text = self._passed(self._decoder.finish())
         return text if self.found else text + self._held
 
@@ -185,14 +195,19 @@ class StopWatch(TextDecoder):
         return text[:certain]
 
 
-BATCH = 16  # prompts that go on together
-Prompts = Sequence[Sequence[int]]  # the tokens of each
-Each = Callable[[int, int], object]  # the number of a prompt, and its next token
+BATCH = 16  # prompts continued together
+Prompts = Sequence[Sequence[int]]  # tokens of each prompt
+Each = Callable[[int, int], object]  # called with the number of a prompt and its next token
 
 
 @dataclass
 class Continuation:
-    """How a prompt goes on. tokens: what comes after it. ended: whether it ended by itself, or by a stop string."""
+    """Continuation of a prompt.
+
+    Attributes:
+        tokens: Tokens generated after the prompt.
+        ended: True if it ended with the end token or a stop string, False if it reached the largest length.
+    """
 
     tokens: list[int] = field(default_factory=list)
     ended: bool = False
@@ -200,13 +215,13 @@ class Continuation:
 
 @dataclass(frozen=True)
 class Generation:
-    """How prompts go on.
+    """Generator of continuations.
 
     Attributes:
-        model: What gives the scores.
-        sampling: How a token is chosen.
-        count: Tokens to be made for each prompt, at most.
-        watch: Makes what looks for stop strings in a text; None: nothing does.
+        model: Model that computes the scores.
+        sampling: Rule for choosing the next token.
+        count: Largest number of tokens to generate for each prompt.
+        watch: Function that creates the search for stop strings in one text; None for no search.
     """
 
     model: LanguageModel
@@ -217,20 +232,20 @@ class Generation:
     def run(
         self, prompts: Prompts, draws: Draws, numbers: Iterable[int] | None = None, each: Each | None = None
     ) -> list[Continuation]:
-        """Let prompts go on. Collective over the ranks that have the model between them.
+        """Continue prompts. Collective over the ranks that share the model.
 
         Args:
-            prompts: The tokens of each, at least one.
-            draws: What tokens are drawn by, of these prompts.
-            numbers: Of the prompts that are to go on; None: of all.
-            each: Called with each token when it is made.
+            prompts: Tokens of each prompt, at least one.
+            draws: Random sequences of these prompts.
+            numbers: Numbers of the prompts to continue; None for all.
+            each: Function called with (number of the prompt, token) for each generated token; None for none.
 
         Returns:
-            Of each prompt how it goes on, in their order.
+            The continuation of each prompt, in the order of `prompts`.
         """
         made = [Continuation() for _ in prompts]
         order = sorted(range(len(prompts)) if numbers is None else numbers, key=lambda number: len(prompts[number]))
-        with torch.no_grad():  # in inference mode layers that are divided could not tell tensors apart
+        with torch.no_grad():  # not inference mode, in which divided layers cannot recognise tensors
             for lo in range(0, len(order), BATCH):
                 self._run_batch(order[lo : lo + BATCH], prompts, made, draws, each)
         return made
@@ -238,7 +253,7 @@ class Generation:
     def _run_batch(
         self, numbers: Sequence[int], prompts: Prompts, made: list[Continuation], draws: Draws, each: Each | None
     ) -> None:
-        """Let some prompts go on together. numbers: theirs, by length."""
+        """Continue some prompts together. numbers: numbers of the prompts, sorted by length."""
         rows = [number for number in numbers if self.left(prompts[number]) > 0]
         if not rows:
             return
@@ -286,6 +301,6 @@ class Generation:
             given, length = torch.tensor(following)[:, None], length + 1
 
     def left(self, prompt: Sequence[int]) -> int:
-        """How many tokens there can be after a prompt."""
+        """Return the largest number of tokens that can follow a prompt."""
         longest = self.model.longest
         return self.count if longest is None else min(self.count, longest - len(prompt))

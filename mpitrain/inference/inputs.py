@@ -1,15 +1,15 @@
-"""Samples to be predicted: a prepared data set, or files as `prepare` takes them, with targets or without.
+"""Samples to predict: a prepared data set, or files in the formats that `prepare` takes, with or without targets.
 
 data set folder           its samples, those of train first
-.npy, .npz                an array of x, or the one called x; uint8 is taken as value / 255, as in training
-tables                    .csv, .tsv, .parquet: columns made into x as those of the training were; others are left
-images                    a file or a folder, in the order of their paths; scaled and cut to the size of the training
-.txt                      a text a line
-.jsonl, .json, .parquet   texts: what each has in a field; or in one of a prompt and one of its completion, which counts
-                          alone
+.npy, .npz                an array of x, or the array called x; uint8 is read as value / 255, as in training
+tables                    .csv, .tsv, .parquet: columns converted to x as in training; other columns are ignored
+images                    a file, or a folder in the order of its paths; scaled and cropped to the training size
+.txt                      one text a line
+.jsonl, .json, .parquet   texts: one field of each record; or a prompt field and a completion field, of which only the
+                          completion counts
 
-Of a text it is asked what each token costs after those before it. A text begins after the token that ends a document,
-where the data have one; else its first token is given.
+A text is scored by the log-probability of its tokens, each given the tokens before it. A text starts after the token
+that ends a document, if the data have one. Otherwise its first token is only given, not scored.
 """
 
 from __future__ import annotations
@@ -38,18 +38,22 @@ Array = npt.NDArray[Any]
 
 
 class Samples(ABC):
-    """Samples in their order.
+    """Ordered samples to predict.
 
-    shape, dtype: of one's x. names: what output calls them; None: their numbers. called: what people call them.
-    kept: columns of a table that go to the output as they are, by name, a value for each sample.
-    left_out: those that this rank had to leave out, so far: the number of each, and what is told of it.
+    Attributes:
+        shape: Shape of one sample's x.
+        dtype: Data type of x.
+        names: Names of the samples in the output; None to use their numbers.
+        called: Description of samples that may be left out, for messages.
+        kept: Columns of a table that are copied to the output, by name, with a value for each sample.
+        left_out: Samples that this rank has left out so far: number and description of each.
     """
 
     names: Sequence[Any] | None = None
     called = "samples"
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
-    _items: Any  # one for each
+    _items: Any  # one item for each sample
 
     def __init__(self) -> None:
         self.left_out: list[tuple[int, str]] = []
@@ -60,24 +64,28 @@ class Samples(ABC):
 
     @abstractmethod
     def read(self, lo: int, hi: int) -> tuple[Array, Array, Array | None]:
-        """Read samples lo to hi - 1 but those left out.
+        """Read samples lo to hi - 1, without those left out.
+
+        Args:
+            lo: First sample.
+            hi: Sample after the last one.
 
         Returns:
-            Their numbers, their x, and what follows each token of those that are tokens.
+            The numbers of the samples, their x, and for tokens the targets (the token after each one), else None.
         """
 
 
 def open_samples(path: Path, description: Description, *, skip_bad: bool = False, keep: Sequence[str] = ()) -> Samples:
-    """The samples in a data set, a file or a folder.
+    """Open the samples in a data set, a file or a folder.
 
     Args:
-        path: Where they are.
-        description: The data that the model was trained on.
-        skip_bad: Whether images that cannot be read, and rows of a table that do not fit, are left out.
-        keep: Columns of a table that are given along.
+        path: Data set, file or folder.
+        description: Description of the data that the model was trained on.
+        skip_bad: If true, leave out unreadable images, and table rows that do not fit.
+        keep: Columns of a table to copy to the output.
 
     Raises:
-        InputError: They cannot be read, or have another form than those.
+        InputError: The samples cannot be read, or their shape or type differs from the training data.
     """
     if not path.exists():
         raise InputError(f"{path} does not exist; give a data set's folder, or a file or folder of samples")
@@ -107,6 +115,8 @@ def open_samples(path: Path, description: Description, *, skip_bad: bool = False
 
 
 class _Prepared(Samples):
+    """Samples of a prepared data set, those of train first."""
+
     def __init__(self, path: Path, description: Description) -> None:
         super().__init__()
         manifest = read_manifest(path)
@@ -136,6 +146,8 @@ class _Prepared(Samples):
 
 
 class _Array(Samples):
+    """Rows of an array in a .npy or .npz file."""
+
     def __init__(self, path: Path) -> None:
         super().__init__()
         try:
@@ -159,14 +171,14 @@ class _Array(Samples):
 
 
 class _Rows(Samples):
-    """Rows of a table, made into x as those of the training were, where they came from one too.
+    """Rows of a table, converted to x as in training.
 
     Args:
-        path: The table.
-        description: The data that the model was trained on. Where it knows of no columns, there are those of x, and
-            perhaps a label: the column of that name, or else the last one.
-        skip_bad: Whether rows with a cell that does not fit are left out.
-        keep: Columns that are given along.
+        path: File of the table.
+        description: Description of the data that the model was trained on. If it lists no columns, all columns are x.
+            If there is one column too many, it is the label: the column of that name, or else the last one.
+        skip_bad: If true, leave out rows with a cell that does not fit.
+        keep: Columns to copy to the output.
     """
 
     called = "rows that do not fit"
@@ -193,7 +205,7 @@ class _Rows(Samples):
 
 
 class _Images(Samples):
-    """Images as `prepare --size` makes them. skip_bad: whether those that cannot be read are left out."""
+    """Images, scaled and cropped as by `prepare --size`. skip_bad: if true, leave out unreadable images."""
 
     called = "images that cannot be read"
 
@@ -223,16 +235,17 @@ class _Images(Samples):
 
 
 class Texts(Samples):
-    """The texts of a file.
+    """Texts of a file, as tokens.
 
     Args:
-        path: The file.
-        description: The data that the model was trained on.
-        codec: Makes tokens of text.
-        fields: In which JSON lines and parquet have the texts.
+        path: File with the texts.
+        description: Description of the data that the model was trained on.
+        codec: Codec from text to tokens.
+        fields: Names of the fields with the texts in JSON lines, JSON and parquet.
 
     Raises:
-        InputError: The file cannot be read, or a text is too short or too long to be a sample.
+        InputError: The file cannot be read, a text is too short or too long for a sample, or it has a token that the
+            model does not know.
     """
 
     def __init__(self, path: Path, description: Description, codec: TextCodec, fields: TextFields) -> None:

@@ -1,15 +1,15 @@
-"""A trained model that gives the scores of tokens, on one rank or divided over several as in training.
+"""Trained language model that scores next tokens, on one rank or divided over several ranks as in training.
 
-    whole model, new weights -> layers divided over mesh.layers -> stages over mesh.stages -> weights of what is left
+    whole model, new weights -> layers divided over mesh.layers -> stages over mesh.stages -> this rank's weights loaded
 
-Each rank reads its own part of the checkpoint. Prompts are divided over mesh.readers. The scores of the next token come
-from a decoder, for a batch of texts that grow together, of every kind of model:
+Each rank reads its own part of the checkpoint. Prompts are divided over mesh.readers. A decoder computes the scores of
+the next token for a batch of texts that grow together. There is one decoder for each kind of model:
 
-    CachedBlocks       blocks that remember (see `remembering`): each position is computed once
-    RecomputedBlocks   any other model: the whole texts, each time
-    Transformers       a model of the transformers library, with the cache that it brings along
+    CachedBlocks       blocks with a cache (see `remembering`): each position is computed once
+    RecomputedBlocks   any other model: the whole texts are computed each time
+    Transformers       a model of the transformers library, with its own cache
 
-All texts of a batch have one length. None of them is padded, so that models need no mask for it.
+All texts of a batch have equal length. Nothing is padded, so models need no attention mask.
 """
 
 from __future__ import annotations
@@ -36,19 +36,22 @@ from mpitrain.pipe.wire import OutputSpec, Wire, as_tuple
 if TYPE_CHECKING:
     from mpitrain.layout.mesh import Mesh
 
-# -- What blocks have to remember of earlier positions, keys and values in attention, while a text grows
+# -- cache of the earlier positions that blocks use (keys and values in attention), while a text grows
 
 
-_ROOM = 64  # positions that there is room for at first
+_ROOM = 64  # initial room, in positions
 
 
 class StateCache:
-    """The states of one block, kept as one state.
+    """Cache of one block's states of all positions so far.
 
-    Its tensors have more room than they use, and double it when it is full: a position is written once.
+    Its tensors have spare room and double in size when full, so each position is written once.
 
     Args:
-        notes: The same for all blocks of a model: what they share, the last of it.
+        notes: Tensors that all blocks of a model share through `shared`; one dictionary for all caches of the model.
+
+    Attributes:
+        length: Number of positions in the cache.
     """
 
     def __init__(self, notes: dict[tuple[Hashable, ...], torch.Tensor]) -> None:
@@ -57,11 +60,14 @@ class StateCache:
         self.length = 0
 
     def past(self) -> list[State]:
-        """What the block's `forward_slice` is given: the state of all positions so far, if there are any."""
+        """Return the `past` argument of the block's `forward_slice`.
+
+        It is a list with one state, that of all positions so far; empty before the first.
+        """
         return [tuple(t.narrow(POSITIONS, 0, self.length) for t in self._memory)] if self.length else []
 
     def add(self, state: State) -> State:
-        """Add the state of the positions that come next; gives that of all, as views."""
+        """Append the state of the next positions, and return the state of all positions as views."""
         begin, own = self.length, state[0].shape[POSITIONS]
         end = begin + own
         if not self._memory or end > self._memory[0].shape[POSITIONS]:
@@ -76,7 +82,14 @@ class StateCache:
         return self.past()[0]
 
     def shared(self, make: Callable[..., torch.Tensor], *of: Hashable) -> torch.Tensor:
-        """What `make(*of)` gives, made once while blocks ask for the same."""
+        """Return `make(*of)`, computed once for all blocks that ask for it in turn.
+
+        Only the last result is remembered.
+
+        Args:
+            make: Function that computes a tensor.
+            of: Arguments of the function.
+        """
         key = (make, *of)
         if key not in self._notes:
             self._notes.clear()
@@ -84,7 +97,7 @@ class StateCache:
         return self._notes[key]
 
     def select(self, rows: Sequence[int]) -> None:
-        """Keep some rows of the batch."""
+        """Keep only these rows of the batch."""
         if self._memory:
             chosen = torch.tensor(rows, device=self._memory[0].device)
             self._memory = [t.index_select(0, chosen) for t in self._memory]
@@ -95,16 +108,21 @@ Through = Callable[[Any, Callable[[Any], Any]], Any]  # see `Decoder.through`
 
 
 def alone(x: Any, stage: Callable[[Any], Any]) -> Any:
-    """The output of a model that one rank has all of."""
+    """Return the output of a model that is entirely on one rank.
+
+    Args:
+        x: Input of the model.
+        stage: Function that runs the model.
+    """
     return stage(x)
 
 
 class Decoder(ABC):
-    """Gives the scores of the next tokens; collective over the ranks that have the model between them.
+    """Source of the scores of next tokens. Its methods are collective over the ranks that share the model.
 
     Args:
-        through: Takes (tokens, what this rank's part of the model makes of its input) through the whole model; gives
-            its output, or None on ranks that do not have its end.
+        through: Function of (tokens, stage), where `stage` runs this rank's part of the model. It passes the tokens
+            through the whole model and returns the output, or None on ranks without the model's end.
     """
 
     def __init__(self, through: Through = alone) -> None:
@@ -112,30 +130,31 @@ class Decoder(ABC):
 
     @abstractmethod
     def begin(self) -> None:
-        """Forget the batch before."""
+        """Discard the previous batch."""
 
     @abstractmethod
     def advance(self, tokens: torch.Tensor) -> torch.Tensor | None:
-        """Let the texts go on.
+        """Append tokens to the texts, and return the scores of the next token.
 
         Args:
-            tokens: What comes next in each of them, int64 [rows, positions].
+            tokens: Next tokens of each text, int64 [rows, positions].
 
         Returns:
-            The scores [rows, vocabulary] of what comes after that; None on ranks that do not have the model's end.
+            Scores of the token after these, [rows, vocabulary]; None on ranks without the model's end.
         """
 
     @abstractmethod
     def select(self, rows: Sequence[int]) -> None:
-        """Go on with some of the texts alone."""
+        """Continue with only these rows of the batch."""
 
 
 class CachedBlocks(Decoder):
-    """A model whose blocks remember earlier positions where they look at them.
+    """Decoder of a model whose blocks cache the earlier positions that they use.
 
     Args:
-        blocks: Those of this rank, in order.
-        last: The name of the model's last block that looks back: after it one position is enough.
+        blocks: Named blocks of this rank, in order.
+        last: Name of the model's last block that uses earlier positions. Blocks after it get only the last position.
+        through: Function that passes tokens through the whole model, as in `Decoder`.
     """
 
     def __init__(self, blocks: Blocks, last: str, through: Through = alone) -> None:
@@ -164,7 +183,10 @@ class CachedBlocks(Decoder):
 
 
 def remembering(block: nn.Module) -> Callable[[Any, StateCache], Any] | None:
-    """The output of a block that looks back, of (x, cache), to which it adds its state; None of another block."""
+    """Return the function that runs a block with a cache; None for a block that does not use earlier positions.
+
+    The function takes (x, cache), returns the block's output and adds its state to the cache.
+    """
     cached, look_back = getattr(block, "forward_cached", None), getattr(block, "forward_slice", None)
     if cached is not None or look_back is None:
         return cached
@@ -178,7 +200,12 @@ def remembering(block: nn.Module) -> Callable[[Any, StateCache], Any] | None:
 
 
 class RecomputedBlocks(Decoder):
-    """A model that knows whole texts only. blocks: those of this rank, in order."""
+    """Decoder of a model without a cache: it computes the whole texts each time.
+
+    Args:
+        blocks: Named blocks of this rank, in order.
+        through: Function that passes tokens through the whole model, as in `Decoder`.
+    """
 
     def __init__(self, blocks: Blocks, through: Through = alone) -> None:
         super().__init__(through)
@@ -203,7 +230,13 @@ class RecomputedBlocks(Decoder):
 
 
 class Transformers(Decoder):
-    """A model of the transformers library, which takes its cache under the name under which it returns it."""
+    """Decoder of a model of the transformers library, with the model's own cache.
+
+    The model must accept its cache under the name under which it returns it.
+
+    Args:
+        model: Model of the transformers library.
+    """
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -227,7 +260,7 @@ class Transformers(Decoder):
 
 
 def of_transformers(module: nn.Module) -> Any:
-    """The model of the transformers library that a module is or stands for, if it can keep a cache; else None."""
+    """Return the model of the transformers library that a module is or wraps; None unless it can use a cache."""
     for found in (getattr(module, "inner", None), module):
         if callable(getattr(found, "prepare_inputs_for_generation", None)) and hasattr(found, "config"):
             return found
@@ -235,7 +268,7 @@ def of_transformers(module: nn.Module) -> Any:
 
 
 def longest_text(module: nn.Module) -> int | None:
-    """The tokens of the longest text that a model has positions for; None where it knows no end."""
+    """Return the number of tokens of the longest text that a model has positions for; None if there is no limit."""
     table = getattr(getattr(module, "positions", None), "weight", None)
     if isinstance(table, torch.Tensor):
         return len(table)
@@ -244,7 +277,11 @@ def longest_text(module: nn.Module) -> int | None:
 
 
 def last_scores(output: Any) -> torch.Tensor | None:
-    """The scores of the last position. Raises InputError for what are no scores of tokens."""
+    """Return the scores of the last position; None for None.
+
+    Raises:
+        InputError: The output is not a tensor [batch, sequence, vocabulary].
+    """
     if output is None:
         return None
     if not isinstance(output, torch.Tensor) or output.dim() != 3:
@@ -256,7 +293,15 @@ def last_scores(output: Any) -> torch.Tensor | None:
 
 
 def require_text(kind: str, vocabulary: int | None) -> int:
-    """The vocabulary of a model of text. Raises InputError for a model of anything else."""
+    """Return the vocabulary size of a language model.
+
+    Args:
+        kind: Kind of the data that the model was trained on.
+        vocabulary: Vocabulary size of that data; None if it has none.
+
+    Raises:
+        InputError: The model was not trained on text.
+    """
     if kind != "tokens" or vocabulary is None:
         raise InputError(
             f"the model was trained on {kind}, not on text, and generate goes on from a text; use "
@@ -265,28 +310,33 @@ def require_text(kind: str, vocabulary: int | None) -> int:
     return vocabulary
 
 
-# -- the model of a run, on the ranks that have it between them
+# -- the model of a run, on the ranks that share it
 
 
 def settled_here(tokens: torch.Tensor | None, rows: int) -> torch.Tensor:
-    """The chosen tokens, where one rank chooses them."""
+    """Return the chosen tokens, if a single rank has the whole model.
+
+    Args:
+        tokens: Tokens that this rank chose.
+        rows: Number of tokens; not used.
+    """
     assert tokens is not None
     return tokens
 
 
 @dataclass(frozen=True)
 class LanguageModel:
-    """A trained model of text, as far as this rank has it.
+    """Trained language model, or this rank's part of it.
 
     Attributes:
-        saved: Where it comes from.
-        decoder: Gives its scores.
-        vocabulary: Tokens it was trained on.
-        longest: Tokens of the longest text it has positions for; None for any.
-        device: What this rank computes on.
-        settle: Gives (the tokens that this rank chose, or None; how many there are) as they are to be, on all ranks
-            that have the model between them.
-        remark: Something that a person should know; else empty.
+        saved: Checkpoint that it was loaded from.
+        decoder: Decoder that computes its scores.
+        vocabulary: Number of tokens it was trained on.
+        longest: Number of tokens of the longest text it has positions for; None for no limit.
+        device: Device that this rank computes on.
+        settle: Function of (tokens, rows) that returns the chosen tokens on all ranks that share the model. `tokens`
+            are those that this rank chose, or None; `rows` is their number.
+        remark: Remark for the user; empty for none.
     """
 
     saved: SavedModel
@@ -299,19 +349,22 @@ class LanguageModel:
 
     @property
     def end(self) -> int | None:
-        """The token that ends a document; None where none does."""
+        """Token that ends a document; None if there is none."""
         return self.saved.description.document_end
 
 
 def placed(path: Path, job: Job, device: torch.device, *, best: bool = False, trust: bool = False) -> LanguageModel:
-    """The model of a run or a checkpoint. Collective over the job's ranks.
+    """Load the language model of a run or a checkpoint. Collective over the job's ranks.
 
     Args:
-        path: The run's folder, or the checkpoint's.
-        job: The ranks that have the model between them; one process has all of it, and starts no MPI.
-        device: What this rank computes on.
-        best: Take the checkpoint that checkpoint.best keeps.
-        trust: Run code that lies in the run's folder, where the run names it.
+        path: Folder of the run or of the checkpoint.
+        job: Ranks that share the model. A single process has all of it, and does not start MPI.
+        device: Device that this rank computes on.
+        best: If true, take the checkpoint kept by checkpoint.best instead of the newest.
+        trust: If true, run code in the run's folder if the run needs it.
+
+    Raises:
+        InputError: The model was not trained on text.
     """
     return job.first_whole(path, lambda folder: _loaded(folder, job, device, trust), best=best)
 
@@ -342,7 +395,13 @@ def _loaded(folder: Path, job: Job, device: torch.device, trust: bool) -> Langua
 
 
 def _part_of(module: nn.Module, mesh: Mesh | None, listed: bool) -> Blocks:
-    """This rank's blocks of a model, as training divides it, or all of it as one. listed: as blocks in any case."""
+    """Return this rank's blocks of a model, divided as in training, or the whole model as one block.
+
+    Args:
+        module: Whole model.
+        mesh: Mesh of the ranks that share the model; None for a single process.
+        listed: If true, always return the model's own blocks.
+    """
     if mesh is None:
         return listed_blocks(module) if listed else [("", module)]
     part = ModelPart(module, ParallelSection())
@@ -356,9 +415,9 @@ def _part_of(module: nn.Module, mesh: Mesh | None, listed: bool) -> Blocks:
 
 
 def _memories(module: nn.Module, vocabulary: int) -> tuple[str, str]:
-    """How a model remembers earlier positions: the name of the last block that does, and a remark if none does.
+    """Return the name of the last block that uses earlier positions, and a remark if no block can.
 
-    A model of one's own is tried, as before its sequences are sliced in training.
+    A user's own model is checked first, as training does before it slices sequences.
     """
     why = f"{type(module).__name__} has no blocks with forward_slice"
     try:
@@ -377,17 +436,22 @@ def _memories(module: nn.Module, vocabulary: int) -> tuple[str, str]:
 
 
 class _Line:
-    """The ranks that have one model between them: what goes from stage to stage, and what all of them have to know."""
+    """Ranks that share one model, and the messages between them: outputs between stages, and chosen tokens."""
 
     def __init__(self, mesh: Mesh, device: torch.device, vocabulary: int) -> None:
         self._stages, self._parts, self._vocabulary = mesh.stages, mesh.layers, vocabulary
         self._wire = Wire(mesh.stages)
         self._wire.device = device
         self._ends = mesh.stages.rank == mesh.stages.size - 1
-        self._widths: list[int] | None = None  # scores that each tensor rank has, asked once
+        self._widths: list[int] | None = None  # number of scores on each tensor rank, gathered once
 
     def through(self, x: Any, stage: Callable[[Any], Any]) -> Any:
-        """See `Decoder.through`."""
+        """Pass x through the whole model, and return the output or None, as `Decoder` describes `through`.
+
+        Args:
+            x: Input of the model, used on the first stage.
+            stage: Function that runs this rank's part of the model.
+        """
         comm, wire = self._stages, self._wire
         if comm.rank > 0:
             spec = wire.receive_header(comm.rank - 1)
@@ -398,14 +462,14 @@ class _Line:
         x = stage(x)
         if self._ends:
             return self._whole(x)
-        wire.finish()  # of the position before
+        wire.finish()  # sends of the previous position
         wire.send_header(OutputSpec.of(x), comm.rank + 1)
         wire.send(list(as_tuple(x)), comm.rank + 1, False)
         return None
 
     def _whole(self, scores: Any) -> Any:
-        """All scores of the last position, where tensor ranks have parts of them."""
-        if self._parts.size == 1 or not isinstance(scores, torch.Tensor) or scores.dim() != 3:
+        """Return all scores of the last position, gathered if tensor ranks have parts of them."""
+        if not isinstance(scores, torch.Tensor) or scores.dim() != 3:
             return scores
         scores = scores[:, -1:].contiguous()
         if self._widths is None:
@@ -419,11 +483,15 @@ class _Line:
         return torch.cat([part.view(rows, 1, -1) for part in parts], 2)
 
     def settle(self, tokens: torch.Tensor | None, rows: int) -> torch.Tensor:
-        """What the first tensor rank of the last stage chose, on all ranks that have the model between them."""
+        """Return the tokens chosen by the first tensor rank of the last stage, on all ranks of the model. Collective.
+
+        Args:
+            tokens: Tokens that this rank chose; None on ranks without scores.
+            rows: Number of tokens.
+        """
         found = torch.empty(rows, dtype=torch.int64) if tokens is None else tokens.contiguous()
-        if self._ends and self._parts.size > 1:
+        if self._ends:
             self._parts.broadcast(found, 0)
-        if self._stages.size > 1:
-            self._stages.broadcast(found, self._stages.size - 1)
-            self._wire.finish()
+        self._stages.broadcast(found, self._stages.size - 1)
+        self._wire.finish()
         return found

@@ -1,8 +1,10 @@
-"""What a model says of samples, and the files that it is written to.
+"""Predictions of a model for samples, and the files that they are written to.
 
-classes    the likeliest class, and the probability of each
-numbers    the numbers
-tokens     the logarithm of the probability of a sample's tokens, each after those before it, and how many they are
+The data that the model was trained on determine the prediction:
+
+    classes    the likeliest class, and the probability of each class
+    numbers    the numbers of the model's output
+    tokens     the log-probability of a sample's tokens, each given the tokens before it, and the number of tokens
 """
 
 from __future__ import annotations
@@ -28,30 +30,46 @@ from mpitrain.models.losses import UNCOUNTED
 
 
 class Foretold(ABC):
-    """The numbers written for each sample: their count (`width`), and their names in a table (`columns`)."""
+    """Format of the predictions for one kind of data.
+
+    Attributes:
+        columns: Names of a prediction's cells in a table.
+        width: Count of numbers computed for each sample.
+    """
 
     columns: tuple[str, ...]
     width: int
 
     @abstractmethod
     def rows(self, output: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:
-        """fp64 [samples, width], of a model's output."""
+        """Return the predictions of a batch.
+
+        Args:
+            output: Output of the model for the batch.
+            y: Targets [samples, sequence] if the samples are tokens, else unused.
+
+        Returns:
+            Numbers, fp64 [samples, width].
+
+        Raises:
+            InputError: The output has the wrong shape.
+        """
 
     @abstractmethod
     def line(self, row: Array) -> dict[str, Any]:
-        """What is told of a sample, as JSON has it."""
+        """Return a sample's prediction as a JSON object."""
 
     def cells(self, row: Array) -> list[Any]:
-        """The same as cells of a table with `columns`."""
+        """Return a sample's prediction as the cells of a table with `columns`."""
         return list(row.tolist())
 
     @abstractmethod
     def arrays(self, rows: Array) -> dict[str, Array]:
-        """What is told of all samples, as arrays."""
+        """Return the predictions of all samples as named arrays."""
 
 
 class ClassProbabilities(Foretold):
-    """The probability of each class."""
+    """Format of class predictions: the likeliest class, and the probability of each class."""
 
     def __init__(self, classes: Sequence[str]) -> None:
         self._classes = tuple(classes)
@@ -73,7 +91,11 @@ class ClassProbabilities(Foretold):
 
 
 class Numbers(Foretold):
-    """The numbers that the model gives. shape: of a sample's y."""
+    """Format of numeric predictions: the numbers of the model's output.
+
+    Args:
+        shape: Shape of one sample's y.
+    """
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         self._shape, self.width = shape, math.prod(shape)
@@ -92,7 +114,7 @@ class Numbers(Foretold):
 
 
 class LogProbability(Foretold):
-    """The logarithm of the probability of a sample's tokens, in nats, and how many are counted."""
+    """Format of predictions for tokens: a sample's log-probability in nats, and the number of counted tokens."""
 
     columns, width = ("log_probability", "tokens"), 2
 
@@ -114,33 +136,40 @@ class LogProbability(Foretold):
 
 
 def told_of(description: Description) -> Foretold:
-    """What is told of samples of such data."""
+    """Return the format of the predictions for samples of this data."""
     if description.kind == "tokens":
         return LogProbability()
     return ClassProbabilities(description.classes) if description.classes else Numbers(description.y_shape)
 
 
 def _require(output: torch.Tensor, shape: list[int], what: str) -> None:
+    """Raise InputError unless the output has this shape."""
     if list(output.shape) != shape:
         raise InputError(f"the model gives {list(output.shape)} for {shape[0]} samples; predict needs {what}, {shape}")
 
 
 # -- files
 
-Write = Callable[[Sequence[int], Array], None]  # the numbers of samples, and their rows
+Write = Callable[[Sequence[int], Array], None]  # called with the numbers of samples, and their rows
 
 
 @contextmanager
 def new_file(
     path: Path, told: Foretold, names: Sequence[str] | None, kept: Mapping[str, Sequence[Any]]
 ) -> Iterator[Write]:
-    """Write what is told of samples into a new file, which is there when all of it is.
+    """Write predictions to a new file, which appears under its name once it is complete.
 
     Args:
-        path: Its name; the ending says what it is.
-        told: What the rows are.
-        names: Of the samples; None: their numbers.
-        kept: Further columns, a value for each sample.
+        path: File to create; its suffix (.csv, .jsonl or .npz) selects the format.
+        told: Format of the predictions.
+        names: Names of the samples; None to use their numbers.
+        kept: Further columns by name, with a value for each sample.
+
+    Yields:
+        A function of (numbers of samples, their rows) that writes them.
+
+    Raises:
+        InputError: A further column has the name of a prediction's column, or the file cannot be written.
     """
     if taken := {"sample", "probabilities", "classes", *told.columns} & set(kept):
         raise InputError(f"--keep {min(taken)}: the predictions have a column of that name; rename it in the table")
@@ -181,19 +210,19 @@ def new_file(
 
 
 def _plain(value: Any) -> Any:
-    """Return a cell of a table as JSON has it."""
+    """Return a cell of a table as a JSON value."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _array(values: Sequence[Any]) -> Array:
-    """Return cells of a table as an array of numbers, or else of texts."""
+    """Return cells of a table as an array of numbers, or of strings if some are not numbers."""
     if all(value is None or isinstance(value, int | float) for value in values):
         return np.array([math.nan if value is None else value for value in values])
     return np.array(["" if value is None else str(value) for value in values])
 
 
 def require_file(path: Path) -> None:
-    """Raise InputError for a file that cannot be made, or is of no kind that is written."""
+    """Raise InputError if a file cannot be created at this path, or its suffix is not .csv, .jsonl or .npz."""
     if path.suffix not in (".csv", ".jsonl", ".npz"):
         raise InputError(f"--out {path}: the kind of file is told by its ending; use .csv, .jsonl or .npz")
     require_new(path)

@@ -1,6 +1,6 @@
-"""Prompts and what comes out: text to tokens and back, as the data of the training were made.
+"""Conversion between text and tokens, the same as for the training data.
 
-Bytes where a run has no tokenizer.json, else what the tokenizer makes of the text, without special tokens.
+A run with a tokenizer.json uses that tokenizer, without special tokens. Otherwise the tokens are bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,11 @@ BYTES = 256
 
 
 def utf8(text: str) -> bytes:
-    """The bytes of a text: those that the command line had, and "?" for half a surrogate pair of a JSON file."""
+    """Return the UTF-8 bytes of a text.
+
+    Bytes that the command line could not decode are restored. If that is impossible because the text has an unpaired
+    surrogate from a JSON file, the surrogate becomes "?".
+    """
     try:
         return text.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError:
@@ -28,32 +32,36 @@ def utf8(text: str) -> bytes:
 
 
 class TextDecoder(ABC):
-    """Makes text of tokens that come one after the other."""
+    """Incremental decoder from tokens to text."""
 
     @abstractmethod
     def add(self, token: int) -> str:
-        """The text that is whole with this token, if any."""
+        """Return the text that is complete after this token; it may be empty."""
 
     @abstractmethod
     def finish(self) -> str:
-        """What is left of a character that was never completed."""
+        """Return the rest of the text, with a replacement for an incomplete character."""
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of all tokens of a text."""
+        """Return the text of all tokens."""
         return "".join([self.add(token) for token in tokens]) + self.finish()
 
 
 class BytesCodec:
-    """Tokens are the bytes of the text in UTF-8. Tokens beyond those are no text."""
+    """Codec whose tokens are the UTF-8 bytes of a text. Tokens above 255 are not text."""
 
     def encode(self, text: str) -> list[int]:
+        """Return the tokens of a text."""
         return list(utf8(text))
 
     def decoder(self) -> TextDecoder:
+        """Return a new decoder, for one text."""
         return _BytesDecoder()
 
 
 class _BytesDecoder(TextDecoder):
+    """Incremental decoder of tokens that are UTF-8 bytes."""
+
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
@@ -65,33 +73,44 @@ class _BytesDecoder(TextDecoder):
 
 
 class TokenizerCodec:
-    """Tokens of a Hugging Face tokenizer. path: its file. Raises InputError where it cannot be loaded."""
+    """Codec of a Hugging Face tokenizer.
+
+    Args:
+        path: File of the tokenizer.
+
+    Raises:
+        InputError: The tokenizer cannot be loaded.
+    """
 
     def __init__(self, path: Path) -> None:
         self._tokenizer = load_tokenizer(path)
 
     def encode(self, text: str) -> list[int]:
+        """Return the tokens of a text."""
         return list(self._tokenizer.encode(without_surrogates(text), add_special_tokens=False).ids)
 
     def decoder(self) -> TextDecoder:
+        """Return a new decoder, for one text."""
         return _TokensDecoder(self._tokenizer)
 
 
 class _TokensDecoder(TextDecoder):
-    """Some tokens give a character together, and some are written differently at the beginning of a text.
+    """Incremental decoder of a Hugging Face tokenizer.
 
-    So each is decoded with those before it, and what is new in that text is given, once it is whole.
+    Several tokens may form one character, and some tokens are written differently at the beginning of a text. Each
+    token is therefore decoded together with those before it, and the new text is returned once its characters are
+    complete.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._told: list[int] = []  # the last tokens whose text was given
+        self._told: list[int] = []  # the last tokens whose text has been returned
         self._new: list[int] = []
 
     def add(self, token: int) -> str:
         self._new.append(token)
         text = self._text(self._told + self._new)
-        return "" if text.endswith("\ufffd") else self._give(text)  # which stands for a character of which bytes lack
+        return "" if text.endswith("\ufffd") else self._give(text)  # U+FFFD stands for an incomplete character
 
     def finish(self) -> str:
         return self._give(self._text(self._told + self._new)) if self._new else ""
@@ -101,24 +120,27 @@ class _TokensDecoder(TextDecoder):
 
     def _give(self, text: str) -> str:
         before = self._text(self._told) if self._told else ""
-        self._told, self._new = (self._told + self._new)[-16:], []  # as many as may change how the next is written
+        self._told, self._new = (self._told + self._new)[-16:], []  # enough to determine how the next token is written
         return text[len(before) :]
 
 
-TextCodec = BytesCodec | TokenizerCodec  # encode(text): its tokens. decoder(): makes text of tokens
+TextCodec = BytesCodec | TokenizerCodec
 
 
 def codec_of(tokenizer: Path | None, vocabulary: int, run: Path) -> TextCodec:
-    """What makes tokens of text for a model.
+    """Return the codec between text and a model's tokens.
 
     Args:
-        tokenizer: The file of the tokenizer that made its data, if there is one.
-        vocabulary: Tokens that the model knows.
-        run: The run's folder, for messages.
+        tokenizer: File of the tokenizer that made the model's data; None if there is none.
+        vocabulary: Number of tokens that the model knows.
+        run: Folder of the run, for messages.
+
+    Raises:
+        InputError: There is no tokenizer, and the tokens are not bytes; or the tokenizer cannot be loaded.
     """
     if tokenizer is not None:
         return TokenizerCodec(tokenizer)
-    if vocabulary in (BYTES, BYTES + 1):  # one more where documents have an end
+    if vocabulary in (BYTES, BYTES + 1):  # one more if documents have an end token
         return BytesCodec()
     raise InputError(
         f"{run} has no tokenizer.json, and its {vocabulary} tokens are no bytes; copy the file from the data set there"
@@ -129,12 +151,20 @@ _DOCUMENTS = LINES | {".json", ".parquet"}
 
 
 def is_texts(path: Path) -> bool:
-    """Return whether the name of a file says that it holds texts."""
+    """Return whether a path is a file whose suffix is that of a text format."""
     return path.is_file() and plain_suffix(path) in (".txt", *_DOCUMENTS)
 
 
 def texts_of(path: Path, fields: TextFields) -> Iterator[Sequence[str]]:
-    """The text of each sample of a file, or its prompt and its completion. Raises InputError."""
+    """Yield for each sample of a file its text, or its prompt and its completion.
+
+    Args:
+        path: Text file with one text a line, or JSON lines, JSON or parquet.
+        fields: Names of the fields with the texts in JSON lines, JSON and parquet.
+
+    Raises:
+        InputError: The file cannot be read, is not UTF-8, or has a sample without the field.
+    """
     if plain_suffix(path) in _DOCUMENTS:
         yield from documents_of(path, fields)
         return
@@ -149,10 +179,10 @@ def texts_of(path: Path, fields: TextFields) -> Iterator[Sequence[str]]:
 
 
 def read_prompts(path: Path) -> list[str]:
-    """The prompts in a file: its lines but empty ones, or, of JSON lines, what each has under "prompt".
+    """Return the prompts in a file: its non-empty lines, or the field "prompt" of each JSON object.
 
     Raises:
-        InputError: The file cannot be read, or has a line without a prompt, or none at all.
+        InputError: The file cannot be read, a JSON object has no prompt, or there is no prompt at all.
     """
     found = [text for (text,) in texts_of(path, TextFields("prompt", hint="give each object a prompt"))]
     if not found:

@@ -1,7 +1,7 @@
-"""Terms of a loss: what the mean of the main one is over, and further ones from inside of a model.
+"""Terms of a loss: how microbatches are weighted in the main loss, and extra terms computed inside a model.
 
-**The main loss** of a step is one mean over its global batch, however ranks and microbatches divide that. So each
-microbatch weighs as much as was counted in it, out of all that was counted:
+**The main loss** of a step is one mean over its global batch, however ranks and microbatches divide that batch. The
+weight of a microbatch is therefore the number of targets counted in it, divided by the number counted in the batch:
 
     microbatch      targets (. is masked)    counted    mean    weight
     rank 0, first   3 1 4 1                  4          a       4/7
@@ -9,9 +9,9 @@ microbatch weighs as much as was counted in it, out of all that was counted:
     rank 1, first   . 2 . .                  1          c       1/7
     rank 1, second  . . . .                  0          -       0          4/7 a + 2/7 b + 1/7 c
 
-**Further terms** are added where a model computes them, by a `LossTerm` that an activation passes through. The loss is
-computed elsewhere, on the last stage of a pipeline; but all that training needs of a term is its gradient, which joins
-the backward pass when the activation's gradient comes by.
+**Extra terms** are added where a model computes them, by a `LossTerm` that an activation passes through. The main loss
+is computed elsewhere, on the last stage of a pipeline. Training needs only the gradient of an extra term, and this
+gradient joins the backward pass when the gradient of the activation reaches the `LossTerm`.
 """
 
 from __future__ import annotations
@@ -26,23 +26,28 @@ from torch.utils import _pytree as pytree
 if TYPE_CHECKING:
     from mpitrain.comm import Communicator
 
-UNCOUNTED = -100  # a target that does not count, as torch has it
-Count = int | float | torch.Tensor  # what a mean is over
-Counts = Callable[[Any], Count]  # of the targets of a microbatch
+UNCOUNTED = -100  # target that is not counted; the default of torch's ignore_index
+Count = int | float | torch.Tensor  # divisor of a mean
+Counts = Callable[[Any], Count]  # maps the targets of a microbatch to their count
 
 
 def criterion_of(loss: Any) -> Any:
-    """Return what a loss is computed by: the `criterion` of a model whose method it is, or itself."""
+    """Return the object that computes a loss: the `criterion` of the model whose method `loss` is, or `loss` itself."""
     return getattr(getattr(loss, "__self__", None), "criterion", loss) if not hasattr(loss, "counted") else loss
 
 
 def counts_samples(loss: Any) -> bool:
-    """Return whether a loss says that it is a mean over samples."""
+    """Return whether a loss declares, by `counted = len`, that it is a mean over samples."""
     return getattr(criterion_of(loss), "counted", None) is len
 
 
 def counts_targets(loss: Any, y: Any) -> bool:
-    """Return whether what the mean of a loss is over depends on the values of targets like y."""
+    """Return whether the divisor of a loss's mean depends on the values of the targets.
+
+    Args:
+        loss: Loss function of (output, y).
+        y: Targets of a microbatch; only their type and dtype matter.
+    """
     loss = criterion_of(loss)
     if getattr(loss, "counted", None) is not None:
         return not counts_samples(loss)
@@ -51,14 +56,15 @@ def counts_targets(loss: Any, y: Any) -> bool:
 
 
 def counted(loss: Any, y: Any) -> Count:
-    """Return what the mean of a loss is over, a scalar.
+    """Return the divisor of a loss's mean, a scalar.
 
-    A loss may say so by an attribute: `counted(y)`, a number; `counted = len` for samples. Others of whole numbers are
-    taken for the mean over targets other than `loss.ignore_index` (-100 without one), weighted by `loss.weight` if it
-    has weights of classes, as torch's cross-entropy is; and all the rest for a mean over samples.
+    A loss can define it by an attribute: `counted(y)` returns the divisor; `counted = len` means the number of samples.
+    Without this attribute, a loss of integer targets is assumed to be torch's cross-entropy: a mean over the targets
+    other than `loss.ignore_index` (default -100), weighted by `loss.weight` if the loss has class weights. Every other
+    loss is assumed to be a mean over samples.
 
     Args:
-        loss: Of an output and y.
+        loss: Loss function of (output, y).
         y: Targets of a microbatch.
     """
     loss = criterion_of(loss)
@@ -76,14 +82,14 @@ def counted(loss: Any, y: Any) -> Count:
 
 
 def samples_in(x: Any) -> int:
-    """Return how many samples an input has: a tensor, or a tuple, list or mapping of tensors."""
+    """Return the number of samples in an input, which is a tensor or a tuple, list or mapping of tensors."""
     while not isinstance(x, torch.Tensor):
         x = next(iter(x.values() if isinstance(x, Mapping) else x))
     return len(x)
 
 
 def numbers(counts: Iterable[Count]) -> list[float]:
-    """Return counts as numbers; those on a device are fetched together."""
+    """Return counts as floats; those on a device are copied to the host together."""
     counts = list(counts)
     on_device = [c for c in counts if isinstance(c, torch.Tensor)]
     fetched = iter(torch.stack([c.detach().double() for c in on_device]).tolist() if on_device else ())
@@ -91,39 +97,42 @@ def numbers(counts: Iterable[Count]) -> list[float]:
 
 
 def shares_of(counts: Sequence[float]) -> list[float]:
-    """Return counts over their sum; of nothing, no share is more than 0."""
+    """Return each count divided by the sum of all counts; zeros if the sum is 0."""
     total = sum(counts)
     return [count / total if total else 0.0 for count in counts]
 
 
 def nothing(output: Any) -> torch.Tensor:
-    """Return the loss of an output in which nothing is counted: 0, with gradients of 0 for all of it.
+    """Return a loss of 0 whose gradient is 0 for every floating-point tensor of an output.
 
-    torch's mean over no targets is NaN, and no pass may be left out: other ranks may take part in it.
+    It replaces the loss of a microbatch without counted targets, for which torch's mean is NaN. The backward pass
+    cannot be skipped instead, because other ranks may take part in it.
     """
     tensors = [t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor) and t.is_floating_point()]
     return torch.stack([t.float().sum() for t in tensors]).sum() * 0.0
 
 
 class LossTerm(nn.Module):
-    """A named term that is added to the loss where an activation passes.
+    """A named term that is added to the loss at the place where an activation passes through it.
 
         self.balance = LossTerm("balance", 0.01)
         ...
         y = self.balance(y, load_balance(router_scores))
 
-    The model then trains on its loss + 0.01 times the mean of the term over the global batch, each microbatch weighted
-    by its samples. It may be anywhere in the model, on any stage of a pipeline and in blocks that are recomputed.
-    Several of one name are added up. In evaluation, and without gradients, it does nothing.
+    The model then trains on its loss + 0.01 times the mean of the term over the global batch, in which each microbatch
+    is weighted by its number of samples. A term may be anywhere in the model, on any stage of a pipeline and in blocks
+    that are recomputed. Terms of the same name are added up. In evaluation mode, or if gradients are disabled, the term
+    does nothing.
 
     Args:
-        name: Of the term.
+        name: Name of the term.
         weight: Factor of the term in the loss.
 
     Attributes:
-        share: Samples of the microbatch that is computed over those of the whole batch; set by an engine or a pipeline.
+        share: Number of samples in the current microbatch divided by that of the whole batch; set by an engine or a
+            pipeline.
         scale: Factor of all losses, which an engine sets for fp16.
-        total: Sum of share times the term over microbatches, float64; None before the first backward pass.
+        total: Sum over microbatches of `share` times the term, float64; None before the first backward pass.
     """
 
     def __init__(self, name: str, weight: float = 1.0) -> None:
@@ -133,11 +142,11 @@ class LossTerm(nn.Module):
         self.total: torch.Tensor | None = None
 
     def forward(self, x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Return x, whose gradient brings that of the term along.
+        """Return x, and let its backward pass include the gradient of the term.
 
         Args:
-            x: An activation that the loss depends on, of any shape and dtype.
-            value: The term of this microbatch, a scalar: a mean over samples, or over tokens where all count.
+            x: Activation that the loss depends on, of any shape and dtype.
+            value: Term of this microbatch, a scalar: a mean over samples, or over tokens if all of them are counted.
         """
         if not (self.training and torch.is_grad_enabled()):
             return x
@@ -148,7 +157,7 @@ class LossTerm(nn.Module):
 
 
 class _Passing(torch.autograd.Function):
-    """The identity of x. In backward the gradient of a term joins that of x."""
+    """The identity of x, whose backward pass also starts the gradient of a term."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, value: torch.Tensor, term: LossTerm) -> torch.Tensor:
@@ -158,33 +167,35 @@ class _Passing(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        if ctx.value is not None:  # backward in halves comes twice, and a forward pass for recomputing never
+        if ctx.value is not None:  # backward in two halves runs this twice; a forward pass only for recomputing never
             term, added = ctx.term, ctx.value.double() * ctx.share
             term.total = added if term.total is None else term.total + added
             ctx.like, ctx.value = ctx.value, None
         return grad, torch.full_like(ctx.like, ctx.factor), None
 
 
-@torch._disable_dynamo  # the compiler would make anew what depends on a share, which is not the same twice
+@torch._disable_dynamo  # the compiler would compile again for each new value of the share
 def _passing(x: torch.Tensor, value: torch.Tensor, term: LossTerm) -> torch.Tensor:
     passed: torch.Tensor = _Passing.apply(x, value, term)
     return passed
 
 
 def terms_in(modules: Iterable[nn.Module]) -> list[LossTerm]:
-    """The terms in modules, each once."""
+    """Return the distinct loss terms of some modules, in the order of the modules."""
     return list(dict.fromkeys(m for module in modules for m in module.modules() if isinstance(m, LossTerm)))
 
 
 class LossTerms:
-    """The terms of a model, or of this rank's part of it. Collective to make over the ranks that have the parts.
+    """Loss terms of a model, or of this rank's part of it.
+
+    The constructor is collective over the ranks that have the parts.
 
     Args:
-        module: The model, or the part.
-        comm: The ranks that have the parts; None where the model is whole.
+        module: Model, or this rank's part of it.
+        comm: Ranks that have the parts; None if the model is whole.
 
     Attributes:
-        names: Of all parts' terms, in order.
+        names: Names of the terms of all parts, sorted.
     """
 
     def __init__(self, module: nn.Module, comm: Communicator | None) -> None:
@@ -195,15 +206,22 @@ class LossTerms:
         self.names = sorted(set(names))
 
     def weigh(self, share: float, scale: float) -> None:
-        """Set what the terms of the next forward pass count for: see `LossTerm`."""
+        """Set the share and the scale of all terms for the next forward pass.
+
+        Args:
+            share: Number of samples in the microbatch divided by that of the whole batch.
+            scale: Factor of all losses, for fp16.
+        """
         for term in self._own:
             term.share, term.scale = share, scale
 
     def take(self, device: torch.device) -> torch.Tensor:
-        """Return the sums since the last call, on every rank that has a part. Collective over these.
+        """Return the sums of all terms since the last call, and reset them. Collective over the ranks that have the
+        parts.
 
         Returns:
-            float64 [1 + terms]: what the terms add to the loss, and the mean of each by itself.
+            Tensor, float64 [1 + terms], the same on each of these ranks: the sum of all terms as added to the loss,
+            then the mean of each term without its weight, in the order of `names`.
         """
         sums = torch.zeros(1 + len(self.names), dtype=torch.float64, device=device)
         for term in self._own:

@@ -1,1 +1,1 @@
-"""Training that does not wait for every rank at every step: a parameter server, and replicas averaged now and then."""
+"""Training without waiting for every rank at every step: a parameter server, and replicas averaged periodically."""

@@ -1,22 +1,21 @@
-"""Groups of ranks that train by themselves and average now and then: who is in which, and what each goes on from.
+"""Groups of ranks that train independently and average their parameters periodically.
 
     data-parallel ranks   0 1 | 2 3 | 4 5          parallel.local_group = 2: three groups, each one replica
-    a global batch of 7   0-2 | 3-4 | 5-6          contiguous parts, nearly equal; together those of parallel.mode sync
+    a global batch of 7   0-2 | 3-4 | 5-6          contiguous, nearly equal parts of the batch of parallel.mode sync
 
-A data-parallel rank is as many ranks as a replica has pipeline stages times tensor ranks.
+If a replica has pipeline stages or tensor ranks, each data-parallel rank above is (stages x tensor ranks) ranks.
 
-A period is some steps that the groups take by themselves. With theta_i the parameters of group i, w_i its part of each
-global batch (the w_i add up to 1) and A what all groups share:
+A period is a number of steps that the groups take independently. Let theta_i be the parameters of group i, w_i its
+fraction of each global batch (the w_i add up to 1) and A the anchor, the parameters that all groups share:
 
     plain                  theta_i <- sum_i w_i theta_i                              at the end of each period
     with an anchor         D <- sum_i w_i (theta_i - A);  A <- outer(A, D);  theta_i <- A          at the same time
-    overlapping            as a period begins, with T_i <- theta_i:       D <- sum_i w_i (T_i - A) is begun
-                           as it ends:                     A <- outer(A, D);  theta_i <- A + (theta_i - T_i)
+    overlapping            at the start of a period, with T_i <- theta_i:  start D <- sum_i w_i (T_i - A)
+                           at its end:                          A <- outer(A, D);  theta_i <- A + (theta_i - T_i)
 
-There is an anchor where there is an outer optimizer or a compression, which then works on the differences. Overlapping,
-each period's differences are used one period late, and each once; at the end of training all that is left is used at
-once. From the end of a period to the beginning of the next the model then holds A, which is what is evaluated and
-saved; theta_i is kept beside it.
+An anchor is used with an outer optimizer or a compression, which then works on the differences. With overlapping, each
+period's differences are applied one period late, and each once; at the end of training, the remaining ones are applied
+at once. Between two periods the model has the values of A, which are evaluated and saved; theta_i is kept beside them.
 """
 
 from __future__ import annotations
@@ -34,18 +33,18 @@ from mpitrain.errors import refusal
 from mpitrain.layout.boxes import split
 from mpitrain.layout.mesh import axes_of, shape_of
 
-_MULTIPLE = 16  # elements that slices begin at multiples of
+_MULTIPLE = 16  # slices begin at multiples of this number of elements
 
 
 @dataclass(frozen=True)
 class Grouping:
-    """This rank's group, one of several that are equally large.
+    """This rank's group, one of several groups of equal size.
 
     Attributes:
-        count: Groups.
-        number: This rank's.
-        each: Data-parallel ranks in a group.
-        batch: Samples of a global batch.
+        count: Number of groups.
+        number: Number of this rank's group.
+        each: Number of data-parallel ranks in a group.
+        batch: Number of samples of a global batch.
     """
 
     count: int
@@ -55,15 +54,16 @@ class Grouping:
 
     @staticmethod
     def of(world: Communicator, parallel: ParallelSection, batch: int) -> Grouping:
-        """The group of this rank, by parallel.local_group.
+        """Return the group of this rank, as set by parallel.local_group.
 
         Args:
-            world: All ranks.
-            parallel: The settings.
-            batch: Samples of a global batch.
+            world: Communicator of all ranks.
+            parallel: Settings of the parallel section.
+            batch: Number of samples of a global batch.
 
         Raises:
-            InputError: On all ranks, where the ranks cannot be divided so, or there is no sample for some group.
+            InputError: On all ranks, if the group size does not divide the data-parallel ranks, there is only one
+                group, or a group would get no sample of a batch.
         """
         shape, model = shape_of(axes_of(parallel), world.size), parallel.ranks_per_data
         data = prod(shape.values()) // model
@@ -89,19 +89,19 @@ class Grouping:
         return Grouping(count, number, each, batch)
 
     def part(self, size: int) -> tuple[int, int]:
-        """This group's samples [first, last) of a global batch of `size` samples."""
+        """Return the bounds [first, last) of this group's samples in a global batch of `size` samples."""
         bounds = split(size, self.count)
         return bounds[self.number], bounds[self.number + 1]
 
     @property
     def weight(self) -> float:
-        """This group's part of a global batch: what it counts in averages."""
+        """Fraction of a global batch that this group has, which is its weight in averages."""
         first, last = self.part(self.batch)
         return (last - first) / self.batch
 
 
 def _of_node(world: Communicator, model: int) -> int:
-    """Data-parallel ranks on each node. Raises InputError where nodes differ, or cut a replica's parts."""
+    """Return the data-parallel ranks on each node. Raises InputError if nodes differ, or a replica spans nodes."""
     counts = {world.nodes.count(node) for node in world.nodes}
     if len(counts) > 1 or max(counts) % model:
         shown = ", ".join(map(str, sorted(counts)))
@@ -113,23 +113,24 @@ def _of_node(world: Communicator, model: int) -> int:
 
 
 class FlatSlice:
-    """This rank's slice of tensors laid end to end, which it carries to the other groups.
+    """This rank's slice of concatenated tensors, which it averages with the other groups.
 
-    What several ranks of a group all have is cut into equal slices, and each of these ranks averages its own with the
-    ranks of the same place in the other groups; then the slices are gathered inside of the group:
+    Tensors that several ranks of a group have are divided into equal slices. Each of these ranks averages its own slice
+    with the ranks at the same position in the other groups, and then the slices are gathered inside the group:
 
         group 0, rank 0   [A] b     all-reduce of A with group 1's rank 0      A B
                  rank 1    a [B]    all-reduce of B with group 1's rank 1      A B    all-gather in the group
 
-    So what goes between groups is sent once a group, not once a rank.
+    Parameters are therefore sent between groups once for each group, not once for each rank.
 
     Args:
-        tensors: Of one dtype on one device; alike on the ranks of `holders`.
-        holders: The ranks that have all of them; None for this one alone.
+        tensors: Tensors of one dtype on one device, with equal values on the ranks of `holders`.
+        holders: Communicator of the ranks that have all these tensors; None for this rank alone.
 
     Attributes:
-        length: Elements of each rank's slice; those behind the last tensor are zeros.
-        stretches: (number of a tensor, first, last, place): its elements [first, last) begin at `place` of the slice.
+        length: Number of elements of each rank's slice; elements after the last tensor are zeros.
+        stretches: Tuples (tensor number, first, last, place): elements [first, last) of the tensor start at `place` of
+            the slice.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], holders: Communicator | None) -> None:
@@ -141,7 +142,7 @@ class FlatSlice:
         self._everything = list(self._within(0, ranks * self.length))
 
     def _within(self, lo: int, hi: int) -> Iterable[tuple[int, int, int, int]]:
-        """What of the tensors lies in elements [lo, hi) of the whole; as `stretches`, with places counted from lo."""
+        """Yield the parts of tensors in elements [lo, hi) of the whole, as in `stretches`, with places from lo."""
         begin = 0
         for number, tensor in enumerate(self._tensors):
             first, last = max(lo, begin), min(hi, begin + tensor.numel())
@@ -150,12 +151,12 @@ class FlatSlice:
             begin += tensor.numel()
 
     def empty(self) -> torch.Tensor:
-        """Zeros, as many as the slice has elements."""
+        """Return zeros of the slice's length, dtype and device."""
         return torch.zeros(self.length, dtype=self._tensors[0].dtype, device=self._tensors[0].device)
 
     @torch.no_grad()
     def read(self) -> torch.Tensor:
-        """A copy of the slice as it is."""
+        """Return a copy of the slice's present values."""
         found = self.empty()
         for number, first, last, place in self.stretches:
             tensor = self._tensors[number].detach().contiguous().view(-1)
@@ -164,7 +165,11 @@ class FlatSlice:
 
     @torch.no_grad()
     def write(self, values: torch.Tensor) -> None:
-        """Give the tensors the values that the ranks have for their slices. Collective over the holders."""
+        """Write the slices of all holders into the tensors. Collective over the holders.
+
+        Args:
+            values: Values of this rank's slice, `length` elements.
+        """
         whole, stretches = values, self.stretches
         if self._holders is not None:
             whole, stretches = values.new_empty(self._holders.size * self.length), self._everything
@@ -178,20 +183,20 @@ class FlatSlice:
 
 
 class OuterOptimizer:
-    """Updates what all groups share. Its momentum is a flat tensor of this rank's slice, alike in all groups.
+    """Optimizer of the parameters that all groups share. Its momentum covers this rank's slices.
 
-    In the terms of Douillard et al. 2023 (DiLoCo), the parameters at which a period begins are theta, the groups end it
+    The notation is that of Douillard et al. 2023 (DiLoCo). A period starts at the parameters theta, the groups end it
     at theta_i, and the outer gradient is theta - mean(theta_i). `step` gets its negative, the mean difference.
 
         average    theta + mean difference, which is mean(theta_i): local SGD (Stich 2019)
-        nesterov   one step of SGD with Nesterov momentum, as `torch.optim.SGD(nesterov=True)` computes it
+        nesterov   one step of SGD with Nesterov momentum, as computed by `torch.optim.SGD(nesterov=True)`
 
     Args:
         parallel: Settings outer, outer_lr and outer_momentum.
-        slices: One tensor of each slice, for its length, dtype and device.
+        slices: One tensor for each slice, which gives its length, dtype and device.
 
     Attributes:
-        momenta: Momentum of each slice; empty where there is none.
+        momenta: Momentum of each slice, equal in all groups; empty without momentum.
     """
 
     def __init__(self, parallel: ParallelSection, slices: Sequence[torch.Tensor]) -> None:
@@ -199,12 +204,12 @@ class OuterOptimizer:
         self._lr, self._momentum = parallel.outer_lr, parallel.outer_momentum
 
     def step(self, number: int, anchor: torch.Tensor, difference: torch.Tensor) -> None:
-        """Update a slice in place.
+        """Update a slice of the shared parameters in place.
 
         Args:
             number: Number of the slice.
-            anchor: Shared parameters in it.
-            difference: Mean of the groups' parameters less those that they started from; overwritten.
+            anchor: Shared parameters in the slice.
+            difference: Mean difference of the groups' parameters from the shared ones; overwritten.
         """
         if not self.momenta:
             anchor.add_(difference)
@@ -215,22 +220,22 @@ class OuterOptimizer:
 
 
 class Averaging:
-    """The averages of a group's parameters with those of other groups. Every rank averages its own slices.
+    """Averages of a group's parameters with those of the other groups. Every rank averages its own slices.
 
     Args:
-        slices: Of the parameters that are trained.
-        peers: The ranks that have the same slices in the other groups. Nothing else may use this communicator while a
-            period lasts.
-        weight: This group's part of a global batch.
+        slices: Slices of the trained parameters.
+        peers: Communicator of the ranks that have the same slices in the other groups. It must not be used for anything
+            else during a period.
+        weight: Fraction of a global batch that this group has.
         parallel: Settings of parallel.mode local.
-        buckets: Of each slice, the compression of its differences; empty for none.
-        reproducible: Average in an order that does not depend on where in a slice an element is.
-        wrote: Called when parameters were written, to show them to the group. Collective in it.
+        buckets: Compression of each slice's differences; empty for none.
+        reproducible: If true, the order of summation is the same for every element of a slice.
+        wrote: Function called after parameters were written, to show them to the group. Collective over the group.
 
     Attributes:
-        outer: What becomes of the mean difference.
-        ahead: Overlapping, this group's own parameters at the end of the last period, one tensor a slice; None where
-            they are the shared ones.
+        outer: Optimizer of the shared parameters.
+        ahead: With overlapping, this group's own parameters at the end of the last period, one tensor for each slice;
+            None if they equal the shared ones.
     """
 
     def __init__(
@@ -256,8 +261,8 @@ class Averaging:
 
     @torch.no_grad()
     def begin(self) -> None:
-        """A period begins. Collective."""
-        if self._anchored and not self._anchors:  # all groups are alike now, or the model holds what they share
+        """Begin a period. Collective."""
+        if self._anchored and not self._anchors:  # the model has the shared parameters now
             self._anchors = [s.read() for s in self.slices]
         if self.ahead is not None:
             self._put(self.ahead)
@@ -265,9 +270,12 @@ class Averaging:
 
     @torch.no_grad()
     def end(self, *, final: bool) -> None:
-        """A period has ended. Collective.
+        """End a period. Collective.
 
-        Afterwards the model holds the same in all groups. final: no further period follows.
+        Afterwards the models of all groups have equal parameters.
+
+        Args:
+            final: True if no further period follows.
         """
         theta = [s.read() for s in self.slices]
         if not self._overlap:
@@ -292,11 +300,11 @@ class Averaging:
         self._put(self._anchors)
 
     def forget(self) -> None:
-        """Other parameters were loaded: what was averaged before does not count any more."""
+        """Discard the state of earlier averages, after other parameters were loaded."""
         self._anchors, self.ahead = [], None
 
     def _start(self, theta: Sequence[torch.Tensor], *, background: bool) -> None:
-        """Begin to sum the groups' weighted differences from what they share."""
+        """Start summing the groups' weighted differences from the shared parameters."""
         pairs = zip(theta, self._anchors, strict=True)
         self._differences = [(values - anchor).mul_(self._weight) for values, anchor in pairs]
         self._works = [
@@ -311,7 +319,7 @@ class Averaging:
         )
 
     def _finish(self) -> None:
-        """Let the outer optimizer use the differences, once they are summed."""
+        """Wait for the sums of the differences, and let the outer optimizer use them."""
         for work in filter(None, self._works):
             work.wait()
         for number, (anchor, difference) in enumerate(zip(self._anchors, self._differences, strict=True)):
@@ -325,12 +333,12 @@ class Averaging:
         self._wrote()
 
     def nbytes(self) -> int:
-        """Bytes of what is kept from period to period."""
+        """Return the bytes of the state kept between periods."""
         kept = [*self._anchors, *self._differences, *(self.ahead or []), *self.outer.momenta]
         return sum(tensor.nbytes for tensor in kept)
 
     def bytes_sent(self) -> float:
-        """Bytes that this rank sends for one average, by formula."""
+        """Return the bytes that this rank sends for one average, computed by formula."""
         ranks = self._peers.size
         total = 0.0
         for part, bucket in zip(self.slices, self._buckets, strict=True):

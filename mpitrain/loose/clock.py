@@ -1,33 +1,33 @@
-"""The rules of the parameter server, without ranks: who works on which samples when, and what ranks tell each other.
+"""Rules of the parameter server, independent of MPI: assignment of samples to workers, and the message formats.
 
-The batch of each step is cut into as many parts as there were workers at first. Workers ask for the next part, so that
-a slow one gets fewer, and the parts of one that died go to others:
+The batch of each step is divided into as many parts as there were workers at the start. Workers ask for the next part,
+so a slow worker gets fewer parts, and the parts of a dead worker go to others:
 
-    staleness s   the part of step t is given out when all parts of the steps before t - s have been applied
-    0             bulk-synchronous: each worker has the part of its own number, as in a sum over all ranks
+    staleness s   a part of step t is granted once all parts of the steps before t - s have been applied
+    0             bulk-synchronous: each worker gets the part with its own number, as in a sum over all ranks
     None          asynchronous: there is no bound
 
-A worker that holds a part of step t is at step t; the slowest is at the step after the last complete one. So a worker
-is never more than s steps ahead of the slowest (the stale-synchronous parallel model of Ho et al., "More Effective
-Distributed ML via a Stale Synchronous Parallel Parameter Server", NeurIPS 2013, section 3).
+A worker that has a part of step t is at step t. The slowest possible worker is at the step after the last complete one.
+A worker is therefore never more than s steps ahead of the slowest (the stale-synchronous parallel model of Ho et al.,
+"More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", NeurIPS 2013, section 3).
 
-Workers and servers write words in small messages, whose first says what they are:
+Workers and servers exchange small messages (letters) of a few numbers; the first number is the kind of message:
 
     to a server                                                   to a worker, or to any rank
-    CLAIM   limit, stop      give me the next part                 GRANT    step, part         work on this one
-    PULL    least, final     send the parameters                   MEET     limit              there are no more
-    PUSHED  step, part, b    bucket b of gradients is there        BUCKET   b, completed, progress   it is there
-    UNUSED  step, part       parameters that the part left alone
-    COMMIT  step, part, ...  apply what I pushed                   RECORD   step, loss, ...    a step is complete
-    SQUARES step, sum        of my shares of the gradients         FAILED                   this rank's server did
-    HERE                     I have what I need to meet    TOGETHER                 all workers have
-    END                      no more will come
+    CLAIM   limit, stop      request for the next part       GRANT    step, part         part to work on
+    PULL    least, final     request for the parameters      MEET     limit              there are no more parts
+    PUSHED  step, part, b    bucket b of gradients is ready  BUCKET   b, share, completed, progress
+    UNUSED  step, part       parameters unused by the part                               bucket b is ready
+    COMMIT  step, part, ...  request to apply the gradients  RECORD   step, loss, ...    a step is complete
+    SQUARES step, sum        sum of the shares' squares      FAILED                      this rank's server failed
+    HERE                     the worker is ready to meet     TOGETHER                    all workers are ready to meet
+    END                      no more messages will come
 
-Gradients and parameters travel with PUSHED and BUCKET where the ranks share no memory (see `mpitrain.loose.sharding`).
-UNUSED, which is left out where there are no such parameters, comes with a flag for each.
+Gradients and parameters travel with PUSHED and BUCKET if the ranks share no memory (see `mpitrain.loose.sharding`).
+UNUSED carries a flag for each parameter, and is left out if the part used all of them.
 
-Below them is what servers are told once, and what they keep of letters: until they can do what these ask for, and so
-that others can go on when workers died.
+The classes after the messages are the server's state: messages that it cannot serve yet, and the record of applied
+parts that lets the other ranks continue after a worker has died.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Portion(NamedTuple):
     """One part of a step's batch.
 
     Attributes:
-        step: From 1.
-        part: From 0.
+        step: Number of the step, from 1.
+        part: Number of the part, from 0.
     """
 
     step: int
@@ -53,15 +53,15 @@ class Portion(NamedTuple):
 
 
 class Applied:
-    """Which parts of which steps have been applied.
+    """Record of the parts that have been applied.
 
     Args:
-        parts: Of each step.
-        completed: Steps of which all parts have been.
-        beyond: Parts of later steps that have been.
+        parts: Number of parts of each step.
+        completed: Last step up to which all parts have been applied; 0 for none.
+        beyond: Applied parts of later steps.
 
     Attributes:
-        completed: Steps of which all parts have been applied.
+        completed: Last step up to which all parts have been applied.
     """
 
     def __init__(self, parts: int, completed: int = 0, beyond: Collection[Portion] = ()) -> None:
@@ -71,7 +71,7 @@ class Applied:
             self._of.setdefault(portion.step, set()).add(portion.part)
 
     def add(self, portion: Portion) -> list[int]:
-        """Note one more; returns the steps that are complete by it, in order."""
+        """Record an applied part. Returns the steps that it completes, in order."""
         self._of.setdefault(portion.step, set()).add(portion.part)
         found = []
         while len(self._of.get(self.completed + 1, ())) == self.parts:
@@ -85,35 +85,35 @@ class Applied:
 
     @property
     def beyond(self) -> list[Portion]:
-        """The parts of steps that are not complete."""
+        """Applied parts of steps that are not complete, sorted."""
         return sorted(Portion(step, part) for step, parts in self._of.items() for part in parts)
 
 
 class Clock:
-    """Gives out the parts of all steps.
+    """Assignment of the parts of all steps to workers.
 
     Args:
-        applied: What has been applied; kept up to date by the caller.
-        workers: Their numbers.
-        staleness: How many steps a worker may be ahead of the slowest; None for any number.
+        applied: Record of applied parts, kept up to date by the caller.
+        workers: Numbers of the workers.
+        staleness: Largest number of steps that a worker may be ahead of the slowest; None for no bound.
 
     Attributes:
-        limit: The last step to be given out.
+        limit: Last step whose parts may be granted.
     """
 
     def __init__(self, applied: Applied, workers: Sequence[int], staleness: int | None) -> None:
         self.applied, self.staleness = applied, staleness
         self.limit = applied.completed
         self._workers = list(workers)
-        self._opened = applied.completed  # the last step that `open` allowed; `stop` takes nothing back of it
-        self._before = applied.completed  # the last step before those that `open` allowed
-        self._begun = applied.completed  # the last step that parts were given out of, or may be
-        self._open: list[Portion] = []  # not given out, of the steps begun; in order
+        self._opened = applied.completed  # the highest step that `open` has allowed; `stop` does not lower it
+        self._before = applied.completed  # the limit before the last `open`
+        self._begun = applied.completed  # the last step whose parts have been listed in `_open`
+        self._open: list[Portion] = []  # parts of these steps that have not been granted, in order
 
     def open(self, limit: int) -> bool:
-        """Allow parts up to those of step `limit`; returns whether that is more than were ever allowed before.
+        """Allow parts up to step `limit`. Returns whether the limit is higher than any before.
 
-        So workers that do not know of a `stop` yet do not undo it.
+        A lower or equal limit is ignored, so that workers that have not seen a `stop` yet do not undo it.
         """
         if limit <= self._opened:
             return False
@@ -121,10 +121,10 @@ class Clock:
         return True
 
     def claim(self, worker: int) -> Portion | None:
-        """Give a worker its next part; None as long as there is none for it."""
+        """Grant a worker its next part. Returns None if there is no part for it at present."""
         ahead = self.limit if self.staleness is None else self.applied.completed + 1 + self.staleness
         while True:
-            for portion in self._open:  # at staleness 0 each worker has the parts of its own number
+            for portion in self._open:  # at staleness 0 each worker gets the part with its own number
                 if self.staleness != 0 or self._workers[portion.part % len(self._workers)] == worker:
                     self._open.remove(portion)
                     return portion
@@ -136,17 +136,17 @@ class Clock:
 
     @property
     def exhausted(self) -> bool:
-        """Whether all parts of all steps up to the limit have been given out."""
+        """True if all parts of all steps up to the limit have been granted."""
         return not self._open and self._begun >= self.limit
 
     def stop(self) -> int:
-        """Give out no more steps than have been begun, but at least one; returns the last of them."""
+        """Grant no steps beyond those that have begun, but at least one step. Returns the last step to be granted."""
         self.limit = min(self.limit, max(self._begun, self._before + 1))
         return self.limit
 
 
 class LetterKind(IntEnum):
-    """The first word of a letter."""
+    """Kind of a message, which is its first number."""
 
     CLAIM = 1
     PULL = 2
@@ -165,17 +165,17 @@ class LetterKind(IntEnum):
 
 
 class Commit(NamedTuple):
-    """A worker has pushed all gradients of a part.
+    """Message of a worker that has pushed all gradients of a part.
 
     Attributes:
-        step: Of the part.
-        part: Its number.
-        lr: The learning rate of the step.
-        weight: The part of the batch's samples that it has.
-        factor: What the gradients are to be multiplied by: for clipping; 0 where they are not finite.
-        loss: Its contribution to the mean loss of the step's batch.
-        norm: The 2-norm of the mean gradient of its samples; 0 where the servers find that of the whole batch.
-        progress: What the server had applied when it sent the parameters, in steps.
+        step: Number of the part's step.
+        part: Number of the part.
+        lr: Learning rate of the step.
+        weight: Fraction of the batch's samples in the part.
+        factor: Factor for the gradients, for clipping; 0 if they are not finite.
+        loss: Contribution of the part to the mean loss of the step's batch.
+        norm: 2-norm of the mean gradient of the part's samples; 0 if the servers compute the norm of the whole batch.
+        progress: Steps, with fractions, that the server had applied when it sent the parameters.
         ahead: Steps that the worker was ahead of the slowest when it got the parameters.
     """
 
@@ -191,20 +191,20 @@ class Commit(NamedTuple):
 
 
 class StepRecord(NamedTuple):
-    """What becomes known of a step when it is complete.
+    """Statistics of a complete step.
 
     Attributes:
-        step: From 1.
-        loss: The mean over its batch.
-        norm: Of the batch's gradients where the step is bulk-synchronous, else the root of the mean square of the
-            norms of its parts.
-        skipped: 1 where nothing was updated, because a gradient is not finite.
-        staleness_mean: Of its parts: what was applied between the sending of the parameters and the gradient's own
-            update, in steps.
-        staleness_max: The largest of these.
-        ahead_max: The most steps that a worker was ahead of the slowest.
-        between_nodes: Bytes of gradients and parameters that went between nodes for it.
-        seconds: Since the step before was complete; of several that become complete together, each has its part.
+        step: Number of the step, from 1.
+        loss: Mean loss over the step's batch.
+        norm: Norm of the batch's gradient if the step is bulk-synchronous, else the root mean square of the parts'
+            norms.
+        skipped: 1 if the parameters were not updated because a gradient is not finite, else 0.
+        staleness_mean: Mean staleness of the parts: steps (with fractions) that the server applied after it sent a
+            part's parameters and before it applied the part's gradients.
+        staleness_max: Largest staleness of a part, in steps.
+        ahead_max: Largest number of steps that a worker was ahead of the slowest.
+        between_nodes: Bytes of gradients and parameters sent between nodes for the step.
+        seconds: Seconds since the previous step was complete; steps completed at the same time share them equally.
     """
 
     step: float
@@ -219,7 +219,13 @@ class StepRecord(NamedTuple):
 
 
 class Pull(NamedTuple):
-    """A worker that waits for parameters with all updates of the steps up to `least`."""
+    """Request of a worker for parameters.
+
+    Attributes:
+        worker: Rank of the worker.
+        least: Step up to which the parameters must include all updates.
+        final: True if it is the worker's last request before the ranks meet.
+    """
 
     worker: int
     least: int
@@ -228,21 +234,22 @@ class Pull(NamedTuple):
 
 @dataclass
 class Summing:
-    """A bulk-synchronous step, as far as its gradients have come."""
+    """Sum of the gradients of a bulk-synchronous step in progress."""
 
-    added: list[int]  # of each bucket, how many parts; they are added in order
-    waiting: list[dict[int, torch.Tensor]]  # of each bucket, gradients of later parts
+    added: list[int]  # number of parts added, by bucket; parts are added in order
+    waiting: list[dict[int, torch.Tensor]]  # gradients of later parts, by bucket and part
     commits: dict[int, Commit] = field(default_factory=dict)  # by part
-    told: bool = False  # whether the other servers know this one's squares
+    told: bool = False  # whether this server's squares have been sent to the others
 
 
 class AppliedPart(NamedTuple):
-    """A part that was applied.
+    """Part that has been applied.
 
     Attributes:
-        worker: Who computed it.
-        commit: What it said.
-        staleness: What was applied between the sending of its parameters and its own update, in steps.
+        worker: Rank of the worker that computed it.
+        commit: Message with which the worker committed it.
+        staleness: Steps (with fractions) that the server applied after it sent the parameters and before it applied the
+            gradients.
     """
 
     worker: int
@@ -252,14 +259,14 @@ class AppliedPart(NamedTuple):
 
 @dataclass(frozen=True)
 class Remembered:
-    """What has been applied, and what is known of it.
+    """Record of the applied parts, from which servers can continue.
 
     Attributes:
-        parts: Of each step.
-        completed: Steps of which all parts have been applied.
-        beyond: Parts of later steps that have been.
-        told: Of the steps that are not complete, by step.
-        records: Of the steps since all ranks met last.
+        parts: Number of parts of each step.
+        completed: Last step up to which all parts have been applied.
+        beyond: Applied parts of later steps.
+        told: Applied parts of each incomplete step, by step.
+        records: Statistics of the steps since all ranks last met.
     """
 
     parts: int
@@ -269,16 +276,16 @@ class Remembered:
     records: Sequence[StepRecord] = ()
 
     def applied(self) -> Applied:
-        """Return a mutable copy of what has been applied."""
+        """Return a mutable copy of the record of applied parts."""
         return Applied(self.parts, self.completed, self.beyond)
 
     def to_json(self) -> list[Any]:
-        """As values that JSON can hold."""
+        """Return the record as values that JSON can represent."""
         return [self.parts, self.completed, list(self.beyond), list(self.told.items()), list(self.records)]
 
     @staticmethod
     def from_json(values: Sequence[Any]) -> Remembered:
-        """From what `to_json` gave."""
+        """Return the record that `to_json` encoded."""
         parts, completed, beyond, listed, records = values
         told = {step: [AppliedPart(worker, Commit(*of), late) for worker, of, late in some] for step, some in listed}
         portions = [Portion(*portion) for portion in beyond]

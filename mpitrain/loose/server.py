@@ -1,17 +1,18 @@
-"""A parameter server and its workers, the two ends of the letters that `mpitrain.loose.clock` lists.
+"""Parameter server and its workers, which exchange the messages listed in `mpitrain.loose.clock`.
 
-A worker asks for samples, pulls parameters while it computes forward, and pushes gradients from backward. A server
-keeps shares of all parameters, applies what workers push, and gives them what they pull.
+A worker asks for samples, pulls parameters during forward, and pushes gradients during backward. A server keeps shares
+of all parameters, applies the gradients that workers push, and sends the parameters that they pull.
 
-Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014, is where the words come from.
-One thread of a server does all of it, letter by letter, so that nothing is read while it is written:
+The terms are those of Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014.
+A server is one thread that handles one message after the other, so that no memory is read while it is written:
 
-    staleness 0       a step's gradients are added in the order of their parts, bucket by bucket as they come; when all
-                      are there and the servers know the norm, each bucket is updated and given to whoever waits
-    else, and None    what a worker has committed is applied before the next pull is answered: what came meanwhile from
-                      several of them as one update
+    staleness 0       a step's gradients are added in the order of their parts, bucket by bucket as they arrive; once
+                      all are added and the servers know the norm, each bucket is updated and sent to the workers that
+                      wait for it
+    above 0, or None  committed gradients are applied before the next pull is answered; gradients that several workers
+                      committed meanwhile are applied as one update
 
-A worker's letters arrive in order, so that it always sees its own updates.
+A worker's messages arrive in order, so a worker always sees its own updates.
 """
 
 from __future__ import annotations
@@ -32,29 +33,32 @@ from mpitrain.errors import CommunicationError
 from mpitrain.loose.clock import AppliedPart, Clock, Commit, LetterKind, Portion, Pull, Remembered, StepRecord, Summing
 from mpitrain.loose.sharding import OwnShares, Roles, SharedFlats, ShareUpdate, squares
 
-_IDLE = 0.5  # seconds between looks at whether to go on
-_RECEIVING = 1e-4  # likewise while payloads arrive
+_IDLE = 0.5  # seconds to wait for a message before checking whether to continue
+_RECEIVING = 1e-4  # seconds to wait for a message while payloads arrive
 
 
 class Server:
-    """One server's shares, and what it knows of all workers.
+    """One server's shares, and its record of the workers' requests.
 
     Args:
-        share: The number of its shares.
-        roles: Who works and who serves.
-        flats: The workers' memory, where it is shared.
-        update: The optimizer of the shares.
-        boxes: What servers are asked in, and what all ranks are answered in.
-        remembered: What was applied before.
-        clock: Gives out samples, on the server that does: the first.
-        config: The settings: of staleness and clipping.
-        known: Steps that all ranks know to be complete.
-        apart: Bytes that go between nodes for a part, by the worker's rank.
+        share: Number of this server's shares.
+        roles: Ranks of the workers and of the servers.
+        flats: Memory of the workers, where it is shared.
+        update: Optimizer of the shares.
+        boxes: Mailbox of the messages to servers, and mailbox of the answers to all ranks.
+        remembered: Record of parts applied before.
+        clock: Assignment of parts to workers; None on all servers but the first.
+        config: Settings of staleness and clipping.
+        known: Last step that all ranks know to be complete.
+        apart: Bytes sent between nodes for a part, by the worker's rank.
+        inbox: Buffers in which gradients arrive, for each worker whose memory this rank does not share.
 
     Attributes:
-        limit: The step after which all ranks meet.
-        finals: Workers that have got the parameters after that step.
-        inbox: Of each worker whose memory is not seen, where its gradients arrive.
+        limit: Step after which all ranks meet.
+        finals: Number of workers that have got the parameters after that step.
+        applied: Record of the applied parts.
+        progress: Steps applied, with fractions for the parts of incomplete steps.
+        inbox: Buffers in which gradients arrive, as in `Args`.
     """
 
     def __init__(
@@ -79,21 +83,21 @@ class Server:
         self.applied = remembered.applied() if clock is None else clock.applied
         self._known = known
         self.limit = self.finals = self._here = 0
-        # records of one server alone, or workers would be told of a step several times
+        # only one server sends records, so that workers get each step once
         self._records = list(remembered.records) if clock is not None else []
         self._buckets = len(flats.buckets)
         self.progress = self.applied.completed + len(self.applied.beyond) / self.applied.parts  # steps applied
-        self._ready: list[tuple[int, Commit]] = []  # (worker, what it committed), to be applied
-        self._receiving: list[tuple[Work, Callable[[], None]]] = []  # and what to do then
-        self._arriving: dict[int, int] = {}  # payloads of each worker that have not arrived
-        self._held: list[tuple[int, Commit]] = []  # commits whose payloads have not
+        self._ready: list[tuple[int, Commit]] = []  # (worker, its commit), to be applied
+        self._receiving: list[tuple[Work, Callable[[], None]]] = []  # with the function to call after each
+        self._arriving: dict[int, int] = {}  # number of each worker's payloads that have not arrived
+        self._held: list[tuple[int, Commit]] = []  # commits whose payloads have not arrived
         self._pulls: list[Pull] = []
-        self._asking: list[int] = []  # workers that wait for samples
-        self._told = {step: list(told) for step, told in remembered.told.items()}  # of steps not complete
-        self._squares: dict[int, list[float]] = {}  # by step, of the servers
-        self._unused: dict[Portion, set[nn.Parameter]] = {}  # by parts that left any alone
+        self._asking: list[int] = []  # workers that wait for a part
+        self._told = {step: list(told) for step, told in remembered.told.items()}  # parts of incomplete steps
+        self._squares: dict[int, list[float]] = {}  # sums of squares from the servers, by step
+        self._unused: dict[Portion, set[nn.Parameter]] = {}  # only for parts that did not use all
         self._sum = self._new_sum()
-        self._since = time.perf_counter()  # when the last step was complete, or the first of some was begun
+        self._since = time.perf_counter()  # time when the last step was complete, or a new limit was opened
         self._end = False
         self._do: dict[LetterKind, Callable[[Letter], None]] = {
             LetterKind.CLAIM: self._claimed,
@@ -109,9 +113,13 @@ class Server:
     # -- the loop
 
     def serve(self, limit: int | None = None) -> None:
-        """Do what is asked: until all workers have what they need of the steps up to `limit`, or until told to end."""
+        """Serve requests until all workers have the parameters of step `limit`, or until an END message.
+
+        Args:
+            limit: Step after which all ranks meet; None to serve until END.
+        """
         self.finals, self._here, self.limit = 0, 0, limit or 0
-        for record in self._records:  # known before ranks died, and not by all
+        for record in self._records:  # from before ranks died; not all ranks have them
             if record.step > self._known:
                 self._post_to_all([LetterKind.RECORD, *record])
         workers = len(self._roles.workers)
@@ -123,7 +131,7 @@ class Server:
         self._records.clear()
 
     def turn(self) -> None:
-        """Wait a little for letters, and do what those that have come ask for."""
+        """Wait briefly for messages, and handle those that have arrived."""
         letter = self._questions.take(_RECEIVING if self._receiving else _IDLE)
         while letter is not None:
             self._do[LetterKind(int(letter.words[0]))](letter)
@@ -136,12 +144,12 @@ class Server:
 
     @property
     def remembered(self) -> Remembered:
-        """What has been applied, to go on with."""
+        """Record of the applied parts, from which servers can continue."""
         applied = self.applied
         return Remembered(applied.parts, applied.completed, applied.beyond, dict(self._told), list(self._records))
 
     def _answer(self) -> None:
-        """Give samples and parameters to those who may have them by now."""
+        """Grant parts and send parameters to the workers whose requests can be served now."""
         completed = self.applied.completed
         for pull in [p for p in self._pulls if p.least <= completed and not self._arriving.get(p.worker)]:
             if any(worker == pull.worker for worker, _ in self._held):
@@ -154,6 +162,7 @@ class Server:
             self._give_samples(self._clock)
 
     def _give_samples(self, clock: Clock) -> None:
+        """Grant parts to the workers that wait for one, or send MEET if there are no more."""
         for worker in list(self._asking):
             portion = clock.claim(worker)
             if portion is not None:
@@ -165,7 +174,7 @@ class Server:
             self._asking.remove(worker)
 
     def _give(self, worker: int, bucket: int) -> None:
-        """Let a worker have the parameters of a bucket."""
+        """Give a worker the parameters of a bucket."""
         values = self._update.published.bucket(bucket)
         words = [LetterKind.BUCKET, bucket, self._share, self.applied.completed, self.progress]
         if self._flats.sees(worker):
@@ -174,19 +183,23 @@ class Server:
         else:
             self._answers.post(worker, words, values.clone())  # the next update must not change it on its way
 
-    # -- what is asked
+    # -- requests
 
     def _ended(self, letter: Letter) -> None:
+        """Handle END: stop serving."""
         self._end = True
 
     def _arrived(self, letter: Letter) -> None:
-        """Tell all ranks when all workers are ready to meet: until then none of them is to wait in MPI, where it would
-        take the core from those that work."""
+        """Handle HERE: send TOGETHER to all ranks once all workers are ready to meet.
+
+        Until then no worker should wait in MPI, where it would take the core from ranks that compute.
+        """
         self._here += 1
         if self._here % len(self._roles.workers) == 0:
             self._post_to_all([LetterKind.TOGETHER])
 
     def _claimed(self, letter: Letter) -> None:
+        """Handle CLAIM: open steps up to the worker's limit, and queue its request for a part."""
         assert self._clock is not None
         if self._clock.open(int(letter.words[1])):
             self._since = time.perf_counter()
@@ -195,6 +208,7 @@ class Server:
         self._asking.append(letter.source)
 
     def _pulled(self, letter: Letter) -> None:
+        """Handle PULL: queue the worker's request for parameters."""
         self._pulls.append(Pull(letter.source, int(letter.words[1]), bool(letter.words[2])))
         if not self._bulk:
             return
@@ -205,6 +219,7 @@ class Server:
                 waiting[part] = waiting[part].clone()
 
     def _pushed(self, letter: Letter) -> None:
+        """Handle PUSHED: add the gradients, or start receiving them if the worker's memory is not shared."""
         _, _, part, bucket = map(int, letter.words[:4])
         worker = letter.source
         if not letter.payload_bytes:
@@ -225,6 +240,7 @@ class Server:
         self._receiving.append((letter.receive(place), arrived))
 
     def _left_alone(self, letter: Letter) -> None:
+        """Handle UNUSED: remember the parameters that the part did not use."""
         every = self._update.parameters
         flags = torch.empty(len(every), dtype=torch.uint8)
         letter.receive(flags).wait()
@@ -232,11 +248,12 @@ class Server:
         self._unused[Portion(int(letter.words[1]), int(letter.words[2]))] = unused
 
     def _unused_by(self, portions: Iterable[Portion]) -> set[nn.Parameter]:
-        """The parameters that all of these parts left alone."""
+        """Return the parameters that were unused in all of these parts."""
         found = [self._unused.pop(portion, set()) for portion in portions]
         return set.intersection(*found) if found else set()
 
     def _committed(self, letter: Letter) -> None:
+        """Handle COMMIT: queue the part, to be applied once its gradients are there."""
         worker, commit = letter.source, Commit(*letter.words[1:])
         if self._bulk:
             self._sum.commits[int(commit.part)] = commit
@@ -250,10 +267,10 @@ class Server:
     # -- updates as they come
 
     def _apply_commits(self) -> None:
-        """Apply what has been committed, as one update.
+        """Apply all committed gradients as one update.
 
-        The gradient is the mean over all of its samples, and the learning rate has the part of it that these are of a
-        step's batch: an update by half of a batch goes half as far.
+        The gradient is the mean over all of their samples. The learning rate is scaled by their fraction of a step's
+        batch: an update from half of a batch goes half as far.
         """
         commits, self._ready = self._ready, []
         if not commits:
@@ -263,7 +280,7 @@ class Server:
         for worker, commit in commits:
             missed = max(0.0, self.progress - commit.progress)
             self._told.setdefault(int(commit.step), []).append(AppliedPart(worker, commit, missed))
-            if commit.factor == 0.0:  # it is not finite
+            if commit.factor == 0.0:  # gradients are not finite
                 continue
             correction = 1.0 / max(1.0, missed) if self._corrected else 1.0
             for bucket in range(self._buckets):
@@ -289,13 +306,14 @@ class Server:
         return self.inbox[worker].bucket(bucket)
 
     def _lap(self, steps: int) -> float:
-        """Seconds since the last step was complete, for each of so many that are now."""
+        """Return the seconds since the last complete step, divided by the number of steps completed now."""
         now = time.perf_counter()
         seconds = (now - self._since) / max(1, steps)
         self._since = now if steps else self._since
         return seconds
 
     def _tell(self, step: int, told: Sequence[AppliedPart], norm: float, seconds: float, *, skipped: bool) -> None:
+        """Send the statistics of a complete step to all ranks, on the first server only."""
         if self._clock is None:
             return
         losses = [t.commit.loss for t in told]
@@ -321,11 +339,12 @@ class Server:
     # -- bulk-synchronous steps
 
     def _new_sum(self) -> Summing:
-        self._worker_of: dict[int, int] = {}  # by part, of the step under way
+        """Return an empty sum for the next bulk-synchronous step."""
+        self._worker_of: dict[int, int] = {}  # worker of each part of the step in progress
         return Summing([0] * self._buckets, [{} for _ in range(self._buckets)])
 
     def _add_in_order(self, part: int, bucket: int, gradients: torch.Tensor) -> None:
-        """Add a part's gradients when those of all parts before it are."""
+        """Add a part's gradients once those of all earlier parts have been added."""
         waiting, added = self._sum.waiting[bucket], self._sum.added
         waiting[part] = gradients
         while (found := waiting.pop(added[bucket], None)) is not None:
@@ -334,7 +353,7 @@ class Server:
         self._finish_sum()
 
     def _finish_sum(self) -> None:
-        """Tell the other servers this one's squares, once all gradients are added up."""
+        """Send the squares of this server's sums to the other servers, once all gradients are added."""
         parts, step = self.applied.parts, self.applied.completed + 1
         if self._sum.told or len(self._sum.commits) < parts or min(self._sum.added, default=parts) < parts:
             return
@@ -346,6 +365,7 @@ class Server:
         self._know_squares(step, own)
 
     def _know_squares(self, step: int, squares: float) -> None:
+        """Add a server's squares of a step, and update once those of all servers are there."""
         known = self._squares.setdefault(step, [])
         known.append(squares)
         if len(known) < len(self._roles.servers):
@@ -354,7 +374,7 @@ class Server:
         self._update_in_step(step, math.sqrt(total) if math.isfinite(total := math.fsum(sorted(known))) else math.nan)
 
     def _update_in_step(self, step: int, norm: float) -> None:
-        """Update with the gradients of a whole step, and give each bucket to those who wait for it."""
+        """Update with the gradients of a whole step, and give each bucket to the workers that wait for it."""
         commits = self._sum.commits
         finite = math.isfinite(norm)
         factor = self._clip / (norm + 1e-6) if self._clip and norm > self._clip else 1.0
@@ -371,7 +391,7 @@ class Server:
             try:
                 for pull in waiting:
                     self._give(pull.worker, bucket)
-            except CommunicationError as error:  # a rank may have died: the update is to be whole nevertheless
+            except CommunicationError as error:  # a rank may have died; complete the update first
                 failed = error
         if failed is not None:
             raise failed
@@ -380,24 +400,24 @@ class Server:
         self._tell(step, told, norm, self._lap(1), skipped=not finite)
 
 
-_NAP = 1e-4  # seconds between looks at parameters on their way: others need the core meanwhile
-_SOON = 1.0  # seconds after which they are late
+_NAP = 1e-4  # seconds between checks for arriving parameters; other ranks may need the core meanwhile
+_SOON = 1.0  # seconds after which arriving parameters are late
 
 
 class ServedWorker:
-    """What a rank asks of the servers. One thread uses it, but for `push`.
+    """A rank's requests to the servers. Only one thread may use it, except for `push`.
 
     Args:
-        roles: Who works and who serves.
-        flats: This rank's parameters and gradients.
-        boxes: What servers are asked in, and what this rank is answered in.
-        bulk: Whether each bucket is added up when it is pushed (parallel.staleness 0).
-        failed: Raises what the server of this rank failed with.
+        roles: Ranks of the workers and of the servers.
+        flats: Parameters and gradients of this rank.
+        boxes: Mailbox of the messages to servers, and mailbox of the answers to this rank.
+        bulk: If true, servers add each bucket when it is pushed (parallel.staleness 0).
+        failed: Function that raises the exception of this rank's server, if it has failed.
 
     Attributes:
-        records: Of steps that have become complete, not yet taken.
-        portion: The part under way.
-        came: Called with a bucket when its parameters are in this rank's memory.
+        records: Statistics of complete steps that have not been taken yet.
+        portion: Part in progress.
+        came: Function called with the number of a bucket when its parameters are in this rank's memory.
     """
 
     def __init__(
@@ -409,19 +429,19 @@ class ServedWorker:
         self.portion = Portion(0, 0)
         self.came: Callable[[int], object] = lambda bucket: None
         self._sees = {server: flats.sees(server) for server in roles.servers}
-        self._answer: Letter | None = None  # to a claim
+        self._answer: Letter | None = None  # answer to a claim
         self._together = False  # whether all workers are ready to meet
-        self._receiving: list[tuple[Messages, int]] = []  # parameters on their way, and their bucket
-        self._missing: list[int] = [0] * len(flats.buckets)  # shares of each bucket that have not come
-        self._progress = [0.0] * len(roles.servers)  # what each server had applied when it sent the parameters
-        self._completed = [0] * len(roles.servers)  # steps of which it had applied all
+        self._receiving: list[tuple[Messages, int]] = []  # arriving parameters, and their bucket
+        self._missing: list[int] = [0] * len(flats.buckets)  # number of each bucket's shares that have not arrived
+        self._progress = [0.0] * len(roles.servers)  # progress of each server when it sent the parameters
+        self._completed = [0] * len(roles.servers)  # last complete step of each server at that time
 
     def claim(self, limit: int, *, stop: bool = False) -> Portion | None:
-        """The next part to work on; None when all parts of the steps before the ranks meet are given out.
+        """Return the next part to work on; None if all parts up to the ranks' next meeting have been granted.
 
         Args:
-            limit: The step after which all ranks meet.
-            stop: Whether they are to meet as soon as may be.
+            limit: Step after which all ranks meet.
+            stop: If true, the ranks meet as soon as possible.
         """
         coordinator = self._roles.servers[0]
         self._questions.post(coordinator, [LetterKind.CLAIM, limit, stop])
@@ -435,35 +455,37 @@ class ServedWorker:
         return self.portion
 
     def pull(self, least: int, *, final: bool = False) -> None:
-        """Begin to get the parameters, with all updates of the steps up to `least` at least; then `need` them.
+        """Start getting the parameters; call `need` before using them.
 
-        final: nothing more will be asked for before the ranks meet.
+        Args:
+            least: Step up to which the parameters must include all updates.
+            final: True if this is the last request before the ranks meet.
         """
         self._missing = [len(self._roles.servers)] * len(self._flats.buckets)
         for server in self._roles.servers:
             self._questions.post(server, [LetterKind.PULL, least, final])
 
     def need(self, buckets: Iterable[int]) -> None:
-        """Return when the parameters of these buckets have come."""
+        """Wait until the parameters of these buckets have arrived."""
         for bucket in buckets:
             while self._missing[bucket]:
                 self._take(self._roles.servers, "parameters")
 
     def push(self, bucket: int) -> None:
-        """Let the servers have a bucket's gradients, which lie in this rank's memory."""
+        """Make a bucket's gradients, which are in this rank's memory, available to the servers."""
         words = [LetterKind.PUSHED, self.portion.step, self.portion.part, bucket]
         for share, server in enumerate(self._roles.servers):
             if not self._sees[server]:
                 self._questions.post(server, words, self._flats.gradient_share(self._questions.rank, bucket, share))
-            elif self._bulk:  # else it finds them there when they are committed
+            elif self._bulk:  # otherwise the server reads them there after the commit
                 self._questions.post(server, words)
 
     def commit(self, commit: Commit, unused: torch.Tensor | None = None) -> None:
-        """Have the servers apply what was pushed.
+        """Make the servers apply the pushed gradients.
 
         Args:
-            commit: Without what this worker knows of each server.
-            unused: Which parameters the part left alone: uint8, in the order of the layout; None for no parameter.
+            commit: Message without `progress` and `ahead`, which are filled in here for each server.
+            unused: Flag for each parameter that the part did not use: uint8, in the order of the layout; None for none.
         """
         ahead = self.portion.step - 1 - min(self._completed)
         for share, server in enumerate(self._roles.servers):
@@ -473,7 +495,11 @@ class ServedWorker:
             self._questions.post(server, [LetterKind.COMMIT, *words])
 
     def meet(self, *, works: bool) -> None:
-        """Return when all workers are ready to meet. works: whether this rank is one of them."""
+        """Wait until all workers are ready to meet.
+
+        Args:
+            works: True if this rank is a worker.
+        """
         coordinator = self._roles.servers[0]
         if works:
             self._questions.post(coordinator, [LetterKind.HERE])
@@ -482,18 +508,18 @@ class ServedWorker:
         self._together = False
 
     def next_record(self) -> StepRecord:
-        """What became known of the next complete step; waits for it."""
+        """Return the statistics of the next complete step. Waits for it."""
         while not self.records:
             self._take([self._roles.servers[0]], "the end of a step")
         return self.records.popleft()
 
     def look(self) -> None:
-        """Take what has come, and wait for nothing."""
+        """Handle the messages that have arrived, without waiting."""
         while (letter := self._answers.take(0)) is not None:
             self._read(letter)
 
     def _take(self, awaited: Iterable[int], name: str) -> None:
-        """Wait for what comes next: a letter, or parameters that are on their way."""
+        """Wait for the next message, or for parameters that are arriving."""
         if not self._receiving:
             self._read(self._answers.wait(list(awaited), name))
             return
@@ -503,10 +529,10 @@ class ServedWorker:
                 self._read(letter)
                 return
             if time.monotonic() > deadline:
-                self._receiving[0][0].wait()  # where the watchdog sees it
+                self._receiving[0][0].wait()  # a blocking wait, which the watchdog supervises
 
     def _received(self) -> bool:
-        """Whether some parameters have come, which are then noted."""
+        """Record the parameters that have arrived. Returns whether there were any."""
         found = [each for each in self._receiving if each[0].done()]
         self._receiving = [each for each in self._receiving if each not in found]
         for _, bucket in found:
@@ -514,6 +540,7 @@ class ServedWorker:
         return bool(found)
 
     def _read(self, letter: Letter) -> None:
+        """Handle a message."""
         kind = LetterKind(int(letter.words[0]))
         if kind == LetterKind.BUCKET:
             self._receive(letter)
@@ -528,6 +555,7 @@ class ServedWorker:
             self._answer = letter
 
     def _receive(self, letter: Letter) -> None:
+        """Handle BUCKET: start receiving the parameters, unless the server has written them into shared memory."""
         bucket, share, completed = map(int, letter.words[1:4])
         self._completed[share], self._progress[share] = completed, letter.words[4]
         if letter.payload_bytes:
@@ -537,6 +565,7 @@ class ServedWorker:
             self._has_come(bucket)
 
     def _has_come(self, bucket: int) -> None:
+        """Record that a share of a bucket has arrived, and call `came` once all have."""
         self._missing[bucket] -= 1
         if not self._missing[bucket]:
             self.came(bucket)

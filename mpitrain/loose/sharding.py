@@ -1,10 +1,10 @@
-"""A module and its optimizer, placed over workers and servers: whole on workers, in shares on servers.
+"""Placement of a module and its optimizer over workers and servers: whole on workers, in shares on servers.
 
-Every trained parameter lies in the one flat layout, in buckets of equal shares, one a server. A worker has all of it,
-in an arena that the servers of its node map: they read gradients there and write parameters there, so that each
-element is moved once and nobody sends anything. With a server on another node the same stretches travel as messages.
+All trained parameters have one flat layout, in buckets of equal shares, one share for each server. A worker has all of
+them in an arena. Servers of its node map that arena, read gradients there and write parameters there, so each element
+is copied once and no message carries it. A server on another node exchanges the same stretches as messages.
 
-    worker   | bucket 0: share 0 | share 1 | bucket 1: share 0 | share 1 |      parameters, and gradients alike
+    worker   | bucket 0: share 0 | share 1 | bucket 1: share 0 | share 1 |      parameters; gradients too
     server 0 | share 0 of bucket 0 | share 0 of bucket 1 |
     server 1 | share 1 of bucket 0 | share 1 of bucket 1 |
 """
@@ -36,11 +36,11 @@ Buckets = Sequence[int]
 
 @dataclass(frozen=True)
 class Roles:
-    """Who works and who serves.
+    """Ranks of the workers and of the servers. A rank that does both is in both.
 
     Attributes:
-        workers: Their ranks, in order.
-        servers: Those of the servers, in the order of their shares; on a rank that does both it is in both.
+        workers: Ranks of the workers, in order.
+        servers: Ranks of the servers, in the order of their shares.
     """
 
     workers: tuple[int, ...]
@@ -48,21 +48,28 @@ class Roles:
 
     @staticmethod
     def of(ranks: int, servers: int) -> Roles:
-        """The roles of so many ranks, of which the last `servers` only serve; 0: all do both."""
+        """Return the roles of the ranks.
+
+        Args:
+            ranks: Number of ranks.
+            servers: Number of ranks that only serve, which are the last ones; 0 makes every rank both a worker and a
+                server.
+        """
         everyone = tuple(range(ranks))
         return Roles(everyone[: ranks - servers], everyone[ranks - servers :] if servers else everyone)
 
 
 class SharedFlats:
-    """Parameters and gradients of all workers, as this rank sees them, in host memory. Collective to make.
+    """Flat parameters and gradients of all workers in host memory, as this rank sees them. Collective to make.
 
     Args:
-        groups: The parameters and where each lies, with as many shares as there are servers.
-        world: All ranks.
+        groups: Parameters and their places in the flat layout, with one share for each server.
+        world: Communicator of all ranks.
 
     Attributes:
-        buckets: (number of the group, number in the group) of every bucket, in the order in which backward finishes.
-        parameters, gradients: This rank's arenas, one for each group.
+        buckets: Pairs (number of the group, bucket in the group) of every bucket, in the order in which backward
+            finishes them.
+        parameters, gradients: Arenas of this rank, one for each group.
     """
 
     def __init__(self, groups: Sequence[FlatGroup], world: Communicator) -> None:
@@ -71,20 +78,37 @@ class SharedFlats:
         self.parameters, self.gradients = ([world.arena(g.layout.numel, g.dtype) for g in groups] for _ in range(2))
 
     def sees(self, rank: int) -> bool:
-        """Whether this rank shares memory with another one; it does with itself."""
+        """Return whether this rank shares memory with another rank; it always does with itself."""
         other = self._world.world_ranks[rank]
         return rank == self._world.rank or all(other in arena.segments for arena in (*self.parameters, *self.gradients))
 
     def parameter_share(self, rank: int, bucket: int, share: int) -> torch.Tensor:
-        """A share of a bucket of a rank's parameters, which this rank must see: a view."""
+        """Return a view of one share of a bucket of a rank's parameters.
+
+        Args:
+            rank: Rank of the worker, whose memory this rank must share.
+            bucket: Number of the bucket.
+            share: Number of the share.
+        """
         return self._share(self.parameters, rank, bucket, share)
 
     def gradient_share(self, rank: int, bucket: int, share: int) -> torch.Tensor:
-        """One rank's share of a bucket's gradients."""
+        """Return a view of one share of a bucket of a rank's gradients.
+
+        Args:
+            rank: Rank of the worker, whose memory this rank must share.
+            bucket: Number of the bucket.
+            share: Number of the share.
+        """
         return self._share(self.gradients, rank, bucket, share)
 
     def share_bounds(self, bucket: int, share: int) -> tuple[int, int]:
-        """[lo, hi) of a share of a bucket in its group's layout."""
+        """Return the bounds [lo, hi) of a share of a bucket in its group's layout.
+
+        Args:
+            bucket: Number of the bucket.
+            share: Number of the share.
+        """
         g, b = self.buckets[bucket]
         return self.groups[g].layout.share(b, share)
 
@@ -95,25 +119,25 @@ class SharedFlats:
         return flat[lo:hi]
 
     def free(self) -> None:
-        """Release the parameters' memory; whoever has the gradients releases theirs. Collective."""
+        """Release the memory of the parameters; the owner of the gradients releases theirs. Collective."""
         for arena in self.parameters:
             arena.free()
 
 
 class OwnShares:
-    """A server's shares of something laid out like the parameters.
+    """One server's shares of a flat vector with the layout of the parameters.
 
-    They lie end to end in private memory; on a rank that only serves, which has the whole of it as workers have and
-    uses no other part, in place there.
+    The shares are concatenated in private memory. On a rank that only serves, they can instead be in place in memory
+    for the whole vector, of which the rank uses no other part.
 
     Args:
-        groups: The parameters.
-        share: The number of the shares.
-        dtypes: Of the elements of each group.
-        whole: Memory of all elements of each group, in which its shares are to lie; None: in memory of their own.
+        groups: Parameters and their places in the flat layout.
+        share: Number of the share in each bucket.
+        dtypes: Data type of each group.
+        whole: For each group, memory for all of its elements, in which its shares are placed; None for private memory.
 
     Attributes:
-        share: The number of the shares.
+        share: Number of the share in each bucket.
     """
 
     def __init__(
@@ -133,7 +157,13 @@ class OwnShares:
         self._buckets = numbered(groups)
 
     def between(self, group: int, lo: int, hi: int) -> torch.Tensor:
-        """Elements [lo, hi) of a group's layout, which lie in one of the shares: a view."""
+        """Return a view of elements [lo, hi) of a group's layout, which must be in one of the shares.
+
+        Args:
+            group: Number of the group.
+            lo: First element in the group's layout.
+            hi: Element after the last one.
+        """
         whole = self._whole[group]
         if whole is not None:
             return whole[lo:hi]
@@ -141,26 +171,27 @@ class OwnShares:
         return self._flats[group][at : at + hi - lo]
 
     def bucket(self, number: int) -> torch.Tensor:
-        """The share of a bucket: a view."""
+        """Return a view of the share of a bucket."""
         g, b = self._buckets[number]
         return self.between(g, *self._groups[g].layout.share(b, self.share))
 
     def nbytes(self) -> int:
-        """Bytes of memory of its own."""
+        """Return the bytes of private memory."""
         return sum(flat.nbytes for flat in self._flats)
 
 
 class PulledParameters(Parameters):
-    """A worker's flat copy, which servers fill; each unit of the module waits for what it computes with.
+    """A worker's flat copy of the parameters, which servers fill. Each unit of the module waits for its own parameters.
 
     Args:
-        module: Whose forward passes wait.
-        groups: Its parameters, and where each lies.
-        flats: The host memory that servers fill.
-        published: The server's own shares of this rank; None on one that only works. They get the module's values.
+        module: Module whose forward passes wait.
+        groups: Its parameters and their places in the flat layout.
+        flats: Host memory that servers fill.
+        published: This rank's shares as a server, which get the module's values; None on a rank that only works.
 
     Attributes:
-        need: Returns when the parameters of these buckets have come; to be set once there is somebody to ask.
+        need: Function that returns when the parameters of the given buckets have arrived. The caller sets it once the
+            servers run.
     """
 
     def __init__(
@@ -185,7 +216,7 @@ class PulledParameters(Parameters):
         ]
 
     def came(self, bucket: int) -> None:
-        """A bucket's parameters are in host memory: take them to where the module has them."""
+        """Copy a bucket's parameters, which have arrived in host memory, to the module's device."""
         g, b = self._flats.buckets[bucket]
         far = self._far[g]
         if far is not None:
@@ -198,12 +229,12 @@ class PulledParameters(Parameters):
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """All parameters can be read inside: those that this worker pulled last."""
+        """Make all parameters readable inside the context: the values that this worker pulled last."""
         self.need(range(len(self._flats.buckets)))
         yield
 
     def publish(self) -> None:
-        """Nothing is to be done: workers pull before they compute."""
+        """Do nothing, because workers pull before they compute."""
 
     def nbytes(self) -> float:
         flats = sum(g.layout.numel * g.dtype.itemsize for g in self._groups)
@@ -218,22 +249,22 @@ class PulledParameters(Parameters):
 
 
 class PushedGradients(WholeGradients):
-    """Gradients that a worker keeps whole, and lets servers have bucket by bucket.
+    """Gradients that a worker keeps whole and passes to the servers bucket by bucket.
 
     Args:
-        groups: The parameters and where each lies.
-        flats: The host memory that servers read.
-        world: All ranks.
+        groups: Parameters and their places in the flat layout.
+        flats: Host memory that servers read.
+        world: Communicator of all ranks.
 
     Attributes:
-        push: Lets the servers have a bucket; to be set once there is somebody to tell.
+        push: Function that passes a bucket to the servers. The caller sets it once the servers run.
     """
 
     def __init__(self, groups: Sequence[FlatGroup], flats: SharedFlats, world: Communicator) -> None:
         self._flats = flats
         self.push: Callable[[int], object] = lambda bucket: None
         reduction = BucketReduction([world], "sum")
-        reduction.overlaps = True  # every bucket is let go as soon as backward has finished it
+        reduction.overlaps = True  # every bucket is pushed as soon as backward has finished it
         super().__init__(groups, reduction, sharded=True, dtype=None)
 
     def _allocate(self, dtype: torch.dtype | None) -> list[Arena]:
@@ -255,7 +286,7 @@ class PushedGradients(WholeGradients):
 
     def free(self) -> None:
         super().free()
-        for arena in self._flats.gradients:  # host memory, where those freed are a device's; else nothing more
+        for arena in self._flats.gradients:  # host memory; already freed unless the gradients are on a device
             arena.free()
 
 
@@ -263,20 +294,20 @@ class ServedSharding(Sharding):
     """Parameters and gradients whole on each worker, and optimizer states in shares on the servers.
 
     Args:
-        module: Whose parameters are trained; they must be the same on all ranks.
-        optimizer: Of those parameters; it is handed this server's shares instead.
-        alone: A communicator of this rank alone.
-        config: The settings, of which comm.bucket_mb counts.
-        world: All ranks.
-        roles: Who works and who serves.
+        module: Module whose parameters are trained; they must be equal on all ranks.
+        optimizer: Optimizer of those parameters. On a server, its parameters are replaced by the server's shares.
+        alone: Communicator of this rank alone.
+        config: Settings, of which comm.bucket_mb is used.
+        world: Communicator of all ranks.
+        roles: Ranks of the workers and of the servers.
 
     Attributes:
-        flats: The workers' memory.
-        published, sums: A server's shares of the parameters and of the gradients added up; None on other ranks.
-        update: Of these; None likewise.
+        flats: Memory of the workers.
+        published, sums: A server's shares of the parameters and of the summed gradients; None on other ranks.
+        update: Optimizer of these shares; None on other ranks.
     """
 
-    stage = STAGES[1]  # states in shares
+    stage = STAGES[1]  # optimizer states in shares
     parameters: PulledParameters
     gradients: PushedGradients
 
@@ -320,7 +351,7 @@ class ServedSharding(Sharding):
         return sharded_flat_parameters(self.optimizer, self.groups, self.share, own, gradient, counted)
 
     def _in_place(self, arenas: Sequence[Arena], kinds: Sequence[torch.dtype]) -> list[torch.Tensor | None]:
-        """This rank's memory of whole groups where it only serves: it has no other use for it there."""
+        """Return this rank's memory of whole groups if it only serves and thus has no other use for that memory."""
         serves = self.world.rank not in self.roles.workers
         return [a.tensor if serves and a.tensor.dtype == kind else None for a, kind in zip(arenas, kinds, strict=True)]
 
@@ -328,9 +359,9 @@ class ServedSharding(Sharding):
 def _buckets_of_units(
     module: nn.Module, groups: Sequence[FlatGroup], buckets: Sequence[tuple[int, int]]
 ) -> list[tuple[nn.Module, list[int]]]:
-    """The buckets that each unit's parameters lie in, in the order in which they come; the module itself is the last.
+    """Return the buckets of each unit's parameters, in the order in which they arrive; the module itself comes last.
 
-    What belongs to no unit or to several is needed from the beginning of the module's forward pass.
+    Parameters in no unit or in several belong to the module, so they are needed from the start of its forward pass.
     """
     numbers = {bucket: number for number, bucket in enumerate(buckets)}
     where = {
@@ -344,17 +375,19 @@ def _buckets_of_units(
 
 
 class ShareUpdate:
-    """The optimizer of a server's shares.
+    """Optimizer of a server's shares.
 
     Args:
-        sharding: Whose flat parameters are the server's shares, each a stretch of one bucket (`FlatParameter.bucket`).
-        sums: Where gradients are added up; the flat parameters' gradients are views of it.
-        published: The parameters as workers get them.
-        buckets: How many there are.
+        sharding: Sharding whose flat parameters are the server's shares, each a stretch of one bucket
+            (`FlatParameter.bucket`).
+        sums: Sums of the gradients; the flat parameters' gradients are views of them.
+        published: Parameters that workers pull.
+        buckets: Number of buckets.
 
     Attributes:
-        parameters: All that are trained, in the order of the layout.
-        sums: The gradients added up, bucket by bucket.
+        parameters: All trained parameters, in the order of the layout.
+        sums: Sums of the gradients, bucket by bucket.
+        published: Parameters that workers pull.
     """
 
     def __init__(self, sharding: Sharding, sums: OwnShares, published: OwnShares, buckets: int) -> None:
@@ -364,13 +397,13 @@ class ShareUpdate:
 
     @torch.no_grad()
     def add(self, bucket: int, gradients: torch.Tensor, factor: float = 1.0, *, first: bool) -> None:
-        """Add gradients to those of a bucket.
+        """Add gradients to the sum of a bucket.
 
         Args:
-            bucket: Its number.
-            gradients: This server's share of them.
-            factor: What they are multiplied by.
-            first: Forget what was added before.
+            bucket: Number of the bucket.
+            gradients: This server's share of the bucket's gradients.
+            factor: Factor for the gradients; default 1.
+            first: If true, overwrite the sum instead of adding to it.
         """
         place = self.sums[bucket]
         if not first:
@@ -384,13 +417,13 @@ class ShareUpdate:
 
     @torch.no_grad()
     def apply(self, buckets: Iterable[int], lr: float, factor: float, unused: Set[nn.Parameter] = frozenset()) -> None:
-        """Update some buckets with the gradients added up times `factor`.
+        """Update some buckets with the summed gradients times `factor`.
 
         Args:
-            buckets: Their numbers.
-            lr: The learning rate.
-            factor: Of the gradients.
-            unused: Parameters that are left as they are.
+            buckets: Numbers of the buckets.
+            lr: Learning rate.
+            factor: Factor for the summed gradients.
+            unused: Parameters that stay unchanged; default none.
         """
         self._sharding.set_apart(unused)
         every, bucket_of = self._sharding.flat_parameters, attrgetter("bucket")  # they are in the order of the buckets
@@ -412,5 +445,5 @@ class ShareUpdate:
 
 
 def squares(tensors: list[torch.Tensor]) -> float:
-    """The sum of the squares of all elements; not finite where one of them is not."""
+    """Return the sum of the squares of all elements; it is not finite if an element is not."""
     return float(torch.stack(torch._foreach_norm(tensors, 2)).double().square_().sum()) if tensors else 0.0

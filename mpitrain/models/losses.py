@@ -1,5 +1,7 @@
-"""The losses of the built-in models. All are means over samples, so that the mean over equal shares of
-a batch is the mean over the batch."""
+"""Losses of the built-in models.
+
+Each loss is a mean over samples, so the mean over equal shares of a batch is the mean over the batch.
+"""
 
 from __future__ import annotations
 
@@ -11,25 +13,28 @@ from mpitrain.layers.loss_terms import UNCOUNTED
 
 
 def cross_entropy(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Nats. output: [..., classes] scores, any float dtype; y: [...] class indices, int64.
+    """Return the mean cross-entropy in nats, computed in at least fp32.
 
-    Taken in at least fp32, whatever the scores are. As all samples have the same number of tokens, the mean over
-    tokens is the mean over samples.
+    Because all samples have the same number of tokens, the mean over tokens is also the mean over samples.
+
+    Args:
+        output: Scores [..., classes], any float dtype.
+        y: Class indices [...], int64.
     """
     return functional.cross_entropy(widened(output).flatten(0, -2), y.flatten())
 
 
 class MaskedCrossEntropy(nn.Module):
-    """Cross-entropy of targets of which some, -100, do not count.
+    """Cross-entropy in which targets of -100 are masked.
 
-    A sample's loss is the mean over its targets that count (0 where none does), and the whole is the mean over samples:
-    a mean over all that count would depend on how samples are divided over microbatches and ranks.
+    A sample's loss is the mean over its unmasked targets, or 0 if it has none. The result is the mean over samples. A
+    mean over all unmasked targets would depend on how the samples are divided over microbatches and ranks.
 
     Shape:
         output [batch, ..., classes], any float dtype; y [batch, ...], int64.
     """
 
-    by_sample = True  # so that the cross-entropy of divided scores is taken alike
+    by_sample = True  # so that the cross-entropy of divided scores takes the same mean
     counted = staticmethod(len)  # samples
 
     def forward(self, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -41,21 +46,23 @@ class MaskedCrossEntropy(nn.Module):
 
 
 class WeightedCrossEntropy:
-    """Cross-entropy in which each class has a weight, of a part of a batch; without gradients the plain one.
+    """Cross-entropy with class weights, for one part of a batch.
 
-    Evaluation then measures what it measures without weights, so that losses can be compared.
+    Where gradients are disabled, as in evaluation, all classes have weight 1, so that losses can be compared with those
+    of unweighted training.
 
     Args:
         weights: Weight of each class, float32 [classes].
 
     Attributes:
-        scale: The targets of the whole batch over the sum of their weights; set before each step.
+        scale: Number of targets in the whole batch divided by the sum of their weights, a scalar tensor; set before
+            each step.
 
     Shape:
         output [..., classes], any float dtype; y [...], int64.
     """
 
-    counted = staticmethod(len)  # samples, as it is part of a mean over the whole batch
+    counted = staticmethod(len)  # samples, because the result is part of a mean over the whole batch
 
     def __init__(self, weights: torch.Tensor) -> None:
         self.weights, self.scale = weights, torch.ones(())
@@ -70,17 +77,21 @@ class WeightedCrossEntropy:
 
 
 def squared_error(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Mean over samples and numbers. output: [batch, numbers]; y: as many numbers per sample, in any shape.
+    """Return the mean squared error over samples and values.
 
-    y is brought to output's shape first: [batch] against [batch, 1] would broadcast to a wrong mean.
+    `y` is first reshaped to the shape of `output`, because [batch] against [batch, 1] would broadcast to a wrong mean.
+
+    Args:
+        output: Predictions [batch, values], any float dtype.
+        y: Targets, in any shape with the same number of values per sample.
     """
     output = widened(output)
     return functional.mse_loss(output, y.reshape(output.shape).to(output.dtype))
 
 
-squared_error.counted = len  # type: ignore[attr-defined]  # samples, also where y are whole numbers
+squared_error.counted = len  # type: ignore[attr-defined]  # samples, even if y has an integer dtype
 
 
 def widened(x: torch.Tensor) -> torch.Tensor:
-    """At least fp32."""
+    """Return x in at least fp32."""
     return x.to(torch.promote_types(x.dtype, torch.float32))

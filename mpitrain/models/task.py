@@ -1,7 +1,6 @@
-"""What the trainer gets to train: a module and its loss.
+"""Task: the module and the loss that the trainer trains.
 
-Built-in models and the user's own are handed over in the same form, so nothing after this room knows which
-one it has.
+Built-in models and the user's own models have the same form, so the code that trains them does not distinguish them.
 """
 
 from __future__ import annotations
@@ -15,16 +14,16 @@ from torch import nn
 
 from mpitrain.layers.lora import BaseWeights
 
-Criterion = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # of output and y: the loss
+Criterion = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # maps (output, y) to the loss
 
 
 class BlockModel(nn.Module):
-    """A model whose forward pass is its blocks in order, and whose loss is a criterion(output, y)."""
+    """A model whose forward pass runs its blocks in order and whose loss is `criterion(output, y)`."""
 
     criterion: Criterion
 
     def pipeline_blocks(self) -> list[tuple[str, nn.Module]]:
-        """(name, module) of each block, in order: every model says which."""
+        """Return the (name, module) pair of each block, in forward order. Every model defines it."""
         raise NotImplementedError
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -33,15 +32,22 @@ class BlockModel(nn.Module):
         return x
 
     def loss(self, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Mean over the samples of the batch; of tokens, in nats per token."""
+        """Return the mean loss over the samples of the batch; for tokens, in nats per token.
+
+        Args:
+            output: Output of the model.
+            y: Targets of the batch.
+        """
         return self.criterion(output, y)
 
 
 @dataclass(frozen=True)
 class TrainedBase:
-    """Trained weights for a model that gets adapters.
+    """Pretrained weights for a model that gets adapters.
 
-    checkpoint: The folder that they come from. fill: Puts them into the model that was just made.
+    Attributes:
+        checkpoint: Folder that the weights are read from.
+        fill: Function that loads the weights into a newly built model.
     """
 
     checkpoint: str
@@ -50,9 +56,14 @@ class TrainedBase:
 
 @dataclass(frozen=True)
 class Task:
-    """loss(module(x), y) is a scalar: the mean over the samples of the batch, or what `loss_terms.counted` says.
+    """A module and its loss function.
 
-    base: what is frozen under adapters, which checkpoints then hold alone; None where all of the model is saved.
+    Attributes:
+        module: Module to train.
+        loss: Function of (output, y) that returns a scalar: the mean over the samples of the batch, or over the number
+            that `loss_terms.counted` returns.
+        base: Frozen weights under adapters; checkpoints then contain only the adapters. None if the whole model is
+            saved.
     """
 
     module: nn.Module

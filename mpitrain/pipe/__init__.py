@@ -1,4 +1,4 @@
-"""Pipeline parallelism: schedules as data, stages of a model, and one runtime for all schedules.
+"""Pipeline parallelism: schedules as data, the stages of a model, and one executor for all schedules.
 
-Pure, without MPI and torch: schedule, schedules, passes, simulate, draw. Over MPI: pipeline and what it uses.
+`schedule`, `simulate` and `draw` need neither MPI nor torch. `pipeline` and the modules it imports run over MPI.
 """

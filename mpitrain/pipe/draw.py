@@ -1,9 +1,9 @@
-"""Pictures of a schedule, and `python -m mpitrain.report schedule`, which shows them: rows are ranks, columns are time.
+"""Pictures of a schedule, drawn by `python -m mpitrain.report schedule`: rows are ranks, columns are time.
 
     rank 0  F0-F1-......B0----F2-B1----...B2----       F forward, B backward, I and W its halves;
     rank 1  ...F0-B0----F1-B1----F2-B2----......       then the microbatch
 
-Text needs nothing; a PNG, SVG or PDF needs matplotlib.
+Text needs no extra package; a PNG, SVG or PDF needs matplotlib.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LOOKS: dict[type, tuple[str, str, str]] = {  # letter, colour, meaning
 
 
 def summary(simulation: Simulation) -> str:
-    """One line: what it is and what it costs."""
+    """Return one line with the schedule's numbers, its idle fraction and its microbatches in flight."""
     schedule = simulation.schedule
     slices = f", {schedule.slices} slices" if schedule.slices > 1 else ""
     return (
@@ -40,9 +40,14 @@ def summary(simulation: Simulation) -> str:
 
 
 def text(simulation: Simulation, width: int) -> str:
-    """A row of characters for each rank, at most `width` columns wide.
+    """Return a picture in text, one row of characters for each rank.
 
-    A step is its letter (F, B, I, W; small for the odd stages of a rank) and, where there is room, its microbatch.
+    A step is shown as its letter (F, B, I, W; lower case for every second stage of a rank), followed by its microbatch
+    if there is space.
+
+    Args:
+        simulation: Simulated schedule.
+        width: Largest number of columns.
     """
     span = simulation.makespan or 1.0
     shortest = min((run.end - run.begin for runs in simulation.runs for run in runs), default=span)
@@ -64,10 +69,15 @@ def text(simulation: Simulation, width: int) -> str:
 
 @contextmanager
 def drawn(path: Path, width: float, height: float) -> Iterator[Any]:
-    """Yield a figure of a size in inches, and write it to a file at the end.
+    """Yield an empty matplotlib figure, and write it to a file on exit.
+
+    Args:
+        path: File to write; its suffix selects the format.
+        width: Width in inches.
+        height: Height in inches.
 
     Raises:
-        InputError: There is no matplotlib, or the file cannot be written, or has an ending that says no format.
+        InputError: matplotlib is not installed, the file cannot be written, or its suffix is not a picture format.
     """
     try:
         from matplotlib.figure import Figure
@@ -83,12 +93,17 @@ def drawn(path: Path, width: float, height: float) -> Iterator[Any]:
 
 
 def picture(simulation: Simulation, figure: Any) -> None:
-    """Draw the picture into a figure of matplotlib."""
+    """Draw a simulated schedule into a matplotlib figure.
+
+    Args:
+        simulation: Simulated schedule.
+        figure: Empty `matplotlib.figure.Figure`.
+    """
     from matplotlib.patches import Patch
 
     ranks = simulation.schedule.ranks
     axes = figure.add_subplot()
-    room = simulation.makespan * 0.06 / 15  # a digit's width: 0.06 of 15 inches
+    room = simulation.makespan * 0.06 / 15  # time as wide as a digit: 0.06 of 15 inches
     for rank, runs in enumerate(simulation.runs):
         stages = simulation.schedule.stages_of(rank)
         for run in runs:
@@ -110,7 +125,7 @@ def picture(simulation: Simulation, figure: Any) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of the command."""
+    """Declare the command line arguments of the command."""
     parser.add_argument("--schedule", choices=[*SCHEDULES, "terapipe"], default="1f1b")
     parser.add_argument("--stages", type=int, default=4, metavar="P", help="pipeline ranks [4]")
     parser.add_argument("--microbatches", type=int, default=8, metavar="M", help="[8]")
@@ -123,7 +138,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print a schedule, or write a picture of it. Raises InputError for what cannot be made or drawn."""
+    """Print a schedule, or write a picture of it. Raises InputError if it cannot be made or drawn."""
     chunks = arguments.chunks or (2 if arguments.schedule == "interleaved" else 1)
     slices = arguments.slices or (4 if arguments.schedule == "terapipe" else 1)
     schedule = make_schedule(arguments.schedule, arguments.stages, arguments.microbatches, chunks, slices)
@@ -138,7 +153,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _costs(given: str) -> Costs:
-    """The argument of --costs."""
+    """Parse the argument of --costs."""
     try:
         forward, input_, weight, message = (float(part) for part in given.split(","))
     except ValueError:

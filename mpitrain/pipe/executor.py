@@ -1,7 +1,7 @@
-"""Runs a pipeline program on this rank: the one runtime of all schedules.
+"""Executor that runs a pipeline program on this rank, for every schedule.
 
-The program is compiled once, for a number of microbatches, into a list of bound calls; a batch walks it. Sends and
-receives only begin where the program says, and a step waits for its own input alone.
+A program is compiled once for each number of microbatches into a list of bound calls, and a batch runs through that
+list. Sends and receives only start where the program lists them; a step waits only for its own input.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ from mpitrain.pipe.stage import Kept, Past, Stage
 from mpitrain.pipe.wire import OutputSpec, Wire, as_tuple
 
 Loss = Callable[[Any, Any], torch.Tensor]
-Seen = Callable[[Any, Any], None]  # of an output and its targets
-Half = Callable[[Stage, Kept, Sequence[torch.Tensor]], list[torch.Tensor]]  # of a backward pass, or all of it
+Seen = Callable[[Any, Any], None]  # called with an output and its targets
+Half = Callable[[Stage, Kept, Sequence[torch.Tensor]], list[torch.Tensor]]  # one half of a backward pass, or all of it
 Watched = Callable[[Step, Callable[[], None]], Callable[[], None]]
-Known = dict[int, OutputSpec]  # by stage, of microbatches that look alike: the output
-Arriving = tuple[list[torch.Tensor], list[Work]]  # from another rank, or (without works) from a stage of this one
+Known = dict[int, OutputSpec]  # output spec by stage, for microbatches of the same shapes
+Arriving = tuple[list[torch.Tensor], list[Work]]  # from another rank, or (without works) from this one
 
 
 @dataclass
 class PipelineBatch:
-    """What a program is run on.
+    """Data that a program runs on.
 
     Attributes:
-        inputs: Of each microbatch, for the first stage.
-        targets: Of each microbatch, for the loss.
-        weights: Of the loss of each microbatch.
-        shares: Of each microbatch in the terms that stages add to the loss.
-        known: Of each microbatch, the outputs of stages as far as they are known; others are told by headers.
-        seen: Shown the output of each microbatch and its targets, on the last stage's rank; None: nobody.
-        losses: By microbatch, weighted; on the last stage's rank.
+        inputs: Input of each microbatch, for the first stage.
+        targets: Targets of each microbatch, for the loss.
+        weights: Weight of each microbatch's loss.
+        shares: Share of each microbatch in the loss terms that stages add.
+        known: Output specs of each microbatch by stage, as far as they are known; headers carry the others.
+        seen: Function called with each microbatch's output and targets on the last stage's rank; None for none.
+        losses: Weighted loss by microbatch, filled on the last stage's rank.
     """
 
     inputs: Sequence[Any]
@@ -65,15 +65,18 @@ _NONE = PipelineBatch((), (), (), (), ())
 
 
 class Executor:
-    """One program on one rank.
+    """Compiled program of one rank.
 
     Args:
-        program: Of all ranks.
+        program: Program of all ranks.
         rank: This rank's number in the pipeline.
-        stages: This rank's, by number.
-        loss: Of an output and a target; None where the last stage is not.
-        wire: Carries the messages.
-        watched: Given a step and the call that carries it out, returns what is called instead.
+        stages: Stages of this rank, by stage number.
+        loss: Loss function of (output, targets); None on ranks without the last stage.
+        wire: Messages between the ranks of the pipeline.
+        watched: Function of (step, call) that returns the call to make instead, such as a timed one; None for none.
+
+    Attributes:
+        most_kept: Largest number of (stage, microbatch) pairs that were in flight at once in the last batch.
     """
 
     def __init__(
@@ -95,7 +98,7 @@ class Executor:
         self._leaving: dict[tuple[int, int, bool], list[torch.Tensor]] = {}
         self._kept: dict[tuple[int, int], Kept] = {}
         self._past: dict[tuple[int, int], Past] = {}
-        self.most_kept = 0  # stage-microbatches held at once, at most, in the last batch
+        self.most_kept = 0  # see the class's docstring
         self._calls: list[Callable[[], None]] = []
         for step in program.steps[rank]:
             need = None if isinstance(step, Send | Receive) else needs(step, self._last)
@@ -108,11 +111,11 @@ class Executor:
         """Run the program on a batch.
 
         Args:
-            batch: The batch.
-            headers: Whether the shapes of all messages are told before them.
+            batch: Inputs, targets and weights of the microbatches.
+            headers: If true, a header with the shapes precedes each message with an output.
 
         Returns:
-            The weighted losses in the order of the microbatches, on the last stage's rank.
+            The weighted losses in the order of the microbatches; empty except on the last stage's rank.
         """
         self._batch, self._headers, self.most_kept = batch, headers, 0
         try:
@@ -130,7 +133,7 @@ class Executor:
                 held.clear()
 
     def _bind(self, step: Step) -> Callable[[], None]:
-        """The call that carries a step out."""
+        """Return the call that carries out a step."""
         if isinstance(step, Send):
             return partial(self._send, step.stage, step.microbatch, step.gradient, step.to)
         if isinstance(step, Receive):
@@ -146,7 +149,7 @@ class Executor:
     # -- compute
 
     def _forward(self, number: int, stage: Stage, microbatch: int) -> None:
-        """Compute a stage's output of a microbatch, and pass it on."""
+        """Compute a stage's output for a microbatch, and pass it on."""
         batch = self._batch
         x = batch.inputs[microbatch] if number == 0 else self._input(number - 1, microbatch)
         past = self._past_of(number, microbatch)
@@ -162,18 +165,18 @@ class Executor:
         self._pass_on(number, microbatch, False, list(as_tuple(output)), number + 1)
 
     def _past_of(self, number: int, microbatch: int) -> Past | None:
-        """The states of the slices before this one; None without slices."""
+        """Return the states of the earlier slices of this sequence; None without slices."""
         slices = self.schedule.slices
         if slices == 1:
             return None
         key = number, microbatch // slices
         past = self._past.setdefault(key, {})
         if microbatch % slices == slices - 1:
-            del self._past[key]  # nobody asks again: what backward needs is in each slice's `Kept`
+            del self._past[key]  # not needed any more: each slice's `Kept` has what backward needs
         return past
 
     def _ending(self, microbatch: int, output: Any) -> torch.Tensor:
-        """The microbatch's part of the loss."""
+        """Return the weighted loss of a microbatch's output."""
         assert self.loss is not None
         targets, weight = self._batch.targets[microbatch], self._batch.weights[microbatch]
         if self._batch.seen is not None:
@@ -183,7 +186,15 @@ class Executor:
     def _backward(
         self, run: Half, kept: Callable[[tuple[int, int]], Kept], number: int, stage: Stage, microbatch: int
     ) -> None:
-        """Compute gradients of a stage, and pass those of its input on. kept: pops, if no weight half follows."""
+        """Compute gradients of a stage, and pass on those of its input.
+
+        Args:
+            run: Backward pass, or the half of it, to call.
+            kept: Lookup of the stage's saved forward data; it removes the data unless a weight half follows.
+            number: Number of the stage.
+            stage: Blocks of the stage.
+            microbatch: Number of the microbatch.
+        """
         gradients = [] if number == self._last else self._arriving.pop((number + 1, microbatch, True))[0]
         found = run(stage, kept((number, microbatch)), gradients)
         if number > 0:
@@ -192,7 +203,7 @@ class Executor:
     # -- messages
 
     def _pass_on(self, number: int, microbatch: int, gradient: bool, tensors: list[torch.Tensor], to: int) -> None:
-        """Keep a step's results for the Send that follows, or hand them to a stage of this rank."""
+        """Keep a step's results for the Send that follows, or give them to the next stage on this rank."""
         key = number, microbatch, gradient
         if to in self.stages:
             self._arriving[key] = [t.detach() for t in tensors], []
@@ -200,13 +211,13 @@ class Executor:
             self._leaving[key] = tensors
 
     def _send(self, number: int, microbatch: int, gradient: bool, to: int) -> None:
-        """Begin to send what a step made, after its header where one is wanted."""
+        """Start sending a step's results, after a header if headers are on."""
         if self._headers and not gradient:
             self.wire.send_header(self._batch.known[microbatch][number], to)
         self.wire.send(self._leaving.pop((number, microbatch, gradient)), to, gradient)
 
     def _receive(self, number: int, microbatch: int, gradient: bool, source: int) -> None:
-        """Begin to receive what a step will use, after its header where one is wanted."""
+        """Start receiving the input of a later step, after its header if headers are on."""
         if self._headers and not gradient:
             self._tell(number, microbatch, self.wire.receive_header(source))
         known = self._batch.known[microbatch]
@@ -214,12 +225,12 @@ class Executor:
         self._arriving[number, microbatch, gradient] = self.wire.receive(specs, source, gradient)
 
     def _wait(self, key: tuple[int, int, bool]) -> None:
-        """Wait until tensors from another rank are there."""
+        """Wait until the tensors from another rank have arrived."""
         for work in self._arriving[key][1]:
             self.wire.wait(work)
 
     def _input(self, number: int, microbatch: int) -> Any:
-        """The output of stage `number` as input of the next stage, whose graph begins with these tensors."""
+        """Return the output of stage `number` as the input of the next stage, whose graph starts at these tensors."""
         spec = self._batch.known[microbatch][number]
         tensors, _ = self._arriving.pop((number, microbatch, False))
         if torch.is_grad_enabled():
@@ -228,7 +239,7 @@ class Executor:
         return tensors[0] if spec.single else tuple(tensors)
 
     def _tell(self, number: int, microbatch: int, spec: OutputSpec) -> None:
-        """Remember the shapes of a stage's output. Raises InputError where others are remembered."""
+        """Remember the shapes of a stage's output. Raises InputError if they differ from the remembered ones."""
         known = self._batch.known[microbatch].setdefault(number, spec)
         if known != spec:
             raise InputError(

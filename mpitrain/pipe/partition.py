@@ -1,11 +1,11 @@
-"""How a model is cut: its blocks into stages (`parallel.cut` says by what), and its sequences into slices.
+"""Partition of a model's blocks into pipeline stages (`parallel.cut`), and of sequences into slices.
 
-A model lists its blocks as `pipeline_blocks() -> [(name, module), ...]`, such that feeding its input through them
-in order gives its output, or is an nn.Sequential. Names are those of the modules in the whole model.
+A model is an `nn.Sequential`, or has a method `pipeline_blocks() -> [(name, module), ...]`. Applying the listed modules
+in order must give the model's output. The names are the module names in the whole model.
 
-A slice of a sequence (TeraPipe, Li et al. 2021) may depend on earlier ones alone, and a block that looks at earlier
-positions must say how: `forward_slice` (see `stage`). Any other model would train on wrong losses without a sign of it,
-so every model is tried before its sequences are sliced.
+A slice of a sequence (TeraPipe, Li et al. 2021) may depend only on earlier slices. A block that uses earlier positions
+needs a method `forward_slice` for that (see `stage`). A model without it would train on wrong losses with no visible
+sign. `check_slices` therefore compares each block's output for slices with its output for the whole sequence.
 """
 
 from __future__ import annotations
@@ -24,15 +24,21 @@ from mpitrain.layers.loss_terms import Counts, numbers, shares_of
 from mpitrain.layout.boxes import split
 from mpitrain.pipe.wire import as_tuple, look, mapped
 
-_TRIES = 3  # of a block's timing; the fastest counts
+_TRIES = 3  # timings of a block; the fastest counts
 
 
 def listed_blocks(
     model: nn.Module | Sequence[tuple[str, nn.Module]], names: Sequence[str] = ()
 ) -> list[tuple[str, nn.Module]]:
-    """(name, module) of a model's blocks, in order.
+    """Return the model's blocks in order, as (name, module) pairs.
 
-    names: Of the blocks, where the model is not to be asked. Raises InputError when nobody says what they are.
+    Args:
+        model: Model, or its blocks as a list, which is returned unchanged.
+        names: Module names to use as blocks. If empty, the model's `pipeline_blocks()` or the children of an
+            `nn.Sequential` are used.
+
+    Raises:
+        InputError: The model does not list its blocks, a name is unknown, or a parameter is in none of the blocks.
     """
     if not isinstance(model, nn.Module):
         return list(model)
@@ -59,17 +65,17 @@ def listed_blocks(
 
 
 def partition(costs: Sequence[float], parts: int) -> list[int]:
-    """Divide a list into contiguous, non-empty parts whose largest sum of costs is as small as possible.
+    """Divide a list into contiguous, non-empty parts so that the largest sum of costs is as small as possible.
 
-    Of several such partitions it is that with the smallest sum of squares, so that the other parts are even too.
-    Dynamic programming over (blocks taken, parts made).
+    Among such partitions, the one with the smallest sum of squares is returned, so that the other parts are balanced
+    too. Dynamic programming over (blocks taken, parts made).
 
     Args:
-        costs: Of each block.
-        parts: How many.
+        costs: Cost of each block.
+        parts: Number of parts.
 
     Returns:
-        The bounds, one more than parts: part p has blocks bounds[p] to bounds[p + 1] - 1.
+        The bounds, `parts + 1` numbers: part p has blocks bounds[p] to bounds[p + 1] - 1.
     """
     total = [0.0, *accumulate(costs)]
     n = len(costs)
@@ -97,17 +103,23 @@ def partition(costs: Sequence[float], parts: int) -> list[int]:
 def stage_bounds(
     blocks: Sequence[Any], stages: int, numbers: Sequence[int] = (), costs: Sequence[float] | None = None
 ) -> list[int]:
-    """Bounds of the stages in the list of blocks: as many blocks as is said, by costs, or equally many.
+    """Return the bounds of the stages in the list of blocks.
+
+    The stages have `numbers` of blocks if given. Otherwise they get balanced sums of `costs`, or equally many blocks if
+    there are no costs.
 
     Args:
-        blocks: Of the model.
-        stages: How many.
-        numbers: Blocks of each stage; none where nobody says.
-        costs: Of each block.
+        blocks: Blocks of the model, in order.
+        stages: Number of stages.
+        numbers: Number of blocks of each stage; may be empty.
+        costs: Cost of each block; None if all blocks cost the same.
+
+    Returns:
+        The bounds, `stages + 1` numbers: stage s has blocks bounds[s] to bounds[s + 1] - 1.
 
     Raises:
-        InputError: There are not as many numbers as stages, one is less than 1, or they are not all blocks together; or
-            there are fewer blocks than stages.
+        InputError: `numbers` does not have one entry for each stage, an entry is below 1, the entries do not add up to
+            the number of blocks, or there are fewer blocks than stages.
     """
     told = f"parallel.cut {list(numbers)}"
     if numbers and len(numbers) != stages:
@@ -131,12 +143,19 @@ def stage_bounds(
 
 
 def parameter_costs(blocks: Sequence[tuple[str, nn.Module]]) -> list[float]:
-    """The number of parameters of each block."""
+    """Return the number of parameters of each block."""
     return [float(sum(p.numel() for p in block.parameters())) for _, block in blocks]
 
 
 def time_costs(blocks: Sequence[tuple[str, nn.Module]], x: Any) -> list[float]:
-    """Seconds each block takes forward and backward for input x of the model. Leaves no trace in the model."""
+    """Return the measured seconds of one forward and backward pass of each block.
+
+    The model's buffers and the random generators are restored afterwards.
+
+    Args:
+        blocks: Blocks of the model, in order.
+        x: Input of the model.
+    """
     costs = []
     device = next((t.device for t in as_tuple(x) if isinstance(t, torch.Tensor)), devices.CPU)
     with devices.generators_kept(device), torch.enable_grad():
@@ -151,9 +170,9 @@ def time_costs(blocks: Sequence[tuple[str, nn.Module]], x: Any) -> list[float]:
 
 
 def _timed(block: nn.Module, x: Any) -> tuple[float, Any]:
-    """Seconds of forward and backward, and the block's output, detached."""
+    """Return the seconds of one forward and backward pass, and the block's output, detached."""
     tensors = [t.detach().clone().requires_grad_(t.is_floating_point()) for t in as_tuple(x)]
-    given = [t.clone() for t in tensors]  # the block may overwrite these, but not leaves of a graph
+    given = [t.clone() for t in tensors]  # a block may overwrite these, but not leaves of a graph
     x = given[0] if isinstance(x, torch.Tensor) else tuple(given)
     device = next((t.device for t in tensors), devices.CPU)
     devices.synchronize(device)
@@ -167,22 +186,27 @@ def _timed(block: nn.Module, x: Any) -> tuple[float, Any]:
     return time.perf_counter() - begin, mapped(torch.Tensor.detach, y)
 
 
-_SEQUENCE = 1  # the dimension of it everywhere: [samples, sequence, ...]
+_SEQUENCE = 1  # the sequence's dimension in [samples, sequence, ...]
 
 
 def slice_sequences(
     microbatches: Sequence[tuple[Any, Any]], weights: Sequence[float], slices: int, counts: Counts | None = None
 ) -> tuple[list[tuple[Any, Any]], list[float]]:
-    """Slice each microbatch along its sequence, and weight the slices by their lengths, or by what counts in them.
+    """Slice each microbatch along its sequence, and give each slice its share of the microbatch's weight.
+
+    The share is proportional to the slice's length, or to its number of counted targets if `counts` is given.
 
     Args:
-        microbatches: (x, y), both [samples, sequence, ...].
-        weights: Of each microbatch in the loss.
-        slices: Of each microbatch.
-        counts: What the mean loss of targets is over; None: their positions.
+        microbatches: Pairs (x, y), both [samples, sequence, ...].
+        weights: Weight of each microbatch in the loss.
+        slices: Number of slices of each microbatch.
+        counts: Function that counts the targets that the mean loss is over; None to count positions.
+
+    Returns:
+        The slices (x, y) of all microbatches in order, and the weight of each slice.
 
     Raises:
-        InputError: A microbatch does not give so many slices.
+        InputError: A microbatch is not a pair of tensors [samples, sequence, ...], or has fewer positions than slices.
     """
     sliced: list[tuple[Any, Any]] = []
     shares: list[float] = []
@@ -205,7 +229,13 @@ def slice_sequences(
 
 
 def require_look_back(model: Any, blocks: Sequence[tuple[str, nn.Module]], slices: int) -> None:
-    """Raise InputError for a model whose sequence is to be sliced, and none of whose blocks has `forward_slice`."""
+    """Raise InputError if sequences are sliced and none of the model's blocks has `forward_slice`.
+
+    Args:
+        model: Model, named in the message.
+        blocks: Blocks of the model.
+        slices: Number of slices of a sequence; 1 means no slicing.
+    """
     if slices > 1 and not any(hasattr(block, "forward_slice") for _, block in blocks):
         name = f"{type(model).__name__} has" if isinstance(model, nn.Module) else "the blocks have"
         raise refusal(
@@ -215,19 +245,19 @@ def require_look_back(model: Any, blocks: Sequence[tuple[str, nn.Module]], slice
 
 
 def check_slices(blocks: Sequence[tuple[str, nn.Module]], x: torch.Tensor, y: torch.Tensor, slices: int) -> None:
-    """Raise InputError naming the block that gives something else for slices of the sequence than for the whole.
+    """Raise InputError naming a block whose output for slices of a sequence differs from its output for the whole.
 
-    Leaves no trace in the model.
+    The model and the random generators are left unchanged.
 
     Args:
-        blocks: Of the model, in order.
+        blocks: Blocks of the model, in order.
         x: Samples with different values at different positions, [samples, sequence, ...].
-        y: Their targets.
-        slices: Of the sequence.
+        y: Targets of the samples, [samples, sequence, ...].
+        slices: Number of slices of the sequence.
     """
     slice_sequences([(x, y)], [1.0], slices)
     modes = [(module, module.training) for _, block in blocks for module in block.modules()]
-    empty = [p for _, block in blocks for p in block.parameters() if not p.any()]  # what starts as 0 would hide much
+    empty = [p for _, block in blocks for p in block.parameters() if not p.any()]  # zeros would hide differences
     bounds = split(x.shape[_SEQUENCE], slices)
     try:
         for module, _ in modes:
@@ -250,7 +280,7 @@ def check_slices(blocks: Sequence[tuple[str, nn.Module]], x: torch.Tensor, y: to
 
 
 def _compare(name: str, block: nn.Module, x: Any, whole: Any, bounds: Sequence[int]) -> None:
-    """Raise InputError unless the block makes of the slices of x the slices of `whole`."""
+    """Raise InputError unless the block's outputs for the slices of x are the slices of `whole`."""
     slices = len(bounds) - 1
     look_back = getattr(block, "forward_slice", None)
     past: list[Any] = []
@@ -280,7 +310,7 @@ def _compare(name: str, block: nn.Module, x: Any, whole: Any, bounds: Sequence[i
 
 
 def _refused(name: str, block: nn.Module, slices: int, what: str) -> InputError:
-    """The error that names a block and why it cannot take slices."""
+    """Return the error that names a block and the reason why it cannot take slices."""
     return refusal(
         f"{slices} slices of the sequence: block {name} ({type(block).__name__}) does not do for them what it does for "
         f"the whole: {what}; it must be causal and say by forward_slice how it looks back, or set parallel.slices to 1"

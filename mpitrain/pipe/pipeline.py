@@ -1,13 +1,13 @@
-"""A model in stages over the ranks of a pipeline, and the training step of one batch through it.
+"""Pipeline of a model's stages over ranks, and the training step of one batch through it.
 
-Every rank builds the same whole model (same seed), and keeps the blocks of its own stages; the rest is freed as
-soon as the caller drops the model. So while it is being built a rank needs memory for all of it: for a model that
-does not fit and shares no parameters, build it under `torch.device("meta")`, then
-`pipeline.module.to_empty(device="cpu")` and load a checkpoint.
+Every rank builds the same whole model (same seed) and keeps the blocks of its own stages. The other blocks are freed
+once the caller drops the model, so a rank needs memory for the whole model while it is built. If the model does not
+fit and shares no parameters, build it under `torch.device("meta")`, call `pipeline.module.to_empty(device="cpu")`, and
+load a checkpoint.
 
-Every rank that holds a parameter that several stages share (tied), such as an embedding that is the output layer too,
-has a copy of it. The copies begin alike and each gets the sum of all copies' gradients, so they stay alike to the bit.
-Norms and checkpoints count the copy of the lowest rank alone.
+A parameter that several stages share (tied), such as an embedding that is also the output layer, has a copy on every
+rank with such a stage. The copies start equal and each gets the sum of all copies' gradients, so they stay equal bit by
+bit. Norms and checkpoints count only the copy of the lowest rank.
 """
 
 from __future__ import annotations
@@ -40,39 +40,41 @@ from mpitrain.pipe.simulate import forward_only, with_messages
 from mpitrain.pipe.stage import Stage
 from mpitrain.pipe.wire import Wire, look
 
-_REMEMBERED = 1024  # kinds of microbatches whose shapes are kept
+_REMEMBERED = 1024  # distinct input shapes whose internal shapes are remembered
 
 
 class Pipeline:
-    """Stages of a model on the ranks of a pipeline. Making one and calling its methods is collective.
+    """Stages of a model on the ranks of a pipeline. Construction and all methods are collective.
 
     Args:
-        model: An nn.Sequential, a module with `pipeline_blocks()`, or its (name, module) list; the same on all ranks.
-        loss: loss(output, y): a scalar, the mean over the samples. A method of the model keeps all of the model in
-            memory on the last stage's rank.
-        mesh: Whose stages are meant; or the ranks of the pipeline themselves.
-        schedule: gpipe, 1f1b, interleaved, zero-bubble or terapipe.
-        microbatches: Of an evaluation; a training step runs as many as it is given.
+        model: An `nn.Sequential`, a module with `pipeline_blocks()`, or its (name, module) list; the same on all ranks.
+        loss: Function loss(output, y) that returns a scalar, the mean over the samples. If it is a method of the model,
+            the whole model stays in memory on the last stage's rank.
+        mesh: Mesh whose pipeline axis is used, or the communicator of the pipeline's ranks.
+        schedule: Name of the schedule: gpipe, 1f1b, interleaved, zero-bubble, terapipe, or package.module:function.
+        microbatches: Number of microbatches of an evaluation; a training step runs as many as it is given.
         chunks: Stages a rank.
-        slices: Of the sequence, where every block that looks at earlier positions has a `forward_slice` (see `stage`).
-        cut: What stages are made equal in: uniform (blocks), parameters, or time, which needs a `sample`; or what
-            each block costs.
-        blocks: How many blocks each stage has, in order, whatever `cut` is; empty: as that says.
-        sample: The input of a microbatch, to measure the blocks with.
-        recompute: Stages keep their input alone, and run forward again before backward.
-        device: What this rank computes on, where its blocks are moved; None: where they are when a batch comes.
-        static_shapes: Microbatches that look alike have the same shapes inside the model, so that these are told
-            once; False: they are told with every message.
+        slices: Number of slices of each sequence. Every block that uses earlier positions needs a `forward_slice`
+            (see `stage`).
+        cut: Quantity that is balanced over the stages: uniform (blocks), parameters, or time, which needs a `sample`;
+            or the cost of each block.
+        blocks: Number of blocks of each stage, in order, which overrides `cut`; empty to use `cut`.
+        sample: Input of a microbatch, for timing the blocks.
+        recompute: If true, stages keep only their input, and run forward again before backward.
+        device: Device of this rank, to which its blocks are moved; None to compute where the blocks are when a batch
+            arrives.
+        static_shapes: If true, inputs of equal shapes have equal shapes inside the model, so that headers are sent only
+            once. If false, they are sent with every message.
 
     Attributes:
         module: This rank's blocks under their names in the whole model.
-        bounds: Stage s has blocks bounds[s] to bounds[s + 1] - 1.
-        last_rank: The rank that has the last stage, where outputs and losses are.
-        peak_in_flight: Microbatches that this rank held at most in the last batch.
-        watched: Given a step and the call that carries it out, returns what is called instead; None: that call. It
-            counts from the first batch of a size on.
-        counted: What the mean loss of some targets is over, by which parts of a microbatch are weighted; None: samples
-            and positions.
+        bounds: Bounds of the stages: stage s has blocks bounds[s] to bounds[s + 1] - 1.
+        last_rank: Rank of the last stage, where outputs and losses are.
+        peak_in_flight: Largest number of microbatches in flight on this rank in the last batch.
+        watched: Function of (step, call) that returns the call to make instead; None for none. It takes effect for
+            numbers of microbatches that have not been run before.
+        counted: Function that counts the targets that the mean loss is over, to weight the parts of a batch; None to
+            count samples and positions.
     """
 
     def __init__(
@@ -110,7 +112,7 @@ class Pipeline:
         }
         self._tied: list[Tied] = find_tied(parts, plan.rank_of, self.comm)
         self.last_rank = plan.rank_of[-1]
-        self._loss = loss if self.comm.rank == self.last_rank else None  # a method keeps its model
+        self._loss = loss if self.comm.rank == self.last_rank else None  # a bound method would keep its model alive
         if device is not None:
             self.module.to(device)
         self._wire = Wire(self.comm)
@@ -127,15 +129,18 @@ class Pipeline:
         weights: Sequence[float],
         shares: Sequence[float] | None = None,
     ) -> float:
-        """Add the gradients of the sum of weights[i] * loss_i to the parameters' `.grad`.
+        """Add the gradients of the sum of weights[i] * loss_i to the parameters' `.grad`. Collective.
 
         Args:
-            microbatches: (x, y), the same on all ranks; the first stage uses x, the last y.
-            weights: Of the loss of each microbatch, used on the last stage; with 0 the loss is not computed.
-            shares: Of each microbatch in the terms that a `LossTerm` adds; None: the weights.
+            microbatches: Pairs (x, y), the same on all ranks; the first stage uses x, the last uses y.
+            weights: Weight of each microbatch's loss; with weight 0 the loss is not computed.
+            shares: Share of each microbatch in the terms that a `LossTerm` adds; None to use the weights.
 
         Returns:
-            The sum, on every rank.
+            The weighted sum of the losses, on every rank.
+
+        Raises:
+            InputError: There is not one weight for each microbatch.
         """
         if len(weights) != len(microbatches):
             raise InputError(f"{len(microbatches)} microbatches came with {len(weights)} weights; give one for each")
@@ -145,10 +150,13 @@ class Pipeline:
             return self._run(microbatches, weights, shares or weights, training=True)
 
     def evaluate(self, x: Any, y: Any, seen: Seen | None = None) -> float:
-        """The mean loss of the samples on every rank, in evaluation mode and without gradients.
+        """Return the mean loss of the samples on every rank, in evaluation mode and without gradients. Collective.
 
-        Tensors are divided along their first dimension into `microbatches` parts, or as many as that allows. seen:
-        called with the output of each part (and slice) and its targets, on the last stage's rank.
+        Args:
+            x: Input of the samples; the same on all ranks. Tensors are divided along their first dimension into
+                `microbatches` parts, or fewer if there are fewer samples.
+            y: Targets of the samples, divided like x.
+            seen: Function called with the output of each part (and slice) and its targets, on the last stage's rank.
         """
         parts, shares = [(x, y)], [1.0]
         if isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor):
@@ -167,9 +175,11 @@ class Pipeline:
                 module.training = training
 
     def synchronize_tied(self, used: set[nn.Parameter] | None = None) -> None:
-        """Sum the gradients of parameters that stages on several ranks share. Call after the last backward.
+        """Sum the gradients of parameters that stages on several ranks share, after the last backward. Collective.
 
-        used: Parameters that got a gradient on this rank; those that did on another one are added.
+        Args:
+            used: Set of parameters that got a gradient on this rank; shared parameters that got one on another rank are
+                added to it. None to skip this.
         """
         for tied in self._tied:
             if tied.parameter.requires_grad:
@@ -182,17 +192,17 @@ class Pipeline:
                 tied.group.all_reduce(tied.parameter.grad)
 
     def counted_elsewhere(self) -> set[str]:
-        """This rank's parameters that a lower rank of the pipeline has a copy of; norms leave them out."""
+        """Return the names of this rank's parameters that a lower pipeline rank has a copy of. Norms leave them out."""
         return {t.name for t in self._tied if t.group.rank > 0}
 
     @property
     def blocks(self) -> list[int]:
-        """The numbers of this rank's blocks."""
+        """Numbers of this rank's blocks."""
         return [block for stage in self._stages for block in range(*self.bounds[stage : stage + 2])]
 
     @property
     def crossings(self) -> list[int]:
-        """What this rank sends for each microbatch: outputs of blocks, or gradients of these, by the block's number."""
+        """Numbers of the blocks whose output, or output's gradient, this rank sends for each microbatch."""
         rank_of, found = self._schedule(max(1, self._microbatches)).rank_of, list[int]()
         for stage in self._stages:
             if stage + 1 < len(rank_of) and rank_of[stage + 1] != self.comm.rank:
@@ -203,10 +213,10 @@ class Pipeline:
 
     @property
     def tied_bytes(self) -> list[tuple[int, int]]:
-        """Of each of this rank's parameters that several ranks have and train: the bytes, and how many ranks."""
+        """Pairs (bytes, ranks) for each trained parameter of this rank that several ranks share."""
         return [(t.parameter.nbytes, t.group.size) for t in self._tied if t.parameter.requires_grad]
 
-    # -- inside
+    # -- internals
 
     def _run(
         self,
@@ -216,7 +226,7 @@ class Pipeline:
         training: bool,
         seen: Seen | None = None,
     ) -> float:
-        """The weighted loss of all microbatches, on every rank."""
+        """Run all microbatches, and return their weighted loss on every rank."""
         slices = self._named[2]
         if slices > 1:
             _, shares = slice_sequences(microbatches, shares, slices)
@@ -232,16 +242,16 @@ class Pipeline:
         inputs, targets = [x for x, _ in microbatches], [y for _, y in microbatches]
         losses = executor.run(PipelineBatch(inputs, targets, weights, shares, known, seen), headers)
         self.peak_in_flight = executor.most_kept / executor.schedule.chunks / slices
-        numbers = torch.stack(losses).tolist() if losses else []  # the one wait of a batch for the device
+        numbers = torch.stack(losses).tolist() if losses else []  # the only wait for the device in a batch
         return self._wire.share_loss(sum(numbers), self.last_rank)
 
     def _schedule(self, microbatches: int) -> Schedule:
-        """The schedule that was asked for, of so many microbatches."""
+        """Return the configured schedule for this number of microbatches."""
         name, chunks, slices = self._named
         return make_schedule(name, self.comm.size, microbatches, chunks, slices)
 
     def _shapes(self, microbatches: Sequence[tuple[Any, Any]], training: bool) -> tuple[list[Known], bool]:
-        """What is known of the shapes of each microbatch, and whether they have to be told; alike on all ranks."""
+        """Return the known shapes of each microbatch, and whether headers are needed; the same on all ranks."""
         if not self._static:
             return [{} for _ in microbatches], True
         device = self._wire.device.type
@@ -257,7 +267,7 @@ class Pipeline:
 def _costs(
     blocks: Sequence[tuple[str, nn.Module]], cut: str | Sequence[float], sample: Any, mesh: Mesh | Communicator
 ) -> Sequence[float] | None:
-    """What each block costs, the same on all ranks; None: all alike."""
+    """Return the cost of each block, the same on all ranks; None if all blocks cost the same."""
     if not isinstance(cut, str):
         return cut
     if cut == "uniform":
@@ -277,7 +287,7 @@ def _costs(
 
 
 def named_tree(blocks: Sequence[tuple[str, nn.Module]]) -> nn.Module:
-    """A module whose parameters have the names they have in the whole model; never called."""
+    """Return a module that contains the blocks under their names in the whole model; it is never called."""
     root = nn.Module()
     for name, block in blocks:
         *path, last = name.split(".")
@@ -292,12 +302,12 @@ def named_tree(blocks: Sequence[tuple[str, nn.Module]]) -> nn.Module:
 
 @dataclass(frozen=True)
 class Tied:
-    """One shared parameter on this rank.
+    """Parameter of this rank that stages on other ranks share.
 
     Attributes:
-        name: Of this rank's copy in the whole model; others may have other names for it.
+        name: Name of this rank's copy in the whole model; other ranks may use other names.
         parameter: This rank's copy.
-        group: The ranks that hold a copy.
+        group: Communicator of the ranks with a copy.
     """
 
     name: str
@@ -308,17 +318,20 @@ class Tied:
 def find_tied(
     stages: Sequence[Sequence[tuple[str, nn.Module]]], rank_of: Sequence[int], comm: Communicator
 ) -> list[Tied]:
-    """Find the parameters of this rank that stages on other ranks have too, and make all copies alike. Collective.
+    """Find this rank's parameters that stages on other ranks share, and make all copies equal. Collective.
 
     Args:
-        stages: The named blocks of every stage.
-        rank_of: The rank of every stage.
-        comm: The ranks of the pipeline.
+        stages: Named blocks of every stage.
+        rank_of: Rank of every stage.
+        comm: Communicator of the pipeline's ranks.
+
+    Returns:
+        The shared parameters of this rank, each with the communicator of its copies.
 
     Raises:
         InputError: A shared parameter is on the meta device.
     """
-    holders: dict[nn.Parameter, dict[int, str]] = {}  # by rank its first name there
+    holders: dict[nn.Parameter, dict[int, str]] = {}  # the parameter's first name on each rank
     uses: Counter[nn.Parameter] = Counter()
     for rank, blocks in zip(rank_of, stages, strict=True):
         for prefix, block in blocks:

@@ -1,29 +1,31 @@
-"""Pipeline schedules as data: which rank computes what, in which order.
+"""Pipeline schedules as data: the order of each rank's compute steps.
 
-A model is divided into stages 0 .. stages-1, each on one rank; a rank holds `chunks` of them. A batch is divided into
-microbatches. A schedule lists for each rank the compute steps of its stages. Functions below make them,
-`simulate` runs it without MPI, adds the messages and proves the result right, `draw` shows it, `executor` runs it.
-Nothing else knows an order.
+A model is divided into stages 0 .. stages-1, each on one rank; a rank has `chunks` of them. A batch is divided into
+microbatches. A schedule lists the compute steps of every rank, in order. The functions below create schedules. Other
+modules use them: `simulate` computes their timing, adds the messages and proves the result correct, `draw` draws them,
+and `executor` runs them. The order is defined only here.
 
                  stage     0 1 2 3      one chunk a rank, and interleaved: stage s is on rank s mod p
-    rank of it             0 1 0 1      p = 2, chunks = 2, round
+    rank of it             0 1 0 1      p = 2, chunks = 2, round-robin
                            0 1 1 0      p = 2, chunks = 2, V-shaped
 
-The schedules, as functions of (ranks p, microbatches m, chunks v): each says an order and nothing else.
+The schedules, as functions of (ranks p, microbatches m, chunks v):
 
-    gpipe         F0 F1 F2 F3 B0 B1 B2 B3      Huang et al. 2019; all activations are held. m = 1 is plain model
-                                               parallelism.
-    1f1b          F0 F1 F2 B0 F3 B1 B2 B3      Narayanan et al. 2019 (PipeDream-Flush): at most p - rank held
+    gpipe         F0 F1 F2 F3 B0 B1 B2 B3      Huang et al. 2019; keeps the activations of all microbatches. m = 1 is
+                                               plain model parallelism.
+    1f1b          F0 F1 F2 B0 F3 B1 B2 B3      Narayanan et al. 2019 (PipeDream-Flush); keeps at most p - rank
+                                               microbatches
     interleaved   v stages a rank, 1f1b over   Narayanan et al. 2021, "Efficient Large-Scale Language Model
-                  groups of p microbatches     Training on GPU Clusters"; v times less idle, more messages
-    zero_bubble   backward in two: I (input)   Qi et al. 2023, "Zero Bubble Pipeline Parallelism": ZB-H1 with one
-                  and W (weights) fill gaps    stage a rank, ZB-V with two, placed as a V
-    terapipe      gpipe over slices of the     Li et al. 2021, for causal models: a slice needs earlier slices only;
-                  sequence                     1f1b and interleaved can be sliced too (`in_slices`)
+                  groups of p microbatches     Training on GPU Clusters"; v times less idle time, more messages
+    zero_bubble   backward in two steps, I     Qi et al. 2023, "Zero Bubble Pipeline Parallelism": ZB-H1 with one
+                  (input) and W (weights);     stage a rank, ZB-V with two, placed as a V
+                  W steps fill the gaps
+    terapipe      gpipe over slices of the     Li et al. 2021, for causal models, where a slice needs only earlier
+                  sequence                     slices; `in_slices` slices 1f1b and interleaved too
 
-Idle fraction with F = I = W = 1 and no communication, and microbatches held at most:
+Idle fraction with F = I = W = 1 and free communication, and the largest number of microbatches in flight on a rank:
 
-    gpipe, 1f1b   (p-1) / (m+p-1)              m;  min(m, p)
+    gpipe, 1f1b   (p-1) / (m+p-1)              gpipe: m;  1f1b: min(m, p)
     interleaved   (p-1) / (vm+p-1)             p + (p-1)/v for m = n p, n > 1
     zero_bubble   (p-1) / (3m+p-1), v = 1      p for m >= p
                   (p-1) / (6m+p-1), v = 2      p for m >= 2p
@@ -43,31 +45,38 @@ from mpitrain.errors import MpitrainError, refusal
 
 @dataclass(frozen=True)
 class Compute:
-    """A step in which a rank computes something of one microbatch in one of its stages."""
+    """Compute step of one stage for one microbatch."""
 
     stage: int
     microbatch: int
 
 
 class Forward(Compute):
-    """The stage's output of a microbatch from its input, or on the last stage the loss."""
+    """Forward step: computes the stage's output, or the loss on the last stage."""
 
 
 class Backward(Compute):
-    """The gradients of the stage's input and of its parameters."""
+    """Backward step: computes the gradients of the stage's input and of its parameters."""
 
 
 class BackwardInput(Compute):
-    """The gradient of the stage's input alone, which is what the stage before waits for."""
+    """First half of a backward step: the gradient of the stage's input, which the previous stage waits for."""
 
 
 class BackwardWeight(Compute):
-    """The gradients of the stage's parameters, which nobody waits for."""
+    """Second half of a backward step: the gradients of the stage's parameters, which no stage waits for."""
 
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Begin to send a stage's output to the stage after it, or (gradient) its input's gradient to the one before."""
+    """Start of a send: a stage's output to the next stage, or its input's gradient to the previous stage.
+
+    Attributes:
+        stage: Stage that computed the tensor.
+        microbatch: Number of the microbatch.
+        gradient: True for a gradient, False for an output.
+        to: Rank that receives it.
+    """
 
     stage: int
     microbatch: int
@@ -77,9 +86,15 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Receive:
-    """Begin to receive what rank `source` sends from its stage `stage`; the step that uses it waits for it.
+    """Start of a receive; the step that uses the tensor waits for it.
 
-    A Send and its Receive carry the same numbers.
+    `stage`, `microbatch` and `gradient` are those of the matching Send.
+
+    Attributes:
+        stage: Stage that computed the tensor.
+        microbatch: Number of the microbatch.
+        gradient: True for a gradient, False for an output.
+        source: Rank that sends it.
     """
 
     stage: int
@@ -92,22 +107,22 @@ Step: TypeAlias = "Compute | Send | Receive"
 
 
 class ScheduleError(MpitrainError):
-    """A schedule is wrong: says at which rank and step."""
+    """A schedule is wrong. The message names the rank and the step."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The compute steps of every rank.
+    """Compute steps of every rank.
 
     Attributes:
-        name: As the user names it.
-        ranks: Of the pipeline.
-        microbatches: That the steps count; slices of them, where there are slices.
-        rank_of: rank_of[s] is the rank of stage s.
-        steps: steps[r] is what rank r computes, in order.
-        slices: Pieces along the sequence that each microbatch of the caller is divided into. `microbatch` of a step
-            then counts slices, those of one microbatch one after the other, and a stage sees them in order forward
-            and in reverse order backward.
+        name: Name in `parallel.schedule`.
+        ranks: Number of pipeline ranks.
+        microbatches: Number of microbatches that the steps count; with slices, the number of all slices.
+        rank_of: Rank of each stage: rank_of[s] has stage s.
+        steps: Compute steps of each rank, in order: steps[r] for rank r.
+        slices: Number of slices along the sequence that each of the caller's microbatches is divided into. The
+            `microbatch` of a step then counts slices; the slices of one microbatch have consecutive numbers. A stage
+            takes them in order forward and in reverse order backward.
     """
 
     name: str
@@ -119,35 +134,47 @@ class Schedule:
 
     @property
     def stages(self) -> int:
-        """Stages of the whole model."""
+        """Number of stages of the whole model."""
         return len(self.rank_of)
 
     @property
     def chunks(self) -> int:
-        """Stages a rank holds."""
+        """Number of stages on each rank."""
         return self.stages // self.ranks
 
     def stages_of(self, rank: int) -> list[int]:
-        """The stages of a rank, in order."""
+        """Return the stages of a rank, in order."""
         return [s for s, r in enumerate(self.rank_of) if r == rank]
 
 
 @dataclass(frozen=True)
 class PipelineProgram:
-    """A schedule with its messages: steps[r] is what rank r does, in order."""
+    """Schedule with its messages: steps[r] lists the compute, send and receive steps of rank r, in order."""
 
     schedule: Schedule
     steps: tuple[tuple[Step, ...], ...]
 
 
-_PER_STAGE = 2  # microbatches
+_PER_STAGE = 2  # microbatches for each rank of a pipeline
 Kind: TypeAlias = "type[Compute]"
 Entry: TypeAlias = "tuple[Kind, int]"  # a kind of step and its stage
 Maker: TypeAlias = "Callable[[int, int, int], Schedule]"
 
 
 def gpipe(ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
-    """All forward, then all backward."""
+    """Return the GPipe schedule: all forward steps, then all backward steps.
+
+    Args:
+        ranks: Number of pipeline ranks.
+        microbatches: Number of microbatches of a batch.
+        chunks: Stages a rank; must be 1.
+
+    Raises:
+        InputError: `ranks` or `microbatches` is below 1, or `chunks` is not allowed.
+
+    Reference:
+        Huang et al. 2019, "GPipe".
+    """
     _check("gpipe", ranks, microbatches, chunks, (1,))
 
     def order(rank: int) -> list[Entry]:
@@ -158,7 +185,19 @@ def gpipe(ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
 
 
 def one_f_one_b(ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
-    """As many forwards as there are stages behind, then one backward for each forward."""
+    """Return the 1F1B schedule: a warm-up of one forward step for each later stage, then forward and backward in turns.
+
+    Args:
+        ranks: Number of pipeline ranks.
+        microbatches: Number of microbatches of a batch.
+        chunks: Stages a rank; must be 1.
+
+    Raises:
+        InputError: `ranks` or `microbatches` is below 1, or `chunks` is not allowed.
+
+    Reference:
+        Narayanan et al. 2019, "PipeDream" (PipeDream-Flush).
+    """
     _check("1f1b", ranks, microbatches, chunks, (1,))
 
     def order(rank: int) -> list[Entry]:
@@ -170,9 +209,21 @@ def one_f_one_b(ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
 
 
 def interleaved(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
-    """1F1B over v stages a rank; a rank takes p microbatches through one stage before it turns to the next.
+    """Return the interleaved 1F1B schedule, in which a rank has several stages.
 
-    Made for a multiple of p microbatches; those beyond m are then left out.
+    A rank takes p microbatches (p = `ranks`) through one of its stages before it continues with the next stage. The
+    schedule is built for a multiple of p microbatches; steps beyond the last microbatch are left out.
+
+    Args:
+        ranks: Number of pipeline ranks.
+        microbatches: Number of microbatches of a batch.
+        chunks: Stages a rank, 1 or more.
+
+    Raises:
+        InputError: `ranks` or `microbatches` is below 1, or `chunks` is not allowed.
+
+    Reference:
+        Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters".
     """
     _check("interleaved", ranks, microbatches, chunks, range(1, 1 << 20))
     groups = -(-microbatches // ranks)
@@ -192,13 +243,32 @@ def interleaved(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
 
 
 def zero_bubble(ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
-    """ZB-H1 with one stage a rank, ZB-V with two."""
+    """Return the zero-bubble schedule: `zb_h1` for one stage a rank, `zb_v` for two.
+
+    Args:
+        ranks: Number of pipeline ranks.
+        microbatches: Number of microbatches of a batch.
+        chunks: Stages a rank, 1 or 2.
+
+    Raises:
+        InputError: `ranks` or `microbatches` is below 1, or `chunks` is not allowed.
+
+    Reference:
+        Qi et al. 2023, "Zero Bubble Pipeline Parallelism".
+    """
     _check("zero-bubble", ranks, microbatches, chunks, (1, 2))
     return zb_h1(ranks, microbatches) if chunks == 1 else zb_v(ranks, microbatches)
 
 
 def zb_h1(ranks: int, microbatches: int) -> Schedule:
-    """1F1B whose weight gradients come `rank` steps late, so that every rank holds p microbatches."""
+    """Return the ZB-H1 schedule: 1F1B with the weight gradients delayed by `rank` steps.
+
+    Every rank then has p microbatches in flight.
+
+    Args:
+        ranks: Number of pipeline ranks p.
+        microbatches: Number of microbatches of a batch.
+    """
 
     def order(rank: int) -> list[Entry]:
         f, i, w = _entries(rank, Forward, BackwardInput, BackwardWeight)
@@ -211,9 +281,14 @@ def zb_h1(ranks: int, microbatches: int) -> Schedule:
 
 
 def zb_v(ranks: int, microbatches: int) -> Schedule:
-    """Stages down the ranks and up again, so that the first rank has the loss and starts backward at once.
+    """Return the ZB-V schedule, whose stages go down the ranks and up again.
 
-    Made for at least 2p - 1 microbatches; those beyond m are then left out.
+    The first rank therefore has the loss too, and starts backward at once. The schedule is built for at least 2p - 1
+    microbatches; steps beyond the last microbatch are left out.
+
+    Args:
+        ranks: Number of pipeline ranks p, with two stages each.
+        microbatches: Number of microbatches of a batch.
     """
     m = max(microbatches, 2 * ranks - 1)
 
@@ -232,14 +307,31 @@ def zb_v(ranks: int, microbatches: int) -> Schedule:
 
 
 def terapipe(ranks: int, microbatches: int, slices: int = 4) -> Schedule:
-    """GPipe over the slices of all microbatches."""
+    """Return the GPipe schedule over the slices of all microbatches.
+
+    Args:
+        ranks: Number of pipeline ranks.
+        microbatches: Number of microbatches of a batch.
+        slices: Number of slices of each sequence.
+
+    Reference:
+        Li et al. 2021, "TeraPipe".
+    """
     return replace(in_slices(gpipe(ranks, microbatches), slices), name="terapipe")
 
 
 def in_slices(schedule: Schedule, slices: int) -> Schedule:
-    """The schedule with each step taken slice by slice: forward from the first one on, backward from the last.
+    """Return the schedule with each step divided into slices of the sequence.
 
-    So the ranks behind begin after one slice, not after a whole microbatch; as many microbatches are held as before.
+    A forward step starts with the first slice, a backward step with the last. The later ranks can therefore start after
+    one slice instead of a whole microbatch, and no more microbatches are in flight than before.
+
+    Args:
+        schedule: Schedule without slices.
+        slices: Number of slices of each sequence, 1 or more.
+
+    Raises:
+        InputError: `slices` is below 1, or the schedule computes weight gradients in separate steps.
     """
     if slices < 1:
         raise refusal(f"{schedule.name}: {slices} slices of the sequence are not possible; give 1 or more")
@@ -266,15 +358,15 @@ SCHEDULES: dict[PipelineSchedule, Maker] = {
 
 
 def make_schedule(name: str, ranks: int, microbatches: int, chunks: int = 1, slices: int = 1) -> Schedule:
-    """The schedule that a user names.
+    """Return the schedule with this name.
 
     Args:
-        name: A key of SCHEDULES, terapipe, or package.module:function of a function of one's own that takes the ranks,
-            the microbatches and the chunks, and returns a `Schedule`.
-        ranks: Of the pipeline.
-        microbatches: Of a batch.
+        name: Key of SCHEDULES, terapipe, or package.module:function. Such a function takes the numbers of ranks,
+            microbatches and chunks, and returns a `Schedule`.
+        ranks: Number of pipeline ranks.
+        microbatches: Number of microbatches of a batch.
         chunks: Stages a rank.
-        slices: Of the sequence.
+        slices: Number of slices of each sequence.
 
     Raises:
         InputError: There is no such schedule, or not with these numbers.
@@ -289,12 +381,12 @@ def make_schedule(name: str, ranks: int, microbatches: int, chunks: int = 1, sli
 
 
 def default_microbatches(ranks: int) -> int:
-    """Microbatches that a rank's share of a batch has where nobody says how many: two a stage of a pipeline."""
+    """Return the default number of microbatches in a rank's share of a batch: two for each pipeline rank, else one."""
     return _PER_STAGE * ranks if ranks > 1 else 1
 
 
 def _entries(stage: int, *kinds: Kind) -> list[Entry]:
-    """Kinds of steps, each on this stage."""
+    """Return the kinds of steps, each paired with this stage."""
     return [(kind, stage) for kind in kinds]
 
 
@@ -304,10 +396,10 @@ def _scheduled(name: str, microbatches: int, rank_of: Iterable[int], orders: Ite
     Steps beyond the last microbatch are left out.
 
     Args:
-        name: The schedule's name.
-        microbatches: How many there are.
-        rank_of: The rank of each stage.
-        orders: The kinds of steps of each rank, in order.
+        name: Name of the schedule.
+        microbatches: Number of microbatches.
+        rank_of: Rank of each stage.
+        orders: Kinds of steps of each rank, in order.
     """
     steps: list[tuple[Compute, ...]] = []
     for order in orders:
@@ -322,7 +414,7 @@ def _scheduled(name: str, microbatches: int, rank_of: Iterable[int], orders: Ite
 
 
 def _check(name: str, ranks: int, microbatches: int, chunks: int, possible: Iterable[int]) -> None:
-    """Raise InputError for numbers that a schedule cannot be made with. possible: chunks a rank may have."""
+    """Raise InputError if a schedule cannot be made with these numbers. possible: allowed numbers of chunks a rank."""
     if ranks < 1 or microbatches < 1:
         raise refusal(f"{name}: {ranks} ranks and {microbatches} microbatches; give at least one of each")
     if chunks not in possible:

@@ -1,22 +1,22 @@
-"""What a schedule costs: when every step runs, the idle fraction and the memory held, without MPI; its messages.
+"""Simulation of a schedule without MPI: times of the steps, idle fraction, memory, messages, and a correctness proof.
 
-A rank computes its steps in order, each as soon as what it needs is there; a message takes
-`Costs.message` from the end of the step that made it, and delays nobody else.
+A rank computes its steps in order, each as soon as its input is there. A message arrives `Costs.message` after the end
+of the step that computed it, and delays no other step.
 
-Messages are put into one order for all ranks: that in which the steps that make them end. A rank's program is its
-part of that order, with each of its own steps at its end:
+All messages have one global order: the order in which the steps that compute them end. A rank's program is its part of
+that order, with each of its own steps placed at the step's end:
 
     rank 0   F0 | send F0 .  F1 | send F1
-    rank 1        recv F0    .    recv F1    F0          (F0 of rank 1 ends after F1 of rank 0 does)
+    rank 1        recv F0    .    recv F1    F0          (F0 of rank 1 ends after F1 of rank 0)
 
-So even if every send waited for its receive, all ranks would get through the one order together: no costs and no
-MPI can make them deadlock. A receive comes before the step that is under way when its message arrives.
+Even if every send waited for its receive, all ranks could go through this order together. The program therefore cannot
+deadlock, with any costs and any MPI. A receive comes before the step that is running when its message arrives.
 
-The proof (`verify`) needs no MPI. Every rank's steps are run symbolically. Each microbatch must go once through every
-stage, forward and then backward, each step on its stage's rank and with its input there; slices of one sequence in
-order. Sends are synchronous (a Send ends only together with its Receive, and a Receive blocks), so a program that
-passes cannot deadlock on any MPI, whatever the steps cost; the runtime, whose sends and receives only begin, waits for
-less.
+The proof (`verify`) needs no MPI. It runs the steps of every rank symbolically. Each microbatch must go through every
+stage exactly once forward and then backward, each step on its stage's rank and with its input there; slices of one
+sequence must be in order. Sends are treated as synchronous (a Send ends only together with its Receive, and a Receive
+blocks). A program that passes therefore cannot deadlock on any MPI, for any costs of the steps. The executor waits for
+less than that, because its sends and receives only start.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ from mpitrain.pipe.schedule import (
     make_schedule,
 )
 
-Cost = float | Sequence[float]  # of every stage, or of each
+Cost = float | Sequence[float]  # one number for every stage, or one for each
 _KINDS = (Forward, Backward, BackwardInput, BackwardWeight)
-_EPSILON = 1e-12  # time: less is left of a step on shared cores by rounding alone
+_EPSILON = 1e-12  # time; a smaller rest of a step on shared cores is a rounding error
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What steps cost, per microbatch and stage; a number stands for all stages alike.
+    """Costs of steps, per microbatch and stage. A single number applies to all stages.
 
     Attributes:
-        forward: Time of a forward step, in any one unit.
-        input: Time of the gradients of a stage's input.
-        weight: Time of the gradients of its parameters.
-        message: Time between the end of a step and the arrival of what it sends.
+        forward: Time of a forward step, in any unit; default 1.
+        input: Time of the gradients of a stage's input; default 1.
+        weight: Time of the gradients of a stage's parameters; default 1.
+        message: Time from the end of a step to the arrival of its message; default 0.
     """
 
     forward: Cost = 1
@@ -69,7 +69,13 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class TimedStep:
-    """One step of one rank, and when it began and ended."""
+    """One step of one rank with its times.
+
+    Attributes:
+        step: Compute step.
+        begin: Time when it starts.
+        end: Time when it ends.
+    """
 
     step: Compute
     begin: float
@@ -78,12 +84,12 @@ class TimedStep:
 
 @dataclass(frozen=True)
 class Simulation:
-    """What a schedule did or would do.
+    """Times of a schedule's steps, simulated or measured.
 
     Attributes:
-        schedule: The schedule.
-        runs: runs[r] is rank r's steps and their times.
-        peaks: Stage-microbatches that each rank holds at most.
+        schedule: Schedule that was run.
+        runs: Steps of each rank with their times: runs[r] for rank r.
+        peaks: Largest number of (stage, microbatch) pairs in flight on each rank.
     """
 
     schedule: Schedule
@@ -92,12 +98,12 @@ class Simulation:
 
     @property
     def makespan(self) -> float:
-        """Time from the beginning to the end of the last step."""
+        """Time until the end of the last step."""
         return max((run.end for runs in self.runs for run in runs), default=0)
 
     @property
     def busy(self) -> float:
-        """Time in steps, of all ranks together."""
+        """Time in steps, summed over all ranks."""
         return sum(run.end - run.begin for runs in self.runs for run in runs)
 
     @property
@@ -108,21 +114,22 @@ class Simulation:
 
     @property
     def in_flight(self) -> float:
-        """Microbatches a rank holds at most; a slice of a stage's part of one counts as 1 / chunks / slices."""
+        """Largest number of microbatches in flight on a rank; a slice in one stage counts as 1 / chunks / slices."""
         return max(self.peaks) / self.schedule.chunks / self.schedule.slices
 
 
 class PreparedSchedule:
-    """A schedule in plain numbers, to be simulated with many costs."""
+    """Schedule encoded as integers, for fast simulation with many different costs."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
         self._stages, self._count = schedule.stages, schedule.microbatches
-        # of each rank's steps: kind x stages + stage; what it waits for, or -1; whether that comes from another rank;
-        # what it makes, or -1
+        # for each step of each rank: kind x stages + stage; the result it waits for, or -1; whether that comes from
+        # another rank; the result it makes, or -1
         self._steps = [[self._numbers(step, rank) for step in steps] for rank, steps in enumerate(schedule.steps)]
 
     def _numbers(self, step: Compute, rank: int) -> tuple[int, int, bool, int]:
+        """Return a step as integers; see `_steps`."""
         kind, need = _KINDS.index(type(step)), needs(step, self._stages - 1)
         made = ((kind > 0) * self._stages + step.stage) * self._count + step.microbatch
         wanted = -1
@@ -132,14 +139,14 @@ class PreparedSchedule:
         return kind * self._stages + step.stage, wanted, apart, -1 if isinstance(step, BackwardWeight) else made
 
     def ends(self, costs: Costs, runs: Sequence[list[tuple[float, float]]] | None = None) -> list[float]:
-        """Return when each rank is done with its last step.
+        """Return the time at which each rank ends its last step.
 
         Args:
-            costs: Of the steps, and of a message between any two ranks.
-            runs: Lists, one of each rank, that the beginning and the end of its steps are appended to; None: of none.
+            costs: Costs of the steps, and of a message between any two ranks.
+            runs: One list for each rank, to which (begin, end) of its steps is appended; None to record nothing.
 
         Raises:
-            ScheduleError: Steps wait for each other in a circle.
+            ScheduleError: Steps wait for each other in a cycle.
         """
         seconds, message = self._seconds(costs), costs.message
         done, waiting = [-1.0] * (2 * self._stages * self._count), dict[int, int]()
@@ -175,26 +182,26 @@ class PreparedSchedule:
     def ends_on_shared_cores(
         self, costs: Costs, nodes: Sequence[int], cores: float, message: Callable[[int, int], float]
     ) -> list[float]:
-        """Return when each rank is done with its last step, where the ranks of a node share its cores.
+        """Return the time at which each rank ends its last step, if the ranks of a node share its cores.
 
-        The ranks of a node that compute at the same time share its cores evenly (processor sharing); one alone never
-        gets more than its own speed. A rank that waits uses none.
+        Ranks of a node that compute at the same time share its cores evenly (processor sharing). A rank alone runs at
+        its own full speed at most, and a waiting rank uses no core.
 
         Args:
-            costs: What steps cost a rank that has a core for itself; its `message` is not used.
-            nodes: The node of each rank of the pipeline.
-            cores: How many of the pipeline's ranks on one node can compute at full speed at the same time.
-            message: message(stage, to): time between the end of a step of `stage` and the arrival of what it sends to
-                the rank of stage `to`; it keeps no core busy.
+            costs: Costs of the steps on a rank with its own core; `costs.message` is not used.
+            nodes: Node of each rank of the pipeline.
+            cores: Number of the pipeline's ranks on one node that can compute at full speed at the same time.
+            message: message(stage, to) is the time from the end of a step of `stage` to the arrival of its message on
+                the rank of stage `to`. Messages use no core.
 
         Raises:
-            ScheduleError: Steps wait for each other in a circle.
+            ScheduleError: Steps wait for each other in a cycle.
         """
         seconds, now = self._seconds(costs), 0.0
         done, waiting = [-1.0] * (2 * self._stages * self._count), dict[int, int]()
         ends, at = [0.0] * len(self._steps), [0] * len(self._steps)
-        running: dict[int, float] = {}  # by rank what is left of its step, at full speed
-        coming: list[tuple[float, int]] = []  # when what a rank waits for arrives
+        running: dict[int, float] = {}  # time left of each rank's step, at full speed
+        coming: list[tuple[float, int]] = []  # (arrival time, rank) of messages that ranks wait for
         ready = list(range(len(self._steps)))
         while ready or running or coming:
             for rank in ready:
@@ -234,28 +241,36 @@ class PreparedSchedule:
         return ends
 
     def held(self, activations: Sequence[float]) -> list[float]:
-        """Return the bytes of activations that each rank holds at most. activations: of each stage's microbatch."""
+        """Return the largest number of bytes of activations on each rank.
+
+        Args:
+            activations: Bytes that each stage keeps of a microbatch.
+        """
         nothing, less = [0.0] * self._stages, [-each for each in activations]
         change = [*activations, *less, *nothing, *less]
         return [max(accumulate((change[step[0]] for step in steps), initial=0.0)) for steps in self._steps]
 
     def _seconds(self, costs: Costs) -> list[float]:
-        """Return the time of a step by kind x stages + stage."""
+        """Return the times of the steps, indexed by kind x stages + stage."""
         forward, input_, weight = (_each(cost, self._stages) for cost in (costs.forward, costs.input, costs.weight))
         return [*forward, *(a + b for a, b in zip(input_, weight, strict=True)), *input_, *weight]
 
     def _require_done(self, at: Sequence[int]) -> None:
-        """Raise ScheduleError unless each rank has come to its end. at: how many of its steps each one has done."""
+        """Raise ScheduleError unless each rank has reached its end. at: number of steps that each rank has done."""
         for steps, number, rank in zip(self.schedule.steps, at, range(len(at)), strict=True):
             if number < len(steps):
                 raise ScheduleError(f"{self.schedule.name}: rank {rank} waits for ever at {steps[number]}")
 
 
 def simulate(schedule: Schedule, costs: Costs = Costs()) -> Simulation:
-    """Return when every step runs, and what is held meanwhile.
+    """Return the times of all steps and the largest number of microbatches in flight.
+
+    Args:
+        schedule: Schedule to simulate.
+        costs: Costs of its steps and messages; default 1 for each step, and free messages.
 
     Raises:
-        ScheduleError: Steps wait for each other in a circle.
+        ScheduleError: Steps wait for each other in a cycle.
     """
     prepared, times = PreparedSchedule(schedule), [list[tuple[float, float]]() for _ in schedule.steps]
     prepared.ends(costs, times)
@@ -267,9 +282,14 @@ def simulate(schedule: Schedule, costs: Costs = Costs()) -> Simulation:
 
 
 def needs(step: Compute, last: int) -> tuple[type, int] | None:
-    """(kind, stage) of the step on another stage that a step waits for, of the same microbatch; None if there is none.
+    """Return the step on another stage that a step waits for, for the same microbatch.
 
-    last: the last stage.
+    Args:
+        step: Compute step.
+        last: Number of the last stage.
+
+    Returns:
+        (kind, stage) of that step; None if there is none.
     """
     if isinstance(step, Forward):
         return (Forward, step.stage - 1) if step.stage > 0 else None
@@ -283,23 +303,26 @@ def _each(cost: Cost, stages: int) -> list[float]:
     return [float(cost)] * stages if isinstance(cost, int | float) else list(cost)
 
 
-# -- microbatches through the stages of a pipeline: when its ranks are done and what they hold, for many costs
+# -- times and memory of long schedules, by extrapolation
 #
-# Of a built-in schedule with more than 8 microbatches a rank of the pipeline, two shorter ones are simulated, which
-# differ by as many microbatches as ranks, and the difference is added for each further so many: by then every round
-# takes as long as the one before it. (With stages of very different lengths that takes a little longer to come; the
-# error stays below 1 %.)
+# For a built-in schedule with more than 8 microbatches for each rank of the pipeline, two shorter ones are simulated,
+# which differ by one round (as many microbatches as ranks). Their difference is added for each further round, because
+# by then every round takes equally long. (With stages of very different lengths this holds a little later; the error
+# stays below 1 %.)
 
-ROUNDS = 8  # microbatches for each rank of the pipeline from which on rounds take equally long
-_FULL = 4  # the same from which on ranks hold as many as ever, or as many more in each round
+ROUNDS = 8  # microbatches for each pipeline rank after which all rounds take equally long
+_FULL = 4  # microbatches for each pipeline rank after which memory is constant, or grows equally in each round
 
 
 class Flow:
-    """A schedule's numbers of microbatches, whole or extrapolated. The arguments are those of `make_schedule`.
+    """Schedule whose times and memory are extrapolated if it has many microbatches.
+
+    The arguments are those of `make_schedule`.
 
     Attributes:
-        microbatches: That the steps of the whole schedule count (slices of them, where there are slices).
-        held: Bytes of activations that each rank holds at most, of those that each stage keeps of a microbatch.
+        microbatches: Number of microbatches that the steps of the whole schedule count; slices, if there are slices.
+        held: Function that returns the largest bytes of activations on each rank, given the bytes that each stage keeps
+            of a microbatch.
     """
 
     def __init__(self, name: str, ranks: int, microbatches: int, chunks: int = 1, slices: int = 1) -> None:
@@ -310,25 +333,32 @@ class Flow:
 
     @property
     def shape(self) -> Schedule:
-        """A schedule with the same ranks and stages, of as many or fewer microbatches."""
+        """Schedule with the same ranks and stages, and at most as many microbatches."""
         return self._rounds(_FULL)[0].schedule
 
     def ends(self, costs: Costs) -> list[float]:
-        """When each rank of the pipeline is done with its last step, in the unit of the costs.
+        """Return the time at which each rank of the pipeline ends its last step, in the unit of the costs.
 
         Raises:
-            ScheduleError: Steps wait for each other in a circle.
+            ScheduleError: Steps wait for each other in a cycle.
         """
         return self._extended(ROUNDS, lambda prepared: prepared.ends(costs))
 
     def ends_on_shared_cores(
         self, costs: Costs, nodes: Sequence[int], cores: float, message: Callable[[int, int], float]
     ) -> list[float]:
-        """Return when each rank is done, as `PreparedSchedule.ends_on_shared_cores` says; nothing is extrapolated."""
+        """Return the time at which each rank ends, if the ranks of a node share its cores. Nothing is extrapolated.
+
+        Args:
+            costs: Costs of the steps on a rank with its own core; `costs.message` is not used.
+            nodes: Node of each rank of the pipeline.
+            cores: Number of the pipeline's ranks on one node that can compute at full speed at the same time.
+            message: message(stage, to) is the time from the end of a step of `stage` to the arrival of its message.
+        """
         return self._prepared(self._count).ends_on_shared_cores(costs, nodes, cores, message)
 
     def _rounds(self, most: int) -> tuple[PreparedSchedule, PreparedSchedule, int]:
-        """The schedule with fewer microbatches, with a round more, and how many more rounds the whole one has."""
+        """Return the schedule with fewer microbatches, the one with a round more, and the number of rounds to add."""
         few, ranks = self._count, self._ranks
         if self._built_in and few > most * ranks:
             few = (most - 1) * ranks + few % ranks
@@ -336,34 +366,36 @@ class Flow:
         return self._prepared(few), self._prepared(few + (more > 0) * ranks), more
 
     def _extended(self, most: int, of: Callable[[PreparedSchedule], list[float]]) -> list[float]:
+        """Return the values of the whole schedule, extrapolated from two shorter ones where it is long."""
         short, long, more = self._rounds(most)
         return [a + (b - a) * more for a, b in zip(of(short), of(long), strict=True)] if more else of(short)
 
 
 @lru_cache(maxsize=512)
 def _prepared(name: str, ranks: int, microbatches: int, chunks: int, slices: int) -> PreparedSchedule:
+    """Return the prepared schedule. Schedules are cached."""
     return PreparedSchedule(make_schedule(name, ranks, microbatches, chunks, slices))
 
 
 def estimate(
     name: str, ranks: int, count: int, chunks: int, spread: Sequence[float], slowest: float, message: float
 ) -> float:
-    """About the end of a schedule, in closed form: its microbatches on the slowest rank, and what fills and drains it.
+    """Return the approximate end of a schedule in closed form: the slowest rank's work, plus filling and draining.
 
-    With equal stages and no messages it is what `Flow.ends` simulates, as far as `pipe.schedule` says how long its
-    ranks are idle; a schedule of the user's is taken for 1f1b.
+    With equal stages and free messages, it equals the simulated `Flow.ends` wherever the table of idle fractions in
+    `pipe.schedule` applies. A user's own schedule is treated as 1f1b.
 
     Args:
-        name: The schedule.
-        ranks: Of the pipeline.
-        count: Microbatches.
-        chunks: Stages of a rank.
+        name: Name of the schedule.
+        ranks: Number of pipeline ranks.
+        count: Number of microbatches.
+        chunks: Stages a rank.
         spread: Seconds of a microbatch's forward, input and weight passes through a rank, if all ranks were equal.
         slowest: Seconds of a microbatch on the slowest rank.
         message: Seconds of a message between two stages.
     """
     forward, input_, weight = spread
-    short = max(0, ranks - count)  # microbatches that a rank lacks to be busy while the others fill
+    short = max(0, ranks - count)  # microbatches missing to keep a rank busy while the others fill
     idle, sent = (ranks - 1) * (forward + input_ + weight), 2 * (ranks - 1)
     if name == "interleaved":
         idle = (idle + short * (forward + input_ + weight) * (chunks - 1)) / chunks
@@ -374,7 +406,7 @@ def estimate(
         idle = (ranks - 1) * max(spread) + (short + max(0, 2 * ranks - 1 - count)) * weight
         idle, sent = idle / chunks, 2 * ranks * chunks
     elif name != "gpipe":
-        sent += 2 * (ranks - 1) * count // ranks  # each rank sends and waits in turns
+        sent += 2 * (ranks - 1) * count // ranks  # each rank alternates between sending and waiting
     return count * slowest + idle + sent * message
 
 
@@ -382,15 +414,15 @@ def estimate(
 
 
 def with_messages(schedule: Schedule, costs: Costs = Costs()) -> PipelineProgram:
-    """The schedule with a Send and a Receive wherever a stage and its neighbour are on different ranks.
+    """Return the schedule with a Send and a Receive wherever neighbouring stages are on different ranks.
 
     Args:
-        schedule: The schedule.
-        costs: Of the steps, to say in which order they end; every choice gives a right program.
+        schedule: Compute steps of every rank.
+        costs: Costs that determine the order in which steps end; any costs give a correct program.
     """
     ends = [(run.end, rank, run.step) for rank, runs in enumerate(simulate(schedule, costs).runs) for run in runs]
     steps: list[list[Step]] = [[] for _ in range(schedule.ranks)]
-    for _, together in groupby(sorted(ends, key=lambda e: e[:2]), key=lambda e: e[0]):  # a rank's stay in order
+    for _, together in groupby(sorted(ends, key=lambda e: e[:2]), key=lambda e: e[0]):  # a rank's steps stay in order
         messages: list[tuple[Send, int]] = []  # after all steps that end at the same time
         for _, rank, step in together:
             steps[rank].append(step)
@@ -405,21 +437,23 @@ def with_messages(schedule: Schedule, costs: Costs = Costs()) -> PipelineProgram
 
 
 def forward_only(schedule: Schedule) -> Schedule:
-    """The forward steps of a schedule alone, for an evaluation."""
+    """Return the schedule with its forward steps alone, for an evaluation."""
     steps = tuple(tuple(s for s in steps if isinstance(s, Forward)) for steps in schedule.steps)
     return replace(schedule, name=f"{schedule.name} forward", steps=steps)
 
 
 def verify(program: PipelineProgram, training: bool = True) -> None:
-    """Raise ScheduleError, with the rank and the step, unless a program is right.
+    """Raise ScheduleError, naming the rank and the step, unless a program is correct.
 
-    training: whether backward steps belong to it.
+    Args:
+        program: Program of all ranks.
+        training: If true, the program must contain all backward steps; otherwise only forward steps.
     """
     _Check(program, training).run()
 
 
 class _Check:
-    """The state of all ranks while their steps are run symbolically."""
+    """State of all ranks during the symbolic run of a program."""
 
     def __init__(self, program: PipelineProgram, training: bool) -> None:
         self.program, self.schedule, self.training = program, program.schedule, training
@@ -430,7 +464,7 @@ class _Check:
         self.sent: set[tuple[int, int, bool]] = set()
 
     def run(self) -> None:
-        """Let every rank go on as far as it can, until nobody can."""
+        """Advance every rank until none can continue, then require that all steps are done."""
         moved = True
         while moved:
             moved = False
@@ -443,7 +477,7 @@ class _Check:
         self._check_complete()
 
     def _advance(self, rank: int) -> bool:
-        """Run a rank's next step, if what it waits for is there; returns whether it ran."""
+        """Run a rank's next step if its input is there. Returns whether the step ran."""
         steps = self.program.steps[rank]
         if self.at[rank] == len(steps):
             return False
@@ -457,7 +491,7 @@ class _Check:
         return True
 
     def _send(self, rank: int, step: Send) -> bool:
-        """Run a Send together with its Receive, if the other rank has come to that."""
+        """Run a Send together with its Receive, if the other rank has reached it. Returns whether it ran."""
         theirs = self.program.steps[step.to]
         at = self.at[step.to]
         if at == len(theirs):
@@ -480,7 +514,7 @@ class _Check:
         return True
 
     def _compute(self, rank: int, step: Compute) -> None:
-        """Run a compute step, which must be the rank's, not done yet, and have its input there."""
+        """Run a compute step, which must be this rank's, not done yet, and have its input there."""
         schedule = self.schedule
         stage, microbatch = step.stage, step.microbatch
         if not 0 <= stage < schedule.stages or schedule.rank_of[stage] != rank:
@@ -508,7 +542,7 @@ class _Check:
             self.here[rank].add((stage, microbatch, True))
 
     def _check_slices(self, rank: int, step: Compute) -> None:
-        """A slice comes after the one before it forward, and after the one behind it backward."""
+        """Require that slices of a sequence run in order forward, and in reverse order backward."""
         slices = self.schedule.slices
         number = step.microbatch % slices
         if isinstance(step, Forward):
@@ -518,7 +552,7 @@ class _Check:
             raise self._error(rank, "comes before the backward step of a later slice")
 
     def _check_complete(self) -> None:
-        """Every step of every stage and microbatch must have run, and every message been used."""
+        """Require that every step of every stage and microbatch has run, and that every message was used."""
         kinds = (Forward, BackwardInput, BackwardWeight) if self.training else (Forward,)
         schedule = self.schedule
         wanted = {(k, s, j) for k in kinds for s in range(schedule.stages) for j in range(schedule.microbatches)}
@@ -532,6 +566,6 @@ class _Check:
                 raise ScheduleError(f"{schedule.name}: rank {rank} ends with {sorted(left)} that nobody used")
 
     def _error(self, rank: int, what: str) -> ScheduleError:
-        """An error at the step that a rank has come to."""
+        """Return an error at a rank's current step."""
         at = self.at[rank]
         return ScheduleError(f"{self.schedule.name}: rank {rank}, step {at} ({self.program.steps[rank][at]}) {what}")

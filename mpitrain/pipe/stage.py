@@ -1,28 +1,27 @@
-"""A stage: some of a model's blocks in order, and what it keeps of each microbatch between forward and backward.
+"""Stage of a pipeline: consecutive blocks of a model, and the data kept between a microbatch's forward and backward.
 
-Recompute: forward keeps the stage's input alone, and backward first runs forward again, from the same state of the
+Recompute: forward keeps only the stage's input, and backward first runs forward again, from the same state of the
 random generators. (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", with a stage as the segment.)
 
-Slices of a sequence (TeraPipe, Li et al. 2021): a block that looks at earlier positions has
-`forward_slice(x, past) -> (y, state)`; past: the states of earlier slices, in order. Each state is detached from its
-slice's graph, and its `.grad` collects the gradients that later slices have for it until its own slice's backward
-step.
+Slices of a sequence (TeraPipe, Li et al. 2021): a block that uses earlier positions has
+`forward_slice(x, past) -> (y, state)`, where `past` lists the states of earlier slices in order. Each state is detached
+from its slice's graph. Its `.grad` collects the gradients from later slices until its own slice's backward step.
 
-Backward in halves: first the gradients of a stage's inputs, later those of its parameters. The stage's graph is divided
-every few blocks, because the weight half runs autograd's engine many times, and the engine looks at all of a graph each
-time. In each graph, `path` nodes are those from which an input is reached; a parameter hangs on path nodes by nodes
-from which no input is reached:
+Backward in halves: first the gradients of a stage's inputs, later those of its parameters. The weight half runs
+autograd's engine many times, and the engine visits all of a graph each time. The stage's graph is therefore divided
+every few blocks. In each graph, `path` nodes are the nodes from which an input can be reached. A parameter hangs on a
+path node if all nodes between the two are nodes from which no input can be reached:
 
     output <- Addmm <- Gelu <- Addmm <- input         path
                 \\ T <- weight    \\ T <- weight         beside it
 
-The input half runs the engine from the outputs to the inputs; the engine then leaves out what only parameters need
-(Addmm computes one product instead of two). On the way it keeps the gradient that arrives at every path node that
+The input half runs the engine from the outputs to the inputs. The engine then skips the work that only parameters need
+(Addmm computes one product instead of two). The input half also keeps the gradient that arrives at every path node that
 parameters hang on. The weight half runs each of those nodes once more from that gradient, to its parameters alone.
 
-A parameter that hangs on several path nodes (used twice) can't be had from one of them without going through the
-others again; its gradient is complete in the input half already, and taken there. So are those of one dimension
-(biases, norms): they cost little, and running a node once more would cost more.
+A parameter that hangs on several path nodes (used twice) cannot be reached from one of them without going through the
+others again. Its gradient is complete in the input half, and is taken there. So are the gradients of one-dimensional
+parameters (biases, norms): they are cheap, and running a node once more would cost more.
 (The idea of splitting: Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2.)
 """
 
@@ -43,38 +42,38 @@ from mpitrain.pipe.wire import as_tuple, mapped
 
 State = tuple[torch.Tensor, ...]
 _TOGETHER = 4  # blocks in one graph, with backward in halves
-Past = dict[int, list[State]]  # of one microbatch in one stage: by number of the block, the states of the slices so far
+Past = dict[int, list[State]]  # states of the earlier slices by block, for one microbatch and stage
 Joint = list[tuple[torch.Tensor, torch.Tensor]]  # tensors that end one graph, and the leaves that begin the next
 
 
 @dataclass
 class Kept:
-    """What a stage holds of one microbatch (or slice) between forward and backward."""
+    """Data that a stage keeps of one microbatch (or slice) between forward and backward."""
 
     inputs: tuple[Any, ...]
-    single: bool  # the input is no tuple
+    single: bool  # the input is a tensor, not a tuple
     outputs: tuple[torch.Tensor, ...] = ()  # the tensors of the output, or the loss
-    wanting: tuple[bool, ...] = ()  # which of them get a gradient
-    made: list[tuple[State, State]] = field(default_factory=list)  # states in the graph, and detached from it
+    wanting: tuple[bool, ...] = ()  # for each output, whether it gets a gradient
+    made: list[tuple[State, State]] = field(default_factory=list)  # pairs: state in the graph, its detached copy
     past: Past = field(default_factory=dict)
     # before forward, with recompute: states of the generators of the CPU and of the device, if there is one
     random: list[tuple[torch.device, torch.Tensor]] | None = None
     ending: Callable[[Any], torch.Tensor] | None = None  # the loss of the output, on the last stage
     joints: list[Joint] = field(default_factory=list)  # where the graph is divided between blocks, in order
-    weights: list[Callable[[], None]] = field(default_factory=list)  # what does the weight half of backward
-    share: float = 1.0  # of the microbatch in the terms that the stage adds to the loss
+    weights: list[Callable[[], None]] = field(default_factory=list)  # functions that run the weight half
+    share: float = 1.0  # the microbatch's share in the loss terms that the stage adds
 
 
 class Stage:
     """One stage of a pipeline, which computes one microbatch at a time.
 
-    Recomputing runs BatchNorm's statistics twice, as torch.utils.checkpoint does.
+    With recompute, BatchNorm updates its statistics twice, as with `torch.utils.checkpoint`.
 
     Args:
-        blocks: Of the model, in order.
-        first: Whether it is the first of all stages, whose input needs no gradient.
-        recompute: Keep the input alone, and compute the rest again before backward.
-        halves: Backward comes in two, the inputs' gradients first.
+        blocks: Blocks of the stage, in order.
+        first: True for the first stage, whose input needs no gradient.
+        recompute: If true, keep only the input, and run forward again before backward.
+        halves: If true, backward runs in two halves, the inputs' gradients first.
     """
 
     def __init__(self, blocks: Sequence[nn.Module], *, first: bool, recompute: bool, halves: bool = False) -> None:
@@ -96,13 +95,13 @@ class Stage:
         """Compute the stage's output.
 
         Args:
-            x: The stage's input, a tensor or a tuple; tensors from another stage are leaves of their graph.
-            ending: Makes the loss of the output, on the last stage.
-            past: The slices so far, to which this one's states are added; None for a whole sequence.
-            share: Of the microbatch in the terms that a `LossTerm` adds to the loss.
+            x: Input of the stage, a tensor or a tuple; tensors from another stage are leaves of their graph.
+            ending: Function that computes the loss from the output, on the last stage.
+            past: States of earlier slices, to which this slice's states are added; None for a whole sequence.
+            share: Share of the microbatch in the terms that a `LossTerm` adds to the loss.
 
         Returns:
-            The output, or what `ending` makes of it, and what backward needs.
+            The output, or the result of `ending`, and the data that backward needs.
         """
         kept = Kept(as_tuple(x), not isinstance(x, tuple | list), ending=ending, share=share)
         if past is not None:
@@ -112,7 +111,7 @@ class Stage:
             kept.random = [(device, devices.generator_state(device)) for device in (devices.CPU, *on)]
             with torch.no_grad():
                 output, states = self._run(x, kept, past is not None)
-            # without a graph, and requiring gradients where its recomputation will
+            # the output has no graph, but requires gradients if the recomputed one will
             if self._inputs(kept) or any(p.requires_grad for block in self.blocks for p in block.parameters()):
                 output = mapped(lambda t: t.detach().requires_grad_(t.is_floating_point()), output)
         else:
@@ -127,11 +126,11 @@ class Stage:
         return output, kept
 
     def backward(self, kept: Kept, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Add to the parameters' `.grad`, and return the gradients of the inputs.
+        """Add the parameters' gradients to `.grad`, and return the gradients of the inputs.
 
         Args:
-            kept: What forward kept.
-            gradients: Of the outputs that require one; unused on the last stage, whose output is the loss.
+            kept: Data that `forward` returned.
+            gradients: Gradients of the outputs that require one; unused on the last stage, whose output is the loss.
         """
         roots, values = self._roots(kept, gradients)
         if roots:
@@ -139,7 +138,12 @@ class Stage:
         return [_complete(t.grad, t) for t in self._inputs(kept)]
 
     def backward_input(self, kept: Kept, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the gradients of the inputs, and leave those of the parameters to `backward_weight`."""
+        """Return the gradients of the inputs, and leave those of the parameters to `backward_weight`.
+
+        Args:
+            kept: Data that `forward` returned.
+            gradients: Gradients of the outputs that require one; unused on the last stage, whose output is the loss.
+        """
         roots, values = self._roots(kept, gradients)
         for joint in reversed(kept.joints):
             if roots:
@@ -150,7 +154,7 @@ class Stage:
         inputs = self._inputs(kept)
         if not roots:
             return [_complete(None, t) for t in inputs]
-        if not inputs:  # the first stage, or nothing to train before: nobody waits, it is done later
+        if not inputs:  # the first stage, or nothing trained before it: no rank waits, so it can be done later
             kept.weights.append(partial(torch.autograd.backward, roots, values))
             return []
         found, weights = backward_inputs(roots, values, inputs)
@@ -158,12 +162,12 @@ class Stage:
         return [_complete(g, t) for g, t in zip(found, inputs, strict=True)]
 
     def backward_weight(self, kept: Kept) -> None:
-        """Add to the parameters' `.grad` what `backward_input` left."""
+        """Add the gradients that `backward_input` deferred to the parameters' `.grad`."""
         for weights in kept.weights:
             weights()
 
     def _run(self, x: Any, kept: Kept, sliced: bool) -> tuple[Any, dict[int, State]]:
-        """Run the blocks: the output (or the loss), and the states of the blocks that look back."""
+        """Run the blocks. Returns the output (or the loss), and the states of the blocks that use earlier positions."""
         states: dict[int, State] = {}
         for term in self._terms:
             term.share = kept.share
@@ -182,7 +186,7 @@ class Stage:
         return (x if kept.ending is None else kept.ending(x)), states
 
     def _roots(self, kept: Kept, gradients: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """The tensors that backward starts from (outputs and states), and their gradients."""
+        """Return the tensors that backward starts from (outputs and states), and their gradients."""
         if kept.random is not None:
             self._recompute(kept)
         outputs = [t for t, wants in zip(kept.outputs, kept.wanting, strict=True) if wants]
@@ -209,17 +213,17 @@ class Stage:
         kept.made = list(zip(states.values(), (leaves for _, leaves in kept.made), strict=True))
 
     def _inputs(self, kept: Kept) -> list[torch.Tensor]:
-        """The inputs whose gradients the stage before waits for."""
+        """Return the inputs whose gradients the previous stage waits for."""
         return [] if self.first else [t for t in kept.inputs if t.requires_grad]
 
 
 def _complete(gradient: torch.Tensor | None, of: torch.Tensor) -> torch.Tensor:
-    """The gradient, or zeros for an input that nothing depends on."""
+    """Return the gradient, or zeros for an input that no output depends on."""
     return torch.zeros_like(of) if gradient is None else gradient
 
 
 def _begins_in_place(block: nn.Module) -> bool:
-    """Whether the block overwrites its input, which must then be no leaf of a graph."""
+    """Return whether the block overwrites its input, which must then not be a leaf of a graph."""
     while (child := next(block.children(), None)) is not None:
         block = child
     return bool(getattr(block, "inplace", False))
@@ -231,16 +235,16 @@ Gradients = list[torch.Tensor | None]
 def backward_inputs(
     outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
 ) -> tuple[Gradients, Callable[[], None]]:
-    """The first half of a backward pass. No hooks of parameters run in either half.
+    """Run the first half of a backward pass. Hooks of parameters run in neither half.
 
     Args:
         outputs: Roots of the graph.
-        gradients: Of the outputs.
-        inputs: Leaves of the graph whose gradients are wanted at once.
+        gradients: Gradient of each output.
+        inputs: Leaves of the graph whose gradients are needed at once.
 
     Returns:
-        The gradients of the inputs (None where nothing depends on one), and what to call later to add the gradients
-        of most parameters to their `.grad`; those of the others have been added.
+        The gradients of the inputs (None if no output depends on one), and a function to call later, which adds the
+        gradients of most parameters to their `.grad`. Those of the other parameters have been added already.
     """
     late, early, arriving = _walk(outputs, inputs)
     edges = [GradientEdge(node, number) for node, numbers in arriving.items() for number in sorted(numbers)]
@@ -274,11 +278,11 @@ def _walk(
     Returns:
         late: The parameters of the weight half, by the path node they hang on.
         early: The parameters of the input half.
-        arriving: Of each of those nodes, the numbers of its outputs at which gradients arrive.
+        arriving: For each of those nodes, the numbers of its outputs at which gradients arrive.
     """
     roots = [get_gradient_edge(t).node for t in outputs]
     children, parents = _below(roots)
-    path: dict[Node, None] = {}  # a set in order of the graph: ranks of a tensor axis must go through it alike
+    path: dict[Node, None] = {}  # an ordered set: all ranks of a tensor axis must use the same order
     above = [node for t in inputs if (node := get_gradient_edge(t).node) in children]
     while above:
         node = above.pop()
@@ -312,7 +316,7 @@ def _walk(
 
 
 def _below(roots: Sequence[Node]) -> tuple[dict[Node, Any], dict[Node, list[Node]]]:
-    """Of all nodes reached from the roots: their edges as torch gives them, and the nodes above them."""
+    """Return the edges of all nodes reached from the roots, as torch gives them, and the parents of each node."""
     children: dict[Node, Any] = {}
     parents: dict[Node, list[Node]] = {}
     waiting = list(roots)
@@ -332,7 +336,7 @@ def _below(roots: Sequence[Node]) -> tuple[dict[Node, Any], dict[Node, list[Node
 
 
 def _leaves(node: Node, children: dict[Node, Any]) -> set[Any]:
-    """The AccumulateGrad nodes below a node: the only ones with nothing below them."""
+    """Return the AccumulateGrad nodes below a node: the only nodes with nothing below them."""
     found: set[Any] = set()
     seen: set[Node] = set()
     waiting = [node]
@@ -348,7 +352,7 @@ def _leaves(node: Node, children: dict[Node, Any]) -> set[Any]:
 
 
 def _accumulate(parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
-    """Add to .grad in place, as the engine does: it may be a view of an arena."""
+    """Add to `.grad` in place, as autograd does, because `.grad` may be a view of an arena."""
     if parameter.grad is None:
         parameter.grad = gradient
     elif gradient is not None:

@@ -1,9 +1,9 @@
-"""What goes between stages: one tensor or a tuple of them, with shapes both sides know.
+"""Tensors that stages exchange: one tensor or a tuple of them, with shapes that both ranks know.
 
-Shapes are told in a header the first time, and remembered for microbatches that look the same; from then on a
-message is the tensors' bytes and nothing else.
+A header carries the shapes the first time. Both ranks remember them for microbatches of the same shapes, and later
+messages contain only the tensors' bytes.
 
-    header   [length] then int64: single, number, then per tensor: dtype, wants gradient, dimensions, sizes
+    header   [length] then int64: single, number, then for each tensor: dtype, needs gradient, dimensions, sizes
 """
 
 from __future__ import annotations
@@ -20,12 +20,18 @@ from mpitrain.errors import InputError
 if TYPE_CHECKING:
     from mpitrain.comm import Communicator, Work
 
-_DTYPES = tuple(sorted(DTYPES, key=str))  # a header says which by its number
+_DTYPES = tuple(sorted(DTYPES, key=str))  # a header has the index of the dtype
 
 
 @dataclass(frozen=True)
 class TensorMeta:
-    """Of one tensor that goes between stages, whether a gradient comes back for it."""
+    """Shape and dtype of one tensor that stages exchange.
+
+    Attributes:
+        shape: Shape of the tensor.
+        dtype: Data type of the elements.
+        gradient: True if its gradient is sent back.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -34,19 +40,28 @@ class TensorMeta:
 
 @dataclass(frozen=True)
 class OutputSpec:
-    """The shapes and dtypes of a stage's output. single: a tensor by itself, not a tuple of one."""
+    """Shapes and dtypes of a stage's output.
+
+    Attributes:
+        tensors: Shape and dtype of each tensor.
+        single: True for a bare tensor, False for a tuple.
+    """
 
     tensors: tuple[TensorMeta, ...]
     single: bool
 
     @property
     def gradients(self) -> tuple[TensorMeta, ...]:
-        """Of the tensors that a gradient comes back for."""
+        """Tensors whose gradients are sent back."""
         return tuple(t for t in self.tensors if t.gradient)
 
     @staticmethod
     def of(output: Any) -> OutputSpec:
-        """Of an output. Raises InputError when it is neither a tensor nor a tuple of tensors that can be sent."""
+        """Return the spec of a stage's output.
+
+        Raises:
+            InputError: The output is neither a tensor nor a tuple of tensors, or has a dtype that cannot be sent.
+        """
         tensors = as_tuple(output)
         if not all(isinstance(t, torch.Tensor) for t in tensors):
             kinds = ", ".join(sorted({type(t).__name__ for t in tensors}))
@@ -58,7 +73,7 @@ class OutputSpec:
         return OutputSpec(specs, isinstance(output, torch.Tensor))
 
     def header(self) -> torch.Tensor:
-        """As a flat int64 tensor, to be sent."""
+        """Return the spec as a flat int64 tensor, ready to be sent."""
         numbers = [int(self.single), len(self.tensors)]
         for t in self.tensors:
             numbers += [_DTYPES.index(t.dtype), int(t.gradient), len(t.shape), *t.shape]
@@ -66,7 +81,7 @@ class OutputSpec:
 
     @staticmethod
     def from_header(header: torch.Tensor) -> OutputSpec:
-        """As `header` has made it."""
+        """Return the spec that `header` encoded."""
         numbers = iter(header.tolist())
         single, count = next(numbers), next(numbers)
         specs = []
@@ -77,17 +92,28 @@ class OutputSpec:
 
 
 def as_tuple(value: Any) -> tuple[Any, ...]:
-    """The tensors of a stage's input or output."""
+    """Return the tensors of a stage's input or output as a tuple."""
     return tuple(value) if isinstance(value, tuple | list) else (value,)
 
 
 def mapped(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """A tensor, or each of a tuple, changed."""
+    """Apply a function to a tensor, or to each tensor of a tuple.
+
+    Args:
+        change: Function of one tensor.
+        value: Tensor, or tuple of tensors.
+
+    Returns:
+        The result in the same form: a tensor or a tuple.
+    """
     return change(value) if isinstance(value, torch.Tensor) else tuple(change(t) for t in value)
 
 
 def look(value: Any) -> Any:
-    """What decides the shapes inside a model: the shapes and dtypes of what goes in."""
+    """Return the shapes and dtypes of an input, which determine all shapes inside the model.
+
+    Anything that is neither a tensor nor a tuple or list is represented by its type.
+    """
     if isinstance(value, torch.Tensor):
         return tuple(value.shape), value.dtype
     if isinstance(value, tuple | list):
@@ -99,16 +125,16 @@ _HEADER, _OUTPUT, _GRADIENT, _LOSS = range(4)  # message tags
 
 
 class Wire:
-    """The messages of one pipeline.
+    """Messages between the ranks of one pipeline.
 
-    MPI waits by polling, which is the fastest where every rank has a core. Where there are more ranks than cores
-    (oversubscribed) that would take cores from the ranks that compute, so waits sleep between polls there.
+    MPI polls while it waits, which is fastest if every rank has its own core. With more ranks than cores, polling takes
+    cores from the ranks that compute, so waits then sleep between polls.
 
     Args:
-        comm: The ranks of the pipeline.
+        comm: Communicator of the pipeline's ranks.
 
     Attributes:
-        device: Where tensors are received.
+        device: Device of received tensors.
     """
 
     def __init__(self, comm: Communicator) -> None:
@@ -117,17 +143,22 @@ class Wire:
         self._sending: list[Work] = []
 
     def wait(self, work: Work) -> None:
-        """Wait for a message to be sent or received."""
+        """Wait until a message has been sent or received."""
         work.wait(self.comm.process.watchdog.timeout if self._sleeps else None)
 
     def send_header(self, spec: OutputSpec, to: int) -> None:
-        """Begin to tell another rank the shapes of what comes next."""
+        """Start sending another rank the shapes of the next output.
+
+        Args:
+            spec: Shapes and dtypes of the output.
+            to: Rank that receives the header.
+        """
         header = spec.header()
         self._sending.append(self.comm.isend(torch.tensor([len(header)]), to, _HEADER))
         self._sending.append(self.comm.isend(header, to, _HEADER))
 
     def receive_header(self, source: int) -> OutputSpec:
-        """Wait for the shapes of what comes next from another rank."""
+        """Receive the shapes of the next output from another rank. Waits for them."""
         length = torch.empty(1, dtype=torch.int64)
         self.wait(self.comm.irecv(length, source, _HEADER))
         header = torch.empty(int(length), dtype=torch.int64)
@@ -135,7 +166,13 @@ class Wire:
         return OutputSpec.from_header(header)
 
     def send(self, tensors: Sequence[torch.Tensor], to: int, gradient: bool) -> None:
-        """Begin to send; the tensors must not change afterwards."""
+        """Start sending tensors, which must not change afterwards.
+
+        Args:
+            tensors: Tensors to send.
+            to: Rank that receives them.
+            gradient: True for gradients, False for outputs.
+        """
         self._sending = [work for work in self._sending if not work.done()]
         for t in tensors:
             self._sending.append(self.comm.isend(t.detach().contiguous(), to, _GRADIENT if gradient else _OUTPUT))
@@ -143,18 +180,32 @@ class Wire:
     def receive(
         self, specs: Sequence[TensorMeta], source: int, gradient: bool
     ) -> tuple[list[torch.Tensor], list[Work]]:
-        """Begin to receive: new tensors on the device, and what to wait for before they are used."""
+        """Start receiving tensors.
+
+        Args:
+            specs: Shapes and dtypes of the tensors.
+            source: Rank that sends them.
+            gradient: True for gradients, False for outputs.
+
+        Returns:
+            New tensors on the device, and the works to wait for before they are used.
+        """
         tensors = [torch.empty(t.shape, dtype=t.dtype, device=self.device) for t in specs]
         return tensors, [self.comm.irecv(t, source, _GRADIENT if gradient else _OUTPUT) for t in tensors]
 
     def finish(self) -> None:
-        """Wait until everything sent has left."""
+        """Wait until all sends have completed."""
         for work in self._sending:
             self.wait(work)
         self._sending.clear()
 
     def share_loss(self, loss: float, root: int) -> float:
-        """Give all ranks the root's number; the root only begins to send it."""
+        """Return the root's number on all ranks. Collective, but the root only starts the sends.
+
+        Args:
+            loss: Number, used on the root alone.
+            root: Rank that has the number.
+        """
         number = torch.tensor([loss], dtype=torch.float64)
         if self.comm.rank == root:
             others = (rank for rank in range(self.comm.size) if rank != root)

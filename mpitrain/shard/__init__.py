@@ -1,12 +1,13 @@
-"""Data parallelism and ZeRO: which rank keeps which parameters, gradients and optimizer states, and how they move.
+"""Data parallelism and ZeRO: placement and movement of parameters, gradients and optimizer states.
 
-sharding                        puts the rest together for a stage of ZeRO
-placement                       the stages, and what each takes by formula
-flat                            parameters end to end in buckets, or in the units that are gathered together
+sharding                        combines the parts below for one stage of ZeRO
+placement                       the stages of ZeRO, and a formula for the memory of each
+flat                            parameters laid end to end in buckets, or in units that are gathered together
 parameters                      the placements of parameters
 gradients, reducer, in_place    the placements of gradients, and how backward fills and reduces them
 flat_parameters, update, offload
-                                what this rank's optimizer updates, and where its states are
+                                the tensors that this rank's optimizer updates, and where its states are
+optimizers                      Muon, LAMB and LARS, which need whole parameters
 virtual_workers                 the parts that a global batch is always divided into
-ddp                             DistributedDataParallel, the replicated case by itself
+ddp                             DistributedDataParallel, the replicated case alone
 """

@@ -1,4 +1,4 @@
-"""DistributedDataParallel: the replicated case, with the interface of torch's class of that name."""
+"""DistributedDataParallel: data parallelism with replicated parameters, with the interface of torch's class."""
 
 from __future__ import annotations
 
@@ -18,22 +18,24 @@ from mpitrain.shard.reducer import Reducer
 
 
 class DistributedDataParallel(nn.Module):
-    """A module whose gradients are averaged over the ranks of `comm` in backward. Collective to make.
+    """A module whose gradients are averaged over the ranks of `comm` in backward. The constructor is collective.
 
-    Parameters and buffers start as rank 0's. It can be used like torch.nn.parallel.DistributedDataParallel (Li et al.
-    2020, PyTorch Distributed). Attributes and methods that it lacks are those of the module (`model.config`,
-    `model.generate(...)`); what a method computes there is reduced by no rank, unlike a call of `model` itself.
+    Parameters and buffers start with the values of rank 0. The class can be used like
+    torch.nn.parallel.DistributedDataParallel (Li et al. 2020, PyTorch Distributed). Attributes and methods that it
+    lacks are those of the module (`model.config`, `model.generate(...)`). Gradients are reduced for calls of `model`
+    itself, not for calls of the module's other methods.
 
     Args:
-        module: The module to train; it stays available as `.module`.
-        comm: One communicator, or several over the same ranks that buckets use in turn; None for all ranks.
-        bucket_mb: MiB of gradients reduced at a time.
-        find_unused_parameters: A parameter that gets no gradient counts as zero instead of being an error; one that
-            no rank used gets none.
-        static_graph: The first backward pass tells which parameters are used, and how often, in all of them.
-        broadcast_buffers: Make buffers (running statistics) rank 0's before each forward pass in training.
+        module: Module to train; available as `.module`.
+        comm: One communicator, or several over the same ranks, which buckets use in turn; None for all ranks.
+        bucket_mb: MiB of gradients that are reduced together.
+        find_unused_parameters: Treat a missing gradient as zero instead of raising an error; a parameter that no rank
+            used gets no gradient.
+        static_graph: Assume that every backward pass uses the same parameters, the same number of times, as the first
+            one.
+        broadcast_buffers: Copy rank 0's buffers (running statistics) to all ranks before each forward pass in training.
         compression: fp16, bf16, topk, powersgd, or an object of `mpitrain.comm.compression`.
-        algorithm: Of the all-reduce; "auto" for what fits the size and the memory.
+        algorithm: Algorithm of the all-reduce; "auto" to choose it by size and memory.
     """
 
     def __init__(
@@ -57,11 +59,11 @@ class DistributedDataParallel(nn.Module):
         self._reduction = BucketReduction(comms, "avg", algorithm=algorithm, compression=compression)
         self._names = {p: name for name, p in module.named_parameters()}
         self.reducer = self._make_reducer(in_backward_order(module))
-        self._rebuilt = not self._reduction.overlaps  # the order matters only where something overlaps
+        self._rebuilt = not self._reduction.overlaps  # the order matters only if communication overlaps backward
         self._joining: Joining | None = None
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the module where this class has none of that name."""
+        """Return an attribute of the module if this class has none of that name."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -71,7 +73,7 @@ class DistributedDataParallel(nn.Module):
             return getattr(module, name)
 
     def _make_reducer(self, order: Sequence[nn.Parameter]) -> Reducer:
-        """Lay gradients out in an order, and watch for them. Collective."""
+        """Lay gradients out in the given order, and return a reducer that watches them. Collective."""
         gradients = WholeGradients(flat_groups(order, self._bucket_mb), self._reduction, sharded=False, dtype=None)
         return Reducer(gradients, self._names, self.module, unused_allowed=self._unused, static=self._static)
 
@@ -83,7 +85,7 @@ class DistributedDataParallel(nn.Module):
         return self.module(*args, **kwargs)
 
     def _before_forward(self) -> None:
-        """Do what all ranks do together before a forward pass in training. Collective."""
+        """Rebuild the buckets if due, and broadcast buffers, before a forward pass in training. Collective."""
         if self.reducer.passes and not self._rebuilt:
             self._rebuild()
         if self._joining is not None:
@@ -94,8 +96,7 @@ class DistributedDataParallel(nn.Module):
                 self.comm.broadcast(buffer, source)
 
     def _rebuild(self) -> None:
-        """Lay gradients out in the order in which they came on rank 0, so that the first buckets fill first.
-
+        """Lay gradients out in the order in which they arrived on rank 0, so that the first buckets fill first.
         Collective.
         """
         self._rebuilt = True
@@ -112,7 +113,7 @@ class DistributedDataParallel(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside only accumulate; the first one after it reduces all of them."""
+        """Accumulate gradients without reducing them; the first backward pass after the context reduces all of them."""
         before, self.reducer.enabled = self.reducer.enabled, False
         try:
             yield
@@ -121,13 +122,13 @@ class DistributedDataParallel(nn.Module):
 
     @contextmanager
     def join(self, divide_by_initial_world_size: bool = True, enable: bool = True) -> Iterator[None]:
-        """For ranks with unequal numbers of batches: one that has no more takes part in the others' steps with zeros.
+        """Train with unequal numbers of batches per rank: a rank without batches joins the others' steps with zeros.
 
-        At the end all ranks have the parameters of one that trained to the last.
+        At the end all ranks get the parameters of a rank that trained until the last step.
 
         Args:
-            divide_by_initial_world_size: Average over all ranks, else over those that still train.
-            enable: False to do nothing.
+            divide_by_initial_world_size: Average over all ranks; if false, over the ranks that still have batches.
+            enable: If false, do nothing.
         """
         if not enable or self.comm.size == 1:
             yield
@@ -135,7 +136,7 @@ class DistributedDataParallel(nn.Module):
         self._joining = Joining(self.comm, divide_by_initial_world_size)
         try:
             yield
-            while self._joining.meet(training=False):  # steps of others, without a batch of one's own
+            while self._joining.meet(training=False):  # steps of the other ranks, while this rank has no batch
                 self._before_forward()
                 self.reducer.gradients.zero()
                 self.reducer.finish()
@@ -145,34 +146,46 @@ class DistributedDataParallel(nn.Module):
 
 
 def broadcast_state(module: nn.Module, comm: Communicator, root: int = 0) -> None:
-    """Give every rank the root's parameters and buffers. Collective."""
+    """Copy the root's parameters and buffers to every rank. Collective.
+
+    Args:
+        module: Module of the same structure on all ranks.
+        comm: Ranks that get the values.
+        root: Rank whose values are copied.
+    """
     broadcast_tensors((*module.parameters(), *module.buffers()), comm, root)
 
 
 @torch.no_grad()
 def broadcast_tensors(tensors: Iterable[torch.Tensor], comm: Communicator, root: int) -> None:
-    """Give every rank the root's values. Collective."""
+    """Copy the root's values of some tensors to every rank, in place. Collective.
+
+    Args:
+        tensors: Tensors of the same shapes and dtypes on all ranks.
+        comm: Ranks that get the values.
+        root: Rank whose values are copied.
+    """
     for tensor in tensors:
-        dense = tensor.contiguous()  # the tensor itself where it is that already
+        dense = tensor.contiguous()  # the tensor itself if it is contiguous
         comm.broadcast(dense, root)
         if dense is not tensor:
             tensor.copy_(dense)
 
 
-# -- Ranks with unequal numbers of batches: those that have no more take part in the others' steps with zeros
-# What torch calls join (`DistributedDataParallel.join`).
+# -- Ranks with unequal numbers of batches: a rank without batches takes part in the others' steps with zeros
+# (see `DistributedDataParallel.join`, as in torch)
 
 
 class Joining:
-    """Before each step all ranks tell each other whether they have a batch.
+    """Coordination of ranks with unequal numbers of batches: before each step they exchange whether they have one.
 
     Args:
-        comm: The ranks that train together.
-        divide_by_all: Average over all of them, else over those that have a batch.
+        comm: Ranks that train together.
+        divide_by_all: Average over all ranks; if false, over the ranks that have a batch.
 
     Attributes:
-        source: The first rank that had a batch when they last told.
-        factor: What an average over all ranks is to be multiplied by.
+        source: First rank that had a batch at the last exchange.
+        factor: Factor that turns an average over all ranks into the requested average.
     """
 
     def __init__(self, comm: Communicator, divide_by_all: bool) -> None:
@@ -182,7 +195,7 @@ class Joining:
         self.factor = 1.0
 
     def meet(self, training: bool) -> bool:
-        """Tell whether this rank has a batch; returns whether any has one. Collective."""
+        """Exchange whether each rank has a batch, and return whether any rank has one. Collective."""
         self._comm.all_gather(self._training, np.array([training], dtype=np.uint8))
         count = int(self._training.sum())
         if count:

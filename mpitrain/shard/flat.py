@@ -1,15 +1,15 @@
 """Flat groups: parameters of one dtype laid end to end, in the order in which backward finishes their gradients.
 
-Backward finishes the last layers first, so parameters are laid out in reverse order of registration, in buckets:
+Backward finishes the last layers first. Parameters are therefore laid out in reverse order of registration, in buckets:
 
     | bucket 0: last layers | bucket 1        | ...      | bucket k: first layers |
       1 MiB, so that         25 MiB each
       sending starts early
 
-Sharded parameters are laid out by the units in which they are made whole and given back (FSDP's name for them). A unit
-is a block of the model (a child of an outermost ModuleList or Sequential), or a tile of a tiled layer; what
-belongs to no unit, or to several (tied weights), is in the root unit, which stays gathered from the forward pass to
-the end of backward.
+Sharded parameters are laid out by units (FSDP's name), the parameters that are gathered and freed together. A unit is a
+block of the model (a child of an outermost ModuleList or Sequential) or a tile of a tiled layer. Parameters that belong
+to no unit, or to several (tied weights), are in the root unit, which stays gathered from the forward pass to the end of
+backward.
 """
 
 from __future__ import annotations
@@ -28,58 +28,63 @@ from mpitrain.layout.boxes import Flat, in_buckets, lay_out
 FIRST_BUCKET = 1 << 20  # bytes
 MIB = 1 << 20
 T = TypeVar("T", bound=torch.Tensor)
-MULTIPLE = 16  # elements that a share of a bucket is a multiple of
+MULTIPLE = 16  # the number of elements of each share is a multiple of this
 
 
 @dataclass(frozen=True)
 class FlatGroup:
-    """Parameters of one dtype and device, and where each lies in a flat tensor of `layout.numel` elements."""
+    """Parameters of one dtype and device, and their places in a flat tensor of `layout.numel` elements."""
 
     parameters: tuple[nn.Parameter, ...]
     layout: Flat
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the parameters."""
+        """Dtype of the parameters."""
         return self.parameters[0].dtype
 
     @property
     def device(self) -> torch.device:
-        """Of the parameters."""
+        """Device of the parameters."""
         return self.parameters[0].device
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Each parameter's part of a tensor laid out like the group, in its shape."""
+        """Return one view per parameter, in its shape, of a tensor laid out like the group."""
         return [
             flat[place.offset : place.offset + place.numel].view(p.shape)
             for place, p in zip(self.layout.places, self.parameters, strict=True)
         ]
 
     def buckets(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """The buckets of a tensor laid out like the group, as views."""
+        """Return the buckets of a tensor laid out like the group, as views."""
         return [flat[lo:hi] for lo, hi in pairwise(self.layout.bounds)]
 
     def members(self, bucket: int) -> list[tuple[nn.Parameter, int]]:
-        """The parameters that lie in a bucket, in order, and the offset of each in it."""
+        """Return the parameters in a bucket, in order, each with its offset from the start of the bucket."""
         begin, pairs = self.layout.bounds[bucket], zip(self.parameters, self.layout.places, strict=True)
         return [(p, place.offset - begin) for p, place in pairs if place.bucket == bucket]
 
     def in_shares(self, at: int, rank: int) -> int:
-        """Where element `at` of a rank's share of some bucket is, when the rank's shares lie end to end."""
+        """Return the index of an element in the concatenation of a rank's shares of all buckets.
+
+        Args:
+            at: Index of the element in the layout; it lies in one of the rank's shares.
+            rank: Rank that owns the share.
+        """
         layout = self.layout
         bucket = next(b for b in range(layout.buckets) if layout.bounds[b] <= at < layout.bounds[b + 1])
         return layout.bounds[bucket] // layout.parts + at - layout.share(bucket, rank)[0]
 
 
 def lay_in_buckets(sizes: Sequence[int], itemsize: int, bucket_mb: float, parts: int, multiple: int = MULTIPLE) -> Flat:
-    """Lay tensors of one dtype out in buckets, of which the first is smaller, so that its reduction starts early.
+    """Lay tensors of one dtype out in buckets; the first bucket is smaller, so that its reduction starts early.
 
     Args:
-        sizes: Elements of each tensor, in the order in which they are laid out.
+        sizes: Elements of each tensor, in the order of the layout.
         itemsize: Bytes of an element.
         bucket_mb: MiB of a bucket.
-        parts: Equal shares that each bucket is divided into.
-        multiple: Elements that a share is a multiple of.
+        parts: Number of equal shares of each bucket.
+        multiple: Divisor of the number of elements of a share.
     """
     numbers = in_buckets(sizes, itemsize, int(bucket_mb * MIB), FIRST_BUCKET)
     return lay_out([[sizes[n] for n in bucket] for bucket in numbers], itemsize, parts, multiple)
@@ -91,10 +96,10 @@ def flat_groups(
     """Lay parameters out in groups, one for each dtype and device.
 
     Args:
-        parameters: In the order in which backward finishes their gradients.
+        parameters: Parameters in the order in which backward finishes their gradients.
         bucket_mb: MiB of a bucket.
-        parts: Equal shares that each bucket is divided into.
-        multiple: Elements that a share is a multiple of.
+        parts: Number of equal shares of each bucket.
+        multiple: Divisor of the number of elements of a share.
     """
     groups = []
     for members in by_dtype(parameters):
@@ -104,12 +109,12 @@ def flat_groups(
 
 
 def numbered(groups: Sequence[FlatGroup]) -> list[tuple[int, int]]:
-    """(number of the group, number in the group) of every bucket, in the order in which they are numbered through."""
+    """Return (number of the group, number of the bucket in the group) for every bucket, in the order of the groups."""
     return [(g, b) for g, group in enumerate(groups) for b in range(group.layout.buckets)]
 
 
 def by_dtype(parameters: Iterable[T]) -> list[list[T]]:
-    """Parameters of the same dtype and device together, in their order."""
+    """Return lists of parameters with the same dtype and device; each list keeps the order of the parameters."""
     groups: dict[tuple[torch.dtype, torch.device], list[T]] = {}
     for parameter in parameters:
         groups.setdefault((parameter.dtype, parameter.device), []).append(parameter)
@@ -117,9 +122,13 @@ def by_dtype(parameters: Iterable[T]) -> list[list[T]]:
 
 
 def adopt(parameter: nn.Parameter, view: torch.Tensor) -> None:
-    """Copy a parameter's gradient into `view`, zeros if there is none, and make that its `.grad`.
+    """Copy a parameter's gradient into `view` and make `view` its `.grad`; without a gradient, fill `view` with zeros.
 
-    Nothing is done where `.grad` lies there already.
+    Nothing is copied if `.grad` is already at that address.
+
+    Args:
+        parameter: Parameter whose gradient is copied.
+        view: Memory in the parameter's shape.
     """
     grad = parameter.grad
     if grad is not None and grad.data_ptr() == view.data_ptr():
@@ -133,14 +142,14 @@ def adopt(parameter: nn.Parameter, view: torch.Tensor) -> None:
 
 
 def in_backward_order(module: nn.Module) -> list[nn.Parameter]:
-    """The parameters that are trained, last registered first: the likely order of their gradients."""
+    """Return the trained parameters, last registered first: the likely order of their gradients in backward."""
     return [p for p in module.parameters() if p.requires_grad][::-1]
 
 
 def blocks_of(module: nn.Module) -> list[nn.Module]:
-    """The blocks of a model that have parameters to train, in order.
+    """Return the blocks of a model that have trained parameters, in order.
 
-    Blocks are the children of its outermost nn.ModuleLists and nn.Sequentials.
+    Blocks are the children of the model's outermost nn.ModuleLists and nn.Sequentials.
     """
     found: list[nn.Module] = []
     for child in module.children():
@@ -152,7 +161,7 @@ def blocks_of(module: nn.Module) -> list[nn.Module]:
 
 
 def units_of(module: nn.Module) -> list[nn.Module]:
-    """The blocks, each followed by the tiles of the tiled layers in it; then the tiles outside blocks."""
+    """Return the units of a model: each block and the tiles of its tiled layers; then the tiles outside blocks."""
     found: list[nn.Module] = []
     for block in (*blocks_of(module), module):
         tiles = [tile for layer in block.modules() if isinstance(layer, TiledLinear) for tile in layer.tiles]
@@ -162,9 +171,14 @@ def units_of(module: nn.Module) -> list[nn.Module]:
 
 
 def members(module: nn.Module, units: Sequence[nn.Module]) -> list[list[nn.Parameter]]:
-    """The trained parameters of each unit, in the order of `units`, and those of the root unit last.
+    """Return the trained parameters of each unit, in the order of `units`, and those of the root unit last.
 
-    A parameter belongs to the innermost unit around it; one that several units use belongs to the root.
+    A parameter belongs to the innermost unit that contains it. A parameter that several units use belongs to the root
+    unit.
+
+    Args:
+        module: Model.
+        units: Units of the model without the root (see `units_of`).
     """
     numbers = {unit: number for number, unit in enumerate(units)}
     owners: dict[nn.Parameter, set[int]] = {}
@@ -182,16 +196,17 @@ def members(module: nn.Module, units: Sequence[nn.Module]) -> list[list[nn.Param
 
 
 def unit_groups(parameters: Sequence[Sequence[nn.Parameter]], parts: int, multiple: int) -> list[FlatGroup]:
-    """Flat groups, one for each dtype and device, whose buckets are the units.
+    """Return flat groups, one for each dtype and device, whose buckets are the units.
 
     Args:
-        parameters: Of each unit in the order of the forward pass, and of the root last (see `members`).
-        parts: Shares that each bucket is divided into.
-        multiple: Elements that a share is a multiple of.
+        parameters: Parameters of each unit in the order of the forward pass, those of the root unit last (see
+            `members`).
+        parts: Number of equal shares of each bucket.
+        multiple: Divisor of the number of elements of a share.
 
     Returns:
-        Groups whose buckets are in the order in which backward finishes the units, the root last. Every group has as
-        many buckets as there are units and the root; those of units without a parameter of its dtype are empty.
+        Groups whose buckets are in the order in which backward finishes the units, the root last. Every group has one
+        bucket per unit and one for the root; a bucket is empty if its unit has no parameter of the group's dtype.
     """
     ordered = [list(unit)[::-1] for unit in (*parameters[-2::-1], parameters[-1])]
     groups = []

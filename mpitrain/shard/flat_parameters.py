@@ -1,9 +1,10 @@
-"""Flat parameters: what this rank's optimizer updates in place of the model's parameters.
+"""Flat parameters: the tensors that this rank's optimizer updates in place of the model's parameters.
 
-Where optimizer states are replicated, a flat parameter is a parameter. Where they are sharded, it is a stretch of this
-rank's share of a bucket, whose parameters have the same settings in the optimizer (Zhao et al. 2023, PyTorch FSDP,
-section 3.2.1); the gaps between parameters in it are zeros that stay zeros. In 16-bit training the optimizer works on
-an fp32 copy (the master weights of Micikevicius et al. 2018), which is rounded into the parameters after each update.
+With replicated optimizer states, a flat parameter is a parameter of the model. With sharded states, it is a contiguous
+stretch of this rank's share of a bucket, in which all parameters have the same optimizer settings (Zhao et al. 2023,
+PyTorch FSDP, section 3.2.1). The gaps between parameters in it are zeros and remain zeros. In 16-bit training the
+optimizer works on an fp32 copy (the master weights of Micikevicius et al. 2018), which is rounded into the parameters
+after each update.
 """
 
 from __future__ import annotations
@@ -21,25 +22,26 @@ from mpitrain.comm.memory.device import is_accelerator, pinned
 from mpitrain.errors import refusal
 from mpitrain.shard.flat import FlatGroup, numbered
 
-# optimizers whose update of an element depends on that element alone, so that it can be done share by share
+# optimizers whose update of an element depends only on that element, so that each share can be updated alone
 _NAMES = "ASGD Adadelta Adagrad Adam Adamax AdamW NAdam RAdam RMSprop Rprop SGD"
-GradientOf = Callable[[nn.Parameter], "torch.Tensor | None"]  # reduced; None where there is none
+GradientOf = Callable[[nn.Parameter], "torch.Tensor | None"]  # returns a parameter's reduced gradient, or None
 ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = tuple(getattr(torch.optim, name) for name in _NAMES.split())
 
 
 @dataclass
 class FlatParameter:
-    """What the optimizer updates as if it were one parameter.
+    """A tensor that the optimizer updates as if it were one parameter.
 
     Attributes:
-        value: What the optimizer updates, fp32 (fp64 where the parameter is).
-        stored: The parameter, or the stretch of flat memory, that `value` is a copy of; None where it is that itself.
-        gradient: Gives the reduced gradient in the gradients' dtype; None when there is none.
-        contents: (parameter, first, last, offset) of every parameter in it: its elements [first, last) begin at
-            `offset` of the flat parameter.
-        settings: The number of the optimizer's parameter group.
-        counted: Whether its gradient belongs to this rank's part of the norm.
-        bucket: The number of the bucket that it is a stretch of, through all groups; -1 where it is a parameter.
+        value: Tensor that the optimizer updates, fp32 (fp64 if the parameter is fp64).
+        stored: Parameter, or stretch of flat memory, that `value` is a copy of; None if `value` is that memory itself.
+        gradient: Function that returns the reduced gradient in the gradients' dtype, or None if there is no gradient.
+        contents: Tuple (parameter, first, last, offset) for every parameter: elements [first, last) of the parameter
+            begin at `offset` of the flat parameter.
+        settings: Number of the optimizer's parameter group.
+        counted: If true, this rank adds the gradient to its part of the norm.
+        bucket: Number of the bucket that contains the stretch, counted through all groups; -1 if the flat parameter is
+            a parameter of the model.
     """
 
     value: torch.Tensor
@@ -56,13 +58,17 @@ class FlatParameter:
             self.stored.copy_(self.value)
 
     def unused(self, parameters: Set[nn.Parameter]) -> bool:
-        """Return whether these parameters include its own; they include all of its own or none."""
+        """Return whether its parameters are among the given ones, which must include all or none of them."""
         return self.contents[0][0] in parameters
 
     def pieces(self, keys: Sequence[object]) -> list[tuple[FlatParameter, slice]]:
-        """Divide this where neighbours' keys differ; returns the pieces, in the same memory, and their elements.
+        """Divide the flat parameter between neighbouring parameters whose keys differ.
 
-        keys: Of its parameters, in the order of `contents`.
+        Args:
+            keys: One key per parameter, in the order of `contents`.
+
+        Returns:
+            Pairs of a new flat parameter, a view of the same memory, and the slice of elements that it covers.
         """
         begins = [n for n, key in enumerate(keys) if n == 0 or key != keys[n - 1]]
         bounds = [0, *(self.contents[n][3] for n in begins[1:]), self.value.numel()]
@@ -84,13 +90,13 @@ class FlatParameter:
 def replicated_flat_parameters(
     optimizer: torch.optim.Optimizer, gradient: GradientOf, counted: Callable[[nn.Parameter], bool], *, on_host: bool
 ) -> list[FlatParameter]:
-    """One flat parameter for each parameter that the optimizer trains.
+    """Return one flat parameter for each parameter that the optimizer trains.
 
     Args:
-        optimizer: Whose parameters are meant.
-        gradient: Gives a parameter's reduced gradient.
-        counted: Whether a parameter's gradient belongs to this rank's part of the norm.
-        on_host: The optimizer works on copies in host memory of what is on a device.
+        optimizer: Optimizer of the parameters.
+        gradient: Function that returns a parameter's reduced gradient.
+        counted: Function that returns whether this rank adds a parameter's gradient to its part of the norm.
+        on_host: If true, the optimizer works on copies in host memory of parameters that are on a device.
     """
     return [
         _made(p, partial(gradient, p), ((p, 0, p.numel(), 0),), number, counted(p), on_host=on_host)
@@ -111,20 +117,21 @@ def sharded_flat_parameters(
     on_host: bool = False,
     gathered: bool = False,
 ) -> list[FlatParameter]:
-    """The flat parameters of one share of every bucket.
+    """Return the flat parameters of one share of every bucket.
 
     Args:
-        optimizer: Whose parameters are meant.
-        groups: The parameters and where each lies.
-        share: The number of the share, the same in each bucket.
-        own: Gives elements [lo, hi) of a group's parameters, a view: own(group, lo, hi).
-        gradient: Gives elements [lo, hi) of a group's reduced gradients, a view: gradient(group, lo, hi).
-        counted: Whether a parameter's gradient belongs to this rank's part of the norm.
-        on_host: The optimizer works on copies in host memory of what is on a device.
-        gathered: Ranks communicate for an optimizer that needs whole parameters.
+        optimizer: Optimizer of the parameters.
+        groups: Parameters and their places in flat memory.
+        share: Number of the share, the same in each bucket.
+        own: Function `own(group, lo, hi)` that returns elements [lo, hi) of a group's parameters as a view.
+        gradient: Function `gradient(group, lo, hi)` that returns elements [lo, hi) of a group's reduced gradients as a
+            view.
+        counted: Function that returns whether this rank adds a parameter's gradient to its part of the norm.
+        on_host: If true, the optimizer works on copies in host memory of parameters that are on a device.
+        gathered: If true, an optimizer that needs whole parameters is accepted, because ranks gather them.
 
     Raises:
-        InputError: The optimizer's update of an element may depend on others.
+        InputError: The optimizer is not known to update each element independently of the others.
     """
     refuse_unless_elementwise(optimizer, gathered=gathered)
     settings_of = {p: number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
@@ -146,7 +153,7 @@ def _giving(view: torch.Tensor) -> Callable[[], torch.Tensor]:
 def _made(
     stored: torch.Tensor, gradient: Callable[[], torch.Tensor | None], *rest: Any, on_host: bool
 ) -> FlatParameter:
-    """A flat parameter of a parameter or of a stretch of flat memory, where need be with a copy for the optimizer."""
+    """Return a flat parameter of a parameter or stretch of flat memory, with a copy for the optimizer if needed."""
     dtype = stored.dtype if stored.element_size() >= 4 else torch.float32
     if on_host and is_accelerator(stored.device):
         values = pinned(stored.shape, dtype, stored.device).copy_(stored.detach())
@@ -160,7 +167,7 @@ def _made(
 def _stretches(
     group: FlatGroup, lo: int, hi: int, settings_of: Mapping[nn.Parameter, int], counted: Callable[[nn.Parameter], bool]
 ) -> list[tuple[int, int, int, bool, tuple[tuple[nn.Parameter, int, int, int], ...]]]:
-    """[lo, hi) divided where the settings change: (first, last, settings, counted, contents) of each stretch."""
+    """Divide [lo, hi) where the settings change; return (first, last, settings, counted, contents) for each stretch."""
     found: list[tuple[int, int, int, bool, tuple[tuple[nn.Parameter, int, int, int], ...]]] = []
     pieces = group.layout.within(lo, hi)
     for at, (n, first, last, offset) in enumerate(pieces):
@@ -178,9 +185,12 @@ def _stretches(
 def refuse_unless_elementwise(
     optimizer: torch.optim.Optimizer, *, gathered: bool = False, otherwise: str = "parallel.zero 0"
 ) -> None:
-    """Raise InputError for an optimizer that is not known to update each element by itself.
+    """Raise InputError if an optimizer is not known to update each element independently of the others.
 
-    gathered: Ranks communicate for one that needs whole parameters. otherwise: The setting with which any will do.
+    Args:
+        optimizer: Optimizer to check.
+        gathered: If true, an optimizer that needs whole parameters is accepted, because ranks gather them.
+        otherwise: Setting that works with any optimizer, for the message.
     """
     for part in getattr(optimizer, "parts", [optimizer]):
         kind, needs_whole = type(part), getattr(part, "needs_whole", False)
@@ -197,10 +207,14 @@ def refuse_unless_elementwise(
 
 
 def hand_over(optimizer: torch.optim.Optimizer, flat_parameters: Sequence[FlatParameter]) -> None:
-    """Let the optimizer update the flat parameters in place of the parameters it was made for.
+    """Let the optimizer update the flat parameters in place of the parameters that it was constructed with.
+
+    Args:
+        optimizer: Optimizer, whose parameter groups are changed in place.
+        flat_parameters: Flat parameters that replace its parameters.
 
     Raises:
-        InputError: It has made steps already, so that it has states of those parameters.
+        InputError: The optimizer has already made a step and has states of its parameters.
     """
     if has_stepped(optimizer):
         raise refusal(
@@ -212,19 +226,24 @@ def hand_over(optimizer: torch.optim.Optimizer, flat_parameters: Sequence[FlatPa
 
 
 def is_elementwise(state: Any, value: torch.Tensor) -> bool:
-    """Return whether an optimizer's state has one number for each element of a value."""
+    """Return whether an optimizer state is a tensor with one number for each element of a value.
+
+    Args:
+        state: State of the optimizer, of any type.
+        value: Tensor that the optimizer updates.
+    """
     return torch.is_tensor(state) and state.shape == value.shape and state.dim() > 0
 
 
 def has_stepped(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer has a state of steps that it made, rather than one that its constructor made."""
+    """Return whether an optimizer has states from steps, rather than only states that its constructor made."""
     return any(float(state.get("step", 1)) > 0 for state in optimizer.state.values() if state)
 
 
 def begin_states(optimizer: torch.optim.Optimizer) -> None:
-    """Give parameters without a state the one that the optimizer's constructor makes, as torch's Adagrad does.
+    """Give each parameter without a state the one that the optimizer's constructor makes, as torch's Adagrad does.
 
-    States of parameters that the optimizer does not have are dropped.
+    States of parameters that are not in the optimizer's groups are dropped.
     """
     held = {value for settings in optimizer.param_groups for value in settings["params"]}
     for stranger in [value for value in optimizer.state if value not in held]:
@@ -234,6 +253,6 @@ def begin_states(optimizer: torch.optim.Optimizer) -> None:
             for settings in part.param_groups:
                 lacking = [value for value in settings["params"] if not optimizer.state.get(value)]
                 if lacking:
-                    begun = part.defaults["initial_accumulator_value"]  # torch does not ask the group
+                    begun = part.defaults["initial_accumulator_value"]  # torch ignores the group's value
                     fresh = torch.optim.Adagrad([{**settings, "params": lacking}], initial_accumulator_value=begun)
                     optimizer.state.update(fresh.state)

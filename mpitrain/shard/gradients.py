@@ -5,8 +5,8 @@
                                                          by bucket
     ShardedGradients       its shares of the sums        bucket by bucket       no: `reduces_each_pass`
 
-Which stage of ZeRO takes which is said in `mpitrain.shard.sharding`. The groups, buckets and shares that the methods
-speak of are those of `mpitrain.shard.flat` and `mpitrain.layout.boxes.Flat`.
+`mpitrain.shard.sharding` lists which stage of ZeRO uses which class. Groups, buckets and shares are defined in
+`mpitrain.shard.flat` and `mpitrain.layout.boxes.Flat`.
 """
 
 from __future__ import annotations
@@ -26,21 +26,20 @@ from mpitrain.shard.placement import DEFERRING, slot_count
 
 
 class Gradients(ABC):
-    """The gradients of parameters, which are taken and reduced in buckets numbered through all groups.
+    """Gradients of parameters in buckets, which are numbered through all groups.
 
-    Methods that are not abstract do nothing where `start` takes the gradients from the parameters' `.grad`.
-
-    A bucket is started when a backward pass has finished all its parameters, in the same order on every rank; `end`
-    completes what was started.
+    A bucket is started when a backward pass has finished all its parameters, in the same order on every rank. `end`
+    completes the reductions that were started. `arrived` and `settle` do nothing in subclasses whose `start` takes the
+    gradients from the parameters' `.grad`.
 
     Attributes:
-        groups: The parameters and where each lies.
-        reduction: Over which ranks gradients are reduced, and how.
-        reduces_each_pass: Whether every backward pass must be reduced, because no rank has room for all gradients.
-        at_once: Flat tensors, one a group, that hold everything and may be reduced by one operation each at the end of
-            backward; None where buckets must be started one by one.
-        reduced: Called with the number of a bucket when this rank's share of it has been reduced in some pass, as far
-            as that happens bucket by bucket.
+        groups: Parameters and their places in flat memory.
+        reduction: Ranks over which gradients are reduced, and the options of the reduction.
+        reduces_each_pass: If true, every backward pass must be reduced, because no rank has memory for all gradients.
+        at_once: Flat tensors, one per group, that contain all gradients and may be reduced with one operation each at
+            the end of backward; None if buckets must be started one by one.
+        reduced: Callback with the number of a bucket, called when this rank's share of it has been reduced in a pass;
+            only called if buckets are reduced one by one.
     """
 
     groups: Sequence[FlatGroup]
@@ -52,47 +51,65 @@ class Gradients(ABC):
     @property
     @abstractmethod
     def flat(self) -> list[torch.Tensor]:
-        """What this rank keeps, one flat tensor a group: all gradients, or its shares of the reduced ones."""
+        """Flat tensors that this rank keeps, one per group: all gradients, or its shares of the reduced gradients."""
 
     @abstractmethod
     def place(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Memory in the parameter's shape in which its next gradient can be computed, to become its `.grad`.
+        """Return memory in the parameter's shape in which its next gradient can be computed, to become its `.grad`.
 
-        None where something is there already; given away at most once a pass.
+        The result is None if a gradient is already there, or if this memory cannot be used now. The same memory is
+        returned at most once per backward pass.
         """
 
     def arrived(self, parameter: nn.Parameter) -> None:
-        """Autograd has finished the parameter's gradient in this backward pass."""
+        """Take note that autograd has finished the parameter's gradient in this backward pass."""
         return
 
     @abstractmethod
     def start(self, bucket: int, background: bool) -> Work | None:
-        """Take a bucket's gradients and begin to reduce them; background: while backward goes on."""
+        """Take a bucket's gradients and start their reduction.
+
+        Args:
+            bucket: Number of the bucket.
+            background: If true, reduce while backward continues.
+
+        Returns:
+            The operation to wait for; None if it is already complete.
+        """
 
     @abstractmethod
     def end(self, works: Sequence[Work | None]) -> None:
-        """Complete the reductions started since the last `end`; works: what `start` returned for them."""
+        """Complete the reductions that were started since the last `end`.
+
+        Args:
+            works: Results of `start` for these reductions.
+        """
 
     @abstractmethod
     def zero(self) -> None:
-        """Forget all gradients, for the next step."""
+        """Forget all gradients, before the next step."""
 
     def settle(self) -> None:
-        """Take over what the parameters' `.grad` are now, with zeros where there is none."""
+        """Take over the current `.grad` of every parameter, with zeros for missing ones."""
         return
 
     def scale(self, factor: float) -> None:
-        """Multiply the reduced gradients, in place."""
+        """Multiply the reduced gradients by a factor, in place."""
         for flat in self.flat:
             flat.mul_(factor)
 
     @abstractmethod
     def own(self, group: int, lo: int, hi: int) -> torch.Tensor:
-        """The reduced gradients [lo, hi) of a group's layout, which lie in one share of this rank; a view."""
+        """Return the reduced gradients [lo, hi) of a group's layout as a view.
+
+        Args:
+            group: Number of the group.
+            lo, hi: Range of elements in the layout; it lies in one share of this rank.
+        """
 
     @abstractmethod
     def nbytes(self) -> tuple[int, int]:
-        """Bytes of gradients, and of the buffers they are reduced in."""
+        """Return the bytes of the gradients, and of the buffers in which they are reduced."""
 
     @abstractmethod
     def free(self) -> None:
@@ -100,19 +117,19 @@ class Gradients(ABC):
 
 
 class BucketReduction:
-    """The reduction that every bucket of some gradients goes through.
+    """Options and communicators of the reduction of every bucket.
 
     Args:
         comms: Communicators over the same ranks; buckets use them in turn.
         op: "sum" or "avg".
-        algorithm: Of the all-reduce; "auto" for what fits the size and the memory.
-        compression: What gradients are compressed with on their way; None to send them as they are.
+        algorithm: Algorithm of the all-reduce; "auto" to choose it by size and memory.
+        compression: Compression of gradients during communication; None to send them uncompressed.
         replicas: Ranks that keep the same shares as this one, over which a reduced share is summed once more.
-        reproducible: Add in an order that does not depend on the number of ranks.
+        reproducible: If true, add in an order that does not depend on the number of ranks.
 
     Attributes:
-        comm: The first of the communicators, for what is not done bucket by bucket.
-        overlaps: Whether a core is free to reduce one bucket while backward makes the next.
+        comm: First of the communicators, for operations that are not done bucket by bucket.
+        overlaps: If true, a core is free to reduce one bucket while backward computes the next.
     """
 
     def __init__(
@@ -130,41 +147,43 @@ class BucketReduction:
         self.overlaps = self.comm.overlaps
         self.compression, self.replicas, self.reproducible = compression, replicas, reproducible
         for comm in self.comms if self.overlaps else ():
-            # The first operation makes the memory in which ranks meet: not beside the training, see FileLayout.
+            # The first operation allocates shared memory; do it now, not in the background of training: see FileLayout.
             work = comm.all_reduce(torch.zeros(1), async_op=True)
             assert work is not None
             work.wait()
 
     def sum(self, x: torch.Tensor, number: int, shapes: Bucket | None, *, background: bool) -> Work | None:
-        """All-reduce a bucket in place.
+        """All-reduce a bucket in place. Collective.
 
         Args:
-            x: The bucket's gradients, flat.
-            number: Of the bucket, through all groups.
-            shapes: What compression knows of the bucket; None to reduce it uncompressed.
-            background: Return at once, with a Work to wait for.
+            x: Gradients of the bucket, flat.
+            number: Number of the bucket, counted through all groups.
+            shapes: Compression of the bucket; None to reduce it uncompressed.
+            background: If true, return immediately with a Work to wait for.
         """
         return self.comms[number % len(self.comms)].all_reduce(
             x, self.op, self.algorithm, background, compression=shapes, reproducible=self.reproducible
         )
 
     def own(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's share of a bucket, a view."""
+        """Return this rank's share of a bucket as a view."""
         length = x.numel() // self.comm.size
         return x[self.comm.rank * length : (self.comm.rank + 1) * length]
 
     def scatter(
         self, into: torch.Tensor, x: torch.Tensor, number: int, shapes: Bucket | None, *, background: bool, defer: bool
     ) -> Work | None:
-        """Reduce a bucket such that this rank gets its share of the result. What x held is lost.
+        """Reduce a bucket so that this rank gets its share of the result. The contents of `x` are lost. Collective.
 
         Args:
-            into: Where the share goes: that share of x, or memory of as many elements elsewhere.
-            x: The bucket's gradients, flat.
-            number: Of the bucket, through all groups.
-            shapes: What compression knows of the bucket; given only where `into` is a part of x.
-            background: Return at once, with a Work to wait for.
-            defer: The share may be computed later, when the next bucket is started (the reduction in split phases).
+            into: Memory for the share: the part of `x` that is this rank's share, or memory of the same length
+                elsewhere.
+            x: Gradients of the bucket, flat.
+            number: Number of the bucket, counted through all groups.
+            shapes: Compression of the bucket; only allowed if `into` is a part of `x`. None to reduce it uncompressed.
+            background: If true, return immediately with a Work to wait for.
+            defer: If true, the share may be computed later, when the next bucket is started (a reduction in split
+                phases).
         """
         if shapes is not None:
             return self.sum(x, number, shapes, background=background)
@@ -176,17 +195,18 @@ class BucketReduction:
         return comm.reduce_scatter(into, x, self.op, async_op=background, reproducible=self.reproducible)
 
     def among_replicas(self, share: torch.Tensor) -> None:
-        """Sum a reduced share over the ranks that keep the same one, in place. Collective over those."""
+        """Sum a reduced share in place over the ranks that keep the same share. Collective over these ranks."""
         if self.replicas is not None:
             self.replicas.all_reduce(share, self.op, reproducible=self.reproducible)
 
     def compressed(self, group: FlatGroup, number: int, key: object) -> Bucket | None:
-        """The compression of a group's bucket, which is told the parameters in it; None without compression.
+        """Return the compression of a group's bucket, which gets the shapes of its parameters; None without
+        compression.
 
         Args:
-            group: The parameters.
-            number: Of the bucket in the group.
-            key: What the compression remembers the bucket by from step to step.
+            group: Group of parameters.
+            number: Number of the bucket in the group.
+            key: Key under which the compression keeps its state of the bucket from step to step.
         """
         if self.compression is None:
             return None
@@ -194,18 +214,18 @@ class BucketReduction:
 
 
 class WholeGradients(Gradients):
-    """All gradients in flat arenas; each parameter's `.grad` is a view of its place there. Collective to make.
+    """All gradients, in flat arenas; each parameter's `.grad` is a view of its place there.
 
-    The first gradient of a step is copied to its place as soon as it is complete, while it is still in the cache;
-    autograd adds later ones there. The arenas are never cleared: that would cost a pass over them, and adding to the
-    zeros another.
+    The constructor is collective. The first gradient of a step is copied to its place as soon as it is complete, while
+    it is still in the cache. Autograd adds later gradients to it there. The arenas are never cleared, which saves one
+    pass to clear them and another to add to the zeros.
 
     Args:
-        groups: The parameters and where each lies.
-        reduction: Over which ranks gradients are reduced, and how.
-        sharded: Reduce this rank's shares alone, as an optimizer with sharded states needs.
-        dtype: In which gradients are added up, where it is not the parameters' own; `.grad` is then empty after
-            backward.
+        groups: Parameters and their places in flat memory.
+        reduction: Ranks over which gradients are reduced, and the options of the reduction.
+        sharded: If true, reduce only this rank's shares, for an optimizer with sharded states.
+        dtype: Dtype in which gradients are added up, if it differs from the parameters' dtype; `.grad` is then None
+            after backward. None: the parameters' dtype.
     """
 
     reduces_each_pass = False
@@ -217,9 +237,9 @@ class WholeGradients(Gradients):
         self._arenas = self._allocate(dtype)
         for flat in self.flat:
             flat.zero_()
-        self._stale: set[nn.Parameter] = set()  # whose place in another dtype the next gradient overwrites
-        self._given: set[nn.Parameter] = set()  # whose place holds a gradient that is not yet its `.grad`
-        self._views: dict[nn.Parameter, tuple[torch.Tensor, bool]] = {}  # its place, and whether of another dtype
+        self._stale: set[nn.Parameter] = set()  # parameters whose next gradient overwrites their place
+        self._given: set[nn.Parameter] = set()  # parameters whose place has a gradient that is not yet `.grad`
+        self._views: dict[nn.Parameter, tuple[torch.Tensor, bool]] = {}  # place, and whether its dtype is another
         for group, flat in zip(groups, self.flat, strict=True):
             for parameter, view in zip(group.parameters, group.views(flat), strict=True):
                 self._views[parameter] = (view, flat.dtype != group.dtype)
@@ -228,7 +248,7 @@ class WholeGradients(Gradients):
         self.at_once = self.flat if not sharded and reduction.compression is None and not reduction.overlaps else None
 
     def _allocate(self, dtype: torch.dtype | None) -> list[Arena]:
-        """Memory for each group."""
+        """Return the memory of each group. Collective."""
         return [self.reduction.comm.arena(g.layout.numel, dtype or g.dtype, g.device) for g in self.groups]
 
     @property
@@ -240,7 +260,7 @@ class WholeGradients(Gradients):
         if apart or parameter.grad is not None or parameter in self._given:
             return None
         self._given.add(parameter)
-        return view.view_as(view)  # a tensor of its own: autograd keeps it only if nobody else does
+        return view.view_as(view)  # a new tensor object: autograd keeps it only if it has no other reference
 
     def arrived(self, parameter: nn.Parameter) -> None:
         view, apart = self._views[parameter]
@@ -295,27 +315,29 @@ class WholeGradients(Gradients):
             arena.free()
 
 
-_UNDER_WAY = 2  # reductions that may be under way at once
+_UNDER_WAY = 2  # maximum number of unfinished reductions
 
 
 class ShardedGradients(Gradients):
-    """This rank's shares of the reduced gradients; a parameter's whole gradient lasts until its bucket is reduced.
+    """This rank's shares of the reduced gradients; a whole gradient exists only until its bucket is reduced.
 
-    A bucket is copied into a slot, which is an arena as long as the longest bucket, and reduced from there. So the
-    memory beside the shares is constant: one slot; two where communication overlaps backward; three where a bucket is
-    reduced after the next one was made (in split phases), so that a rank which is a little late keeps nobody waiting.
+    The constructor is collective. A bucket is copied into a slot, an arena as long as the longest bucket, and reduced
+    from there. The memory in addition to the shares is therefore constant: one slot; two if communication overlaps
+    backward; three if a bucket is reduced after the next one was computed (in split phases), so that other ranks do not
+    wait for a rank that is slightly late.
 
         backward    bucket 0 | bucket 1 | bucket 2 | bucket 3 ...
         slot        0          1          2          0              with three slots
 
-    The first backward pass of a step reduces each bucket into its share; further passes reduce it within the slot and
-    add the result to the share. Collective to make.
+    The first backward pass of a step reduces each bucket into its share. Further passes reduce it within the slot and
+    add the result to the share.
 
     Args:
-        groups: The parameters and where each lies.
-        reduction: Over which ranks gradients are reduced, and how.
-        dtype: In which gradients are added up and reduced; None: the parameters' own.
-        taken: Called with the number of a bucket in its group when its parameters' gradients have been copied.
+        groups: Parameters and their places in flat memory.
+        reduction: Ranks over which gradients are reduced, and the options of the reduction.
+        dtype: Dtype in which gradients are added up and reduced; None for the parameters' dtype.
+        taken: Callback with the number of a bucket in its group, called when the gradients of its parameters have been
+            copied.
     """
 
     reduces_each_pass = True
@@ -336,12 +358,12 @@ class ShardedGradients(Gradients):
         self._shards = [torch.zeros(g.layout.numel // parts, dtype=dtype or g.dtype, device=g.device) for g in groups]
         longest = [max((hi - lo for lo, hi in pairwise(g.layout.bounds)), default=0) for g in groups]
         self._slots = [_slots(reduction, n, s.dtype, s.device) for n, s in zip(longest, self._shards, strict=True)]
-        # by slot, the last reduction that reads it: to be released before the slot is written again
+        # by slot, the last reduction that reads it, which must be released before the slot is written again
         self._readers: list[list[Work | None]] = [[None] * len(slots) for slots in self._slots]
         self._stale: set[int] = set()  # buckets whose shares the next reduction overwrites
         self._started: list[tuple[int, torch.Tensor, Work]] = []  # (bucket, reduced share, work) not yet added
         self._next = 0  # the bucket to be started next
-        self._given: set[nn.Parameter] = set()  # whose place in a slot holds a gradient that is not yet its `.grad`
+        self._given: set[nn.Parameter] = set()  # parameters whose place has a gradient that is not yet `.grad`
         placed = [groups[g].members(b) for g, b in self._numbers]
         self._members = [[p for p, _ in of] for of in placed]
         self._where = {p: (bucket, n) for bucket, of in enumerate(self._members) for n, p in enumerate(of)}
@@ -359,10 +381,10 @@ class ShardedGradients(Gradients):
         if parameter.grad is not None or parameter in self._given:
             return None
         if self.reduction.replicas is not None and len(self._started) >= _UNDER_WAY:
-            return None  # making room is collective over the replicas, and not every rank's data may come by here
+            return None  # making room is collective over the replicas, and some ranks' data may not reach this line
         self._make_room(bucket)
         self._given.add(parameter)
-        return view.view_as(view)  # a tensor of its own: autograd keeps it only if nobody else does
+        return view.view_as(view)  # a new tensor object: autograd keeps it only if it has no other reference
 
     def start(self, bucket: int, background: bool) -> Work | None:
         g, b = self._numbers[bucket]
@@ -385,13 +407,13 @@ class ShardedGradients(Gradients):
         return work
 
     def _slot(self, bucket: int) -> torch.Tensor:
-        """The bucket's slot, as far as the bucket reaches."""
+        """Return the bucket's slot, cut to the length of the bucket."""
         g, b = self._numbers[bucket]
         lo, hi = self.groups[g].layout.bounds[b : b + 2]
         return self._slots[g][bucket % len(self._slots[g])].tensor[: hi - lo]
 
     def _make_room(self, bucket: int) -> None:
-        """Complete older reductions until the slot of the bucket to be started next may be written."""
+        """Complete older reductions until the slot of the next bucket may be written."""
         while len(self._started) >= _UNDER_WAY:
             self._collect(*self._started.pop(0))
         readers = self._readers[self._numbers[bucket][0]]
@@ -400,7 +422,7 @@ class ShardedGradients(Gradients):
             reader.release()
 
     def _fill(self, bucket: int, slot: _Slot) -> None:
-        """Copy a bucket's gradients into the slot, with zeros for missing ones and gaps, and drop them."""
+        """Move a bucket's gradients into the slot, with zeros for gaps and missing gradients, and clear `.grad`."""
         empty, into, of = list(slot.gaps), [], []
         for parameter, view in zip(self._members[bucket], slot.views, strict=True):
             gradient = parameter.grad
@@ -418,7 +440,7 @@ class ShardedGradients(Gradients):
             torch._foreach_zero_(empty)
 
     def _collect(self, bucket: int, share: torch.Tensor, work: Work | None = None) -> None:
-        """Put the reduced share of a bucket where this rank keeps it, or add it there."""
+        """Store the reduced share of a bucket in this rank's shares, or add it to the share that is already there."""
         if work is not None:
             work.wait()
         self.reduction.among_replicas(share)
@@ -432,7 +454,7 @@ class ShardedGradients(Gradients):
             self.reduced(bucket)
 
     def _share(self, bucket: int) -> torch.Tensor:
-        """Where this rank keeps its share of a bucket."""
+        """Return this rank's share of a bucket as a view."""
         g, b = self._numbers[bucket]
         layout = self.groups[g].layout
         return self._shards[g][layout.bounds[b] // layout.parts : layout.bounds[b + 1] // layout.parts]
@@ -449,7 +471,7 @@ class ShardedGradients(Gradients):
         for group in self.groups:
             for parameter in group.parameters:
                 parameter.grad = None
-        self._stale = set(range(len(self._numbers)))  # every reduction takes all buckets, so none stays stale
+        self._stale = set(range(len(self._numbers)))  # every reduction includes all buckets, so none stays stale
 
     def own(self, group: int, lo: int, hi: int) -> torch.Tensor:
         begin = self.groups[group].in_shares(lo, self.reduction.comm.rank)
@@ -468,14 +490,19 @@ class ShardedGradients(Gradients):
 
 
 class _Slot(NamedTuple):
-    """A slot as a bucket sees it: a view for each of its parameters, in order, and the gaps between and after them."""
+    """Views of a slot for one bucket: one view per parameter, in order, and the gaps between and after them."""
 
     views: list[torch.Tensor]
     gaps: list[torch.Tensor]
 
     @staticmethod
     def of(flat: torch.Tensor, members: Sequence[tuple[nn.Parameter, int]]) -> _Slot:
-        """The views of a bucket whose members begin at their offsets of `flat`."""
+        """Return the views of a bucket.
+
+        Args:
+            flat: Slot, cut to the length of the bucket.
+            members: Parameters of the bucket and their offsets in `flat`.
+        """
         views, gaps, at = [], [], 0
         for parameter, begin in members:
             gaps.append(flat[at:begin])
@@ -486,9 +513,9 @@ class _Slot(NamedTuple):
 
 
 def _slots(reduction: BucketReduction, numel: int, dtype: torch.dtype, device: torch.device) -> list[Arena]:
-    """The slots of one group, of `numel` elements each. Collective."""
+    """Return the slots of one group, each with `numel` elements. Collective."""
     comm = reduction.comm
     first = comm.arena(numel, dtype, device)
-    in_order = reduction.compression is not None or reduction.reproducible  # each bucket by itself, in no split phases
+    in_order = reduction.compression is not None or reduction.reproducible  # each bucket alone, without split phases
     count = slot_count(reduction.overlaps, in_order, first.kind == "shared", comm.num_nodes)
     return [first, *(comm.arena(numel, dtype, device) for _ in range(count - 1))]

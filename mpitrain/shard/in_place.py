@@ -1,12 +1,12 @@
-"""Weight gradients of linear layers, computed where they are to be reduced.
+"""Weight gradients of linear layers, computed directly in the memory where they are reduced.
 
-Autograd computes a gradient in memory of its own, from which it would have to be copied into flat memory: a pass over
-all gradients in each step. Most of them are those of linear layers, gw = gy' x; here that product is written where it
-belongs, and autograd keeps the tensor it is given as the parameter's `.grad`, without a copy. The bits are the same.
+Autograd computes a gradient in memory of its own, from which it would have to be copied into flat memory: one pass over
+all gradients in each step. Most gradients are those of linear layers, gw = gy' x. Here this product is written directly
+to flat memory, and autograd keeps the tensor as the parameter's `.grad` without a copy. The bits are the same.
 (Megatron-LM's gradient accumulation fusion has the same aim.)
 
-Where it cannot be done (autocast, torch.compile, torch.func, a weight used twice, a gradient there already) the layer
-computes as ever, and the gradient is copied.
+In some cases this is impossible: autocast, torch.compile, torch.func, a weight that is used twice, a `.grad` that
+already exists. The layer then computes as usual, and the gradient is copied.
 """
 
 from __future__ import annotations
@@ -22,30 +22,34 @@ from torch.nn import functional
 if TYPE_CHECKING:
     from mpitrain.shard.gradients import Gradients
 
-LEAST = 1 << 19  # elements of a weight: copying fewer costs less than the Python in each pass (2 MiB: 0.2 ms, as much)
+LEAST = 1 << 19  # elements of a weight; copying fewer costs less than the Python code per pass (2 MiB: 0.2 ms for both)
 
 
 class WeightPlace:
-    """How a layer finds the place of its weight's gradient.
+    """A layer's access to the memory for its weight's gradient.
 
-    A copy of the layer gets None in its stead: the copy's weight has no place.
+    A copy of the layer gets None instead, because the copy's weight has no such memory.
+
+    Args:
+        weight: Weight of the layer.
+        places: Weak reference to the gradients that contain the memory.
     """
 
     def __init__(self, weight: nn.Parameter, places: weakref.ref[Gradients]) -> None:
         self.weight, self.places = weight, places
         with torch.enable_grad():
             above: Any = weight.view_as(weight).grad_fn
-        # the node that adds to `.grad`; there is one as long as it is kept
+        # the node that adds to `.grad`; it exists as long as it is referenced
         self._accumulator = above.next_functions[0][0]
 
     def free_place(self) -> torch.Tensor | None:
-        """In a backward pass: memory to compute the gradient in; None unless it will become the weight's `.grad`."""
+        """Return memory for the gradient during backward; None unless the result will become the weight's `.grad`."""
         places = self.places()
         if places is None:
             return None
         try:
             accumulates = torch._C._will_engine_execute_node(self._accumulator)
-        except RuntimeError:  # torch.autograd.grad, whose results are the caller's
+        except RuntimeError:  # torch.autograd.grad, which returns its results to the caller
             return None
         return places.place(self.weight) if accumulates else None
 
@@ -54,7 +58,7 @@ class WeightPlace:
 
 
 class Linear(nn.Linear):
-    """nn.Linear whose weight gradient is computed in its place; `InPlace` gives plain layers this class."""
+    """A linear layer whose weight gradient is computed in flat memory; `InPlace` gives plain layers this class."""
 
     entry: WeightPlace | None
 
@@ -77,7 +81,11 @@ class Linear(nn.Linear):
 
 
 class _Product(torch.autograd.Function):
-    """y = x W' + b for x [.., in], W [out, in], b [out]; in the operations that torch's own derivative uses."""
+    """The product y = x W' + b with the operations of torch's own derivative.
+
+    Shape:
+        x [.., in], W [out, in], b [out].
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: nn.Parameter, bias: torch.Tensor | None, entry: WeightPlace) -> Any:
@@ -95,20 +103,21 @@ class _Product(torch.autograd.Function):
         gw = None
         if for_weight:
             rows = x.reshape(-1, width)
-            place = None if torch.is_grad_enabled() else ctx.entry.free_place()  # enabled: to be derived once more
+            place = None if torch.is_grad_enabled() else ctx.entry.free_place()  # enabled: second derivative
             gw = gy.t().mm(rows) if place is None else torch.mm(gy.t(), rows, out=place)
         return gx, gw, gy.sum(0) if for_bias else None, None
 
 
 class InPlace:
-    """Lets linear layers compute their weights' gradients in the places for them, until `remove`.
+    """Makes linear layers compute their weights' gradients in flat memory, until `remove` is called.
 
-    Layers of a subclass of nn.Linear, and weights of several layers, are left alone.
+    Layers of a subclass of nn.Linear, and weights that several layers share, are not changed.
 
     Args:
-        module: Whose layers are meant.
-        parameters: Those that have places; they must require gradients. Small ones are left alone (see LEAST).
-        places: Gives out the places; held weakly.
+        module: Module whose layers are changed.
+        parameters: Parameters with places in flat memory; they must require gradients. Small ones are skipped (see
+            LEAST).
+        places: Gradients that return the places; only a weak reference is kept.
     """
 
     def __init__(self, module: nn.Module, parameters: Iterable[nn.Parameter], places: Gradients) -> None:
@@ -126,8 +135,8 @@ class InPlace:
                 self._entries.append((layer, layer.entry))
 
     def remove(self) -> None:
-        """Make the layers plain again."""
+        """Turn the layers into plain nn.Linear layers again."""
         for layer, entry in self._entries:
-            if layer.entry is entry:  # nobody has taken the layer over
+            if layer.entry is entry:  # no other `InPlace` has taken the layer over
                 del layer.entry
                 layer.__class__ = nn.Linear  # type: ignore[assignment]

@@ -1,18 +1,18 @@
 """Optimizer states outside the memory where training computes: in host memory, or in files mapped into it.
 
-This is ZeRO-Offload (Ren et al. 2021) and ZeRO-Infinity (Rajbhandari et al. 2021) for the part of the memory that is
-read and written once a step. A mapped file costs page cache, which the system takes back when it needs the memory. On
-a CPU, host memory is where the states are anyway.
+This is ZeRO-Offload (Ren et al. 2021) and ZeRO-Infinity (Rajbhandari et al. 2021), applied to the data that is read and
+written once per step. A mapped file uses page cache, which the system reclaims when it needs the memory. When training
+runs on a CPU, host memory is where the states already are.
 
-Parameters that lie on a device are then updated on the host (`HostUpdate`), where their fp32 copies are as well.
-Gradients leave the device on a stream of their own, each bucket as soon as it is reduced, and updated parameters come
-back on another, while the host updates the next ones:
+Parameters on a device are then updated on the host (`HostUpdate`), which also keeps their fp32 copies. Gradients are
+copied from the device on a stream of their own, each bucket as soon as it is reduced. Updated parameters are copied
+back on another stream while the host updates the next ones:
 
-    leaving     | gradients 0 | gradients 1 | gradients 2 |
-    host                      | update 0    | update 1    | update 2    |
-    returning                               | parameters 0| parameters 1| parameters 2 |
+    to the host   | gradients 0 | gradients 1 | gradients 2 |
+    host                        | update 0    | update 1    | update 2    |
+    to the device                             | parameters 0| parameters 1| parameters 2 |
 
-Nobody but the host waits for the first, which needs the gradients, and the caller's stream waits for the last.
+Only the host waits for the gradients that it needs, and only the caller's stream waits for the last parameters.
 """
 
 from __future__ import annotations
@@ -28,33 +28,39 @@ from mpitrain.comm.memory import device as devices
 from mpitrain.shard.flat_parameters import FlatParameter
 from mpitrain.storage.disk import reporting
 
-HOST = "host"  # instead of a folder
+HOST = "host"  # setting for host memory, instead of a folder
 
 
 class MappedFiles:
-    """Tensors in files, one each, in a folder. The files have no names, so they are gone when the process ends.
+    """Tensors in files in a folder, one file each. The files are deleted when the process ends.
+
+    They have no names in the folder, so nothing is left behind if the process is killed.
 
     Args:
-        folder: Where the files are made; made itself if it does not exist.
+        folder: Folder of the files; created if it does not exist.
 
     Raises:
-        InputError: No file can be made there.
+        InputError: No file can be created there.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._places: set[int] = set()  # addresses of files
+        self._places: set[int] = set()  # addresses of the mapped tensors
         with reporting(f"parallel.offload {folder} cannot be used", "give another folder"):
             folder.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=folder).close()
 
     def move(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor of the same values, shape and dtype in a mapped file. Raises InputError when the disk is full."""
+        """Return a copy of a tensor in a mapped file, with the same values, shape and dtype.
+
+        Raises:
+            InputError: The disk is full.
+        """
         nbytes = tensor.nbytes
         descriptor, name = tempfile.mkstemp(dir=self._folder)
         try:
             with reporting(f"parallel.offload {self._folder} cannot take {nbytes} bytes", "make room there"):
-                os.posix_fallocate(descriptor, 0, max(1, nbytes))  # a hole that cannot be filled later is a bus error
+                os.posix_fallocate(descriptor, 0, max(1, nbytes))  # else a full disk is a bus error later
                 mapped = torch.from_file(name, shared=True, size=tensor.numel(), dtype=tensor.dtype)
         finally:
             os.close(descriptor)
@@ -62,7 +68,12 @@ class MappedFiles:
         return mapped.view(tensor.shape).copy_(tensor.detach())
 
     def take(self, flat_parameter: FlatParameter, state: dict[str, object]) -> None:
-        """Move a flat parameter's fp32 copy and its optimizer states to files, as far as they are not there yet."""
+        """Move a flat parameter's fp32 copy and its optimizer states to files, unless they are already there.
+
+        Args:
+            flat_parameter: Flat parameter whose value is moved in place.
+            state: State of the optimizer for this flat parameter; its tensors are replaced.
+        """
         if flat_parameter.stored is not None:
             flat_parameter.value.data = self._moved(flat_parameter.value.data)
         for key, tensor in state.items():
@@ -70,7 +81,7 @@ class MappedFiles:
                 state[key] = self._moved(tensor)
 
     def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor if it is in a file, else a copy of it in a file."""
+        """Return the tensor if it is already in a file; otherwise a copy of it in a file."""
         if tensor.untyped_storage().data_ptr() in self._places:
             return tensor
         mapped = self.move(tensor)
@@ -79,14 +90,14 @@ class MappedFiles:
 
 
 class HostUpdate:
-    """The way of gradients to the host, and of updated parameters back.
+    """Copies of gradients from a device to the host, and of updated parameters back to the device.
 
     Args:
-        flat_parameters: What the host updates; their values are on the host, what they are copies of on the device, or,
-            where that keeps no parameters between their uses, on the host as well.
-        device: The device.
-        wanted: Whether a bucket that is reduced now is to be copied at once, because no further passes are expected.
-            Whatever changes later is copied again.
+        flat_parameters: Flat parameters that the host updates. Their values are on the host; the memory that they are
+            copies of is on the device, or also on the host if the device keeps no parameters between uses.
+        device: Device that computes.
+        wanted: Function that returns whether a bucket reduced now is copied immediately, because no further backward
+            passes are expected before the step. A gradient that changes later is copied again.
     """
 
     def __init__(
@@ -94,17 +105,17 @@ class HostUpdate:
     ) -> None:
         self._device, self._wanted = device, wanted
         self._leaving, self._returning = devices.new_stream(device), devices.new_stream(device)
-        self._gradients: dict[int, torch.Tensor] = {}  # by id of the flat parameter, pinned
-        self._rounded: dict[int, torch.Tensor] = {}  # the same for updated values in the parameter's dtype
+        self._gradients: dict[int, torch.Tensor] = {}  # by id of the flat parameter; pinned
+        self._rounded: dict[int, torch.Tensor] = {}  # by id, pinned; updated values in the parameter's dtype
         self._arrived: dict[int, torch.Event] = {}  # when the gradients of this step are on the host
         self._begun = False
         written = [s.value if s.stored is None else s.stored for s in flat_parameters]
         self._in_place = any(not devices.is_accelerator(each.device) for each in written)
-        self._returned: torch.Event | None = None  # when what was last sent back has left the host's memory
+        self._returned: torch.Event | None = None  # when the last copies to the device are complete
         self.follow(flat_parameters)
 
     def follow(self, flat_parameters: Sequence[FlatParameter]) -> None:
-        """Update these flat parameters from now on; some may be pieces of those before."""
+        """Update these flat parameters from now on; some may be pieces of the earlier ones."""
         self._flat_parameters = list(flat_parameters)
         self._of_bucket: dict[int, list[FlatParameter]] = {}
         for flat_parameter in self._flat_parameters:
@@ -115,11 +126,11 @@ class HostUpdate:
                 del kept[stranger]
 
     def nbytes(self) -> int:
-        """Bytes of pinned memory that gradients and parameters pass through."""
+        """Return the bytes of the pinned memory through which gradients and parameters are copied."""
         return sum(t.nbytes for held in (self._gradients, self._rounded) for t in held.values())
 
     def reduced(self, bucket: int) -> None:
-        """Told when a bucket's share is reduced: copy it to the host, or forget the copy there is."""
+        """Start to copy a bucket whose share has just been reduced, or drop an outdated copy of it."""
         chosen = self._of_bucket.get(bucket, [])
         for flat_parameter in chosen:
             self._arrived.pop(id(flat_parameter), None)
@@ -127,14 +138,14 @@ class HostUpdate:
             self._copy(chosen)
 
     def begin(self) -> None:
-        """Begin to copy the gradients that are not on their way yet, in the order in which they are asked for."""
-        if self._begun:  # there was no update since the last time: what came then is of another step
+        """Start to copy the gradients that are not yet being copied, in the order in which they are needed."""
+        if self._begun:  # no update since the last call: the copies belong to an earlier step
             self._arrived.clear()
         self._begun = True
         self._copy([s for s in self._flat_parameters if id(s) not in self._arrived])
 
     def _copy(self, chosen: Sequence[FlatParameter]) -> None:
-        """Copy gradients to the host, behind what the current stream was asked so far."""
+        """Copy gradients to the host, after all work that is queued on the current stream."""
         self._leaving.wait_event(devices.recorded(self._device))
         for flat_parameter in chosen:
             gradient = flat_parameter.gradient()
@@ -147,13 +158,16 @@ class HostUpdate:
             self._arrived[id(flat_parameter)] = devices.recorded(self._device, self._leaving)
 
     def _like(self, tensor: torch.Tensor, kept: dict[int, torch.Tensor], of: FlatParameter) -> torch.Tensor:
-        """Return the pinned memory of a flat parameter that is kept for tensors like this one."""
+        """Return the pinned memory of a flat parameter in the shape and dtype of `tensor`, allocated on first use."""
         if id(of) not in kept:
             kept[id(of)] = devices.pinned(tensor.shape, tensor.dtype, self._device)
         return kept[id(of)]
 
     def gradient(self, flat_parameter: FlatParameter) -> torch.Tensor | None:
-        """A flat parameter's gradient on the host, in its value's dtype, once it is there; it may be overwritten."""
+        """Wait for a flat parameter's gradient and return it on the host, in the dtype of its value.
+
+        The result may be overwritten. It is None if there is no gradient.
+        """
         arrived = self._arrived.pop(id(flat_parameter), None)
         if arrived is None:
             return None
@@ -161,17 +175,17 @@ class HostUpdate:
         return self._gradients[id(flat_parameter)].to(flat_parameter.value.dtype)
 
     def before_update(self) -> None:
-        """Return when the values may be changed: what was last sent back has left them."""
+        """Wait until the values may be changed, because their last copies to the device are complete."""
         self._begun = False
         if self._returned is not None:
             self._returned.synchronize()
             self._returned = None
         if self._in_place:
-            devices.recorded(self._device).synchronize()  # the device may still read what is updated
+            devices.recorded(self._device).synchronize()  # the device may still read the values
         self._returning.wait_event(devices.recorded(self._device))  # the parameters are read until then
 
     def store(self, flat_parameter: FlatParameter) -> None:
-        """Begin to copy an updated value into the parameter that it is a copy of, rounded to its dtype."""
+        """Start to copy an updated value into the parameter that it is a copy of, rounded to the parameter's dtype."""
         stored, value = flat_parameter.stored, flat_parameter.value.detach()
         if stored is None:  # the update was made in place
             return
@@ -181,6 +195,6 @@ class HostUpdate:
             stored.copy_(value, non_blocking=True)
 
     def end(self) -> None:
-        """Let the current stream wait for the parameters."""
+        """Make the current stream wait for the updated parameters."""
         self._returned = devices.recorded(self._device, self._returning)
         devices.current_stream(self._device).wait_event(self._returned)

@@ -1,25 +1,25 @@
-"""Optimizers that need whole parameters, on parameters that several ranks hold together: Muon, LAMB and LARS.
+"""Optimizers that need whole parameters, for parameters that are divided over several ranks: Muon, LAMB and LARS.
 
-What a rank holds of a parameter may be a stretch of a bucket (ZeRO), some of its rows or columns (tensor parallel), or
-a stretch of those.
+A rank may have a stretch of a bucket (ZeRO), some rows or columns of a parameter (tensor parallel), or a stretch of
+those.
 
-Muon makes the momentum of a matrix orthogonal by five Newton-Schulz iterations (Jordan et al. 2024, "Muon: An optimizer
-for hidden layers"), for which the whole matrix is needed:
+Muon makes the momentum of a matrix orthogonal with five Newton-Schulz iterations (Jordan et al. 2024, "Muon: An
+optimizer for hidden layers"), for which it needs the whole matrix:
 
     momentum, in shares     each rank updates its own           element by element
     all-gather, by bucket   over the ranks of the shard         the rank's part of the matrices is whole
     all-gather, by matrix   over the axis that divides it       the matrices are whole
-    Newton-Schulz           by the ranks that hold some of it   those on a boundary of shares by two
+    Newton-Schulz           by each rank that has some of it    twice for a matrix on a boundary of shares
     update                  each rank its own share
 
-So no rank keeps more of the state than its share; what is gathered is a bucket at a time. Numbers are those of
+No rank keeps more of the state than its share, and only one bucket at a time is gathered. The results are those of
 torch.optim.Muon, in bfloat16 between the first and the last product.
 
-The rates of LAMB and LARS follow norms over whole parameters:
+LAMB and LARS compute learning rates from norms over whole parameters:
 
     squares, in shares        each rank sums those of its own elements, in float64
     sum over the shard        one small vector for all parameters
-    sum over the axis         of those parameters that its ranks divide between them (tensor parallel)
+    sum over the axis         only for the parameters that it divides (tensor parallel)
     update                    each rank its own share
 """
 
@@ -41,18 +41,18 @@ from mpitrain.shard.flat import numbered
 from mpitrain.shard.flat_parameters import FlatParameter
 from mpitrain.shard.sharding import Sharding
 
-Parts = list[tuple[torch.Tensor, int, int, int]]  # (what the optimizer updates, first, last, number of the parameter)
+Parts = list[tuple[torch.Tensor, int, int, int]]  # (updated tensor, first, last, number of the parameter)
 
 
 @dataclass(frozen=True)
 class MatrixPart:
-    """What a rank holds of a matrix: elements [first, last) of its tensor, at `place` of a flat parameter.
+    """This rank's part of a matrix: elements [first, last) of its tensor, at `place` in a flat parameter.
 
     Attributes:
-        value: The flat parameter.
-        place: Where the elements begin in it.
-        first, last: Which of the elements of the rank's tensor they are.
-        parameter: The rank's tensor, in its shape.
+        value: Flat parameter that contains the elements.
+        place: Index of the first element in the flat parameter.
+        first, last: Range of the elements in the rank's tensor.
+        parameter: Tensor of this rank, in its own shape.
     """
 
     value: torch.Tensor
@@ -63,32 +63,32 @@ class MatrixPart:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the whole matrix."""
+        """Shape of the whole matrix, (rows, columns)."""
         rows, columns = logical_of(self.parameter).shape
         return rows, columns
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """Its elements in a tensor laid out like the flat parameter; a view."""
+        """Return the elements of this part in a tensor laid out like the flat parameter; a view."""
         return flat.view(-1)[self.place : self.place + self.last - self.first]
 
 
-Whole = Callable[[MatrixPart, torch.Tensor], torch.Tensor]  # an operation on a whole matrix, by a part of it
+Whole = Callable[[MatrixPart, torch.Tensor], torch.Tensor]  # maps (part, whole matrix) to a matrix
 
 
 class Muon(torch.optim.Muon):
-    """torch.optim.Muon, whose parameters may also be stretches of several matrices once `gather` is set.
+    """torch.optim.Muon for parameters that may also be stretches of several matrices, once `gather` is set.
 
     Args:
         params: Matrices, or groups of them.
-        lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps: As of torch.optim.Muon.
-        adjust_lr_fn: What the learning rate is multiplied by for a matrix of m rows and n columns: "original" by
-            sqrt(max(1, m / n)), else ("match_rms_adamw", None) by 0.2 sqrt(max(m, n)), so that AdamW's rate suits it.
+        lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps: Options of torch.optim.Muon.
+        adjust_lr_fn: Factor of the learning rate for a matrix of m rows and n columns: "original" for sqrt(max(1, m /
+            n)); "match_rms_adamw" or None for 0.2 sqrt(max(m, n)), with which AdamW's learning rate is suitable.
 
     Attributes:
-        gather: Makes matrices whole; None where the parameters are whole matrices.
+        gather: Object that gathers whole matrices; None if the parameters are whole matrices.
 
     Raises:
-        ValueError: An option is out of its range, or a parameter is no matrix.
+        ValueError: An option is out of its range, or a parameter is not a matrix.
     """
 
     needs_whole = True
@@ -96,7 +96,7 @@ class Muon(torch.optim.Muon):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One update. Collective over the ranks that hold the matrices."""
+        """Update the parameters once. Collective over the ranks that have parts of the matrices."""
         groups = {value: group for group in self.param_groups for value in group["params"]}
         updates = {value: self._momentum(value, groups[value]) for value in groups if value.grad is not None}
         for value in updates:
@@ -109,7 +109,7 @@ class Muon(torch.optim.Muon):
             part.of(part.value).add_(update, alpha=-group["lr"] * factor)
 
     def _momentum(self, value: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
-        """Take the gradient into the momentum; what of it is to be made orthogonal."""
+        """Add the gradient to the momentum, and return the tensor that is to be made orthogonal."""
         gradient, state, momentum = value.grad, self.state[value], group["momentum"]
         assert gradient is not None
         if "momentum_buffer" not in state:
@@ -121,7 +121,7 @@ class Muon(torch.optim.Muon):
     def _made_orthogonal(
         self, updates: Mapping[torch.Tensor, torch.Tensor], groups: Mapping[torch.Tensor, Mapping[str, Any]]
     ) -> Iterator[tuple[MatrixPart, torch.Tensor]]:
-        """Each part of a matrix and its elements of the update."""
+        """Yield each part of a matrix with its elements of the orthogonal update. Collective if `gather` is set."""
 
         def whole(part: MatrixPart, matrix: torch.Tensor) -> torch.Tensor:
             group = groups[part.value]
@@ -136,9 +136,16 @@ class Muon(torch.optim.Muon):
 
 
 def orthogonal(matrix: torch.Tensor, coefficients: Sequence[float], steps: int, eps: float) -> torch.Tensor:
-    """About U V' of a matrix U S V', in bfloat16, by Newton-Schulz iterations: X becomes a X + (b X X' + c (X X')^2) X.
+    """Return approximately U V' for a matrix U S V', computed in bfloat16 by Newton-Schulz iterations.
 
-    The singular values come out between 0.5 and 1.5. The bits are those of torch.optim.Muon.
+    One iteration is X <- a X + (b X X' + c (X X')^2) X. The singular values of the result are between 0.5 and 1.5. The
+    bits are those of torch.optim.Muon.
+
+    Args:
+        matrix: Matrix [m, n], any float dtype.
+        coefficients: The numbers a, b and c.
+        steps: Number of iterations.
+        eps: Lower bound of the norm that the matrix is divided by.
     """
     a, b, c = coefficients
     x = matrix.bfloat16()
@@ -152,12 +159,12 @@ def orthogonal(matrix: torch.Tensor, coefficients: Sequence[float], steps: int, 
 
 
 class MatrixGather:
-    """Makes the matrices of a sharding whole, a bucket at a time. Collective to make.
+    """Gathers the matrices of a sharding, one bucket at a time. The constructor is collective.
 
     Args:
-        sharding: What the matrices are shared by.
-        chosen: The flat parameters that are such matrices, or stretches of them.
-        axis: The axis that divides parameters; None where none does.
+        sharding: Sharding of the matrices.
+        chosen: Flat parameters that are such matrices, or stretches of them.
+        axis: Ranks of the axis that divides parameters; None if there is none.
     """
 
     def __init__(self, sharding: Sharding, chosen: Sequence[FlatParameter], axis: Communicator | None) -> None:
@@ -175,10 +182,12 @@ class MatrixGather:
                 self._own[parameter] = MatrixPart(flat.value, place, first, last, parameter)
 
     def _listed(self) -> list[tuple[int, int, list[tuple[int, DividedMatrix]]]]:
-        """(group, bucket, [(number of the parameter, how it is divided)]) of every bucket with matrices, alike on all
-        ranks of the shard. Collective."""
+        """Return (group, bucket, [(number of the parameter, its division)]) for every bucket with matrices. Collective.
+
+        The result is the same on all ranks of the shard.
+        """
         groups, found = self._sharding.groups, []
-        # (group, number) of every matrix that some rank of the shard, or of the axis, updates a part of
+        # (group, number) of every matrix of which some rank of the shard, or of the axis, updates a part
         mine = [[g, n] for g, group in enumerate(groups) for n, p in enumerate(group.parameters) if p in self._own]
         if not self._whole:
             mine = [key for keys in self._sharding.shard.all_gather_object(mine) for key in keys]
@@ -205,9 +214,11 @@ class MatrixGather:
     def applied(
         self, updates: Mapping[torch.Tensor, torch.Tensor], whole: Whole
     ) -> Iterator[tuple[MatrixPart, torch.Tensor]]:
-        """Each part that this rank holds, and its elements of what `whole` makes of the matrix. Collective.
+        """Yield each part of a matrix on this rank with its elements of `whole(part, matrix)`. Collective.
 
-        updates: For the flat parameters, what is to be gathered.
+        Args:
+            updates: Tensor to be gathered, for each flat parameter.
+            whole: Operation on a whole matrix.
         """
         for g, b, matrices in self._buckets:
             bucket = self._bucket(g, b, updates) if not self._whole else None
@@ -232,7 +243,7 @@ class MatrixGather:
                     yield part, flat[part.first : part.last]
 
     def _bucket(self, g: int, b: int, updates: Mapping[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        """A bucket of all updates, gathered from its shares. Collective."""
+        """Return a bucket of all updates, gathered from the ranks' shares. Collective."""
         sharding = self._sharding
         group, shard = sharding.groups[g], sharding.shard
         lo, hi = group.layout.share(b, shard.rank)
@@ -247,7 +258,10 @@ class MatrixGather:
         return everything
 
     def _memory(self, name: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """The same memory at every call where it is large enough: what ranks exchange is bound to its address."""
+        """Return scratch memory, at the same address in every call where it is large enough.
+
+        Communication buffers are bound to the address of the exchanged memory.
+        """
         kept = self._scratch.get(name)
         if kept is None or kept.numel() < numel or kept.dtype != dtype:
             device = next(iter(self._own.values())).value.device if self._own else self._sharding.groups[0].device
@@ -257,12 +271,12 @@ class MatrixGather:
 
 @dataclass(frozen=True)
 class DividedMatrix:
-    """How the ranks of an axis divide a matrix.
+    """Division of a matrix over the ranks of an axis.
 
     Attributes:
-        needed: Whether this rank, or one that needs its part, updates some of it.
-        axis: The axis; None where each of its ranks has all of the matrix.
-        slices: What each of them has.
+        needed: If true, this rank, or another rank of the axis, updates a part of the matrix.
+        axis: Ranks of the axis; None if each of them has the whole matrix.
+        slices: Part of each rank.
     """
 
     needed: bool
@@ -270,7 +284,12 @@ class DividedMatrix:
     slices: tuple[Slice, ...]
 
     def joined(self, mine: torch.Tensor, memory: Callable[[str, int, torch.dtype], torch.Tensor]) -> torch.Tensor:
-        """The whole matrix, flat, of the parts that the ranks have. Collective over the axis."""
+        """Return the whole matrix, flat, gathered from the ranks' parts. Collective over the axis.
+
+        Args:
+            mine: This rank's part, flat.
+            memory: Function (name, numel, dtype) that returns scratch memory.
+        """
         assert self.axis is not None
         counts = [part.numel for part in self.slices]
         everything = memory("parts", sum(counts), mine.dtype)
@@ -283,14 +302,14 @@ class DividedMatrix:
         return matrix
 
     def own(self, matrix: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a whole matrix, flat."""
+        """Return this rank's part of a whole matrix, flat."""
         assert self.axis is not None
         part = self.slices[self.axis.rank]
         return torch.cat([view.reshape(-1) for view, _, _ in _views(matrix.contiguous(), part)])
 
 
 def _views(matrix: torch.Tensor, part: Slice) -> Iterator[tuple[torch.Tensor, int, Box]]:
-    """(its view of the matrix, where it begins in the rank's tensor, the box) of each box of a part."""
+    """Yield, for each box of a part, its view of the matrix, its begin in the rank's tensor, and the box."""
     begin = 0
     for box in part.boxes:
         yield box.of(matrix), begin, box
@@ -298,22 +317,22 @@ def _views(matrix: torch.Tensor, part: Slice) -> Iterator[tuple[torch.Tensor, in
 
 
 class TrustRatios(torch.optim.Optimizer):
-    """What gives each parameter a rate of its own, a ratio of norms; 1 where one of these is 0.
+    """Base of optimizers that scale each parameter's update by a ratio of norms; the ratio is 1 if a norm is 0.
 
     Attributes:
-        gather: Sums squares over the ranks; None where what is updated are whole parameters.
+        gather: Object that sums squares over the ranks; None if the updated tensors are whole parameters.
     """
 
     needs_whole = True
     gather: SquaresSum | None = None
-    # of (value, group): that whose norm goes with the parameter's into the ratio
+    # maps (value, group) to the tensor whose norm is compared with the parameter's
     _measured: Callable[..., torch.Tensor]
-    _ratio: Callable[..., torch.Tensor]  # of (norm of the parameter, norm of what is measured, group)
-    _apply: Callable[..., None]  # updates the parameter `value`; of (value, what the ratio has scaled, group)
+    _ratio: Callable[..., torch.Tensor]  # maps (norm of the parameter, norm of `_measured`, group)
+    _apply: Callable[..., None]  # updates `value`; takes (value, scaled update, group)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Make one update. Collective over the ranks that hold the parameters."""
+        """Update the parameters once. Collective over the ranks that have parts of the parameters."""
         listed = [(v, group) for group in self.param_groups for v in group["params"] if v.grad is not None]
         groups = dict(listed)
         measured = {value: self._measured(value, group) for value, group in listed}
@@ -344,25 +363,28 @@ class TrustRatios(torch.optim.Optimizer):
         return parts, torch.zeros(len(parts), 2, dtype=torch.float64, device=device)
 
     def _update(self, value: torch.Tensor, measured: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
-        """Return what the ratio scales, a tensor that may be written."""
+        """Return the tensor that the ratio scales; the caller may overwrite it."""
         return measured
 
 
 def checked_betas(betas: Sequence[float]) -> tuple[float, float]:
-    """Return what Adam's averages keep of themselves in a step. Raises ValueError where it is something else."""
+    """Return the decay factors of Adam's averages. Raises ValueError unless they are two numbers in [0, 1)."""
     if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
         raise ValueError(f"betas {list(betas)} are not two numbers from 0 to below 1")
     return betas[0], betas[1]
 
 
 class Lamb(TrustRatios):
-    """Adam's steps, each parameter's as long as the rate times that parameter (You et al. 2020, "Large batch
-    optimization for deep learning", algorithm 2, whose function of the norm is the norm itself).
+    """Adam whose step for each parameter has a length proportional to the parameter's norm.
 
     Args:
-        params: As of torch.optim.AdamW, as all the rest.
-        least, most: What the ratio of the norms is kept between, as other implementations do.
-        correct: Whether the averages are divided by what they lack in the first steps.
+        params, lr, betas, eps, weight_decay: Options of torch.optim.AdamW.
+        least, most: Bounds of the ratio of norms, as in other implementations.
+        correct: If true, correct the bias of the averages in the first steps.
+
+    Reference:
+        You et al. 2020, "Large batch optimization for deep learning", algorithm 2, whose function of the norm is the
+        norm itself.
     """
 
     def __init__(
@@ -402,12 +424,14 @@ class Lamb(TrustRatios):
 
 
 class Lars(TrustRatios):
-    """SGD with momentum, each parameter's gradient scaled to that parameter (You et al. 2017, "Large batch training of
-    convolutional networks", algorithm 1).
+    """SGD with momentum whose gradient for each parameter is scaled to the parameter's norm.
 
     Args:
-        params: As of torch.optim.SGD, as all the rest.
-        trust_coefficient: How long a step is, over the rate times the parameter.
+        params, lr, momentum, weight_decay: Options of torch.optim.SGD.
+        trust_coefficient: Length of a step divided by the learning rate times the norm of the parameter.
+
+    Reference:
+        You et al. 2017, "Large batch training of convolutional networks", algorithm 1.
     """
 
     def __init__(
@@ -441,24 +465,25 @@ class Lars(TrustRatios):
 
 
 def _stretch(tensor: torch.Tensor, first: int, last: int) -> torch.Tensor:
-    """Return elements of a flat tensor, a view; a tensor of any layout where those are all."""
+    """Return elements [first, last) of a flat tensor as a view; the tensor itself, of any shape, if these are all."""
     return tensor if last - first == tensor.numel() else tensor.view(-1)[first:last]
 
 
 class SquaresSum:
-    """Sums squares of every parameter over the ranks that hold it together. Collective to make.
+    """Sums the squares of every parameter over the ranks that have parts of it. The constructor is collective.
 
     Args:
-        sharding: What the parameters are shared by.
-        chosen: The flat parameters whose norms are needed.
-        axis: The axis that divides parameters; None where none does.
+        sharding: Sharding of the parameters.
+        chosen: Flat parameters whose norms are needed.
+        axis: Ranks of the axis that divides parameters; None if there is none.
 
     Attributes:
-        parts: What this rank holds of the parameters.
-        squares: Of each parameter, two numbers to be summed.
+        parts: This rank's parts of the parameters.
+        squares: Sums of squares, float64 [parameters, 2]: two numbers to be summed for each parameter.
 
     Raises:
-        InputError: The sums would depend on the number of ranks and must not, or tensor ranks are unlike.
+        InputError: Training must be reproducible and the sums would depend on the number of ranks, or the tensor ranks
+            have different layouts.
     """
 
     def __init__(self, sharding: Sharding, chosen: Sequence[FlatParameter], axis: Communicator | None) -> None:
@@ -476,7 +501,7 @@ class SquaresSum:
             )
 
     def follow(self, chosen: Sequence[FlatParameter]) -> None:
-        """Take the parameters from these flat ones from now on."""
+        """Take the parameters from these flat parameters from now on."""
         self.parts: Parts = [
             (flat.value, at, at + last - first, self._numbers[p])
             for flat in chosen
@@ -494,7 +519,7 @@ class SquaresSum:
 
 
 def _divided(parameters: Sequence[nn.Parameter], axis: Communicator | None) -> list[bool]:
-    """Return for each parameter whether the ranks of an axis divide it between them. Collective over these."""
+    """Return for each parameter whether the ranks of an axis divide it. Collective over these ranks."""
     whole = [math.prod(logical_of(p).shape) for p in parameters]
     mine = [p.numel() for p in parameters]
     divided = [numel < all_of_it for numel, all_of_it in zip(mine, whole, strict=True)]

@@ -6,16 +6,18 @@
     NodeParameters         one copy per node, shared     always                 no
     ShardedParameters      its shares                    while a unit computes  yes: `gathers`
 
-Replicated ones are updated whole by every rank; of private ones the shares are gathered after an update; a node's copy
-is updated in place, and one barrier within the node publishes it. Of sharded ones a unit's are gathered when needed:
+Every rank updates all replicated parameters. The shares of private parameters are gathered after an update. A node's
+copy is updated in place, and a barrier within the node makes the update visible. Sharded parameters are gathered unit
+by unit when they are needed ("unshard") and freed after use ("reshard"):
 
-    forward    unshard 0 | compute 0, reshard | compute 1, reshard | ...      each while the one before computes,
-    backward               ... | unshard 1, compute 1, reshard | unshard 0 ...  where a core is free for it
+    forward    unshard 0 | compute 0, reshard | compute 1, reshard | ...      unit 1 is gathered while unit 0 computes
+    backward               ... | unshard 1, compute 1, reshard | unshard 0 ...  if a core is free for it
 
-What autograd would save of the gathered memory is saved as its place in it, so freed memory can serve another unit
-in between (Rajbhandari et al. 2020 section 5.3; Zhao et al. 2023, PyTorch FSDP, section 3).
+Autograd saves its tensors that are views of gathered memory as offsets into that memory. The memory can therefore be
+freed and serve another unit between forward and backward (Rajbhandari et al. 2020 section 5.3; Zhao et al. 2023,
+PyTorch FSDP, section 3).
 
-Which stage of ZeRO takes which is said in `mpitrain.shard.sharding`.
+`mpitrain.shard.sharding` lists which stage of ZeRO uses which class.
 """
 
 from __future__ import annotations
@@ -43,9 +45,9 @@ class Gathered(NamedTuple):
     """Parameters that are gathered in a training step.
 
     Attributes:
-        nbytes: Of them, whole.
-        ranks: That gather them from each other.
-        times: How often.
+        nbytes: Bytes of the whole parameters.
+        ranks: Number of ranks that gather them from each other.
+        times: Number of times per step.
     """
 
     nbytes: float
@@ -56,67 +58,86 @@ class Gathered(NamedTuple):
 class Parameters(ABC):
     """The trained parameters of a module, in groups of one dtype and device.
 
-    The methods that are not abstract do what is right where the parameters are always whole.
+    The methods that are not abstract are correct for parameters that are always whole.
 
     Attributes:
-        gathers: Whether forward and backward passes gather parameters, so that every rank must take part in each.
+        gathers: If true, forward and backward passes gather parameters, so every rank must take part in each pass.
     """
 
     gathers: bool = False
 
     @abstractmethod
     def own(self, group: int, lo: int, hi: int) -> torch.Tensor:
-        """Elements [lo, hi) of a group's layout, which lie in one share of this rank: a view, to be updated."""
+        """Return elements [lo, hi) of a group's layout as a view, through which they are updated.
+
+        Args:
+            group: Number of the group.
+            lo, hi: Range of elements in the layout; it lies in one share of this rank.
+        """
 
     def publish(self) -> None:
-        """Show every rank what each of them wrote into its shares. Collective."""
+        """Make the updated shares of all ranks visible to every rank. Collective."""
         return
 
     @abstractmethod
     def nbytes(self) -> float:
-        """Bytes of parameters on this rank; of memory that the ranks of a node share, this rank's part."""
+        """Return the bytes of parameters on this rank; for memory that the ranks of a node share, this rank's part."""
 
     @abstractmethod
     def free(self) -> None:
-        """Give each parameter memory of its own again, and release the rest. Collective."""
+        """Give each parameter its own memory again, and release the rest. Collective."""
 
     def gathered(self, microbatches: int) -> list[Gathered]:
-        """What is gathered in a step of so many microbatches."""
+        """Return the parameters that are gathered in a step with this number of microbatches."""
         return []
 
     def buffer_bytes(self) -> int:
-        """Bytes of the buffers that parameters are gathered into."""
+        """Return the bytes of the buffers that parameters are gathered into."""
         return 0
 
     def whole(self) -> AbstractContextManager[None]:
-        """All parameters can be read inside. Collective where the parameters are sharded."""
+        """Return a context in which all parameters can be read. Collective if the parameters are sharded."""
         return nullcontext()
 
     def watch_saved(self, saved: Callable[[torch.Tensor], object]) -> AbstractContextManager[None]:
-        """Inside, call `saved` with each tensor that autograd keeps and that saved-tensor hooks outside do not see."""
+        """Return a context that calls `saved` with each tensor that only this class saves for backward.
+
+        These are the tensors that autograd saves and that saved-tensor hooks outside of this class do not see.
+
+        Args:
+            saved: Callback with each of these tensors.
+        """
         return nullcontext()
 
     def gradients_taken(self, bucket: int) -> None:
-        """Told by the gradients, once for each group: those of this bucket have been taken from its parameters."""
+        """Take note that the gradients of a bucket of one group have been copied from its parameters.
+
+        The gradients call it once for each group.
+        """
         return
 
     def end_of_backward(self) -> None:
-        """A backward pass is over: nobody computes with the parameters until the next forward pass."""
+        """Take note that a backward pass is over: the parameters are not used until the next forward pass."""
         return
 
 
 class ReplicatedParameters(Parameters):
-    """The module's own tensors, left as they are: every rank updates all of them, and nothing moves.
+    """The module's own tensors, unchanged: every rank updates all of them, and nothing is communicated.
 
     Args:
-        groups: The parameters; their layouts are those of the gradients alone.
+        groups: Parameters; the layouts apply only to their gradients.
     """
 
     def __init__(self, groups: Sequence[FlatGroup]) -> None:
         self._groups = groups
 
     def own(self, group: int, lo: int, hi: int) -> torch.Tensor:
-        """Elements [lo, hi) of a group's layout, which lie in one parameter; that parameter must be contiguous."""
+        """Return elements [lo, hi) of a group's layout as a view.
+
+        Args:
+            group: Number of the group.
+            lo, hi: Range of elements in the layout; it lies in one parameter, which must be contiguous.
+        """
         ((number, first, last, _),) = self._groups[group].layout.within(lo, hi)
         return self._groups[group].parameters[number].data.view(-1)[first:last]
 
@@ -124,15 +145,15 @@ class ReplicatedParameters(Parameters):
         return sum(p.nbytes for group in self._groups for p in group.parameters)
 
     def free(self) -> None:
-        """Nothing is to be done."""
+        """Do nothing: the module's tensors were never moved."""
 
 
 class PrivateParameters(Parameters):
-    """A flat copy on each rank, of which the parameters are views. Collective to make.
+    """A flat copy of the parameters on each rank; the parameters are views of it. The constructor is collective.
 
     Args:
-        groups: The parameters and where each lies.
-        shard: The ranks that the shares are divided over, in the order of the shares.
+        groups: Parameters and their places in flat memory.
+        shard: Ranks that the shares are divided over, in the order of the shares.
     """
 
     def __init__(self, groups: Sequence[FlatGroup], shard: Communicator) -> None:
@@ -163,15 +184,17 @@ class PrivateParameters(Parameters):
 
 
 class NodeParameters(Parameters):
-    """One flat copy for all ranks of a node, of which their parameters are views. Collective to make.
+    """One flat copy of the parameters for all ranks of a node; the parameters are views of it.
+
+    The constructor is collective.
 
     Args:
-        groups: The parameters and where each lies.
-        copies: The node's memory, one for each group.
+        groups: Parameters and their places in flat memory.
+        copies: Shared memory of the node, one copy for each group.
         comm: All ranks.
-        carriers: The ranks that have this rank's local number on the other nodes, which carry their shares to each
-            other; their shares lie side by side (see `shard_order`). None on one node.
-        share: The number of this rank's share.
+        carriers: Ranks with this rank's local rank on all nodes, which exchange their shares between the nodes. Their
+            shares are adjacent (see `shard_order`). None on one node.
+        share: Number of this rank's share.
     """
 
     def __init__(
@@ -202,7 +225,7 @@ class NodeParameters(Parameters):
         self._node_barrier()
 
     def _node_barrier(self) -> None:
-        """After it every rank of the node sees what the others wrote before."""
+        """Wait until every rank of the node sees the earlier writes of the others."""
         for copy in self._copies:
             copy.publish()
 
@@ -221,12 +244,13 @@ class NodeParameters(Parameters):
 
 
 def shard_order(comm: Communicator) -> int | None:
-    """This rank's number when ranks are counted across the nodes, local rank by local rank.
+    """Return this rank's number when ranks are counted across the nodes, local rank by local rank.
 
         node A: 0 2 4      node B: 1 3 5
 
-    So the shares of ranks that have the same local rank on different nodes lie side by side, and one all-gather
-    among those ranks moves one stretch of memory. None where the nodes have unequal numbers of ranks.
+    With this order, the shares of ranks that have the same local rank on different nodes are adjacent, and one
+    all-gather among those ranks moves one stretch of memory. The result is None if the nodes have different numbers of
+    ranks.
     """
     if len({comm.nodes.count(node) for node in comm.nodes}) > 1:
         return None
@@ -234,7 +258,13 @@ def shard_order(comm: Communicator) -> int | None:
 
 
 def move_into(group: FlatGroup, flat: torch.Tensor, *, fill: bool) -> None:
-    """Make the parameters views of a flat tensor laid out like the group; fill: copy their values there first."""
+    """Make the parameters of a group views of a flat tensor.
+
+    Args:
+        group: Group of parameters.
+        flat: Tensor laid out like the group.
+        fill: If true, first copy the values of the parameters into the tensor.
+    """
     for parameter, view in zip(group.parameters, group.views(flat), strict=True):
         if fill:
             view.copy_(parameter.data)
@@ -242,36 +272,45 @@ def move_into(group: FlatGroup, flat: torch.Tensor, *, fill: bool) -> None:
 
 
 def move_out(group: FlatGroup) -> None:
-    """Give each parameter memory of its own, with the value it has."""
+    """Give each parameter its own memory, with its current value."""
     for parameter in group.parameters:
         parameter.data = parameter.data.clone()
 
 
 class _Unit:
-    """A unit and where it stands between two reshards. bucket: the number of its bucket in every group."""
+    """A unit and its state between two reshards.
+
+    Args:
+        module: Module of the unit.
+        bucket: Number of the unit's bucket, the same in every group.
+        root: If true, this is the root unit.
+        groups: Groups whose buckets are the units.
+    """
 
     def __init__(self, module: nn.Module, bucket: int, root: bool, groups: Sequence[FlatGroup]) -> None:
         self.module, self.bucket, self.root = module, bucket, root
-        # (group number, parameter, offset in the unit's bucket of that group)
+        # (group number, parameter, offset in the unit's bucket of that group) of each parameter
         self.members = [(g, p, offset) for g, group in enumerate(groups) for p, offset in group.members(bucket)]
         self.buffers: dict[int, torch.Tensor] = {}  # by group, the gathered bucket; empty while resharded
-        self.works: list[Work] = []  # all-gathers under way
-        self.saving: saved_tensors_hooks | None = None  # entered during its forward pass
+        self.works: list[Work] = []  # all-gathers that are not complete
+        self.saving: saved_tensors_hooks | None = None  # active during the unit's forward pass
         self.ready = False  # the parameters are views of the buffers
 
 
 class ShardedParameters(Parameters):
-    """This rank's shares of every unit, and the whole of the units that compute now. Collective to make.
+    """This rank's shares of every unit, and the whole parameters of the units that compute now.
+
+    The constructor is collective.
 
     Args:
-        module: The model; its parameters become views of the memory that units are gathered into.
-        units: Of `units_of`.
-        groups: Of `unit_groups`, whose buckets are the units.
-        shard: The ranks that the shares are divided over.
-        reshard_after_forward: Drop a unit's whole parameters after its forward pass, and gather them again for
-            backward; else keep them until backward has gone through the unit.
-        offload: Where this rank's shares are: "host" for host memory, or a folder for files mapped into it, from which
-            they are copied to the device on each gather; empty for the device.
+        module: Model; its parameters become views of the memory that units are gathered into.
+        units: Units, as returned by `units_of`.
+        groups: Groups, as returned by `unit_groups`, whose buckets are the units.
+        shard: Ranks that the shares are divided over.
+        reshard_after_forward: If true, free a unit's whole parameters after its forward pass, and gather them again for
+            backward; if false, keep them until backward has passed through the unit.
+        offload: Place of this rank's shares: "host" for host memory, or a folder for files mapped into it, from which
+            they are copied to the device for each gather; empty for the device.
     """
 
     gathers = True
@@ -296,7 +335,7 @@ class ShardedParameters(Parameters):
         else:
             self._arenas = [shard.arena(g.layout.numel // g.layout.parts, g.dtype, g.device) for g in groups]
             self._shares = [arena.tensor for arena in self._arenas]
-        # by group, buffers that are free, and after what on the device
+        # by group, free buffers, each with the device event after which it may be written
         self._pool: dict[int, list[tuple[torch.Tensor, torch.Event | None]]] = {}
         self._nothing = [torch.full((), torch.nan, dtype=g.dtype, device=g.device) for g in groups]
         self._pool_bytes = 0
@@ -304,9 +343,9 @@ class ShardedParameters(Parameters):
         self._units = [_Unit(u, count - 1 - number, False, groups) for number, u in enumerate(units)]
         self._units.append(_Unit(module, count, True, groups))
         self._longest = [max((hi - lo for lo, hi in pairwise(g.layout.bounds[: count + 1])), default=0) for g in groups]
-        self._order: list[_Unit] = []  # of the units in the forward pass
-        self._taken: dict[int, int] = {}  # buckets whose gradients were taken, by how many groups
-        self._saved: Callable[[torch.Tensor], object] | None = None  # called with what autograd keeps (`watch_saved`)
+        self._order: list[_Unit] = []  # units in the order of the forward pass
+        self._taken: dict[int, int] = {}  # by bucket, number of groups whose gradients were taken
+        self._saved: Callable[[torch.Tensor], object] | None = None  # see `watch_saved`
         self._hooks: list[Any] = []
         for unit in self._units:
             self._take_shares(unit)
@@ -319,19 +358,19 @@ class ShardedParameters(Parameters):
     # -- memory
 
     def _buckets(self, unit: _Unit) -> Iterator[tuple[int, FlatGroup, int, int]]:
-        """The unit's buckets that hold anything: (group number, group, lo, hi) in the group's layout."""
+        """Yield (group number, group, lo, hi) for each non-empty bucket [lo, hi) of a unit."""
         for g, group in enumerate(self._groups):
             lo, hi = group.layout.bounds[unit.bucket : unit.bucket + 2]
             if lo < hi:
                 yield g, group, lo, hi
 
     def _share(self, g: int, lo: int, hi: int) -> torch.Tensor:
-        """This rank's share of the bucket [lo, hi) of a group, a view."""
+        """Return this rank's share of the bucket [lo, hi) of a group as a view."""
         parts = self._groups[g].layout.parts
         return self._shares[g][lo // parts : hi // parts]
 
     def _take_shares(self, unit: _Unit) -> None:
-        """Copy this rank's shares of the values that a unit's parameters have now into its arenas."""
+        """Copy this rank's shares of a unit's current parameter values into the rank's memory for shares."""
         for g, group, lo, hi in self._buckets(unit):
             full = torch.zeros(hi - lo, dtype=group.dtype, device=group.device)
             for parameter, offset in group.members(unit.bucket):
@@ -340,14 +379,15 @@ class ShardedParameters(Parameters):
             self._share(g, lo, hi).copy_(full[self._shard.rank * length : (self._shard.rank + 1) * length])
 
     def _drop_values(self, unit: _Unit) -> None:
-        """Leave the parameters their shapes without memory behind them: whoever reads them now gets NaN."""
+        """Make the parameters NaN tensors of the same shape without memory, so that use before a gather gives NaN."""
         for g, parameter, _ in unit.members:
             parameter.data = self._nothing[g].expand(parameter.shape)
 
     def _buffer(self, g: int, length: int, root: bool) -> torch.Tensor:
-        """Memory for at least `length` elements of a group: from the pool, or new.
+        """Return memory for at least `length` elements of a group, from the pool or newly allocated.
 
-        On a device the current stream waits until whoever had it is done with it: autograd's threads may use others.
+        On a device, the current stream waits until the previous user has finished with the memory, because autograd's
+        threads may use other streams.
         """
         group = self._groups[g]
         free = self._pool.setdefault(g, [])
@@ -362,7 +402,7 @@ class ShardedParameters(Parameters):
         return buffer
 
     def _begin_unshard(self, unit: _Unit) -> None:
-        """Start the all-gathers of a unit's buckets, if they have not been. Collective."""
+        """Start the all-gathers of a unit's buckets, unless they have already been started. Collective."""
         if unit.buffers:
             return
         background = self._shard.overlaps
@@ -389,7 +429,7 @@ class ShardedParameters(Parameters):
         unit.ready = True
 
     def reshard(self, unit: _Unit) -> None:
-        """Give back the memory of a unit's whole parameters; this rank's shares stay."""
+        """Return the memory of a unit's whole parameters to the pool; this rank's shares stay."""
         for work in unit.works:
             work.wait()
         unit.works.clear()
@@ -403,7 +443,7 @@ class ShardedParameters(Parameters):
     # -- the passes
 
     def _before(self, unit: _Unit) -> None:
-        """Hook before a unit's forward pass."""
+        """Run before a unit's forward pass (hook): unshard the unit, and start to gather the next one."""
         self.unshard(unit)
         if unit not in self._order and not unit.root:
             self._order.append(unit)
@@ -413,7 +453,7 @@ class ShardedParameters(Parameters):
             unit.saving.__enter__()
 
     def _after(self, unit: _Unit, output: Any) -> None:
-        """Hook after a unit's forward pass. What its output's gradient arrives at unshards it for backward."""
+        """Run after a unit's forward pass (hook): reshard the unit, and hook its outputs, to unshard it in backward."""
         if unit.saving is not None:
             unit.saving.__exit__(None, None, None)
             unit.saving = None
@@ -424,12 +464,12 @@ class ShardedParameters(Parameters):
             self.reshard(unit)
 
     def _before_backward(self, unit: _Unit) -> None:
-        """Hook on the gradients of a unit's output: autograd is about to enter it."""
+        """Run before a unit's backward pass (hook on its outputs' gradients): unshard it, start to gather the next."""
         self.unshard(unit)
         self._prefetch(unit, -1)
 
     def _prefetch(self, unit: _Unit, step: int) -> None:
-        """Start to gather the unit that comes `step` units after this one in the forward pass's order."""
+        """Start to gather the unit that is `step` units after this one in the order of the forward pass."""
         if not self._shard.overlaps or unit.root:
             return
         at = self._order.index(unit) + step
@@ -437,7 +477,10 @@ class ShardedParameters(Parameters):
             self._begin_unshard(self._order[at])
 
     def _pack(self, unit: _Unit) -> Any:
-        """The function that autograd saves tensors of a unit by: views of gathered memory by their place in it."""
+        """Return the function by which autograd saves a unit's tensors.
+
+        It replaces a view of gathered memory by its offset in that memory.
+        """
         places = {buffer.untyped_storage().data_ptr(): g for g, buffer in unit.buffers.items()}
 
         def pack(tensor: torch.Tensor) -> Any:
@@ -450,9 +493,9 @@ class ShardedParameters(Parameters):
 
         return pack
 
-    @staticmethod  # the buffers are those of the unit's backward pass, into which it has been gathered again
+    @staticmethod  # the buffers are those into which the unit has been gathered again for backward
     def _unpack(packed: Any) -> torch.Tensor:
-        """What `_pack` saved, as the tensor it stands for."""
+        """Return the tensor that was saved by `_pack`."""
         if torch.is_tensor(packed):
             return packed
         unit, g, offset, shape, stride = packed
@@ -477,7 +520,7 @@ class ShardedParameters(Parameters):
         for unit in self._units:
             self.reshard(unit)
 
-    # -- what others need
+    # -- interface of `Parameters`
 
     def own(self, group: int, lo: int, hi: int) -> torch.Tensor:
         begin = self._groups[group].in_shares(lo, self._shard.rank)
@@ -490,7 +533,7 @@ class ShardedParameters(Parameters):
         ranks, found = self._shard.size, []
         for unit in self._units:
             nbytes = sum((hi - lo) * group.dtype.itemsize for _, group, lo, hi in self._buckets(unit))
-            again = self._reshard and not unit.root  # for backward
+            again = self._reshard and not unit.root  # gathered once more for backward
             found.append(Gathered(nbytes, ranks, microbatches * (1 + again)))
         return found
 

@@ -1,4 +1,4 @@
-"""Which of parameters, gradients and optimizer states every data-parallel rank has whole, and which it shares out.
+"""Stages of ZeRO: which of parameters, gradients and optimizer states are replicated or sharded over the ranks.
 
     stage        parameters   gradients    optimizer states     bytes per parameter and rank, 16-bit training
     0  DDP       replicated   replicated   replicated           16
@@ -6,8 +6,9 @@
     2  ZeRO-2    replicated   sharded      sharded              2 + 14/N
     3  ZeRO-3    sharded      sharded      sharded              16/N
 
-The bytes are those of Rajbhandari et al. 2020 (ZeRO, section 3): 2 for a 16-bit parameter, 2 for its gradient and 12
-for the optimizer's fp32 copy and its two moments. In fp32 training the copy is the parameter itself: 4, 4 and 8.
+N is the number of data-parallel ranks. The bytes are those of Rajbhandari et al. 2020 (ZeRO, section 3): 2 for a 16-bit
+parameter, 2 for its gradient and 12 for the optimizer's fp32 copy and its two moments. In fp32 training there is no
+separate copy, so the bytes are 4, 4 and 8.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from dataclasses import dataclass
 
 from mpitrain.shard.offload import HOST
 
-CACHED_MB = 4.0  # MiB of gradients that are in the cache from when they were made until they are reduced
-DEFERRING = 3  # slots of gradients, where a bucket is reduced in split phases, after the next one was made
-SCRATCH = 16 << 20  # elements of fp32 gradients made at a time in 16-bit training
+CACHED_MB = 4.0  # MiB of gradients that stay in the cache from backward until they are reduced
+DEFERRING = 3  # slots of gradients if a bucket is reduced in split phases, after the next one was computed
+SCRATCH = 16 << 20  # elements of fp32 gradients that exist at a time in 16-bit training
 
 
 @dataclass(frozen=True)
 class ZeroStage:
-    """Whether parameters, gradients and optimizer states are sharded (True) or replicated."""
+    """One stage of ZeRO: parameters, gradients and optimizer states are each sharded (True) or replicated (False)."""
 
     parameters: bool
     gradients: bool
@@ -43,9 +44,9 @@ class Account:
     """Bytes on a rank, by category.
 
     Attributes:
-        parameters: In the precision of the forward pass.
-        gradients: In the same precision.
-        states: The optimizer's, its fp32 copy of 16-bit parameters included.
+        parameters: Bytes of parameters, in the precision of the forward pass.
+        gradients: Bytes of gradients, in the same precision.
+        states: Bytes of optimizer states, including the fp32 copy of 16-bit parameters.
     """
 
     parameters: float
@@ -59,15 +60,15 @@ class Account:
 
 
 def conflict(zero: int, ranks: int, *, staged: bool, one_copy: bool, offload: str = "", on_device: bool = False) -> str:
-    """Return why parameters cannot be placed so, and what to change; empty where they can.
+    """Return why this placement of parameters is impossible and how to change it; empty if it is possible.
 
     Args:
-        zero: The stage of ZeRO.
-        ranks: The data-parallel ranks.
-        staged: Whether the module is a stage of a pipeline.
-        one_copy: Whether the ranks of a node have one copy of the parameters between them.
-        offload: parallel.offload_parameters.
-        on_device: Whether ranks compute on devices.
+        zero: Stage of ZeRO.
+        ranks: Number of data-parallel ranks.
+        staged: If true, the module is a stage of a pipeline.
+        one_copy: If true, the ranks of a node share one copy of the parameters.
+        offload: Setting parallel.offload_parameters.
+        on_device: If true, ranks compute on devices.
     """
     if offload and not STAGES[zero].parameters:
         return (
@@ -85,44 +86,52 @@ def conflict(zero: int, ranks: int, *, staged: bool, one_copy: bool, offload: st
 
 
 def is_elsewhere(offload: str, on_device: bool) -> bool:
-    """Whether what is offloaded there lies in other memory than that in which ranks compute."""
+    """Return whether offloaded data is in other memory than that in which the ranks compute.
+
+    Args:
+        offload: "host", or a folder for mapped files; empty for no offload.
+        on_device: If true, ranks compute on devices.
+    """
     return bool(offload) and (on_device or offload != HOST)
 
 
 def node_has_one_copy(stage: ZeroStage, share_node: bool, on_device: bool, even: bool) -> bool:
-    """Return whether the ranks of a node have one copy of the parameters between them, if memory can be shared.
+    """Return whether the ranks of a node share one copy of the parameters, provided that memory can be shared.
 
     Args:
-        stage: Of ZeRO.
-        share_node: Whether they are to.
-        on_device: Whether they compute on devices.
-        even: Whether each node has as many of the data-parallel ranks.
+        stage: Stage of ZeRO.
+        share_node: Setting parallel.share_node.
+        on_device: If true, ranks compute on devices.
+        even: If true, each node has the same number of data-parallel ranks.
     """
     return stage.states and share_node and not on_device and even
 
 
 def bucket_size(bucket_mb: float, sharded: bool, overlaps: bool, nodes: int, on_device: bool) -> float:
-    """Return the MiB of a bucket: at most CACHED_MB where it is reduced inside a node, in the middle of backward.
+    """Return the size of a bucket in MiB.
+
+    It is at most CACHED_MB for sharded gradients on the CPU within one node if communication does not overlap backward,
+    so that a bucket is reduced while it is in the cache.
 
     Args:
-        bucket_mb: MiB that are asked for.
-        sharded: Whether each rank keeps its share of the gradients alone.
-        overlaps: Whether a core is free to reduce one bucket while backward makes the next.
-        nodes: Nodes of the ranks that shares are divided over.
-        on_device: Whether they compute on devices.
+        bucket_mb: Requested MiB.
+        sharded: If true, each rank keeps only its share of the gradients.
+        overlaps: If true, a core is free to reduce one bucket while backward computes the next.
+        nodes: Number of nodes of the ranks that shares are divided over.
+        on_device: If true, ranks compute on devices.
     """
     cached = sharded and not overlaps and nodes == 1 and not on_device
     return min(bucket_mb, CACHED_MB) if cached else bucket_mb
 
 
 def slot_count(overlaps: bool, in_order: bool, shared: bool, nodes: int) -> int:
-    """Return the slots that sharded gradients pass through (see `shard.gradients`).
+    """Return the number of slots that sharded gradients pass through (see `shard.gradients`).
 
     Args:
-        overlaps: Whether a core is free to reduce one bucket while backward makes the next.
-        in_order: Whether buckets are compressed or summed in a fixed order, which leaves no room for split phases.
-        shared: Whether a slot is in memory that the ranks of a node share.
-        nodes: Nodes of the ranks that shares are divided over.
+        overlaps: If true, a core is free to reduce one bucket while backward computes the next.
+        in_order: If true, buckets are compressed or summed in a fixed order, which excludes split phases.
+        shared: If true, a slot is in memory that the ranks of a node share.
+        nodes: Number of nodes of the ranks that shares are divided over.
     """
     if overlaps:
         return 2
@@ -139,16 +148,17 @@ def formula(
     copied: bool = False,
     sharing: int = 0,
 ) -> Account:
-    """What training takes on each rank, without padding.
+    """Return the bytes of parameters, gradients and optimizer states on each rank, without padding.
 
     Args:
-        stage: Of ZeRO.
-        ranks: The data-parallel ranks.
-        numel: Trained parameters.
+        stage: Stage of ZeRO.
+        ranks: Number of data-parallel ranks.
+        numel: Number of trained parameters.
         itemsize: Bytes of a parameter in the forward pass.
-        moments: fp32 numbers that the optimizer keeps per parameter (Adam: 2).
-        copied: The optimizer works on a copy of fp32 parameters too, as where the host updates those of a device.
-        sharing: Ranks of a node that have one copy of the parameters between them; 0 where they do not.
+        moments: Number of fp32 values per parameter in the optimizer's state (Adam: 2).
+        copied: If true, the optimizer also works on a copy of fp32 parameters, as when the host updates a device's
+            parameters.
+        sharing: Number of ranks of a node that share one copy of the parameters; 0 if they do not.
     """
     master = 4 if itemsize < 4 or copied else 0
 

@@ -1,8 +1,8 @@
-"""Reduces gradients over the ranks as backward produces them.
+"""Reduction of gradients over the ranks while backward computes them.
 
-A hook on each parameter notes that its gradient is complete. When all of a bucket are, and all buckets before
-it have been started, its reduction starts, in the same order on every rank. Where no core is free to carry it out
-meanwhile nothing would overlap: whole gradients are then reduced at the end of backward in one operation.
+A hook on each parameter records that its gradient is complete. When all gradients of a bucket are complete and all
+earlier buckets have been started, the bucket's reduction starts, in the same order on every rank. If no core is free
+for communication, nothing would overlap; whole gradients are then reduced in one operation at the end of backward.
 """
 
 from __future__ import annotations
@@ -24,21 +24,22 @@ class Reducer:
     """Watches the backward passes of some parameters, and reduces their gradients bucket by bucket.
 
     Args:
-        gradients: Where the gradients are kept; says which parameters there are.
-        names: Of the parameters, for messages.
-        module: Theirs, whose linear layers are to compute gradients where they are reduced (see `in_place`); None
-            where gradients are made by other means than autograd's backward pass.
-        unused_allowed: Parameters without a gradient count as zero; else they are an error that names them.
-        static: The first backward pass tells which parameters are used, and how often, in all of them.
-        forget_unused: Parameters that no rank used get no gradient, so that optimizers leave them alone.
+        gradients: Storage of the gradients, which also lists the parameters.
+        names: Names of the parameters, for messages.
+        module: Module of the parameters, whose linear layers compute gradients in flat memory (see `in_place`); None if
+            gradients are not computed by autograd's backward pass.
+        unused_allowed: If true, parameters without a gradient count as zero; if false, they raise an error with their
+            names.
+        static: If true, every backward pass uses the same parameters, the same number of times, as the first one.
+        forget_unused: If true, parameters that no rank used get no gradient, so that optimizers skip them.
 
     Attributes:
-        enabled: Whether backward passes are reduced; False while gradients are only accumulated.
-        last: Whether no more passes are expected before the step, after this one.
-        order: The parameters in the order in which the gradients of the last backward pass came.
-        passes: Backward passes reduced so far.
-        used: Parameters that got a gradient since the last update; None where nobody asks for them.
-        factor: What a reduction's result is multiplied by.
+        enabled: If true, backward passes are reduced; if false, gradients are only accumulated.
+        last: If true, no more backward passes are expected before the step, after this one.
+        order: Parameters in the order in which the gradients of the last backward pass arrived.
+        passes: Number of backward passes reduced so far.
+        used: Parameters that got a gradient since the last update; None if this is not recorded.
+        factor: Factor by which the result of a reduction is multiplied.
     """
 
     def __init__(
@@ -65,8 +66,8 @@ class Reducer:
         self._total = len(buckets)
         self._expected = dict.fromkeys(self._bucket, 1)  # gradients of each parameter in one backward pass
         self._came: dict[nn.Parameter, int] = {}
-        self._touched: set[nn.Parameter] = set()  # got a gradient since the last reduction
-        self._missing: list[int] = []  # by bucket, parameters whose gradients are still to come
+        self._touched: set[nn.Parameter] = set()  # parameters that got a gradient since the last reduction
+        self._missing: list[int] = []  # by bucket, number of parameters whose gradients are missing
         self._works: list[Work | None] = []  # of the buckets started so far
         self._in_backward = False
         self._hooks = [p.register_post_accumulate_grad_hook(self._hook) for p in self._bucket]
@@ -80,7 +81,7 @@ class Reducer:
             self._in_place.remove()
 
     def take_over(self, earlier: Reducer) -> None:
-        """Take the place of another reducer of the same parameters, which is closed, and take over its gradients."""
+        """Replace another reducer of the same parameters, which is already closed, and take over its gradients."""
         for parameter in self._bucket:
             if parameter.grad is not None:
                 self.gradients.arrived(parameter)
@@ -90,7 +91,10 @@ class Reducer:
         earlier.gradients.free()
 
     def _hook(self, parameter: nn.Parameter) -> None:
-        """Autograd has added to the parameter's `.grad`."""
+        """Record a parameter's new gradient, and start the buckets that are ready.
+
+        This is the hook that runs after autograd has added to the parameter's `.grad`.
+        """
         if parameter.grad is not None and parameter.grad.layout != torch.strided:
             name = self.names[parameter]
             raise InputError(
@@ -133,7 +137,7 @@ class Reducer:
         self._came, self.order, self._works = {}, [], []
 
     def _start_ready(self, everything: bool = False) -> None:
-        """Start the buckets that have all their gradients, in order up to the first that has not, or all of them."""
+        """Start buckets in order, up to the first one that lacks gradients or, with `everything`, all of them."""
         background = self.gradients.reduction.overlaps
         while len(self._works) < self._total and (everything or self._missing[len(self._works)] <= 0):
             self._works.append(self.gradients.start(len(self._works), background))
@@ -141,8 +145,8 @@ class Reducer:
     def finish(self) -> None:
         """Complete the reduction of all buckets. Collective.
 
-        Autograd calls this at the end of backward. A rank that has no backward pass to do, or whose gradients were
-        added up while not `enabled`, calls it itself.
+        Autograd calls this at the end of backward. A rank must call it itself if it has no backward pass, or if its
+        gradients were accumulated while `enabled` was false.
         """
         alone = not self._in_backward
         if alone:
@@ -172,15 +176,15 @@ class Reducer:
         self.passes += 1
 
     def touched(self) -> set[nn.Parameter]:
-        """Return the parameters that got a gradient since the last reduction, to which others may be added.
+        """Return the parameters that got a gradient since the last reduction, as a set that callers may extend.
 
-        Gradients that came by other means than a backward pass with hooks must still be the parameters' `.grad`.
+        Gradients that were not computed by a backward pass with hooks must still be the parameters' `.grad`.
         """
         self._touched |= {p for p in self._bucket if p.grad is not None}
         return self._touched
 
     def take_unused(self, comm: Communicator) -> set[nn.Parameter]:
-        """Return the parameters that no rank of `comm` used since the last call. Collective, where anybody asks."""
+        """Return the parameters that no rank of `comm` used since the last call. Collective unless `used` is None."""
         if self.used is None:
             return set()
         unused = set(self._unused_by_all(self.used, comm))
@@ -194,7 +198,7 @@ class Reducer:
         return [p for p, somewhere in zip(self._bucket, anywhere, strict=True) if not somewhere]
 
     def _unused_message(self, unused: Sequence[nn.Parameter]) -> str:
-        """The message about parameters that got no gradient."""
+        """Return the error message about parameters that got no gradient."""
         names = [self.names[p] for p in unused]
         shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
         mend = (

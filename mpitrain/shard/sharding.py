@@ -1,13 +1,13 @@
-"""One mechanism for DDP and ZeRO: a stage's placements of parameters, gradients and optimizer states, put together.
+"""Common implementation of DDP and ZeRO: each stage combines placements of parameters, gradients and optimizer states.
 
-    stage   parameters, where a node's ranks ... share memory / do not    gradients            optimizer states
+    stage   parameters, if a node's ranks ... share memory / do not       gradients            optimizer states
     0       ReplicatedParameters     ReplicatedParameters                 WholeGradients       whole
     1       NodeParameters           PrivateParameters                    WholeGradients       shares
     2       NodeParameters           PrivateParameters                    ShardedGradients     shares
     3       NodeParameters           ShardedParameters                    ShardedGradients     shares
 
-With NodeParameters a rank updates its share in place, and nothing has to be gathered inside the node. Reproducible
-training keeps WholeGradients at every stage, because it sums the gradients of several virtual workers in them.
+With NodeParameters a rank updates its share in place, and nothing has to be gathered within the node. Reproducible
+training uses WholeGradients at every stage, because it sums the gradients of several virtual workers in them.
 """
 
 from __future__ import annotations
@@ -52,35 +52,35 @@ from mpitrain.shard.parameters import (
 from mpitrain.shard.placement import STAGES, ZeroStage, bucket_size, conflict, is_elsewhere, node_has_one_copy
 from mpitrain.shard.reducer import Reducer
 
-EXACT_BLOCK = 1024  # elements whose squares are summed together where sums must not depend on the number of ranks
+EXACT_BLOCK = 1024  # elements whose squares are summed together if sums must not depend on the number of ranks
 
 
 class Sharding:
-    """A module and its optimizer, placed over the data-parallel ranks. Collective to make.
+    """A module and its optimizer, placed over the data-parallel ranks. The constructor is collective.
 
     Args:
-        module: Whose parameters are trained; they must be the same on all ranks.
-        optimizer: Of those parameters; where states are sharded it is handed this rank's flat parameters instead.
-        comm: The data-parallel ranks.
-        config: The settings, of which run.reproducible, [parallel] and [comm] say how everything is placed.
-        division: How the model is divided over the axes of a mesh.
-        reduce_dtype: In which gradients are added up and reduced; None: the parameters' own.
+        module: Module whose parameters are trained; they must be the same on all ranks.
+        optimizer: Optimizer of these parameters; with sharded states it gets this rank's flat parameters instead.
+        comm: Data-parallel ranks.
+        config: Configuration; run.reproducible, [parallel] and [comm] define the placement.
+        division: Division of the model over the axes of a mesh; None if it is not divided.
+        reduce_dtype: Dtype in which gradients are added up and reduced; None for the parameters' dtype.
 
     Attributes:
-        compression: What gradients are compressed with on their way; None to send them as they are.
-        owners: Records of the module's parameters.
-        shard: The ranks that shares are divided over.
-        replicas: The ranks that have the same share as this one; None where there are no others.
-        share: The number of this rank's share; None where it has none.
-        groups: The trained parameters and where each lies.
-        parameters, gradients: How they are kept.
-        flat_parameters: What this rank's optimizer updates.
-        host: Carries gradients and parameters, where a device's parameters are updated on the host; None elsewhere.
-        files: Where the optimizer's states are kept; None: in memory.
-        writes_copies: Whether this rank takes part in saving what every data-parallel rank has whole.
+        compression: Compression of gradients during communication; None to send them uncompressed.
+        owners: Ownership record of each parameter of the module.
+        shard: Ranks that shares are divided over.
+        replicas: Ranks that have the same share as this one; None if there are no others.
+        share: Number of this rank's share; None if it has none.
+        groups: Trained parameters and their places in flat memory.
+        parameters, gradients: Placements of parameters and gradients.
+        flat_parameters: Flat parameters that this rank's optimizer updates.
+        host: Copies between device and host if the host updates a device's parameters; otherwise None.
+        files: Files of the optimizer states; None if they are in memory.
+        writes_copies: If true, this rank takes part in saving state that every data-parallel rank has whole.
 
     Raises:
-        InputError: Options that do not go together, with each other or with the optimizer.
+        InputError: Options that are incompatible with each other or with the optimizer.
     """
 
     writes_copies = True
@@ -98,7 +98,7 @@ class Sharding:
         self.config, self.parallel, self.reduce_dtype = config, config.parallel, reduce_dtype
         kind = config.comm.compression
         self.compression = None if kind == "none" else from_name(kind)
-        self._staged = division.pipeline is not None  # stages' gradients are added up without backward hooks
+        self._staged = division.pipeline is not None  # gradients of pipeline stages are added up without backward hooks
         self._made: list[Communicator] = []
         folder = self.parallel.offload
         self.files = MappedFiles(Path(folder)) if folder not in ("", HOST) else None
@@ -121,7 +121,7 @@ class Sharding:
         if any(p.requires_grad and p not in names for group in optimizer.param_groups for p in group["params"]):
             raise refusal("the optimizer has parameters that are not the model's; give it those alone")
         self.gradients = gradients = self._place_gradients()
-        whose = None if self._staged else module  # split backward passes take weight gradients out of autograd's
+        whose = None if self._staged else module  # split backward computes weight gradients later
         self.reducer = Reducer(gradients, names, whose, unused_allowed=True, forget_unused=not self.stage.states)
         if self.stage.states:
             self.reducer.used = set()
@@ -129,7 +129,7 @@ class Sharding:
         if self.stage.states or any(s.stored is not None for s in self.flat_parameters):
             hand_over(optimizer, self.flat_parameters)
         elif not has_stepped(optimizer):
-            begin_states(optimizer)  # of parameters that were divided since the optimizer was made
+            begin_states(optimizer)  # for parameters that were divided after the optimizer was constructed
         device, parallel = self.groups[0].device, self.parallel
         self.host: HostUpdate | None = None
         if (parallel.offload or parallel.offload_parameters) and is_accelerator(device):
@@ -138,11 +138,11 @@ class Sharding:
 
     @property
     def stage(self) -> ZeroStage:
-        """Placements of the stage of ZeRO."""
+        """Placements of the configured stage of ZeRO."""
         return STAGES[self.parallel.zero]
 
     def _ranks(self) -> tuple[Communicator, Communicator | None]:
-        """The ranks that shares are divided over, and those that have the same share as this one."""
+        """Return the ranks that shares are divided over, and the ranks with the same share as this one. Collective."""
         comm = self.comm
         if not self.stage.states or comm.size == 1:
             return comm, None
@@ -158,13 +158,13 @@ class Sharding:
         return comm, None
 
     def _split(self, color: int, key: int, name: str) -> Communicator:
-        """A communicator of the ranks that give the same color, freed by `close`. Collective."""
+        """Return a communicator of the ranks that pass the same color, freed by `close`. Collective."""
         made = self.comm.split(color, key, label=f"{self.comm.label}/{name}")
         self._made.append(made)
         return made
 
     def _place_parameters(self, trained: list[nn.Parameter]) -> tuple[list[FlatGroup], Parameters]:
-        """Lay the parameters out, and move them to where the stage keeps them. Collective."""
+        """Lay the parameters out, and move them to their places for this stage. Collective."""
         parallel, shard, reproducible = self.parallel, self.shard, self.config.run.reproducible
         multiple = EXACT_BLOCK if reproducible else MULTIPLE
         parts = shard.size if self.stage.states else 1
@@ -195,7 +195,7 @@ class Sharding:
         )
 
     def _on_node(self, groups: list[FlatGroup]) -> NodeParameters | None:
-        """One copy of the parameters per node; None where memory cannot be shared or must not be. Collective."""
+        """Return one copy of the parameters per node; None if memory cannot or must not be shared. Collective."""
         comm = self.comm
         on_device, even = any(is_accelerator(g.device) for g in groups), shard_order(comm) is not None
         if not node_has_one_copy(self.stage, self.parallel.share_node, on_device, even):
@@ -213,7 +213,7 @@ class Sharding:
         return NodeParameters(groups, copies, comm, carriers, self.shard.rank)
 
     def _place_gradients(self) -> Gradients:
-        """Memory for the gradients, as the stage keeps them. Collective."""
+        """Return the placement of the gradients for this stage, with its memory. Collective."""
         reproducible = self.config.run.reproducible
         reduction = BucketReduction(
             [self.shard],
@@ -230,25 +230,25 @@ class Sharding:
         return WholeGradients(self.groups, reduction, sharded=self.stage.states, dtype=self.reduce_dtype)
 
     def _flat_parameters(self, counted: Callable[[nn.Parameter], bool]) -> list[FlatParameter]:
-        """What this rank's optimizer updates."""
-        on_host = bool(self.parallel.offload)  # on its way to files, too
+        """Return the flat parameters that this rank's optimizer updates."""
+        on_host = bool(self.parallel.offload)  # also on the way to files
         if self.stage.states:
             own, gradient = self.parameters.own, self.gradients.own
             return sharded_flat_parameters(
                 self.optimizer, self.groups, self.shard.rank, own, gradient, counted, on_host=on_host, gathered=True
             )
         gradient_of: GradientOf = attrgetter("grad")
-        if self.reduce_dtype is not None:  # gradients in another dtype lie apart
+        if self.reduce_dtype is not None:  # gradients in another dtype are not in `.grad`
             gradient_of = self.gradient_views().__getitem__
         return replicated_flat_parameters(self.optimizer, gradient_of, counted, on_host=on_host)
 
     def gradient_views(self) -> dict[nn.Parameter, torch.Tensor]:
-        """Return the place of each parameter's gradient, where every rank keeps all gradients."""
+        """Return the place of each parameter's gradient as a view. Every rank must keep all gradients."""
         pairs = zip(self.groups, self.gradients.flat, strict=True)
         return {p: view for group, flat in pairs for p, view in zip(group.parameters, group.views(flat), strict=True)}
 
     def reduced_gradients(self) -> Iterator[torch.Tensor]:
-        """Yield the reduced gradients that this rank has, bucket by bucket."""
+        """Yield the reduced gradients of this rank, bucket by bucket."""
         for g, group in enumerate(self.groups):
             for b in range(group.layout.buckets):
                 lo, hi = group.layout.share(b, self.shard.rank if self.stage.states else 0)
@@ -256,7 +256,7 @@ class Sharding:
                     yield self.gradients.own(g, lo, hi)
 
     def set_apart(self, unused: Set[nn.Parameter]) -> None:
-        """Divide flat parameters, so that none of them holds both unused parameters and used ones."""
+        """Divide flat parameters so that none of them contains both unused and used parameters."""
         for flat in list(self.flat_parameters) if unused else ():
             self.divide(flat, [p in unused for p, *_ in flat.contents])
 
@@ -264,11 +264,11 @@ class Sharding:
         """Divide a flat parameter between neighbours whose keys differ; the optimizer updates the pieces separately.
 
         Args:
-            flat: The flat parameter.
-            keys: Of its parameters, in order.
+            flat: Flat parameter.
+            keys: One key per parameter, in order.
 
         Returns:
-            The flat parameters in its place.
+            The flat parameters that replace it.
         """
         if all(key == keys[0] for key in keys):
             return [flat]
@@ -293,7 +293,7 @@ class Sharding:
         return made
 
     def close(self) -> None:
-        """Give every parameter memory of its own, and release arenas and communicators. Collective."""
+        """Give every parameter its own memory, and release arenas and communicators. Collective."""
         self.reducer.close()
         self.parameters.free()
         self.gradients.free()
@@ -302,7 +302,7 @@ class Sharding:
 
 
 def _part_of(state: Any, value: torch.Tensor, part: slice) -> Any:
-    """Return a piece's share of one optimizer state of a flat parameter."""
+    """Return a piece's part of one optimizer state of a flat parameter."""
     if is_elementwise(state, value):
         return state[part]
     return state.clone() if torch.is_tensor(state) else state

@@ -21,24 +21,24 @@ from mpitrain.shard.optimizers import MatrixGather, Muon, SquaresSum, TrustRatio
 from mpitrain.shard.placement import SCRATCH
 from mpitrain.shard.sharding import EXACT_BLOCK, Sharding
 
-SCALE = "lr_scale"  # in a parameter group: its learning rate over that of the step
+SCALE = "lr_scale"  # key of a parameter group: its learning rate divided by that of the step
 
 
 class Updater:
-    """The last part of a step, on what a sharding gives this rank to update.
+    """The optimizer's update of one rank's flat parameters at the end of a step.
 
     Args:
-        sharding: Whose flat parameters are updated.
-        axes: Communicators of the axes that divide the model, over which the norm is summed as well.
-        dividing: Those of them that divide parameters.
+        sharding: Sharding whose flat parameters are updated.
+        axes: Communicators of the axes that divide the model; the norm is also summed over these.
+        dividing: The axes among `axes` that divide parameters.
     """
 
     def __init__(
         self, sharding: Sharding, axes: Sequence[Communicator] = (), dividing: Sequence[Communicator] = ()
     ) -> None:
         self._sharding, self._axes = sharding, list(axes)
-        self._at_once = _let_gather(sharding, dividing)  # every rank must make as many steps of such an optimizer
-        # whether this rank counts every parameter of its groups, so that the norm is that of all gradients there are
+        self._at_once = _let_gather(sharding, dividing)  # such an optimizer needs equally many steps on every rank
+        # true if this rank counts every parameter of its groups, so that the norm is over all gradients
         counted = {p for s in sharding.flat_parameters if s.counted for p, *_ in s.contents}
         self._all = counted == {p for group in sharding.groups for p in group.parameters}
         self._unused: set[nn.Parameter] = set()  # parameters that no rank used in this step
@@ -47,20 +47,22 @@ class Updater:
 
     @property
     def skips(self) -> bool:
-        """Whether the device can divide gradients, and leave an update out, by numbers that only it knows yet.
+        """If true, the device can divide gradients or skip the update by scalars that the host does not know yet.
 
-        Fused Adam and AdamW can, where their parameters are on the device. (Fused SGD begins its momentum with
-        whatever is in memory when its first update is left out.)
+        Fused Adam and AdamW can do so if their parameters are on the device. (Fused SGD cannot: if its first update is
+        skipped, it starts its momentum from uninitialized memory.)
         """
         optimizer = self._sharding.optimizer
         fused = isinstance(optimizer, torch.optim.Adam) and getattr(optimizer, "_step_supports_amp_scaling", False)
         return fused and self._on_device and not self._sharding.config.run.reproducible
 
     def squares(self) -> torch.Tensor:
-        """The sum of the squares of all gradients as they are, over all axes. Collective; the same on every rank.
+        """Return the sum of the squares of all gradients over all axes, the same on every rank. Collective.
+
+        Gradients are used as they are, before clipping and unscaling.
 
         Returns:
-            float64 [1], where the gradients are; not finite where one of them is not.
+            Tensor, float64 [1], on the device of the gradients; not finite if a gradient is not finite.
         """
         sharding = self._sharding
         self._unused = sharding.reducer.take_unused(sharding.comm)
@@ -75,14 +77,17 @@ class Updater:
         total = torch.zeros(1, dtype=torch.float64, device=sharding.groups[0].device)
         if gradients:
             total += torch.stack(torch._foreach_norm(gradients, 2, dtype=_wide(*gradients))).double().square_().sum()
-        if self._parts or sharding.stage.states:  # the other ranks of the shard have summed further ones
+        if self._parts or sharding.stage.states:  # the other ranks of the shard have summed other gradients
             sharding.shard.all_reduce(total)
         for axis in self._axes:
             axis.all_reduce(total)
         return total
 
     def _parts_of_norm(self) -> list[torch.Tensor]:
-        """Where all ranks have all gradients, with zeros between them: the part of each bucket that is this rank's."""
+        """Return this rank's part of each bucket for the norm; an empty list unless all ranks have all gradients.
+
+        The gaps between gradients are zeros and do not change the norm.
+        """
         sharding, shard = self._sharding, self._sharding.shard
         if sharding.stage.states or shard.size == 1 or not self._all:
             return []
@@ -92,10 +97,10 @@ class Updater:
         return [bucket[lo:hi] for bucket, (lo, hi) in zip(buckets, bounds, strict=True)]
 
     def _exact_squares(self) -> float:
-        """The sum of all squares, with the same bits for any number of ranks.
+        """Return the sum of all squares, with the same bits for any number of ranks. Collective.
 
-        Squares are summed within blocks of EXACT_BLOCK elements, which never lie across two shares, and the blocks'
-        sums are then added exactly.
+        Squares are summed within blocks of EXACT_BLOCK elements, which never cross the boundary of a share, and the
+        sums of the blocks are then added exactly.
         """
         sharding = self._sharding
         mine = torch.cat([_squares_of_rows(g.view(-1, EXACT_BLOCK)) for g in sharding.reduced_gradients()]).cpu()
@@ -108,9 +113,11 @@ class Updater:
 
     @torch.no_grad()
     def apply_unless(self, wrong: torch.Tensor, divisor: torch.Tensor) -> None:
-        """Update with the gradients over `divisor`, unless `wrong` is 1, which the device decides. Collective.
+        """Update with the gradients divided by `divisor`, unless `wrong` is 1; the device decides. Collective.
 
-        wrong, divisor: float32 scalars on the device, which must be able to (see `skips`).
+        Args:
+            wrong: float32 scalar on the device, which must support this (see `skips`).
+            divisor: float32 scalar on the device.
         """
         optimizer: Any = self._sharding.optimizer
         optimizer.found_inf, optimizer.grad_scale = wrong, divisor
@@ -121,7 +128,7 @@ class Updater:
 
     @torch.no_grad()
     def apply(self, factor: float) -> None:
-        """Update with the gradients times `factor`, and show every rank the result. Collective."""
+        """Update with the gradients times `factor`, and make the result visible to every rank. Collective."""
         optimizer, host = self._sharding.optimizer, self._sharding.host
         if host is not None:
             host.before_update()
@@ -141,7 +148,10 @@ class Updater:
         self._sharding.parameters.publish()
 
     def _gradient(self, flat_parameter: FlatParameter, factor: float) -> torch.Tensor | None:
-        """The flat parameter's gradient times `factor`, in the dtype and on the device of its value."""
+        """Return the flat parameter's gradient times `factor`, in the dtype and on the device of its value.
+
+        The result is None if there is no gradient or no rank used the parameters.
+        """
         host = self._sharding.host
         gradient = flat_parameter.gradient() if host is None else host.gradient(flat_parameter)
         if gradient is None or flat_parameter.unused(self._unused):
@@ -151,9 +161,11 @@ class Updater:
 
 
 def _let_gather(sharding: Sharding, dividing: Sequence[Communicator]) -> bool:
-    """Give the parts of an optimizer that need whole parameters what gathers them; returns whether there are any.
+    """Set `gather` of the optimizers that need whole parameters, and return whether there are any. Collective.
 
-    Collective. dividing: The axes that divide parameters.
+    Args:
+        sharding: Sharding of the parameters, whose optimizer may consist of several.
+        dividing: Axes that divide parameters.
     """
     found = [p for p in getattr(sharding.optimizer, "parts", [sharding.optimizer]) if isinstance(p, Muon | TrustRatios)]
     if found and len(dividing) > 1:
@@ -167,10 +179,10 @@ def _let_gather(sharding: Sharding, dividing: Sequence[Communicator]) -> bool:
 
 
 def _squares_of_rows(x: torch.Tensor) -> torch.Tensor:
-    """Of each row the sum of its squares, float64, whose bits do not depend on how many rows there are.
+    """Return the sum of squares of each row, float64, with bits that do not depend on the number of rows.
 
-    In what order a device adds up a row in one kernel may depend on that; halves that are added element by element are
-    always the same. A row has a power of two of elements.
+    The order in which a device adds up a row in one kernel may depend on that number. Adding halves element by element
+    has a fixed order. The length of a row is a power of two.
     """
     if not is_accelerator(x.device):
         return torch.linalg.vector_norm(x, dim=1, dtype=_wide(x)).double().square_()
@@ -182,13 +194,16 @@ def _squares_of_rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def _wide(*gradients: torch.Tensor) -> torch.dtype:
-    """The dtype that the squares of these gradients are summed in."""
+    """Return the dtype in which the squares of these gradients are summed."""
     return torch.float64 if any(g.dtype == torch.float64 for g in gradients) else torch.float32
 
 
 def _rounds(flat_parameters: Sequence[FlatParameter], files: bool) -> list[list[FlatParameter]]:
-    """The flat parameters that one call of the optimizer updates: all of them, or, where gradients or states need other
-    memory meanwhile (fp32 copies, files), as many as have about SCRATCH elements."""
+    """Return lists of flat parameters; each list is updated by one call of the optimizer.
+
+    One list contains all of them, unless gradients or states temporarily need additional memory (fp32 copies, files).
+    Each list then has about SCRATCH elements.
+    """
     if not files and all(s.stored is None for s in flat_parameters):
         return [list(flat_parameters)]
     total = sum(s.value.numel() for s in flat_parameters)
@@ -197,13 +212,18 @@ def _rounds(flat_parameters: Sequence[FlatParameter], files: bool) -> list[list[
 
 
 def set_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Give every parameter group the learning rate of a step, times its own ratio to that."""
+    """Set the learning rate of every parameter group to that of the step times the group's own ratio.
+
+    Args:
+        optimizer: Optimizer, whose groups may have the ratio `lr_scale` (default 1).
+        lr: Learning rate of the step.
+    """
     for settings in optimizer.param_groups:
         settings["lr"] = lr * settings.get(SCALE, 1.0)
 
 
 def optimizer_step(optimizer: torch.optim.Optimizer) -> None:
-    """`optimizer.step()`, without the compiler where it is not loaded (see `trainer.optimizing`)."""
+    """Call `optimizer.step()`, without torch's compiler if that is not loaded (see `trainer.optimizing`)."""
     kind = type(optimizer)
     plain = kind.__module__.startswith("torch.optim") and "step" not in vars(optimizer)
     hooked = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks

@@ -1,9 +1,9 @@
-"""Virtual workers: the parts that a global batch is always divided into, on however many ranks it is computed.
+"""Virtual workers: the fixed parts of every global batch, independent of the number of ranks.
 
-A global batch is divided over W virtual workers, W a power of two; each of N ranks does the work of W/N neighbouring
-ones. A rank sums the gradients of its own workers as the subtree over them, and the ranks' sums are then reduced in
-the order of a tree over ranks. Together that is one binary tree over W workers, so that the sum has the same bits for
-N = 1, 2, 4, ..., W.
+A global batch is divided over W virtual workers, W a power of two. Each of N ranks does the work of W/N neighbouring
+workers. A rank sums the gradients of its own workers as the subtree over them, and the sums of the ranks are then
+reduced in the order of a tree over ranks. Together this is one binary tree over W workers, so the sum has the same bits
+for N = 1, 2, 4, ..., W.
 
     worker   0   1   2   3   4   5   6   7         8 virtual workers on 2 ranks
     rank 0   (0 + 1) + (2 + 3)   |                 within the ranks
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class VirtualWorkers:
-    """How every global batch is divided: into nearly equal parts, one for each virtual worker.
+    """Division of every global batch into nearly equal parts, one for each virtual worker.
 
     Attributes:
-        rank: This rank, among those that share the batch.
-        ranks: How many of them there are; each has as many virtual workers as any other.
-        count: The virtual workers of all ranks together.
-        idle: This rank is one more, and has none.
+        rank: This rank, among the ranks that share the batch.
+        ranks: Number of these ranks; each has the same number of virtual workers.
+        count: Number of virtual workers of all ranks together.
+        idle: If true, this rank is an additional one without virtual workers.
     """
 
     rank: int
@@ -48,16 +48,16 @@ class VirtualWorkers:
 
     @staticmethod
     def of(ranks: int, reproducible: bool, workers: int, rank: int = 0) -> VirtualWorkers:
-        """The virtual workers of a run on so many data-parallel ranks.
+        """Return the virtual workers of a run on this number of data-parallel ranks.
 
         Args:
-            ranks: Those that share every batch.
-            reproducible: Whether results must not depend on the number of ranks; if not, each rank is one worker.
-            workers: How many there are, where results must not depend on the ranks.
-            rank: This rank's number.
+            ranks: Number of ranks that share every batch.
+            reproducible: If true, results must not depend on the number of ranks; if false, each rank is one worker.
+            workers: Number of virtual workers; only used if `reproducible`.
+            rank: This rank, from 0.
 
         Raises:
-            InputError: `workers` is no power of two, or no multiple of the ranks.
+            InputError: `workers` is not a power of two or not a multiple of the ranks.
         """
         if not reproducible:
             return VirtualWorkers(rank, ranks, ranks)
@@ -70,42 +70,49 @@ class VirtualWorkers:
 
     @property
     def own(self) -> range:
-        """The numbers of this rank's virtual workers."""
+        """Numbers of this rank's virtual workers."""
         if self.idle:
             return range(0)
         each = self.count // self.ranks
         return range(self.rank * each, (self.rank + 1) * each)
 
     def share(self, size: int) -> tuple[int, int]:
-        """This rank's samples [first, last) of a global batch of `size` samples."""
+        """Return this rank's samples [first, last) of a global batch of `size` samples."""
         bounds = split(size, self.count)
         return bounds[self.own.start], bounds[self.own.stop]
 
     def within(self, size: int) -> list[tuple[int, int]]:
-        """The samples [first, last) of each of this rank's workers, counted from the first of the rank's share."""
+        """Return the samples [first, last) of each of this rank's workers, counted from the rank's first sample."""
         bounds = split(size, self.count)
         start = bounds[self.own.start]
         return [(bounds[worker] - start, bounds[worker + 1] - start) for worker in self.own]
 
     def rounds(self, size: int, microbatch: int) -> int:
-        """The most microbatches that any rank has in a global batch of `size` samples.
+        """Return the largest number of microbatches of any rank.
 
-        microbatch: samples of one at most; 0 for all of a worker's at once.
+        Args:
+            size: Number of samples in the global batch.
+            microbatch: Largest number of samples in a microbatch; 0 for all samples of a worker at once.
         """
         return max(self._microbatches(size, microbatch))
 
     def even(self, size: int, microbatch: int) -> bool:
-        """Whether each rank has as many microbatches as any other."""
+        """Return whether all ranks have the same number of microbatches.
+
+        Args:
+            size: Number of samples in the global batch.
+            microbatch: Largest number of samples in a microbatch; 0 for all samples of a worker at once.
+        """
         return len(set(self._microbatches(size, microbatch))) == 1
 
     def conflict(self, size: int, microbatch: int, *, synchronous: bool, gathers: bool) -> str:
-        """Return why ranks that communicate in their layers cannot share a batch, and what to change; or nothing.
+        """Return why ranks that communicate in their layers cannot share a batch, with a fix; empty if they can.
 
         Args:
-            size: Samples of the batch.
-            microbatch: Samples of a microbatch; 0 for all of a worker's at once.
-            synchronous: Whether they compute batch norms together.
-            gathers: Whether they gather parameters when they need them.
+            size: Number of samples in the global batch.
+            microbatch: Largest number of samples in a microbatch; 0 for all samples of a worker at once.
+            synchronous: If true, ranks compute batch norms together.
+            gathers: If true, ranks gather parameters when they need them.
         """
         if synchronous and not self.even(size, microbatch):
             return (
@@ -121,17 +128,21 @@ class VirtualWorkers:
         return ""
 
     def _microbatches(self, size: int, microbatch: int) -> list[int]:
-        """How many each rank has."""
+        """Return the number of microbatches of each rank."""
         bounds = split(size, self.count)
         each = self.count // self.ranks
         counts = [-(-(hi - lo) // (microbatch or max(1, hi - lo))) for lo, hi in pairwise(bounds)]
         return [sum(counts[r * each : (r + 1) * each]) for r in range(self.ranks)]
 
     def begin_totals(self, comm: Communicator, values: torch.Tensor) -> Callable[[], list[float]]:
-        """Begin to sum numbers over all virtual workers, each rounded once; NaN where one is not finite. Collective.
+        """Start to sum numbers over all virtual workers; each sum is rounded once. Collective.
 
-        values: of this rank's workers, float64 [workers, numbers]. What is returned waits for the device that they are
-        on.
+        Args:
+            comm: Ranks that share the batch.
+            values: Numbers of this rank's workers, float64 [workers, numbers].
+
+        Returns:
+            Function that waits for the device of `values` and returns the sums; NaN where a number is not finite.
         """
         everyone = values.new_zeros((self.count, *values.shape[1:]))
         everyone[self.own.start : self.own.stop] = values
@@ -147,19 +158,25 @@ def _sum(numbers: list[float]) -> float:
 class TreeSum:
     """Sums the gradients of a rank's virtual workers, one worker after the other, as a binary tree.
 
-    Holds at most log2(workers of the rank) further copies of the gradients.
+    It keeps at most log2(workers of the rank) additional copies of the gradients.
 
     Args:
-        gradients: Those that backward passes add to; they must be kept whole.
+        gradients: Gradients that backward passes add to; every rank must keep all of them.
     """
 
     def __init__(self, gradients: Gradients) -> None:
         self._gradients, self._flat = gradients, gradients.flat
-        self._waiting: list[list[torch.Tensor]] = []  # sums of 2^k workers; the k descend
+        self._waiting: list[list[torch.Tensor]] = []  # sums of 2^k workers each, in descending order of k
         self._workers = 0
 
     def add(self, *, last: bool) -> None:
-        """Take over the gradients of one worker, and clear them for the next; after the last they hold the sum."""
+        """Take over the gradients of one worker, and clear them for the next worker.
+
+        After the last worker they are not cleared: they then contain the sum over the rank's workers.
+
+        Args:
+            last: If true, this is the rank's last worker.
+        """
         self._workers += 1
         self._gradients.settle()
         finished = self._workers

@@ -1,6 +1,7 @@
-"""Tensor parallelism: layers divided over the ranks of one axis of the mesh, inside a node where possible.
+"""Tensor parallelism: layers divided over the ranks of one mesh axis, within a node if possible.
 
-`parallelize` applies it to a plain model by module names; the layers and functions it is made of stand beside it.
+`parallelize` divides a plain model by the names of its modules. The parallel layers and functions that it uses are also
+public.
 """
 
 from mpitrain.tensor.axis import Axis

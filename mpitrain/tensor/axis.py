@@ -1,17 +1,17 @@
-"""The ranks of the tensor axis, their exchange of activations, and the streams of random numbers they draw from.
+"""The tensor axis: exchange of activations between its ranks, and their random number streams.
 
-Activations come at ever new addresses, and messages or reads of private memory cost several times what their sum
-does. So they pass through memory that the node shares, two slots a rank, used in turns (see
-`mpitrain.comm.communicator`):
+**Exchange.** Activations are at new addresses in every step, and messages or reads of another process's private memory
+cost several times as much as adding the numbers. Activations are therefore exchanged through memory that the node
+shares, in two slots per rank, used in turns (see `mpitrain.comm.communicator`):
 
-    header | tensor        an exchange: write the own header and tensor into the slot, meet, read the others'
+    header | tensor        an exchange: write header and tensor into one's slot, wait for all, read the others'
 
-The headers tell what each rank brought: ranks that were fed different samples, or run their layers in another order,
-get an error, not a hang or a wrong sum.
+The headers describe each rank's tensor. Ranks that get different samples, or that run their layers in another order,
+therefore raise an error instead of hanging or returning a wrong sum. The operations of
+the communicator are used if the axis spans nodes, if the tensor is on a device, or if there is no shared memory.
 
-Where the axis spans nodes, on a device, or without shared memory, the communicator's own operations do it.
-
-The functions between what all ranks of the tensor axis have and what each has its part of, with their gradients.
+**Functions** convert between tensors that all ranks of the axis have and tensors of which each rank has a part, and
+they define the gradients:
 
                         forward                       backward
     copy                the same tensor               sum over the ranks          f of Shoeybi et al. (2019), fig. 3
@@ -21,19 +21,18 @@ The functions between what all ranks of the tensor axis have and what each has i
     all_gather          all parts                     this rank's part of the sum    g of Korthikanti et al. (2022)
     reduce_scatter      this rank's part of the sum   all parts                      g-bar, section 4.2.2
 
-`gather` is for what all ranks then use alike, `all_gather` for what each then uses in its own way. Parts are those
-of `layout.split`, any length. On one rank all of them are the identity.
+Use `gather` if all ranks then do the same with the result, and `all_gather` if each rank uses it in its own way. Parts
+are those of `layout.split` and may differ in length. On one rank every function is the identity.
 
-The RNG tracker: which stream of random numbers dropout draws from (Megatron-LM's name for it).
+**RNG tracker** (Megatron-LM's name): it selects the stream of random numbers that dropout draws from. Dropout of
+activations that all ranks of the tensor axis have must draw the same numbers on all of them. Dropout of activations of
+which each rank has a part must draw different numbers.
 
-Dropout of activations that all ranks of the tensor axis have must draw the same numbers on all of them; dropout of
-activations of which each has its own part must draw different ones.
-
-The default generators of the CPU and of the device, which the trainer seeds alike on all ranks of the axis at each
-step, are the replicated stream. Between a column-parallel layer and the row-parallel one after it, activations are
-split: there they go on from a seed that is drawn from the replicated stream and increased by the rank, and afterwards
-from where they were before. So nothing is kept from step to step, the step's seed gives all masks of the step, and a
-recomputed forward pass, which restores the generators, draws what the first one drew.
+The replicated stream is that of the default generators of the CPU and the device, which the trainer seeds identically
+on all ranks of the axis at each step. Between a column-parallel layer and the row-parallel layer after it, activations
+are divided. There the generators use a seed that is drawn from the replicated stream and increased by the rank;
+afterwards they return to their earlier state. No state is therefore kept between steps, the seed of the step determines
+all its masks, and a recomputed forward pass, which restores the generators, draws the same numbers as the first one.
 """
 
 from __future__ import annotations
@@ -56,8 +55,8 @@ if TYPE_CHECKING:
 
 _HEADER = struct.Struct("6q")  # operation, dtype, tag, elements per index of the dimension, indices, bytes
 _HEADER_BYTES = 64
-_FIRST_CAPACITY = 1 << 20  # bytes of a slot to begin with
-_DIRECT = 16 << 10  # bytes up to which each of more than two ranks sums everything: one barrier instead of three
+_FIRST_CAPACITY = 1 << 20  # bytes of a slot at first
+_DIRECT = 16 << 10  # bytes up to which each of more than two ranks sums the whole tensor: one barrier instead of three
 _MOST_VIEWS = 1024
 _SUM, _GATHER, _SCATTER = 1, 2, 3
 _NAMES = {_SUM: "all-reduce", _GATHER: "all-gather", _SCATTER: "reduce-scatter"}
@@ -65,20 +64,25 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.in
 
 
 def sums_directly(ranks: int, nbytes: int) -> bool:
-    """Whether each rank of an axis sums a whole vector, rather than a part of it that it then shows the others."""
+    """Return whether each rank of an axis sums whole vectors, instead of one part that it then shares with the others.
+
+    Args:
+        ranks: Number of ranks of the axis.
+        nbytes: Bytes of the vector.
+    """
     return ranks == 2 or nbytes <= _DIRECT
 
 
 class Axis:
-    """A tensor axis. Every method that communicates is collective over `comm`, and so is making one.
+    """A tensor axis. Its constructor and every method that communicates are collective over `comm`.
 
     Args:
-        comm: The ranks of the axis.
-        names: Of the axes of the mesh that it is, by which parameters are marked as divided.
+        comm: Ranks of the axis.
+        names: Names of the mesh axes that form it, by which divided parameters are marked.
 
     Attributes:
-        rng: Which stream of random numbers dropout draws from.
-        column_input: The input that column layers have just taken, until their row layer comes.
+        rng: Switch between the random number streams of dropout.
+        column_input: Input that column layers have just used; None after the row layer that follows them.
     """
 
     names: tuple[str, ...] = ("tensor",)
@@ -91,39 +95,44 @@ class Axis:
         self._slots = _Slots.of(comm, _FIRST_CAPACITY) if comm.size > 1 else None
 
     def free(self) -> None:
-        """Release the shared memory; the axis still works."""
+        """Release the shared memory. The axis can still be used."""
         if self._slots is not None:
             self._slots.alternating.free()
             self._slots = None
 
     def bounds(self, length: int) -> list[int]:
-        """Where each rank's part of `length` indices begins."""
+        """Return the bounds of the ranks' parts of `length` indices: rank r has [bounds[r], bounds[r + 1])."""
         return split(length, self.size)
 
     def new_tag(self) -> int:
-        """A number that no exchange has had, the same on all ranks that ask alike: for exchanges in backward."""
+        """Return a new tag for exchanges in backward, the same on all ranks that call this method equally often."""
         self._tags += 1
         return self._tags
 
     def own(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        """This rank's part of x along a dimension, as a view: bounds(x.shape[dim]) says which indices."""
+        """Return this rank's part of a tensor along a dimension as a view.
+
+        Args:
+            x: Tensor that all ranks have.
+            dim: Dimension that is divided; `bounds(x.shape[dim])` are the bounds of the parts.
+        """
         bounds = self.bounds(x.shape[dim])
         return x.narrow(dim, bounds[self.rank], bounds[self.rank + 1] - bounds[self.rank])
 
     def all_reduce(self, x: torch.Tensor, tag: int = 0) -> torch.Tensor:
-        """The sum of every rank's x, the same bits on all ranks.
+        """Return the sum of every rank's x, with the same bits on all ranks. Collective.
 
         Args:
-            x: A tensor of the same shape and dtype on all ranks.
-            tag: Must be the same on all ranks, or they get an error: see `new_tag`.
+            x: Tensor of the same shape and dtype on all ranks.
+            tag: Tag that must be the same on all ranks (see `new_tag`).
 
         Returns:
             A new tensor like x.
 
         Raises:
-            CommunicationError: The ranks bring different shapes, dtypes, operations or tags.
+            CommunicationError: The ranks pass different shapes, dtypes, operations or tags.
         """
-        # of two ranks each sum is one pass anyway, and nothing is to be copied out
+        # with two ranks each sum is one pass anyway, and nothing has to be copied out
         direct = sums_directly(self.size, x.nbytes)
         views = self._exchange(_SUM, x, 0, tag, (self.size - 1) * x.nbytes * direct)
         if views is None:
@@ -136,12 +145,12 @@ class Axis:
         return views[self.rank].clone()
 
     def reduce_scatter(self, x: torch.Tensor, dim: int, lengths: Sequence[int] | None = None) -> torch.Tensor:
-        """This rank's part along a dimension of the sum of every rank's x.
+        """Return this rank's part, along a dimension, of the sum of every rank's x. Collective.
 
         Args:
-            x: A tensor of the same shape and dtype on all ranks.
-            dim: The dimension that is divided.
-            lengths: Indices of each rank's part; None for those of `bounds`.
+            x: Tensor of the same shape and dtype on all ranks.
+            dim: Dimension that is divided.
+            lengths: Length of each rank's part along `dim`; None for those of `bounds`.
         """
         bounds = self.bounds(x.shape[dim]) if lengths is None else [0, *accumulate(lengths)]
         start, length = bounds[self.rank], bounds[self.rank + 1] - bounds[self.rank]
@@ -157,16 +166,20 @@ class Axis:
     def all_gather(
         self, x: torch.Tensor, dim: int, tag: int = 0, lengths: Sequence[int] | None = None
     ) -> tuple[torch.Tensor, list[int]]:
-        """Every rank's x, put together along a dimension.
+        """Concatenate every rank's x along a dimension. Collective.
 
         Args:
-            x: Of the same shape and dtype on all ranks, but for its length along `dim`.
-            dim: The dimension.
-            tag: Must be the same on all ranks, or they get an error: see `new_tag`.
-            lengths: Of each rank's part along `dim`, where the caller knows them: the ranks need not tell each other.
+            x: Tensor of the same shape and dtype on all ranks, except for its length along `dim`.
+            dim: Dimension.
+            tag: Tag that must be the same on all ranks (see `new_tag`).
+            lengths: Length of each rank's part along `dim`, if the caller knows it; this saves an exchange between the
+                ranks.
 
         Returns:
-            The whole, a new tensor, and the length of each rank's part along `dim`.
+            The concatenation, a new tensor, and the length of each rank's part along `dim`. On one rank, x itself.
+
+        Raises:
+            CommunicationError: The ranks pass different shapes, dtypes, operations or tags.
         """
         if self.size == 1:
             return x, [x.shape[dim]]
@@ -185,16 +198,21 @@ class Axis:
         return torch.cat(parts, dim), list(lengths)
 
     def _exchange(self, operation: int, x: torch.Tensor, dim: int, tag: int, taken: int) -> list[torch.Tensor] | None:
-        """Show all ranks this rank's x, in shared memory; their lengths along `dim` may differ in an all-gather.
+        """Show this rank's x to all ranks in shared memory, and return views of every rank's x. Collective.
 
-        taken: bytes that the caller then takes out of the others' memory (of a gather: that they take out of this).
+        Args:
+            operation: Number of the operation; only for an all-gather may lengths along `dim` differ.
+            x: Tensor of this rank.
+            dim: Dimension.
+            tag: Tag that must be the same on all ranks.
+            taken: Bytes that the caller then reads from the others' memory; for an all-gather, that the others read
+                from this.
 
         Returns:
-            Every rank's x, as views that hold it until the exchange after the next one; None where the ranks share no
-            memory.
+            Views that are valid until the exchange after the next one; None if the ranks share no memory.
 
         Raises:
-            CommunicationError: On every rank, when they bring what does not fit together.
+            CommunicationError: On every rank, if the ranks' tensors, operations or tags do not match.
         """
         if self._slots is None or devices.is_accelerator(x.device) or x.dtype not in _DTYPES:
             return None
@@ -223,12 +241,12 @@ class Axis:
                 return None
 
     def _compare(self, headers: Sequence[tuple[int, ...]]) -> None:
-        """Raise CommunicationError, on every rank alike, unless all ranks bring what fits together."""
+        """Raise CommunicationError on every rank unless the headers of all ranks match."""
         first = headers[0]
         for rank, header in enumerate(headers):
             of_any_length = first[0] == _GATHER
             fits = header[:3] == first[:3] and (of_any_length or header[4:] == first[4:])
-            # where a rank has no index along the dimension it cannot tell how much one holds
+            # a rank with length 0 along the dimension does not know the elements per index
             if not fits or (header[3] != first[3] and not (of_any_length and 0 in (header[4], first[4]))):
                 raise CommunicationError(
                     f"tensor axis {self.comm.label}: rank {rank} brings {_told(header)}, rank 0 {_told(first)}; feed "
@@ -238,7 +256,7 @@ class Axis:
 
 
 class _Slots:
-    """A header and `capacity` bytes in every slot, and the tensors over them made so far."""
+    """Slots in shared memory, each with a header and `capacity` bytes, and a cache of tensor views of them."""
 
     def __init__(self, alternating: Alternating, capacity: int) -> None:
         self.alternating, self.capacity = alternating, capacity
@@ -247,12 +265,24 @@ class _Slots:
 
     @staticmethod
     def of(comm: Communicator, capacity: int) -> _Slots | None:
-        """New slots; None where the ranks cannot share memory, with a warning on one node. Collective."""
+        """Return new slots; None if the ranks cannot share memory, with a warning on one node. Collective.
+
+        Args:
+            comm: Ranks of the axis.
+            capacity: Bytes of a slot without its header.
+        """
         alternating = comm.alternating(_HEADER_BYTES + capacity)
         return _Slots(alternating, capacity) if alternating is not None else None
 
     def view(self, turn: int, rank: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A rank's slot of a turn as a tensor."""
+        """Return the slot of a rank as a tensor.
+
+        Args:
+            turn: Number of the turn, which selects one of the rank's two slots.
+            rank: Rank whose slot it is.
+            shape: Shape of the tensor.
+            dtype: Dtype of the tensor.
+        """
         key = (turn, rank, shape, dtype)
         view = self._views.get(key)
         if view is None:
@@ -265,14 +295,14 @@ class _Slots:
 
 
 def _with_length(shape: Sequence[int], dim: int, length: int) -> torch.Size:
-    """The shape with another length along one dimension."""
+    """Return a shape with another length along one dimension."""
     changed = list(shape)
     changed[dim] = length
     return torch.Size(changed)
 
 
 def _told(header: tuple[int, ...]) -> str:
-    """What a rank's header says, for messages."""
+    """Return the description of a rank's header, for messages."""
     operation, dtype, tag, rest, length, _ = header
     name = str(_DTYPES[dtype]).removeprefix("torch.")
     return f"{rest * length if length else 0} elements of {name} for {_NAMES[operation]}" + (
@@ -281,7 +311,7 @@ def _told(header: tuple[int, ...]) -> str:
 
 
 def _sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The sum in order of rank, in at least fp32, rounded once to the parts' dtype."""
+    """Return the sum in rank order, computed in at least fp32 and rounded once to the dtype of the parts."""
     dtype = parts[0].dtype
     if len(parts) == 2:
         return torch.add(parts[0], parts[1])
@@ -291,21 +321,37 @@ def _sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return total.to(dtype)
 
 
-Map = Callable[[torch.Tensor], torch.Tensor]  # the backward one from the gradient of the output to that of the input
+Map = Callable[[torch.Tensor], torch.Tensor]  # in backward, maps the gradient of the output to that of the input
 
 
 def copy(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """x itself; backward sums its gradient over the ranks."""
+    """Return x itself; backward sums its gradient over the ranks.
+
+    Args:
+        x: Tensor that all ranks have.
+        axis: Ranks of the tensor axis.
+    """
     return _exchanged(x, axis, lambda x: (x.view_as(x), axis.all_reduce))
 
 
 def reduce(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """The sum of every rank's x; backward gives each rank the gradient as it is."""
+    """Return the sum of every rank's x; backward passes the gradient to each rank unchanged. Collective.
+
+    Args:
+        x: Tensor of the same shape and dtype on all ranks.
+        axis: Ranks of the tensor axis.
+    """
     return _exchanged(x, axis, lambda x: (axis.all_reduce(x), lambda grad: grad))
 
 
 def gather(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
-    """Every rank's x put together along a dimension; backward gives each rank its part of the gradient."""
+    """Concatenate every rank's x along a dimension; backward returns this rank's part of the gradient. Collective.
+
+    Args:
+        x: Part of this rank.
+        axis: Ranks of the tensor axis.
+        dim: Dimension that is divided.
+    """
 
     def forward(x: torch.Tensor) -> tuple[torch.Tensor, Map]:
         whole, lengths = axis.all_gather(x, dim)
@@ -315,12 +361,26 @@ def gather(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
 
 
 def scatter(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
-    """This rank's part of x along a dimension; backward puts the gradients of all parts together."""
+    """Return this rank's part of x along a dimension; backward concatenates the gradients of all parts.
+
+    Args:
+        x: Tensor that all ranks have.
+        axis: Ranks of the tensor axis.
+        dim: Dimension that is divided.
+    """
     return _divided(x, axis, dim, lambda x: axis.own(x, dim).contiguous())
 
 
 def all_gather(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
-    """Every rank's x put together along a dimension; backward sums the gradients and gives each rank its part."""
+    """Concatenate every rank's x along a dimension; backward returns this rank's part of the summed gradient.
+
+    Collective.
+
+    Args:
+        x: Part of this rank.
+        axis: Ranks of the tensor axis.
+        dim: Dimension that is divided.
+    """
 
     def forward(x: torch.Tensor) -> tuple[torch.Tensor, Map]:
         whole, lengths = axis.all_gather(x, dim)
@@ -330,12 +390,20 @@ def all_gather(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
 
 
 def reduce_scatter(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
-    """This rank's part of the sum of every rank's x; backward puts the gradients of all parts together."""
+    """Return this rank's part of the sum of every rank's x; backward concatenates the gradients of all parts.
+
+    Collective.
+
+    Args:
+        x: Tensor of the same shape and dtype on all ranks.
+        axis: Ranks of the tensor axis.
+        dim: Dimension that is divided.
+    """
     return _divided(x, axis, dim, lambda x: axis.reduce_scatter(x, dim))
 
 
 def _divided(x: torch.Tensor, axis: Axis, dim: int, part: Map) -> torch.Tensor:
-    """Return what `part` makes of x for this rank; backward puts the gradients of all parts together."""
+    """Return `part(x)`, this rank's part along `dim`; backward concatenates the gradients of all parts."""
     lengths = [hi - lo for lo, hi in pairwise(axis.bounds(x.shape[dim]))]
     return _exchanged(x, axis, lambda x: (part(x), lambda grad: axis.all_gather(grad, dim, lengths=lengths)[0]))
 
@@ -343,12 +411,12 @@ def _divided(x: torch.Tensor, axis: Axis, dim: int, part: Map) -> torch.Tensor:
 def _exchanged(
     x: torch.Tensor, axis: Axis, forward: Callable[[torch.Tensor], tuple[torch.Tensor, Map]]
 ) -> torch.Tensor:
-    """What `forward` makes of x, which also gives what backward makes of the gradient; x itself on one rank."""
+    """Return the output of `forward`, which also returns the function for backward; on one rank, return x itself."""
     return _Exchange.apply(x, forward) if axis.size > 1 else x
 
 
 class _Exchange(torch.autograd.Function):
-    """One of these functions and its gradient."""
+    """Autograd node of a function that returns its output and the function of its gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, function: Callable[[torch.Tensor], tuple[torch.Tensor, Map]]) -> Any:
@@ -362,7 +430,7 @@ class _Exchange(torch.autograd.Function):
 
 
 class RngTracker:
-    """Switches the default generators between the replicated stream and the rank's own.
+    """Switches the default generators between the replicated stream and the rank's own stream.
 
     Args:
         rank: This rank's number on the tensor axis.
@@ -372,22 +440,23 @@ class RngTracker:
         self._rank = rank
         self._opener: object = None
         self._seed = 0
-        self._before: list[tuple[torch.device, torch.Tensor]] = []  # of each generator, the state it is put back to
+        self._before: list[tuple[torch.device, torch.Tensor]] = []  # (device, state to restore)
 
     @property
     def _inside(self) -> bool:
-        """Whether the generators are on the rank's own stream still, and were not seeded anew by a step or recompute.
+        """True if the generators are on the rank's own stream and no step or recompute has seeded them again.
 
-        That of the CPU tells for both: whoever seeds or restores that of a device does so with the CPU's.
+        Only the CPU's generator is checked, because code that seeds or restores the device's generator also does so
+        with that of the CPU.
         """
         return bool(self._before) and torch.default_generator.initial_seed() == self._seed
 
     def enter(self, opener: object, device: torch.device) -> None:
-        """Go to the rank's own stream, unless the generators are on it already.
+        """Switch to the rank's own stream, unless the generators are already on it.
 
         Args:
-            opener: The module that goes there; see `leave`.
-            device: Whose generator is meant, beside the CPU's.
+            opener: Module that switches the stream (see `leave`).
+            device: Device whose generator is switched in addition to that of the CPU.
         """
         if self._inside:
             return
@@ -400,7 +469,12 @@ class RngTracker:
             devices.seed_generator(of, self._seed)
 
     def leave(self, opener: object = None) -> None:
-        """Go back to the replicated stream; with an opener, only if it was the one that left that stream."""
+        """Switch back to the replicated stream.
+
+        Args:
+            opener: Module that calls; the stream is only switched back if this module left it. None to switch back in
+                any case.
+        """
         if opener is None or opener is self._opener:
             for device, state in self._before if self._inside else ():
                 devices.set_generator_state(device, state)

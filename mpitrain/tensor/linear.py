@@ -3,26 +3,27 @@
     column   y_r = x W_r^T + b_r              each rank has some of the outputs; x is whole
     row      y   = sum_r x_r W_r^T  + b       each rank has some of the inputs; y is whole, the bias added once
 
-A row layer after a column layer makes two layers with one sum, and what lies between them, activations, heads of
-attention, is each rank's own. With `sequence` (Korthikanti et al. 2022) what is outside the pair is divided along
-the sequence (the last dimension but one): the column layer gathers it, the row layer's sum is left divided.
+A column layer followed by a row layer needs only one sum, and everything between them (activations, attention heads)
+belongs to one rank. With `sequence` (Korthikanti et al. 2022), activations outside the pair are divided along the
+sequence (the last dimension but one): the column layer gathers its input, and the sum of the row layer stays divided.
 
 Adapters (LoRA) of these layers:
 
     column   y_r += s (x A^T) B_r^T           B is divided like the outputs, A is replicated
-    row      y   += s (sum_r x_r A_r^T) B^T   A is divided like the inputs, B is replicated; `rank` numbers are summed
+    row      y   += s (sum_r x_r A_r^T) B^T   A is divided like the inputs, B is replicated
 
-Of what a column layer's ranks compute with a replicated A, the gradients are summed where B's parts begin.
+The sum in a row layer has only as many numbers per token as the rank of the adapter. In a column layer, the gradients
+that the ranks compute for the replicated A are summed at the input of B.
 
-Features are sections laid one after the other, and each section is divided in whole units: the output of a fused
-query, key and value layer is three sections of heads, and a rank has the same heads of each. Two ranks, four heads:
+Features consist of consecutive sections, and each section is divided in whole units. The output of a fused query, key
+and value layer is three sections of heads, and a rank has the same heads of each. Two ranks, four heads:
 
     section         query       key         value
     head            0 1 2 3     0 1 2 3     0 1 2 3
     rank 0 has      x x . .     x x . .     x x . .
 
-The number of heads is read from the module that holds the layers, by the attributes that are usual; where it has
-none, a linear layer is divided feature by feature, which is right for an MLP.
+The number of heads is read from the usual attributes of the module that contains the layers. If it has none of them, a
+linear layer is divided feature by feature, which is correct for an MLP.
 """
 
 from __future__ import annotations
@@ -44,19 +45,19 @@ from mpitrain.layers.lora import LinearParts, LoraLinear, linear_parts
 from mpitrain.layout.boxes import Box, Slice, compose, divided_by, logical_of, mark, split
 from mpitrain.tensor.axis import Axis, all_gather, copy, gather, reduce, reduce_scatter, scatter
 
-SEQUENCE = -2  # the dimension
+SEQUENCE = -2  # dimension of the sequence
 Keeping = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 
 class _ParallelLinear(nn.Module):
-    """A linear layer of whose weight this rank has a part.
+    """Base of linear layers of which this rank has a part of the weight.
 
     Args:
-        linear: The whole layer, the same on all ranks, of which this rank's part is kept.
-        axis: The ranks.
-        dim: The dimension of a weight [out_features, in_features] that is divided.
-        features: How it is divided.
-        sequence: Whether what is outside of a pair of layers is divided along the sequence.
+        linear: Whole layer, the same on all ranks; this rank's part of it is kept.
+        axis: Ranks of the tensor axis.
+        dim: Dimension of a weight [out_features, in_features] that is divided.
+        features: Division of this dimension.
+        sequence: If true, activations outside a pair of layers are divided along the sequence.
     """
 
     bias: torch.Tensor | None
@@ -78,16 +79,17 @@ class _ParallelLinear(nn.Module):
 class ColumnParallelLinear(_ParallelLinear):
     """A linear layer whose outputs are divided over the ranks of the tensor axis.
 
-    Several paired layers may take one input (query, key, value): it and its gradient then travel once.
+    Several paired layers may use the same input (query, key, value); the input and its gradient are then communicated
+    once.
 
     Args:
-        linear: The whole layer, the same on all ranks, of which this rank's part is kept.
-        axis: The ranks.
-        features: How the outputs are divided; None: evenly, one by one.
-        gather_output: Give the whole output; else this rank's part of it.
-        sequence: The input is this rank's part of the sequence.
-        paired: A row layer takes what becomes of the output; in training random numbers up to there are this rank's
-            own.
+        linear: Whole layer, the same on all ranks; this rank's part of it is kept.
+        axis: Ranks of the tensor axis.
+        features: Division of the outputs; None to divide them evenly, feature by feature.
+        gather_output: If true, return the whole output; if false, this rank's part of it.
+        sequence: If true, the input is this rank's part of the sequence.
+        paired: If true, a row layer follows; in training, random numbers between the two are drawn from this rank's own
+            stream.
 
     Shape:
         Input [..., in_features], the same on all ranks; with `sequence` [..., part of sequence, in_features].
@@ -111,7 +113,7 @@ class ColumnParallelLinear(_ParallelLinear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         given = self.axis.column_input
-        if not (isinstance(given, ColumnInput) and given.is_for(x)):  # another layer's of the same tensor
+        if not (isinstance(given, ColumnInput) and given.is_for(x)):  # of another layer with the same input
             given = ColumnInput(x, self.axis, self.sequence)
             self.axis.column_input = given if self.paired else None
         with saved_tensors_hooks(*given.keeping) if given.keeping else nullcontext():
@@ -127,11 +129,11 @@ class RowParallelLinear(_ParallelLinear):
     """A linear layer whose inputs are divided over the ranks of the tensor axis.
 
     Args:
-        linear: The whole layer, the same on all ranks, of which this rank's part is kept.
-        axis: The ranks.
-        features: How the inputs are divided; None: evenly, one by one.
-        scatter_input: The input is whole, and this rank takes its part; else it is that part.
-        sequence: Leave the output divided along the sequence.
+        linear: Whole layer, the same on all ranks; this rank's part of it is kept.
+        axis: Ranks of the tensor axis.
+        features: Division of the inputs; None to divide them evenly, feature by feature.
+        scatter_input: If true, the input is whole and this rank uses its part; if false, the input is this part.
+        sequence: If true, leave the output divided along the sequence.
 
     Shape:
         Input [..., this rank's inputs], or [..., in_features] with `scatter_input`.
@@ -159,14 +161,18 @@ class RowParallelLinear(_ParallelLinear):
             x = scatter(x, self.axis, -1)
         part = functional.linear(x, self.weight.t() if self.transposed else self.weight)
         y = reduce_scatter(part, self.axis, SEQUENCE) if self.sequence else reduce(part, self.axis)
-        return y if self.bias is None else y.add_(self.bias.to(y.dtype))  # in place: y is new, and nobody keeps it
+        return y if self.bias is None else y.add_(self.bias.to(y.dtype))  # in place: y is new and not saved
 
 
 def sum_gradient(parameter: torch.Tensor, axis: Axis) -> None:
-    """Sum a replicated parameter's gradient over the ranks.
+    """Register a hook that sums a replicated parameter's gradient over the ranks.
 
-    Each of them used it on its part of the sequence, or on its heads. A hook sums each gradient before autograd adds it
-    to `.grad`, so that several backward passes may add up.
+    This is needed if each rank uses the parameter on its part of the sequence or on its heads. The hook sums each
+    gradient before autograd adds it to `.grad`, so several backward passes may be accumulated.
+
+    Args:
+        parameter: Parameter that every rank has whole.
+        axis: Ranks of the tensor axis.
     """
     if axis.size > 1 and parameter.requires_grad:
         tag = axis.new_tag()
@@ -174,11 +180,16 @@ def sum_gradient(parameter: torch.Tensor, axis: Axis) -> None:
 
 
 class ColumnInput:
-    """An input of column layers, prepared once for all of them.
+    """An input of column layers, prepared once for all layers that use it.
+
+    Args:
+        x: Input; with `sequence` this rank's part of it.
+        axis: Ranks of the tensor axis.
+        sequence: If true, the input is divided along the sequence.
 
     Attributes:
-        whole: The input; in sequence parallel gathered from the ranks' parts.
-        keeping: In sequence parallel, the hooks by which autograd keeps it.
+        whole: Whole input; with `sequence`, gathered from the ranks' parts.
+        keeping: Hooks with which autograd saves the input, with `sequence`; otherwise None.
     """
 
     def __init__(self, x: torch.Tensor, axis: Axis, sequence: bool) -> None:
@@ -188,17 +199,17 @@ class ColumnInput:
             self.whole = copy(x, axis)
             return
         if torch.is_autocast_enabled(x.device.type) and x.dtype == torch.float32:
-            x = x.to(torch.get_autocast_dtype(x.device.type))  # before it travels, and what autocast would keep
+            x = x.to(torch.get_autocast_dtype(x.device.type))  # as autocast would, but before the exchange
         self.whole = all_gather(x, axis, SEQUENCE)
         self.keeping = _only_the_part(self.whole, x.detach(), axis)
 
     def is_for(self, x: torch.Tensor) -> bool:
-        """Whether it was made of this very tensor, unchanged since, in the same mode of autograd."""
+        """Return whether this input was made from `x`, unchanged since then, in the same grad mode."""
         return self._x is x and self._version == x._version and self._graph == torch.is_grad_enabled()
 
 
 def _only_the_part(whole: torch.Tensor, part: torch.Tensor, axis: Axis) -> Keeping:
-    """Hooks by which autograd keeps this rank's part in the place of the whole, and gathers it again in backward."""
+    """Return hooks by which autograd saves this rank's part instead of the whole, and gathers it in backward."""
     storage, numel, tag = whole.untyped_storage()._cdata, whole.numel(), axis.new_tag()  # fake tensors have no address
 
     def keep(saved: torch.Tensor) -> Any:
@@ -214,10 +225,10 @@ class ColumnParallelLora(ColumnParallelLinear):
     """A column layer with an adapter.
 
     Args:
-        adapter: The whole layer with its adapter, the same on all ranks.
-        axis: The ranks.
-        features: How the outputs are divided.
-        gather_output: Give the whole output; else a row layer takes what becomes of it.
+        adapter: Whole layer with its adapter, the same on all ranks.
+        axis: Ranks of the tensor axis.
+        features: Division of the outputs.
+        gather_output: If true, return the whole output; if false, a row layer must follow.
     """
 
     def __init__(self, adapter: LoraLinear, axis: Axis, features: Features, *, gather_output: bool) -> None:
@@ -236,9 +247,9 @@ class RowParallelLora(RowParallelLinear):
     """A row layer with an adapter.
 
     Args:
-        adapter: The whole layer with its adapter, the same on all ranks.
-        axis: The ranks.
-        features: How the inputs are divided.
+        adapter: Whole layer with its adapter, the same on all ranks.
+        axis: Ranks of the tensor axis.
+        features: Division of the inputs.
     """
 
     def __init__(self, adapter: LoraLinear, axis: Axis, features: Features) -> None:
@@ -254,7 +265,7 @@ class RowParallelLora(RowParallelLinear):
 
 
 def _parts_of(adapter: LoraLinear, axis: Axis) -> LinearParts:
-    """Return the parts of the layer under an adapter. Raises InputError where the ranks' dropout would differ."""
+    """Return the parts of the layer under an adapter. Raises InputError if dropout would differ between the ranks."""
     if adapter.dropout and axis.size > 1:
         raise refusal(
             f"model.lora_dropout {adapter.dropout} would draw other numbers on each tensor rank; set it to 0, or "
@@ -265,16 +276,16 @@ def _parts_of(adapter: LoraLinear, axis: Axis) -> LinearParts:
     return parts
 
 
-# -- How features are divided among the ranks, and the part of a parameter that goes with them: nothing communicates
+# -- Division of features among the ranks, and the corresponding part of a parameter; no communication
 
 
 @dataclass(frozen=True)
 class Features:
-    """Features in sections, each of which is divided among the ranks.
+    """Features in consecutive sections, each of which is divided over the ranks.
 
     Attributes:
-        sections: How many features each has.
-        unit: Features that stay together, as of a head; every section is a multiple of it.
+        sections: Number of features of each section.
+        unit: Number of features that stay together, such as those of a head; every section is a multiple of it.
     """
 
     sections: tuple[int, ...]
@@ -285,7 +296,12 @@ class Features:
             raise ValueError(f"sections {self.sections} are not multiples of {self.unit}")
 
     def ranges(self, rank: int, size: int) -> list[tuple[int, int]]:
-        """The features a rank has, [start, stop) in each section, counted from the first section's begin."""
+        """Return a rank's features: [start, stop) for each section, counted from the start of the first section.
+
+        Args:
+            rank: Number of the rank.
+            size: Number of ranks.
+        """
         found, begin = [], 0
         for section in self.sections:
             bounds = split(section // self.unit, size)
@@ -295,13 +311,13 @@ class Features:
 
 
 def part_of(whole: torch.Tensor, dim: int, features: Features, axis: Axis) -> nn.Parameter:
-    """Return a rank's part of a parameter, in memory of its own, marked with what it is a part of (see `layout.mark`).
+    """Return this rank's part of a parameter in new memory, marked with its place in the whole (see `layout.mark`).
 
     Args:
-        whole: The parameter, which other axes may have divided along another dimension.
-        dim: The dimension that is divided.
-        features: How it is divided.
-        axis: The ranks that divide it.
+        whole: Parameter, which other axes may already have divided along another dimension.
+        dim: Dimension that is divided.
+        features: Division of this dimension.
+        axis: Ranks that divide it.
     """
     ranges = features.ranges(axis.rank, axis.size)
     with torch.no_grad():
@@ -315,10 +331,10 @@ def part_of(whole: torch.Tensor, dim: int, features: Features, axis: Axis) -> nn
 def _boxes(
     shape: Sequence[int], dim: int, sections: Sequence[int], ranges: Sequence[tuple[int, int]]
 ) -> tuple[Box, ...]:
-    """The boxes whose elements, one box after the other, are those of the ranges put together along `dim`.
+    """Return boxes that contain, one box after the other, the elements of the ranges concatenated along `dim`.
 
-    Equal sections are one more dimension before the divided one: then one box holds all of them. Sections that are not
-    equal are boxes one after the other, which they are along the first dimension alone.
+    Sections of equal length become an additional dimension before the divided one, so one box contains all of them.
+    Sections of different lengths become separate boxes, which is only possible along the first dimension.
     """
     if len(ranges) == 1:
         return (Box.along(shape, dim, *ranges[0]),)
@@ -332,9 +348,9 @@ def _boxes(
 _COUNTS = ["num_heads", "n_heads", "n_head", "heads", "num_attention_heads"]
 _COUNTS += ["num_kv_heads", "n_kv_heads", "num_key_value_heads"]
 _GROUPS = ("num_key_value_groups",)  # query heads for each head of keys and values
-_WIDTHS = ("split_size",)  # of all heads of q, by which a fused layer's output is cut up (GPT-2 of transformers)
+_WIDTHS = ("split_size",)  # width of all query heads, by which a fused layer's output is split (GPT-2 of transformers)
 _SIZES = ("head_dim", "head_size", "d_head", "dim_head", "attention_head_size")
-_FUSED = re.compile(r"qkv|c_attn", re.IGNORECASE)  # by custom [3, heads, head_dim]
+_FUSED = re.compile(r"qkv|c_attn", re.IGNORECASE)  # usually [3, heads, head_dim]
 _UNKNOWN_ORDER = re.compile(r"query_key_value|in_proj|^kv|to_kv", re.IGNORECASE)
 
 
@@ -346,18 +362,18 @@ def column_features(
     sections: int | Sequence[int] | None,
     heads: int | None,
 ) -> Features:
-    """How the outputs of a column layer are divided.
+    """Return the division of the outputs of a column layer.
 
     Args:
-        name: Of the layer in the model, for messages and for what it tells of fused layers.
-        linear: The layer.
-        parent: The module that holds it, whose attributes tell the heads.
-        ranks: Of the tensor axis.
-        sections: How many equal parts, or the features of each part, a fused layer has; None: by its name.
-        heads: Of the first section; None: read from `parent`.
+        name: Name of the layer in the model, for messages and to recognize fused layers.
+        linear: Layer.
+        parent: Module that contains it, whose attributes define the heads.
+        ranks: Number of ranks of the tensor axis.
+        sections: Number of equal parts of a fused layer, or the features of each part; None to derive it from the name.
+        heads: Number of heads in the first section; None to read it from `parent`.
 
     Raises:
-        InputError: On all ranks alike, where the outputs cannot be divided by whole heads.
+        InputError: On all ranks, if the outputs cannot be divided by whole heads.
     """
     width, last = linear.out_features, name.rpartition(".")[2]
     if sections is None:
@@ -384,17 +400,17 @@ def column_features(
 
 
 def in_heads(name: str, sections: Sequence[int], parent: nn.Module, ranks: int, heads: int | None) -> Features:
-    """Divide sections by whole heads, such as the inputs of a row layer; feature by feature where nothing tells of any.
+    """Divide sections, such as the inputs of a row layer, by whole heads; without known heads, feature by feature.
 
     Args:
-        name: Of the layer in the model, for messages.
-        sections: Features of each.
-        parent: The module that holds the layer, whose attributes tell the heads.
-        ranks: Of the tensor axis.
-        heads: Of the first section; None: read from `parent`.
+        name: Name of the layer in the model, for messages.
+        sections: Number of features of each section.
+        parent: Module that contains the layer, whose attributes define the heads.
+        ranks: Number of ranks of the tensor axis.
+        heads: Number of heads in the first section; None to read it from `parent`.
 
     Raises:
-        InputError: A section is not whole heads, or the ranks cannot share them evenly.
+        InputError: A section does not consist of whole heads, or the ranks cannot share the heads evenly.
     """
     unit = sections[0] // heads if heads else _head_size(parent, sections[0])
     if unit is None:
@@ -409,16 +425,16 @@ def in_heads(name: str, sections: Sequence[int], parent: nn.Module, ranks: int, 
 
 
 def localize_heads(name: str, parent: nn.Module, ranks: int, planned: Sequence[str]) -> dict[str, int]:
-    """New values of the attributes by which an attention module counts its heads: those of one rank.
+    """Return new values for the attributes in which an attention module counts its heads: those of one rank.
 
     Args:
-        name: Of the attention module.
-        parent: The attention module.
-        ranks: Of the tensor axis.
+        name: Name of the attention module.
+        parent: Attention module.
+        ranks: Number of ranks of the tensor axis.
         planned: Names of the module's own children in the plan.
 
     Raises:
-        InputError: Some of its linear layers are not in the plan: one count cannot be right for them and the others.
+        InputError: The plan omits some of its linear layers, so one number of heads cannot be correct for all of them.
     """
     counts = _numbers(parent, _COUNTS)
     if not counts:
@@ -436,7 +452,7 @@ def localize_heads(name: str, parent: nn.Module, ranks: int, planned: Sequence[s
 
 
 def _fused_sections(width: int, parent: nn.Module) -> int | list[int]:
-    """Queries, keys and values of a fused layer: three equal parts, or as many queries more as share keys."""
+    """Return the sections of a fused layer: three equal parts, or more queries if several query heads share keys."""
     for groups in _numbers(parent, _GROUPS).values():
         if width % (groups + 2) == 0:
             return [groups * width // (groups + 2), width // (groups + 2), width // (groups + 2)]
@@ -444,20 +460,20 @@ def _fused_sections(width: int, parent: nn.Module) -> int | list[int]:
 
 
 def _head_size(parent: nn.Module, width: int) -> int | None:
-    """Features of a head, as the module that holds the layer tells them; None where it does not."""
+    """Return the number of features of a head from the attributes of the parent module; None if it has none of them."""
     sizes = [*_numbers(parent, _SIZES).values()]
     sizes += [width // count for count in _numbers(parent, _COUNTS).values() if width % count == 0]
     return sizes[0] if sizes else None
 
 
 def _numbers(parent: nn.Module, names: Sequence[str]) -> dict[str, int]:
-    """The attributes among `names` that are positive integers."""
+    """Return the attributes among `names` that are positive integers."""
     found = {name: getattr(parent, name, None) for name in names}
     return {name: n for name, n in found.items() if isinstance(n, int) and not isinstance(n, bool) and n > 0}
 
 
 def _unshareable(name: str, heads: int, ranks: int, what: str = "heads") -> InputError:
-    """The error that names numbers of ranks and of heads that would fit."""
+    """Return the error that names suitable numbers of ranks and heads."""
     fitting = [n for n in range(1, heads + 1) if heads % n == 0]
     lower, upper = heads // ranks * ranks, -(-heads // ranks) * ranks
     near = f"{lower} or {upper}" if lower else f"{upper}"

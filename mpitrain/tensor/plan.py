@@ -9,22 +9,24 @@
         "head": "vocabulary",                 scores stay divided; the criterion is the parallel cross-entropy
     })
 
-A norm of the queries' or keys' features is "heads": every rank has it whole, and its gradients are summed. `*` in a
-pattern stands for anything. Every rank has built the same whole model and keeps its part of each layer; the
-names stay. Each value is a parallel style: one of the strings, or the object of `styles` where there is
-more to say. A model must
-take the number of heads from the width of what its layers return, or from an attribute (`num_heads` and the like) of
-the module that holds them, which becomes this rank's number; and lengths, too, from what they return.
+Each value is a parallel style: a string, or an object of `styles` that has more options. `*` in a pattern matches any
+characters. A norm of the queries' or keys' features has the style "heads": every rank has it whole, and its gradients
+are summed.
 
-With `sequence=True` what lies outside the pairs of column and row layers is divided along the sequence: from the
-embedding on, or from the output of a module the plan calls "scatter", up to the layer that needs it whole again.
-Norms there have their gradients summed; any other module with parameters must be said to work on its part ("split")
-or on the whole ("whole").
+Every rank builds the same whole model and keeps its part of each layer; the names of modules do not change. The model
+must derive the number of heads from the width of its layers' outputs, or from an attribute such as `num_heads` of the
+module that contains the layers, which is set to this rank's number of heads. It must also derive lengths from its
+layers' outputs.
 
-Of what a plan divides, every rank keeps some layers whole all the same (`parallel.whole`). What lies outside of the
-pairs of column and row layers is the same on all ranks, and so is its gradient: a layer that is left whole there
-computes the same on each of them, as norms do, and is replicated like these. Layers that go with one another are kept
-whole together: those of a pair, since what is between them is divided or not, and tied ones.
+With `sequence=True`, activations outside the pairs of column and row layers are divided along the sequence: from the
+embedding on, or from the output of a module with the style "scatter", up to the layer that needs the whole sequence.
+The gradients of norms there are summed. The plan must declare for any other module with parameters whether it works on
+its part ("split") or on the whole sequence ("whole").
+
+Some layers of a plan can stay whole on every rank (`parallel.whole`). Activations outside the pairs of column and row
+layers are the same on all ranks, and so are their gradients. A layer that stays whole there computes the same on each
+rank and is replicated, as norms are. Layers that depend on each other must stay whole together: a pair of column and
+row layers, because the activations between them are either divided or not, and layers with tied weights.
 """
 
 from __future__ import annotations
@@ -50,9 +52,15 @@ if TYPE_CHECKING:
 def plan_for(
     model: nn.Module, given: Mapping[str, str | ParallelStyle] | None = None, *, sequence: bool = False
 ) -> dict[str, str | ParallelStyle]:
-    """How the model's layers are divided: as is given, or as the model says (`tensor_plan()`).
+    """Return the plan that divides a model's layers: the given one, or that of the model's method `tensor_plan()`.
 
-    Raises InputError where nobody says it, and where activations are to be divided along the sequence and cannot be.
+    Args:
+        model: Model.
+        given: Patterns of module names, each with a parallel style; None to use the model's own plan.
+        sequence: If true, activations are divided along the sequence.
+
+    Raises:
+        InputError: There is no plan, or activations cannot be divided along the sequence although `sequence` is true.
     """
     listing: Any = getattr(model, "tensor_plan", None)
     name = type(model).__name__
@@ -83,23 +91,21 @@ def parallelize(
 ) -> nn.Module:
     """Divide the planned layers of a model over the ranks of the tensor axis, in place. Collective.
 
-    Every rank must have built the same model with the same weights, and is to be fed the same samples with the same
-    random seed.
+    Every rank must build the same model with the same weights, and then use the same samples and the same random seed.
 
     Args:
-        model: The whole model; its modules are replaced by parallel ones.
-        comm: The ranks of the tensor axis.
+        model: Whole model; its modules are replaced by parallel ones.
+        comm: Ranks of the tensor axis.
         plan: Patterns of module names, each with a parallel style.
-        sequence: Divide what lies between the divided layers along the sequence (Korthikanti et al. 2022).
-        whole: Patterns of names of modules that the plan would divide, and that every rank keeps whole instead.
+        sequence: If true, divide activations between the divided layers along the sequence (Korthikanti et al. 2022).
+        whole: Patterns of names of planned modules that every rank keeps whole.
 
     Returns:
         The model.
 
     Raises:
-        InputError: On all ranks alike, for a pattern that matches nothing, a module that cannot be divided as
-            planned, parameters shared by layers that are divided differently, and layers kept whole without those that
-            they go with.
+        InputError: On all ranks: a pattern matches nothing, a module cannot be divided as planned, layers that share a
+            parameter are divided differently, or a layer stays whole without the layers that depend on it.
     """
     styles = without_whole(model, _matched(model, plan), whole, sequence) if whole else _matched(model, plan)
     axis = comm if isinstance(comm, Axis) else Axis(comm)
@@ -111,7 +117,7 @@ def parallelize(
     made = {each.name: style.apply(each) for each, style in planned}
     _keep_ties(model, [each for each, _ in planned], made)
     columns = {each.parent: each.name.rpartition(".")[0] for each, style in planned if style.needs_row}
-    for parent, name in columns.items():  # attention modules count this rank's heads
+    for parent, name in columns.items():  # attention modules get this rank's number of heads
         inside = [each.rpartition(".")[2] for each in styles if each.rpartition(".")[0] == name]
         for key, count in localize_heads(name, parent, axis.size, inside).items():
             setattr(parent, key, count)
@@ -126,7 +132,7 @@ def parallelize(
 
 
 def _matched(model: nn.Module, plan: Mapping[str, str | ParallelStyle]) -> dict[str, ParallelStyle]:
-    """The module names the plan means, in the model's order, each module once."""
+    """Return the styles of the modules that match the plan, by name, in the model's order, each module once."""
     names = _all_names(model)
     every = [name for each in names.values() for name in each]
     for pattern, style in plan.items():
@@ -156,12 +162,12 @@ def _matched(model: nn.Module, plan: Mapping[str, str | ParallelStyle]) -> dict[
 
 
 def _parent(model: nn.Module, name: str) -> nn.Module:
-    """The module that the named one is an attribute of."""
+    """Return the module of which the named module is an attribute."""
     return model.get_submodule(name.rpartition(".")[0])
 
 
 def _keep_ties(model: nn.Module, planned: Sequence[PlannedModule], made: Mapping[str, nn.Module]) -> None:
-    """Parameters that were one before are one afterwards."""
+    """Make parameters that were tied before the division tied afterwards. Raises InputError if that is impossible."""
     parts: dict[nn.Parameter, tuple[str, nn.Parameter]] = {}
     for each in planned:
         module = made[each.name]
@@ -185,7 +191,7 @@ def _keep_ties(model: nn.Module, planned: Sequence[PlannedModule], made: Mapping
 
 
 def _replace_criterion(model: nn.Module, vocabulary: Sequence[PlannedModule]) -> None:
-    """Where scores stay divided, put the parallel cross-entropy in the place of the model's `criterion`."""
+    """Replace the model's `criterion` by the parallel cross-entropy if its scores stay divided."""
     for each in vocabulary:
         if not isinstance(each.module, nn.Linear):
             continue
@@ -209,13 +215,13 @@ def _replace_criterion(model: nn.Module, vocabulary: Sequence[PlannedModule]) ->
 
 
 def _divide_the_rest(model: nn.Module, axis: Axis, styles: Mapping[nn.Module, ParallelStyle]) -> None:
-    """In sequence parallel, let the norms and dropouts that the plan does not name work on a part of the sequence."""
+    """With a divided sequence, make norms and dropouts that the plan does not name work on a part of the sequence."""
     parallel = (ColumnParallelLinear, RowParallelLinear, VocabularyParallelEmbedding)
     for name, module in model.named_modules():
         style = styles.get(module)
         if isinstance(module, nn.modules.dropout._DropoutNd) and not (style and style.replicated):
             module.register_forward_pre_hook(lambda m, args: axis.rng.enter(m, args[0].device) if m.training else None)
-            # called in any case, because recomputation stops by raising
+            # always called, because recomputation ends a forward pass with an exception
             module.register_forward_hook(lambda m, args, out: axis.rng.leave(m), always_call=True)
         if style is not None or isinstance(module, parallel):
             continue
@@ -232,17 +238,17 @@ def _divide_the_rest(model: nn.Module, axis: Axis, styles: Mapping[nn.Module, Pa
 def without_whole(
     model: nn.Module, styles: Mapping[str, ParallelStyle], whole: Sequence[str], sequence: bool
 ) -> dict[str, ParallelStyle]:
-    """The styles of those modules that stay divided.
+    """Return the styles of the modules that stay divided.
 
     Args:
-        model: The model.
-        styles: Of the planned modules, by name, in the model's order.
-        whole: Patterns of the names of divided modules that are to stay whole.
-        sequence: Whether activations are divided along the sequence.
+        model: Model.
+        styles: Styles of the planned modules by name, in the model's order.
+        whole: Patterns of the names of modules that stay whole although the plan divides them.
+        sequence: If true, activations are divided along the sequence.
 
     Raises:
-        InputError: On all ranks alike, where a pattern matches no divided module, where layers that go with one another
-            are not all named, and with `sequence`.
+        InputError: On all ranks: a pattern matches no divided module, layers that depend on each other are not all
+            named, or `sequence` is true.
     """
     if sequence:
         raise refusal("parallel.whole does not go with parallel.sequence; leave one of them out")
@@ -264,13 +270,13 @@ def without_whole(
             if 0 < len(kept.intersection(group)) < len(group):
                 named, left = (next(name for name in group if (name in kept) is there) for there in (True, False))
                 raise refusal(f"parallel.whole names {named} and not {left}, which {why}; name both, or neither")
-    around = {name.rpartition(".")[0] for name in kept}  # attention that is whole has all heads on every rank
+    around = {name.rpartition(".")[0] for name in kept}  # whole attention has all heads on every rank
     kept |= {each for each, of in styles.items() if isinstance(of, OfHeads) and each.rpartition(".")[0] in around}
     return {name: style for name, style in styles.items() if name not in kept}
 
 
 def _all_names(model: nn.Module) -> dict[str, list[str]]:
-    """Return all names of each module inside of a model, by the first of them."""
+    """Return all names of each module in a model, by the first of these names."""
     found: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if name:
@@ -279,15 +285,16 @@ def _all_names(model: nn.Module) -> dict[str, list[str]]:
 
 
 def _meant(pattern: str, names: Sequence[str]) -> str:
-    """Return a hint at the name that is most like a pattern which matches none; empty where there are no names."""
+    """Return a hint with the name most similar to a pattern that matches none; empty if there are no names."""
     near = difflib.get_close_matches(pattern, names, n=1, cutoff=0.0)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def _pairs(divided: Sequence[str], styles: Mapping[str, ParallelStyle]) -> list[list[str]]:
-    """Column layers with the row layers that take what becomes of their outputs.
+    """Return groups of column layers and the row layers that use their outputs.
 
-    Those of one parent belong together, and others, such as the layers of an nn.Sequential, in the model's order.
+    Layers of one parent belong together; other layers, such as those of an nn.Sequential, are grouped in the model's
+    order.
     """
     of = {name: styles[name] for name in divided}
     alone = [n for n, s in of.items() if s.needs_row or (s.takes_parts and not getattr(s, "scatter", False))]
@@ -300,7 +307,7 @@ def _pairs(divided: Sequence[str], styles: Mapping[str, ParallelStyle]) -> list[
 
 
 def _in_order(names: Sequence[str], styles: Mapping[str, ParallelStyle]) -> list[list[str]]:
-    """Layers in stretches of columns and then rows; columns that no row follows belong to the stretch before."""
+    """Return groups of consecutive column and then row layers; last columns without a row join the group before."""
     found: list[list[str]] = []
     for name in names:
         if not found or (styles[name].needs_row and not styles[found[-1][-1]].needs_row):

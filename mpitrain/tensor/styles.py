@@ -1,4 +1,4 @@
-"""Parallel styles: how a plan divides a module over the ranks of the tensor axis (after torch's `ParallelStyle`)."""
+"""Parallel styles: the ways in which a plan divides a module over the tensor axis (after torch's `ParallelStyle`)."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class PlannedModule:
     """A module that a plan names.
 
     Attributes:
-        name: Of the module in the model.
-        module: The module.
-        parent: The module that it is an attribute of.
-        axis: The ranks it is divided over.
-        sequence: Whether activations between the divided layers are divided along the sequence.
-        scattered: Whether the plan says by "scatter" where that division begins.
+        name: Name of the module in the model.
+        module: Module.
+        parent: Module of which it is an attribute.
+        axis: Ranks that it is divided over.
+        sequence: If true, activations between the divided layers are divided along the sequence.
+        scattered: If true, the plan marks the start of that division with "scatter".
     """
 
     name: str
@@ -48,14 +48,14 @@ class PlannedModule:
 
 
 class ParallelStyle(ABC):
-    """How one module is divided. A user may pass one of the styles below, or the string it has in `STYLES`.
+    """A way to divide one module. Users pass one of the styles below, or its string in `STYLES`.
 
     Attributes:
-        needs_row: Whether the output stays divided, so that a row layer must take it.
-        takes_parts: Whether the input may be the divided output of a column layer.
-        by_vocabulary: Whether rows of a vocabulary are divided.
-        begins_sequence: Whether activations may be divided along the sequence from this module's output on.
-        replicated: Whether dropout of this very module draws the same numbers on all ranks.
+        needs_row: If true, the output stays divided, so a row layer must follow.
+        takes_parts: If true, the input may be the divided output of a column layer.
+        by_vocabulary: If true, the rows of a vocabulary are divided.
+        begins_sequence: If true, activations may be divided along the sequence from this module's output on.
+        replicated: If true, dropout of this module itself draws the same numbers on all ranks.
     """
 
     needs_row: bool = False
@@ -66,22 +66,22 @@ class ParallelStyle(ABC):
 
     @abstractmethod
     def apply(self, planned: PlannedModule) -> nn.Module:
-        """The module to put in the planned one's place: a parallel one, or itself.
+        """Return the module that replaces the planned one: a parallel module, or the planned one itself.
 
         Raises:
-            InputError: The module is none that can be divided in this style.
+            InputError: The module cannot be divided in this style.
         """
 
 
 @dataclass(frozen=True)
 class Column(ParallelStyle):
-    """Outputs of an nn.Linear (or a Conv1D of transformers) divided.
+    """Style that divides the outputs of an nn.Linear (or a Conv1D of transformers).
 
     Attributes:
-        sections: Of a fused layer, how many equal parts lie one after the other, or the features of each; None: 3
-            for names with qkv, else 1.
-        heads: Of the first part; None: as the module around it says.
-        gather: The output is put together again; else it must go to a row layer.
+        sections: Number of equal, consecutive parts of a fused layer, or the features of each part; None for 3 if the
+            name contains qkv, else 1.
+        heads: Number of heads in the first part; None to read it from the parent module.
+        gather: If true, the output is gathered; if false, it must be the input of a row layer.
     """
 
     sections: int | tuple[int, ...] | None = None
@@ -104,11 +104,12 @@ class Column(ParallelStyle):
 
 @dataclass(frozen=True)
 class Row(ParallelStyle):
-    """Inputs of an nn.Linear (or a Conv1D of transformers) divided.
+    """Style that divides the inputs of an nn.Linear (or a Conv1D of transformers).
 
     Attributes:
-        heads: Of the inputs, as of `Column`.
-        scatter: The input is whole, and each rank takes its part; else it is a column layer's divided output.
+        heads: Number of heads in the inputs; None to read it from the parent module.
+        scatter: If true, the input is whole and each rank uses its part; if false, it is a column layer's divided
+            output.
     """
 
     takes_parts = True
@@ -126,7 +127,7 @@ class Row(ParallelStyle):
 
 @dataclass(frozen=True)
 class Vocabulary(ParallelStyle):
-    """An nn.Embedding divided by tokens, or an nn.Linear by classes, whose scores stay divided.
+    """Style that divides an nn.Embedding by tokens, or an nn.Linear by classes, whose scores stay divided.
 
     Forward hooks of an embedding are kept: they see all tokens, and with `sequence` a part of the output.
     """
@@ -151,12 +152,12 @@ class Vocabulary(ParallelStyle):
 
 @dataclass(frozen=True)
 class Undivided(ParallelStyle):
-    """A module that each rank has whole. With sequence=True it says where the sequence is divided.
+    """Style of a module that each rank has whole; with sequence=True it marks where the sequence is divided.
 
     Attributes:
-        exchange: What becomes of the module's output: `scatter` divides it along the sequence from here on, `gather`
-            puts it together.
-        sums: Whether the module works on its part of the sequence: the gradients of its own parameters are summed.
+        exchange: Function applied to the module's output: `scatter` divides it along the sequence from here on,
+            `gather` concatenates it; None for neither.
+        sums: If true, the module works on its part of the sequence, so the gradients of its own parameters are summed.
         begins_sequence: See `ParallelStyle`.
         replicated: See `ParallelStyle`.
     """
@@ -183,9 +184,10 @@ class Undivided(ParallelStyle):
 
 @dataclass(frozen=True)
 class OfHeads(ParallelStyle):
-    """A module between a column and a row layer that works on each head alike, as a norm of queries does.
+    """Style of a module between a column and a row layer that treats all heads alike, such as a norm of queries.
 
-    Each rank has it whole and uses it on its own heads: the gradients of its own parameters are summed.
+    Each rank has the whole module and uses it on its own heads, so the gradients of the module's own parameters are
+    summed.
     """
 
     def apply(self, planned: PlannedModule) -> nn.Module:
@@ -207,7 +209,7 @@ STYLES: Mapping[str, ParallelStyle] = {
 
 
 def _linear(planned: PlannedModule, style: str) -> LinearParts:
-    """The parts of a plain linear layer, with or without an adapter; else InputError."""
+    """Return the parts of a plain linear layer, with or without an adapter. Raises InputError for another module."""
     parts = linear_parts(planned.module)
     if parts is None:
         _plain(planned, nn.Linear, style)
@@ -219,7 +221,14 @@ def _linear(planned: PlannedModule, style: str) -> LinearParts:
 
 
 def _plain(planned: PlannedModule, kind: type[Any], style: str, *, hooks: bool = False) -> Any:
-    """The module, if it is what can be divided; else InputError. hooks: it may have plain forward hooks."""
+    """Return the module if its type can be divided. Raises InputError otherwise.
+
+    Args:
+        planned: Module of the plan.
+        kind: Required type of the module.
+        style: Name of the style, for messages.
+        hooks: If true, the module may have plain forward hooks.
+    """
     module = planned.module
     if type(module) is not kind:
         wanted = "nn.Embedding or nn.Linear" if style == "vocabulary" else f"nn.{kind.__name__}"
@@ -232,7 +241,7 @@ def _plain(planned: PlannedModule, kind: type[Any], style: str, *, hooks: bool =
 
 
 def _refuse_hooks(planned: PlannedModule, *, allowed: bool = False) -> None:
-    """Raise InputError for a module with hooks. allowed: plain forward hooks are moved along."""
+    """Raise InputError for a module with hooks; `allowed` permits plain forward hooks, which the caller moves."""
     module = planned.module
     with_more = module._forward_hooks_with_kwargs or module._forward_hooks_always_called
     forward = module._forward_hooks and (with_more or not allowed)

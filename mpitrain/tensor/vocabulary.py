@@ -1,9 +1,9 @@
 """Embedding and cross-entropy whose vocabulary is divided over the ranks of the tensor axis.
 
-Any vocabulary size: the parts are those of `layout.split`, and no padding is ever seen. Cross-entropy is taken from
-each rank's part of the scores (Shoeybi et al. 2019, section 3): of every token the ranks exchange four numbers, not
-its scores. `judge` tells in the same way how good divided scores are; one more number of every token is exchanged where
-it is asked how many classes are above the right one.
+The vocabulary may have any size: the parts are those of `layout.split`, without padding. The cross-entropy is computed
+from each rank's part of the scores (Shoeybi et al. 2019, section 3): the ranks exchange four numbers per token instead
+of its scores. `judge` evaluates divided scores in the same way. If the number of classes above the right one is
+requested, it exchanges one more number per token.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class VocabularyParallelEmbedding(nn.Module):
     """An embedding whose rows are divided over the ranks of the tensor axis.
 
     Args:
-        embedding: The whole layer, the same on all ranks, of which this rank's part is kept.
-        axis: The ranks.
-        sequence: Leave the output divided along the sequence.
+        embedding: Whole layer, the same on all ranks; this rank's part of it is kept.
+        axis: Ranks of the tensor axis.
+        sequence: If true, leave the output divided along the sequence.
 
     Raises:
-        IndexError: In forward on the CPU, as torch does, for a token outside the vocabulary. On other devices, where
-            the host would have to wait to find that out, such a token's row is NaN.
+        IndexError: In forward on the CPU, as in torch, for a token outside the vocabulary. On other devices, where this
+            check would make the host wait, the row of such a token is NaN.
 
     Shape:
         Input [...], int64, tokens of the whole vocabulary.
@@ -80,34 +80,34 @@ def cross_entropy(
     *,
     by_sample: bool = False,
 ) -> torch.Tensor:
-    """The cross-entropy of torch.nn.functional, from scores that are divided over the ranks of the tensor axis.
+    """Return the cross-entropy of torch.nn.functional for scores that are divided over the tensor axis. Collective.
 
     Args:
-        scores: [..., part], this rank's part of the scores, of any float dtype; computed with in at least fp32.
-        y: [...], int64, the right classes.
-        axis: The ranks.
-        classes: Of all ranks together.
-        ignore_index: The y that does not count.
-        label_smoothing: As of torch.nn.functional.cross_entropy.
-        by_sample: Take the mean over the tokens that count of each sample (the first dimension of y), 0 where none
-            does, and of these the mean.
+        scores: Scores [..., part], this rank's part, any float dtype; computed in at least fp32.
+        y: Right classes [...], int64.
+        axis: Ranks of the tensor axis.
+        classes: Number of classes of all ranks together.
+        ignore_index: Value of y that is not counted.
+        label_smoothing: Label smoothing, as in torch.nn.functional.cross_entropy.
+        by_sample: If true, take the mean over the counted tokens of each sample (the first dimension of y; 0 if there
+            are none), and then the mean over samples.
 
     Returns:
-        The mean over the tokens that count, in nats, a scalar, the same on all ranks.
+        The mean over the counted tokens in nats, a scalar, the same on all ranks.
 
     Raises:
-        IndexError: A y is none of the classes, on the CPU. On other devices the mean is NaN then.
+        IndexError: A y is not one of the classes, on the CPU. On other devices the result is then NaN.
     """
     return _CrossEntropy.apply(scores, y, axis, classes, ignore_index, label_smoothing, by_sample)
 
 
 class VocabularyCrossEntropy(nn.Module):
-    """`cross_entropy` of an axis and a number of classes, in place of a model's own criterion(scores, y).
+    """A criterion(scores, y) that applies `cross_entropy` with a fixed axis and number of classes.
 
     Args:
-        axis: The ranks.
-        classes: Of all ranks together.
-        options: Of `cross_entropy`: ignore_index, label_smoothing, by_sample.
+        axis: Ranks of the tensor axis.
+        classes: Number of classes of all ranks together.
+        options: Options of `cross_entropy`: ignore_index, label_smoothing, by_sample.
     """
 
     def __init__(self, axis: Axis, classes: int, **options: Any) -> None:
@@ -121,7 +121,7 @@ class VocabularyCrossEntropy(nn.Module):
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Computes the loss, and keeps what its gradient needs of this rank's part of the scores."""
+    """Autograd node of the loss, which saves the data that its gradient needs for this rank's part of the scores."""
 
     @staticmethod
     def forward(
@@ -149,12 +149,12 @@ class _CrossEntropy(torch.autograd.Function):
         dtype = torch.promote_types(scores.dtype, torch.float32)
         each = own.flatten(1 if by_sample else 0).to(dtype)
         counts = each.sum(1, keepdim=True).clamp(min=1) * len(each) if by_sample else own.sum()
-        share = (each / counts).flatten()  # what each token's loss counts for in the mean
+        share = (each / counts).flatten()  # weight of each token's loss in the mean
         wide = scores.reshape(len(y), stop - start).to(dtype)
         here = (y >= start) & (y < stop) & counted
-        column = (y - start).clamp_(0, max(0, stop - start - 1)).unsqueeze(-1)  # any one, where y is another rank's
+        column = (y - start).clamp_(0, max(0, stop - start - 1)).unsqueeze(-1)  # any column if y is another rank's
 
-        # of each token: the largest score here, the sum of exponentials of the scores less it, y's score, all scores
+        # per token: the largest score here, the sum of exp(score - largest), the score of y, the sum of all scores
         numbers = wide.new_zeros(4, len(y))
         if stop > start:
             torch.amax(wide, -1, out=numbers[0])
@@ -173,7 +173,7 @@ class _CrossEntropy(torch.autograd.Function):
         loss = total.log() + largest - (1 - label_smoothing) * told[:, 2].sum(0)
         if label_smoothing:
             loss -= label_smoothing / classes * told[:, 3].sum(0)
-        # exponentials here times this are the probabilities, already weighed for the mean
+        # the exponentials here times this are the probabilities
         weight = (numbers[0] - largest).exp_() / total
         ctx.save_for_backward(shares, weight, share, here, column)
         ctx.smoothing, ctx.classes = label_smoothing, classes
@@ -195,9 +195,9 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _check_range(numbers: torch.Tensor, size: int, name: str) -> None:
-    """On the CPU, where it costs next to nothing; a rank that has no such row would take it for another's.
+    """Raise IndexError on the CPU for numbers outside [0, size), which would otherwise be taken for another rank's.
 
-    On a device it would make the host wait for all that the device has been asked: see `_marked`.
+    On a device the check would make the host wait for all queued work; `_marked` is used there instead.
     """
     if not is_accelerator(numbers.device) and numbers.numel():
         low, high = numbers.aminmax()
@@ -206,7 +206,10 @@ def _check_range(numbers: torch.Tensor, size: int, name: str) -> None:
 
 
 def _marked(rows: torch.Tensor, numbers: torch.Tensor, size: int) -> torch.Tensor:
-    """On a device, the rows with NaN for each number that is none of the first `size`; the CPU has refused these."""
+    """Return the rows, with NaN for each number outside [0, size) if they are on a device.
+
+    On the CPU `_check_range` has already raised an error for such numbers.
+    """
     if not is_accelerator(numbers.device):
         return rows
     strange = (numbers < 0) | (numbers >= size)
@@ -217,18 +220,18 @@ def _marked(rows: torch.Tensor, numbers: torch.Tensor, size: int) -> torch.Tenso
 def judge(
     scores: torch.Tensor, y: torch.Tensor, axis: Axis, classes: int, *, top: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """What divided scores of targets come to. Collective over the axis.
+    """Evaluate divided scores against the right classes. Collective over the axis.
 
     Args:
-        scores: [..., part], this rank's part of the scores.
-        y: [...], int64, the right classes; what is none of them has no meaning in the results.
-        axis: The ranks.
-        classes: Of all ranks together.
-        top: Whether it is asked how many classes are above the right one.
+        scores: Scores [..., part], this rank's part.
+        y: Right classes [...], int64; the results for a y that is not a class have no meaning.
+        axis: Ranks of the tensor axis.
+        classes: Number of classes of all ranks together.
+        top: If true, also count the classes whose score is not below that of the right class.
 
     Returns:
-        Of each target, [targets] and the same on all ranks: the cross-entropy in nats, the class with the largest
-        score, and how many other classes have a score that is not smaller than the right one's (None if not asked).
+        Three tensors [targets], the same on all ranks: the cross-entropy in nats, the class with the largest score, and
+        the number of other classes whose score is not smaller than that of the right class (None without `top`).
     """
     bounds = axis.bounds(classes)
     start, stop = bounds[axis.rank], bounds[axis.rank + 1]
@@ -236,7 +239,7 @@ def judge(
     wide = scores.reshape(len(y), stop - start).to(torch.promote_types(scores.dtype, torch.float32))
     here = (y >= start) & (y < stop)
 
-    # of each target: the largest score here, whose it is, the sum of exponentials of the scores less it, y's score
+    # per target: the largest score here, its class, the sum of exp(score - largest), the score of y
     numbers = wide.new_zeros(4, len(y), dtype=torch.float64)
     numbers[0].fill_(float("-inf"))
     if stop > start:
@@ -259,6 +262,12 @@ def judge(
 
 @torch.no_grad()
 def whole(scores: torch.Tensor, axis: Axis, classes: int) -> torch.Tensor:
-    """The scores [..., classes] of which each rank has a part [..., part]. Collective over the axis."""
+    """Return whole scores [..., classes], gathered from each rank's part. Collective over the axis.
+
+    Args:
+        scores: Scores [..., part], this rank's part.
+        axis: Ranks of the tensor axis.
+        classes: Number of classes of all ranks together.
+    """
     lengths = [hi - lo for lo, hi in pairwise(axis.bounds(classes))]
     return axis.all_gather(scores, scores.dim() - 1, lengths=lengths)[0]

@@ -1,1 +1,1 @@
-"""Collective algorithms: each a function that returns a Program (see mpitrain.comm.programs.program)."""
+"""Collective algorithms: functions that return a `Program` (see `mpitrain.comm.programs.program`)."""

@@ -1,4 +1,8 @@
-"""Algorithms by messages alone, for ranks wherever they are: rings, binomial trees, pairwise exchange and halving."""
+"""Message-passing collectives, for any placement of ranks: rings, binomial trees, pairwise exchange, recursive halving.
+
+Most functions build a `Program` for a number of ranks; those named `*_steps` yield the steps of such a program. The
+drawings in the comments show which rank sends what, and when.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +32,10 @@ from mpitrain.comm.programs.program import (
     scatter_of,
 )
 
-# -- Ring algorithms: bandwidth-optimal, neighbours only (Patarasu & Yuan, J. Parallel Distrib. Comput. 69, 2009).
+# -- Ring algorithms: bandwidth-optimal, neighbours only (Patarasuk & Yuan, J. Parallel Distrib. Comput. 69, 2009).
 #
-# Rank r always sends to r+1 and receives from r-1. Reduce-scatter on 4 ranks; rows are ranks, columns rounds,
-# a cell is the block received and added (the block sent in the next round):
+# Rank r always sends to r+1 and receives from r-1. Reduce-scatter on 4 ranks: rows are ranks, columns are rounds,
+# and a cell is the block received and added in that round (and sent in the next round):
 #
 #             t=0  t=1  t=2
 #     rank 0   2    1    0     -> ends with block 0 complete
@@ -39,9 +43,9 @@ from mpitrain.comm.programs.program import (
 #     rank 2   0    3    2
 #     rank 3   1    0    3
 #
-# An all-gather passes the complete blocks on round the same ring; both together are the all-reduce, which
-# sends 2(N-1)/N of the buffer per rank in 2(N-1) rounds. Blocks are cut into segments: while one segment is
-# being added the next is already on its way.
+# An all-gather forwards the complete blocks along the same ring. The two together are the all-reduce, in which each
+# rank sends 2(N-1)/N of the buffer in 2(N-1) rounds. Blocks are cut into segments, so that one segment is added
+# while the next is in flight.
 
 
 def _block(index: Ints, segments: int) -> Span:
@@ -49,12 +53,12 @@ def _block(index: Ints, segments: int) -> Span:
 
 
 def ring_reduce_scatter_steps(rank: Ints, size: int, segments: int) -> Iterator[Step]:
-    """The steps of a reduce-scatter round a ring, after which rank r holds the sum of block r.
+    """Yield the steps of a ring reduce-scatter; at the end, rank r has the sum of block r.
 
     Args:
-        rank: This rank, or all ranks as an array.
+        rank: This rank, or an array of all ranks.
         size: Number of ranks.
-        segments: Chunks of a block; each is sent and received in a message of its own.
+        segments: Number of chunks per block; each chunk is a separate message.
     """
     right, left = (rank + 1) % size, (rank - 1) % size
     for t in range(size - 1):
@@ -65,12 +69,12 @@ def ring_reduce_scatter_steps(rank: Ints, size: int, segments: int) -> Iterator[
 
 
 def ring_all_gather_steps(rank: Ints, size: int, segments: int) -> Iterator[Step]:
-    """The steps of an all-gather round a ring, which passes every rank's block on to every rank.
+    """Yield the steps of a ring all-gather; at the end, every rank has the blocks of all ranks.
 
     Args:
-        rank: This rank, or all ranks as an array.
+        rank: This rank, or an array of all ranks.
         size: Number of ranks.
-        segments: Chunks of a block; each is sent and received in a message of its own.
+        segments: Number of chunks per block; each chunk is a separate message.
     """
     right, left = (rank + 1) % size, (rank - 1) % size
     for t in range(size - 1):
@@ -80,12 +84,12 @@ def ring_all_gather_steps(rank: Ints, size: int, segments: int) -> Iterator[Step
 
 
 def ring_reduce_scatter(size: int, segments: int = 1, nodes: tuple[int, ...] = ()) -> Program:
-    """Reduce-scatter round a ring: rank r ends with block r, reduced over all ranks.
+    """Build a reduce-scatter on a ring: rank r ends with block r, reduced over all ranks.
 
     Args:
         size: Number of ranks.
-        segments: Chunks of a block; one is added while the next is on its way.
-        nodes: The node of each rank; without it all are on one.
+        segments: Number of chunks per block; one chunk is added while the next is in flight.
+        nodes: Node number of each rank; by default all ranks are on one node.
 
     Reference:
         P. Patarasuk, X. Yuan, "Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations", Journal of
@@ -96,24 +100,26 @@ def ring_reduce_scatter(size: int, segments: int = 1, nodes: tuple[int, ...] = (
 
 
 def ring_all_gather(size: int, segments: int = 1, nodes: tuple[int, ...] = ()) -> Program:
-    """All-gather round a ring: every rank ends with every rank's block.
+    """Build an all-gather on a ring: every rank ends with the blocks of all ranks.
 
     Args:
         size: Number of ranks.
-        segments: Chunks of a block; one is passed on while the next is on its way.
-        nodes: The node of each rank; without it all are on one.
+        segments: Number of chunks per block; one chunk is forwarded while the next is in flight.
+        nodes: Node number of each rank; by default all ranks are on one node.
     """
     steps = partial(ring_all_gather_steps, size=size, segments=segments)
     return Program("ring all_gather", size, all_gather_of(size), steps, nodes, blocks=size, segments=segments)
 
 
 def ring_all_reduce(size: int, segments: int = 1, nodes: tuple[int, ...] = ()) -> Program:
-    """All-reduce round a ring: a reduce-scatter, then an all-gather, in 2(N-1) rounds of one block each.
+    """Build an all-reduce on a ring: a reduce-scatter, then an all-gather.
+
+    It takes 2(N-1) rounds, and each rank sends one block per round.
 
     Args:
         size: Number of ranks N.
-        segments: Chunks of a block; one is added while the next is on its way.
-        nodes: The node of each rank; without it all are on one.
+        segments: Number of chunks per block; one chunk is added while the next is in flight.
+        nodes: Node number of each rank; by default all ranks are on one node.
 
     Reference:
         Patarasuk and Yuan 2009, see `ring_reduce_scatter`.
@@ -126,11 +132,11 @@ def ring_all_reduce(size: int, segments: int = 1, nodes: tuple[int, ...] = ()) -
     return Program("ring all_reduce", size, all_reduce_of(size, size), steps, nodes, blocks=size, segments=segments)
 
 
-# -- Binomial trees: fewest rounds for small messages, and the canonical order of reproducible sums.
+# -- Binomial trees: fewest rounds for small messages, and the fixed order of reproducible sums.
 #
 # Ranks are renumbered so that the root is 0. A reduction joins subtrees of 1, 2, 4, … ranks, so the sum is
-# always ((0+1)+(2+3))+((4+5)+…): the order of `program.tree_order`. A broadcast is the same tree upside down.
-# 8 ranks, an arrow per message:
+# always ((0+1)+(2+3))+((4+5)+…), the order of `program.tree_order`. A broadcast uses the same tree downwards.
+# Reduction on 8 ranks, where a>b is a message from rank a to rank b:
 #
 #     round 0   1>0   3>2   5>4   7>6
 #     round 1   2>0         6>4
@@ -142,13 +148,13 @@ def _tree_rounds(size: int) -> range:
 
 
 def reduce_steps(rank: Ints, size: int, root: int, segments: int) -> Iterator[Step]:
-    """The steps by which the vectors of all ranks are summed at the root, along a binomial tree.
+    """Yield the steps that sum the vectors of all ranks at the root, up a binomial tree.
 
     Args:
-        rank: This rank, or all ranks as an array.
+        rank: This rank, or an array of all ranks.
         size: Number of ranks.
-        root: The rank that gets the sum.
-        segments: Chunks of the vector, which go up the tree one after the other.
+        root: Rank that receives the sum.
+        segments: Number of chunks of the vector; they go up the tree one after another.
     """
     place = (rank - root) % size
     for s in range(segments):
@@ -163,13 +169,13 @@ def reduce_steps(rank: Ints, size: int, root: int, segments: int) -> Iterator[St
 
 
 def broadcast_steps(rank: Ints, size: int, root: int, segments: int) -> Iterator[Step]:
-    """The steps by which the root's vector comes to all ranks, down a binomial tree.
+    """Yield the steps that send the root's vector to all ranks, down a binomial tree.
 
     Args:
-        rank: This rank, or all ranks as an array.
+        rank: This rank, or an array of all ranks.
         size: Number of ranks.
-        root: The rank that has the vector.
-        segments: Chunks of the vector, which go down the tree one after the other.
+        root: Rank that has the vector.
+        segments: Number of chunks of the vector; they go down the tree one after another.
     """
     place = (rank - root) % size
     for s in range(segments):
@@ -188,15 +194,15 @@ def _tree_finish(rank: Ints, root: int, segments: int) -> Finish:
 
 
 def tree_reduce(size: int, root: int = 0, segments: int = 1, nodes: tuple[int, ...] = ()) -> Program:
-    """Reduce along a binomial tree: the root ends with the reduced vector.
+    """Build a reduce on a binomial tree: the root ends with the reduced vector.
 
-    The other ranks' vectors may be overwritten with sums in progress.
+    The vectors of the other ranks may be overwritten with partial sums.
 
     Args:
         size: Number of ranks.
-        root: The rank that gets the result.
-        segments: Chunks of the vector, which go up the tree one after the other.
-        nodes: The node of each rank; without it all are on one.
+        root: Rank that receives the result.
+        segments: Number of chunks of the vector; they go up the tree one after another.
+        nodes: Node number of each rank; by default all ranks are on one node.
     """
 
     def steps(rank: Ints) -> Iterator[Step]:
@@ -207,25 +213,25 @@ def tree_reduce(size: int, root: int = 0, segments: int = 1, nodes: tuple[int, .
 
 
 def tree_broadcast(size: int, root: int = 0, segments: int = 1, nodes: tuple[int, ...] = ()) -> Program:
-    """Broadcast along a binomial tree: every rank ends with the root's vector.
+    """Build a broadcast on a binomial tree: every rank ends with the root's vector.
 
     Args:
         size: Number of ranks.
-        root: The rank that has the vector.
-        segments: Chunks of the vector, which go down the tree one after the other.
-        nodes: The node of each rank; without it all are on one.
+        root: Rank that has the vector.
+        segments: Number of chunks of the vector; they go down the tree one after another.
+        nodes: Node number of each rank; by default all ranks are on one node.
     """
     steps = partial(broadcast_steps, size=size, root=root, segments=segments)
     return Program("tree broadcast", size, broadcast_of(size, root), steps, nodes, segments=segments)
 
 
 def tree_all_reduce(size: int, segments: int = 1, nodes: tuple[int, ...] = ()) -> Program:
-    """All-reduce along a binomial tree: reduce to rank 0, then broadcast from there.
+    """Build an all-reduce on a binomial tree: a reduce to rank 0, then a broadcast from rank 0.
 
     Args:
         size: Number of ranks.
-        segments: Chunks of the vector, which follow each other along the tree.
-        nodes: The node of each rank; without it all are on one.
+        segments: Number of chunks of the vector; they pass through the tree one after another.
+        nodes: Node number of each rank; by default all ranks are on one node.
     """
 
     def steps(rank: Ints) -> Iterator[Step]:
@@ -238,11 +244,11 @@ def tree_all_reduce(size: int, segments: int = 1, nodes: tuple[int, ...] = ()) -
 
 # -- Direct exchange: one message between every two ranks.
 #
-# To reduce, every rank gets every contribution to its block and reduces them itself. As many bytes as the ring, N-1
-# messages to N-1 different ranks, and no partial sums on the wire: the sum can be taken in any order (the fixed tree of
-# reproducible sums) and in a wider type than the messages (16-bit).
+# To reduce, every rank receives all contributions to its block and reduces them itself. Each rank sends as many bytes
+# as on the ring, in N-1 messages to N-1 different ranks. No partial sums are sent, so the sum can be computed in any
+# order (such as the fixed tree of reproducible sums) and in a wider type than that of 16-bit messages.
 #
-# Gather, scatter and all-to-all: for data too large for the library's calls.
+# Gather, scatter and all-to-all are for data too large for the calls of the MPI library.
 
 
 def _span(block: Ints) -> Span:
@@ -254,12 +260,12 @@ def _cell(rank: Ints) -> Span:
 
 
 def pairwise_reduce_scatter_steps(rank: Ints, size: int) -> Iterator[Step]:
-    """The steps of a reduce-scatter in which each rank gets every contribution to its block and reduces them itself.
+    """Yield the steps of a reduce-scatter in which each rank receives all contributions to its block and reduces them.
 
-    They are reduced in the order of a fixed binary tree over the ranks.
+    The contributions are reduced in the order of a fixed binary tree over the ranks.
 
     Args:
-        rank: This rank, or all ranks as an array.
+        rank: This rank, or an array of all ranks.
         size: Number of ranks.
     """
     yield Copy(rank, _cell(rank), rank, _span(rank))
@@ -271,22 +277,22 @@ def pairwise_reduce_scatter_steps(rank: Ints, size: int) -> Iterator[Step]:
 
 
 def pairwise_reduce_scatter(size: int, nodes: tuple[int, ...] = ()) -> Program:
-    """Reduce-scatter by pairwise exchange: rank r gets every contribution to block r and reduces these itself.
+    """Build a reduce-scatter by pairwise exchange: rank r receives all contributions to block r and reduces them.
 
     Args:
         size: Number of ranks.
-        nodes: The node of each rank; without it all are on one.
+        nodes: Node number of each rank; by default all ranks are on one node.
     """
     steps = partial(pairwise_reduce_scatter_steps, size=size)
     return Program("pairwise reduce_scatter", size, reduce_scatter_of(size), steps, nodes, blocks=size, inbox=size)
 
 
 def pairwise_all_reduce(size: int, nodes: tuple[int, ...] = ()) -> Program:
-    """All-reduce by a pairwise reduce-scatter, after which each rank sends its block to every other.
+    """Build an all-reduce by pairwise exchange: a reduce-scatter, after which each rank sends its block to all others.
 
     Args:
         size: Number of ranks.
-        nodes: The node of each rank; without it all are on one.
+        nodes: Node number of each rank; by default all ranks are on one node.
     """
 
     def steps(rank: Ints) -> Iterator[Step]:
@@ -299,14 +305,14 @@ def pairwise_all_reduce(size: int, nodes: tuple[int, ...] = ()) -> Program:
 
 
 def direct_gather(size: int, root: int, nodes: tuple[int, ...] = ()) -> Program:
-    """Gather by one message from every rank to the root.
+    """Build a gather in which every rank sends one message to the root.
 
-    The rank's own block is in its WORK; the root ends with all blocks in its INBOX, cell r from rank r.
+    Each rank's block is in its WORK. The root ends with all blocks in its INBOX; cell r has the block of rank r.
 
     Args:
         size: Number of ranks.
-        root: The rank that gets the blocks.
-        nodes: The node of each rank; without it all are on one.
+        root: Rank that receives the blocks.
+        nodes: Node number of each rank; by default all ranks are on one node.
     """
 
     def steps(rank: Ints) -> Iterator[Step]:
@@ -321,14 +327,14 @@ def direct_gather(size: int, root: int, nodes: tuple[int, ...] = ()) -> Program:
 
 
 def direct_scatter(size: int, root: int, nodes: tuple[int, ...] = ()) -> Program:
-    """Scatter by one message from the root to every rank.
+    """Build a scatter in which the root sends one message to every rank.
 
-    The root's WORK holds the blocks of all ranks; each rank ends with its own in its INBOX.
+    The root's WORK has the blocks of all ranks. Each rank ends with its own block in its INBOX.
 
     Args:
         size: Number of ranks.
-        root: The rank that has the blocks.
-        nodes: The node of each rank; without it all are on one.
+        root: Rank that has the blocks.
+        nodes: Node number of each rank; by default all ranks are on one node.
     """
 
     def steps(rank: Ints) -> Iterator[Step]:
@@ -343,14 +349,14 @@ def direct_scatter(size: int, root: int, nodes: tuple[int, ...] = ()) -> Program
 
 
 def direct_all_to_all(size: int, nodes: tuple[int, ...] = ()) -> Program:
-    """All-to-all by one message between every two ranks, each way.
+    """Build an all-to-all with one message in each direction between every two ranks.
 
-    In round t a rank sends to the one t places after it and receives from the one t places before it. WORK holds the
-    blocks for all ranks; they end in the others' INBOX, cell s from rank s.
+    In round t, a rank sends to the rank t places after it and receives from the rank t places before it. Each rank's
+    WORK has one block for every rank. In the INBOX of the receiver, cell s has the block from rank s.
 
     Args:
         size: Number of ranks.
-        nodes: The node of each rank; without it all are on one.
+        nodes: Node number of each rank; by default all ranks are on one node.
     """
 
     def steps(rank: Ints) -> Iterator[Step]:
@@ -364,8 +370,8 @@ def direct_all_to_all(size: int, nodes: tuple[int, ...] = ()) -> Program:
 
 # -- Recursive halving and doubling: log2 N rounds (Thakur, Rabenseifner & Gropp, IJHPCA 19, 2005).
 #
-# An all-reduce halves the vector each round with a partner at distance 1, 2, 4, … (reduce-scatter), then
-# doubles it back the same way (all-gather). For 4 ranks, the part of the vector each rank still reduces:
+# In an all-reduce, partners at distance 1, 2, 4, … each keep half of the vector (reduce-scatter), then double it back
+# in the reverse order (all-gather). For 4 ranks, the blocks that each rank still reduces:
 #
 #                start     distance 1   distance 2
 #     rank 0   [0 1 2 3]   [0 1]        [0]
@@ -373,13 +379,24 @@ def direct_all_to_all(size: int, nodes: tuple[int, ...] = ()) -> Program:
 #     rank 2   [0 1 2 3]   [0 1]        [1]
 #     rank 3   [0 1 2 3]   [2 3]        [3]
 #
-# Other numbers of ranks are folded to the power of two below: of the first 2(N-p) ranks each odd one hands its
-# part to the even one before it and gets the result at the end. `place` below is the number of a rank among
-# the p that take part.
+# If the number of ranks N is not a power of two, only p ranks take part, where p is the largest power of two below N.
+# Among the first 2(N-p) ranks, each odd rank hands its data to the even rank before it and receives the result at the
+# end. `place` below is the number of a rank among the p that take part.
 
 
 class _Fold:
-    """Which ranks take part, and under which number."""
+    """The 2^k ranks that take part in recursive halving, and their numbers (places) from 0 to 2^k - 1.
+
+    Attributes:
+        parts: Number of ranks that take part: the largest power of two that is not above the number of ranks.
+        extra: Number of ranks that do not take part.
+        gives: True for a rank that hands its data to the rank before it and does not take part.
+        takes: True for a rank that receives the data of the rank after it.
+        active: True for a rank that takes part.
+        place: Number of the rank among those that take part.
+        rounds: log2 of `parts`.
+        rank: The rank, or an array of all ranks.
+    """
 
     def __init__(self, rank: Ints, size: int) -> None:
         self.parts = 1 << size.bit_length() - 1
@@ -399,21 +416,32 @@ class _Fold:
         return np.where(self.active, self.rank_of(self.place ^ distance), NONE)
 
     def first_block(self, place: Ints) -> Ints:
-        """The blocks of ranks are folded like the ranks: place p holds those from here to first_block(p + 1)."""
+        """Return the first block of a place; place p has the blocks from first_block(p) up to first_block(p + 1)."""
         return place + np.minimum(place, self.extra)
 
     def blocks(self, place: Ints, places: int) -> Span:
-        """Return the span of the blocks of `places` places, from `place` on."""
+        """Return the span of the blocks of several consecutive places.
+
+        Args:
+            place: First place.
+            places: Number of places.
+        """
         return Span(self.first_block(place), self.first_block(place + places))
 
     def hand_over(self, given: Span, *, reduce: bool) -> Iterator[Step]:
-        """Each odd folded rank sends `given` to its even neighbour."""
+        """Yield the step in which each rank that does not take part sends its data to the rank before it.
+
+        Args:
+            given: Span that is sent.
+            reduce: If true, the receiver adds the values to its own; otherwise they replace its own.
+        """
         if self.extra:
             to = np.where(self.gives, self.rank - 1, NONE)
             source = np.where(self.takes, self.rank + 1, NONE)
             yield Exchange(to, given, source, given, reduce)
 
     def hand_back(self, returned: Span) -> Iterator[Step]:
+        """Yield the step in which each rank that does not take part receives `returned` from the rank before it."""
         if self.extra:
             to = np.where(self.takes, self.rank + 1, NONE)
             source = np.where(self.gives, self.rank - 1, NONE)
@@ -421,14 +449,15 @@ class _Fold:
 
 
 def halving_all_reduce(size: int, segments: int = 1, nodes: tuple[int, ...] = ()) -> Program:
-    """All-reduce by recursive halving of the vector, then recursive doubling.
+    """Build an all-reduce by recursive halving of the vector, then recursive doubling.
 
-    It takes about 2 log2 N rounds, in which a rank sends about twice the vector in all.
+    It takes about 2 log2 N rounds, in which each rank sends about twice the vector in total.
 
     Args:
-        size: Number of ranks N. The vector has as many blocks as ranks take part: the power of two that is N or below.
-        segments: Chunks of a block: an exchange goes in as many messages, so that adding one overlaps sending the next.
-        nodes: The node of each rank; without it all are on one.
+        size: Number of ranks N. The vector has as many blocks as the largest power of two that is not above N.
+        segments: Number of chunks per block. Each exchange is cut into this many messages, so that adding one overlaps
+            sending the next.
+        nodes: Node number of each rank; by default all ranks are on one node.
 
     Reference:
         R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of Collective Communication Operations in MPICH",
@@ -440,7 +469,7 @@ def halving_all_reduce(size: int, segments: int = 1, nodes: tuple[int, ...] = ()
         fold = _Fold(rank, size)
         everything = Span(0, blocks * segments)
         yield from fold.hand_over(everything, reduce=True)
-        lows = [np.zeros_like(fold.place)]  # the first block of the part each rank holds, round by round
+        lows = [np.zeros_like(fold.place)]  # first block of the part that each rank still reduces, round by round
         for k in range(fold.rounds):
             half = blocks >> k + 1
             bit = fold.place >> k & 1
@@ -460,7 +489,7 @@ def halving_all_reduce(size: int, segments: int = 1, nodes: tuple[int, ...] = ()
 
 
 def _pieces(peer: Ints, sent: Ints, received: Ints, blocks: int, segments: int, *, reduce: bool) -> Iterator[Step]:
-    """One exchange of `blocks` blocks, cut into as many messages as a block has segments."""
+    """Yield one exchange of `blocks` blocks with `peer`, cut into `segments` messages."""
     for s in range(segments):
         lo, hi = blocks * s, blocks * (s + 1)
         leaving = Span(sent * segments + lo, sent * segments + hi)
@@ -469,13 +498,13 @@ def _pieces(peer: Ints, sent: Ints, received: Ints, blocks: int, segments: int, 
 
 
 def doubling_all_reduce(size: int, nodes: tuple[int, ...] = ()) -> Program:
-    """All-reduce by recursive doubling: partners at distance 1, 2, 4, ... exchange the whole vector and add it.
+    """Build an all-reduce by recursive doubling: partners at distance 1, 2, 4, ... exchange and add the whole vector.
 
-    This has the fewest rounds, about log2 N, but the vector is sent in each. It is for vectors too short to halve.
+    It has the fewest rounds, about log2 N, but sends the whole vector in each. Use it for vectors too short to halve.
 
     Args:
         size: Number of ranks N.
-        nodes: The node of each rank; without it all are on one.
+        nodes: Node number of each rank; by default all ranks are on one node.
 
     Reference:
         Thakur, Rabenseifner and Gropp 2005, see `halving_all_reduce`.
@@ -495,13 +524,13 @@ def doubling_all_reduce(size: int, nodes: tuple[int, ...] = ()) -> Program:
 
 
 def halving_reduce_scatter(size: int, nodes: tuple[int, ...] = ()) -> Program:
-    """Reduce-scatter by recursive halving, with the farthest partner first.
+    """Build a reduce-scatter by recursive halving, starting with the most distant partner.
 
-    In that order of partners each rank that takes part ends with the blocks of its own place.
+    With this order of partners, each rank that takes part ends with the blocks of its own place (see `_Fold`).
 
     Args:
         size: Number of ranks.
-        nodes: The node of each rank; without it all are on one.
+        nodes: Node number of each rank; by default all ranks are on one node.
 
     Reference:
         Thakur, Rabenseifner and Gropp 2005, see `halving_all_reduce`.
@@ -526,11 +555,11 @@ def halving_reduce_scatter(size: int, nodes: tuple[int, ...] = ()) -> Program:
 
 
 def doubling_all_gather(size: int, nodes: tuple[int, ...] = ()) -> Program:
-    """All-gather by recursive doubling: in each round the number of blocks that a rank holds doubles.
+    """Build an all-gather by recursive doubling: the number of blocks on a rank doubles in each round.
 
     Args:
         size: Number of ranks.
-        nodes: The node of each rank; without it all are on one.
+        nodes: Node number of each rank; by default all ranks are on one node.
 
     Reference:
         Thakur, Rabenseifner and Gropp 2005, see `halving_all_reduce`.

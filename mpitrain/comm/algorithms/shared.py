@@ -1,15 +1,15 @@
-"""Direct reductions in the memory that the ranks of a node share: no messages, about one memcpy.
+"""Reductions in the memory that the ranks of a node share: no messages inside the node, about the time of one memcpy.
 
-In an arena every rank's vector can be read by its neighbours. Each rank reduces one slice of all vectors
-and writes the result into every vector; slices are cut into chunks that stay in the cache between being
-summed and being written. Two ranks, four chunks; between the fences rank 0 touches only its columns:
+In an arena, every rank can read and write its neighbours' vectors. Each rank reduces one slice of all vectors and
+writes the result into every vector. Slices are cut into chunks that stay in the cache between being summed and being
+written. Two ranks, two slices of two chunks:
 
                 slice 0         slice 1
-    vector 0   [ s  s ]        [ .  . ]      s: rank 0 sums the two, writes both; then rank 1 likewise
-    vector 1   [ s  s ]        [ .  . ]
+    vector 0   [ 0  0 ]        [ 1  1 ]      Between the two fences, rank 0 touches only the chunks marked 0, and
+    vector 1   [ 0  0 ]        [ 1  1 ]      rank 1 only those marked 1: it sums both vectors there and writes both.
 
-Vectors outside an arena can pass through staging slots, three deep: while piece p is copied out of slot p%3,
-piece p+1 is summed and piece p+2 copied in, with one fence a piece.
+Vectors outside an arena can pass through three staging slots. While piece p is copied out of slot p % 3, piece p + 1
+is summed and piece p + 2 is copied in, with one fence per piece.
 """
 
 from __future__ import annotations
@@ -55,19 +55,23 @@ def _span(chunk: Ints, memory: str = WORK) -> Span:
 
 
 def _combine(rank: Ints, size: int, chunk: Ints, tree: bool) -> Combine:
-    """Sum everybody's `chunk` into this rank's: own first, or as the fixed tree over ranks."""
+    """Return the step that sums the `chunk` of all ranks into this rank's vector.
+
+    With `tree`, the sum follows the fixed tree over ranks; otherwise it starts with this rank's vector.
+    """
     first = rank * 0 if tree else rank
     owners = tuple((first + t) % size for t in range(size))
     return Combine(_span(chunk), tuple((owner, _span(chunk)) for owner in owners), tree)
 
 
 def shared_all_reduce(size: int, segments: int = 1, *, tree: bool = False) -> Program:
-    """All-reduce in shared memory: each rank sums its slice of all vectors and writes the sum into all of them.
+    """Build an all-reduce in shared memory: each rank sums one slice of all vectors and writes it into all of them.
 
     Args:
         size: Number of ranks, all on one node.
-        segments: Chunks of a slice; one is summed and written while it is in the cache.
-        tree: Sum in the order of a fixed binary tree over the ranks; else each rank begins with its own vector.
+        segments: Number of chunks per slice; each chunk is summed and written while it is in the cache.
+        tree: If true, sum in the order of a fixed binary tree over the ranks; otherwise each rank begins with its own
+            vector.
     """
 
     def steps(rank: Ints) -> Iterator[Step]:
@@ -84,18 +88,20 @@ def shared_all_reduce(size: int, segments: int = 1, *, tree: bool = False) -> Pr
 
 
 def _own_block(rank: Ints, size: int, segments: int, tree: bool) -> Iterator[Step]:
+    """Yield the steps that sum this rank's block over all vectors."""
     for s in range(segments):
         yield _combine(rank, size, rank * segments + s, tree)
     yield Finish(Span(rank * segments, (rank + 1) * segments))
 
 
 def shared_reduce_scatter(size: int, segments: int = 1, *, tree: bool = False) -> Program:
-    """Reduce-scatter in shared memory: each rank sums its own block of all vectors into its own vector.
+    """Build a reduce-scatter in shared memory: each rank sums its block of all vectors into its own vector.
 
     Args:
         size: Number of ranks, all on one node.
-        segments: Chunks of a block, which are summed one after the other.
-        tree: Sum in the order of a fixed binary tree over the ranks; else each rank begins with its own vector.
+        segments: Number of chunks per block; they are summed one after another.
+        tree: If true, sum in the order of a fixed binary tree over the ranks; otherwise each rank begins with its own
+            vector.
     """
 
     def steps(rank: Ints) -> Iterator[Step]:
@@ -107,14 +113,14 @@ def shared_reduce_scatter(size: int, segments: int = 1, *, tree: bool = False) -
 
 
 def deferred_reduce_scatter(size: int, segments: int = 1) -> Program:
-    """Reduce-scatter in shared memory whose two fences are each a signal and a wait for it.
+    """Build a reduce-scatter in shared memory that splits each of its two fences into a signal and a wait.
 
-    Between signal and wait the caller does something else, see `runtime/split_phase.py`. With three vectors in turns it
-    may fill one of them while it waits for another and the other ranks still read the third.
+    Between a signal and its wait, the caller can do other work; see `runtime/split_phase.py`. The caller uses three
+    vectors in turn: it can fill one and wait for another while other ranks still read the third.
 
     Args:
         size: Number of ranks, all on one node.
-        segments: Chunks of a block, which are summed one after the other.
+        segments: Number of chunks per block; they are summed one after another.
 
     Reference:
         R. Gupta, "The fuzzy barrier: a mechanism for high speed synchronization of processors", ASPLOS III (1989).
@@ -132,10 +138,11 @@ def deferred_reduce_scatter(size: int, segments: int = 1) -> Program:
 
 
 def alternating_all_gather(size: int) -> Program:
-    """All-gather by the caller itself: it fills its vector, the ranks meet, and it reads all vectors where they are.
+    """Build an all-gather in which the caller reads the blocks directly from the vectors of all ranks.
 
-    There is only one fence in a run, because two vectors are used in turns: whoever fills one again has been through
-    the fence of the other, and so has everybody who read this one.
+    Each rank fills its vector, the ranks meet at a fence, and each rank reads all vectors in place. A run needs only
+    one fence because the caller alternates between two vectors: before a rank fills one again, all ranks have passed
+    the fence of the other, so nobody still reads the first.
     """
 
     def steps(rank: Ints) -> Iterator[Step]:
@@ -147,10 +154,10 @@ def alternating_all_gather(size: int) -> Program:
 
 
 def node_copy(size: int) -> Program:
-    """All-gather into one copy for all ranks of a node: each writes its block of it, they meet, and all read the whole.
+    """Build an all-gather into one copy per node: each rank writes its block, the ranks meet, and all read the copy.
 
-    The caller makes the ranks meet before they write again. Where parameters are updated this is so, since the update
-    needs gradients of all ranks.
+    The caller must make the ranks meet before they write again. A parameter update does so, because it needs the
+    gradients of all ranks.
     """
 
     def steps(rank: Ints) -> Iterator[Step]:
@@ -165,7 +172,7 @@ def node_copy(size: int) -> Program:
 
 
 def shared_all_gather(size: int) -> Program:
-    """All-gather in shared memory: each rank copies the other ranks' blocks from their vectors into its own."""
+    """Build an all-gather in shared memory: each rank copies the other ranks' blocks into its own vector."""
 
     def steps(rank: Ints) -> Iterator[Step]:
         yield Fence()
@@ -178,7 +185,12 @@ def shared_all_gather(size: int) -> Program:
 
 
 def shared_broadcast(size: int, root: int) -> Program:
-    """Broadcast in shared memory: each rank copies the root's vector into its own."""
+    """Build a broadcast in shared memory: each rank copies the root's vector into its own.
+
+    Args:
+        size: Number of ranks, all on one node.
+        root: Rank that has the vector.
+    """
 
     def steps(rank: Ints) -> Iterator[Step]:
         yield Fence()
@@ -189,15 +201,16 @@ def shared_broadcast(size: int, root: int) -> Program:
 
 
 def shared_reduce(size: int, root: int, segments: int = 1, *, tree: bool = False) -> Program:
-    """Reduce in shared memory: each rank sums one slice of all vectors and writes the sum into the root's vector.
+    """Build a reduce in shared memory: each rank sums one slice of all vectors into the root's vector.
 
-    The other ranks' vectors stay as they were, since the sum is formed in the inbox.
+    The vectors of the other ranks do not change, because the sum is computed in the inbox.
 
     Args:
         size: Number of ranks, all on one node.
-        root: The rank that gets the result.
-        segments: Chunks of a slice, which are summed one after the other.
-        tree: Sum in the order of a fixed binary tree over the ranks; else each rank begins with its own vector.
+        root: Rank that receives the result.
+        segments: Number of chunks per slice; they are summed one after another.
+        tree: If true, sum in the order of a fixed binary tree over the ranks; otherwise each rank begins with its own
+            vector.
     """
 
     def steps(rank: Ints) -> Iterator[Step]:
@@ -213,27 +226,29 @@ def shared_reduce(size: int, root: int, segments: int = 1, *, tree: bool = False
 
 
 def staged_all_reduce(size: int, pieces: int, *, tree: bool = False) -> Program:
-    """All-reduce of vectors outside an arena: they pass in pieces through staging slots, which the node shares.
+    """Build an all-reduce for vectors outside an arena: they pass in pieces through staging slots that the node shares.
 
     Block p * size + q is slice q of piece p, which rank q sums.
 
     Args:
         size: Number of ranks, all on one node.
-        pieces: Pieces of the vector that pass through the slots one after the other.
-        tree: Sum in the order of a fixed binary tree over the ranks; else each rank begins with its own vector.
+        pieces: Number of pieces of the vector; they pass through the slots one after another.
+        tree: If true, sum in the order of a fixed binary tree over the ranks; otherwise each rank begins with its own
+            vector.
     """
 
     def slot(piece: int, q: Ints) -> Span:
         return _span(piece % _DEPTH * size + q, SLOT)
 
     def fill(rank: Ints, piece: int) -> Iterator[Step]:
+        # copy a piece of this rank's vector into its slot, except the slice that the rank sums itself
         for t in range(1, size):
             q = (rank + t) % size
             yield Copy(rank, slot(piece, q), rank, _span(piece * size + q))
 
-    def reduce(rank: Ints, piece: int) -> Iterator[Step]:
+    def reduce(rank: Ints, piece: int) -> Iterator[Step]:  # sum this rank's slice of a piece over all ranks
         mine = _span(piece * size + rank)
-        if tree:  # parts in rank order, so the own slice goes through the slot as well
+        if tree:  # operands in order of rank, so this rank's slice goes through the slot too
             yield Copy(rank, slot(piece, rank), rank, mine)
             parts = tuple((rank * 0 + q, slot(piece, rank)) for q in range(size))
         else:
@@ -243,6 +258,7 @@ def staged_all_reduce(size: int, pieces: int, *, tree: bool = False) -> Program:
         yield Copy(rank, slot(piece, rank), rank, mine)
 
     def drain(rank: Ints, piece: int) -> Iterator[Step]:
+        # copy the other ranks' sums of a piece into this rank's vector
         for t in range(1, size):
             q = (rank + t) % size
             yield Copy(rank, _span(piece * size + q), q, slot(piece, q))
@@ -256,36 +272,37 @@ def staged_all_reduce(size: int, pieces: int, *, tree: bool = False) -> Program:
                 yield from fill(rank, piece + 1)
             yield Fence()
             yield from drain(rank, piece)
-        yield Fence()  # for the next vector, which may be of another size and cut the slots differently
+        yield Fence()  # the next vector may have another size, and then cuts the slots differently
 
     blocks = pieces * size
     return Program("staged all_reduce", size, all_reduce_of(size, blocks), steps, blocks=blocks, slots=_DEPTH * size)
 
 
-# -- Two levels: shared memory inside a node, messages between nodes, every local rank carrying its own slice.
+# -- Two levels: shared memory inside a node, messages between nodes; each local rank communicates its own slice.
 #
-# The vector is cut into as many slices as the smallest node has ranks. Local rank l of each node sums its
-# node's slice l (as above), exchanges it with the other local ranks l, directly or round a ring of the nodes,
-# then writes the result to its neighbours. All local ranks drive the network at once, each with 1/L of the bytes:
+# The vector is cut into as many slices as the smallest node has ranks. Local rank l of each node sums slice l over its
+# node (as above), exchanges it with local rank l of the other nodes, directly or along a ring of the nodes, then writes
+# the result into its neighbours' vectors. All L local ranks use the network at once, each for 1/L of the bytes. With M
+# nodes, each node sends 2(M-1)/M of the vector in total:
 #
-#     node A   rank 0: slice 0 <-> node B's local 0      between nodes 2(M-1)/M of the vector per node,
-#              rank 1: slice 1 <-> node B's local 1      shared out over its L ranks
+#     node A, local rank 0: slice 0  <->  node B, local rank 0
+#     node A, local rank 1: slice 1  <->  node B, local rank 1
 #
-# Directly: node p gets part p of a slice from every node, adds these (a reduce-scatter by pairwise exchange) and sends
-# the sum to all nodes. That is as many bytes as round a ring. In each round a rank has one partner to send to and one
-# to receive from, and no message waits for what another node sent.
+# Direct exchange: node p receives part p of a slice from every node, adds the parts (a reduce-scatter by pairwise
+# exchange) and sends the sum to all nodes. Each node sends as many bytes as on a ring. In each round a rank sends to
+# one partner and receives from one, and no message has to wait for data from a third node.
 
 
 class Places:
-    """Where each rank is.
+    """Placement of ranks on nodes.
 
     Attributes:
-        node: The number of each rank's node, in the order in which nodes appear.
+        node: Node number of each rank; nodes are numbered in the order in which they first appear.
         nodes: Number of nodes.
         most, least: Number of ranks on the fullest and on the emptiest node.
-        members: The ranks of each node by their local ranks; NONE where it has fewer than the fullest.
-        local: The local rank of each rank.
-        count: Number of ranks on each rank's node.
+        members: Ranks of each node by local rank, shape (nodes, most); NONE where a node has fewer ranks.
+        local: Local rank of each rank.
+        count: Number of ranks on the node of each rank.
     """
 
     def __init__(self, nodes: tuple[int, ...]) -> None:
@@ -302,14 +319,28 @@ class Places:
         self.count = counts[self.node]
 
     def neighbour(self, rank: Ints, t: int) -> Ints:
-        """The rank that is t places after `rank` round its node, or NONE if the node has no more than t ranks."""
+        """Return the rank that is t places after `rank` on its node, wrapping around.
+
+        Args:
+            rank: A rank, or an array of ranks.
+            t: Number of places. If the node has no more than t ranks, the result is NONE.
+        """
         count = self.count[rank]
         return np.where(t < count, self.members[self.node[rank], (self.local[rank] + t) % count], NONE)
 
 
 @dataclass(frozen=True)
 class _Slices:
-    """The steps of ranks, each of which carries its slice between nodes. Blocks are slice * number of nodes + part."""
+    """Steps of a two-level all-reduce for ranks that each communicate one slice between nodes.
+
+    Block s * M + p is part p of slice s, where M is the number of nodes.
+
+    Attributes:
+        places: Placement of the ranks.
+        rank: This rank, or an array of all ranks.
+        segments: Number of chunks per part.
+        tree: If true, sum over the ranks of a node in the order of a fixed binary tree.
+    """
 
     places: Places
     rank: Ints
@@ -318,39 +349,51 @@ class _Slices:
 
     @property
     def parts(self) -> int:
+        """Number of parts of a slice: one per node."""
         return self.places.nodes
 
     @property
     def node(self) -> Ints:
+        """Node number of the rank."""
         return self.places.node[self.rank]
 
     @cached_property
     def carries(self) -> Ints:
-        """True for a rank that carries a slice: a node may have more ranks than there are slices."""
+        """True for a rank that communicates a slice; a node may have more ranks than there are slices."""
         return self.places.local[self.rank] < self.places.least
 
     @cached_property
     def base(self) -> Ints:
-        """The first block of the rank's slice."""
+        """Number of the first block of the rank's slice."""
         return np.where(self.carries, self.places.local[self.rank], 0) * self.parts
 
     def block(self, part: Ints) -> Span:
-        """All chunks of a part of the slice."""
+        """Return all chunks of a part of the rank's slice."""
         first = (self.base + part) * self.segments
         return Span(first, np.where(self.carries, first + self.segments, first))
 
     def chunk(self, part: Ints, s: int) -> Span:
-        """One chunk of a part of the slice."""
+        """Return chunk `s` of a part of the rank's slice.
+
+        Args:
+            part: Number of the part.
+            s: Number of the chunk in the part.
+        """
         first = (self.base + part) * self.segments + s
         return Span(first, np.where(self.carries, first + 1, first))
 
     def peer(self, of_node: Ints) -> Ints:
-        """The rank of a node that carries the same slice."""
+        """Return the rank of a node that communicates the same slice as this rank."""
         local = np.where(self.carries, self.places.local[self.rank], 0)
         return np.where(self.carries, self.places.members[of_node, local], NONE)
 
     def combine(self, part: Ints, s: int) -> Step:
-        """Sum a chunk over the ranks of the node."""
+        """Return the step that sums a chunk over the ranks of the node.
+
+        Args:
+            part: Number of the part.
+            s: Number of the chunk in the part.
+        """
         places, rank, span, order = self.places, self.rank, self.chunk(part, s), range(self.places.most)
         if self.tree:
             members = places.members
@@ -360,21 +403,26 @@ class _Slices:
         return Combine(span, tuple((owner, span) for owner in owners), self.tree)
 
     def publish(self, part: Ints, s: int) -> Iterator[Step]:
-        """Write a chunk to the other ranks of the node."""
+        """Yield the steps that write a chunk into the vectors of the other ranks of the node.
+
+        Args:
+            part: Number of the part.
+            s: Number of the chunk in the part.
+        """
         for t in range(1, self.places.most):
             to = np.where(self.carries, self.places.neighbour(self.rank, t), NONE)
             yield Copy(to, self.chunk(part, s), self.rank, self.chunk(part, s))
 
     def on_ring(self, step: Exchange) -> Exchange:
-        """A ring step between nodes, moved to this rank's slice and to ranks."""
+        """Translate a ring step between node numbers into a step between ranks, on chunks of this rank's slice."""
         offset = self.base * self.segments
         send, recv = (Span(span.lo + offset, span.hi + offset) for span in (step.send, step.recv))
         return Exchange(self.peer(step.to), send, self.peer(step.source), recv, step.reduce)
 
     def round_the_ring(self) -> Iterator[Step]:
-        """Sums and results go from node to node round a ring."""
+        """Yield the steps that pass partial sums, then results, from node to node along a ring."""
         node, parts, segments = self.node, self.parts, self.segments
-        # a part is summed over the node just before the ring needs it, so that summing overlaps sending
+        # sum each part over the node just before the ring needs it, so that summing overlaps sending
         yield from (self.combine((node - 1) % parts, s) for s in range(segments))
         for t, step in enumerate(messages.ring_reduce_scatter_steps(node, parts, segments)):
             if isinstance(step, Finish):
@@ -392,7 +440,7 @@ class _Slices:
             yield from self.publish((node - t // segments - 1) % parts, t % segments)
 
     def straight(self) -> Iterator[Step]:
-        """Send each node's share of a part directly to the node that sums it, and the sum directly to all nodes."""
+        """Yield the steps that send each part directly to the node that sums it, and its sum directly to all nodes."""
         yield from self.sum_directly(0)
         for s in range(self.segments):
             if s + 1 < self.segments:
@@ -400,7 +448,7 @@ class _Slices:
             yield from self.spread_directly(s)
 
     def sum_directly(self, s: int) -> Iterator[Step]:
-        """Chunk s of each part is summed on its node."""
+        """Yield the steps that sum chunk `s` of each part at the node of that part."""
         node, parts = self.node, self.parts
         for t in range(1, parts):
             yield self.combine((node + t) % parts, s)
@@ -410,7 +458,7 @@ class _Slices:
             yield Exchange(self.peer(to), self.chunk(to, s), self.peer(source), self.chunk(node, s), reduce=True)
 
     def spread_directly(self, s: int) -> Iterator[Step]:
-        """The sums of chunk s go to all nodes, and there to all ranks."""
+        """Yield the steps that send the sums of chunk `s` to all nodes, and there to all ranks."""
         node, parts = self.node, self.parts
         yield Finish(self.chunk(node, s))
         for t in range(1, parts):
@@ -424,14 +472,15 @@ class _Slices:
 def two_level_all_reduce(
     nodes: tuple[int, ...], segments: int = 1, *, direct: bool = False, tree: bool = False
 ) -> Program:
-    """All-reduce in the shared memory of each node, and by messages between nodes.
+    """Build an all-reduce that uses shared memory inside each node and messages between nodes.
 
     Args:
-        nodes: The node of each rank.
-        segments: Chunks of a part of a slice, which are sent one after the other.
-        direct: Send what a node has of a part straight to the node that sums it, and the sum straight to all, instead
-            of both round a ring of the nodes: as many bytes, but no message waits for what another node sent.
-        tree: Sum over the ranks of a node in the order of a fixed binary tree.
+        nodes: Node number of each rank.
+        segments: Number of chunks per part of a slice; they are sent one after another.
+        direct: If true, each node sends its share of a part directly to the node that sums it, and that node sends the
+            sum directly to all nodes. Otherwise both go along a ring of the nodes. Both ways send the same number of
+            bytes, but in the direct way no message has to wait for data from a third node.
+        tree: If true, sum over the ranks of a node in the order of a fixed binary tree.
     """
     places = Places(nodes)
     blocks = places.least * places.nodes

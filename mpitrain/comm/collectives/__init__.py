@@ -1,1 +1,1 @@
-"""The operations between all ranks: their arguments, their algorithms, and how programs are bound to memory."""
+"""Collective operations: their arguments, their algorithms, and the binding of programs to memory."""

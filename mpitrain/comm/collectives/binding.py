@@ -1,7 +1,7 @@
-"""What every operation needs to bind a program to memory: arenas, staging, 16-bit data, and what ranks tell each other.
+"""Binding of collective programs to memory: arenas, staging memory, 16-bit data, and agreement between ranks.
 
-A `Binder` works on one MPI communicator from one thread. A `CollectiveOperation` is what is the same in all calls of an
-operation, an `Invocation` a call of it whose arguments have been checked.
+A `Binder` binds programs for one MPI communicator and is used by one thread. A `CollectiveOperation` describes an
+operation, such as all_reduce. An `Invocation` is one call of an operation, with arguments that have been checked.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from mpitrain.comm.runtime.remote import Neighbours, probe
 from mpitrain.comm.selection import Algorithm, Algorithms, Setting, Tuning, fastest
 from mpitrain.errors import InputError
 
-_ORDERED = platform.machine() in ("x86_64", "AMD64")  # stores are seen in order; elsewhere MPI must see to that
-CACHE_LINE = 64  # bytes: slices of different ranks meet at multiples of it
+_ORDERED = platform.machine() in ("x86_64", "AMD64")  # other ranks see stores in order; elsewhere MPI must sync them
+CACHE_LINE = 64  # bytes: boundaries between slices of different ranks are multiples of it
 WINDOW = 8 << 20  # bytes of staging memory per rank
 NOTHING = Compiled(())
 _CPU = torch.device("cpu")
@@ -42,25 +42,25 @@ _CPU = torch.device("cpu")
 
 T = TypeVar("T")
 
-_KEPT = 512  # bound programs, and plans
+_KEPT = 512  # largest number of entries in a cache
 
 Ready = Callable[[torch.Tensor | None], object]
 
 
 class BoundCache:
-    """The bound programs of one `Binder`, used from its thread, found by the address, length and type of their tensors.
+    """Cache of the programs that one `Binder` has bound, looked up by address, length and dtype of their tensors.
 
-    A training loop binds each of its operations once; plans are kept by length and type alone, so that tensors at new
-    addresses only have to be bound.
+    It is used from the binder's thread. A training loop binds each operation once. Plans are cached by length and dtype
+    alone, so that tensors at new addresses only need binding, not compiling.
 
-    What was bound goes with the tensors' memory. If it stayed, its small objects would keep the C library from giving
-    the place between them out again (glibc's aligned allocations ask for more than they leave): a loop that allocates
-    its tensors anew each time would grow by one tensor at each operation.
+    A bound program is dropped when the memory of its tensors is freed. Otherwise a loop that allocates its tensors anew
+    in each iteration would grow by one tensor per operation: the small objects of old entries would keep the C library
+    from reusing the memory between them (glibc's aligned allocations ask for more than they finally use).
 
     Attributes:
-        ready: For the keys of some of them, functions that perform the whole operation, given its tensor.
-        bound: The programs by their keys.
-        plans: What they were bound from, by lengths and types.
+        ready: For some of the keys, a function that performs the whole operation, called with its tensor.
+        bound: Bound programs by key.
+        plans: Programs and plans they were bound from, by length and dtype.
     """
 
     def __init__(self, arenas: ArenaIndex) -> None:
@@ -68,13 +68,16 @@ class BoundCache:
         self.bound: OrderedDict[Hashable, Compiled] = OrderedDict()
         self.plans: OrderedDict[Hashable, tuple[Program, Plan]] = OrderedDict()
         self._ends: dict[Hashable, list[weakref.ref[torch.UntypedStorage]]] = {}  # for the keys of `bound`
-        self._ended: list[Compiled] = []  # whose memory is gone, to be released by the binder's thread
+        self._ended: list[Compiled] = []  # programs whose tensors were freed; the binder's thread releases them
         self._arenas = arenas
-        self._generation = arenas.generation  # when the oldest entry was bound
-        arenas.changed.add(self.forget_ready)  # it would not look at the arenas again
+        self._generation = arenas.generation  # the generation in which the entries were bound
+        arenas.changed.add(self.forget_ready)  # a ready function would not look at the arenas again
 
     def find(self, key: Hashable) -> Compiled | None:
-        """Return what was bound under the key; None where one of its addresses may belong to other memory by now."""
+        """Return the program bound under the key; None if there is none or the arenas have changed since.
+
+        This also releases the programs whose tensors were freed.
+        """
         if self._generation != self._arenas.generation:
             self.drop_all()
         while self._ended:
@@ -82,10 +85,10 @@ class BoundCache:
         return self.bound.get(key)
 
     def keep(self, key: Hashable, compiled: Compiled, tensors: Sequence[torch.Tensor]) -> None:
-        """Keep what was bound as long as the tensors' memory; the oldest goes when there are too many."""
+        """Cache a bound program while its tensors' memory exists; drop the oldest entry if there are too many."""
         self.bound[key] = compiled
         self._generation = self._arenas.generation  # binding may have made the staging arena
-        storages = [tensor.untyped_storage() for tensor in tensors]  # those of torch tell when they end
+        storages = [tensor.untyped_storage() for tensor in tensors]  # torch's own are resizable
         ends = [weakref.ref(storage, partial(self._end, key)) for storage in storages if storage.resizable()]
         if ends:
             self._ends[key] = ends
@@ -96,7 +99,7 @@ class BoundCache:
             dropped.free()
 
     def drop_all(self) -> None:
-        """Forget everything."""
+        """Drop and release all entries."""
         bound, self.bound = self.bound, OrderedDict()
         self.ready.clear()
         self._ends.clear()
@@ -107,11 +110,11 @@ class BoundCache:
         self._generation = self._arenas.generation
 
     def forget_ready(self) -> None:
-        """Have operations looked for among the bound ones again. Called in whichever thread makes or frees an arena."""
+        """Clear `ready`; called in whichever thread makes or frees an arena."""
         self.ready.clear()
 
     def _end(self, key: Hashable, _: object) -> None:
-        """Called in whichever thread lets go of the memory, which no operation uses any more."""
+        """Drop a program whose tensors were freed; called in whichever thread freed them."""
         self._ends.pop(key, None)
         self.ready.pop(key, None)
         compiled = self.bound.pop(key, None)
@@ -120,7 +123,7 @@ class BoundCache:
 
 
 def cached(among: OrderedDict[Hashable, T], key: Hashable, make: Callable[[], T]) -> T:
-    """Return what is kept under the key, or else is made now; the oldest is dropped when there are too many."""
+    """Return the value cached under the key, made on first use; the oldest value is dropped if there are too many."""
     found = among.get(key)
     if found is None:
         found = among[key] = make()
@@ -130,6 +133,8 @@ def cached(among: OrderedDict[Hashable, T], key: Hashable, make: Callable[[], T]
 
 
 class Binder:
+    """Binds the programs of collective operations to memory, for one MPI communicator and one thread."""
+
     def __init__(
         self,
         comm: MPI.Intracomm,
@@ -140,13 +145,19 @@ class Binder:
         oversubscribed: bool,
         proofs: Proofs | None = None,
     ) -> None:
-        """node: the communicator of this node's ranks of comm. oversubscribed: some node has more ranks than cores.
+        """Start with nothing bound.
 
-        proofs: has every program proved before it is used first; for the debug mode.
+        Args:
+            comm, node: MPI communicators of all ranks, and of those on this node.
+            topology: Placement of the ranks of `comm`.
+            arenas: Arenas of this process.
+            tuning: Table of the fastest algorithms on this machine.
+            oversubscribed: True if some node has more ranks than cores.
+            proofs: In debug mode, proves every program before its first use.
         """
         self.oversubscribed, self.proofs = oversubscribed, proofs
         self.comm, self.node, self.topology, self.arenas, self.tuning = comm, node, topology, arenas, tuning
-        self.nodes_shared = len(set(topology.nodes)) < topology.size  # whether some node has several ranks
+        self.nodes_shared = len(set(topology.nodes)) < topology.size  # some node has several ranks
         self.cache = BoundCache(arenas)
         self._programs: OrderedDict[Hashable, Program] = OrderedDict()
         self._staging: Arena | None = None
@@ -155,16 +166,16 @@ class Binder:
         self._register: Register | None = None
         self._signatures: OrderedDict[Hashable, Signature] = OrderedDict()
         self._neighbours: Neighbours | None = None
-        self.moved: list[Moved] | None = None  # by what has run, while somebody counts
+        self.moved: list[Moved] | None = None  # traffic of what `run` performed, while somebody counts
 
     def run(self, operation: Call) -> None:
-        """Perform what was bound, a whole operation or a part of one, and have it counted."""
+        """Perform a bound operation, or a part of one, and count the bytes it moves."""
         if self.moved is not None and isinstance(operation, Compiled):
             self.moved.append(operation.moved)
         operation()
 
     def free(self) -> None:
-        """Release what was bound, and the staging memory. Collective over the communicator."""
+        """Release the bound programs and the staging memory. Collective over the communicator."""
         self.cache.drop_all()
         for arena in (self._staging, self._board):
             if arena is not None:
@@ -180,10 +191,14 @@ class Binder:
         said: Callable[[], str] | None = None,
         together: bool = True,
     ) -> Compiled:
-        """What was bound under the key, or else is now; kept as long as the tensors' memory.
+        """Return the program cached under the key; bind it first if needed.
 
-        said: the arguments of an operation that is to be signed for (`signed`), unless it is part of another.
-        together: whether its ranks wait for each other, where there are any elements.
+        Args:
+            key: Key of the program in the cache.
+            bind: Binds the program.
+            tensors: Tensors whose memory it uses; the program is kept for as long as that memory.
+            said: Describes the operation and its arguments, for `signed`; None for a part of another operation.
+            together: If true, no rank with elements can complete the operation before all have begun it.
         """
         compiled = self.cache.find(key)
         if compiled is None:
@@ -195,16 +210,16 @@ class Binder:
             self.cache.keep(key, compiled, present)
         return compiled
 
-    # -- which program
+    # -- choice of the program
 
     def choose(self, algorithms: Algorithms, name: str, setting: Setting) -> str:
-        """The name of an algorithm; of "auto", the fastest by the tuning table that these ranks and data allow."""
+        """Return the name of the algorithm to use; "auto" selects the fastest possible one by the tuning table."""
         if name != "auto":
             return name
         return fastest(algorithms, setting, self.tuning, lambda: self.neighbours() is not None)
 
     def program(self, algorithm: Algorithm, setting: Setting) -> Program:
-        """The algorithm's program; the same object for the same setting."""
+        """Return the algorithm's program; equal settings give the same object."""
         make, proofs = algorithm.program, self.proofs
         assert make is not None
 
@@ -216,30 +231,34 @@ class Binder:
 
         return cached(self._programs, (make, setting), proved)
 
-    # -- where the data are
+    # -- location of the data
 
     def arena_of(self, x: torch.Tensor) -> Arena | None:
-        """The shared arena x lies in, if all ranks of this node that take part can reach it."""
+        """Return the shared arena that contains x; None if some rank of this communicator on the node lacks it."""
         arena, world = self.arenas.find(x.data_ptr(), x.numel() * x.element_size()), self.topology.world_ranks
         reachable = arena is not None and all(world[r] in arena.segments for r in self.topology.neighbours)
         return arena if reachable else None
 
     def setting(self, x: torch.Tensor, **more: Any) -> Setting:
-        """more: fields of the setting besides where x is and how large."""
+        """Return the setting of a call on x; `more` are the fields of `Setting` besides size and location."""
         arena = self.arena_of(x)
         memory = "private" if arena is None else "device" if arena.mapped is not None else "arena"
         nbytes = x.numel() * x.element_size()
         return Setting(nbytes, x.numel(), self.topology.nodes, memory, self.oversubscribed, **more)
 
     def reach(self, x: torch.Tensor) -> tuple[Arena | None, Neighbours | None]:
-        """How neighbours get at each other's x: in an arena, else by the system, else (None, None) not at all."""
+        """Return how ranks of a node access each other's x: (arena, None), (None, neighbours), or (None, None)."""
         arena = self.arena_of(x)
         return arena, None if arena is not None else self.neighbours()
 
     def require_reach(
         self, x: torch.Tensor, algorithms: Algorithms, name: str
     ) -> tuple[Arena | None, Neighbours | None]:
-        """How neighbours get at each other's x, or an InputError where they do not."""
+        """Return how ranks access each other's x, as `reach` does, for an algorithm that needs it.
+
+        Raises:
+            InputError: The ranks are on several nodes, or cannot access each other's x.
+        """
         arena, neighbours = self.reach(x) if self.topology.num_nodes == 1 else (None, None)
         if arena is None and neighbours is None:
             raise InputError(
@@ -250,25 +269,25 @@ class Binder:
         return arena, neighbours
 
     def place(self, x: torch.Tensor) -> str:
-        """Where x lies as far as it must lie there on all ranks of the node."""
+        """Describe the place of x in its arena, which must be equal on all ranks of the node; "" outside an arena."""
         arena = self.arena_of(x)
         return f"byte {x.data_ptr() - arena.start} of arena {arena.name}" if arena is not None else ""
 
     def peers(self, x: torch.Tensor, arena: Arena) -> Callable[[int], int]:
-        """Where a neighbour's tensor lies that has x's place in the arena."""
+        """Return a function from a rank to the address of that rank's tensor, at the same offset in the arena as x."""
         offset, world = x.data_ptr() - arena.start, self.topology.world_ranks
         return lambda rank: arena.segments[world[rank]] + offset
 
     def neighbours(self) -> Neighbours | None:
-        """The processes of the node whose private memory can be reached; None where the system forbids it.
+        """Return the processes of the node whose private memory can be accessed; None where the system forbids it.
 
-        Collective the first time, which is in the same operation on all ranks.
+        The first call is collective; it occurs in the same operation on all ranks.
         """
         self.board()
         return self._neighbours
 
     def board(self) -> Board:
-        """Where the ranks of the node tell each other what they do. Collective the first time, as `neighbours`."""
+        """Return the board on which ranks of the node announce their operations. The first call is collective."""
         if self._rows is None:
             end = self.node.size * (ROW + LINE)
             self._board = self.allocate(end + agreement.NBYTES, for_tensors=False)
@@ -281,10 +300,16 @@ class Binder:
         return self._rows
 
     def signed(self, said: str, compiled: Compiled, *, together: bool = True) -> Compiled:
-        """The operation, for which this rank signs first, see `register`. Collective the first time."""
+        """Return the operation preceded by this rank's signature (see `Register`). The first call is collective.
+
+        Args:
+            said: The operation and its arguments, in words.
+            compiled: The operation.
+            together: If true, no rank can complete it before all have begun it.
+        """
         if not self.nodes_shared:
             return compiled
-        self.board()  # on all ranks, also on those that have their node for themselves
+        self.board()  # collective: also on ranks that are alone on their node
         if self._register is None or self.node.size == 1:
             return compiled
         meets = compiled.meets
@@ -292,9 +317,9 @@ class Binder:
         return compiled.after(cached(self._signatures, (said, meets, together), make))
 
     def staging(self) -> Arena | None:
-        """Shared memory of WINDOW bytes a rank for data outside arenas; None where no memory can be shared.
+        """Return shared memory of WINDOW bytes per rank, for data outside arenas; None if memory cannot be shared.
 
-        Collective the first time, which is in the same operation on all ranks.
+        The first call is collective; it occurs in the same operation on all ranks.
         """
         if self._staging is None:
             self._staging = self.allocate(WINDOW)
@@ -303,7 +328,7 @@ class Binder:
     def allocate(
         self, numel: int, dtype: torch.dtype = torch.uint8, device: torch.device = _CPU, *, for_tensors: bool = True
     ) -> Arena:
-        """An arena of numel elements a rank, see `mpitrain.comm.memory.arena.allocate`. Collective."""
+        """Allocate an arena of `numel` elements per rank; see `mpitrain.comm.memory.arena.allocate`. Collective."""
         world = [self.topology.world_ranks[r] for r in self.topology.neighbours]
         return allocate(self.comm, self.node, world, numel, dtype, device, self.arenas, for_tensors=for_tensors)
 
@@ -312,9 +337,12 @@ class Binder:
     def in_place(
         self, program: Program, x: torch.Tensor, neighbours: Neighbours | None = None, bounds: Sequence[int] = ()
     ) -> Layout:
-        """x as the WORK of a program.
+        """Return a layout in which x is the program's WORK, read and written in place.
 
-        bounds: offsets of the blocks; without them these are of nearly equal length, and meet at cache lines.
+        Args:
+            program, x: The program, and a contiguous tensor.
+            neighbours: Processes of the node, where their x is accessed by system calls.
+            bounds: Offsets of the blocks in elements; by default blocks of nearly equal length that end at cache lines.
         """
         arena, staging = self.arena_of(x), self._staging
         world = self.topology.world_ranks
@@ -333,7 +361,7 @@ class Binder:
         )
 
     def _cells(self, program: Program, bounds: Sequence[int]) -> Sequence[int]:
-        """Bounds of an inbox of contributions to this rank's own block, where there is one block a rank."""
+        """Return the inbox bounds for one contribution per rank to this rank's block; () if there is no such inbox."""
         if not program.inbox or program.segments > 1 or program.blocks != self.topology.size:
             return ()
         own = bounds[self.topology.rank + 1] - bounds[self.topology.rank]
@@ -348,9 +376,13 @@ class Binder:
         *,
         said: str = "",
     ) -> Compiled:
-        """arena: the one whose memory neighbours touch, where it is not memory of this instance.
+        """Compile a program and bind it to a layout.
 
-        said: the operation and its arguments, which must be the same on the ranks that touch each other's memory.
+        Args:
+            program, layout: The program, and the addresses and sizes of its memory.
+            reduction: Arithmetic of the program; None if it combines nothing.
+            arena: Arena whose memory the ranks access in each other; by default the memory of this binder.
+            said: The operation and its arguments, which must be equal on ranks that access each other's memory.
         """
         if program.compares and self.nodes_shared:
             board = self.board()
@@ -359,27 +391,24 @@ class Binder:
         return self.plan(program, layout, reduction, arena).bind(layout)
 
     def plan(self, program: Program, layout: Layout, reduction: Reduction | None, arena: Arena | None) -> Plan:
-        """Return the program compiled for this rank and memory of the layout's shape; arena: see `compile`."""
+        """Return the plan of the program for memory of the layout's shape; the arguments are those of `compile`."""
         owner = arena or self._board or self._staging
         reduces = (reduction.op, reduction.dtype) if reduction is not None else None
         key = id(program), layout.shape, reduces, id(owner)
 
-        def make() -> tuple[Program, Plan]:  # with the program, whose id stays its own
+        def make() -> tuple[Program, Plan]:  # keeps the program, so that its id is not reused
             return program, Plan(program, self.comm, layout, reduction, self.node.Barrier, syncs(owner))
 
         return cached(self.cache.plans, key, make)[1]
 
     def widened(self, x: torch.Tensor, bind: Callable[[torch.Tensor], Compiled], *, back: bool = True) -> Compiled:
-        """A 16-bit operation in place as one on an fp32 copy, rounded once at the end.
-
-        back: whether this rank gets a result.
-        """
+        """Bind an operation on a 16-bit x to an fp32 copy; the result is rounded once and, if `back`, copied into x."""
         wide = torch.empty(x.numel(), dtype=torch.float32)
         inner = bind(wide)
         return Compiled([copying(wide, x), inner, *([copying(x, wide)] if back else [])], [inner, wide])
 
     def through_staging(self, x: torch.Tensor, bind: Callable[[torch.Tensor], Compiled]) -> Compiled:
-        """An operation in place on a vector outside an arena, a window of it at a time in the staging memory."""
+        """Bind an in-place operation on a vector outside an arena; it passes through the staging memory in windows."""
         stage = self.staging()
         assert stage is not None
         whole, numel = at_address(x), WINDOW // x.element_size()
@@ -395,28 +424,29 @@ class Binder:
 
 
 def syncs(arena: Arena | None) -> list[Call]:
-    """What a rank calls before and after it meets others, for what was written in the arena to be seen."""
+    """Return the calls that make writes in the arena visible; they go before and after a rank meets the others."""
     if arena is not None and arena.mapped is not None:
         return [partial(synchronize, arena.tensor.device)]
     return [] if _ORDERED or arena is None or arena.window is None else [arena.window.Sync]
 
 
 def at_address(x: torch.Tensor) -> torch.Tensor:
-    """The flat tensor over x's memory, which it does not keep alive: bound programs outlive their arguments."""
+    """Return a flat tensor at x's address that does not keep x alive, since bound programs outlive their arguments."""
     return tensor_at(x.data_ptr(), x.numel(), x.dtype)
 
 
 def copying(into: torch.Tensor, of: torch.Tensor) -> Call:
-    """A call that copies, converting the type where they differ, by address."""
+    """Return a call that copies between the addresses of two tensors, and converts the dtype if they differ."""
     return executor.copying(at_address(into), at_address(of))
 
 
 def scaling(x: torch.Tensor, reduction: Reduction) -> list[Call]:
-    """The division of an average, after the library has summed, by address."""
+    """Return the calls that divide the library's sum at x's address, for an average."""
     return executor.scaling(at_address(x), reduction.scale)
 
 
 def offsets(counts: Sequence[int]) -> list[int]:
+    """Return the offset of each block and the total, for blocks of the given lengths."""
     return list(accumulate(counts, initial=0))
 
 
@@ -424,10 +454,10 @@ def moved_by_library(topology: Topology, operation: str, blocks: Sequence[int] |
     """Return the bytes that the MPI library moves on this rank, as far as they can be known; see `blocks_sent`.
 
     Args:
-        topology: The ranks.
+        topology: Placement of the ranks.
         operation: Name of the operation.
         blocks: Bytes of each rank's block, or of a whole vector that has no blocks.
-        root: Of an operation that has one.
+        root: Root rank, for an operation that has one.
     """
     inside = between = 0
     shares = even_shares(blocks, topology.size) if isinstance(blocks, int) else blocks
@@ -441,21 +471,21 @@ Tensors = Sequence["torch.Tensor | None"]
 
 
 class Invocation(NamedTuple):
-    """One call of an operation, whose arguments have been checked.
+    """One call of an operation, with checked arguments.
 
     Attributes:
-        name: The operation's name in messages.
-        bind: Makes what performs it on a rank's memory, of a binder and the tensors.
-        tensors: What it works on; the first has the operation's size.
-        written: Which of them it changes.
-        key: Under which `bind` has the binder keep what it makes; None where nothing is kept.
-        alike: What must be the same on all ranks besides the type, and, unless uneven, the size.
-        uneven: Whether the sizes of ranks may differ.
-        operation, given: The operation, and what it is given besides tensors; None where bind is all there is.
-        on_device: Whether bind takes tensors on a device as they are.
-        counts: Whether the journal counts it; else whoever makes it enters it.
-        algorithm: By which it is to be known in the journal, where what it is made of does not tell.
-        placed: The tensor that neighbours find in an arena by its offset.
+        name: Name of the operation, for messages.
+        bind: Binds the call, given a binder and the tensors.
+        tensors: Tensors of the call; the first has the operation's size.
+        written: For each tensor, True if the operation changes it.
+        key: Key under which the binder caches the bound call; None if it is not cached.
+        alike: Other values that must be equal on all ranks; dtype, and size unless `uneven`, are compared in any case.
+        uneven: True if sizes may differ between ranks.
+        placed: Tensor that other ranks find at the same offset in the arena.
+        operation, given: The operation and its non-tensor arguments; None if there is only `bind`.
+        on_device: True if `bind` accepts tensors on a device.
+        counts: True if the journal counts the call; otherwise the caller enters it.
+        algorithm: Algorithm name in the journal, where the parts of the operation do not give it.
     """
 
     name: str
@@ -474,25 +504,27 @@ class Invocation(NamedTuple):
 
     @property
     def first(self) -> torch.Tensor | None:
-        """The tensor that has the operation's size, if it is on any."""
+        """Tensor that has the operation's size; None if the operation has no tensors."""
         return self.tensors[0] if self.tensors else None
 
 
 @dataclass(frozen=True)
 class CollectiveOperation:
-    """A collective operation: what all of its calls have in common.
+    """A collective operation, such as all_reduce: everything that its calls have in common.
 
-    It is given one tensor or two, of which the first has its size, and then what else must be the same on all ranks.
+    Its arguments are one or two tensors, of which the first has the operation's size, then values that must be equal on
+    all ranks.
 
     Attributes:
-        name: Its name in messages.
-        bind: Makes what performs it on a rank's memory, of a binder and what is given.
-        parameters: The names of what it is given besides tensors.
-        by_rank: For each tensor, whether it is one block a rank; else it is one block. Empty where its one tensor may
-            not be cut.
-        together: Whether its ranks wait for each other where all of them have elements.
-        in_place: Whether a tensor that it changes is read as well.
-        placed: The tensor that neighbours find in an arena by its offset, of the rank and what is given.
+        name: Name for messages.
+        bind: Binds a call, given a binder and the arguments.
+        parameters: Names of the arguments that are not tensors.
+        by_rank: For each tensor, True if it has one block per rank, False if it is a single block. Empty if the
+            operation has one tensor that must not be cut into pieces.
+        together: True if no rank with elements can complete a call before all have begun it.
+        in_place: True if a tensor that is changed is also read.
+        placed: Returns the tensor that other ranks find at the same offset in the arena, given the rank and the
+            arguments.
     """
 
     name: str
@@ -505,16 +537,16 @@ class CollectiveOperation:
 
     @property
     def tensors(self) -> int:
-        """Number of tensors among what it is given."""
+        """Number of tensor arguments."""
         return len(self.by_rank) or 1
 
     def said(self, binder: Binder, *given: Any, place: str = "") -> str:
-        """Return in words what must be the same on the ranks of a node.
+        """Describe a call in words that must be the same on the ranks of a node.
 
         Args:
             binder: Binder of the ranks.
             given: Tensors and other arguments of the operation.
-            place: Where the tensor that neighbours reach lies in an arena; empty in none, or if they reach none.
+            place: Place in an arena of the tensor that other ranks access; "" if there is none.
         """
         first, rest = given[0], given[self.tensors :]
         root, counts = self.value(rest, "root"), self.value(rest, "counts")
@@ -527,26 +559,26 @@ class CollectiveOperation:
         return described(name, numel, first.dtype, self.value(rest, "op", ""), reproducible, place, blocks)
 
     def key(self, *given: Any) -> tuple[Hashable, ...]:
-        """Under which what performs it is kept; the operation's function looks for the same in `ready`."""
+        """Return the cache key of a call; the operation's public function looks up the same key in `ready`."""
         first, rest = given[0], given[self.tensors :]
         others = (None if x is None else (x.data_ptr(), x.numel(), x.dtype) for x in given[1 : self.tensors])
         return (self.name, first.data_ptr(), first.numel(), first.dtype, *others, *rest)
 
     def bound(self, binder: Binder, *given: Any) -> Compiled:
-        """The operation on a rank's memory, as it was bound before or is now."""
+        """Return the bound program of a call, cached or new."""
         bind, said = partial(self.bind, binder, *given), partial(self.said, binder, *given)
         counts = self.value(given[self.tensors :], "counts")
         together = self.together and (not counts or min(counts) > 0)
         return binder.bound(self.key(*given), bind, *given[: self.tensors], said=said, together=together)
 
     def on(self, tensors: Tensors, written: Sequence[bool], *arguments: Any, **more: Any) -> Invocation:
-        """One call of it.
+        """Return one call of the operation.
 
         Args:
-            tensors: The tensors that it is given, in their order.
-            written: Which of them it changes.
-            arguments: What else it is given.
-            more: Further fields of the invocation.
+            tensors: Tensor arguments in order.
+            written: For each tensor, True if the operation changes it.
+            arguments: Other arguments in order.
+            more: Further fields of `Invocation`.
         """
 
         def bind(binder: Binder, *tensors: torch.Tensor) -> Compiled:
@@ -556,9 +588,9 @@ class CollectiveOperation:
         return Invocation(self.name, bind, tensors, written, operation=self, given=arguments, **fields)
 
     def replaced(self, given: Sequence[Any], **values: Any) -> tuple[Any, ...]:
-        """Return the arguments besides tensors, with `values` in place of those of the same name."""
+        """Return the non-tensor arguments `given`, with those named in `values` replaced; other names are ignored."""
         return tuple(values.get(name, value) for name, value in zip(self.parameters, given, strict=True))
 
     def value(self, given: Sequence[Any], name: str, otherwise: Any = None) -> Any:
-        """Return the argument for a parameter, or `otherwise` if the operation has no parameter of that name."""
+        """Return the value of a parameter among the arguments `given`; `otherwise` if there is no such parameter."""
         return given[self.parameters.index(name)] if name in self.parameters else otherwise

@@ -1,13 +1,14 @@
-"""Performs calls of operations: at once or in the background, compared where debugging, watched.
+"""Dispatch of operations: immediate or in the background, compared between ranks in debug mode, and watched.
 
-Here too are the services that all communicators of a process share, and the MPI communicators that each of them uses.
+This module also has the services that all communicators of a process share, and the MPI communicators that belong to
+one `Communicator`.
 
-Most of what an operation's first call does is not done again when a loop repeats it:
+When a loop repeats an operation, most of the work of the first call is skipped:
 
-    first     arguments checked -> (ranks compared) -> bound to memory -> performed
-    again     found in `ready` by the addresses, sizes and types of its tensors -> performed
+    first call    check arguments -> (compare ranks) -> bind to memory -> perform
+    later calls   look up in `ready` by addresses, sizes and dtypes of the tensors -> perform
 
-Each operation's file describes one `CollectiveOperation`; an `Invocation` is made of each call that is not found.
+Each operation is described by one `CollectiveOperation`. A call that is not found in `ready` becomes an `Invocation`.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from mpitrain.comm.runtime.work import Order, Queued, Streams, Work, Worker, bet
 from mpitrain.comm.selection import Tuning
 from mpitrain.errors import InputError
 
-# what looking for a key in `ready` raises: it is not there, or an argument is no tensor, has no storage or no hash
+# raised by a lookup in `ready`: the key is missing, or an argument is not a tensor, has no storage or no hash
 NOT_READY = (KeyError, AttributeError, RuntimeError, TypeError)
 
 _BARRIER = "barrier"
@@ -50,21 +51,24 @@ def _barrier(binder: Binder) -> Compiled:
 
 @dataclass(frozen=True)
 class ProcessServices:
-    """State that all communicators of a process share; except `cores` and the watchdog's work, the same on every rank.
+    """Services and state that all communicators of a process share.
+
+    The values are equal on all ranks, except `cores` and the records of the watchdog.
 
     Attributes:
-        arenas: Where this process has arenas.
-        tuning: Which algorithms are fastest on this machine.
-        watchdog: What ends operations that do not complete.
-        progress: What makes progress on receives and on operations that were put off.
-        faults: What ends the job where this rank fails.
-        cores: What this rank has of its node's.
-        spare_cores: Of the ranks that have fewest, cores that no rank computes on; negative for ranks that have none.
-        device_memory: Which device this rank has, and how its memory is carried.
-        debug: Whether the ranks compare what they are about to do.
-        proofs: Of the programs used so far, in the debug mode.
-        failures: Where the job is to go on without ranks that die (see `faults.ulfm`).
-        journal: Counts what is sent.
+        arenas: Index of the arenas of this process.
+        tuning: Table of the fastest algorithms on this machine.
+        watchdog: Ends the job if an operation does not complete.
+        progress: Makes progress on pending receives and deferred operations.
+        faults: Ends the job if this rank fails.
+        cores: This rank's share of the cores of its node.
+        spare_cores: Cores beyond one per rank, for communication threads; the minimum over all ranks. Negative if some
+            ranks have no hardware thread of their own.
+        device_memory: Device of this rank, and the way its memory is communicated.
+        debug: True if ranks compare what they are about to do.
+        proofs: Proofs of the programs used so far, in debug mode.
+        failures: Handler of dead ranks, if the job continues without them (see `faults.ulfm`).
+        journal: Counts the bytes sent.
     """
 
     arenas: ArenaIndex
@@ -86,11 +90,12 @@ class ProcessServices:
 
 
 class OwnedCommunicators:
-    """The MPI communicators that a `Communicator` is made of. Made and freed by all of its ranks in the same order.
+    """MPI communicators owned by one `Communicator`. All its ranks make and free them in the same order.
 
-    MPI_Comm_free is collective, and so `free` is. A communicator that is dropped instead keeps what it has of MPI until
-    the job ends: Python collects garbage on each rank at a time of its own, and what is collective may not be called
-    then. What only this process has, the watchdog's records and the communication thread, goes with it all the same.
+    `free` is collective, because MPI_Comm_free is. If a `Communicator` is dropped without `free`, its MPI communicators
+    exist until the job ends: Python collects garbage at different times on different ranks, so no collective call can
+    be made then. Resources of this process alone, such as the watchdog's records and the communication thread, are
+    still released.
     """
 
     def __init__(self, process: ProcessServices) -> None:
@@ -98,13 +103,13 @@ class OwnedCommunicators:
         self._comms: list[MPI.Intracomm] = []
 
     def keep(self, made: MPI.Comm) -> MPI.Intracomm:
-        """Note a new communicator, also where it may have to be given up, and give it back."""
-        comm = MPI.Intracomm(made)  # what Split gives is one, but mpi4py types it as any communicator
+        """Register a new MPI communicator, also with the failure handler if there is one, and return it."""
+        comm = MPI.Intracomm(made)  # Split returns an intracommunicator, but mpi4py types it as Comm
         self._comms.append(comm if self._failures is None else self._failures.track(comm))
         return comm
 
     def free(self) -> None:
-        """Release them, except those that were given up with dead ranks. Collective."""
+        """Free the communicators, except those that were abandoned because of dead ranks. Collective."""
         while self._comms:
             comm = self._comms.pop()
             if self._failures is None or self._failures.forget(comm):
@@ -112,15 +117,15 @@ class OwnedCommunicators:
 
 
 class Dispatcher(Member):
-    """What all operations of a communicator go through.
+    """Base of `Communicator`: performs all of its operations.
 
     Attributes:
-        process: What all communicators of the process share.
-        journal: Counts what this process sends, on all communicators.
-        ready: What performs an operation that was performed before, by its key. It is for CPU tensors, and not when
-            debugging.
+        process: Services that all communicators of the process share.
+        journal: Counts the bytes that this process sends on all communicators.
+        ready: For the key of an operation performed before, a function that performs it again. It is used for CPU
+            tensors, and not in debug mode.
         binder: Binds operations for the calling thread.
-        probe: all_reduce, by which the ways of carrying device memory are measured.
+        probe: The all_reduce operation, with which the ways of carrying device memory are timed.
     """
 
     probe: ClassVar[CollectiveOperation]
@@ -132,7 +137,7 @@ class Dispatcher(Member):
         self._comm = comm = self._owned.keep(comm)
         self.binder = self._make_binder(comm)
         self.ready = self.binder.cache.ready
-        threaded = process.spare_cores > 0 and topology.size > 1  # made now, because making them is collective
+        threaded = process.spare_cores > 0 and topology.size > 1  # its binder is made now, which is collective
         self._background = self._make_binder(self._owned.keep(comm.Dup())) if threaded else None
         self._worker = Worker(self._background is not None, process.journal, process.progress)
         compares = process.debug and topology.size > 1
@@ -142,17 +147,18 @@ class Dispatcher(Member):
         self._transports: dict[Binder, Transports] = {}
         self._streams: Streams = {}  # for operations on a device in the background
         self._freed = False
-        # what is ready counts, or does not, as the journal was when it was made
+        # a ready function counts only if the journal was on when it was made
         self.journal.switched.add(self.binder.cache.forget_ready)
 
     def entered(self, name: str, moved: Moved, begin: float, key: str = "", sequence: int = 0) -> None:
-        """Enter in the journal what this rank has done with the others since `begin`, and is not dispatched.
+        """Enter an operation in the journal that this rank performed with others but did not dispatch.
 
         Args:
-            name: Of what was done.
-            moved: By what, and how many bytes.
-            begin: `journal.clock()` at its beginning.
-            key, sequence: Which one it was, alike on all ranks; without a key, the last that was dispatched.
+            name: Name of the operation.
+            moved: Algorithm and bytes moved.
+            begin: `journal.clock()` at its start.
+            key, sequence: Identifier and number of the operation, equal on all ranks; without `key`, those of the last
+                dispatched operation.
         """
         key, sequence = (key, sequence) if key else (self._record.key, self._record.sequence)
         Note(self.journal, name, self.label, moved, key, sequence).performed(begin)
@@ -164,19 +170,19 @@ class Dispatcher(Member):
         return Binder(comm, node, self._topology, process.arenas, process.tuning, oversubscribed, process.proofs)
 
     def duplicate_of_node(self) -> MPI.Intracomm:
-        """A new communicator of this node's ranks, freed with this one. Collective over the node."""
+        """Return a new communicator of this node's ranks, which is freed with this one. Collective over the node."""
         return self._owned.keep(self.binder.node.Dup())
 
     @property
     def overlaps(self) -> bool:
-        """Whether operations begun with async_op make progress while this rank computes."""
+        """True if operations started with async_op make progress while this rank computes."""
         return self._background is not None
 
     def barrier(self, async_op: bool = False) -> Work | None:
-        """Return when every rank has come here. Collective.
+        """Wait until every rank has called this. Collective.
 
         Args:
-            async_op: Return at once with a `Work` that is complete when every rank has come here.
+            async_op: If true, return at once with a `Work` that completes when every rank has called this.
 
         Raises:
             CommunicationError: MPI fails.
@@ -195,20 +201,21 @@ class Dispatcher(Member):
         written: Sequence[bool],
         *given: Any,
     ) -> Work | None:
-        """Check one call of an operation that was not found in `ready`, and dispatch it.
+        """Check and dispatch one call of an operation that was not found in `ready`.
 
         Args:
             operation: The operation.
-            async_op: Whether it runs in the background.
-            tensors: What it was given for tensors, in their order; the last is left out where this rank has none.
-            written: Which of them it changes.
-            given: What else it was given.
+            async_op: If true, run it in the background.
+            tensors: Tensor arguments in order; the last is left out on ranks that do not have it.
+            written: For each tensor, True if the operation changes it.
+            given: The other arguments.
         """
         return self.begin(partial(self._checked, operation, written, given), async_op, tensors, written)
 
     def _checked(
         self, operation: CollectiveOperation, written: Sequence[bool], given: Sequence[Any], *passed: Any
     ) -> Invocation:
+        """Check the arguments of a call, compute the block sizes, and return its invocation."""
         tensors, alike = passed if len(passed) == operation.tensors else (*passed, None), given
         if "root" in operation.parameters:
             check_rank(self, operation.value(given, "root"))
@@ -219,20 +226,20 @@ class Dispatcher(Member):
             blocks = block_sizes(self, operation.name, tensors[1 - whole], tensors[whole], counts, *names)
             alike = operation.replaced(given, counts=blocks)
             given = operation.replaced(given, counts=tuple(blocks) if min(blocks) != max(blocks) else None)
-        place = operation.placed if self._compared is not None else None  # which only the debug mode asks for
+        place = operation.placed if self._compared is not None else None  # used in debug mode alone
         placed = None if place is None else place(self.rank, *tensors, *given)
         return operation.on(tensors, written, *given, alike=alike, placed=placed)
 
     def begin(
         self, checked: Callable[..., Invocation], async_op: bool, tensors: Sequence[Any], written: Sequence[bool]
     ) -> Work | None:
-        """Dispatch a call that was not found in `ready`, once for each inner tensor of those that wrap others.
+        """Dispatch a call that was not found in `ready`; wrapper tensors are dispatched once for each inner tensor.
 
         Args:
-            checked: Checks the rest of what the call was given, of its tensors.
-            async_op: Whether it runs in the background.
-            tensors: What it was given for tensors.
-            written: Which of them it changes.
+            checked: Checks the other arguments, given the tensors, and returns the invocation.
+            async_op: If true, run it in the background.
+            tensors: Tensor arguments in order.
+            written: For each tensor, True if the operation changes it.
         """
         if any(map(is_wrapper, tensors)):
             return for_each_inner(lambda *inner: self.begin(checked, async_op, inner, written), *tensors)
@@ -240,10 +247,14 @@ class Dispatcher(Member):
         return self.dispatch(checked(*passed), async_op)
 
     def dispatch(self, call: Invocation, async_op: bool = False) -> Work | None:
-        """Perform an operation, now or in the background; a handle of what runs in the background.
+        """Perform an operation and return None, or start it in the background and return its handle.
+
+        Args:
+            call: The call, with checked arguments.
+            async_op: If true, run it in the background.
 
         Raises:
-            InputError: The communicator was freed, or the binding finds that the arguments cannot be served.
+            InputError: The communicator was freed, or binding finds that the arguments are not supported.
             CommunicationError: MPI fails, or ranks call different operations.
         """
         known = None if async_op or call.key is None else self.ready.get(call.key)
@@ -258,7 +269,7 @@ class Dispatcher(Member):
             on_device = [] if device is None else [tensor for tensor in call.tensors if tensor is not None]
             return Queued(name, perform, self._worker, Order(on_device, self._streams) if on_device else None)
         if self._background is None and self._worker.waiting:
-            self._worker.drain()  # what waits to be run here comes first
+            self._worker.drain()  # operations deferred to this thread come first
         if device is not None:
             with between(device):
                 self._perform(call, self.binder, self._record, device)
@@ -271,19 +282,31 @@ class Dispatcher(Member):
         return None
 
     def _repeated(self, call: Invocation, compiled: Compiled) -> Ready:
-        """What performs an operation again, and counts it while the journal is on."""
+        """Return a function that performs an operation again, and counts it while the journal is on."""
         name, record, drain, journal = call.name, self._record, self._worker.drain, self.journal
         waiting = self._worker.waiting if self._background is None else ()
         if not (journal.on and call.counts):
             return repeated(record, name, compiled.calls, waiting, drain)
-        perform = repeated(record, name, compiled.calls, (), drain)  # what comes first counts by itself
+        perform = repeated(record, name, compiled.calls, (), drain)  # deferred operations count themselves
         first = drain if self._background is None else None
         return journal.counting(perform, name, self.label, compiled.moved, record, first)
 
     def compare(
         self, name: str, tensors: Tensors, alike: object, uneven: bool = False, placed: torch.Tensor | None = None
     ) -> None:
-        """That there is a communicator; when debugging also that all ranks are about to do the same."""
+        """Check that the communicator was not freed and, in debug mode, that all ranks are about to do the same.
+
+        Args:
+            name: Name of the operation.
+            tensors: Tensor arguments; the size and dtype of the first are compared.
+            alike: Other values that must be equal on all ranks.
+            uneven: If true, sizes may differ between ranks.
+            placed: Tensor that must be at the same offset in an arena on all ranks of a node.
+
+        Raises:
+            InputError: The communicator was freed.
+            CommunicationError: In debug mode, ranks are about to do different things.
+        """
         if self._freed:
             raise InputError(f"{name}: {self.label} was freed; make another communicator with split or subgroup")
         if self._compared is None:
@@ -304,15 +327,17 @@ class Dispatcher(Member):
         """Compare by messages what all ranks are about to do, in any mode. Collective.
 
         Args:
-            said: What must be the same on all of them, in words.
+            said: Description that must be equal on all ranks.
 
         Raises:
-            CommunicationError: They are about to do different things; raised on all of them.
+            CommunicationError: The descriptions differ; raised on all ranks.
         """
         with self._record.comparing(said, None):
             compare(self._comm, said)
 
     def _perform(self, call: Invocation, binder: Binder, record: Record, device: torch.device | None = None) -> None:
+        """Perform a call under the watchdog, and enter it in the journal while that is on."""
+
         def run(*tensors: torch.Tensor | None) -> None:
             binder.run(call.bind(binder, *tensors))
 
@@ -341,7 +366,15 @@ class Dispatcher(Member):
     def perform(
         self, binder: Binder, operation: CollectiveOperation, tensors: Tensors, written: Sequence[bool], *given: Any
     ) -> None:
-        """Perform an operation, or a part of one, in the calling thread, on host memory or on the rank's device."""
+        """Perform an operation, or a part of one, in the calling thread, on host memory or on the rank's device.
+
+        Args:
+            binder: Binder of the calling thread.
+            operation: The operation.
+            tensors: Tensor arguments in order.
+            written: For each tensor, True if the operation changes it.
+            given: The other arguments.
+        """
         device = self._device_of(operation.name, tensors)
         if device is None:
             binder.run(operation.bound(binder, *tensors, *given))
@@ -351,10 +384,10 @@ class Dispatcher(Member):
             perform(call)
 
     def _device_of(self, name: str, tensors: Tensors) -> torch.device | None:
-        """The device that the tensors are on, which is the rank's; None for the host.
+        """Return the device of the tensors, which must be the rank's device; None for the host.
 
         Raises:
-            InputError: They are on several devices, or on another than the rank's.
+            InputError: The tensors are on several devices, or not on the rank's device.
         """
         present = [tensor for tensor in tensors if tensor is not None]
         if all(tensor.is_cpu for tensor in present):
@@ -378,11 +411,11 @@ class Dispatcher(Member):
         return self._transports[binder]
 
     def device_ways(self, device: torch.device) -> list[Way]:
-        """The ways in which this communicator can carry what is on a device; none for one rank. Collective."""
+        """Return the ways in which this communicator can carry device memory; none for a single rank. Collective."""
         return self._transports_of(self.binder, device).ways if self.size > 1 else []
 
     def _free(self) -> None:
-        """Release what operations use; collective. Nothing may be dispatched afterwards."""
+        """Release the resources of the operations. Collective. Nothing can be dispatched afterwards."""
         self._freed = True
         self.ready.clear()
         self._worker.close()
@@ -398,10 +431,10 @@ class Dispatcher(Member):
 
 
 def _may_repeat(x: Any) -> bool:
-    """Whether a contiguous tensor that has x's address, size and type can be nothing but what x is.
+    """Return whether every contiguous tensor with x's address, size and dtype has the same meaning as x.
 
-    It could be a lazily conjugated one, or, of one element, the negated imaginary part of such a one, which lies at an
-    odd place of its storage.
+    It may not have: a complex tensor can be lazily conjugated, and the imaginary part of such a tensor is lazily
+    negated. An imaginary part that is contiguous has one element, at an odd offset of its storage.
     """
     if x is None:
         return True
@@ -409,34 +442,34 @@ def _may_repeat(x: Any) -> bool:
 
 
 class SeveralWorks(Work):
-    """Operations that were begun as one."""
+    """Handle of several operations that were started as one."""
 
     def __init__(self, works: Sequence[Work]) -> None:
         self._works = works
 
     def wait(self, timeout: float | None = None) -> None:
-        """Block until all are complete; see `Work.wait`."""
+        """Block until all operations are complete; see `Work.wait`."""
         deadline = None if timeout is None else time.monotonic() + timeout
         for work in self._works:
             work.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
 
     def done(self) -> bool:
-        """Return whether all are complete."""
+        """Return True if all operations are complete."""
         return all(work.done() for work in self._works)
 
 
 def for_each_inner(operation: Callable[..., Work | None], *tensors: Any) -> Work | None:
-    """Perform an operation once for each inner tensor.
+    """Perform an operation once for each inner tensor of wrapper tensors.
 
     Args:
         operation: Called with one inner tensor of each tensor.
-        tensors: The operation's tensors; None for those that this rank need not give.
+        tensors: Tensors of the operation; None where this rank has none.
 
     Returns:
-        A handle of all of them, if they run in the background.
+        A handle of all calls, if they run in the background; otherwise None.
 
     Raises:
-        InputError: The tensors are not made of equally many.
+        InputError: The tensors have different numbers of inner tensors.
     """
     parts = [None if x is None else inner_tensors(x) if is_wrapper(x) else [x] for x in tensors]
     numbers = {len(inner) for inner in parts if inner is not None}
@@ -450,7 +483,15 @@ def for_each_inner(operation: Callable[..., Work | None], *tensors: Any) -> Work
 
 
 def check_rank(comm: Member, rank: int) -> None:
-    """Raise InputError unless the communicator has the rank."""
+    """Check that the communicator has a rank.
+
+    Args:
+        comm: The communicator.
+        rank: Number of the rank.
+
+    Raises:
+        InputError: There is no such rank.
+    """
     if not 0 <= rank < comm.size:
         raise InputError(f"there is no rank {rank} in {comm.label}; ranks are 0 to {comm.size - 1}")
 
@@ -458,9 +499,18 @@ def check_rank(comm: Member, rank: int) -> None:
 def block_sizes(
     comm: Member, name: str, part: torch.Tensor | None, whole: torch.Tensor, counts: Sequence[int] | None, *names: str
 ) -> list[int]:
-    """Return the elements of each rank's block of `whole`, checked against this rank's part.
+    """Return the number of elements of each rank's block of `whole`, checked against this rank's part.
 
-    names: of the part and of the whole, in messages.
+    Args:
+        comm: The ranks.
+        name: Name of the operation, for messages.
+        part: This rank's block; None if it is not checked.
+        whole: All blocks in order of rank.
+        counts: Elements of each block; None for equal blocks.
+        names: Argument names of `part` and `whole`, for messages.
+
+    Raises:
+        InputError: Dtypes differ, `whole` cannot be divided equally, or sizes do not match `counts`.
     """
     part_name, whole_name = names
     if part is not None and part.dtype != whole.dtype:

@@ -1,4 +1,4 @@
-"""Operations that move blocks between ranks and leave them as they are.
+"""Operations that move blocks between ranks without changing them.
 
            broadcast from 1      all_gather            gather to 1           scatter from 1        all_to_all
 rank 0     .  .       a1 b1      a         a b c       a         .           .           a         a0 b0 c0    a0 a1 a2
@@ -43,13 +43,13 @@ def broadcast(comm: Dispatcher, x: Any, root: int, algorithm: str = "auto", asyn
     """Copy the root's x into every rank's x. Collective.
 
     Args:
-        x: A contiguous tensor or array, of one size and type on all ranks.
-        root: The rank whose x all get.
-        algorithm: auto, mpi, tree or shared, or one that was registered.
-        async_op: Return at once with a `Work`; x must not be touched before that is complete.
+        x: A contiguous tensor or array, with the same size and dtype on all ranks.
+        root: Rank that has the data.
+        algorithm: auto, mpi, tree, shared, or a registered algorithm.
+        async_op: If true, return at once with a `Work`; do not touch x before it is complete.
 
     Raises:
-        InputError: x cannot be communicated, or root or algorithm is not known or not possible for it.
+        InputError: x cannot be communicated, or root or algorithm is unknown or not possible for it.
         CommunicationError: MPI fails, or ranks of a node call different operations.
     """
     try:
@@ -97,21 +97,21 @@ def all_gather(
     *,
     counts: Sequence[int] | None = None,
 ) -> Work | None:
-    """Gather every rank's x into every rank's out, one after the other in order of rank. Collective.
+    """Gather the x of all ranks into every rank's out, in order of rank. Collective.
 
     Args:
         out: A contiguous tensor or array. x may be this rank's block of it.
         x: This rank's block: a contiguous tensor or array.
-        algorithm: auto, mpi, ring, halving or shared, or one that was registered.
-        async_op: Return at once with a `Work`; neither tensor may be touched before that is complete.
-        counts: Elements of each rank's block; without it all are of x's length.
+        algorithm: auto, mpi, ring, halving, shared, or a registered algorithm.
+        async_op: If true, return at once with a `Work`; do not touch either tensor before it is complete.
+        counts: Number of elements of each rank's block; by default all blocks have the length of x.
 
     Shape:
         out: sum(counts) elements. x: counts[rank] elements.
 
     Raises:
-        InputError: The tensors cannot be communicated or do not fit together, or algorithm is not known or not
-            possible for them.
+        InputError: The tensors cannot be communicated or do not fit together, or algorithm is unknown or not possible
+            for them.
         CommunicationError: MPI fails, or ranks of a node call different operations.
     """
     try:
@@ -128,7 +128,7 @@ def all_gather(
 def _placed_all_gather(rank: int, out: Tensor, x: Tensor, name: str, counts: Sequence[int] | None) -> Tensor | None:
     before = sum(counts[:rank]) if counts else rank * x.numel()
     in_place = x.data_ptr() == out.data_ptr() + before * x.element_size()
-    serving = "mpi" if name == "auto" and counts else name  # as in `_bind_all_gather`: nobody reaches anybody
+    serving = "mpi" if name == "auto" and counts else name  # as in `_bind_all_gather`: no rank reads another's memory
     return selection.ALL_GATHER.placed(serving, out if in_place else x)
 
 
@@ -141,15 +141,15 @@ def _bind_all_gather(binder: Binder, out: Tensor, x: Tensor, algorithm: str, cou
     place = [] if own.data_ptr() == x.data_ptr() or not blocks[rank] else [copying(own, x)]
     if binder.topology.size == 1:
         return Compiled(place)
-    read = x if place else out  # what neighbours would read
+    read = x if place else out  # the memory that other ranks of the node would read
     setting = replace(binder.setting(read, block=max(blocks) * item), nbytes=bounds[-1] * item, numel=bounds[-1])
     if algorithm == "auto" and min(blocks) != max(blocks):
-        algorithm = "mpi"  # a rank with nothing would not find its x in the arena
+        algorithm = "mpi"  # an empty x is in no arena, so ranks could choose different algorithms
     name = all_gather_name(binder.choose(selection.ALL_GATHER, algorithm, setting), setting)
     chosen = selection.ALL_GATHER[name]
     if chosen.program is None:
         moved = moved_by_library(binder.topology, "all_gather", [n * item for n in blocks])
-        if place and not overlap(out, x):  # the library's own way, with less copying than in place
+        if place and not overlap(out, x):  # the library copies less this way than in place
             call = _library_all_gather(binder, out, blocks, bytes_at(x.data_ptr(), blocks[rank] * item))
             return Compiled([call], moved=moved)
         return Compiled([*place, _library_all_gather(binder, out, blocks, MPI.IN_PLACE)], moved=moved)
@@ -159,7 +159,7 @@ def _bind_all_gather(binder: Binder, out: Tensor, x: Tensor, algorithm: str, cou
         inner = binder.compile(program, layout)
         return Compiled([*place, inner], [inner])
     arena, neighbours = binder.require_reach(read, selection.ALL_GATHER, name)
-    # a neighbour's x is its block alone: its WORK begins as far before it as the block lies in out
+    # another rank's x has only its own block, so its WORK starts before x by the offset of that block in out
     before = (lambda r: bounds[r] * item) if place else (lambda r: 0)
     layout = replace(layout, neighbours=neighbours, seen=read.data_ptr() - before(rank))
     if arena is not None:
@@ -181,9 +181,14 @@ ALL_GATHER = CollectiveOperation(
 
 
 def _library_all_gather(binder: Binder, out: Tensor, blocks: Sequence[int], own: Any) -> Call:
-    """own: this rank's block, or MPI.IN_PLACE where it lies in out already.
+    """Return the call of MPI's all-gather.
 
-    MPI wants the latter of all ranks or of none; it is only a copy that a rank need not make, and libraries take both.
+    Args:
+        binder: Binder of the ranks.
+        out: All blocks.
+        blocks: Number of elements of each rank's block.
+        own: This rank's block, or MPI.IN_PLACE if it is already in `out`. The MPI standard wants IN_PLACE on all ranks
+            or on none. Here it only saves a copy on one rank, and libraries accept a mixture.
     """
     comm, item = binder.comm, out.element_size()
     if min(blocks) == max(blocks):
@@ -196,13 +201,13 @@ _SCATTER = Algorithm(lambda s: direct_scatter(s.size, s.root, s.nodes))
 
 
 def gather(comm: Dispatcher, out: Any, x: Any, root: int, async_op: bool = False) -> Work | None:
-    """Gather every rank's x into the root's out, one after the other in order of rank. Collective.
+    """Gather the x of all ranks into the root's out, in order of rank. Collective.
 
     Args:
-        out: On the root a contiguous tensor or array of all blocks; None on the other ranks.
-        x: This rank's block: a contiguous tensor or array, of one size and type on all ranks.
-        root: The rank that gets the blocks.
-        async_op: Return at once with a `Work`; neither tensor may be touched before that is complete.
+        out: On the root, a contiguous tensor or array for all blocks; None on the other ranks.
+        x: This rank's block: a contiguous tensor or array, with the same size and dtype on all ranks.
+        root: Rank that receives the blocks.
+        async_op: If true, return at once with a `Work`; do not touch either tensor before it is complete.
 
     Raises:
         InputError: The tensors cannot be communicated or do not fit together, or there is no such root.
@@ -220,13 +225,13 @@ def gather(comm: Dispatcher, out: Any, x: Any, root: int, async_op: bool = False
 
 
 def scatter(comm: Dispatcher, out: Any, x: Any, root: int, async_op: bool = False) -> Work | None:
-    """Give every rank its block of the root's x. Collective.
+    """Send every rank its block of the root's x. Collective.
 
     Args:
-        out: Where the block goes: a contiguous tensor or array, of one size and type on all ranks.
-        x: On the root a contiguous tensor or array of all blocks in order of rank; None on the other ranks.
-        root: The rank that has the blocks.
-        async_op: Return at once with a `Work`; neither tensor may be touched before that is complete.
+        out: Receives this rank's block: a contiguous tensor or array, with the same size and dtype on all ranks.
+        x: On the root, a contiguous tensor or array with all blocks in order of rank; None on the other ranks.
+        root: Rank that has the blocks.
+        async_op: If true, return at once with a `Work`; do not touch either tensor before it is complete.
 
     Raises:
         InputError: The tensors cannot be communicated or do not fit together, or there is no such root.
@@ -244,6 +249,15 @@ def scatter(comm: Dispatcher, out: Any, x: Any, root: int, async_op: bool = Fals
 
 
 def _bind_rooted(gathers: bool, binder: Binder, block: Tensor, whole: Tensor | None, root: int) -> Compiled:
+    """Bind a gather or a scatter to memory.
+
+    Args:
+        gathers: True for a gather, False for a scatter.
+        binder: Binder of the ranks.
+        block: This rank's block.
+        whole: All blocks, on the root; None on the other ranks.
+        root: Rank that has all blocks.
+    """
     comm, numel, item = binder.comm, block.numel(), block.element_size()
     own, all_blocks = block.data_ptr(), whole.data_ptr() if whole is not None else 0
     if numel * item * comm.size <= LARGEST_COUNT:
@@ -284,14 +298,14 @@ def all_to_all(
     out_counts: Sequence[int] | None = None,
     in_counts: Sequence[int] | None = None,
 ) -> Work | None:
-    """Send block r of x to rank r; block s of out comes from rank s. Collective.
+    """Send block r of x to every rank r, and receive block s of out from every rank s. Collective.
 
     Args:
-        out: Where the blocks go: a contiguous tensor or array.
-        x: The blocks that leave: a contiguous tensor or array of out's type.
-        async_op: Return at once with a `Work`; neither tensor may be touched before that is complete.
-        out_counts: Elements of the blocks of out; without it all are equal.
-        in_counts: Elements of the blocks of x; without it all are equal.
+        out: Receives the blocks: a contiguous tensor or array.
+        x: Blocks to send: a contiguous tensor or array with the dtype of out.
+        async_op: If true, return at once with a `Work`; do not touch either tensor before it is complete.
+        out_counts: Number of elements of each block of out; by default all are equal.
+        in_counts: Number of elements of each block of x; by default all are equal.
 
     Raises:
         InputError: The tensors cannot be communicated or do not fit together.
@@ -341,7 +355,11 @@ ALL_TO_ALL = CollectiveOperation("all_to_all", _bind_all_to_all, by_rank=(True, 
 def _uneven(
     probe: CollectiveOperation, binder: Binder, x: Tensor, out: Tensor, received: Sequence[int], sent: Sequence[int]
 ) -> Call:
-    """The ranks' sizes may differ, but they must choose alike, at each call anew."""
+    """Bind an all_to_all with uneven blocks, for one call.
+
+    The ranks agree on the largest size by an all_reduce in each call, because sizes differ between ranks but all must
+    choose the same algorithm.
+    """
     item, largest = x.element_size(), torch.tensor([max(out.numel(), x.numel())])
     binder.run(probe.bound(binder, largest, "max", "mpi", False))
     if int(largest) * item > LARGEST_COUNT:
@@ -355,6 +373,7 @@ def _uneven(
 
 
 def _directly(binder: Binder, x: Tensor, out: Tensor, received: Sequence[int], sent: Sequence[int]) -> Compiled:
+    """Bind an all_to_all by one message between every two ranks, for blocks too large for the library's call."""
     source, into = x.data_ptr(), out.data_ptr()
     layout = Layout(x.dtype, offsets(sent), source, source, inbox=into, inbox_bounds=offsets(received))
     return binder.compile(binder.program(_ALL_TO_ALL, binder.setting(x)), layout)

@@ -5,7 +5,8 @@ rank 0   a0 b0 c0     a b c            a0 b0 c0         a
 rank 1   a1 b1 c1  -> a b c            a  b  c          b
 rank 2   a2 b2 c2     a b c            a2 b2 c2         c
 
-In the shared memory of a node a reduce_scatter can also be begun, and waited for later, without a thread (`Deferred`).
+In the shared memory of a node, a reduce_scatter can also be started, and waited for later, without a thread
+(`Deferred`).
 """
 
 from __future__ import annotations
@@ -57,21 +58,22 @@ def all_reduce(
     compression: Compression | Bucket | None = None,
     reproducible: bool = False,
 ) -> Work | None:
-    """Reduce every rank's x element by element; each gets the result in its x. Collective.
+    """Reduce the x of all ranks element by element; every rank gets the result in its x. Collective.
 
     Args:
-        x: A contiguous tensor or array, of one size and type on all ranks.
-        op: sum, product, min, max or avg. Integers wrap where they overflow; their average is the sum divided toward
-            zero.
-        algorithm: auto, mpi, ring, tree, halving, shared or two_level, or one that was registered. Halving stands in
-            for mpi in sums of 8-bit and 16-bit integers: those of Open MPI saturate.
-        async_op: Return at once with a `Work`; x must not be touched before that is complete.
-        compression: Send fewer bytes for about the sum or avg, see `mpitrain.comm.compression`; alike on all ranks.
-        reproducible: Reduce in the order of a fixed binary tree over the ranks, so that the bits depend neither on
-            the algorithm nor on where the ranks are.
+        x: A contiguous tensor or array, with the same size and dtype on all ranks.
+        op: sum, product, min, max or avg. Integers wrap on overflow; their average is the sum divided by the number of
+            ranks and rounded toward zero.
+        algorithm: auto, mpi, ring, tree, halving, shared, two_level, or a registered algorithm. Sums of 8-bit and
+            16-bit integers use halving instead of mpi, because those of Open MPI saturate.
+        async_op: If true, return at once with a `Work`; do not touch x before it is complete.
+        compression: Sends fewer bytes and gives an approximate sum or avg, see `mpitrain.comm.compression`; the same on
+            all ranks.
+        reproducible: If true, reduce in the order of a fixed binary tree over the ranks, so that the bits of the result
+            depend neither on the algorithm nor on the placement of the ranks.
 
     Raises:
-        InputError: x cannot be communicated, or op or algorithm is not known or not possible for it.
+        InputError: x cannot be communicated, or op or algorithm is unknown or not possible for it.
         CommunicationError: MPI fails, or ranks of a node call different operations.
     """
     try:
@@ -88,23 +90,46 @@ def all_reduce(
 
 
 class Channel:
-    """Stands for a `Communicator` inside one of its operations, so that all of that stays one operation."""
+    """Communicator that a compressed operation uses inside, so that all of its steps count as one operation.
+
+    Attributes:
+        size: Number of ranks.
+    """
 
     def __init__(self, comm: Dispatcher, binder: Binder) -> None:
-        """comm: The communicator. binder: That of the thread that carries the operation out."""
+        """Wrap a communicator.
+
+        Args:
+            comm: The communicator.
+            binder: Binder of the thread that performs the operation.
+        """
         self.size, self._perform = comm.size, partial(comm.perform, binder)
 
     def all_reduce(self, x: Tensor, op: str = "sum", algorithm: str = "auto", *, reproducible: bool = False) -> None:
+        """Reduce x over all ranks, as `all_reduce` does. Collective.
+
+        Args:
+            x: A contiguous tensor, with the same size and dtype on all ranks.
+            op: sum, product, min, max or avg.
+            algorithm: Name of the algorithm.
+            reproducible: If true, reduce in the order of a fixed binary tree over the ranks.
+        """
         self._perform(ALL_REDUCE, (x,), (True,), op, algorithm, reproducible)
 
     def all_gather(self, out: Tensor, x: Tensor) -> None:
+        """Gather the x of all ranks, which have equal lengths, into every rank's out. Collective.
+
+        Args:
+            out: Receives all blocks, in order of rank.
+            x: This rank's block.
+        """
         self._perform(ALL_GATHER, (out, x), (True, False), "auto", None)
 
 
 def _compressed(
     comm: Dispatcher, compression: Compression | Bucket, op: str, algorithm: str, reproducible: bool, x: Tensor
 ) -> Invocation:
-    """One operation of several collectives, all in the thread that carries it out."""
+    """Return the call of a compressed all_reduce; its collectives all run in the thread that performs it."""
     bucket = compression if isinstance(compression, Bucket) else Bucket(compression, None, None)
     bucket.compression.check(x.dtype, op)
     if reproducible:
@@ -121,7 +146,16 @@ def _compressed(
 def _bind_all_reduce(
     binder: Binder, x: Tensor, op: str, algorithm: str, reproducible: bool, said: str | None = None
 ) -> Compiled:
-    """said: the caller's arguments, where x is not the caller's."""
+    """Bind an all_reduce to x.
+
+    Args:
+        binder: Binder of the ranks.
+        x: The vector.
+        op: Name of the reduction.
+        algorithm: Requested algorithm, or "auto".
+        reproducible: If true, use the fixed order over ranks.
+        said: Description of the caller's arguments, if x is a copy or a piece of the caller's x.
+    """
     reduction = Reduction.of(op, x.dtype, binder.topology.size)
     if binder.topology.size == 1 or x.numel() == 0:
         return NOTHING
@@ -166,18 +200,18 @@ ALL_REDUCE = CollectiveOperation(
 def reduce(
     comm: Dispatcher, x: Any, root: int, op: str = "sum", algorithm: str = "auto", async_op: bool = False
 ) -> Work | None:
-    """Reduce every rank's x element by element; the root gets the result in its x. Collective.
+    """Reduce the x of all ranks element by element; the root gets the result in its x. Collective.
 
     Args:
-        x: A contiguous tensor or array, of one size and type on all ranks; it stays as it is on all but the root.
-        root: The rank that gets the result.
+        x: A contiguous tensor or array, with the same size and dtype on all ranks. Only the root's x changes.
+        root: Rank that receives the result.
         op: sum, product, min, max or avg.
-        algorithm: auto, mpi, tree or shared, or one that was registered. Tree stands in for mpi in sums of 8-bit and
-            16-bit integers, see `all_reduce`.
-        async_op: Return at once with a `Work`; x must not be touched before that is complete.
+        algorithm: auto, mpi, tree, shared, or a registered algorithm. Sums of 8-bit and 16-bit integers use tree
+            instead of mpi, see `all_reduce`.
+        async_op: If true, return at once with a `Work`; do not touch x before it is complete.
 
     Raises:
-        InputError: x cannot be communicated, or root, op or algorithm is not known or not possible for it.
+        InputError: x cannot be communicated, or root, op or algorithm is unknown or not possible for it.
         CommunicationError: MPI fails, or ranks of a node call different operations.
     """
     try:
@@ -216,7 +250,7 @@ def _bind_reduce(binder: Binder, x: Tensor, op: str, root: int, algorithm: str) 
     layout = binder.in_place(program, x)
     if at_root:
         return binder.compile(program, layout, reduction)
-    sums = torch.empty(x.numel(), dtype=x.dtype)  # partial sums of other ranks than the root: their x stays
+    sums = torch.empty(x.numel(), dtype=x.dtype)  # partial sums on ranks other than the root, whose x must not change
     inner = binder.compile(program, replace(layout, target=sums.data_ptr()), reduction)
     return Compiled([inner], [inner, sums])
 
@@ -246,23 +280,24 @@ def reduce_scatter(
     counts: Sequence[int] | None = None,
     reproducible: bool = False,
 ) -> Work | None:
-    """Reduce every rank's x element by element; out becomes this rank's block of the result. Collective.
+    """Reduce the x of all ranks element by element; out receives this rank's block of the result. Collective.
 
     Args:
-        out: Where the block goes: a contiguous tensor or array.
-        x: A contiguous tensor or array, of one size and type on all ranks: one block a rank, in order of rank.
+        out: Receives the block: a contiguous tensor or array.
+        x: A contiguous tensor or array, with the same size and dtype on all ranks: one block per rank, in order of
+            rank.
         op: sum, product, min, max or avg.
-        algorithm: auto, mpi, ring, halving, pairwise or shared, or one that was registered. Halving stands in for mpi
-            in sums of 8-bit and 16-bit integers, see `all_reduce`.
-        async_op: Return at once with a `Work`; neither tensor may be touched before that is complete.
-        counts: Elements of each rank's block; without it all are of out's length.
-        reproducible: Reduce in the order of a fixed binary tree over the ranks.
+        algorithm: auto, mpi, ring, halving, pairwise, shared, or a registered algorithm. Sums of 8-bit and 16-bit
+            integers use halving instead of mpi, see `all_reduce`.
+        async_op: If true, return at once with a `Work`; do not touch either tensor before it is complete.
+        counts: Number of elements of each rank's block; by default all blocks have the length of out.
+        reproducible: If true, reduce in the order of a fixed binary tree over the ranks.
 
     Shape:
         out: counts[rank] elements. x: sum(counts) elements.
 
     Raises:
-        InputError: The tensors cannot be communicated or do not fit together, or op or algorithm is not known or not
+        InputError: The tensors cannot be communicated or do not fit together, or op or algorithm is unknown or not
             possible for them.
         CommunicationError: MPI fails, or ranks of a node call different operations.
     """
@@ -279,7 +314,10 @@ def reduce_scatter(
 
 
 def _bind_deferred(binder: Binder, x: Tensor, out: Tensor, op: str, events: Mapping[str, Event]) -> Compiled:
-    """Return the operation in phases, which are its parts, on an x that all ranks share, in blocks of out's length."""
+    """Bind a deferred reduce_scatter; its phases are the parts of the result.
+
+    All ranks must be able to access each other's x, which has one block of out's length per rank.
+    """
     reduction, arena = Reduction.of(op, x.dtype, binder.topology.size), binder.arena_of(x)
     program = binder.program(_DEFERRED, binder.setting(x, block=out.numel() * x.element_size()))
     layout = _layout(binder, program, x, out, [out.numel()] * binder.topology.size, None)
@@ -291,7 +329,7 @@ def _bind_deferred(binder: Binder, x: Tensor, out: Tensor, op: str, events: Mapp
 def _layout(
     binder: Binder, program: Program, x: Tensor, out: Tensor, blocks: Sequence[int], neighbours: Neighbours | None
 ) -> Layout:
-    """x as the input, and out as where the own block is the only one written."""
+    """Return the layout of a reduce_scatter: x is the input, and out receives this rank's block."""
     bounds = offsets(blocks)
     layout = binder.in_place(program, x, neighbours, bounds)
     return replace(layout, target=out.data_ptr() - bounds[binder.topology.rank] * x.element_size())
@@ -346,7 +384,7 @@ def _library_reduce_scatter(
     send = typed(x.data_ptr(), x.numel(), x.dtype)
     receive = typed(result.data_ptr(), result.numel(), x.dtype)
     if min(blocks) == max(blocks):
-        del send[1]  # which would count the elements of one block
+        del send[1]  # the count, which would be that of a single block
         call = partial(binder.comm.Reduce_scatter_block, send, receive, reduction.operation.mpi)
     else:
         call = partial(binder.comm.Reduce_scatter, send, receive, list(blocks), reduction.operation.mpi)
@@ -356,7 +394,7 @@ def _library_reduce_scatter(
 
 
 class Deferred:
-    """The deferred operations of one communicator, and what carries their signals."""
+    """Deferred reduce_scatters of one communicator, and the events that carry their signals."""
 
     def __init__(self, comm: Dispatcher) -> None:
         self._watchdog = comm.process.watchdog
@@ -365,7 +403,17 @@ class Deferred:
         self._begun = 0  # operations, for the journal
 
     def reduce_scatter(self, comm: Dispatcher, out: Tensor, x: Tensor, op: str) -> SplitPhase | None:
-        """Begin one; None, on all ranks, where they do not share x's memory. comm: the communicator."""
+        """Start a reduce_scatter that the caller waits for, and then releases, later (see `SplitPhase`). Collective.
+
+        Args:
+            comm: The communicator.
+            out: Receives this rank's block.
+            x: Vector in shared memory, with one block of out's length per rank.
+            op: sum, product, min, max or avg.
+
+        Returns:
+            The handle; None, on all ranks, if they do not share the memory of x.
+        """
         blocks = block_sizes(comm, "reduce_scatter", out, x, None, "out", "x")
         arena = comm.binder.arena_of(x)
         if comm.size == 1 or comm.num_nodes > 1 or x.numel() == 0 or arena is None or arena.mapped is not None:
@@ -384,7 +432,11 @@ class Deferred:
         return SplitPhase("deferred reduce_scatter", phases, (x, out), self._record, note)
 
     def free(self, *, together: bool) -> None:
-        """Release what they use. together: whether the ranks can still act together; then collective."""
+        """Release the resources of the operations.
+
+        Args:
+            together: If true, all ranks can still act together, and the call is collective.
+        """
         for event in self._events.values() if together else ():
             event.free()
         self._watchdog.forget(self._record)

@@ -1,1 +1,1 @@
-"""Collective algorithms as data: what they are, proved, counted and simulated without MPI."""
+"""Collective algorithms as data: their specification, proof, cost and simulation without MPI."""

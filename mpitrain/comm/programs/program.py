@@ -1,23 +1,23 @@
-"""Collective algorithms as data: steps, and what can be known of them without running MPI.
+"""Collective algorithms as data: their steps, and everything that can be derived from the steps without running MPI.
 
-An algorithm is a pure generator of `Step`s for a rank. The same steps are verified and simulated
-here, and executed by `executor.py`; nothing else executes a collective.
+An algorithm is a pure generator of `Step`s for a rank. The same steps are simulated here, verified in `verify.py` and
+executed by `executor.py`; collectives are executed in no other way.
 
-Memory as a program sees it, in chunks (the caller's buffer cut into `chunks` pieces of any sizes):
+Memory as a program sees it, in chunks (the caller's buffer is cut into `chunks` pieces of any size):
 
-    WORK    the caller's vector, chunk 0 .. chunks-1, on every rank
-    SLOT    staging cells in memory the ranks of a node share, for vectors that are not in an arena
+    WORK    the caller's vector, chunks 0 to chunks-1, on every rank
+    SLOT    staging cells in memory that the ranks of a node share, for vectors outside an arena
     INBOX   private cells for messages that are combined later
-    CALLER  what the caller has besides: copies from and to it the caller makes itself, with code of its own
-    BOARD   one row a rank, where the ranks of a node say what they are about to do
+    CALLER  other memory of the caller; the caller itself copies from and to it
+    BOARD   one row per rank, on which the ranks of a node announce what they are about to do
 
-The ranks of a node meet at a `Fence`, or in two halves: a `Signal` tells the others and waits for nobody, the `Await`
-of the same event waits for their signals. An `Await` ends a phase of the program: before it, the caller may do
-something else, and begin other runs of the program on other vectors (`Program.vectors`).
+The ranks of a node meet at a `Fence`. A fence can also be split: `Signal` notifies the other ranks and waits for
+nobody; `Await` of the same event waits for the signals of all ranks. An `Await` starts a new phase of the program:
+before it, the caller may do other work, and start other runs of the program on other vectors (`Program.vectors`).
 
-A generator is called with one rank (an int: execution, verification) or with `numpy.arange(size)` (every
-rank at once: simulation of thousands of ranks), so it only uses arithmetic that does both, and takes the
-same number of steps of the same kinds on every rank; a rank with nothing to do has peer NONE.
+A generator is called either with one rank (an int, for execution and verification) or with `numpy.arange(size)` (all
+ranks at once, to simulate thousands of ranks). It therefore uses arithmetic that works for both, and yields the same
+number of steps of the same kinds on every rank; a rank with nothing to do has peer NONE.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Ints = Any  # int, or an int array with one entry per rank
 
 @dataclass(frozen=True)
 class Span:
-    """The chunks (or cells) from number lo up to, but without, number hi of one memory."""
+    """Range of chunks (or cells) of one memory, from number `lo` up to, but not including, `hi`."""
 
     lo: Ints
     hi: Ints
@@ -47,14 +47,14 @@ class Span:
 
 @dataclass(frozen=True)
 class Exchange:
-    """Send a span to one rank while receiving one from another; both must complete before the next step.
+    """Step that sends a span to one rank and receives one from another; both complete before the next step.
 
     Attributes:
-        to: The rank that is sent to, or NONE to send nothing.
-        send: What is sent.
-        source: The rank that is received from, or NONE to receive nothing.
-        recv: Where the received values go.
-        reduce: Combine the received values with those of `recv` by the reduction's operation; else replace these.
+        to: Rank to send to; NONE to send nothing.
+        send: Span that is sent.
+        source: Rank to receive from; NONE to receive nothing.
+        recv: Span that receives the values.
+        reduce: If true, combine the received values with those in `recv`; otherwise overwrite these.
     """
 
     to: Ints
@@ -66,12 +66,13 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Combine:
-    """Set a span of this rank's memory to the reduction of several spans.
+    """Step that sets a span of this rank's memory to the reduction of several spans.
 
     Attributes:
-        into: The span that gets the result.
-        parts: (owner, span) of each operand; the owner is a rank of this node, or NONE for an operand that is left out.
-        tree: Reduce the parts as a fixed binary tree over their order (`tree_order`), else from left to right.
+        into: Span that receives the result.
+        parts: (owner, span) of each operand. The owner is a rank of this node; NONE leaves the operand out.
+        tree: If true, reduce the parts as a fixed binary tree over their order (`tree_order`); otherwise from left to
+            right.
     """
 
     into: Span
@@ -81,13 +82,13 @@ class Combine:
 
 @dataclass(frozen=True)
 class Copy:
-    """Copy a span to another: at least one of them is this rank's, the other may be that of a rank on its node.
+    """Step that copies one span to another: one is this rank's, the other belongs to any rank of its node.
 
     Attributes:
-        dest: The rank that is written to; NONE to do nothing.
-        into: The span of its memory.
-        source: The rank that is read from.
-        of: The span of its memory.
+        dest: Rank whose memory is written; NONE to do nothing.
+        into: Span that is written.
+        source: Rank whose memory is read.
+        of: Span that is read.
     """
 
     dest: Ints
@@ -98,36 +99,42 @@ class Copy:
 
 @dataclass(frozen=True)
 class Fence:
-    """The ranks of a node meet: what any wrote in shared memory before, all may read after."""
+    """Step at which the ranks of a node meet: all can then read what any of them wrote to shared memory before."""
 
 
 @dataclass(frozen=True)
 class Signal:
-    """Tell the ranks of the node that this one has come here, and wait for nobody. Once in a run for each event."""
+    """Step that tells the ranks of the node, without waiting, that this rank has reached an event.
+
+    Each event is signalled once per run.
+    """
 
     event: str
 
 
 @dataclass(frozen=True)
 class Await:
-    """Begin a phase: wait until all ranks of the node have given the event's signal; all they wrote before is there."""
+    """Step that starts a phase by waiting for the event's signal from all ranks of the node.
+
+    Afterwards this rank can read the data that they wrote to shared memory before their signal.
+    """
 
     event: str
 
 
 @dataclass(frozen=True)
 class Tell:
-    """Write on the board what this rank is about to do."""
+    """Step that writes on the board what this rank is about to do."""
 
 
 @dataclass(frozen=True)
 class Compare:
-    """Read on the board what the ranks of the node are about to do: it must be the same."""
+    """Step that checks on the board that all ranks of the node are about to do the same."""
 
 
 @dataclass(frozen=True)
 class Finish:
-    """Apply to a span that holds every contribution what comes once at the end: the division of `avg`."""
+    """Step that applies the final operation (the division of `avg`) to a span that has all contributions."""
 
     span: Span
 
@@ -137,13 +144,13 @@ Step = Exchange | Combine | Copy | Fence | Signal | Await | Tell | Compare | Fin
 
 @dataclass(frozen=True)
 class Goal:
-    """A piece of the result that a rank must end with.
+    """Piece of the result that a rank must have at the end.
 
     Attributes:
-        memory: The memory that the piece lies in.
-        cell: Where in it, in blocks.
-        block: Which block of the vector it is.
-        ranks: The ranks whose contributions it holds.
+        memory: Memory in which the piece lies.
+        cell: Its position in this memory, in blocks.
+        block: Number of the vector's block that it is.
+        ranks: Ranks whose contributions it includes.
     """
 
     memory: str
@@ -154,13 +161,13 @@ class Goal:
 
 @dataclass(frozen=True)
 class Collective:
-    """What a collective operation starts from and what it must end with.
+    """Specification of a collective operation: the initial data and the required result.
 
     Attributes:
-        name: Of the operation.
-        holds: For (rank, block), whether the rank starts with a contribution to this block of WORK.
-        ends: For a rank, its goals.
-        reduces: Whether contributions are reduced; a whole block must then be finished (`Finish`) exactly once.
+        name: Name of the operation.
+        holds: For (rank, block), returns True if the rank starts with a contribution to this block of WORK.
+        ends: For a rank, returns its goals.
+        reduces: True if contributions are reduced; each complete block must then be finished (`Finish`) exactly once.
     """
 
     name: str
@@ -171,20 +178,21 @@ class Collective:
 
 @dataclass(frozen=True)
 class Program:
-    """One algorithm for one number of ranks and their places on nodes.
+    """An algorithm for a given number of ranks and their placement on nodes.
 
     Attributes:
-        name: What it is called.
-        size: For how many ranks it is.
-        collective: What it must do.
-        steps: Makes the steps of a rank, as described at the top of this file.
-        nodes: The node of each rank, without it one for all; ranks may touch each other's memory inside one node only.
-        blocks: Pieces that the collective speaks of (in scatters and gathers, rank r's share is block r).
-        segments: Chunks of each block; a chunk's number is block * segments + segment.
-        slots: How many cells the slots have; a slot is as large as the largest chunk.
-        inbox: How many cells the inbox has.
-        vectors: How many vectors the caller takes in turns: run n is on vector n modulo this number.
-        meets_between: Whether the caller sees to it that the ranks of a node meet between two runs.
+        name: Name of the algorithm, then of the operation, such as "ring all_reduce".
+        size: Number of ranks.
+        collective: Specification that the program fulfils.
+        steps: Generator of a rank's steps, see the top of this module.
+        nodes: Node number of each rank; by default all ranks are on one node. Ranks access each other's memory inside a
+            node only.
+        blocks: Number of blocks of the vector. In scatters and gathers, block r is the share of rank r.
+        segments: Number of chunks per block; the number of a chunk is block * segments + segment.
+        slots: Number of cells of SLOT; each has the size of the largest chunk.
+        inbox: Number of cells of INBOX.
+        vectors: Number of vectors that the caller uses in turn: run n uses vector n modulo this number.
+        meets_between: True if the caller makes the ranks of a node meet between two runs.
     """
 
     name: str
@@ -210,16 +218,16 @@ class Program:
 
     @functools.cached_property
     def sends_partial_sums(self) -> bool:
-        """Whether sums in progress travel between ranks: 16-bit data must then be widened first."""
+        """True if ranks send partial sums to each other; 16-bit data must then be widened first."""
         return any(isinstance(step, Exchange) and step.reduce for step in self.steps(0))
 
     @functools.cached_property
     def compares(self) -> bool:
-        """Whether ranks say on the board what they do: they touch others' memory between a first and a last fence."""
+        """True if ranks compare their operations on the board: they access each other's memory between two fences."""
         return sum(isinstance(step, Fence) for step in self.steps(0)) > 1
 
     def executed(self, rank: int) -> list[Step]:
-        """The steps of one rank, with those added around the first fence by which ranks compare."""
+        """Return the steps that one rank executes, with those added around the first fence that compare the ranks."""
         steps = list(self.steps(rank))
         if not self.compares:
             return steps
@@ -227,7 +235,7 @@ class Program:
         return [*steps[:first], Tell(), Fence(), Compare(), *steps[first + 1 :]]
 
     def phases(self, rank: int) -> list[list[Step]]:
-        """The steps that one rank executes, cut before every `Await`."""
+        """Return the steps that one rank executes, cut into phases before every `Await`."""
         cut: list[list[Step]] = [[]]
         for step in self.executed(rank):
             if isinstance(step, Await):
@@ -237,16 +245,16 @@ class Program:
 
 
 def one_node(size: int) -> tuple[int, ...]:
-    """The `nodes` of a program whose ranks are all on one node."""
+    """Return the `nodes` of a program whose ranks are all on one node."""
     return (0,) * size
 
 
 def chunk_bounds(block_bounds: Sequence[int], segments: int) -> list[int]:
-    """Offsets in elements of the chunks: each block is cut into `segments` nearly equal pieces.
+    """Return the offsets of the chunks in elements: each block is cut into `segments` nearly equal pieces.
 
     Args:
-        block_bounds: Offsets of the blocks, one more than there are blocks.
-        segments: Chunks of a block.
+        block_bounds: Offsets of the blocks, and the end of the last one.
+        segments: Number of chunks per block.
 
     Returns:
         blocks * segments + 1 offsets.
@@ -258,9 +266,15 @@ def chunk_bounds(block_bounds: Sequence[int], segments: int) -> list[int]:
 
 
 def even_bounds(numel: int, blocks: int, multiple: int = 1) -> list[int]:
-    """Offsets that cut `numel` elements into `blocks` nearly equal pieces, the longer ones first.
+    """Return the offsets that cut `numel` elements into `blocks` nearly equal pieces, longer ones first.
 
-    All but the last offset are multiples of `multiple`: the last piece takes the elements that are left over.
+    Args:
+        numel: Number of elements.
+        blocks: Number of pieces.
+        multiple: All offsets but the last are multiples of this; the last piece also takes the remaining elements.
+
+    Returns:
+        blocks + 1 offsets.
     """
     units, rest = divmod(numel, multiple)
     base, extra = divmod(units, blocks)
@@ -270,13 +284,14 @@ def even_bounds(numel: int, blocks: int, multiple: int = 1) -> list[int]:
 
 
 def tree_order(parts: Sequence[Any], join: Callable[[Any, Any], Any]) -> Any:
-    """Reduce parts in the order of a fixed binary tree, and return the result.
+    """Reduce parts in the order of a fixed binary tree.
 
-    The left subtree has the largest power of two below their number; 6 parts are ((0+1)+(2+3))+(4+5). Aligned runs of
-    2^k parts are subtrees whatever the number of parts, so the same bits come out wherever the runs are reduced.
+    The left subtree has the largest power of two that is less than the number of parts: 6 parts give
+    ((0+1)+(2+3))+(4+5). Every aligned run of 2^k parts is a subtree, whatever the number of parts, so the result has
+    the same bits no matter where such runs are reduced.
 
     Args:
-        parts: At least one operand.
+        parts: Operands, at least one.
         join: Reduces two operands.
     """
     if len(parts) == 1:
@@ -285,7 +300,7 @@ def tree_order(parts: Sequence[Any], join: Callable[[Any, Any], Any]) -> Any:
     return join(tree_order(parts[:half], join), tree_order(parts[half:], join))
 
 
-# -- The collectives: for each, what its ranks start from and what they must end with.
+# -- The collectives: initial data and required result of each.
 
 
 def _everywhere(rank: int, block: int) -> bool:
@@ -293,70 +308,95 @@ def _everywhere(rank: int, block: int) -> bool:
 
 
 def all_reduce_of(size: int, blocks: int) -> Collective:
-    """An all-reduce: every rank ends with every block, reduced over all ranks."""
+    """Specify an all-reduce: every rank ends with every block, reduced over all ranks.
+
+    Args:
+        size: Number of ranks.
+        blocks: Number of blocks of the vector.
+    """
     ends = [Goal(WORK, b, b, range(size)) for b in range(blocks)]
     return Collective("all_reduce", _everywhere, lambda r: ends, reduces=True)
 
 
 def reduce_of(size: int, blocks: int, root: int) -> Collective:
-    """A reduce: the root ends with every block, reduced over all ranks."""
+    """Specify a reduce: the root ends with every block, reduced over all ranks.
+
+    Args:
+        size: Number of ranks.
+        blocks: Number of blocks of the vector.
+        root: Rank that receives the result.
+    """
     ends = [Goal(WORK, b, b, range(size)) for b in range(blocks)]
     return Collective("reduce", _everywhere, lambda r: ends if r == root else [], reduces=True)
 
 
 def reduce_scatter_of(size: int) -> Collective:
-    """A reduce-scatter: rank r ends with block r, reduced over all ranks."""
+    """Specify a reduce-scatter on `size` ranks: rank r ends with block r, reduced over all ranks."""
     return Collective("reduce_scatter", _everywhere, lambda r: [Goal(WORK, r, r, range(size))], reduces=True)
 
 
 def all_gather_of(size: int) -> Collective:
-    """An all-gather: rank r starts with block r, and every rank ends with every block."""
+    """Specify an all-gather on `size` ranks: rank r starts with block r, and every rank ends with every block."""
     ends = [Goal(WORK, b, b, (b,)) for b in range(size)]
     return Collective("all_gather", lambda r, b: r == b, lambda r: ends)
 
 
 def broadcast_of(size: int, root: int) -> Collective:
-    """A broadcast: the root starts with the only block, and every rank ends with it."""
+    """Specify a broadcast: the root starts with the only block, and every rank ends with it.
+
+    Args:
+        size: Number of ranks.
+        root: Rank that has the block.
+    """
     return Collective("broadcast", lambda r, b: r == root, lambda r: [Goal(WORK, 0, 0, (root,))])
 
 
 def gather_of(size: int, root: int) -> Collective:
-    """A gather: the one block of WORK that rank r starts with ends in cell r of the root's inbox."""
+    """Specify a gather: rank r starts with one block in WORK, which ends in cell r of the root's INBOX.
+
+    Args:
+        size: Number of ranks.
+        root: Rank that receives the blocks.
+    """
     ends = [Goal(INBOX, r, 0, (r,)) for r in range(size)]
     return Collective("gather", _everywhere, lambda r: ends if r == root else [])
 
 
 def scatter_of(size: int, root: int) -> Collective:
-    """A scatter: block r of the root's WORK ends in the inbox of rank r."""
+    """Specify a scatter: block r of the root's WORK ends in the INBOX of rank r.
+
+    Args:
+        size: Number of ranks.
+        root: Rank that has the blocks.
+    """
     return Collective("scatter", lambda r, b: r == root, lambda r: [Goal(INBOX, 0, r, (root,))])
 
 
 def all_to_all_of(size: int) -> Collective:
-    """An all-to-all: block r of the WORK of rank s ends in cell s of the inbox of rank r."""
+    """Specify an all-to-all on `size` ranks: block r of the WORK of rank s ends in cell s of the INBOX of rank r."""
     return Collective("all_to_all", _everywhere, lambda r: [Goal(INBOX, s, r, (s,)) for s in range(size)])
 
 
 def all_gather_to_caller_of(size: int) -> Collective:
-    """An all-gather whose result the caller reads where it is."""
+    """Specify an all-gather on `size` ranks whose result the caller itself copies or reads."""
     ends = [Goal(CALLER, b, b, (b,)) for b in range(size)]
     return Collective("all_gather", all_gather_of(size).holds, lambda r: ends)
 
 
 # -- Predicted time of a program on a machine of any size: all ranks at once, step by step, without MPI.
 #
-# The model: a message costs latency + bytes / bandwidth (Hockney, Parallel Computing 20, 1994), with separate
-# figures inside a node and between nodes; messages that leave a node at the same time share its network link,
-# and memory traffic at the same time shares its memory; more ranks than cores take turns in a step, as far as they
-# have something to do in it. A block cut into segments is received from another node, added and sent at the same
-# time, as the executor does, so that only the slower counts. Inside a node it is the ranks themselves that move the
-# bytes, and they cannot add meanwhile.
+# The model: a message costs latency + bytes / bandwidth (Hockney, Parallel Computing 20, 1994), with different values
+# inside a node and between nodes. Messages that leave a node at the same time share its network link, and
+# simultaneous memory accesses share its memory bandwidth. If more ranks than cores work in a step, they take turns.
+# When blocks are cut into segments, the executor receives from other nodes, adds and sends at the same time, so only
+# the slowest of these counts. Inside a node the ranks themselves move the bytes, so they cannot add at the same time.
 
 
 @dataclass(frozen=True)
 class Machine:
-    """The speeds of a simulated machine. Times are in seconds, rates in bytes per second.
+    """Speeds of a simulated machine. Times are in seconds, rates in bytes per second.
 
-    The defaults are those of a present-day CPU cluster.
+    The defaults are those of a current CPU cluster.
     """
 
     latency: float = 2e-6  # of a message between nodes
@@ -366,27 +406,27 @@ class Machine:
     copy_rate: float = 10e9  # of one core copying
     reduce_rate: float = 8e9  # of one core adding two vectors, per byte of the result
     memory_rate: float = 100e9  # of all cores of a node copying at once
-    step: float = 2e-6  # of starting any one step in Python
+    step: float = 2e-6  # of starting one step in Python
     fence: float = 1e-6  # of a barrier in a node, per doubling of its ranks
-    cores: float = 64  # per node; a fraction of them where others use the rest
-    eager: float = 1 << 16  # bytes: a longer message between nodes is asked for first, see `flights`
+    cores: float = 64  # per node; less than the node has if other processes use some
+    eager: float = 1 << 16  # bytes of the longest message between nodes that is sent without handshake, see `flights`
 
     def flights(self, nbytes: np.ndarray | float) -> np.ndarray | float:
-        """Return how many latencies pass until the first byte of a message between nodes arrives.
+        """Return the number of latencies until the first byte of a message between nodes arrives.
 
-        A long message goes from the sender's memory to the receiver's only when both are ready: it is announced, and
-        asked for, before it goes (the rendezvous protocol of MPI libraries).
+        A message longer than `eager` is sent only when sender and receiver are ready: it is first announced, then
+        requested, then sent (the rendezvous protocol of MPI libraries), which takes three latencies.
         """
         return np.where(np.asarray(nbytes) > self.eager, 3.0, 1.0)
 
 
 def simulate(program: Program, chunk_bytes: Sequence[float], machine: Machine = Machine()) -> float:
-    """Predict how many seconds a program takes, until its last rank is done.
+    """Predict the duration of a program in seconds, until its last rank is done.
 
     Args:
         program: The program.
-        chunk_bytes: The size of each of its chunks, in bytes.
-        machine: The speeds of the machine.
+        chunk_bytes: Size of each chunk in bytes.
+        machine: Speeds of the machine.
 
     Reference:
         R. W. Hockney, "The communication challenge for MPP", Parallel Computing 20 (1994), for the cost of a message.
@@ -395,6 +435,8 @@ def simulate(program: Program, chunk_bytes: Sequence[float], machine: Machine = 
 
 
 class _Simulation:
+    """Simulation of one program: clocks of all ranks, advanced step by step. Arrays have one entry per rank."""
+
     def __init__(self, program: Program, chunk_bytes: Sequence[float], machine: Machine) -> None:
         self.program, self.machine = program, machine
         self.ranks = np.arange(program.size)
@@ -409,11 +451,12 @@ class _Simulation:
         self.offsets = np.concatenate([[0], np.cumsum(np.asarray(chunk_bytes, dtype=float))])
         self.cell = float(max(chunk_bytes, default=0))
         self.overlaps = program.segments > 1
-        self.clock = np.zeros(program.size)  # when each rank is free for its next step
-        self.adding = np.zeros(program.size)  # when the additions of earlier segments are done
-        self.signals: dict[str, np.ndarray] = {}  # when the last rank of each rank's node has given them
+        self.clock = np.zeros(program.size)  # time at which each rank is free for its next step
+        self.adding = np.zeros(program.size)  # time at which the additions of earlier segments are done
+        self.signals: dict[str, np.ndarray] = {}  # by event, time of the last signal on each rank's node
 
     def run(self) -> float:
+        """Simulate all steps, and return the time at which the last rank is done."""
         for step in self.program.steps(self.ranks):
             if isinstance(step, Exchange):
                 self._exchange(step)
@@ -436,18 +479,22 @@ class _Simulation:
         return np.broadcast_to(sizes, self.ranks.shape)
 
     def _turns(self, works: np.ndarray) -> np.ndarray:
-        """Return, for each rank, how many working ranks of its node share a core."""
+        """Return, for each rank, how many working ranks of its node share a core (at least 1).
+
+        Args:
+            works: True for the ranks that work in this step.
+        """
         return np.maximum(1.0, np.bincount(self.node, weights=works)[self.node] / self.machine.cores)
 
     def _busy(self, peer: int | np.ndarray, span: Span, rate: np.ndarray) -> None:
-        """Local work of the ranks whose peer is not NONE."""
+        """Add the time of local work, at `rate` bytes per second, on the ranks whose peer is not NONE."""
         size = self._bytes(span)
         works = np.broadcast_to(np.asarray(peer) != NONE, self.ranks.shape) & (size > 0)
         takes = (self.machine.step + size / rate) * self._turns(works)
         self.clock = np.where(works, self.clock + takes, self.clock)
 
     def _last(self) -> np.ndarray:
-        """When the last rank of each rank's node has come to this step."""
+        """Return, for each rank, the time at which the last rank of its node reaches this step."""
         last = np.zeros(self.node.max() + 1)
         np.maximum.at(last, self.node, np.maximum(self.clock, self.adding))
         return last[self.node]
@@ -481,5 +528,5 @@ class _Simulation:
             added = np.maximum(self.clock, self.adding) + size_in / self.reduce_rate * self._turns(receives)
             self.adding = np.where(receives, added, self.adding)
             self.clock = np.where(receives & ~enters, added, self.clock)
-        else:  # what is passed on must have been added
+        else:  # data that is forwarded must have been added before
             self.clock = np.where(sends, np.maximum(self.clock, self.adding), self.clock)

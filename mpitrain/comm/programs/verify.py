@@ -1,18 +1,24 @@
-"""Proof, without MPI, that a program is right: every rank ends with every contribution exactly once.
+"""Proof, without MPI, that a program is correct: every rank ends with every contribution exactly once.
 
-The program of every rank is run symbolically. A memory cell holds a chunk's number and the set of ranks
-whose contributions it sums (a bit mask); adding a contribution twice, reading a cell nobody wrote, sending
-one chunk where another is expected, touching another node's memory, two ranks touching one shared cell
-while neither waits for the other in between, and finishing a chunk twice are errors. Sends are synchronous (they
-complete only when the receiver has posted its receive), so a program that passes cannot deadlock on any MPI.
+The programs of all ranks are run symbolically. A memory cell has the number of a chunk and the set of ranks whose
+contributions it sums (a bit mask). These are errors:
 
-Who waits for whom is told by vector clocks (Fidge 1988, Mattern 1989): a fence, or a signal and the wait for it,
-make what a rank did before known to the others. Two accesses are in order if the later rank knew of the earlier one;
-if neither knew, they race, in whatever order this proof came to them.
+- adding a contribution twice, or finishing a chunk twice;
+- reading a cell that nobody has written;
+- sending one chunk where another is expected;
+- accessing the memory of another node;
+- accessing one shared cell from two ranks, neither of which has waited for the other in between (a race).
 
-Programs that use shared memory are run several times over, the caller writing into its vector in between, so
-that a program which is safe only once is found out; those with phases and several vectors in turns also with the
-phases of different runs mixed as far as the vectors allow.
+Sends are synchronous: they complete only when the receiver has posted its receive. A program that passes therefore
+cannot deadlock in any MPI library.
+
+Vector clocks (Fidge 1988, Mattern 1989) record the order between ranks. A fence, or a signal and the wait for it,
+makes the earlier actions of a rank known to the others. Two accesses are ordered if the later rank knew of the earlier
+access. Otherwise they race, whatever their order in this proof.
+
+Programs that use shared memory are run several times, and the caller writes to its vector between the runs, to find
+programs that are only correct once. Programs with phases and several vectors are also run with the phases of
+different runs interleaved as far as the vectors allow.
 """
 
 from __future__ import annotations
@@ -42,7 +48,7 @@ from mpitrain.comm.programs.program import (
     Tell,
 )
 
-_MOST = 256  # chunks of all ranks together: a proof takes a millisecond for each
+_MOST = 256  # largest number of chunks over all ranks; a proof takes about a millisecond per chunk
 
 Order = Callable[[int], Iterable[tuple[int, int]]]
 """The caller's doing: for a rank, (run, phase) in the order in which it comes to them."""
@@ -51,18 +57,18 @@ _Cell = tuple[str, int, int]  # memory, vector, number
 
 
 class ProgramError(Exception):
-    """A program is wrong; the message says at which rank and step."""
+    """A program is wrong; the message names the rank and the step."""
 
 
 @dataclass(frozen=True)
 class Value:
-    """What a cell holds in the symbolic run: the sum of some ranks' contributions to a chunk.
+    """Contents of a cell in the symbolic run: the sum of the contributions of some ranks to a chunk.
 
     Attributes:
         chunk: Number of the chunk.
-        ranks: The ranks that have contributed, as a bit mask.
-        run: The run of the program that the contributions are from.
-        finished: Whether it has been `Finish`ed.
+        ranks: Ranks that have contributed, as a bit mask.
+        run: Run of the program that the contributions come from.
+        finished: True after a `Finish`.
     """
 
     chunk: int
@@ -73,12 +79,12 @@ class Value:
 
 @dataclass(frozen=True)
 class _Begin:
-    """The caller has the result of the run before on this vector, and gives new values."""
+    """Start of a run: the caller has finished with the previous result in this vector and writes new values."""
 
 
 @dataclass(frozen=True)
 class _End:
-    """The caller looks at the result."""
+    """End of a run: the caller reads the result."""
 
 
 _Step = Step | _Begin | _End
@@ -86,56 +92,77 @@ _Step = Step | _Begin | _End
 
 @dataclass
 class _Rank:
-    """One rank. clock: how many of each rank's stretches between meetings this one knows of, its own included."""
+    """State of one rank.
+
+    Attributes:
+        rank: Number of the rank.
+        steps: Steps, each with the run that it belongs to.
+        clock: Vector clock: for each rank, the number of its stretches between meetings that this rank knows of, its
+            own current stretch included.
+        at: Index of the current step.
+        outgoing: Values of the send in progress, read when the step began; None if no exchange has begun.
+        sent, received: True if that half of the current exchange is complete.
+        memory: Values of the cells.
+    """
 
     rank: int
-    steps: list[tuple[int, _Step]]  # with the run each belongs to
+    steps: list[tuple[int, _Step]]
     clock: list[int]
     at: int = 0
-    outgoing: list[Value] | None = None  # values of the send in flight, taken when the step began
+    outgoing: list[Value] | None = None
     sent: bool = False
     received: bool = False
     memory: dict[_Cell, Value] = field(default_factory=dict)
 
     @property
     def step(self) -> _Step | None:
+        """Current step; None after the last one."""
         return self.steps[self.at][1] if self.at < len(self.steps) else None
 
     @property
     def run(self) -> int:
+        """Run that the current step belongs to."""
         return self.steps[self.at][0]
 
     def advance(self) -> None:
+        """Go to the next step."""
         self.at, self.outgoing, self.sent, self.received = self.at + 1, None, False, False
 
     def learn(self, clocks: Iterable[Sequence[int]]) -> None:
+        """Merge the clocks of other ranks into this rank's clock."""
         self.clock = [max(known) for known in zip(self.clock, *clocks, strict=True)]
 
 
 @dataclass
 class _Access:
-    """When ranks have touched a cell last: the number of the stretch in which each did."""
+    """Last accesses to a cell, as numbers of the stretches in which ranks made them.
 
-    write: tuple[int, int] | None = None  # rank and stretch
-    reads: dict[int, int] = field(default_factory=dict)  # since then
+    Attributes:
+        write: (rank, stretch) of the last write.
+        reads: Stretch of the last read since then, by rank.
+    """
+
+    write: tuple[int, int] | None = None
+    reads: dict[int, int] = field(default_factory=dict)
 
 
 def verify(program: Program, order: Order | None = None) -> None:
-    """Prove that a program is right, by running the steps of all its ranks symbolically.
+    """Prove that a program is correct, by running the steps of all its ranks symbolically.
 
     Args:
         program: The program.
-        order: The order in which the caller comes to the phases of several runs. By default one run after the other,
-            and then, where there are several vectors and phases, with each phase as late as the vectors allow.
+        order: Order in which the caller runs the phases of several runs. By default one run follows another; if there
+            are several vectors and phases, a second proof has each phase as late as the vectors allow.
 
     Raises:
-        ProgramError: The program does not do what its collective says, or has a deadlock or a race.
+        ProgramError: The program does not fulfil its specification, or has a deadlock or a race.
     """
     for each in [order] if order is not None else _orders(program):
         _Verifier(program, each).run()
 
 
 def _orders(program: Program) -> list[Order]:
+    """Return the orders of phases in which a program is proved by default."""
     phases, vectors = max(len(program.phases(rank)) for rank in range(program.size)), program.vectors
     meets = any(isinstance(step, Fence | Signal) for step in program.steps(0))
     runs = 1 if not meets else 3 if vectors == 1 else 2 * vectors + 1
@@ -152,15 +179,29 @@ def _orders(program: Program) -> list[Order]:
 
 
 class _Verifier:
+    """Symbolic run of one program in one order of phases.
+
+    Attributes:
+        program: The program.
+        ranks: State of each rank.
+        limit: Number of cells of each memory.
+        touched: Last accesses by (owner, cell).
+        signals: For (node, run, event), the clock of each rank at its signal.
+    """
+
     def __init__(self, program: Program, order: Order) -> None:
         self.program = program
         self.ranks = [_Rank(r, _steps(program, r, order), _begin_clock(r, program.size)) for r in range(program.size)]
         self.limit = {WORK: program.chunks, SLOT: program.slots, INBOX: program.inbox, CALLER: program.chunks, BOARD: 1}
-        self.touched: dict[tuple[int, _Cell], _Access] = defaultdict(_Access)  # by owner and cell
-        # (node, run, event) -> the clock of each rank that has given the signal, as it was then
+        self.touched: dict[tuple[int, _Cell], _Access] = defaultdict(_Access)
         self.signals: dict[tuple[int, int, str], dict[int, list[int]]] = defaultdict(dict)
 
     def run(self) -> None:
+        """Run all ranks until each has done its last step.
+
+        Raises:
+            ProgramError: The program is wrong, or no rank can continue.
+        """
         progress = True
         while progress:
             progress = False
@@ -173,7 +214,7 @@ class _Verifier:
             raise ProgramError(f"{self.program.name} on {self.program.size} ranks deadlocks: {where}")
 
     def _try(self, state: _Rank) -> bool:
-        """Run the rank's current step if it can run now."""
+        """Run the rank's current step if it can run now; return True if anything changed."""
         step = state.step
         if step is None:
             return False
@@ -247,7 +288,7 @@ class _Verifier:
             self._write(peer, peer.rank, cell, value)
 
     def _members(self, state: _Rank) -> list[_Rank]:
-        """The ranks of this one's node."""
+        """Return the ranks of the node of this rank."""
         node = self.program.nodes[state.rank]
         return [other for other in self.ranks if self.program.nodes[other.rank] == node]
 
@@ -379,13 +420,14 @@ class _Verifier:
 
 
 def _begin_clock(rank: int, size: int) -> list[int]:
-    """A rank knows of its own first stretch alone."""
+    """Return the initial clock of a rank, which knows only of its own first stretch."""
     return [int(other == rank) for other in range(size)]
 
 
 def _steps(program: Program, rank: int, order: Order) -> list[tuple[int, _Step]]:
+    """Return a rank's steps with their runs, in the order of the phases."""
     phases, last = program.phases(rank), max(len(program.phases(r)) for r in range(program.size)) - 1
-    phases += [[] for _ in range(last + 1 - len(phases))]  # a wrong program may lack some
+    phases += [[] for _ in range(last + 1 - len(phases))]  # a wrong program may have fewer on some ranks
     steps: list[tuple[int, _Step]] = []
     for run, phase in order(rank):
         mine: list[_Step] = [_Begin()] if phase == 0 else []
@@ -397,13 +439,13 @@ def _steps(program: Program, rank: int, order: Order) -> list[tuple[int, _Step]]
 
 
 class Proofs:
-    """The programs that a process has proved, each of which is proved once; for the debug mode."""
+    """Programs that a process has proved, each of them once; used in debug mode."""
 
     def __init__(self) -> None:
         self._proved: set[Hashable] = set()
 
     def require(self, program: Program) -> None:
-        """Prove a program unless that was done before; one that is too large to be proved here is passed.
+        """Prove a program unless it was proved before. A program that is too large to prove here is accepted.
 
         Raises:
             ProgramError: The program is wrong.

@@ -1,1 +1,1 @@
-"""How programs run: compiled, bound, executed, compared between ranks, waited for and watched."""
+"""Execution of programs: compiling, binding, running, comparing between ranks, waiting and watching."""

@@ -1,22 +1,25 @@
-"""Do all ranks make the same call? Here are the answers for operations whose ranks do not meet at a fence.
+"""Checks that all ranks make the same call, with the same sizes and types.
 
-`Register`: which operation each rank of a node is in, written into shared memory before it begins, without waiting for
-anybody.
+There are three checks:
+
+`Register`, for operations whose ranks do not meet at a fence. Before an operation, each rank of a node writes a word
+into shared memory, without waiting for anybody:
 
     word of each rank   | number of the operation | digest of its arguments |
 
-A rank writes its own word and then looks at the others'. Where one of them has signed the same number for something
-else, the ranks have diverged, and this rank, which came later, raises instead of going on. So two ranks never exchange
-data for different arguments: some MPI libraries would write a message that is too long behind the memory it is for, and
-all of them take one type for another. `repeated` does the same for an operation that is repeated, in one function.
+The rank then looks at the words of the others. If another rank has signed the same number with a different digest, the
+ranks have diverged, and the rank that came later raises instead of going on. So two ranks never exchange data for
+different arguments. (Some MPI libraries would write a message that is too long past the end of its buffer, and all of
+them interpret data of one type as another.) `repeated` contains the same check for a repeated operation.
 
-`compare`: the ranks exchange what they are about to do, between nodes too, and all of them find out together. It costs
-an all-gather of 16 bytes: before arenas and node copies are made, and before every operation in the debug mode, which
-is on by default in tests; MPITRAIN_DEBUG=1 or `mpitrain.init(debug=True)` elsewhere. A mismatch, which MPI answers
-with a hang or wrong data, is an error that shows every rank's operation and line. A process group of torch.distributed
-uses it under TORCH_DISTRIBUTED_DEBUG=DETAIL, for lists of tensors, which the communicator never sees as such.
+`compare`, for any ranks, also on different nodes. The ranks exchange what they are about to do, and all of them
+detect a mismatch. It costs an all-gather of 16 bytes. It is used before arenas and node copies are made, and, in debug
+mode, before every operation. Debug mode is on by default in tests; otherwise set MPITRAIN_DEBUG=1 or call
+`mpitrain.init(debug=True)`. MPI itself would hang or return wrong data; this check raises an error that shows each
+rank's operation and source line. A torch.distributed process group also uses it, under
+TORCH_DISTRIBUTED_DEBUG=DETAIL, for lists of tensors, which the communicator never sees as lists.
 
-Ranks that meet at a fence anyway leave this to the `board`.
+`Board`, for operations whose ranks meet at a fence anyway.
 """
 
 from __future__ import annotations
@@ -40,28 +43,28 @@ from mpitrain.errors import CommunicationError
 Call = Callable[[], object]
 
 STEP = 1 << 28  # a word is number * STEP + digest
-_MEETS = 1  # the bit of a digest that says that the ranks meet at a fence
-_TEXT = 128  # bytes of an entry of the directory: a digest and what it stands for
+_MEETS = 1  # bit of a digest that is set if the ranks meet at a fence
+_TEXT = 128  # bytes of a directory entry: a digest and its text
 _ENTRIES = 31
-NBYTES = (1 + _ENTRIES) * _TEXT  # of a rank's memory: the word, and the directory of what it has signed lately
+NBYTES = (1 + _ENTRIES) * _TEXT  # bytes per rank: its word, and the directory of its latest texts
 
 
 class Register:
-    """Where the ranks of a node sign, for the operations of one communicator.
+    """Shared memory in which the ranks of a node sign for the operations of one communicator.
 
     Attributes:
-        own, others: This rank's word and those of the others, each as a memory view of one element.
-        last: Number of this rank's last operation, times STEP, as the one element of a list.
+        own, others: Word of this rank and words of the other ranks; each is a memory view of one element.
+        last: One-element list with the number of this rank's last operation, times STEP.
     """
 
     def __init__(self, ranks: Sequence[int], own: int, memory: Callable[[int], int], syncs: Sequence[Call]) -> None:
         """Map the words and directories of all ranks of the node.
 
         Args:
-            ranks: Those of the node.
-            own: This one.
-            memory: For a rank, the address of NBYTES bytes, zeros at first, which only that rank writes.
-            syncs: What makes writes visible to later reads, where the machine does not see to that by itself.
+            ranks: Ranks of the node.
+            own: This rank.
+            memory: For a rank, the address of NBYTES bytes, initially zero, that only that rank writes.
+            syncs: Calls that make writes visible to later reads, on machines that need them.
         """
         self._ranks, self._rank, self._syncs = ranks, own, syncs
         areas = {rank: tensor_at(memory(rank), NBYTES, torch.uint8).numpy() for rank in ranks}
@@ -69,16 +72,16 @@ class Register:
         self.own, self.others = self._words[own], [word for rank, word in self._words.items() if rank != own]
         self.last = [0]
         self._directories = {rank: area[_TEXT:].reshape(_ENTRIES, _TEXT) for rank, area in areas.items()}
-        self._signed = 0  # texts in the directory so far
+        self._signed = 0  # number of texts written to the directory
         self._lock = threading.Lock()
 
     def signature(self, said: str, *, meets: bool, together: bool) -> Signature:
-        """Make what signs for an operation each time it is called.
+        """Return the signature of an operation, to be called each time before the operation.
 
         Args:
-            said: Its arguments, in words.
-            meets: Whether its ranks meet at a fence.
-            together: Whether no rank can complete it before all have begun it.
+            said: The operation and its arguments, in words.
+            meets: True if its ranks meet at a fence.
+            together: True if no rank can complete it before all have begun it.
         """
         digest = int.from_bytes(hashlib.blake2b(said.encode(), digest_size=4).digest(), "little") % STEP
         digest = digest | _MEETS if meets else digest & ~_MEETS
@@ -88,15 +91,15 @@ class Register:
         return Signature(self, digest, together)
 
     def look(self, number: int, digest: int, together: bool) -> None:
-        """Look whether another rank is in another operation of this number, or has left this one.
+        """Check that no other rank is in a different operation of this number, or has left this operation already.
 
-        Of two ranks that come at once, one at least must see what the other has written: taking a lock keeps the
-        processor from reading before its own word is seen.
+        If two ranks arrive at the same time, at least one of them must see the word of the other. Taking a lock ensures
+        this: the processor writes this rank's word before it reads the others'.
 
         Args:
             number: Number of this rank's operation, times STEP.
-            digest: Of its arguments.
-            together: Whether no rank can complete it before all have begun it.
+            digest: Digest of its arguments.
+            together: True if no rank can complete it before all have begun it.
 
         Raises:
             CommunicationError: Another rank has signed for something else.
@@ -135,10 +138,10 @@ class Register:
 
 
 class Signature:
-    """Signs for an operation whenever it is called.
+    """Signature of an operation: calling it writes this rank's word and checks the words of the others.
 
     Raises:
-        CommunicationError: In the call: another rank has signed for something else.
+        CommunicationError: When called, if another rank has signed for something else.
     """
 
     __slots__ = ("digest", "register", "together")
@@ -146,12 +149,12 @@ class Signature:
     def __init__(self, register: Register, digest: int, together: bool) -> None:
         self.register, self.digest, self.together = register, digest, together
 
-    def __call__(self) -> None:  # `repeated` does the same
+    def __call__(self) -> None:  # `repeated` has a copy of this code
         register = self.register
         register.last[0] = number = register.last[0] + STEP
         register.own[0] = word = number + self.digest
         for other in register.others:
-            if other[0] != word:  # not here yet, or elsewhere
+            if other[0] != word:  # that rank has not arrived yet, or is in another operation
                 register.look(number, self.digest, self.together)
                 return
 
@@ -160,13 +163,13 @@ Timed = Callable[["torch.Tensor | None"], float]
 
 
 def seen(record: Record, name: str, tensor: torch.Tensor | None, act: Callable[[], object]) -> None:
-    """Do something that may wait, so that the watchdog sees it.
+    """Perform an action that may wait, visible to the watchdog.
 
     Args:
-        record: Where the operation is to be seen.
-        name: Of the operation.
-        tensor: What it is on; None for no data.
-        act: What to do.
+        record: Record in which the watchdog sees the operation.
+        name: Name of the operation.
+        tensor: Tensor of the operation; None if it has no data.
+        act: The action.
 
     Raises:
         CommunicationError: MPI fails.
@@ -181,24 +184,22 @@ def seen(record: Record, name: str, tensor: torch.Tensor | None, act: Callable[[
 
 
 def repeated(record: Record, name: str, calls: Sequence[Call], waiting: Sized, drain: Call) -> Timed:
-    """Make one function that performs a repeated operation; it takes the operation's tensor, for the watchdog.
+    """Return one function that performs a repeated operation.
 
-    It returns the time.monotonic() at which the operation began, for the journal.
+    The function takes the operation's tensor, for the watchdog, and returns the `time.monotonic()` at which the
+    operation began, for the journal. It raises CommunicationError if MPI fails, or if another rank of the node is in
+    another operation.
 
     Args:
-        record: Where the operation is to be seen.
-        name: Of the operation.
-        calls: What it calls; the first is its `Signature` if the ranks sign for it.
-        waiting: Operations that come first, if there are any.
+        record: Record in which the watchdog sees the operation.
+        name: Name of the operation.
+        calls: Calls of the operation; the first is its `Signature` if the ranks sign for it.
+        waiting: Operations that must be performed first.
         drain: Performs those.
-
-    Raises:
-        CommunicationError: In the function that is returned: MPI fails, or another rank of the node is in another
-            operation.
     """
     signature, performed = calls[0] if calls else None, tuple(calls)
     words: Sequence[memoryview] = ()
-    signs = isinstance(signature, Signature)  # not for no data, or where a rank is alone on its node
+    signs = isinstance(signature, Signature)  # false without data, or if the rank is alone on its node
     if isinstance(signature, Signature):
         performed, digest, together, register = performed[1:], signature.digest, signature.together, signature.register
         last, own, words, look = register.last, register.own, register.others, register.look
@@ -209,7 +210,7 @@ def repeated(record: Record, name: str, calls: Sequence[Call], waiting: Sized, d
             drain()
         if signs:
             last[0] = number = last[0] + STEP
-            own[0] = word = number + digest  # long before the others' words are read, which then may be there
+            own[0] = word = number + digest  # early, so that the ranks' words are likely there when they are read
         record.sequence += 1
         record.name = name
         record.tensor = tensor
@@ -232,8 +233,8 @@ def repeated(record: Record, name: str, calls: Sequence[Call], waiting: Sized, d
     return perform
 
 
-_BYTES = 400  # of a text on the wire
-_DIGEST = 8  # bytes: long texts, such as the block sizes of many ranks, may differ where they were cut off
+_BYTES = 400  # of a text in a message
+_DIGEST = 8  # bytes of a digest of the whole text; long texts may differ only after the first _BYTES
 
 
 def compare(comm: MPI.Intracomm, said: str, shown: str = "", place: str = "", nodes: Sequence[int] = ()) -> None:
@@ -241,13 +242,13 @@ def compare(comm: MPI.Intracomm, said: str, shown: str = "", place: str = "", no
 
     Args:
         comm: The ranks.
-        said: What must be the same on all of them, in words.
-        shown: The words for the message, where these are others.
-        place: What must be the same on the ranks of a node.
-        nodes: The node of each rank, where there may be a place.
+        said: Description that must be equal on all ranks.
+        shown: Description for the error message; by default `said`.
+        place: Description that must be equal on the ranks of each node.
+        nodes: Node number of each rank, if there is a `place`.
 
     Raises:
-        CommunicationError: They are not about to do the same; raised on every rank, with what each does at which line.
+        CommunicationError: The descriptions differ; raised on every rank, with each rank's description and source line.
     """
     digests = _exchanged(comm, _digest(said) + _digest(place), 2 * _DIGEST)
     calls = {digest[:_DIGEST] for digest in digests}
@@ -266,7 +267,7 @@ def compare(comm: MPI.Intracomm, said: str, shown: str = "", place: str = "", no
 
 
 def _exchanged(comm: MPI.Intracomm, mine: bytes, nbytes: int) -> list[bytes]:
-    """Return the first `nbytes` bytes of every rank's, filled up with zeros. Collective."""
+    """Return the bytes of every rank, cut or padded with zeros to `nbytes` bytes. Collective."""
     everyone = np.empty((comm.size, nbytes), dtype=np.uint8)
     comm.Allgather(np.frombuffer(mine[:nbytes].ljust(nbytes, b"\0"), dtype=np.uint8), everyone)
     return [theirs.tobytes() for theirs in everyone]
@@ -276,47 +277,47 @@ def _digest(text: str) -> bytes:
     return hashlib.blake2b(text.encode(), digest_size=_DIGEST).digest()
 
 
-# -- What the ranks of a node tell each other before they touch each other's memory.
+# -- Check of the ranks of a node before they access each other's memory.
 #
-# Before the first fence of a program each rank writes a row on the board, memory that the node shares, and after that
-# fence compares the others' rows with its own:
+# Before the first fence of a program, each rank writes a row on the board, which is memory that the node shares. After
+# that fence, it compares the rows of the others with its own:
 #
 #     rank 0   | address | digest | all_reduce of 300000 float32, sum, shared      | number, digest
 #     rank 1   | address | digest | all_reduce of 600000 float32, sum, shared      | number, digest
 #
-# Rows that differ in more than the address, or are not there, are an error on all ranks before any of them has touched
-# what is another's. The digest is that of the whole text, of which the row holds the beginning. Since a rank writes its
-# row again only after the fence that ends the program, nobody still reads it then. Where the node has no room for a
-# board the rows are exchanged as messages.
+# Rows that are missing, or differ in more than the address, are an error on all ranks before any of them has accessed
+# another's memory. The digest is that of the whole text; the row has only the beginning of the text. A rank writes its
+# row again only after the fence that ends the program, when nobody reads it any more. If the node has no shared memory
+# for a board, the rows are exchanged as messages.
 
 _ADDRESS, _ROW_DIGEST = 8, 8  # bytes
-ROW = 128  # bytes: an address, a digest, and the rest text
-LINE = 64  # bytes of a rank's word, which shares its cache line with nobody
-_PROGRAM = 1 << 40  # a word is number * _PROGRAM + digest; the number begins again when that is full
+ROW = 128  # bytes: an address, a digest, and text
+LINE = 64  # bytes reserved for a rank's word, so that no two words share a cache line
+_PROGRAM = 1 << 40  # a word is number * _PROGRAM + digest; the number wraps around
 _LARGEST = (1 << 64) - 1
 _BEGIN = _ADDRESS + _ROW_DIGEST
 _ABSENT = bytes(_ROW_DIGEST)
 
 
 def described(operation: str, numel: int, dtype: torch.dtype, *details: str) -> str:
-    """The arguments of an operation in words, for messages.
+    """Return a description of an operation and its arguments, for messages.
 
     Args:
-        operation: Its name.
-        numel: Elements of the tensor.
-        dtype: Of the tensor.
+        operation: Name of the operation.
+        numel: Number of elements of the tensor.
+        dtype: Type of the elements.
         details: Further arguments; empty ones are left out.
     """
     return ", ".join([f"{operation} of {numel} {str(dtype).removeprefix('torch.')}", *filter(None, details)])
 
 
 def row_of(address: int, said: str, more: str = "") -> bytes:
-    """The row by which a rank tells the others where its memory lies, and what must be the same on all of them.
+    """Return the row with which a rank announces its operation and the address of its memory.
 
     Args:
-        address: Where its memory lies.
-        said: What must be the same on all ranks, in words.
-        more: What must be the same as well, but would tell people nothing.
+        address: Address of the memory that other ranks access.
+        said: Description that must be equal on all ranks.
+        more: Further text that must be equal, but is not shown in messages.
     """
     text = said.encode()
     digest = hashlib.blake2b(text + more.encode(), digest_size=_ROW_DIGEST).digest()
@@ -324,16 +325,16 @@ def row_of(address: int, said: str, more: str = "") -> bytes:
 
 
 def addresses(rows: bytes) -> np.ndarray:
-    """The address in each of several rows that lie one after the other."""
+    """Return the addresses in several consecutive rows, as an int64 array."""
     return np.frombuffer(rows, dtype=np.int64).reshape(-1, ROW // _ADDRESS)[:, 0]
 
 
 def difference(rows: Sequence[bytes], ranks: Sequence[int]) -> str:
-    """What is wrong with the rows of some ranks, in one line; empty if they all say the same.
+    """Describe how the rows of some ranks differ, in one line; return "" if they are equal.
 
     Args:
         rows: One row for each of the ranks.
-        ranks: Their numbers, for the message.
+        ranks: Numbers of the ranks, for the message.
     """
     told: dict[bytes, list[int]] = {}
     for rank, row in zip(ranks, rows, strict=True):
@@ -356,32 +357,32 @@ def _text(row: bytes) -> str:
 
 
 class Board:
-    """The rows of the ranks of a node, for the programs of one communicator, one at a time.
+    """Rows of the ranks of a node, for the programs of one communicator, one program at a time.
 
-    Beside the rows each rank has a word, the number of the program it is in and a digest of its row: while all words
-    are the same, nobody has to read the rows, and a rank that is elsewhere has another number.
+    Each rank also has a word: the number of its current program and a digest of its row. If all words are equal, nobody
+    has to read the rows. A rank that is in another program has another number.
 
     Attributes:
-        shared: Whether the rows are in shared memory; else they are exchanged as messages.
-        own, word: This rank's row and word.
-        others: The other ranks' words.
-        last: The number of this rank's last program, times `_PROGRAM`; the one element of a list.
-        shown: Whose row this rank's is.
+        shared: True if the rows are in shared memory; otherwise they are exchanged as messages.
+        own, word: Row and word of this rank.
+        others: Words of the other ranks.
+        last: One-element list with the number of this rank's last program, times `_PROGRAM`.
+        shown: The bytes object last copied into this rank's row.
     """
 
     def __init__(self, node: MPI.Intracomm, ranks: Sequence[int], arena: Arena, agreed: bool) -> None:
-        """Divide the arena's memory.
+        """Divide the arena's memory among the ranks.
 
         Args:
-            node: The communicator of the ranks of this node.
-            ranks: Their numbers in the communicator the programs are of.
-            arena: A shared one of at least ROW + LINE bytes for each of these ranks; if it is private, the rows become
-                messages.
-            agreed: Whether these are all ranks of the job, which then all raise what one raises.
+            node: MPI communicator of the ranks of this node.
+            ranks: Their ranks in the communicator of the programs.
+            arena: Arena with at least ROW + LINE bytes for each of these ranks. If it is private, the rows are
+                exchanged as messages.
+            agreed: True if these are all ranks of the job, so that an error on one is raised on all.
         """
         self._node, self._ranks, self._agreed = node, ranks, agreed
         self.shared = arena.kind == "shared"
-        first = next(iter(arena.segments.values())) if self.shared else arena.start  # all rows are in that of one
+        first = next(iter(arena.segments.values())) if self.shared else arena.start  # one segment has all rows
         memory = tensor_at(first, node.size * (ROW + LINE), torch.uint8).numpy().data
         self._rows, lines = memory[: node.size * ROW], memory[node.size * ROW :]
         self.own = self._rows[node.rank * ROW : (node.rank + 1) * ROW]
@@ -391,13 +392,13 @@ class Board:
         self.last, self.shown = [0], b""
 
     def rows(self) -> bytes:
-        """The rows of all ranks. Collective where they are messages."""
+        """Return the rows of all ranks. Collective if they are exchanged as messages."""
         if not self.shared:
             self._node.Allgather(MPI.IN_PLACE, [self._rows, ROW, MPI.BYTE])
         return self._rows.tobytes()
 
     def check(self) -> None:
-        """Raise CommunicationError, on all ranks that are here, unless all are, and say the same."""
+        """Raise CommunicationError, on all ranks in this program, unless all ranks are in it and have equal rows."""
         rows = self.rows()
         each = [rows[lo : lo + ROW] for lo in range(0, len(rows), ROW)]
         if self.shared:
@@ -408,28 +409,28 @@ class Board:
             return
         everybody = not any(map(_absent, each))
         if everybody:
-            self._node.Barrier()  # before a rank that has read them all writes its next one
-        else:  # the others have not counted it
+            self._node.Barrier()  # no rank writes its next row before all have read the rows
+        else:  # ranks that are elsewhere have not counted this program
             self.last[0] = self.word[0] = (self.last[0] - _PROGRAM) & _LARGEST
         raise CommunicationError(wrong, agreed=self._agreed and everybody)
 
     def meeting(self, row: bytes, fence: Sequence[Call], learn: Callable[[bytes], None] | None = None) -> Call:
-        """Return a call that says what this rank is about to do, passes the fence and compares that with the others.
+        """Return a call that announces an operation, passes the fence, and compares the rows of all ranks.
 
-        It raises CommunicationError, on all ranks, where they are not about to do the same. It is one function, because
-        of a small operation calls between Python functions would be most of what comparing costs.
+        The call raises CommunicationError, on all ranks, if the rows differ. It is a single function because in a small
+        operation, calls between Python functions would be most of the cost of the comparison.
 
         Args:
-            row: What it is about to do, see `row_of`.
-            fence: At which the ranks of the node meet.
-            learn: Given the rows of all ranks when they have changed.
+            row: Row of the operation, see `row_of`.
+            fence: Calls at which the ranks of the node meet.
+            learn: Called with the rows of all ranks when they have changed.
         """
         digest, seen = int.from_bytes(row[_ADDRESS:_BEGIN], "little") % _PROGRAM, b""
         last, word, others, shared = self.last, self.word, self.others, self.shared
 
         def meet() -> None:
             nonlocal seen
-            if self.shown is not row:  # in a training loop it often is
+            if self.shown is not row:  # in a training loop it is often the same row
                 self.own[:] = self.shown = row
             last[0] = number = (last[0] + _PROGRAM) & _LARGEST
             word[0] = mine = number + digest
@@ -442,7 +443,7 @@ class Board:
                 self.check()
             if learn is not None:
                 rows = self.rows()
-                if rows != seen:  # in a training loop they stay as they are
+                if rows != seen:  # in a training loop they rarely change
                     learn(rows)
                     seen = rows
 

@@ -1,11 +1,11 @@
-"""Programs compiled for one rank: what is to be called, in which order, on memory whose addresses come later.
+"""Compilation of a program for one rank: the calls to make, in order, on memory whose addresses are given later.
 
-A plan knows sizes and no addresses, so that a caller whose tensors lie elsewhere each time only pays for binding: a
-view and a call for each chunk. A message that is to be reduced is received into scratch memory; while it is added, the
-next messages are already posted, as far as they touch other chunks (`_CallOrder`).
+A plan depends on sizes, not on addresses. A caller whose tensors are at new addresses each time pays only for
+binding: one view and one call per chunk. A message that is to be reduced is received into scratch memory. While it is
+added, the next messages are already posted, as long as they use other chunks (`_CallOrder`).
 
-A chunk of WORK is read where it currently is: at first in the caller's input, and after it was written once, in the
-output. So nothing is copied before the first reduction, and inputs stay as they were.
+A chunk of WORK is read from where it currently is: at first from the caller's input, and from the output once it was
+written. So nothing is copied before the first reduction, and inputs do not change.
 """
 
 from __future__ import annotations
@@ -55,48 +55,62 @@ from mpitrain.comm.runtime.remote import Transfers
 
 Region = tuple[str, int, int]  # memory, first cell, last cell + 1
 
-_IN_FLIGHT = 2  # exchanges posted and not yet waited for
+_IN_FLIGHT = 2  # largest number of exchanges that are posted and not yet waited for
 _LANDINGS = _IN_FLIGHT + 1  # scratch areas for messages to be reduced: those in flight and the one being added
 
 
 @dataclass(frozen=True)
 class _Entry:
-    kind: str  # "post", "wait", "local" or "barrier"
+    """One call of a plan.
+
+    Attributes:
+        kind: "post", "wait", "local" or "barrier".
+        call: Makes the call for the addresses of a binding.
+        reads, writes: Memory that the call reads and writes.
+    """
+
+    kind: str
     call: Maker
     reads: Sequence[Region] = ()
     writes: Sequence[Region] = ()
 
 
 def _overlap(a: Sequence[Region], b: Sequence[Region]) -> bool:
+    """Return True if any of the regions `a` overlaps any of the regions `b`."""
     return any(m == n and lo < end and start < hi for m, lo, hi in a for n, start, end in b)
 
 
 class _CallOrder:
-    """Entries in the order in which they are to be called, with the posting of each exchange moved ahead.
+    """The calls of a plan in order, with the posting of each exchange moved ahead.
 
-    They are put down in program order with the memory they read and write. A posting never passes another posting
-    (messages between two ranks match in order), a barrier or an entry it conflicts with, and at most `_IN_FLIGHT`
-    exchanges are posted and not yet waited for.
+    Calls are added in program order, with the memory they read and write. A posting is moved ahead, but never past
+    another posting (messages between two ranks match in order), a barrier or a call that uses the same memory. At most
+    `_IN_FLIGHT` exchanges are posted and not yet waited for.
     """
 
     def __init__(self) -> None:
         self.entries: list[_Entry] = []
 
     def local(self, call: Maker, reads: Sequence[Region], writes: Sequence[Region]) -> None:
-        """Add a call of this rank alone, with the memory that it reads and writes."""
+        """Add a call that involves this rank alone.
+
+        Args:
+            call: Makes the call.
+            reads, writes: Memory that it reads and writes.
+        """
         self.entries.append(_Entry("local", call, reads, writes))
 
     def barrier(self, call: Maker) -> None:
-        """Add a call that nothing may be moved past."""
+        """Add a call that no posting may be moved past."""
         self.entries.append(_Entry("barrier", call))
 
     def exchange(self, number: int, messages: list[Message], reads: Sequence[Region], writes: Sequence[Region]) -> None:
-        """Add an exchange of messages, whose posting may move ahead.
+        """Add an exchange of messages; its posting may be moved ahead.
 
         Args:
-            number: Which exchange of the program it is.
-            messages: What is sent and received.
-            reads, writes: The memory that is sent and received.
+            number: Number of the exchange in the program.
+            messages: Messages that are sent and received.
+            reads, writes: Memory that is sent and received into.
         """
         post = _Entry("post", partial(executor.start, number, messages), reads, writes)
         at, waiting = len(self.entries), 1
@@ -114,7 +128,7 @@ class _CallOrder:
 class Plan:
     """A program compiled for this rank, for memory of one shape at any addresses.
 
-    It may be bound to several places, but of all that were bound one may run at a time, since they share scratch
+    It can be bound several times, but only one of the bound programs may run at a time, because they share scratch
     memory.
     """
 
@@ -131,12 +145,12 @@ class Plan:
 
         Args:
             program: The program.
-            comm: Its ranks are those of the program.
-            layout: Any layout of the shape (`Layout.shape`) that the plan is for.
-            reduction: What combines values; None if the program combines none.
+            comm: MPI communicator of the program's ranks.
+            layout: Any layout with the shape (`Layout.shape`) that the plan is for.
+            reduction: Arithmetic of the program; None if it combines nothing.
             meet: Returns when all ranks of the node have called it.
-            sync: What makes writes to memory that the node shares visible (MPI-4.1, section 12.7), called before this
-                rank tells others of them, and after others have told it of theirs.
+            sync: Calls that make writes to the node's shared memory visible (MPI-4.1, section 12.7). They are made
+                before this rank notifies others of its writes, and after others have notified it of theirs.
         """
         self._computes = reduction is not None and (layout.dtype.is_floating_point or layout.dtype.is_complex)
         self._comm, self._program, self._layout, self._reduction = comm, program, layout, reduction
@@ -144,9 +158,9 @@ class Plan:
         self._sync, self._fence = sync, [*sync, meet, *sync]
         self._rank, self._item = comm.rank, layout.dtype.itemsize
         in_place = layout.source == layout.target
-        self._inside = self._between = 0  # bytes, by the phase that is compiled
-        self._arrived = bytearray([in_place]) * program.chunks  # which chunks of WORK lie in the target by now
-        self._phases: list[tuple[list[Maker], str, Moved]] = []  # with the event before each, and what it moves
+        self._inside = self._between = 0  # bytes moved inside and between nodes in the phase being compiled
+        self._arrived = bytearray([in_place]) * program.chunks  # 1 for each chunk of WORK that is in the target by now
+        self._phases: list[tuple[list[Maker], str, Moved]] = []  # makers, event awaited before them, bytes moved
         self._scratch: list[torch.Tensor] = []
         self._exchanges = 0
         self._landings: list[int] = []  # numbers of scratch areas
@@ -155,7 +169,7 @@ class Plan:
         self._locals: list[Place] = []  # this rank's side of each transfer
         self._inbox_bounds = layout.inbox_bounds or [i * layout.slot for i in range(program.inbox + 1)]
         own = 0 if layout.inbox else self._inbox_bounds[-1]
-        self._inbox = self._new_scratch(own) if own else NONE  # in scratch memory, unless the caller gave one
+        self._inbox = self._new_scratch(own) if own else NONE  # in scratch memory, unless the layout has an inbox
         phases = program.phases(self._rank)
         for steps in phases:
             self._order = _CallOrder()
@@ -168,12 +182,12 @@ class Plan:
             self._inside = self._between = 0
 
     def bind(self, layout: Layout) -> Compiled:
-        """Bind a program of one phase to a layout's addresses. Of all that were bound, one may run at a time."""
+        """Bind a program of one phase to the addresses of a layout. Only one bound program may run at a time."""
         (only,) = self.bind_phases(layout)
         return only
 
     def bind_phases(self, layout: Layout) -> list[Compiled]:
-        """Bind each phase of the program to a layout's addresses. Of all that were bound, one may run at a time."""
+        """Bind each phase of the program to the addresses of a layout. Only one bound program may run at a time."""
         meets = layout.board is not None
         binding = executor.Binding(self._comm, layout, self._scratch, self._transfers, self._locals)
         bound: list[Compiled] = []
@@ -185,7 +199,7 @@ class Plan:
         return bound
 
     def _compile(self, steps: Sequence[Step]) -> None:
-        finished = False  # whether the step was done with the one before it
+        finished = False  # true if the step was already done with the one before it
         for step, following in zip(steps, [*steps[1:], None], strict=True):
             if finished:
                 finished = False
@@ -206,22 +220,23 @@ class Plan:
             elif isinstance(step, Await):
                 self._order.barrier(partial(executor.wait_for_all, step.event))
                 self._order.barrier(lambda binding: self._sync)
-            elif isinstance(step, Compare):  # and so are the two steps before it
+            elif isinstance(step, Compare):  # this call also does the two steps before it, Tell and Fence
                 self._order.barrier(partial(executor.meet, self._fence))
 
     def _count(self, other: int, numel: int) -> None:
-        """Elements go to another rank, or between its memory and this rank's; none are counted that stay here."""
+        """Count the bytes of `numel` elements, if they move between this rank and another."""
         if other != self._rank:
             here = self._program.nodes[other] == self._program.nodes[self._rank]
             self._inside += numel * self._item * here
             self._between += numel * self._item * (not here)
 
     def _new_scratch(self, numel: int) -> int:
+        """Allocate a scratch area of `numel` elements, and return its number."""
         self._scratch.append(torch.empty(numel, dtype=self._layout.dtype, device=self._layout.device))
         return len(self._scratch) - 1
 
     def _elements(self, span: Span) -> tuple[int, int]:
-        """Offset and number of elements of a span in its memory."""
+        """Return the offset and the number of elements of a span in its memory."""
         lo, hi = int(span.lo), int(span.hi)
         if hi <= lo:
             return 0, 0
@@ -231,7 +246,7 @@ class Plan:
         return bounds[lo], bounds[hi] - bounds[lo]
 
     def _place(self, owner: int, span: Span, numel: int, *, written: bool = False) -> Place:
-        """Where a span of a rank's memory is to be read (or written)."""
+        """Return the place from which a span of a rank's memory is read, or to which it is written."""
         start = self._elements(span)[0]
         if span.memory == INBOX and self._inbox != NONE:
             return Place(SCRATCH, self._inbox, start, numel)
@@ -239,7 +254,7 @@ class Plan:
             return Place(span.memory, owner, start, numel)
         if owner != self._rank:
             return Place(PEER, owner, start, numel)
-        bounds = self._layout.bounds  # a chunk without elements lies nowhere: nothing was written there
+        bounds = self._layout.bounds  # empty chunks are left out: they are never written, so never marked as arrived
         arrived = [self._arrived[c] for c in range(int(span.lo), int(span.hi)) if bounds[c] < bounds[c + 1]]
         if written or all(arrived):
             return Place(TARGET, owner, start, numel)
@@ -248,6 +263,7 @@ class Plan:
         return Place(SOURCE, owner, start, numel)
 
     def _mark(self, span: Span) -> None:
+        """Mark the chunks of a span as written to the target."""
         if span.memory == WORK:
             lo, hi = int(span.lo), int(span.hi)
             self._arrived[lo:hi] = b"\1" * (hi - lo)
@@ -290,6 +306,7 @@ class Plan:
         self._mark(step.recv)
 
     def _landing(self, slot: int) -> int:
+        """Return the number of a scratch area for a message that is to be reduced."""
         if not self._landings:
             steps = self._program.executed(self._rank)
             arriving = [s for s in steps if isinstance(s, Exchange) and s.reduce and int(s.source) != NONE]
@@ -298,10 +315,11 @@ class Plan:
         return self._landings[slot]
 
     def _is_remote(self, owner: int, span: Span) -> bool:
+        """Return True if a span is in the WORK of another process and reached by system calls."""
         return owner != self._rank and span.memory == WORK and self._transfers is not None
 
     def _transfer(self, local: Place, owner: int, span: Span, *, write: bool) -> Maker:
-        """Copies between a place here and a span of another process's WORK."""
+        """Add the copies between a place here and a span of another process's WORK; return the maker of their calls."""
         assert self._transfers is not None
         start, first, most = self._elements(span)[0], len(self._locals), LARGEST_COUNT // self._item
         for lo in range(0, local.numel, most):
@@ -311,7 +329,7 @@ class Plan:
         return partial(executor.transfer, slice(first, len(self._locals)))
 
     def _fetched(self, slot: int, numel: int) -> Place:
-        """Memory for what is read from another process before it is combined."""
+        """Return scratch memory for data that is read from another process before it is combined."""
         while len(self._fetches) <= slot:
             self._fetches.append(self._new_scratch(max(self._layout.slot, numel)))
         return Place(SCRATCH, self._fetches[slot], 0, numel)
@@ -323,7 +341,7 @@ class Plan:
         if numel == 0:
             return
         into = self._place(self._rank, step.into, numel, written=True)
-        # then one landing place in the cache is enough; 16-bit sums would lose digits by rounding after each pair
+        # one by one, a single landing area in the cache is enough; 16-bit sums would lose digits by repeated rounding
         one_by_one = self._reduction.dtype not in HALVES and not step.tree
         parts: list[Place] = []
         makers: list[Maker] = []
@@ -371,7 +389,7 @@ class Plan:
             self._order.local(lambda binding: executor.scaling(binding.view(place), scale), [region], [region])
 
     def _bring_home(self) -> None:
-        """Blocks this rank must end with that were never written are still in the caller's input: copy them."""
+        """Copy the blocks of this rank's result that were never written from the caller's input to the output."""
         segments = self._program.segments
         for goal in self._program.collective.ends(self._rank):
             if goal.memory == WORK and not any(self._arrived[goal.cell * segments : (goal.cell + 1) * segments]):

@@ -1,19 +1,20 @@
-"""Runs programs: what a plan says is bound to addresses once, and is then nothing but a loop over calls.
+"""Execution of programs: a plan is bound to addresses once, and then running it is a loop over calls.
 
     program  --compile-->  Plan  --bind-->  Compiled  --call-->  one operation
     steps                  makers           calls on
                            of calls         addresses
 
-Messages are persistent requests of raw bytes.
+Messages are persistent MPI requests of raw bytes.
 
-`Reduction` is the arithmetic, and what each (operation, dtype) pair means:
+`Reduction` defines the arithmetic of each (operation, dtype) pair:
 
-fp16 and bf16 are accumulated in fp32 and rounded once. Integers wrap where they overflow, as torch's do; their average
-is the sum divided toward zero. bool is logical: sum and max are OR, product and min are AND, and there is no average.
-Complex numbers have no minimum and no maximum.
+- fp16 and bf16 are accumulated in fp32 and rounded once.
+- Integers wrap on overflow, as in torch; their average is the sum divided by the number of ranks, rounded toward zero.
+- bool is logical: sum and max are OR, product and min are AND, and there is no average.
+- Complex numbers have no minimum and no maximum.
 
-Host memory is worked on with NumPy, whose calls cost half as much as torch's and copy as fast as memcpy, unless
-torch may use several threads and there is enough for them to do.
+Host memory is processed with NumPy, whose calls cost half as much as torch's and copy as fast as memcpy. torch is used
+instead if it may use several threads and there are enough elements to divide among them.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ from mpitrain.errors import CommunicationError, InputError
 
 Array: TypeAlias = "torch.Tensor | np.ndarray"
 
-_FOR_THREADS = 1 << 16  # elements from which torch divides an operation among threads usefully
+_FOR_THREADS = 1 << 16  # number of elements from which it pays to divide an operation among torch's threads
 
 
 @dataclass(frozen=True)
 class _Operation:
-    """One reduction: by torch, by NumPy, by MPI."""
+    """Functions for one reduction: of torch, of NumPy, and of MPI."""
 
     torch: Callable[..., Any]
     numpy: Any
@@ -71,9 +72,9 @@ class Reduction:
 
     Attributes:
         op: Name of the operation, one of `OPERATIONS`.
-        dtype: Of the elements.
-        operation: The functions that perform it.
-        scale: Factor of the result, applied at the end; None for none. An integer is a divisor (see `scaling`).
+        dtype: Type of the elements.
+        operation: Functions that perform it.
+        scale: Factor applied to the result at the end; None for none. An integer is a divisor (see `scaling`).
     """
 
     op: str
@@ -83,12 +84,12 @@ class Reduction:
 
     @staticmethod
     def of(op: str, dtype: torch.dtype, size: int) -> Reduction:
-        """The reduction that a name stands for.
+        """Return the reduction of a name, for a dtype and a number of ranks.
 
         Args:
             op: One of `OPERATIONS`.
-            dtype: Of the elements.
-            size: Number of ranks, which averages are divided by.
+            dtype: Type of the elements.
+            size: Number of ranks, by which averages are divided.
 
         Raises:
             InputError: There is no such operation, or it has no meaning for the dtype.
@@ -107,22 +108,22 @@ class Reduction:
 
     @property
     def library_saturates(self) -> bool:
-        """Return whether an MPI library may saturate where torch wraps around, as Open MPI does."""
+        """True if an MPI library may saturate on overflow, as Open MPI does, where torch wraps around."""
         return self.operation is _SUM and self.dtype in SMALL_INTEGERS
 
     def combine(self, parts: Sequence[Array], out: Array, *, tree: bool, scale: float | None) -> list[Call]:
-        """Calls that set `out` to the reduction of the parts, times `scale`.
+        """Return the calls that set `out` to the reduction of the parts, times `scale`.
 
         Args:
-            parts: Flat tensors or arrays of one length, all in the form that `for_numpy` says. Where `tree` is set any
-                of them may be `out` itself, else only the first.
-            out: Where the result goes.
-            tree: Reduce as a fixed binary tree over the order of the parts, else from left to right.
-            scale: A factor; None for none.
+            parts: Flat tensors or arrays of equal length, of the kind that `for_numpy` selects. With `tree`, any of
+                them may be `out` itself; otherwise only the first.
+            out: Receives the result.
+            tree: If true, reduce as a fixed binary tree over the order of the parts; otherwise from left to right.
+            scale: Factor; None for none.
         """
         if len(parts) == 1:
             return [copying(out, parts[0]), *scaling(out, scale)]
-        if self.dtype in HALVES and (len(parts) > 2 or scale is not None):  # pairs would be rounded one by one
+        if self.dtype in HALVES and (len(parts) > 2 or scale is not None):  # one by one, each pair would be rounded
             return [self._wide(parts, out, tree, scale)]
         join = self.operation.numpy if isinstance(out, np.ndarray) else self.operation.torch
         if tree and len(parts) > 2:
@@ -132,7 +133,7 @@ class Reduction:
         return [*calls, *scaling(out, scale)]
 
     def _wide(self, parts: Sequence[Any], out: Any, tree: bool, scale: float | None) -> Call:
-        """16-bit parts accumulated in fp32, rounded once."""
+        """Return the call that accumulates 16-bit parts in fp32 and rounds once."""
         join = self.operation.torch
 
         def run() -> None:
@@ -148,7 +149,12 @@ class Reduction:
 
 
 def copying(into: Array, of: Array) -> Call:
-    """A call that copies between flat tensors or arrays, and converts the type where they differ."""
+    """Return a call that copies between flat tensors or arrays, and converts the dtype if they differ.
+
+    Args:
+        into: Destination.
+        of: Source.
+    """
     if isinstance(into, np.ndarray):
         return partial(np.copyto, into, of)
     assert isinstance(of, torch.Tensor)
@@ -162,47 +168,52 @@ def scaling(x: Array, scale: float | None) -> list[Call]:
 
     Args:
         x: Flat tensor or array.
-        scale: Factor; an integer is a divisor of integers, and the quotient is rounded toward zero. None for no call.
+        scale: Factor; an integer is a divisor of integers, with quotients rounded toward zero. None for no call.
     """
     if scale is None:
         return []
-    if isinstance(scale, int):  # divided in 64 bits, because a number of ranks need not fit into the type of x
+    if isinstance(scale, int):  # divide in 64 bits, because the number of ranks may not fit into the type of x
         whole = torch.from_numpy(x) if isinstance(x, np.ndarray) else x
         return [lambda: whole.copy_(torch.div(whole.long(), scale, rounding_mode="trunc"))]
     return [partial(np.multiply, x, scale, out=x) if isinstance(x, np.ndarray) else partial(x.mul_, scale)]
 
 
 def for_numpy(dtype: torch.dtype, device: torch.device | None, numel: int) -> bool:
-    """Whether so many elements are worked on with NumPy rather than with torch.
+    """Return True to process elements with NumPy, whose calls cost less; return False to use torch.
 
-    NumPy's calls cost less. Torch serves for 16-bit numbers, on devices, and where several threads have enough to do.
+    torch is used for 16-bit numbers, on devices, and if several threads have enough to do.
+
+    Args:
+        dtype: Type of the elements.
+        device: Device of the memory; None for the host.
+        numel: Number of elements.
     """
     if dtype in HALVES or (device is not None and device.type != "cpu"):
         return False
     return numel < _FOR_THREADS or torch.get_num_threads() == 1
 
 
-SOURCE, TARGET, PEER, SCRATCH = "source", "target", "peer", "scratch"  # memories besides INBOX and SLOT
+SOURCE, TARGET, PEER, SCRATCH = "source", "target", "peer", "scratch"  # memories in addition to INBOX and SLOT
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a program's memories are, for this rank and its neighbours. Addresses are in bytes, bounds in elements.
+    """Location of a program's memory, on this rank and its neighbours. Addresses are in bytes, bounds in elements.
 
     Attributes:
         dtype: Type of the elements.
-        bounds: Offsets of the chunks in WORK, one more than there are chunks.
-        source, target: WORK as the caller gave it and as the caller gets it; the same for operations in place.
-        peers: For a rank of this node, the address of its WORK, if that is mapped here.
-        neighbours: Reach the other ranks' WORK by its address where it is not mapped.
-        seen: The address that this rank then shows the others.
-        slots: For a rank, the address of its staging slots, each of the largest chunk's size.
-        board: Where the ranks of the node compare what they do, before they touch each other's memory.
-        said: What they compare, see `row_of`; the program's signals carry it too.
-        events: What carries the signals of each event of the program.
-        inbox, inbox_bounds: Address and cell offsets of INBOX; without an address the plan has its own.
-        device: Where the memory is; None for the host.
-        memory: Finds the tensor over an address on a device; None for the host.
+        bounds: Offsets of the chunks in WORK, and the end of the last one.
+        source, target: Addresses of WORK as input and as output; equal for operations in place.
+        peers: For a rank of this node, returns the address of its WORK, if that is mapped in this process.
+        neighbours: Processes whose WORK is accessed by system calls, if it is not mapped.
+        seen: Address of this rank's WORK that the others then use.
+        slots: For a rank, returns the address of its staging slots, each of the size of the largest chunk.
+        board: Board on which the ranks of the node compare their operations before they access each other's memory.
+        said: Descriptions that they compare, see `row_of`; the program's signals carry them too.
+        events: For each event of the program, the object that carries its signals.
+        inbox, inbox_bounds: Address and cell offsets of INBOX; without an address, the plan allocates it.
+        device: Device of the memory; None for the host.
+        memory: Returns the tensor at an address on a device; None for the host.
     """
 
     dtype: torch.dtype
@@ -228,24 +239,24 @@ class Layout:
 
     @property
     def shape(self) -> Hashable:
-        """Everything in it but the addresses: what a plan depends on."""
+        """Everything that a plan depends on: all fields except the addresses."""
         reached = (self.peers is not None, self.neighbours is not None, self.slots is not None)
         cells = (bool(self.inbox), tuple(self.inbox_bounds))
         return self.dtype, tuple(self.bounds), self.source == self.target, reached, cells, self.device
 
 
 class Compiled:
-    """A program bound to memory; calling it runs it.
+    """A program bound to memory; call it to run it.
 
     Args:
-        calls: What it calls, in order.
-        keeps: What must live as long (buffers), and the compiled programs that it is made of.
-        requests: The persistent requests that it starts and that `free` releases.
-        computes: Whether it computes with floating-point numbers. NumPy would report overflows that torch and MPI pass
-            on without a word.
-        meets: Whether ranks meet at a fence in it, and compare what they do.
-        awaits: The signals that it waits for before it begins, if it is a phase of a program.
-        moved: What it moves by itself, without the compiled programs that it is made of.
+        calls: Calls to make, in order.
+        keeps: Objects to keep alive, such as buffers, and the compiled programs that this one consists of.
+        requests: Persistent requests that it starts and that `free` releases.
+        computes: True if it computes with floating-point numbers. NumPy's warnings are then turned off: NumPy would
+            report overflows that torch and MPI ignore.
+        meets: True if ranks meet at a fence in it and compare their operations.
+        awaits: Signals to wait for before it begins, if it is a phase of a program.
+        moved: Bytes that it moves itself, without the compiled programs that it consists of.
     """
 
     __slots__ = ("_calls", "_computes", "_keeps", "_meets", "_moved", "_requests", "awaits")
@@ -274,33 +285,33 @@ class Compiled:
 
     @property
     def calls(self) -> tuple[Call, ...]:
-        """The calls that running it makes."""
+        """Calls that a run makes."""
         return (self,) if self._computes else self._calls
 
     def after(self, call: Call) -> Compiled:
-        """The same program with a call before it. This one must not be used any more."""
+        """Return this program with a call before it. This object must not be used any more."""
         calls = (call, *self._calls)
         return Compiled(calls, self._keeps, self._requests, self._computes, self._meets, moved=self._moved)
 
     @property
     def parts(self) -> list[Compiled]:
-        """The compiled programs that this one is made of."""
+        """Compiled programs that this one consists of."""
         return [kept for kept in self._keeps if isinstance(kept, Compiled)]
 
     @property
     def moved(self) -> Moved:
-        """What a run of it moves, with all its parts."""
+        """Bytes that a run moves, including all parts."""
         parts = self.parts
         return Moved.sum([self._moved, *(part.moved for part in parts)]) if parts else self._moved
 
     @property
     def meets(self) -> bool:
-        """Whether ranks meet at a fence in it or in one of its parts."""
+        """True if ranks meet at a fence in this program or in one of its parts."""
         return self._meets or any(part.meets for part in self.parts)
 
     @property
     def has_requests(self) -> bool:
-        """Whether there is anything that only `free` releases."""
+        """True if there are requests that only `free` releases."""
         return bool(self._requests) or any(part.has_requests for part in self.parts)
 
     def free(self) -> None:
@@ -313,12 +324,12 @@ class Compiled:
 
 
 class Place(NamedTuple):
-    """Elements of one of the memories that get their address when a plan is bound.
+    """Elements of a memory whose address is known when a plan is bound.
 
     Attributes:
         memory: SOURCE, TARGET, PEER, SCRATCH, SLOT or INBOX.
-        owner: The rank whose memory it is, or the number of the scratch area.
-        start: Number of the first element.
+        owner: Rank that owns the memory, or the number of the scratch area.
+        start: Index of the first element.
         numel: Number of elements.
     """
 
@@ -329,11 +340,11 @@ class Place(NamedTuple):
 
 
 class Binding:
-    """The addresses of a plan, and what is made for them. A `Maker` turns it into calls.
+    """Addresses for a plan, and the objects created for them. A `Maker` turns a binding into calls.
 
     Attributes:
-        made: The persistent requests made so far.
-        table: The transfers to and from other processes, if there are any.
+        made: Persistent requests created so far.
+        table: Copies to and from other processes, if there are any.
     """
 
     def __init__(
@@ -347,11 +358,11 @@ class Binding:
         """Prepare for the addresses of a layout.
 
         Args:
-            comm: The ranks of the plan.
-            layout: Where the memories are.
-            scratch: The plan's own memory.
-            transfers: Its transfers to and from other processes, if it has any.
-            locals: This rank's side of each transfer.
+            comm: MPI communicator of the plan's ranks.
+            layout: Location of the memory.
+            scratch: Scratch areas of the plan.
+            transfers: Copies to and from other processes, if there are any.
+            locals: This rank's side of each of these copies.
         """
         self.comm, self.layout, self.item = comm, layout, layout.dtype.itemsize
         self._scratch, self._own = scratch, {SOURCE: layout.source, TARGET: layout.target, INBOX: layout.inbox}
@@ -362,11 +373,11 @@ class Binding:
         self._tellings: dict[str, Telling] = {}
 
     def address(self, place: Place) -> int:
-        """The address of a place, in bytes."""
+        """Return the address of a place in bytes."""
         return self._base(place.memory, place.owner) + place.start * self.item
 
     def view(self, place: Place) -> Array:
-        """The elements of a place, in the form in which they are worked on: a NumPy array or a torch tensor."""
+        """Return the elements of a place as a NumPy array or a torch tensor, whichever is used to process them."""
         layout = self.layout
         if layout.memory is not None:
             if place.memory == SCRATCH:
@@ -392,13 +403,18 @@ class Binding:
         return where(owner)
 
     def telling(self, event: str) -> Telling:
-        """This rank's part in an event of the program."""
+        """Return this rank's part in an event of the program."""
         if event not in self._tellings:
             self._tellings[event] = Telling(self.layout.events[event], row_of(0, *self.layout.said))
         return self._tellings[event]
 
     def requests(self, number: int, messages: Sequence[Message]) -> list[MPI.Prequest]:
-        """The persistent requests of exchange `number`, which are made when they are first asked for."""
+        """Return the persistent requests of an exchange; the first call creates them.
+
+        Args:
+            number: Number of the exchange in the program.
+            messages: Messages of the exchange.
+        """
         made = self._exchanges.get(number)
         if made is None:
             made = self._exchanges[number] = []
@@ -414,11 +430,11 @@ Maker: TypeAlias = Callable[[Binding], Sequence[Call]]
 
 
 class Message(NamedTuple):
-    """One side of an exchange.
+    """One message of an exchange.
 
     Attributes:
-        sends: Whether it is sent to the peer, else received from it.
-        place: What is sent, or where it goes.
+        sends: True if it is sent to the peer; False if it is received from it.
+        place: Memory that is sent or received into.
         peer: The other rank.
     """
 
@@ -427,24 +443,32 @@ class Message(NamedTuple):
     peer: int
 
     def pieces(self, item: int) -> list[tuple[int, int]]:
-        """Offset and length, in bytes, of each MPI message that it is cut into."""
+        """Return (offset, length) in bytes of each MPI message that this is cut into; elements have `item` bytes."""
         return pieces(self.place.numel * item)
 
 
-# -- makers: calls on the addresses of a binding
+# -- makers: functions that return calls on the addresses of a binding
 
 
 def start(number: int, messages: Sequence[Message], binding: Binding) -> list[Call]:
-    """The call that begins exchange `number`."""
+    """Return the call that starts an exchange.
+
+    Args:
+        number: Number of the exchange in the program.
+        messages: Messages of the exchange.
+        binding: Addresses.
+    """
     requests = binding.requests(number, messages)
     return [requests[0].Start if len(requests) == 1 else partial(MPI.Prequest.Startall, requests)]
 
 
 def wait(number: int, messages: Sequence[Message], binding: Binding) -> list[Call]:
-    """The call that completes exchange `number`.
+    """Return the call that completes an exchange; it raises CommunicationError if too few bytes arrive.
 
-    Raises:
-        CommunicationError: In the call: less has arrived than was expected.
+    Args:
+        number: Number of the exchange in the program.
+        messages: Messages of the exchange.
+        binding: Addresses.
     """
     requests = binding.requests(number, messages)
     parts = [(message, nbytes) for message in messages for _, nbytes in message.pieces(binding.item)]
@@ -471,14 +495,23 @@ def _receive(
 def combine(
     reduction: Reduction, parts: Sequence[Place], into: Place, tree: bool, scale: float | None, binding: Binding
 ) -> list[Call]:
-    """The calls that set `into` to the reduction of the parts, times `scale` if there is one."""
+    """Return the calls that set `into` to the reduction of the parts.
+
+    Args:
+        reduction: Arithmetic.
+        parts: Operands.
+        into: Receives the result.
+        tree: If true, reduce as a fixed binary tree over the order of the parts; otherwise from left to right.
+        scale: Factor of the result; None for none.
+        binding: Addresses.
+    """
     out, calls = binding.view(into), list[Call]()
     views = [_beside(binding.view(part), out, calls) for part in parts]
     return [*calls, *reduction.combine(views, out, tree=tree, scale=scale)]
 
 
 def _beside(view: Array, out: Array, calls: list[Call]) -> Array:
-    """The view, or a copy of it on out's device, where a neighbour computes on another; calls: gets what copies it."""
+    """Return the view, or a copy of it on the device of `out`; the call that makes the copy is added to `calls`."""
     if isinstance(view, np.ndarray) or isinstance(out, np.ndarray) or view.device == out.device:
         return view
     near = torch.empty_like(out)
@@ -487,23 +520,44 @@ def _beside(view: Array, out: Array, calls: list[Call]) -> Array:
 
 
 def copy(into: Place, of: Place, binding: Binding) -> list[Call]:
-    """The call that copies one place to another; none if both are at one address."""
+    """Return the call that copies one place to another; none if both have the same address.
+
+    Args:
+        into: Destination.
+        of: Source.
+        binding: Addresses.
+    """
     same = binding.address(into) == binding.address(of)
     return [] if same else [copying(binding.view(into), binding.view(of))]
 
 
 def signal(event: str, binding: Binding) -> list[Call]:
-    """The call that gives the signal of an event."""
+    """Return the call that gives the signal of an event.
+
+    Args:
+        event: Name of the event.
+        binding: Addresses.
+    """
     return [binding.telling(event).signal]
 
 
 def wait_for_all(event: str, binding: Binding) -> list[Call]:
-    """The call that waits until all ranks of the node have given the signal of an event."""
+    """Return the call that waits until all ranks of the node have given the signal of an event.
+
+    Args:
+        event: Name of the event.
+        binding: Addresses.
+    """
     return [binding.telling(event).wait]
 
 
 def meet(fence: Sequence[Call], binding: Binding) -> Sequence[Call]:
-    """Make the calls of a first fence, at which ranks compare what they do where there is a board."""
+    """Return the calls of the first fence, at which ranks compare their operations if there is a board.
+
+    Args:
+        fence: Calls at which the ranks of the node meet.
+        binding: Addresses.
+    """
     layout, table = binding.layout, binding.table
     if layout.board is None:
         return fence
@@ -512,6 +566,11 @@ def meet(fence: Sequence[Call], binding: Binding) -> Sequence[Call]:
 
 
 def transfer(which: slice, binding: Binding) -> Sequence[Call]:
-    """The calls that perform some of the transfers to and from other processes."""
+    """Return the calls for some of the copies to and from other processes.
+
+    Args:
+        which: Range of the copies.
+        binding: Addresses.
+    """
     assert binding.table is not None
     return binding.table.transfers[which]

@@ -1,11 +1,12 @@
-"""Reading and writing the private memory of the other processes of a node (Linux process_vm_readv(2)).
+"""Access to the private memory of the other processes of a node (Linux process_vm_readv(2)).
 
-For tensors that lie in no arena: a rank sums its slice of its neighbours' vectors where they are, with one copy
-into the cache, and writes the result back into them. Programs see no difference to memory that is mapped; only
-the neighbours' addresses are looked up at each run, on the board (`agreement.py`). What is written there is the same on
-all ranks but for the address, so a transfer never leaves the tensor that its rank has passed.
+It serves tensors outside arenas: a rank sums its slice of its neighbours' vectors in place, with one copy into the
+cache, and writes the result back into them. Programs treat this memory like mapped memory, except that the neighbours'
+addresses are read from the board (`agreement.py`) in each run. The rows on the board are equal on all ranks except for
+the address, so a transfer never leaves the tensor that the other rank has passed.
 
-The kernel allows it between processes of one user, unless a container or ptrace_scope forbids it; `probe` asks.
+The kernel allows this access between processes of one user, unless a container or ptrace_scope forbids it; `probe`
+finds out.
 """
 
 from __future__ import annotations
@@ -27,20 +28,20 @@ _PAIR = 16  # bytes of an address and a length
 
 
 class Neighbours:
-    """The processes of this rank's node whose memory this process may read and write.
+    """Processes of this rank's node whose memory this process can read and write.
 
     Attributes:
-        pids: Process ids, by rank of the communicator.
-        places: Numbers of the ranks' rows on the board.
-        readv, writev: The system calls that read from and write to another process.
+        pids: Process id of each rank of the communicator that is on this node.
+        places: Row number on the board of each of these ranks.
+        readv, writev: System calls that read from and write to another process.
     """
 
     def __init__(self, pids: dict[int, int], places: dict[int, int]) -> None:
-        """Note the processes, and look up the system calls.
+        """Store the processes and look up the system calls.
 
         Args:
-            pids: Process ids by rank.
-            places: Numbers of the ranks' rows on the board.
+            pids: Process id of each rank.
+            places: Row number on the board of each rank.
         """
         self.pids, self.places = pids, places
         libc = ctypes.CDLL(None, use_errno=True)
@@ -52,16 +53,16 @@ class Neighbours:
 
 
 def probe(comm: MPI.Intracomm, node: MPI.Intracomm, neighbours: Sequence[int], board: Board) -> Neighbours | None:
-    """Find out whether ranks can read and write the memory of the others on their node. Collective over `comm`.
+    """Test whether ranks can read and write the memory of the other ranks on their node. Collective over `comm`.
 
     Args:
-        comm: All ranks, which come to one answer.
-        node: The communicator of those on this node.
-        neighbours: The ranks of this node, in the order of `node`.
-        board: Their board, in shared memory.
+        comm: MPI communicator of all ranks; all get the same answer.
+        node: MPI communicator of the ranks on this node.
+        neighbours: Ranks of this node, in the order of `node`.
+        board: Board of these ranks, in shared memory.
 
     Returns:
-        The neighbours, or None if some rank of `comm` cannot reach those of its node.
+        The neighbours, or None if some rank of `comm` cannot access the memory on its node.
     """
     places = {rank: index for index, rank in enumerate(neighbours)}
     pids = np.empty(node.size, dtype=np.int64)
@@ -86,11 +87,11 @@ def probe(comm: MPI.Intracomm, node: MPI.Intracomm, neighbours: Sequence[int], b
 
 
 class Transfers:
-    """The transfers of a program, without addresses.
+    """Copies of a program between processes, without addresses.
 
     Attributes:
-        neighbours: The processes they are with.
-        rows: (rank, offset, nbytes, whether it writes) of each, see `add`.
+        neighbours: The other processes.
+        rows: (rank, offset, nbytes, write) of each copy, see `add`.
     """
 
     def __init__(self, neighbours: Neighbours) -> None:
@@ -98,45 +99,46 @@ class Transfers:
         self.rows: list[tuple[int, int, int, bool]] = []
 
     def add(self, rank: int, offset: int, nbytes: int, *, write: bool) -> None:
-        """Add a copy between memory of this rank, which is known later, and memory of another.
+        """Add a copy between memory of this rank, given later, and memory of another rank.
 
         Args:
             rank: The other rank.
-            offset: Bytes after the address in that rank's row on the board, where its memory begins.
-            nbytes: How much is copied.
-            write: Whether it is copied there, else from there.
+            offset: Bytes after the start of that rank's memory, which is the address in its row on the board.
+            nbytes: Number of bytes.
+            write: If true, copy to the other rank; otherwise copy from it.
         """
         self.rows.append((rank, offset, nbytes, write))
 
     @functools.cached_property
     def columns(self) -> np.ndarray:
-        """Return three rows of numbers: for each transfer the board's row of its rank, its offset, and its length."""
+        """Array of shape (3, number of copies): row number of the rank on the board, offset, and number of bytes."""
         places = self.neighbours.places
         each = [(places[rank], offset, nbytes) for rank, offset, nbytes, _ in self.rows]
         return np.ascontiguousarray(np.array(each, dtype=np.int64).reshape(-1, 3).T)
 
 
 class Table:
-    """The transfers of a program with addresses: for each, an (address, length) pair here and one in the other process.
+    """Copies of a program between processes, with addresses.
 
-    The pairs are as the system calls take them. Addresses in other processes are filled in at each run.
+    For each copy there are two (address, length) pairs, as the system calls take them: one for this process and one for
+    the other. The addresses in other processes are filled in at each run.
 
     Attributes:
-        transfers: The transfers, each to be called.
+        transfers: One call per copy.
     """
 
     def __init__(self, transfers: Transfers, local: Sequence[int]) -> None:
-        """Lay the pairs out.
+        """Allocate the pairs.
 
         Args:
-            transfers: What is to be transferred.
-            local: For each, the address in this process.
+            transfers: The copies.
+            local: Address in this process for each copy.
         """
         self._places, self._offsets, sizes = transfers.columns
         pairs = np.empty((2, len(local), 2), dtype=np.int64)
         pairs[0, :, 0] = local
         pairs[:, :, 1] = sizes
-        self._starts = pairs[1, :, 0]  # a view, which keeps the pairs
+        self._starts = pairs[1, :, 0]  # a view, which keeps the pairs alive
         here, there = pairs.ctypes.data, pairs.ctypes.data + _PAIR * len(local)
         near, self.transfers = transfers.neighbours, list[Call]()
         for at, (rank, _, nbytes, write) in zip(count(0, _PAIR), transfers.rows, strict=False):
@@ -144,22 +146,22 @@ class Table:
             self.transfers.append(partial(_transfer, function, near.pids[rank], rank, here + at, there + at, nbytes))
 
     def fill(self, rows: bytes) -> None:
-        """Take the addresses of the other processes' memory out of the board's rows."""
+        """Fill in the addresses of the other processes' memory from the rows of the board."""
         np.add(addresses(rows)[self._places], self._offsets, out=self._starts)
 
 
 def _transfer(function: Callable[..., int], process: int, rank: int, local: int, remote: int, nbytes: int) -> None:
-    """Copy between memory of this process and another's.
+    """Copy between the memory of this process and that of another.
 
     Args:
-        function: The system call for the direction.
+        function: System call for the direction.
         process: Id of the other process.
         rank: Rank of the other process.
-        local, remote: Addresses of the (address, length) pairs for here and for there.
-        nbytes: Length of what is copied.
+        local, remote: Addresses of the (address, length) pairs for this process and the other.
+        nbytes: Number of bytes to copy.
 
     Raises:
-        CommunicationError: The other process is gone, or its tensor is smaller.
+        CommunicationError: The other process has died, or its tensor is smaller.
     """
     done = function(process, local, 1, remote, 1, 0)
     if done != nbytes:

@@ -1,20 +1,21 @@
-"""Operations in phases: begun, and completed later, without a thread.
+"""Operations in phases: started now and completed later, without a thread.
 
-A program with `Await` steps is cut before each of them. The first phase runs when the operation begins, the others
-when the caller asks for what they do:
+A program with `Await` steps is cut before each of them. The first phase runs when the operation starts. The others run
+when the caller calls `wait` or `release`:
 
-    begin      my vector is complete            Signal        -> the others
-    wait       all vectors are complete         Await         <- theirs;  sum my share;  Signal: I have read theirs
-    release    my vector may be written again   Await         <- they have read mine
+    start      my vector is complete            Signal        -> to the others
+    wait       all vectors are complete         Await         <- from the others; sum my share; Signal: I have read
+    release    my vector may be written again   Await         <- the others have read mine
 
-With three vectors in turn, each begun before the one before it is waited for, and released when it is needed again, a
-rank that is late keeps the others waiting only when it is late by more than the time between two of them:
+The caller uses three vectors in turn. It starts each operation before it waits for the previous one, and releases a
+vector when it needs it again. A late rank then delays the others only if it is late by more than the time between two
+operations:
 
-    fill 0, begin 0 | fill 1, begin 1, wait 0 | fill 2, begin 2, wait 1 | release 0, fill 0, begin 3, wait 2 | ...
+    fill 0, start 0 | fill 1, start 1, wait 0 | fill 2, start 2, wait 1 | release 0, fill 0, start 3, wait 2 | ...
 
-A signal is a short message to each of the other ranks of the node, on a communicator of the event's own, so that those
-of several events match in order however a rank mixes them. It carries a row as on the `board`: which operation on what
-memory. A rank goes on to touch the others' memory only where theirs is the same.
+A signal is a short message to each of the other ranks of the node. Each event has its own communicator, so the signals
+of one event match in order even if ranks mix several events differently. A signal carries a row, as on the `board`,
+which describes the operation and its memory. A rank accesses the memory of the others only if all rows are equal.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from mpitrain.errors import CommunicationError, InputError
 
 
 class _Sent:
-    """One signal: the row this rank sends, those of all ranks of the node, and the messages that carry them."""
+    """Messages of one signal: the rows of all ranks of the node, and the requests that send and receive them."""
 
     def __init__(self, node: MPI.Intracomm) -> None:
         self.rows = [bytearray(ROW) for _ in range(node.size)]
@@ -43,23 +44,23 @@ class _Sent:
 
 
 class Event:
-    """Carries the signals of one event, for as many runs at a time as are under way.
+    """Carrier of the signals of one event, for all runs that are in progress.
 
     All ranks of the node must give the signals in the same order of runs.
     """
 
     def __init__(self, node: MPI.Intracomm, label: str) -> None:
-        """Prepare an event, without sending anything.
+        """Prepare an event; nothing is sent.
 
         Args:
-            node: A communicator of the node's ranks, for this event alone.
-            label: The communicator that the event belongs to, for messages.
+            node: MPI communicator of the node's ranks, for this event alone.
+            label: Name of the communicator that the event belongs to, for error messages.
         """
         self.node, self.label = node, label
         self.idle: list[_Sent] = []
 
     def free(self) -> None:
-        """Release the requests that are idle. The communicator is released by whoever made it."""
+        """Release the idle requests. The communicator is freed by its creator."""
         for sent in self.idle:
             for request in sent.requests:
                 request.Free()
@@ -67,22 +68,27 @@ class Event:
 
 
 class Telling:
-    """The part of a bound program in one event. One run of the program takes part in it at a time."""
+    """Part of one bound program in one event. Only one run of the program takes part at a time."""
 
     __slots__ = ("_event", "_row", "_sent")
 
     def __init__(self, event: Event, row: bytes) -> None:
-        """row: what this rank does, as on the board."""
+        """Prepare the part of a program.
+
+        Args:
+            event: The event.
+            row: Description of the operation, as on the board.
+        """
         self._event, self._row = event, row
         self._sent: _Sent | None = None
 
     @property
     def pending(self) -> bool:
-        """Whether the signal was given and is not waited for yet."""
+        """True if the signal was given and nobody has waited for it yet."""
         return self._sent is not None
 
     def signal(self) -> None:
-        """Tell the other ranks of the node that this one has come here."""
+        """Tell the other ranks of the node that this rank has reached the event."""
         idle = self._event.idle
         sent = self._sent = idle.pop() if idle else _Sent(self._event.node)
         sent.own[:] = self._row
@@ -103,12 +109,12 @@ class Telling:
             raise CommunicationError(f"{self._event.label}: {wrong}")
 
     def arrived(self) -> bool:
-        """Whether waiting would return at once; lets the messages make progress."""
+        """Return True if `wait` would return at once. The call also makes progress on the messages."""
         return self._sent is None or bool(MPI.Request.Testall(self._sent.requests))
 
 
 class _Phase(Protocol):
-    """A part of a bound program, and the signals that it waits for before it begins."""
+    """Part of a bound program, with the signals to wait for before it begins."""
 
     awaits: Telling | None
 
@@ -116,9 +122,9 @@ class _Phase(Protocol):
 
 
 class SplitPhase(Work):
-    """A bound program that has begun: `wait` runs its second phase, `release` the rest.
+    """A bound program in progress: `wait` runs its second phase, `release` runs the rest.
 
-    Several of them are waited for and released in the order in which they began.
+    If there are several, wait for and release them in the order in which they were started.
     """
 
     def __init__(
@@ -127,14 +133,14 @@ class SplitPhase(Work):
         """Run the first phase.
 
         Args:
-            name: Of the operation, for messages.
-            phases: Of the program, bound to memory; no other run of them may be under way.
-            tensors: What the program reads and writes, kept alive. The first is the operation's.
-            record: Where a wait is to be seen.
-            note: Enters the operation in the journal, while that is on.
+            name: Name of the operation, for error messages.
+            phases: Phases of the program, bound to memory; no other run of them may be in progress.
+            tensors: Tensors that the program reads and writes, kept alive; the first has the operation's size.
+            record: Record in which the watchdog sees a wait.
+            note: Journal entry of the operation; None while the journal is off.
 
         Raises:
-            InputError: A run of these phases is not complete.
+            InputError: An earlier run of these phases is not complete.
         """
         self._name, self._phases, self._tensors, self._record, self._note = name, phases, tensors, record, note
         if any(phase.awaits is not None and phase.awaits.pending for phase in phases):
@@ -152,19 +158,19 @@ class SplitPhase(Work):
             self._proceed()
 
     def done(self) -> bool:
-        """Whether the second phase has run; it runs here when the signals for it have come."""
+        """Return True if the second phase has run; it runs in this call if its signals have arrived."""
         awaits = self._phases[1].awaits
         if self._next == 1 and awaits is not None and awaits.arrived():
             self._proceed()
         return self._next > 1
 
     def release(self) -> None:
-        """Block until what the operation reads may be written again."""
+        """Block until the memory that the operation reads can be written again."""
         while self._next < len(self._phases):
             self._proceed()
 
     def _proceed(self) -> None:
-        """Run the next phase; after an error there is none."""
+        """Run the next phase; after an error, no further phase runs."""
         phase, following = self._phases[self._next], self._next + 1
         self._next = len(self._phases)
         begin = clock() if self._note is not None else 0.0

@@ -1,11 +1,11 @@
-"""Finds operations that do not complete, asks every rank where it is, reports it once, and ends the job.
+"""Watchdog: finds operations that do not complete, asks every rank where it is, reports this once, and ends the job.
 
-Each rank has a record per communicator of the operation it is in. A thread looks at them now and then, and
-answers other ranks' questions over a communicator of its own. A rank whose operation is older than the limit
-asks everybody, waits a moment for the answers, and the lowest of the ranks that noticed prints the table (`leaving`
-is about ranks whose interpreter ended). Who waits for ranks that may compute for any time (`Record.patient`) asks as
-well, and goes on waiting if all of them answer. Where MPI may not be called from a second thread nobody is asked: each
-rank that noticed prints its own line, and ends.
+Each rank has one record per communicator, which shows its current operation. A thread checks the records at intervals
+and answers questions of other ranks on its own communicator. If an operation is older than the limit, the rank asks all
+others, waits a moment for the answers, and the lowest rank that noticed prints the table below. Ranks whose interpreter
+has ended are handled by `mpitrain.comm.job.abort`. A rank that waits for ranks that may compute for any time
+(`Record.patient`) also asks, but continues to wait if all of them answer. If MPI must not be called from a second
+thread, nobody is asked: each rank that noticed prints its own line and ends.
 
     all_reduce #12 of world did not complete in 30 s:
       rank 0  world: all_reduce #12 of float32 (4, 256), 31 s        train.py:88 in main
@@ -41,60 +41,60 @@ from mpitrain.errors import EXIT_FAILED
 
 _QUESTION, _ANSWER = 1, 2  # message tags
 _PATIENCE = 3.0  # seconds to wait for answers
-_LOOK = 0.1  # seconds between looks for ranks that died, where the job is to go on without them
+_LOOK = 0.1  # seconds between looks for dead ranks, if the job continues without them
 _ROOM = str(Path(__file__).resolve().parents[1]) + os.sep
 _PACKAGE = str(Path(__file__).resolve().parents[2]) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 
 
 class FailureHandler(Protocol):
-    """What is done about ranks that have died (`elastic`)."""
+    """Handler of dead ranks, for jobs that continue without them (see `mpitrain.comm.faults.ulfm`)."""
 
     def track(self, comm: MPI.Intracomm) -> MPI.Intracomm:
-        """Note a new communicator, and return it."""
+        """Register a new communicator and return it."""
 
     def tracks(self, comm: MPI.Intracomm) -> bool:
-        """Whether a communicator was noted and has not been given up since."""
+        """Return True if a communicator is registered and has not been abandoned since."""
 
     def forget(self, comm: MPI.Intracomm) -> bool:
-        """Stop noting a communicator that is about to be freed; returns what `tracks` said before."""
+        """Unregister a communicator that is about to be freed; return what `tracks` returned before."""
 
     def look(self) -> None:
-        """Look whether any rank has died."""
+        """Check whether any rank has died."""
 
     def end_silent(self, comm: MPI.Intracomm, silent: Sequence[int], answering: Sequence[int]) -> bool:
-        """Kill ranks that do not answer; returns whether the job can go on without them.
+        """Kill ranks that do not answer; return True if the job can continue without them.
 
-        Nobody is killed where the others have gone over to a world without those that died: ranks have other numbers
-        there.
+        If the other ranks have already switched to a world without the dead ranks, nobody is killed, because ranks have
+        other numbers there.
 
         Args:
-            comm: Noted, of the world that the ranks are numbered in.
-            silent: The ranks that do not answer.
-            answering: The ranks that do.
+            comm: Registered communicator of the world in which the ranks are numbered.
+            silent: Ranks that do not answer.
+            answering: Ranks that answer.
         """
 
 
 class Watchdog:
-    """The thread of one process that watches its operations and answers questions of other ranks."""
+    """Thread that watches the operations of one process and answers questions of other ranks."""
 
     def __init__(
         self, comm: MPI.Intracomm, timeout: float, end_job: Callable[..., None], failures: FailureHandler | None = None
     ) -> None:
-        """Prepare the thread, without starting it.
+        """Prepare the thread without starting it.
 
         Args:
-            comm: A duplicate of the world, for the watchdog alone.
-            timeout: Seconds that an operation may take.
-            end_job: Prints a text and ends all ranks, with an exit code if it is given one.
-            failures: What lets the job go on without ranks that have died; None if it does not go on.
+            comm: Duplicate of the world communicator, for the watchdog alone.
+            timeout: Longest time in seconds that an operation may take.
+            end_job: Prints a text and ends all ranks, with an exit code if given.
+            failures: Handler of dead ranks; None if the job does not continue without them.
         """
         self.timeout = timeout
         self._comm, self._rank = comm, comm.rank
         self._alone = MPI.Query_thread() != MPI.THREAD_MULTIPLE  # only the main thread may call MPI
         self._end_job = end_job
         self._failures = failures
-        self._references: list[weakref.ref[Record]] = []  # a record goes with the last that uses it
+        self._references: list[weakref.ref[Record]] = []  # weak: a record is dropped when nobody uses it
         self._made: Counter[tuple[str, Sequence[int]]] = Counter()
         self._departures = Departures(comm, lambda: self.records)
         self._main = threading.main_thread().ident or 0
@@ -112,13 +112,13 @@ class Watchdog:
             self._thread.join()
 
     def stop_with_all(self, code: int | None = None) -> bool:
-        """Stop the thread once every rank is at its end; those that still need this one learn that it has left.
+        """Stop the thread once every rank has ended; ranks that still need this one learn that it has left.
 
         Args:
-            code: The exit code, where it is known.
+            code: Exit code of this rank, if known.
 
         Returns:
-            Whether all ranks have come here.
+            True if this rank waited for all ranks; False if the thread was stopped at once.
         """
         waits = self._thread.is_alive() and self._failures is None and not MPI.Is_finalized()
         if waits:
@@ -127,13 +127,13 @@ class Watchdog:
         return waits
 
     def record(self, label: str, members: Sequence[int] = ()) -> Record:
-        """Make the record of one communicator's operations; it is watched for as long as anybody uses it.
+        """Create the record of one communicator's operations; it is watched for as long as anybody uses it.
 
         Args:
             label: Name of the communicator, for messages.
-            members: The ranks of the world that all carry out what it records.
+            members: World ranks that all perform the recorded operations.
         """
-        self._made[label, members] += 1  # communicators of the same ranks are made in the same order on all of them
+        self._made[label, members] += 1  # all ranks make communicators of the same ranks in the same order
         made = Record(label, members, f"{label} of {zlib.crc32(repr(members).encode())} #{self._made[label, members]}")
         self._references.append(weakref.ref(made, self._references.remove))
         return made
@@ -144,11 +144,12 @@ class Watchdog:
 
     @property
     def records(self) -> list[Record]:
-        """The records that are still used."""
+        """Records that are still in use."""
         found = (reference() for reference in list(self._references))
         return [record for record in found if record is not None]
 
     def _late(self) -> tuple[Record, float] | None:
+        """Return a record whose operation exceeds the limit, and its age in seconds; None if there is none."""
         now = time.monotonic()
         for record in self.records:
             since = record.since
@@ -157,6 +158,7 @@ class Watchdog:
         return None
 
     def _watch(self) -> None:
+        """Check records and answer questions at intervals; the body of the thread."""
         pause = 0.5 if self._failures is None else _LOOK
         while not self._stop.wait(min(pause, self.timeout / 4)):
             try:
@@ -165,7 +167,7 @@ class Watchdog:
                 if not self._alone:
                     self._answer_questions()
                     self._departures.look()
-            except MPI.Exception:  # of communicators that were given up with their dead ranks
+            except MPI.Exception:  # raised on communicators that were abandoned because of dead ranks
                 if self._failures is None:
                     raise
             late = self._late()
@@ -178,15 +180,16 @@ class Watchdog:
                 return
 
     def _answer_questions(self) -> None:
+        """Answer the questions of other ranks that have arrived."""
         status = MPI.Status()
         while self._comm.Iprobe(MPI.ANY_SOURCE, _QUESTION, status):
             question = np.empty(1, dtype=np.uint8)
             self._comm.Recv(question, status.source, _QUESTION)
-            self._sent = np.frombuffer(json.dumps(self.place()).encode(), dtype=np.uint8)  # MPI reads it until it left
+            self._sent = np.frombuffer(json.dumps(self.place()).encode(), dtype=np.uint8)  # kept alive for Isend
             self._comm.Isend(self._sent, status.source, _ANSWER).Free()
 
     def place(self) -> dict[str, object]:
-        """Where this rank is: the operations it is in, and the line of Python outside this package."""
+        """Return where this rank is: its operations, its source line outside this package, and whether it is late."""
         now = time.monotonic()
         busy = [r for r in self.records if r.since]
         doing = "; ".join(f"{r.text()}, {now - r.since:.0f} s" for r in busy) or "not in an operation"
@@ -196,7 +199,7 @@ class Watchdog:
         return {"doing": doing, "line": lines[0] if lines else "nowhere", "late": self._late() is not None}
 
     def _report(self, record: Record, seconds: float) -> bool:
-        """Say where the ranks are, and end the job; returns whether it goes on without those that do not answer."""
+        """Print where the ranks are and end the job; return True if the job continues instead."""
         late = f"mpitrain: {record.text()} did not complete in {seconds:.0f} s (comm.timeout)"
         if self._alone:
             place = self.place()
@@ -204,7 +207,7 @@ class Watchdog:
                 f"{late}; this MPI lets no second thread ask the other ranks, each that waits speaks for itself:\n"
                 f"  rank {self._rank}  {place['doing']!s:60}  {place['line']}"
             )
-            time.sleep(_PATIENCE)  # for the others that wait: what ends this process ends them
+            time.sleep(_PATIENCE)  # other waiting ranks print their lines first: the end of this process ends them
             os._exit(EXIT_FAILED)
         early = self._failures is not None and seconds < 2 * self.timeout + _PATIENCE
         since = record.since
@@ -213,7 +216,7 @@ class Watchdog:
         except MPI.Exception as error:
             if self._failures is None:
                 raise
-            if early:  # ranks died meanwhile, so that the operation fails
+            if early:  # ranks have died meanwhile, so the operation fails by itself
                 self._wait(_PATIENCE)
                 return True
             self._end_job(f"{late}, and the other ranks cannot be asked: {error}")
@@ -221,9 +224,9 @@ class Watchdog:
         rank, size = self._comm.rank, self._comm.size
         silent = [other for other in range(size) if other not in places]
         if record.patient:
-            if record.since != since:  # something has come meanwhile
+            if record.since != since:  # a message has arrived meanwhile
                 return True
-            if not silent:  # the others are slow, and may be: they are asked again after as long a time
+            if not silent:  # the others may be slow: ask them again after the same time
                 record.since = time.monotonic()
                 return True
             which = ", ".join(map(str, silent))
@@ -231,10 +234,10 @@ class Watchdog:
             late = (
                 f"mpitrain: {record.text()}: nothing has come for {seconds:.0f} s (comm.timeout), and {who} not answer"
             )
-        spoken = any(places[r]["late"] for r in places if r < rank)  # that one reports
-        if spoken:  # with failures handled: before the silent are ended, with which the operation is not late any more
+        spoken = any(places[r]["late"] for r in places if r < rank)  # a lower rank reports
+        if spoken:  # with a failure handler, wait less: it then ends the silent ranks, and the operation fails
             self._wait(2 * _PATIENCE if self._failures is None else _PATIENCE)
-        if self._failures is not None and self._stop.is_set():  # those that are left have a world of their own
+        if self._failures is not None and self._stop.is_set():  # the remaining ranks have a new world
             return False
         lines = [f"{late}; the ranks are at:"]
         for other in range(size):
@@ -252,14 +255,14 @@ class Watchdog:
         return False
 
     def _wait(self, seconds: float) -> None:
-        """Let time go by, unless the thread is to end, and answer meanwhile: else others took this rank for silent."""
+        """Wait for some time, or until the thread must end, and answer questions meanwhile."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and not self._stop.wait(0.02):
-            with suppress(MPI.Exception):  # of a world that was given up
+            with suppress(MPI.Exception):  # raised on a world that was abandoned
                 self._answer_questions()
 
     def _ask(self) -> dict[int, dict[str, object]]:
-        """Where the ranks that answer are."""
+        """Ask all ranks where they are; return the answers by rank."""
         rank, size = self._comm.rank, self._comm.size
         question = np.zeros(1, dtype=np.uint8)
         for other in range(size):
@@ -277,10 +280,10 @@ class Watchdog:
 
 
 def line_of(frame: FrameType) -> str:
-    """The place "file:line in function" that a frame is at, as a user would look for it.
+    """Return "file:line in function" for a frame, at the place a user would look for.
 
-    That is the innermost frame outside this package and torch; failing that, outside this room; failing that, the
-    innermost one.
+    This is the innermost frame outside this package and torch; if there is none, the innermost frame outside
+    `mpitrain.comm`; if there is none either, the innermost frame.
     """
     stack = traceback.extract_stack(frame)
     places = [f for f in stack if not f.filename.startswith("<") and "/threading.py" not in f.filename]
@@ -293,7 +296,7 @@ def line_of(frame: FrameType) -> str:
 
 
 def _ours(frame: FrameType) -> bool:
-    """Whether a thread is the communication thread, which is nowhere in the user's program."""
+    """Return True if a frame belongs to a communication thread, which has no line in the user's program."""
     return all(
         os.path.abspath(f.filename).startswith(_ROOM) or f.filename.endswith("/threading.py")
         for f in traceback.extract_stack(frame)

@@ -1,14 +1,14 @@
-"""Handles of operations under way, and the workers that carry them out in order.
+"""Handles of asynchronous operations, and the workers that carry the operations out in order.
 
-A thread makes progress while the caller computes, if a core is free for it. Where none is, the operations are put off
+If a core is free for it, a thread makes progress while the caller computes. Otherwise the operations are deferred
 until the caller waits for one of them, or for something else (see `mpitrain.comm.runtime.progress`).
 
-An operation on device memory has a place among what its caller asks of the device, though another thread may carry it
-out. The host waits only until all of the operation has been asked of the device:
+An operation on device memory keeps its place in the caller's stream order, even if another thread carries it out. The
+host waits only until all of the operation's work has been queued on the device:
 
-    issued                    an event on the caller's current streams: the operation comes after it
-    carried out               on a side stream, in whichever thread; at its end a second event
-    waited for                the streams that are then current come after that; the host does not wait for the device
+    issued         record an event on the caller's current streams; the operation runs after it
+    carried out    on a side stream, in any thread; at the end, record a second event
+    waited for     the streams that are then current wait for the second event; the host does not wait for the device
 """
 
 from __future__ import annotations
@@ -29,44 +29,44 @@ from mpitrain.comm.runtime.agreement import seen
 from mpitrain.comm.runtime.progress import ProgressEngine
 from mpitrain.errors import CommunicationError
 
-_EAGER_ROUNDS = 1000  # of asking without a pause
+_EAGER_ROUNDS = 1000  # number of tests without a pause
 _LINGER = 1.0  # seconds for which a worker's thread stays when there is nothing to do
 
 
 class Work:
-    """An operation that has begun. Keeps the tensors of its call alive until it is complete."""
+    """Handle of an operation in progress. It keeps the operation's tensors alive until the operation is complete."""
 
     def wait(self, timeout: float | None = None) -> None:
         """Block until the operation is complete.
 
         Args:
-            timeout: Seconds to wait at most; None for no limit.
+            timeout: Longest time to wait in seconds; None for no limit.
 
         Raises:
-            CommunicationError: It is not complete in time; the message names it. Else, whatever error the operation
-                raised.
+            CommunicationError: The operation, named in the message, is not complete in time. An error of the operation
+                itself is also raised here.
         """
         raise NotImplementedError
 
     def done(self) -> bool:
-        """Whether the operation is complete. Calling this also lets it make progress."""
+        """Return True if the operation is complete. The call also makes progress on it."""
         raise NotImplementedError
 
     def release(self) -> None:
-        """Block until what the operation reads may be written again; that is when it is complete, or later."""
+        """Block until the memory that the operation reads can be written again: at its completion, or later."""
         self.wait()
 
 
 def poll(work: Work, name: str, timeout: float) -> None:
-    """Return when the work is done.
+    """Wait until a `Work` is done.
 
     Args:
-        work: What to wait for.
-        name: Of it, for the message.
-        timeout: Seconds to wait at most.
+        work: The operation to wait for.
+        name: Its name, for the error message.
+        timeout: Longest time to wait in seconds.
 
     Raises:
-        CommunicationError: It is not done in time.
+        CommunicationError: The operation is not done in time.
     """
     deadline = time.monotonic() + timeout
     while not work.done():
@@ -76,13 +76,13 @@ def poll(work: Work, name: str, timeout: float) -> None:
 
 
 class MessageWait(NamedTuple):
-    """Where a wait for messages is noted.
+    """Objects that take note of a wait for messages.
 
     Attributes:
-        record: Record in which the watchdog sees it.
-        awaited: Ranks of the world that the other end may be.
-        progress: What else this process has to make progress on meanwhile.
-        note: Entry of the message in the journal, while that is on.
+        record: Record in which the watchdog sees the wait.
+        awaited: World ranks of the possible other ends.
+        progress: Progress engine, which advances other operations of this process during the wait.
+        note: Journal entry of the message; None while the journal is off.
     """
 
     record: Record
@@ -92,33 +92,33 @@ class MessageWait(NamedTuple):
 
 
 class Messages(Work):
-    """Messages that MPI carries by itself.
+    """Messages in progress that MPI carries without help.
 
     Attributes:
-        source: The rank that sends, for a receive whose header has come.
+        source: Rank of the sender, for a receive whose header has arrived.
     """
 
     def __init__(self, name: str, tensor: torch.Tensor, requests: Sequence[MPI.Request], wait: MessageWait) -> None:
-        """Take over messages that have begun.
+        """Take over requests that have been started.
 
         Args:
-            name: Name of the operation, for messages to people.
-            tensor: What is sent or received.
-            requests: The requests of the messages.
-            wait: Where a wait for them is noted.
+            name: Name of the operation, for error messages.
+            tensor: Tensor that is sent or received.
+            requests: MPI requests of the messages.
+            wait: Objects that take note of a wait for them.
         """
         self._name, self._tensor = name, tensor
         self._record, self._awaited, self._progress, self._note = wait
         self._requests = list(requests)
-        self._lock = threading.Lock()  # held by whoever asks MPI about the requests
+        self._lock = threading.Lock()  # taken by the thread that calls MPI on the requests
         self._complete = False
-        self._failure = ""  # what is wrong, where it is complete without having been carried
-        self._begin = 0.0  # of the wait, while it is waited for
+        self._failure = ""  # error message, if the messages failed
+        self._begin = 0.0  # start of the current wait
         self.source: int | None = None
         self._progress.keep(self)
 
     def _proceed(self, statuses: list[MPI.Status]) -> Sequence[MPI.Request]:
-        """Return the requests that are to be completed next, now that those with these statuses are complete."""
+        """Return the requests to complete next, given the statuses of the requests that are now complete."""
         return []
 
     def _go_on(self, statuses: list[MPI.Status]) -> None:
@@ -134,7 +134,7 @@ class Messages(Work):
             note.ended(self._begin or clock(), self.source)
 
     def _test(self, until: Callable[[], bool]) -> None:
-        """Complete what MPI has carried, unless another thread is about to, up to where `until` is true."""
+        """Complete what MPI has finished, until `until` is true; do nothing if another thread is about to do so."""
         if not self._lock.acquire(blocking=False):
             return
         try:
@@ -150,7 +150,7 @@ class Messages(Work):
             self._lock.release()
 
     def has_left(self) -> bool:
-        """Return whether MPI has finished with the memory; never blocks, and completes nothing else."""
+        """Return True if MPI has finished with the memory. Never blocks, and does not complete the operation."""
         if not self._lock.acquire(blocking=False):
             return False
         try:
@@ -161,7 +161,7 @@ class Messages(Work):
             self._lock.release()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Block until all messages have been carried; see `Work.wait`."""
+        """Block until all messages are complete; see `Work.wait`."""
         note = self._note
         if note is None or self._complete:
             self._wait(timeout)
@@ -189,7 +189,7 @@ class Messages(Work):
             raise CommunicationError(self._failure)
 
     def _block(self) -> None:
-        """Return when this is complete, and make progress on receives meanwhile for as long as any are pending."""
+        """Block until the messages are complete; make progress on pending receives meanwhile."""
         rounds = 0
         while not self._complete:
             self._test(lambda: self._complete)
@@ -201,6 +201,7 @@ class Messages(Work):
                 time.sleep(1e-4)
 
     def _block_in_mpi(self) -> None:
+        """Block in MPI until the current requests are complete."""
         with self._lock:
             if self._complete:
                 return
@@ -214,7 +215,7 @@ class Messages(Work):
 
     @contextmanager
     def limited_wait(self) -> Iterator[None]:
-        """Tell the watchdog that somebody waits who stops by himself: only a rank that leaves concerns it then."""
+        """Mark the wait in this context as limited in time: the watchdog acts only if an awaited rank has left."""
         record = self._record
         record.awaited, record.limited = self._awaited, True
         record.begin(self._name, self._tensor)
@@ -225,7 +226,7 @@ class Messages(Work):
             record.limited = False
 
     def done(self) -> bool:
-        """Return whether all messages have been carried; also makes progress on them and on all receives."""
+        """Return True if all messages are complete. The call also makes progress on them and on all receives."""
         if not self._complete:
             self._test(lambda: self._complete)
         if not self._complete:
@@ -237,30 +238,30 @@ class Messages(Work):
 
 
 class Worker:
-    """A queue of operations, carried out one after the other in the order in which they were submitted.
+    """Queue of operations, carried out one at a time in the order in which they were submitted.
 
-    A thread carries them out, or whoever waits for one of them. The thread ends when there has been nothing to do for a
-    while.
+    They are carried out by a thread, or by the caller that waits for one of them. The thread ends after it has had
+    nothing to do for a while.
     """
 
     def __init__(self, threaded: bool, journal: Journal, progress: ProgressEngine) -> None:
-        """Begin with nothing in it.
+        """Start with an empty queue.
 
         Args:
-            threaded: Whether a thread makes progress whenever there is something to do.
-            journal: Where waits for that thread are entered.
-            progress: What looks after operations that were put off.
+            threaded: If true, a thread carries out operations whenever there are any; otherwise they are deferred.
+            journal: Journal in which waits for that thread are entered.
+            progress: Progress engine, which starts deferred operations when this rank waits for something else.
         """
         self.threaded = threaded
         self._journal, self.progress = journal, progress
-        self.waiting: deque[Queued] = deque()  # an operation leaves it when it was carried out
-        self._running = threading.Lock()  # held by whoever carries out an operation
+        self.waiting: deque[Queued] = deque()  # operations that are not complete yet
+        self._running = threading.Lock()  # taken by the thread that carries out an operation
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._closed = False
 
     def submit(self, work: Queued) -> None:
-        """Put an operation into the queue."""
+        """Add an operation to the queue."""
         with self._changed:
             self.waiting.append(work)
             self._changed.notify_all()
@@ -270,10 +271,7 @@ class Worker:
             self.progress.defer(self)
 
     def start(self) -> None:
-        """Let a thread carry out what is in the queue.
-
-        Where MPI takes calls from one thread alone, it is carried out here instead.
-        """
+        """Start a thread that carries out the queue; if MPI accepts calls from one thread alone, carry it out here."""
         if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
             self.drain()
             return
@@ -284,25 +282,30 @@ class Worker:
                 self.progress.deferring.discard(self)
 
     def start_beside(self) -> None:
-        """Let a thread carry out what is in the queue, unless somebody is carrying it out already, or none may."""
+        """Start a thread that carries out the queue, unless somebody does so already or MPI is single-threaded."""
         if not self._running.locked() and MPI.Query_thread() == MPI.THREAD_MULTIPLE:
             self.start()
 
     @property
     def is_this_thread(self) -> bool:
-        """Return whether the caller is the worker's thread, which must not wait for itself."""
+        """True if the caller is the worker's thread, which must not wait for itself."""
         return self._thread is threading.current_thread()
 
     def finish(self, work: Queued) -> None:
-        """Complete an operation and those before it: in the thread if there is one, else here."""
+        """Complete an operation and those before it, in the worker's thread if there is one, otherwise here."""
         if self._thread is not None and not self.is_this_thread:
             self.waits(work, None)
         while not work.complete:
             if not self._next():
-                time.sleep(0)  # another thread has carried it out and is about to say so
+                time.sleep(0)  # another thread has carried it out and is about to mark it complete
 
     def waits(self, work: Queued, timeout: float | None) -> bool:
-        """Wait for an operation that a thread carries out; returns whether it is complete in time."""
+        """Wait for an operation that a thread carries out; return True if it is complete in time.
+
+        Args:
+            work: The operation.
+            timeout: Longest time to wait in seconds; None for no limit.
+        """
         begin = clock() if self._journal.on else 0.0
         with self._changed:
             complete = self._changed.wait_for(lambda: work.complete, timeout)
@@ -311,14 +314,14 @@ class Worker:
         return complete
 
     def drain(self) -> None:
-        """Complete everything that was submitted so far; errors stay with their handles."""
+        """Complete all operations submitted so far; their errors are raised by their handles."""
         with self._changed:
             last = self.waiting[-1] if self.waiting else None
         if last is not None:
             self.finish(last)
 
     def close(self) -> None:
-        """Complete everything that was submitted, then end the thread."""
+        """Complete all operations, then end the thread."""
         self.drain()
         with self._changed:
             self._closed = True
@@ -328,7 +331,7 @@ class Worker:
             thread.join()
 
     def _next(self) -> bool:
-        """Carry out the first operation of the queue; returns whether there was one."""
+        """Carry out the first operation of the queue; return False if the queue is empty."""
         with self._running:
             with self._changed:
                 work = self.waiting[0] if self.waiting else None
@@ -341,13 +344,13 @@ class Worker:
                     self.progress.deferring.discard(self)
         if work.announce is not None:
             work.announce()
-            work.announce = None  # the handle that it belongs to holds this: its memory would wait for the collector
+            work.announce = None  # breaks a reference cycle with its handle, so that memory is freed at once
         with self._changed:
             self._changed.notify_all()
         return True
 
     def _carry_out(self) -> None:
-        """Carry out what is in the queue; the body of the thread."""
+        """Carry out the queue; the body of the thread."""
         while True:
             while self._next():
                 pass
@@ -360,12 +363,12 @@ class Worker:
 
 
 class Queued(Work):
-    """An operation of a worker, which goes on while the caller computes.
+    """An operation of a worker, carried out while the caller computes.
 
     Attributes:
-        name: Name of the operation, for messages to people.
-        complete: Whether it was carried out, or was tried and failed.
-        announce: Called when it is complete, and then dropped; the worker goes on with the next one afterwards.
+        name: Name of the operation, for error messages.
+        complete: True if the operation was carried out or has failed.
+        announce: Called once when the operation is complete, before the worker starts the next one.
     """
 
     def __init__(
@@ -379,11 +382,11 @@ class Queued(Work):
         """Submit an operation.
 
         Args:
-            name: Name of the operation, for messages to people.
-            call: What carries it out, on the current stream where it is on a device.
-            worker: The worker that carries it out.
-            order: Its place among what the caller asks of devices; None for host memory.
-            announce: What to call when it is complete.
+            name: Name of the operation, for error messages.
+            call: Carries out the operation, on the current stream if it is on a device.
+            worker: Worker that carries it out.
+            order: Its place in the caller's stream order; None for host memory.
+            announce: Called when it is complete.
         """
         self.name, self.announce = name, announce
         self.complete = False
@@ -393,18 +396,18 @@ class Queued(Work):
         worker.submit(self)
 
     def run(self) -> None:
-        """Carry the operation out, once. Its error is raised by `wait`."""
+        """Carry out the operation once. Its error is raised by `wait`."""
         call, self._call = self._call, None
         assert call is not None
         try:
             with nullcontext() if self._order is None else self._order.after_caller():
                 call()
-        except BaseException as error:  # surfaces in wait()
+        except BaseException as error:  # raised by wait()
             self._error = error
         self.complete = True
 
     def wait(self, timeout: float | None = None) -> None:
-        """Block until the operation has been carried out; the caller's streams wait for the rest on a device."""
+        """Block until the operation is carried out; the caller's streams wait for its work on a device."""
         if self.complete:
             pass
         elif timeout is None:
@@ -421,7 +424,7 @@ class Queued(Work):
             self._order.wait()
 
     def done(self) -> bool:
-        """Return whether the operation is complete, on a device too; from now on a thread makes progress on it."""
+        """Return True if the operation is complete, also on a device; otherwise a thread now makes progress on it."""
         if not self.complete:
             self._worker.start()
             self._worker.progress.start_workers()
@@ -432,16 +435,16 @@ Streams = dict[torch.device, torch.Stream]  # side streams
 
 
 def streams_of_caller(device: torch.device) -> list[torch.Stream]:
-    """The streams that the calling thread uses: PyTorch's current one, and CuPy's where that is another."""
+    """Return the streams that the calling thread uses: PyTorch's current stream, and CuPy's if that is another."""
     other = stream_of_cupy(device)
     return [current_stream(device)] if other is None else [current_stream(device), other]
 
 
 @contextmanager
 def between(device: torch.device) -> Iterator[None]:
-    """What is done inside comes after what was asked of the caller's streams, and before what is asked of them later.
+    """Run the context's work in order: after work already on the caller's streams, and before work queued there later.
 
-    Inside, PyTorch's current stream is that of which all is asked.
+    Inside the context, queue all work on PyTorch's current stream.
     """
     own, *others = streams_of_caller(device)
     for stream in others:
@@ -452,14 +455,14 @@ def between(device: torch.device) -> Iterator[None]:
 
 
 class Order:
-    """The place of one operation on device memory."""
+    """Place of one operation on device memory in the stream order of its caller."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], streams: Streams) -> None:
-        """Record what the calling thread has asked of the devices so far.
+        """Record the work that the calling thread has queued on the devices so far.
 
         Args:
-            tensors: The operation's, on devices.
-            streams: Side streams that operations are carried out on; lacking ones are made.
+            tensors: Tensors of the operation, on devices.
+            streams: Side streams on which operations are carried out; missing ones are created.
         """
         self._tensors = list(tensors)
         devices = {tensor.device for tensor in tensors}
@@ -471,7 +474,7 @@ class Order:
 
     @contextmanager
     def after_caller(self) -> Iterator[None]:
-        """Make the side streams current, after all that the caller has asked for so far."""
+        """Make the side streams current, after the work that the caller had queued when the operation was issued."""
         with self.beside():
             for device, events in self._issued.items():
                 for event in events:
@@ -479,25 +482,25 @@ class Order:
             try:
                 yield
             finally:
-                for tensor in self._tensors:  # whose memory is not given out again before the side stream is through
+                for tensor in self._tensors:  # their memory must not be reused before the side stream is done
                     tensor.record_stream(self._streams[tensor.device])
                 self._tensors = []
                 self._complete = {device: recorded(device, self._streams[device]) for device in self._issued}
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        """Make the side streams current: a future resolved inside completes when their work is done."""
+        """Make the side streams current: a future resolved in this context completes when their work is done."""
         with ExitStack() as stack:
             for device in self._issued:
                 stack.enter_context(on_stream(self._streams[device]))
             yield
 
     def wait(self) -> None:
-        """Let the calling thread's current streams come after the operation, which has been carried out."""
+        """Make the calling thread's current streams wait for the operation, which has been carried out."""
         for device, event in self._complete.items():
             for stream in streams_of_caller(device):
                 stream.wait_event(event)
 
     def done(self) -> bool:
-        """Return whether the devices have done the operation, which has been carried out."""
+        """Return True if the devices have completed the operation, which has been carried out."""
         return all(event.query() for event in self._complete.values())

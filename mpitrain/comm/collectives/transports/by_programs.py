@@ -1,8 +1,10 @@
-"""Device memory through pinned host memory that the node shares, with the programs for host memory.
+"""Transports that use the programs for host and shared memory: `Staged` and `Peer`.
 
-A large operation goes in pieces, of which three are under way at once: while the ranks reduce or move piece i in host
-memory, piece i + 1 is copied in on one side stream of the device, and piece i - 1 out on another.
+`Staged` copies through pinned host memory that the node shares. A large operation is cut into pieces, three of which
+are in progress at once: while the ranks reduce or move piece i in host memory, piece i + 1 is copied in on one side
+stream of the device, and piece i - 1 is copied out on another.
 
+    time   ----------------------->
     copy in    0   1   2   3
     host           0   1   2   3
     copy out           0   1   2   3
@@ -27,15 +29,15 @@ from mpitrain.comm.runtime.agreement import described
 from mpitrain.comm.runtime.executor import Compiled, Reduction
 from mpitrain.comm.selection import Algorithm, Setting, always
 
-# -- What all ways of carrying device memory have in common: the call, and how it is cut into pieces.
+# -- Common to all transports: the call, and how it is cut into pieces.
 #
 # A large operation becomes smaller ones of the same kind, which pass through memory of a given size. A tensor of one
-# block is cut anywhere; of a tensor that has a block for each rank, a piece takes as much of every block:
+# block can be cut anywhere. From a tensor with one block per rank, a piece takes the same range of every block:
 #
-#     one block              one block a rank, two ranks
+#     one block              one block per rank, two ranks
 #     | 0 | 1 | 2 |          | 0 | 1 | 2 | 0 | 1 | 2 |
 #
-# Piece i of the operation on pieces i of its tensors is piece i of the result, because elements are worked on alone.
+# The operation on pieces i of its tensors gives piece i of the result, because it treats each element separately.
 
 
 class DeviceCall(NamedTuple):
@@ -43,9 +45,9 @@ class DeviceCall(NamedTuple):
 
     Attributes:
         operation: The operation.
-        tensors: Tensors that it is given: contiguous, on the rank's device; None where this rank has none.
-        written: For each of them, whether the operation changes it.
-        given: Arguments besides the tensors.
+        tensors: Tensor arguments: contiguous, on the rank's device; None where this rank has none.
+        written: For each tensor, True if the operation changes it.
+        given: Arguments other than the tensors.
     """
 
     operation: CollectiveOperation
@@ -55,7 +57,7 @@ class DeviceCall(NamedTuple):
 
     @property
     def present(self) -> list[Tensor]:
-        """The tensors that this rank has."""
+        """Tensors that this rank has."""
         return [tensor for tensor in self.tensors if tensor is not None]
 
     @property
@@ -64,11 +66,16 @@ class DeviceCall(NamedTuple):
         return max(tensor.nbytes for tensor in self.present)
 
     def value(self, name: str, otherwise: Any = None) -> Any:
-        """Return the argument of a name; `otherwise` if the operation has no such parameter."""
+        """Return the argument of a parameter.
+
+        Args:
+            name: Name of the parameter.
+            otherwise: Value to return if the operation has no such parameter.
+        """
         return self.operation.value(self.given, name, otherwise)
 
     def reduction(self, size: int) -> Reduction | None:
-        """Return the reduction over `size` ranks; None for an operation that only moves."""
+        """Return the reduction over `size` ranks; None for an operation that only moves data."""
         op = self.value("op")
         return None if op is None else Reduction.of(op, self.present[0].dtype, size)
 
@@ -77,41 +84,44 @@ class Transport(ABC):
     """One way of carrying device memory, for one thread of one communicator.
 
     Attributes:
-        name: As `comm.device` names it.
+        name: Name of the transport, one of the values of `comm.device`.
     """
 
     name: str
 
     def carries(self, call: DeviceCall) -> bool:
-        """Return whether it can perform the operation, alike on all ranks; every one unless a subclass says less."""
+        """Return True if the transport can perform the call; the answer is equal on all ranks.
+
+        By default it can perform every call.
+        """
         return True
 
     @abstractmethod
     def perform(self, call: DeviceCall) -> None:
-        """Perform the operation, between what was asked of the current stream before and what is asked of it later."""
+        """Perform the operation, after the work already queued on the current stream and before work queued later."""
 
     def free(self) -> None:  # noqa: B027 - most have none
-        """Release its memory, if it has any. Collective."""
+        """Release the memory of the transport, if it has any. Collective."""
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """A contiguous tensor's elements in one row, without its history."""
+    """Return the elements of a contiguous tensor as a flat tensor without autograd history."""
     return tensor.detach().view(-1)
 
 
-_ALIGNMENT = 64  # bytes: where each tensor begins in the memory of a piece, and what pieces are multiples of
-_USUAL = 4  # pieces that a large operation has at least, so that several can be under way at once
-_SMALLEST = 1 << 19  # bytes of a piece below which an operation costs more in pieces than it gains
+_ALIGNMENT = 64  # bytes: tensors begin at multiples of it in the memory of a piece, and piece widths are multiples
+_USUAL = 4  # smallest number of pieces of a large operation, so that several can be in progress at once
+_SMALLEST = 1 << 19  # bytes of a piece below which cutting costs more than it gains
 
 
 @dataclass(frozen=True)
 class TensorPart:
-    """The part of one tensor that a piece holds.
+    """Part of one tensor in a piece of an operation.
 
     Attributes:
-        spans: Offset and length of what it takes of each block, in elements of the tensor.
-        numel: The sum of the lengths.
-        start: Where it lies in the memory of the piece, in bytes; the same on all ranks.
+        spans: (offset, length) of the part of each block, in elements of the tensor.
+        numel: Sum of the lengths.
+        start: Offset of the part in the memory of the piece, in bytes; equal on all ranks.
     """
 
     spans: tuple[tuple[int, int], ...]
@@ -119,25 +129,30 @@ class TensorPart:
     start: int
 
     def within(self, memory: Tensor, dtype: torch.dtype) -> Tensor:
-        """The part's elements in the memory of the piece, which is given as bytes."""
+        """Return the memory of this part as a tensor.
+
+        Args:
+            memory: Memory of the piece, as bytes.
+            dtype: Type of the elements.
+        """
         return memory[self.start : self.start + self.numel * dtype.itemsize].view(dtype)
 
 
 @dataclass(frozen=True)
 class OperationPiece:
-    """A part of each tensor, None where there is no tensor, and what else the operation is given for these."""
+    """Piece of an operation: a part of each tensor (None where there is no tensor), and its other arguments."""
 
     parts: tuple[TensorPart | None, ...]
     given: tuple[Any, ...]
 
 
 def cut(call: DeviceCall, size: int, room: int) -> list[OperationPiece]:
-    """Cut an operation into pieces, as many on all ranks.
+    """Cut an operation into pieces; their number is equal on all ranks.
 
     Args:
-        call: A call of one that may be cut (`CollectiveOperation.by_rank`).
+        call: Call of an operation that can be cut (see `CollectiveOperation.by_rank`).
         size: Number of ranks.
-        room: Bytes for a piece.
+        room: Bytes of memory for one piece.
     """
     operation, item, counts = call.operation, call.present[0].element_size(), call.value("counts")
     lengths = list[Sequence[int] | None]()  # of each block of each tensor, in elements
@@ -162,7 +177,7 @@ def cut(call: DeviceCall, size: int, room: int) -> list[OperationPiece]:
 
 
 def _width(longest: int, item: int, blocks: int, room: int) -> int:
-    """Elements that a piece takes of the longest block."""
+    """Return the number of elements that a piece takes of the longest block."""
     each = max(_ALIGNMENT, (room - blocks * _ALIGNMENT) // blocks)
     wanted = max(_SMALLEST // blocks, longest * item // _USUAL)
     return max(1, min(each, wanted) // _ALIGNMENT * _ALIGNMENT // item)
@@ -184,7 +199,14 @@ _SLOT = 4 << 20  # bytes
 
 
 class _Filled(NamedTuple):
-    """A piece on its way through a slot: its tensors in host memory, and the event after which they are there."""
+    """Piece of an operation in a staging slot.
+
+    Attributes:
+        slot: Number of the slot.
+        piece: The piece.
+        host: Its tensors in host memory.
+        event: Event that completes when they have been copied in.
+    """
 
     slot: int
     piece: OperationPiece
@@ -193,12 +215,20 @@ class _Filled(NamedTuple):
 
 
 class Staged(Transport):
-    """Carries device memory through a few slots of host memory. Made by all ranks of a communicator together."""
+    """Transport that copies device memory through slots in pinned host memory.
+
+    All ranks of a communicator create it together.
+    """
 
     name = "staged"
 
     def __init__(self, binder: Binder, device: torch.device) -> None:
-        """binder: of the operations in host memory, for the thread that is to carry."""
+        """Allocate and pin the slots. Collective.
+
+        Args:
+            binder: Binder of the operations in host memory, for the thread that uses this transport.
+            device: This rank's device.
+        """
         self._binder, self._device = binder, device
         self._arena = binder.allocate(_SLOTS * _SLOT)
         self._unpin = pin(self._arena.tensor, device)
@@ -214,7 +244,7 @@ class Staged(Transport):
             return
         caller = current_stream(self._device)
         asked = recorded(self._device, caller)
-        self._in.wait_event(asked)  # and so does what is copied out, since the host waits for what is copied in
+        self._in.wait_event(asked)  # copies out come later anyway, since the host waits for the copies in
         given_by = [None if tensor is None else flat(tensor) for tensor in tensors]
         read = [operation.in_place or not changed for changed in written]
         pieces = cut(call, self._binder.topology.size, _SLOT)
@@ -233,7 +263,7 @@ class Staged(Transport):
     def _fill(
         self, slot: int, piece: OperationPiece, tensors: Sequence[Tensor | None], read: Sequence[bool]
     ) -> _Filled:
-        """Begin to copy a piece of what is read into a slot, when what was there before has been copied out of it."""
+        """Start to copy a piece of the tensors that are read into a slot, after its last results were copied out."""
         emptied, host = self._emptied[slot], list[Tensor | None]()
         if emptied is not None:
             self._in.wait_event(emptied)
@@ -250,7 +280,7 @@ class Staged(Transport):
         return _Filled(slot, piece, host, recorded(self._device, self._in))
 
     def _empty(self, filled: _Filled, tensors: Sequence[Tensor | None], written: Sequence[bool]) -> None:
-        """Begin to copy out of a slot what the operation has changed."""
+        """Start to copy the tensors that the operation changed out of a slot."""
         with self._out:
             each = zip(tensors, filled.host, filled.piece.parts, written, strict=True)
             for tensor, place, part, changed in each:
@@ -270,18 +300,24 @@ class Staged(Transport):
 
 
 def spans(part: TensorPart, place: Tensor, tensor: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Return for each block its part in the slot and its part on the device."""
+    """Return, for each block, the pair of its part in host or arena memory and its part in the tensor.
+
+    Args:
+        part: Part of the tensor that the piece takes.
+        place: Memory of the part.
+        tensor: The whole tensor.
+    """
     pieces = torch.split(place, [length for _, length in part.spans])
     return [(near, tensor[lo : lo + n]) for near, (lo, n) in zip(pieces, part.spans, strict=True) if n]
 
 
 def through_host(perform: Callable[..., None], tensors: Sequence[Tensor | None], written: Sequence[bool]) -> None:
-    """Perform an operation that cannot be cut on pinned host copies of the tensors it is on.
+    """Perform an operation that cannot be cut on pinned host copies of its tensors.
 
     Args:
-        perform: Given the copies, performs the operation on them.
-        tensors: On a device; None where an argument is missing.
-        written: For each of them, whether the operation changes it.
+        perform: Performs the operation, given the copies.
+        tensors: Tensors on a device; None where this rank has none.
+        written: For each tensor, True if the operation changes it.
     """
     host = [None if t is None else pinned(t.shape, t.dtype, t.device) for t in tensors]
     pairs = [
@@ -299,11 +335,10 @@ def through_host(perform: Callable[..., None], tensors: Sequence[Tensor | None],
             there.copy_(here, non_blocking=True)
 
 
-# -- Device memory by the ranks of a node that have mapped each other's, with the programs for shared memory.
+# -- Device memory that the ranks of a node have mapped from each other, with the programs for shared memory.
 #
-# A vector in an arena on the device is worked on where it is. Another passes through such an arena in pieces. What is a
-# copy or an addition in host memory is one of the device here, and at a fence the host waits for them before it meets
-# the others.
+# A vector in a device arena is used in place. Any other vector passes through a device arena in pieces. Copies and
+# additions run on the device; at a fence, the host waits for them before it meets the other ranks.
 
 _ROOM = 16 << 20  # bytes of the arena for vectors outside arenas
 
@@ -322,10 +357,12 @@ _ALGORITHMS = {
 
 
 class Peer(Transport):
-    """Carries device memory where the ranks have mapped each other's. Made by all ranks of a communicator together.
+    """Transport for ranks of one node that have mapped each other's device memory.
+
+    All ranks of a communicator create it together.
 
     Attributes:
-        possible: Whether these ranks can map each other's memory; the same on all of them.
+        possible: True if these ranks can map each other's memory; equal on all of them.
     """
 
     name = "peer"
@@ -334,10 +371,10 @@ class Peer(Transport):
         self._binder = binder
         self._room: Arena = binder.allocate(_ROOM, device=device)
         self.possible = bool(self._room.segments)
-        self._emptied: torch.Event | None = None  # behind the last copy out of the room
+        self._emptied: torch.Event | None = None  # completes after the last copy out of the arena
 
     def carries(self, call: DeviceCall) -> bool:
-        """Operations that have programs for shared memory."""
+        """Return True for an operation that has a program for shared memory."""
         return call.operation.name in _ALGORITHMS and call.value("algorithm", "auto") in ("auto", "shared")
 
     def perform(self, call: DeviceCall) -> None:
@@ -346,7 +383,7 @@ class Peer(Transport):
         if self._binder.arena_of(own[0]) is not None:
             self._run(call._replace(tensors=own))
             return
-        if self._emptied is not None:  # perhaps on another stream
+        if self._emptied is not None:  # the last copy may be on another stream
             current_stream(own[0].device).wait_event(self._emptied)
         for piece in cut(call, self._binder.topology.size, _ROOM):
             places = list[Tensor]()
@@ -364,7 +401,7 @@ class Peer(Transport):
         self._emptied = recorded(own[0].device)
 
     def _run(self, call: DeviceCall) -> None:
-        """Perform it on a vector in an arena: the first tensor."""
+        """Perform a call whose first tensor is in an arena."""
         operation, tensors, binder = call.operation, call.present, self._binder
         vector, size = tensors[0], binder.topology.size
         if vector.numel() == 0:

@@ -1,4 +1,4 @@
-"""Which of the ways to carry device memory is taken: the one that was asked for, else the fastest of those possible."""
+"""Choice of the transport for device memory (the requested or the fastest possible one), and two of the transports."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ _MEASURED = (1 << 16, 1 << 20, 1 << 24)  # bytes
 
 @dataclass
 class DeviceMemory:
-    """The way in which this process communicates device memory.
+    """Settings of this process for communicating device memory.
 
     Attributes:
-        way: How it is carried: "auto", "mpi", "staged", "peer" or "nccl".
-        device: The device of this rank, once anything on one was communicated.
-        mpi_reads: Whether MPI takes addresses of the device's memory, once that was asked.
+        way: Requested transport: "auto", "mpi", "staged", "peer" or "nccl".
+        device: Device of this rank; None until device memory is first communicated.
+        mpi_reads: True if MPI accepts addresses of the device's memory; None until this was checked.
     """
 
     way: str = "auto"
@@ -53,12 +53,12 @@ class DeviceMemory:
 
 @dataclass(frozen=True)
 class Way:
-    """What is known of one way on the ranks of a communicator.
+    """Result of examining one transport on the ranks of a communicator.
 
     Attributes:
-        name: As `comm.device` names it.
-        obstacle: Why it is not possible; "" where it is.
-        seconds: Of an all_reduce of each size in bytes that was measured.
+        name: Name of the transport, one of the values of `comm.device`.
+        obstacle: Reason why it is not possible; "" if it is possible.
+        seconds: Duration of an all_reduce in seconds, by size in bytes, if it was measured.
     """
 
     name: str
@@ -67,19 +67,19 @@ class Way:
 
 
 class Transports:
-    """The ways in which one thread of a communicator carries device memory."""
+    """Transports of device memory for one thread of a communicator."""
 
     def __init__(self, binder: Binder, memory: DeviceMemory, device: torch.device, probe: CollectiveOperation) -> None:
-        """Find out what is possible, and where there is a choice what is fastest. Collective.
+        """Find the possible transports and, if there is a choice, measure which is fastest. Collective.
 
         Args:
             binder: Binds operations for the thread.
-            memory: What is to be done in this process.
+            memory: Settings of this process.
             device: This rank's device.
-            probe: The operation that is measured: all_reduce.
+            probe: The all_reduce operation, which is measured.
 
         Raises:
-            InputError: On all ranks: the way that was asked for is not possible.
+            InputError: The requested transport is not possible; raised on all ranks.
         """
         self._binder, self._device, self._probe = binder, device, probe
         self._staged = Staged(binder, device)
@@ -97,7 +97,7 @@ class Transports:
 
     @property
     def ways(self) -> list[Way]:
-        """All that was looked at."""
+        """All transports that were examined."""
         return [Way(name, why, self._seconds.get(name, {})) for name, why in self._obstacles.items()]
 
     def perform(self, call: DeviceCall) -> None:
@@ -114,12 +114,12 @@ class Transports:
             counted[before:] = [moved.by(transport.name) for moved in counted[before:]]
 
     def free(self) -> None:
-        """Release the memory of all of them. Collective."""
+        """Release the memory of all transports. Collective."""
         for transport in self._possible.values():
             transport.free()
 
     def _make(self, name: str) -> tuple[Transport | None, str]:
-        """A transport, else why there is none; the same on all ranks."""
+        """Return the transport of a name, or None and the reason why it is not possible; equal on all ranks."""
         binder, device = self._binder, self._device
         if name == "mpi":
             takes = all_agree(binder.comm, takes_addresses(device.type))
@@ -135,15 +135,15 @@ class Transports:
         return Nccl.make(binder, device)
 
     def _measure(self) -> dict[str, dict[int, float]]:
-        """Seconds of an all_reduce by each way, at each size: the best of a few, of the slowest rank."""
+        """Return the seconds of an all_reduce by transport and bytes: the best of three runs, on the slowest rank."""
         found: dict[str, dict[int, float]] = {name: {} for name in self._possible}
-        counted, self._binder.moved = self._binder.moved, None  # by the operation that comes first, not by this
+        counted, self._binder.moved = self._binder.moved, None  # the measurement is not counted
         for nbytes in _MEASURED:
             x = torch.zeros(nbytes // 4, device=self._device)
             measured = DeviceCall(self._probe, (x,), (True,), ("sum", "auto", False))
             for name, transport in self._possible.items():
                 times = []
-                for _ in range(4):  # of which the first does not count
+                for _ in range(4):  # the first run is a warm-up
                     synchronize(self._device)
                     self._binder.comm.Barrier()
                     begin = time.perf_counter()
@@ -158,27 +158,27 @@ class Transports:
 
 
 def alone(call: DeviceCall) -> None:
-    """The operation of a communicator of one rank: the only block is where it came from, and goes where it is to be."""
+    """Perform an operation on a communicator of one rank: copy the only block to its destination."""
     present = call.present
-    call.reduction(1)  # which checks it
+    call.reduction(1)  # checks the operation and the dtype
     if len(present) == 2:
         into, of = reversed(present) if call.operation.name in ("reduce_scatter", "gather", "all_to_all") else present
         into.detach().view(-1).copy_(of.detach().view(-1))
 
 
-# -- Device memory by an MPI library that takes its addresses.
+# -- Device memory through an MPI library that accepts its addresses.
 #
-# MPI knows nothing of streams: the host waits for what was asked of the caller's stream before it calls, and when a
-# call returns the data are there. Only blocking reductions are called, because those of Open MPI that do not block
-# crash on device memory (mpi4py issue 164). 16-bit sums and averages, which the library does not compute, are computed
-# on the device.
+# MPI knows nothing of streams: the host waits for the caller's stream before it calls MPI, and the data have arrived
+# when the call returns. Only blocking reductions are used, because Open MPI's nonblocking reductions crash on device
+# memory (mpi4py issue 164). MPI does not compute 16-bit sums and averages: 16-bit data are widened and averages are
+# scaled on the device.
 
 
 def takes_addresses(kind: str) -> bool:
-    """Whether the MPI library takes addresses of a kind of device memory. MPITRAIN_DEVICE_AWARE=0|1 overrides it.
+    """Return True if the MPI library accepts addresses of a kind of device memory. MPITRAIN_DEVICE_AWARE=0|1 overrides.
 
-    The library is asked by its own function for the kind, or by the kinds of memory that it says it was built or
-    started for (MPI-4.1, section 12.4.3).
+    The answer comes from the library's own query function for this kind, or else from the memory kinds that the library
+    says it supports (MPI-4.1, section 12.4.3).
     """
     for name in ("MPITRAIN_DEVICE_AWARE", "MPITRAIN_CUDA_AWARE"):  # the second is the older name
         override = os.environ.get(name)
@@ -192,7 +192,7 @@ def takes_addresses(kind: str) -> bool:
 
 
 class Direct(Transport):
-    """Carries device memory by calls of the MPI library on it."""
+    """Transport that passes device memory to calls of the MPI library."""
 
     name = "mpi"
 
@@ -200,7 +200,7 @@ class Direct(Transport):
         self._binder = binder
 
     def carries(self, call: DeviceCall) -> bool:
-        """Whatever the library can do in one call, in the order of its own."""
+        """Return True if the library can perform the call at once, in its own order of reduction."""
         size = self._binder.topology.size
         reduction = call.reduction(size)
         return (
@@ -230,10 +230,10 @@ class Direct(Transport):
                     tensor.detach().copy_(result)
 
 
-# -- Device memory by NCCL, or RCCL on ROCm: the library's own calls, through NVIDIA's bindings of it (nccl4py).
+# -- Device memory through NCCL, or RCCL on ROCm: the library's own calls, through NVIDIA's Python bindings (nccl4py).
 #
-# The id of a communicator travels over MPI, so that there is no port and no environment variable. A device may carry
-# one rank of a communicator only; where ranks share one, the other ways serve.
+# The id of a communicator is sent over MPI, so that no port and no environment variable is needed. NCCL allows one rank
+# per device in a communicator; if ranks share a device, another transport is used.
 
 _OPERATIONS = {"sum": "SUM", "avg": "AVG", "product": "PROD", "min": "MIN", "max": "MAX"}
 _DTYPES = DTYPES - {torch.bool, torch.int16, torch.complex64, torch.complex128}  # NCCL has none of these
@@ -241,7 +241,7 @@ _CARRIED = ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter")
 
 
 class Nccl(Transport):
-    """Carries device memory by NCCL. Made by `make`."""
+    """Transport through NCCL, created by `make`."""
 
     name = "nccl"
 
@@ -250,15 +250,15 @@ class Nccl(Transport):
 
     @staticmethod
     def make(binder: Binder, device: torch.device) -> tuple[Nccl | None, str]:
-        """One for the ranks of a binder's communicator, else why there is none. Collective.
+        """Create the transport for the ranks of a binder's communicator; return it, or None and the reason. Collective.
 
         Args:
-            binder: Its communicator carries the id.
+            binder: Its communicator sends the NCCL id.
             device: This rank's device.
         """
         comm = binder.comm
         library, obstacle = _library()
-        uid = np.zeros(128, dtype=np.uint8)  # as long as an id is
+        uid = np.zeros(128, dtype=np.uint8)  # an NCCL id has 128 bytes
         if library is not None and comm.rank == 0:
             uid[:] = np.frombuffer(bytes(library.get_unique_id()), dtype=np.uint8)
         if not all_agree(comm, library is not None):
@@ -270,14 +270,14 @@ class Nccl(Transport):
         use(device)
         try:
             made = library.Communicator.init(comm.size, comm.rank, library.UniqueId.from_bytes(uid.tobytes()))
-        except Exception as error:  # it has a family of its own
+        except Exception as error:  # NCCL has its own exception classes
             made, obstacle = None, f"NCCL: {error}"
         if not all_agree(comm, made is not None):
             return None, obstacle or "NCCL failed on another rank"
         return Nccl(library, made, binder), ""
 
     def carries(self, call: DeviceCall) -> bool:
-        """Operations on blocks of one size that NCCL has, of the types it has, in the order of its own."""
+        """Return True if NCCL has the operation for the dtype, with equal blocks and in its own order of reduction."""
         return (
             call.operation.name in _CARRIED
             and all(t is not None and t.dtype in _DTYPES and t.numel() > 0 for t in call.tensors)
@@ -288,7 +288,7 @@ class Nccl(Transport):
         )
 
     def perform(self, call: DeviceCall) -> None:
-        """Perform the operation; see `Transport.perform`. It is asked of the current stream, and the host goes on."""
+        """Queue the operation on the current stream; see `Transport.perform`. The host does not wait."""
         own, operation = [flat(tensor) for tensor in call.present], call.operation
         root, op = call.value("root", 0), call.value("op")
         reduction = None if op is None else getattr(self._library, _OPERATIONS[op])
@@ -307,17 +307,17 @@ class Nccl(Transport):
         self._binder.run(Compiled([act], moved=moved))
 
     def free(self) -> None:
-        """Release NCCL's communicator. Collective."""
+        """Destroy NCCL's communicator. Collective."""
         self._comm.destroy()
 
 
 def _library() -> tuple[Any, str]:
-    """NCCL's bindings, else why they are not there."""
+    """Return NCCL's Python bindings, or None and the reason why they cannot be used."""
     try:
         library = importlib.import_module("nccl.core")
         library.get_unique_id()
     except ImportError:
         return None, "nccl4py is not installed (pip install mpitrain[nccl])"
-    except Exception as error:  # the library itself is found at the first call
+    except Exception as error:  # the first call loads the library
         return None, f"NCCL cannot be loaded: {error}"
     return library, ""
