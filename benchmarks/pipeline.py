@@ -145,7 +145,7 @@ class _Case:
     def idle(self) -> dict[str, float] | None:
         """Return the idle fraction as `measured` and `predicted`, and the simulated seconds per batch as `alone`.
 
-        Collective. Other ranks than 0 get None.
+        Collective. Ranks other than 0 get None.
         """
         measured = [self._recording() for _ in range(_RECORDED)]
         if self.world.rank != 0:

@@ -328,7 +328,7 @@ def _correlation(first: Sequence[float], second: Sequence[float]) -> float:
 
 
 def _agreement(rows: Sequence[Row]) -> float:
-    """Return the mean rank correlation of two rounds of measurements, an upper limit for any prediction."""
+    """Return the mean rank correlation between rounds of measurements; no prediction can be expected to do better."""
     rounds = zip(*([statistics.median(each) for each in row["measured"]["seconds"]] for row in rows), strict=True)
     return statistics.mean(_correlation(one, other) for one, other in combinations(map(list, rounds), 2))
 

@@ -74,7 +74,7 @@ def judged(
         what: Name of the figure.
         found: Measured value; None if it was not measured, nan if it is undefined.
         least: Lower bound.
-        most: Upper bound, used if there is no lower one.
+        most: Upper bound; the report shows it only if there is no lower one.
         text: Text shown for the measured value; None: the value itself.
         absent: Text shown if there is no value.
         where: Text after the bound, such as a unit.
