@@ -447,7 +447,12 @@ class Engine:
         return torch.where(some, loss, 0.0)  # instead of NaN: see `nothing`
 
     def count(self, x: Any, y: Any) -> Count:
-        """Return the number that a microbatch's mean loss is over: its targets that are not masked, or its samples."""
+        """Return the count that a microbatch's mean loss is over: targets that are not masked, or samples.
+
+        Args:
+            x: Inputs.
+            y: Targets.
+        """
         return samples_in(x) if self.counted is None else self.counted(y)
 
     # -- checkpoints
@@ -465,7 +470,9 @@ class Engine:
         return parts, values | {"loss_scale": self.scale.state(), "precision": self.precision}
 
     def checkpoint_bytes(self) -> int:
-        """Return the bytes that this rank writes into a checkpoint, with optimizer states that the first step creates.
+        """Return the bytes that this rank writes into a checkpoint, including optimizer states.
+
+        If there are no states yet, the bytes of those that the first step creates are estimated.
         """
         parts, _ = self._state.parts()
         nbytes = sum(part.data.nbytes for part in parts)

@@ -367,7 +367,12 @@ class Strategy(ABC):
 
     @abstractmethod
     def places(self, config: Config, world: Communicator) -> GroupPlaces:
-        """Assign each rank its place. Collective; called again whenever training is entered again."""
+        """Assign each rank its place. Collective; called again whenever training is entered again.
+
+        Args:
+            config: Settings of the run.
+            world: Ranks that train.
+        """
 
     @abstractmethod
     def steps(self, trainer: Run) -> Iterator[Step]:
