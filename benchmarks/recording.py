@@ -75,8 +75,7 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
             training.timed(recorded=number % 2 == 1)
         rows = []
         for pair in range(pairs):  # which of the two comes first changes, too
-            first = pair % 2 == 0
-            both = {recorded: training.timed(recorded=recorded) for recorded in (first, not first)}
+            both = {recorded: training.timed(recorded=recorded) for recorded in (pair % 2 == 0, pair % 2 != 0)}
             rows.append([*both[False], *both[True]])
         world.journal.stop()
         training.close()

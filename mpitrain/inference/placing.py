@@ -405,7 +405,7 @@ class _Line:
 
     def _whole(self, scores: Any) -> Any:
         """All scores of the last position, where tensor ranks have parts of them."""
-        if self._parts.size == 1 or not isinstance(scores, torch.Tensor) or scores.dim() != 3:
+        if not isinstance(scores, torch.Tensor) or scores.dim() != 3:
             return scores
         scores = scores[:, -1:].contiguous()
         if self._widths is None:
@@ -421,9 +421,8 @@ class _Line:
     def settle(self, tokens: torch.Tensor | None, rows: int) -> torch.Tensor:
         """What the first tensor rank of the last stage chose, on all ranks that have the model between them."""
         found = torch.empty(rows, dtype=torch.int64) if tokens is None else tokens.contiguous()
-        if self._ends and self._parts.size > 1:
+        if self._ends:
             self._parts.broadcast(found, 0)
-        if self._stages.size > 1:
-            self._stages.broadcast(found, self._stages.size - 1)
-            self._wire.finish()
+        self._stages.broadcast(found, self._stages.size - 1)
+        self._wire.finish()
         return found

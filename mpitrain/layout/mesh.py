@@ -48,11 +48,13 @@ class MeshAxis:
         divides: What its ranks have parts of: SAMPLES (of a batch), PARTS (of each sample, such as a sequence or an
             image), BLOCKS (of the model) or LAYERS.
         near: The greater, the closer together its ranks are: data 0, pipeline 10, tensor 20.
+        idle: Keys of [parallel] that say nothing where the axis has one rank.
     """
 
     name: str
     divides: str = SAMPLES
     near: int = 5
+    idle: tuple[str, ...] = ()
 
     def take(self, x: Any, y: Any, number: int, ranks: int) -> tuple[Any, Any]:
         """Return a rank's part of samples and of their targets, where ranks have PARTS; else, both as they are.

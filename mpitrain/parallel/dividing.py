@@ -12,7 +12,7 @@ Reference:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from mpitrain.config.settings import Config
+from mpitrain.comm.memory.device import CPU
 from mpitrain.errors import refusal
 from mpitrain.layout.mesh import BLOCKS, LAYERS, PARTS, SAMPLES, Mesh, MeshAxis
 from mpitrain.layout.ownership import Division, owners_of
@@ -41,78 +41,47 @@ class ModelPart:
     """A model on its way from the whole to this rank's part; `MeshAxis.divide` changes it.
 
     Attributes:
-        module: The model as the axes so far have left it, with the names of the whole.
+        module: The whole model, the same on all ranks; then, as the axes so far have left it, with the same names.
         parallel: The settings [parallel].
         criterion: Gives the loss of an output and a target, once layers are divided; None: nobody needs it.
-        plan: How layers are divided (see `mpitrain.tensor.plan`); None: as the model says.
-        blocks: Names of the modules that one after the other are the model; empty: as the model says.
         cut: What stages have equally much of, where it is not numbers of blocks.
+        device: What this rank computes on.
         recompute: Whether activations are computed again in backward.
-        device: What this rank computes on; None: not known.
+        plan: How layers are divided (see `mpitrain.tensor.plan`); None: as the model says.
+        names: Names of the modules that one after the other are the model; empty: as the model says.
         pipeline: What the module is a stage of; None: it is the whole.
+        blocks: Of the whole model, as `mpitrain.shard.flat.blocks_of` finds them before it is divided.
+        division: How the model is divided over the mesh, once it is.
     """
 
     module: nn.Module
     parallel: Any
     criterion: Callable[[], Criterion] | None = None
-    plan: Plan | None = None
-    blocks: Sequence[str] = ()
     cut: Cut = "uniform"
+    device: torch.device = CPU
     recompute: bool = False
-    device: torch.device | None = None
+    plan: Plan | None = None
+    names: Sequence[str] = ()
     pipeline: Pipeline | None = None
+    blocks: Sequence[nn.Module] = ()
+    division: Division = field(default_factory=Division)
 
 
-@dataclass(frozen=True)
-class DividedModel:
-    """This rank's part of a model.
-
-    Attributes:
-        module: The part, with the names of the whole model.
-        division: How the model is divided over the mesh.
-        blocks: Of the model, as `mpitrain.shard.flat.blocks_of` finds them before it is divided.
-    """
-
-    module: nn.Module
-    division: Division
-    blocks: list[nn.Module]
-
-
-def divide(
-    model: nn.Module,
-    mesh: Mesh,
-    config: Config,
-    *,
-    criterion: Callable[[], Criterion],
-    cut: Cut,
-    device: torch.device,
-    plan: Plan | None = None,
-    blocks: Sequence[str] = (),
-) -> DividedModel:
-    """Divide a model along all axes of a mesh, and move this rank's part to its device. Collective.
-
-    Args:
-        model: The whole model, the same on all ranks; it is changed in place.
-        mesh: The ranks.
-        config: The settings: how stages and layers are cut, and whether activations are computed again in backward.
-        criterion: Gives the loss of an output and a target, once layers are divided, where there are stages.
-        cut: What stages have equally much of, where it is not numbers of blocks.
-        device: What this rank computes on.
-        plan: How layers are divided (see `mpitrain.tensor.plan`), where there are tensor ranks; None: as it says.
-        blocks: Names of the modules that one after the other are the model; empty: as the model says.
-    """
-    found, aliases, recompute = blocks_of(model), tied_names(model), config.train.recompute
-    part = ModelPart(model, config.parallel, criterion, plan, blocks, cut, recompute, device)
+def divide(part: ModelPart, mesh: Mesh) -> ModelPart:
+    """Divide a model along all axes of a mesh, in place, and move this rank's part to its device. Collective."""
+    aliases = tied_names(part.module)
+    part.blocks = blocks_of(part.module)
     for axis in in_order(mesh.axes):
         axis.divide(part, mesh.over(axis.name))
-    pipeline = part.pipeline
-    if pipeline is None and recompute:
-        recompute_blocks(part.module)
-    move(part.module, device)
+    pipeline, module = part.pipeline, part.module
+    if pipeline is None and part.recompute:
+        recompute_blocks(module)
+    move(module, part.device)
     copied = pipeline.counted_elsewhere() if pipeline is not None else set[str]()
-    owners = owners_of(part.module, {name: mesh.coordinates[name] for name in mesh.dividing(LAYERS)}, copied)
+    owners = owners_of(module, {name: mesh.coordinates[name] for name in mesh.dividing(LAYERS)}, copied)
     others, replicas = ({n: mesh.over(n) for n in mesh.dividing(*of)} for of in ((BLOCKS, LAYERS), (SAMPLES, PARTS)))
-    return DividedModel(part.module, Division(others, replicas, owners, pipeline, aliases), found)
+    part.division = Division(others, replicas, owners, pipeline, aliases)
+    return part
 
 
 def in_order(axes: Iterable[MeshAxis], *, blocks: bool = True) -> list[MeshAxis]:

@@ -85,7 +85,17 @@ class ParallelLayout:
     @property
     def divided(self) -> Divided:
         """How a rank's part of the model is cut out, before it is cut into stages."""
-        return Divided(self.tensor, self.sequence, self.whole, self.slices, self.replicas > 1, _in_layers(self.axes))
+        return Divided(self.tensor, self.sequence, self.whole, self.slices, self.replicas > 1, in_layers(self.axes))
+
+    @property
+    def idle(self) -> set[str]:
+        """Settings that say nothing because the axis that they are for has one rank."""
+        return {key for axis, ranks in self.sizes if ranks == 1 for key in axis.idle}
+
+    def only(self, *names: str) -> ParallelLayout:
+        """Return a layout on this one's mesh with these of its settings; the others are as by default."""
+        names += ("data", "pipeline", "tensor", "axes")
+        return ParallelLayout(**{name: getattr(self, name) for name in names})
 
     @property
     def ranks(self) -> int:
@@ -127,7 +137,7 @@ def sizes_of(
 
 
 @lru_cache(maxsize=256)
-def _in_layers(axes: tuple[tuple[str, int], ...]) -> tuple[tuple[str, int], ...]:
+def in_layers(axes: tuple[tuple[str, int], ...]) -> tuple[tuple[str, int], ...]:
     """Return the further axes that change what a layer computes."""
     return tuple(each for each in axes if find("parallel.axes", each[0])().divides in (LAYERS, PARTS))
 
@@ -231,14 +241,11 @@ def layout_of(config: Config, ranks: int, blocks: Sequence[BlockCost] = ()) -> P
     asked |= {name: shape[name] for name in ("data", "pipeline", "tensor")}
     asked["axes"] = tuple(sorted(parallel.axes.items()))
     layout = ParallelLayout(**asked | {"cut": (), "whole": tuple(parallel.whole)})
-    pipeline, several = layout.pipeline, layout.tensor > 1
+    most = layout.readers * default_microbatches(layout.pipeline)
     return replace(
-        layout,
-        microbatch=train.microbatch or -(-train.batch // (layout.readers * default_microbatches(pipeline))),
-        cut=_cut(parallel.cut, pipeline * parallel.chunks, blocks) if pipeline > 1 else (),
-        whole=layout.whole if several else (),
-        slices=layout.slices if pipeline > 1 else 1,
-        sequence=layout.sequence and several,
+        layout.only(*(SECTION_OF.keys() - layout.idle)),
+        microbatch=train.microbatch or -(-train.batch // most),
+        cut=_cut(parallel.cut, layout.pipeline * parallel.chunks, blocks) if layout.pipeline > 1 else (),
     )
 
 

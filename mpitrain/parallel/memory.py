@@ -15,12 +15,12 @@ from mpitrain.layers.precision import DTYPES
 from mpitrain.layout.boxes import Flat, lay_out
 from mpitrain.parallel.costs import BlockCost, Weight
 from mpitrain.parallel.layouts import ParallelLayout
-from mpitrain.parallel.places import LayoutPlaces, Nodes
+from mpitrain.parallel.places import LayoutPlaces
 from mpitrain.pipe.schedule import BackwardInput, Schedule
 from mpitrain.pipe.simulate import Flow
 from mpitrain.shard.flat import MULTIPLE, lay_in_buckets
 from mpitrain.shard.offload import HOST
-from mpitrain.shard.placement import SCRATCH, STAGES, Account, bucket_size, formula, node_has_one_copy, slot_count
+from mpitrain.shard.placement import SCRATCH, STAGES, Account, formula
 
 ITEMSIZE: dict[str, int] = {name: dtype.itemsize for name, dtype in DTYPES.items()}
 
@@ -120,71 +120,48 @@ _HOLES = 2.0  # times the working memory: what glibc was measured to keep betwee
 
 
 @dataclass(frozen=True)
-class Means:
-    """The settings that memory depends on.
+class MemoryInputs:
+    """What memory depends on, beside what a rank has of a model.
 
     Attributes:
         places: Of the ranks.
-        device: Whether they compute on an accelerator.
         moments: fp32 numbers that the optimizer keeps per parameter.
         process: Bytes of a rank before it has a model.
         whole: Elements of the whole model, which every rank builds before it keeps its part.
     """
 
     places: LayoutPlaces
-    device: bool
     moments: int
     process: int
-    whole: int = 0
-
-    @property
-    def shared(self) -> bool:
-        """Whether the ranks of a node have one copy of the parameters between them."""
-        layout = self.places.layout
-        even = Nodes(self.places.nodes, self.places.each).evenly(layout)
-        return node_has_one_copy(STAGES[layout.zero], layout.share_node, self.device, even)
-
-    @property
-    def gathers(self) -> bool:
-        """Whether parameters are gathered unit by unit while they are needed."""
-        return STAGES[self.places.layout.zero].parameters and not self.shared and self.places.shards()[0].size > 1
-
-    def bucket_size(self, bucket_mb: float) -> float:
-        """MiB of a bucket, where `bucket_mb` are asked for."""
-        sharded, nodes = STAGES[self.places.layout.zero].gradients, self.places.shards()[0].spans
-        return bucket_size(bucket_mb, sharded, self.places.overlaps, nodes, self.device)
-
-    def slots(self) -> int:
-        """Slots that gradients pass through where each rank keeps its share of them."""
-        shard, staged = self.places.shards()[0], self.places.layout.pipeline > 1  # stages add in a fixed order
-        return slot_count(self.places.overlaps, staged, shard.size > 1 and not self.device, shard.spans)
+    whole: int
 
     def stored(self, numel: float, itemsize: int) -> Account:
         """Parameters, gradients and states of so many elements on a rank."""
-        layout, stage, shards = self.places.layout, STAGES[self.places.layout.zero], self.places.shards()[0].size
-        copied, sharing = bool(layout.offload) and self.device, self.places.replicas.local * self.shared
-        return formula(stage, shards, numel, itemsize, self.moments, copied=copied, sharing=sharing)
+        places, layout = self.places, self.places.layout
+        copied, sharing = bool(layout.offload) and places.on_device, places.replicas.local * places.shared
+        shards = places.shards()[0].size
+        return formula(STAGES[layout.zero], shards, numel, itemsize, self.moments, copied=copied, sharing=sharing)
 
 
 def account(
-    means: Means, held: StageHoldings, flow: Flow | None = None, rank: int = 0, flying: float = 0.0
+    inputs: MemoryInputs, held: StageHoldings, flow: Flow | None = None, rank: int = 0, flying: float = 0.0
 ) -> dict[str, float]:
     """Bytes of a rank at one pipeline position, by category.
 
     Args:
-        means: Where memory is.
+        inputs: What memory depends on.
         held: What the rank holds.
         flow: Of a pipeline, its schedule; None without one.
         rank: The pipeline position.
         flying: Of a pipeline, the bytes of activations between forward and backward (`in_flight`).
     """
-    layout, places = means.places.layout, means.places
+    layout, places = inputs.places.layout, inputs.places
     stage = STAGES[layout.zero]
     elements = held.flat.numel if stage.states else held.numel  # gradients lie flat at every stage
-    stored, flat = means.stored(elements, held.itemsize), means.stored(held.flat.numel, held.itemsize)
-    slots = means.slots() * max(held.buckets, default=0) if stage.gradients else 0
+    stored, flat = inputs.stored(elements, held.itemsize), inputs.stored(held.flat.numel, held.itemsize)
+    slots = places.slots() * max(held.buckets, default=0) if stage.gradients else 0
     gathered = 0.0
-    if means.gathers:  # into the root, and the unit that computes and the next, or all if they are kept
+    if places.gathers:  # into the root, and the unit that computes and the next, or all if they are kept
         *units, root = held.buckets
         gathered = root + (2.0 * max(units, default=0) if layout.reshard else float(sum(units)))
     exchanged = [e for s in held.stages for b in s for e in (*b.forwards, *b.backwards)]
@@ -197,37 +174,37 @@ def account(
     found = {
         "parameters": stored.parameters + held.frozen * held.itemsize,
         "gradients": flat.gradients,
-        "states": stored.states if not (layout.offload and means.device) else 0.0,
+        "states": stored.states if not (layout.offload and places.on_device) else 0.0,
         "activations": activations,
         "buffers": slots + gathered + passing,
         "working": max(peak, scratch - activations),
-        "allocator": 0.0 if means.device else _HOLES * max((b.working for s in held.stages for b in s), default=0),
-        "process": float(means.process),
+        "allocator": 0.0 if places.on_device else _HOLES * max((b.working for s in held.stages for b in s), default=0),
+        "process": float(inputs.process),
     }
     # a rank builds the whole model in fp32 in the host's memory, and then moves or copies its part of it
-    building = 4.0 * (held.numel if means.device else means.whole + held.numel * (means.whole > held.numel))
-    found["working"] += max(0.0, building - sum(found.values()) + means.process)
+    building = 4.0 * (held.numel if places.on_device else inputs.whole + held.numel * (inputs.whole > held.numel))
+    found["working"] += max(0.0, building - sum(found.values()) + inputs.process)
     return found
 
 
-def host_account(means: Means, held: StageHoldings, data: float) -> dict[str, float]:
+def host_account(inputs: MemoryInputs, held: StageHoldings, data: float) -> dict[str, float]:
     """Return the bytes of a rank with a device in the host's memory, by category, when it needs most there.
 
     It builds the whole model in fp32 there, and moves or copies its part; what is offloaded comes after that.
 
     Args:
-        means: Where memory is.
+        inputs: What memory depends on.
         held: What the rank holds.
         data: Bytes of batches that are read ahead.
     """
-    layout, sharded = means.places.layout, STAGES[means.places.layout.zero].states
+    layout, sharded = inputs.places.layout, STAGES[inputs.places.layout.zero].states
     elements = held.flat.numel if sharded else held.numel
-    stored, own = means.stored(elements, held.itemsize), elements / (means.places.shards()[0].size if sharded else 1)
-    building, training = {"model": 4.0 * means.whole}, {"data": data}
+    stored, own = inputs.stored(elements, held.itemsize), elements / (inputs.places.shards()[0].size if sharded else 1)
+    building, training = {"model": 4.0 * inputs.whole}, {"data": data}
     if layout.offload:  # gradients and, where they are rounded, parameters pass through pinned memory
         training["pinned"] = own * held.itemsize * (2 if held.itemsize < 4 else 1)
         training["states"] = stored.states if layout.offload == HOST else 0.0
-    return {"process": float(means.process)} | max(training, building, key=lambda each: sum(each.values()))
+    return {"process": float(inputs.process)} | max(training, building, key=lambda each: sum(each.values()))
 
 
 def _gradients_apart(layout: ParallelLayout, held: StageHoldings, schedule: Schedule, rank: int) -> float:

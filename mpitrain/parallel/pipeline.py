@@ -31,15 +31,19 @@ class PipelineAxis(MeshAxis):
     name = "pipeline"
     divides = BLOCKS
     near = 10
+    idle = ("schedule", "slices")
 
     def refuse(self, combination: Combination) -> str:
-        """Refuse the blocks of stages where there are no stages."""
-        cut = combination.parallel.cut
-        if combination.size(self.name) > 1 or not cut or isinstance(cut, str):
-            return ""
-        return (
-            f"parallel.cut {list(cut)} says how many blocks each stage of a pipeline has, and parallel.pipeline is 1; "
-            "raise that, or leave parallel.cut out"
+        """Refuse the blocks of stages where there are no stages, and a cut that needs samples where there are none."""
+        cut, staged = combination.parallel.cut, combination.size(self.name) > 1
+        if cut and not isinstance(cut, str) and not staged:
+            return (
+                f"parallel.cut {list(cut)} says how many blocks each stage of a pipeline has, and parallel.pipeline is "
+                "1; raise that, or leave parallel.cut out"
+            )
+        return (cut == "time" and staged and not combination.has_data) * (
+            "parallel.cut time measures blocks with samples of the data set, which a loop of one's own has not; set it "
+            "to parameters, or to how many blocks each stage has, as [5, 7]"
         )
 
     def divide(self, part: ModelPart, group: Communicator) -> None:
@@ -50,7 +54,7 @@ class PipelineAxis(MeshAxis):
 
         assert part.criterion is not None
         parallel = part.parallel
-        listed = listed_blocks(part.module, part.blocks)
+        listed = listed_blocks(part.module, part.names)
         require_look_back(part.module, listed, parallel.slices)
         pipeline = Pipeline(
             listed,

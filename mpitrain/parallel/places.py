@@ -8,6 +8,7 @@ from math import prod
 
 from mpitrain.layout.mesh import BLOCKS, LAYERS, PARTS, SAMPLES, MeshAxis
 from mpitrain.parallel.layouts import ParallelLayout
+from mpitrain.shard.placement import STAGES, bucket_size, node_has_one_copy, slot_count
 
 
 @dataclass(frozen=True)
@@ -59,21 +60,23 @@ class Nodes:
         parts = layout.ranks // layout.replicas
         return self.each % parts == 0 or parts > self.each  # then at most one on each node
 
+    def share(self, layout: ParallelLayout) -> bool:
+        """Whether the ranks of a node have one copy of the parameters between them."""
+        return node_has_one_copy(STAGES[layout.zero], layout.share_node, self.on_device, self.evenly(layout))
+
 
 @dataclass(frozen=True)
 class LayoutPlaces:
-    """The ranks of a layout on nodes with equally many ranks each, numbered node by node (see `mpitrain.layout.mesh`).
+    """The ranks of a layout on nodes, numbered node by node (see `mpitrain.layout.mesh`).
 
     Attributes:
-        nodes: How many.
-        each: Ranks of a node.
+        nodes: The nodes.
         cores: Of a node; may be a part of one.
         layout: The layout.
         seen: Cores that the system tells ranks of; 0: as many as there are.
     """
 
-    nodes: int
-    each: int
+    nodes: Nodes
     cores: float
     layout: ParallelLayout
     seen: float = 0.0
@@ -86,22 +89,47 @@ class LayoutPlaces:
     @property
     def oversubscribed(self) -> bool:
         """Whether a node has more ranks than cores, as far as they know: those that do sleep while they wait."""
-        return self.each > self.known_cores
+        return self.nodes.each > self.known_cores
 
     @property
     def overlaps(self) -> bool:
         """Whether a core is left on each node for communication in the background."""
-        return self.known_cores > self.each
+        return self.known_cores > self.nodes.each
 
     @property
     def turns(self) -> float:
         """How much longer than alone a rank computes while all of its node do."""
-        return max(1.0, self.each / self.cores)
+        return max(1.0, self.nodes.each / self.cores)
 
     @property
     def threads(self) -> int:
         """Threads of a rank that compute at the same time, whatever cores it believes to have."""
-        return max(1, int(min(self.known_cores, self.cores) // self.each))
+        return max(1, int(min(self.known_cores, self.cores) // self.nodes.each))
+
+    @property
+    def on_device(self) -> bool:
+        """Whether ranks compute on devices."""
+        return self.nodes.on_device
+
+    @property
+    def shared(self) -> bool:
+        """Whether the ranks of a node have one copy of the parameters between them."""
+        return self.nodes.share(self.layout)
+
+    @property
+    def gathers(self) -> bool:
+        """Whether parameters are gathered unit by unit while they are needed."""
+        return STAGES[self.layout.zero].parameters and not self.shared and self.shards()[0].size > 1
+
+    def bucket_size(self, bucket_mb: float) -> float:
+        """MiB of a bucket, where `bucket_mb` are asked for."""
+        sharded, spans = STAGES[self.layout.zero].gradients, self.shards()[0].spans
+        return bucket_size(bucket_mb, sharded, self.overlaps, spans, self.on_device)
+
+    def slots(self) -> int:
+        """Slots that gradients pass through where each rank keeps its share of them."""
+        shard, staged = self.shards()[0], self.layout.pipeline > 1  # stages add in a fixed order
+        return slot_count(self.overlaps, staged, shard.size > 1 and not self.on_device, shard.spans)
 
     @property
     def replicas(self) -> Group:
@@ -120,7 +148,7 @@ class LayoutPlaces:
 
     def over(self, *names: str) -> Group:
         """The first ranks that differ along these axes alone."""
-        return _group_of(self.layout.sizes, names, self.each, self.oversubscribed)
+        return _group_of(self.layout.sizes, names, self.nodes.each, self.oversubscribed)
 
     def _dividing(self, *kinds: str) -> Group:
         return self.over(*(axis.name for axis, _ in self.layout.sizes if axis.divides in kinds))
@@ -135,7 +163,7 @@ class LayoutPlaces:
 
     def carriers(self) -> Group:
         """The ranks, one a node, that carry updated parameters to each other, while all ranks of a node do so."""
-        return Group(tuple(sorted(set(self.replicas.nodes))), self.each, self.oversubscribed)
+        return Group(tuple(sorted(set(self.replicas.nodes))), self.nodes.each, self.oversubscribed)
 
 
 @lru_cache(maxsize=4096)

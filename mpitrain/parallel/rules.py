@@ -6,8 +6,8 @@ knows is in its own file (`MeshAxis.refuse`); the rules here depend on what the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mpitrain.config.settings import Config
@@ -17,7 +17,7 @@ from mpitrain.parallel.costs import ModelProfile
 from mpitrain.parallel.layouts import ParallelLayout
 from mpitrain.parallel.places import Nodes
 from mpitrain.shard import placement
-from mpitrain.shard.placement import STAGES, node_has_one_copy
+from mpitrain.shard.placement import STAGES
 from mpitrain.shard.virtual_workers import VirtualWorkers
 
 
@@ -31,6 +31,7 @@ class Combination:
         compiled: model.compile.
         reproducible: run.reproducible.
         has_blocks: Whether the model has blocks that can be compiled by themselves.
+        has_data: Whether the data set is known, not only batches that a loop of the user's brings.
         synchronous: Whether several ranks compute batch norms together.
         one_copy: Whether the ranks of a node have one copy of the parameters, as far as is known.
         gathers: Whether ranks gather parameters when they need them.
@@ -46,13 +47,14 @@ class Combination:
     compiled: bool = False
     reproducible: bool = False
     has_blocks: bool = True
+    has_data: bool = True
     synchronous: bool = False
     one_copy: bool = True
     gathers: bool = False
     offload: str = ""
     on_device: bool = False
     workers: VirtualWorkers | None = None
-    batches: Collection[int] = ()
+    batches: Iterable[int] = ()
     microbatch: int = 0
 
     def count(self, *kinds: str) -> int:
@@ -171,28 +173,17 @@ class LayoutRules:
             nodes: Where.
         """
         stage, several = STAGES[layout.zero], layout.replicas > 1
-        one_copy = node_has_one_copy(stage, layout.share_node, nodes.on_device, nodes.evenly(layout))
-        one_copy = one_copy and not placement.is_elsewhere(self.offload, nodes.on_device)
+        one_copy = nodes.share(layout) and not placement.is_elsewhere(self.offload, nodes.on_device)
         try:
             workers = VirtualWorkers.of(layout.readers, self.workers > 0, self.workers)
         except InputError:
             return False
+        found = Combination(layout, layout.sizes, self.compiled, self.workers > 0, model.has_units)
+        gathers = stage.parameters and several and not one_copy
+        batches, synchronous = {model.batch, *self.warmup}, model.synchronous and several
+        found = replace(found, synchronous=synchronous, one_copy=one_copy, gathers=gathers, offload=self.offload)
         return not conflict(
-            Combination(
-                layout,
-                layout.sizes,
-                compiled=self.compiled,
-                reproducible=self.workers > 0,
-                has_blocks=model.has_units,
-                synchronous=model.synchronous and several,
-                one_copy=one_copy,
-                gathers=stage.parameters and several and not one_copy,
-                offload=self.offload,
-                on_device=nodes.on_device,
-                workers=workers,
-                batches={model.batch, *self.warmup},
-                microbatch=layout.microbatch,
-            )
+            replace(found, on_device=nodes.on_device, workers=workers, batches=batches, microbatch=layout.microbatch)
         )
 
 

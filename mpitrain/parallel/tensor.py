@@ -22,6 +22,7 @@ class TensorAxis(MeshAxis):
     name = "tensor"
     divides = LAYERS
     near = 20
+    idle = ("sequence",)
 
     def refuse(self, combination: Combination) -> str:
         """Refuse what is for divided layers where there are none, and what a divided sequence does not go with."""
@@ -65,7 +66,7 @@ class TensorAxis(MeshAxis):
         """
         links, nbytes = step.machine.links, float(exchange.nbytes)
         seconds = float(step.seconds(exchange.operation, nbytes, group, "arena") + step.meeting(group))
-        if group.spans > 1 or step.means.device or group.size == 1:
+        if group.spans > 1 or step.places.on_device or group.size == 1:
             return seconds
         copied, added = nbytes / links.copy_rate * step.turns, nbytes / links.reduce_rate * step.turns
         meets = step.predictor.collectives.barrier(group) + step.meeting(group)

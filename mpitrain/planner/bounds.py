@@ -133,7 +133,7 @@ class Bounds:
     def guess(self, layout: ParallelLayout) -> float:
         """About the seconds of a step, with the best cut: the order in which layouts are looked at."""
         work = self._work_of(layout)
-        around = self._around(_placement(layout))
+        around = self._around(layout.only("zero", "share_node", "shard_within", "offload"))
         share = -(-self._of.model.batch // layout.readers)
         count = self._of.microbatches(layout)
         if layout.pipeline > 1:
@@ -170,14 +170,14 @@ class Bounds:
 
     def least_memory(self, layout: ParallelLayout) -> Mapping[str, float]:
         """Bytes that the rank that needs most takes at least, by category."""
-        work, means = self._work_of(layout), self._of.means(self._of.places(layout))
+        work, places = self._work_of(layout), self._of.places(layout)
         elements, itemsize = work.numel / layout.pipeline, ITEMSIZE[self._of.model.precision]
-        stored = means.stored(elements, itemsize)
+        stored = self._of.inputs(places).stored(elements, itemsize)
         apart = elements * itemsize if STAGES[layout.zero].gradients and layout.pipeline > 1 else 0.0
         return {
             "parameters": stored.parameters,
             "gradients": stored.gradients + apart,
-            "states": 0.0 if layout.offload and means.device else stored.states,
+            "states": 0.0 if layout.offload and places.on_device else stored.states,
             "activations": self._kept(layout, work),
             "process": float(self._of.machine.process),
         }
@@ -201,23 +201,15 @@ class Bounds:
     def _work_of(self, layout: ParallelLayout) -> _Work:
         """Return the sums of blocks; of other replicas only whether there are any matters, for batch norms."""
         rest = layout.data * layout.pipeline
-        return self._work(
-            ParallelLayout(
-                *((1, rest) if layout.data == 1 else (rest, 1)),
-                layout.tensor,
-                microbatch=layout.microbatch,
-                slices=layout.slices,
-                sequence=layout.sequence,
-                whole=layout.whole,
-                axes=layout.axes,
-            )
-        )
+        data, pipeline = (1, rest) if layout.data == 1 else (rest, 1)
+        passes = layout.only("microbatch", "slices", "sequence", "whole")
+        return self._work(replace(passes, data=data, pipeline=pipeline))
 
     def _sums(self, layout: ParallelLayout) -> _Work:
         tensor, microbatch, places = layout.tensor, layout.microbatch, self._of.places(layout)
         # a pass through each division of the model would take long, and few of these layouts are worth it: the blocks
         # of tensor ranks on several nodes are those of one node's ranks made thinner
-        near = max(n for n in range(1, min(tensor, places.each) + 1) if tensor % n == 0)
+        near = max(n for n in range(1, min(tensor, places.nodes.each) + 1) if tensor % n == 0)
         divided = replace(layout.divided, tensor=near)
         if near in (1, tensor) or not self._of.model.takes(divided):
             blocks = self._of.blocks(layout, places)
@@ -236,8 +228,8 @@ class Bounds:
         numel = max(work.numel / pipeline, work.largest)
         nbytes = numel * ITEMSIZE[self._of.model.precision]
         units = sum(block.is_unit for block in self._of.model.blocks(1))
-        bucket = step.means.bucket_size(self._of.bucket_mb) * MIB
-        pieces = max(1, units if step.means.gathers else round(nbytes / bucket))
+        bucket = places.bucket_size(self._of.bucket_mb) * MIB
+        pieces = max(1, units if places.gathers else round(nbytes / bucket))
 
         def took(operation: str, of: float, group: Group | None, many: int = pieces) -> float:
             if group is None or group.size == 1:
@@ -248,31 +240,17 @@ class Bounds:
         update = step.updating(numel / (shard.size if zero else 1), numel / layout.replicas, values)
         replicated = took("all_reduce", nbytes / shard.size, replicas)
         shown = 0.0
-        if zero and step.means.shared and replicas is None:
+        if zero and places.shared and replicas is None:
             shown = took("all_gather", nbytes / places.replicas.local, places.carriers())
-        elif zero and not step.means.shared and not step.means.gathers:
+        elif zero and not places.shared and not places.gathers:
             shown = took("all_gather", nbytes, shard)
         whole = zero == 0 and not places.overlaps
         return _Around(
             step=step,
             reduced=took("reduce_scatter" if zero else "all_reduce", nbytes, shard, 1 if whole else pieces),
-            gathered=took("all_gather", nbytes, shard) if step.means.gathers else 0.0,
+            gathered=took("all_gather", nbytes, shard) if places.gathers else 0.0,
             once=replicated + shown + update + self._of.machine.overhead * step.turns,
         )
-
-
-def _placement(layout: ParallelLayout) -> ParallelLayout:
-    """Return what a layout says of where parameters, gradients and states are."""
-    return ParallelLayout(
-        layout.data,
-        layout.pipeline,
-        layout.tensor,
-        layout.zero,
-        layout.share_node,
-        layout.shard_within,
-        offload=layout.offload,
-        axes=layout.axes,
-    )
 
 
 def _thinner(block: BlockCost, part: float) -> BlockCost:

@@ -319,7 +319,9 @@ class _Once:
         if _begins_in_place(block) and any(e.gradient for e in inputs):
             self.given = [v.clone() for v in self.given]
         self.parameters = [p for p in block.parameters() if p.requires_grad]
-        self.recorder = OperationRecorder(guess=len(cut.among) > 1 and cut.fake is not None)
+        self.recorder = OperationRecorder(
+            guess=any(group.size > 1 for group in cut.among[:-1]) and cut.fake is not None
+        )
         self.values: tuple[Any, ...] = ()
 
     def run(self, single: bool, y: torch.Tensor | None) -> tuple[Observed, tuple[_Passed, ...], bool]:

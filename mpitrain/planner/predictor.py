@@ -21,7 +21,7 @@ from mpitrain.errors import refusal
 from mpitrain.layout.mesh import MeshAxis
 from mpitrain.parallel.costs import REPLICAS, AxisExchange, BlockCost, ModelProfile
 from mpitrain.parallel.layouts import ParallelLayout
-from mpitrain.parallel.memory import ITEMSIZE, Means, StageHoldings, account, held, host_account, in_flight
+from mpitrain.parallel.memory import ITEMSIZE, MemoryInputs, StageHoldings, account, held, host_account, in_flight
 from mpitrain.parallel.places import Group, LayoutPlaces, Nodes
 from mpitrain.pipe.partition import stage_bounds
 from mpitrain.pipe.schedule import BackwardInput, Schedule
@@ -77,16 +77,15 @@ class StepSimulation:
     def __init__(self, predictor: Predictor, places: LayoutPlaces) -> None:
         self.predictor, self.places, self.layout = predictor, places, places.layout
         self.model, self.machine = predictor.model, predictor.machine
-        self.means = Means(places, self.machine.device is not None, self.model.moments, 0)
         self.turns = predictor.turns(places)
         # ranks that do not know of others on their cores keep them while they wait
-        self.spins = self.turns > 1.0 and not places.oversubscribed and not self.means.device
+        self.spins = self.turns > 1.0 and not places.oversubscribed and not self.places.on_device
         self.parts = dict.fromkeys(PARTS, 0.0)
         self.shard, self.replicas = places.shards()
         self.seconds = predictor.collectives.seconds
         self.groups = {axis.name: (axis, places.over(axis.name)) for axis, _ in self.layout.sizes}
         self.groups[REPLICAS] = (MeshAxis(), places.replicas)
-        self.python, self.halving = (0.0, 0.0) if self.means.device else (_STEP, _HALVES)
+        self.python, self.halving = (0.0, 0.0) if self.places.on_device else (_STEP, _HALVES)
 
     @cached_property
     def blocks(self) -> tuple[BlockCost, ...]:
@@ -128,7 +127,7 @@ class StepSimulation:
 
     def meeting(self, group: Group) -> float:
         """What it costs ranks that share cores to come together once more, beside what an exchange takes."""
-        if group.size == 1 or self.means.device:
+        if group.size == 1 or self.places.on_device:
             return 0.0
         return (_SLICE if self.spins else _CHANGE) * (self.turns - 1.0)
 
@@ -141,7 +140,7 @@ class StepSimulation:
         reduces = each_pass or (last and overlaps)
         clock = free = 0.0  # when the computation, and when the communication in the background, is done so far
         compute = tensor = waits = gathers = 0.0
-        units = self._gathers(holds) if self.means.gathers else {}
+        units = self._gathers(holds) if self.places.gathers else {}
         for block in blocks:
             compute += block.forward * pace
             tensor += self.exchanges(block.forwards)
@@ -258,7 +257,7 @@ class StepSimulation:
         """Whether the pipeline lies on one node, and how many pipelines' messages leave a node at the same time."""
         nodes = self.places.stages.nodes
         local = nodes.count(nodes[0])
-        return local == len(nodes), self.places.each // max(1, local)
+        return local == len(nodes), self.places.nodes.each // max(1, local)
 
     def _reduce_stages(self, schedule: Schedule, ends: Sequence[float]) -> None:
         """The gradients of each position's ranks, from when those are done."""
@@ -274,7 +273,7 @@ class StepSimulation:
         if not ties or rank not in ranks or len(ranks) == 1:
             return 0.0
         nodes = tuple(sorted(self.places.stages.nodes[r] for r in ranks))
-        group = Group(nodes, max(1, self.places.each // 2), self.places.oversubscribed)
+        group = Group(nodes, max(1, self.places.nodes.each // 2), self.places.oversubscribed)
         return self.seconds("all_reduce", ties * 4, group, "private")
 
     # -- after the gradients
@@ -291,13 +290,13 @@ class StepSimulation:
         if not layout.zero or layout.replicas == 1:
             return
         gather = 0.0
-        if self.means.shared:
+        if self.places.shared:
             gather += self.predictor.collectives.barrier(places.replicas)
             carriers = places.carriers()
             if carriers.size > 1 and self.replicas is None:
                 local = places.replicas.local
                 gather += sum(self.seconds("all_gather", b / local, carriers, "private") for b in holds.buckets)
-        elif not self.means.gathers:
+        elif not self.places.gathers:
             gather += sum(self.seconds("all_gather", nbytes, self.shard) for nbytes in holds.buckets)
         self.parts["parameters"] += gather
 
@@ -329,7 +328,7 @@ class StepSimulation:
         if layout.offload and layout.offload != HOST:
             itemsize, moments = ITEMSIZE[self.model.precision], self.model.moments
             states = formula(STAGES[0], 1, elements, itemsize, moments, copied=machine.device is not None).states
-            node, every = machine.write_rate / self.places.each, machine.write_limit / layout.ranks
+            node, every = machine.write_rate / self.places.nodes.each, machine.write_limit / layout.ranks
             seconds += states / min(machine.rank_write_rate, node, every)
         return seconds
 
@@ -346,6 +345,7 @@ class Predictor:
         bucket_mb: MiB of a bucket of gradients.
 
     Attributes:
+        at: The nodes.
         collectives: Seconds of operations.
         held: What the ranks at a pipeline position hold: held(layout, places, rank).
     """
@@ -359,8 +359,8 @@ class Predictor:
         memory: float | None = None,
         bucket_mb: float = 25.0,
     ) -> None:
-        self.model, self.machine = model, machine
-        self.nodes, self.ranks_per_node, self._room, self.bucket_mb = nodes, ranks_per_node, memory, bucket_mb
+        self.model, self.machine, self._room, self.bucket_mb = model, machine, memory, bucket_mb
+        self.at = Nodes(nodes, ranks_per_node, machine.device is not None)
         self._sharing = 0  # ranks that share a device
         devices = None
         if machine.device is not None:
@@ -372,14 +372,9 @@ class Predictor:
         self._flat: dict[Any, StageHoldings] = {}
 
     @property
-    def at(self) -> Nodes:
-        """The nodes."""
-        return Nodes(self.nodes, self.ranks_per_node, self.machine.device is not None)
-
-    @property
     def ranks(self) -> int:
         """Of all nodes."""
-        return self.nodes * self.ranks_per_node
+        return self.at.count * self.at.each
 
     def room(self) -> float:
         """Bytes that a rank may take."""
@@ -387,7 +382,7 @@ class Predictor:
             return self._room
         if self.machine.device is not None:
             return self.machine.device.memory / self._sharing
-        return self.machine.memory / self.ranks_per_node
+        return self.machine.memory / self.at.each
 
     def predict(self, layout: ParallelLayout) -> Prediction:
         """Simulate a step.
@@ -401,10 +396,10 @@ class Predictor:
     def memory(self, layout: ParallelLayout) -> Mapping[str, float]:
         """Bytes by category of the rank that takes most."""
         places = self.places(layout)
-        means, flow = self.means(places), self.flow(layout)
+        inputs, flow = self.inputs(places), self.flow(layout)
         holds = [self.held(layout, places, rank) for rank in range(layout.pipeline)]
         flying = in_flight(layout, flow, holds) if flow is not None else [0.0]
-        accounts = [account(means, holds[rank], flow, rank, flying[rank]) for rank in range(layout.pipeline)]
+        accounts = [account(inputs, holds[rank], flow, rank, flying[rank]) for rank in range(layout.pipeline)]
         return max(accounts, key=lambda each: sum(each.values()))
 
     def host_memory(self, layout: ParallelLayout) -> Mapping[str, float]:
@@ -415,17 +410,16 @@ class Predictor:
         # three batches have been read and are not yet used, with the one on its way to the device
         data = 3 * -(-self.model.batch // layout.readers) * float(self.model.sample_bytes)
         holds = (self.held(layout, places, rank) for rank in range(layout.pipeline))
-        accounts = [host_account(self.means(places), held, data) for held in holds]
+        accounts = [host_account(self.inputs(places), held, data) for held in holds]
         return max(accounts, key=lambda each: sum(each.values()))
 
     def host_room(self) -> float:
         """Bytes of its node's memory that a rank may take."""
-        return self.machine.memory / self.ranks_per_node
+        return self.machine.memory / self.at.each
 
-    def means(self, places: LayoutPlaces) -> Means:
-        """Return the settings that memory depends on."""
-        model, machine = self.model, self.machine
-        return Means(places, machine.device is not None, model.moments, machine.process, self._elements)
+    def inputs(self, places: LayoutPlaces) -> MemoryInputs:
+        """Return what memory depends on."""
+        return MemoryInputs(places, self.model.moments, self.machine.process, self._elements)
 
     @cached_property
     def _elements(self) -> int:
@@ -446,8 +440,8 @@ class Predictor:
         """
         if layout.ranks != self.ranks:
             shape = " x ".join(f"{axis.name} {ranks}" for axis, ranks in layout.sizes)
-            raise refusal(f"{shape} are not the {self.ranks} ranks of {self.nodes} x {self.ranks_per_node}")
-        return LayoutPlaces(self.nodes, self.ranks_per_node, self.machine.cores, layout, self.machine.seen_cores)
+            raise refusal(f"{shape} are not the {self.ranks} ranks of {self.at.count} x {self.at.each}")
+        return LayoutPlaces(self.at, self.machine.cores, layout, self.machine.seen_cores)
 
     def blocks(self, layout: ParallelLayout, places: LayoutPlaces) -> tuple[BlockCost, ...]:
         """What each block costs for a microbatch (or a slice of one)."""
@@ -470,14 +464,13 @@ class Predictor:
         if flow is not None:
             cuts = list(pairwise(stage_bounds(blocks, flow.shape.stages, layout.cut)))
             spans = tuple(cuts[number] for number in flow.shape.stages_of(rank))
-        means = self.means(places)
         parts = places.shards()[0].size if layout.zero else 1
-        bucket_mb = means.bucket_size(self.bucket_mb)
+        bucket_mb = places.bucket_size(self.bucket_mb)
         stages = tuple(blocks[lo:hi] for lo, hi in spans)
-        key = layout.divided, spans, parts, bucket_mb, means.gathers
+        key = layout.divided, spans, parts, bucket_mb, places.gathers
         if key not in self._flat:  # where parameters lie is the same for every microbatch
             order, precision = self.model.order, self.model.precision
-            self._flat[key] = held(stages, order, parts, bucket_mb, precision, by_unit=means.gathers)
+            self._flat[key] = held(stages, order, parts, bucket_mb, precision, by_unit=places.gathers)
         if not self._flat[key].weights:
             raise refusal(f"rank {rank} of the pipeline would have no parameter to train")
         return replace(self._flat[key], stages=stages)

@@ -48,7 +48,7 @@ import numpy.typing as npt
 
 from mpitrain.errors import InputError
 from mpitrain.parallel.costs import REPLICAS, AxisExchange, BlockCost, Divided, ModelProfile
-from mpitrain.parallel.layouts import ParallelLayout, sizes
+from mpitrain.parallel.layouts import SECTION_OF, ParallelLayout, sizes
 from mpitrain.parallel.memory import ITEMSIZE
 from mpitrain.planner.predictor import Predictor
 
@@ -370,9 +370,10 @@ class Refinement:
 
     def _per_element(self, layout: ParallelLayout) -> float:
         """Bytes of a parameter with its gradient and states on one rank."""
-        return self._of.means(self._of.places(layout)).stored(1.0, ITEMSIZE[self._of.model.precision]).total
+        return self._of.inputs(self._of.places(layout)).stored(1.0, ITEMSIZE[self._of.model.precision]).total
 
 
 def _plain(layout: ParallelLayout) -> ParallelLayout:
     """The layout without what neither a cut nor a division depends on: where states are."""
-    return replace(layout, zero=0, share_node=True, shard_within="all", reshard=True, offload="")
+    placement = {"zero", "share_node", "shard_within", "reshard", "offload"}
+    return layout.only(*(SECTION_OF.keys() - placement))

@@ -332,6 +332,6 @@ def _list(value: Any) -> tuple[Any, ...]:
 
 def _matters(key: str, layout: ParallelLayout) -> bool:
     """Whether a setting says anything about a layout."""
-    staged, sharded = layout.pipeline > 1, layout.zero > 0
-    where = {"schedule": staged, "slices": staged, "sequence": layout.tensor > 1, "share_node": sharded}
-    return (where | {"shard_within": sharded, "reshard": layout.zero == 3}).get(key, True)
+    sharded = layout.zero > 0
+    where = {"share_node": sharded, "shard_within": sharded, "reshard": layout.zero == 3}
+    return where.get(key, key not in layout.idle)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -33,6 +33,7 @@ from mpitrain.data.mix import check_data, open_split
 from mpitrain.errors import InputError, refusal
 from mpitrain.layers.precision import DTYPES, convert
 from mpitrain.layers.sync_batchnorm import SyncBatchNorm
+from mpitrain.layout.mesh import LAYERS, MeshAxis
 from mpitrain.models import Task, build_model
 from mpitrain.parallel.costs import REPLICAS, AxisExchange, Divided
 from mpitrain.parallel.dividing import ModelPart, in_order
@@ -60,7 +61,7 @@ class StandIn(Axis):
         noted: The exchanges since somebody last put another list here.
     """
 
-    def __init__(self, size: int, *, times: bool = False, name: str = "tensor") -> None:
+    def __init__(self, size: int, name: str = "tensor", times: bool = False) -> None:
         self.rank, self.size, self.name = 0, size, name
         self.rng = RngTracker(0) if times else _NoStreams(0)
         self.column_input: object = None
@@ -109,21 +110,28 @@ class _NoStreams(RngTracker):
         """Do nothing."""
 
 
-class DataStandIn:
-    """Two data-parallel ranks, as far as batch norms ask them for sums: one's own are left as they are.
+class GroupStandIn:
+    """Rank 0 of several ranks, as far as layers ask a communicator for sums and parts: its own are left as they are.
+
+    Args:
+        size: Ranks.
+        name: Of the axis along which they are, or REPLICAS.
 
     Attributes:
         noted: The exchanges since somebody last put another list here.
     """
 
-    size = 2
-
-    def __init__(self) -> None:
+    def __init__(self, size: int, name: str) -> None:
+        self.rank, self.size, self.name = 0, size, name
         self.noted: list[AxisExchange] = []
 
     def all_reduce(self, x: torch.Tensor) -> None:
         """Note it."""
-        self.noted.append(AxisExchange("all_reduce", x.nbytes, REPLICAS))
+        self.noted.append(AxisExchange("all_reduce", x.nbytes, self.name))
+
+    def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> None:
+        """Note it."""
+        self.noted.append(AxisExchange("all_gather", out.nbytes, self.name))
 
 
 def _resized(shape: Sequence[int], dim: int, length: int) -> tuple[int, ...]:
@@ -180,7 +188,7 @@ class Cut:
         module: The model.
         blocks: (name, module) in order; a model that lists none is one block without a name.
         loss: Of the last block's output and the target.
-        among: What stands in for the ranks of each axis that divides layers, and at last for the replicas.
+        among: What stands in for the ranks of each axis that changes layers, and at last for the replicas.
         fake: The mode in which its tensors are made and used; None where they are real.
         slices: Pieces of each sequence.
         samples: Makes (x, y) of so many samples, or of a slice of them.
@@ -192,7 +200,7 @@ class Cut:
     module: nn.Module
     blocks: list[tuple[str, nn.Module]]
     loss: Callable[[Any, Any], torch.Tensor]
-    among: Sequence[StandIn | DataStandIn]
+    among: Sequence[StandIn | GroupStandIn]
     fake: FakeTensorMode | None
     slices: int
     samples: Callable[[int], tuple[torch.Tensor, torch.Tensor]]
@@ -279,13 +287,17 @@ class Subject:
                 patterns = [*(plan_for(self.module) if divided.tensor > 1 else {}), *divided.whole]
                 like = alike(self.module, listed_blocks(self.module), patterns)
             task = self._copied(mode, like)
-            module, replicas = task.module, DataStandIn()
+            module, replicas = task.module, GroupStandIn(2, REPLICAS)
             if divided.synchronized:
                 module = SyncBatchNorm.convert(module, cast("Communicator", replicas))
             sizes, part = dict(sizes_of(1, 1, divided.tensor, divided.axes)), ModelPart(module, divided)
-            groups = {a: StandIn(n, times=device is not None, name=a.name) for a, n in sizes.items()}
+            among: list[StandIn | GroupStandIn] = []
             for axis in in_order(sizes, blocks=False):
-                axis.divide(part, groups[axis])
+                ranks, layers = sizes[axis], axis.divides == LAYERS
+                among.append(
+                    StandIn(ranks, axis.name, device is not None) if layers else GroupStandIn(ranks, axis.name)
+                )
+                axis.divide(part, among[-1])
             module = part.module
             precision = self.config.train.precision
             convert(module, precision)
@@ -298,10 +310,9 @@ class Subject:
                 x, y = (torch.empty(1, *shape, device="meta") for shape, _ in self.shapes)
                 slice_sequences([(x, y)], [1.0], divided.slices)
             require_look_back(self.module, blocks, divided.slices)
-            samples = partial(self._samples, divided.slices, device or torch.device("cpu"))
+            samples = partial(self._samples, divided.slices, device or torch.device("cpu"), sizes)
         module.train()
-        among: list[StandIn | DataStandIn] = [*(group for group in groups.values() if group.size > 1), replicas]
-        return Cut(module, blocks, task.loss, among, mode, divided.slices, samples, precision, like)
+        return Cut(module, blocks, task.loss, [*among, replicas], mode, divided.slices, samples, precision, like)
 
     def _build(self, real: bool) -> Task:
         """The task; `self._fake` is the mode of its tensors where they have no values."""
@@ -340,7 +351,9 @@ class Subject:
                 memo[id(tensor)] = fake
         return Task(*copy.deepcopy((self._task.module, self._task.loss), memo))
 
-    def _samples(self, slices: int, device: torch.device, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _samples(
+        self, slices: int, device: torch.device, sizes: Mapping[MeshAxis, int], samples: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Make samples: floats are normally distributed, integers spread over what there is."""
         tokens, made = self._description.vocabulary or 1, list[torch.Tensor]()
         counts = tokens, len(self._description.classes or ()) or tokens
@@ -351,6 +364,8 @@ class Subject:
                 torch.randn(size, device=device) if floating else torch.randint(count, size, dtype=dtype, device=device)
             )
         x, y = made
+        for axis, ranks in sizes.items():
+            x, y = axis.take(x, y, 0, ranks)
         return x.to(DTYPES[self.config.train.precision]) if x.is_floating_point() else x, y
 
 

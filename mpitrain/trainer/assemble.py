@@ -21,7 +21,7 @@ from mpitrain.layers.precision import DTYPES
 from mpitrain.layers.sync_batchnorm import SyncBatchNorm
 from mpitrain.layout.mesh import Mesh
 from mpitrain.models.task import Task
-from mpitrain.parallel.dividing import Cut, divide, move
+from mpitrain.parallel.dividing import Cut, ModelPart, divide, move
 from mpitrain.parallel.rules import Combination, require_compatible
 from mpitrain.pipe.partition import check_slices, listed_blocks, require_look_back, time_costs
 from mpitrain.trainer.data import microbatch_size
@@ -58,12 +58,13 @@ def assemble(
     cut = tried_out(config, mesh, task, data) if mesh.stages.size > 1 else config.parallel.cut
     module = SyncBatchNorm.convert(task.module, mesh.replicas)
     parameters = sum(p.numel() for p in module.parameters())
-    divided = divide(module, mesh, config, criterion=lambda: _criterion(task), cut=cut, device=device)
+    whole = ModelPart(module, config.parallel, lambda: _criterion(task), cut, device, config.train.recompute)
+    divided = divide(whole, mesh)
     if isinstance(task.loss, nn.Module):
         move(task.loss, device)
     engine = make_engine(
         divided.module,
-        task.loss if divided.division.pipeline is None else _criterion(task),
+        task.loss if divided.pipeline is None else _criterion(task),
         make_optimizer(divided.module.named_parameters()),
         mesh.replicas,
         config,

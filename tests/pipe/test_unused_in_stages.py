@@ -9,7 +9,7 @@ from support import config_of
 from torch import nn
 
 from mpitrain.layout.mesh import Mesh
-from mpitrain.parallel.dividing import divide
+from mpitrain.parallel.dividing import ModelPart, divide
 from mpitrain.trainer.engine import Engine
 
 BLOCKS = 8
@@ -72,7 +72,7 @@ def test_what_no_microbatch_of_a_step_uses_is_neither_decayed_nor_counted(world,
     """On one stage, on tied copies of two, and with replicas of the stages of which one alone uses it."""
     mesh = Mesh.make(world, pipeline=2 if world.size == 4 else world.size)
     settings = config_of(pipeline=mesh.pipeline.size, zero=zero, recompute=recompute, **SCHEDULES[kind])
-    divided = divide(model(), mesh, settings, criterion=lambda: loss_of, cut="uniform", device=torch.device("cpu"))
+    divided = divide(ModelPart(model(), settings.parallel, lambda: loss_of), mesh)
     made = optimizer(divided.module)
     engine = Engine(divided.module, loss_of, made, mesh.data, settings, division=divided.division)
     whole, replicas = model(), mesh.data.size

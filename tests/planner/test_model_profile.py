@@ -11,7 +11,6 @@ from mpitrain.errors import InputError
 from mpitrain.layout.boxes import is_replicated
 from mpitrain.parallel.costs import REPLICAS, AxisExchange, Divided
 from mpitrain.parallel.layouts import ParallelLayout
-from mpitrain.parallel.memory import _gradients_apart
 from mpitrain.parallel.places import Nodes
 from mpitrain.planner import measured
 from mpitrain.planner.candidates import candidates
@@ -122,22 +121,6 @@ def test_later_microbatches_of_a_step_add_to_the_gradients_of_earlier_ones(zero)
     once = sum(block.forward + block.input + block.weight for block in blocks)
     added = 3 * sum(block.later for block in blocks) if zero == 0 else 0.0  # with 2, each pass is reduced by itself
     assert step.parts["compute"] == pytest.approx(4 * once + added, rel=1e-9)
-
-
-def test_gradients_of_a_pipeline_that_are_not_in_flat_memory_are_counted():
-    profile = profile_of(config({"factory": "planner.planned_models:sequential"}, batch=32), IMAGES, measure=False)
-    predictor = Predictor(profile, MachineProfile("m", "s", 4, 1 << 33), 1, 4)
-
-    def apart(rank, **changes):
-        layout = ParallelLayout(2, 2, microbatch=4, cut=(2, 2), **changes)
-        flow, held = predictor.flow(layout), predictor.held(layout, predictor.places(layout), rank)
-        return _gradients_apart(layout, held, flow.shape, rank)
-
-    first, last = 64 * 48 + 48, 48 * 10 + 10
-    assert apart(0) == apart(0, schedule="zero-bubble") == 4 * 64 * 48  # the largest, until it is copied
-    assert apart(1) == 4 * 48 * 10
-    assert apart(1, schedule="zero-bubble") == 4 * (last + 48 * 10)
-    assert apart(0, zero=2) == pytest.approx(4 * first, abs=4 * 64)  # padded
 
 
 def test_seconds_that_cannot_be_measured_are_counted_and_that_is_said(monkeypatch):

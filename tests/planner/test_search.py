@@ -245,60 +245,6 @@ def test_every_candidate_is_one_that_the_runtime_takes():
     assert shapes(model, 16) and microbatches(100, 8) == [1, 2, 4, 5, 7, 8, 13]
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    st.builds(
-        ParallelLayout,
-        data=st.integers(1, 4096),
-        pipeline=st.integers(1, 64),
-        tensor=st.integers(1, 8),
-        zero=st.integers(0, 3),
-        share_node=st.booleans(),
-        shard_within=st.sampled_from(["all", "node"]),
-        reshard=st.booleans(),
-        microbatch=st.integers(1, 100),
-        schedule=st.sampled_from(["1f1b", "gpipe", "interleaved", "zero-bubble", "my_own.schedules:late"]),
-        chunks=st.integers(1, 4),
-        slices=st.integers(1, 4),
-        cut=st.lists(st.integers(1, 9), max_size=6).map(tuple),
-        recompute=st.booleans(),
-        offload=st.sampled_from(["", "host", "/tmp/states"]),
-        sequence=st.booleans(),
-        whole=st.sampled_from([(), ("embedding", "blocks.*.mlp.*")]),
-    )
-)
-def test_a_layout_reads_back(layout):
-    line = notation.text(layout)
-    assert notation.read(line) == layout and "\n" not in line
-
-
-@pytest.mark.parametrize(
-    "line", ["", "zero1", "4x2", "4x2x1 zero4", "4x2x1 mb0", "4x0x1", "4x2x1 fast", "4x1x1 cut:0,2"]
-)
-def test_what_is_no_layout_is_refused(line):
-    with pytest.raises(InputError) as refused:
-        notation.read(line)
-    assert "write" in str(refused.value) and "\n" not in str(refused.value)
-
-
-def test_settings_are_those_of_the_layout_and_back():
-    layout = ParallelLayout(
-        2, 2, 2, zero=1, microbatch=4, schedule="gpipe", cut=(3, 5), recompute=True, whole=("embedding",)
-    )
-    for each in (
-        layout,
-        ParallelLayout(8, zero=3, share_node=False, reshard=False, microbatch=4),
-        ParallelLayout(2, 4, microbatch=2),
-    ):
-        config = Config.from_dict(notation.settings(each))
-        assert notation.layout_of(config, each.ranks) == each
-    left = notation.layout_of(Config.from_dict({"train": {"batch": 32}, "parallel": {"pipeline": 2}}), 8)
-    assert left == ParallelLayout(4, 2, microbatch=2)
-    blocks = [block(1.0, numel=n) for n in (9, 1, 1, 1)]
-    cut = Config.from_dict({"parallel": {"pipeline": 2, "cut": "parameters"}})
-    assert notation.layout_of(cut, 2, blocks).cut == (1, 3)
-
-
 def test_a_cut_of_more_blocks_with_unequal_messages_is_the_best_of_all():
     rng = np.random.default_rng(3)
     blocks = [block(float(rng.integers(1, 50)), given=int(rng.integers(0, 99))) for _ in range(12)]

@@ -84,7 +84,7 @@ def test_slots_are_those_of_the_job(predictor, layout, monkeypatch):
         comm, staged = shares(layout), layout.pipeline > 1
         reduction = SimpleNamespace(comm=comm, overlaps=comm.overlaps, compression=None, reproducible=staged)
         slots = _slots(cast(Any, reduction), 16, torch.float32, torch.device("cpu"))
-        return len(slots), predictor.means(predictor.places(layout)).slots()
+        return len(slots), predictor.places(layout).slots()
 
     job, planned = both()
     assert job == planned == (placement.DEFERRING if layout is WITHIN else 1)

@@ -97,9 +97,21 @@ def test_an_axis_along_the_height_of_images_trains_as_one_process(world, place, 
     lines = run(world, folder, **images, parallel={"zero": zero, "axes": {HEIGHT: height}})
     check(lines, wanted)
     assert lines[-1]["held_out_accuracy"] == wanted[-1]["held_out_accuracy"]
+    record = read_rank_files(folder)[world.rank]
+    sent = sum(row[4] + row[5] for row in record.lines[0]["sent"] if row[1] in ("height", "data+height"))
+    expected = record.starts[0]["expected_bytes"]
+    by_formula = expected["height"] + expected.get("data+height", 0)
+    assert record.lines[0]["steps"] == 1 and sent == pytest.approx(by_formula, rel=0.05)  # but for batch norms
     more = images | {"train": images["train"] | {"steps": 8}}
     longer = by_one(world, place / f"whole-{zero}", more)
     check(run(world, folder, **more, parallel={"zero": zero}), longer)  # the checkpoint fits data parallel
+
+
+@pytest.mark.ranks(2)
+def test_a_plan_keeps_the_axes_that_the_configuration_names(world, place, text, capsys):
+    planned = {"auto": True, "machine": "cpu-128", "axes": {REPLICA: 2}}
+    lines = run(world, place / "planned", **of_text(text), parallel=planned)
+    assert len(lines) == 4 and (world.rank or f"axes:{REPLICA}=2, predicted" in capsys.readouterr().out)
 
 
 @pytest.mark.ranks(2)

@@ -43,6 +43,7 @@ from mpitrain.layout.boxes import split
 from mpitrain.layout.mesh import BLOCKS, LAYERS, Mesh, axes_of
 from mpitrain.layout.ownership import Division
 from mpitrain.loose.averaging import Averaging, FlatSlice, Grouping
+from mpitrain.parallel.rules import Combination, require_compatible
 from mpitrain.shard.ddp import broadcast_state
 from mpitrain.shard.flat import by_dtype
 from mpitrain.shard.virtual_workers import VirtualWorkers
@@ -99,10 +100,10 @@ def require_samples(config: Config, engine: Engine, places: GroupPlaces, sizes: 
         sizes: Of these parts, of every group.
     """
     gathers = engine.sharding.parameters.gathers and engine.pipeline is None
+    found = Combination(config.parallel, synchronous=engine.synchronous, gathers=gathers, workers=places.workers)
     for size in sizes:
         microbatch = microbatch_size(config, places.mesh, size)
-        if why := places.workers.conflict(size, microbatch, synchronous=engine.synchronous, gathers=gathers):
-            raise refusal(why)
+        require_compatible(replace(found, batches=[size], microbatch=microbatch))
 
 
 REPLICA, MOMENTUM, LEFT_OUT = "replica/", "outer/momentum/", "local_compression/"

@@ -35,11 +35,13 @@ from typing import Any
 from mpitrain.comm.compression import TopK
 from mpitrain.comm.job.traffic import bytes_sent
 from mpitrain.comm.memory.device import is_accelerator, memory_bytes
+from mpitrain.layout.mesh import LAYERS, PARTS
 from mpitrain.monitor import MetricsWriter, Progress, peak_memory_bytes
 from mpitrain.monitor.memory import host_memory_bytes
 from mpitrain.monitor.run_files import HELD_OUT, RankWriter
 from mpitrain.monitor.trackers import Tracking, asked_for
 from mpitrain.parallel.costs import AxisExchange, Divided
+from mpitrain.parallel.layouts import in_layers
 from mpitrain.planner.counted import Observed, observe
 from mpitrain.planner.subject import Subject
 from mpitrain.shard.flat import numbered
@@ -270,7 +272,7 @@ def expected_bytes(trainer: Run, samples: int) -> dict[str, float]:
     staged = mesh.stages.size > 1
     if mesh.replicas.size > 1:
         found[mesh.replicas.label] = data_bytes(engine.sharding, workers.rounds(samples, microbatch), staged=staged)
-    if not mesh.divided or trainer.own_model:
+    if mesh.readers.size == mesh.world.size or trainer.own_model:
         return found
     share = sum(hi - lo for lo, hi in workers.within(samples))
     size = min(microbatch or share, share)
@@ -283,13 +285,15 @@ def expected_bytes(trainer: Run, samples: int) -> dict[str, float]:
     if pipeline is not None:
         tied = sum(bytes_sent("all_reduce", nbytes, ranks) for nbytes, ranks in pipeline.tied_bytes)
         found[mesh.stages.label] = times * sum(blocks[number].given for number in pipeline.crossings) + tied
-    if mesh.layers.size > 1:
+    if inside := [name for name in mesh.dividing(LAYERS, PARTS) if mesh.shape[name] > 1]:
         own = pipeline.blocks if pipeline is not None else range(len(blocks))
         passes: list[Sequence[AxisExchange]] = [(*blocks[n].forwards, *blocks[n].backwards) for n in own]
         if trainer.config.train.recompute:
             passes += [_again(names[number], blocks[number], staged) for number in own]
-        exchanges = [each for some in passes for each in some if each.axis == mesh.layers.label]
-        found[mesh.layers.label] = times * sum(bytes_sent(e.operation, e.nbytes, mesh.layers.size) for e in exchanges)
+        exchanges = [each for some in passes for each in some]
+        for axis in inside:
+            sent = (bytes_sent(e.operation, e.nbytes, mesh.shape[axis]) for e in exchanges if e.axis == axis)
+            found[axis] = found.get(axis, 0.0) + times * sum(sent)
     return found
 
 
@@ -309,7 +313,8 @@ def _observed(trainer: Run, samples: int) -> tuple[list[str], list[Observed]]:
     config, mesh = trainer.config, trainer.mesh
     parallel, subject = config.parallel, Subject(config, trainer.data.description, real=False)
     several = subject.synchronous and mesh.replicas.size > 1
-    divided = Divided(mesh.layers.size, parallel.sequence, tuple(parallel.whole), synchronized=several)
+    further = in_layers(tuple(parallel.axes.items()))
+    divided = Divided(parallel.tensor, parallel.sequence, tuple(parallel.whole), synchronized=several, axes=further)
     cut = subject.cut(divided, fake=True)
     return [name for name, _ in cut.blocks], observe(cut, samples)
 

@@ -30,7 +30,7 @@ from mpitrain.config.training import OptimSection
 from mpitrain.errors import refusal
 from mpitrain.layers.precision import DTYPES
 from mpitrain.layout.mesh import BLOCKS, LAYERS, Mesh, axes_of, count_along
-from mpitrain.parallel.dividing import DividedModel, Plan, divide, move
+from mpitrain.parallel.dividing import ModelPart, Plan, divide, move
 from mpitrain.parallel.rules import Combination, require_compatible
 from mpitrain.shard.ddp import DistributedDataParallel, broadcast_state
 from mpitrain.shard.flat_parameters import has_stepped
@@ -107,9 +107,7 @@ def initialize(
     return kind(engine, settings, loss, scheduling(scheduler, made), mesh, given)
 
 
-def _engine(
-    divided: DividedModel, loss: Loss, optimizer: torch.optim.Optimizer, mesh: Mesh, settings: Settings
-) -> Engine:
+def _engine(divided: ModelPart, loss: Loss, optimizer: torch.optim.Optimizer, mesh: Mesh, settings: Settings) -> Engine:
     read = settings.deepspeed
     scale = LossScale(**read.scale) if read is not None and read.scale is not None else None
     dtype = DTYPES[read.reduce_dtype] if read is not None and read.reduce_dtype is not None else None
@@ -293,18 +291,13 @@ def places(comm: Communicator, parallel: ParallelSection) -> Mesh:
     """
     axes = axes_of(parallel)
     mesh = Mesh.of(comm, axes, itself=count_along(axes, BLOCKS, LAYERS) == 1)
-    require_compatible(Combination(parallel, mesh.sizes, one_copy=parallel.share_node))
-    if parallel.cut == "time" and mesh.stages.size > 1:
-        raise refusal(
-            "parallel.cut time measures blocks with samples of the data set, which a loop of one's own has not; set it "
-            "to parameters, or to how many blocks each stage has, as [5, 7]"
-        )
+    require_compatible(Combination(parallel, mesh.sizes, one_copy=parallel.share_node, has_data=False))
     return mesh
 
 
 def place_on_mesh(
     model: nn.Module, mesh: Mesh, config: Config, *, loss: Loss | None, plan: Plan | None, blocks: Sequence[str]
-) -> tuple[DividedModel, Loss | None]:
+) -> tuple[ModelPart, Loss | None]:
     """Divide a model as the configuration says, and move this rank's part to its device. Collective.
 
     Returns:
@@ -329,9 +322,8 @@ def place_on_mesh(
             )
         return chosen
 
-    divided = divide(
-        model, mesh, config, criterion=criterion, cut=config.parallel.cut, device=device, plan=plan, blocks=blocks
-    )
+    parallel, recompute = config.parallel, config.train.recompute
+    divided = divide(ModelPart(model, parallel, criterion, parallel.cut, device, recompute, plan, blocks), mesh)
     if whole:
         if own is None and (blocks or plan is not None or hasattr(model, "pipeline_blocks")):
             own = before  # as it would be with stages

@@ -1,0 +1,34 @@
+"""Bytes that a rank has of a model."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mpitrain.config.settings import Config
+from mpitrain.data import Description
+from mpitrain.parallel.layouts import ParallelLayout
+from mpitrain.parallel.memory import _gradients_apart
+from mpitrain.planner.machine import MachineProfile
+from mpitrain.planner.predictor import Predictor
+from mpitrain.planner.profile import profile_of
+
+INT, FLOAT = np.dtype("int64"), np.dtype("float32")
+IMAGES = Description("arrays", "train", 1000, (8, 8), FLOAT, (), INT, None, tuple("0123456789"), "x")
+CONFIG = Config.from_dict({"model": {"factory": "planner.planned_models:sequential"}, "train": {"batch": 32}})
+
+
+def test_gradients_of_a_pipeline_that_are_not_in_flat_memory_are_counted():
+    profile = profile_of(CONFIG, IMAGES, measure=False)
+    predictor = Predictor(profile, MachineProfile("m", "s", 4, 1 << 33), 1, 4)
+
+    def apart(rank, **changes):
+        layout = ParallelLayout(2, 2, microbatch=4, cut=(2, 2), **changes)
+        flow, held = predictor.flow(layout), predictor.held(layout, predictor.places(layout), rank)
+        return _gradients_apart(layout, held, flow.shape, rank)
+
+    first, last = 64 * 48 + 48, 48 * 10 + 10
+    assert apart(0) == apart(0, schedule="zero-bubble") == 4 * 64 * 48  # the largest, until it is copied
+    assert apart(1) == 4 * 48 * 10
+    assert apart(1, schedule="zero-bubble") == 4 * (last + 48 * 10)
+    assert apart(0, zero=2) == pytest.approx(4 * first, abs=4 * 64)  # padded

@@ -1,0 +1,82 @@
+"""What does not go together, by the one list of rules that jobs, loops of the user's and the planner ask."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from mpitrain.config.settings import Config
+from mpitrain.errors import InputError
+from mpitrain.layout.mesh import SAMPLES, MeshAxis, axes_of
+from mpitrain.parallel import rules
+from mpitrain.parallel.rules import Combination, conflict, require_compatible, rules_of
+from mpitrain.shard.virtual_workers import VirtualWorkers
+
+
+def combined(parallel: dict[str, Any], **facts: Any) -> Combination:
+    section = Config.from_dict({"parallel": {"data": 2} | parallel}).parallel
+    return Combination(section, axes_of(section), **facts)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "facts", "why"),
+    [
+        ({"whole": ["a"]}, {}, "parallel.whole is for layers that tensor ranks would divide, and parallel.tensor is 1"),
+        ({"whole": ["a"], "tensor": 2, "sequence": True}, {}, "parallel.whole does not go with parallel.sequence"),
+        (
+            {"tensor": 2, "pipeline": 2, "sequence": True, "slices": 2},
+            {},
+            "parallel.sequence does not go with parallel.slices",
+        ),
+        ({"cut": [2, 1]}, {}, r"parallel.cut \[2, 1\] says how many blocks"),
+        ({"cut": "time", "pipeline": 2}, {"has_data": False}, "parallel.cut time measures blocks with samples"),
+        ({"slices": 2}, {"compiled": True}, "model.compile: with parallel.slices"),
+        ({}, {"compiled": True, "reproducible": True}, "model.compile: run.reproducible needs sums"),
+        ({"tensor": 2}, {"reproducible": True}, "run.reproducible is for data parallel runs"),
+        ({"zero": 3, "pipeline": 2}, {"one_copy": False}, "parallel.zero 3 would gather each block of a stage twice"),
+        ({"zero": 3}, {"compiled": True, "gathers": True}, "model.compile cannot see through the gathering"),
+        ({}, {"compiled": True, "synchronous": True}, "model.compile cannot see through batch norms"),
+        ({}, {"compiled": True, "has_blocks": False}, "model.compile finds no blocks"),
+        ({}, {"workers": VirtualWorkers(0, 2, 2), "batches": [8, 1], "gathers": True}, "a batch of 1 samples leaves"),
+        ({"axes": {"parallel.test_rules:Odd": 2}}, {}, "odd is odd"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_with_what_to_change(parallel, facts, why):
+    with pytest.raises(InputError, match=why):
+        require_compatible(combined(parallel, **facts))
+
+
+def test_a_rule_says_nothing_of_facts_that_are_not_known():
+    for parallel in ({}, {"tensor": 2}, {"pipeline": 2, "zero": 3}, {"cut": [2, 1], "pipeline": 2}):
+        assert not conflict(combined(parallel))
+
+
+def test_jobs_and_planner_ask_the_same_list(monkeypatch):
+    from planner.planner_support import MadeUpModel
+
+    from mpitrain.parallel.layouts import ParallelLayout
+
+    model, free = MadeUpModel(), rules_of(Config.from_dict({}))
+    layout = ParallelLayout(2, tensor=2, microbatch=8)
+    assert free.allow(layout, model) and not replace(free, workers=2).allow(layout, model)
+    monkeypatch.setattr(rules, "RULES", (*rules.RULES, lambda of: "no" * (of.parallel.zero == 1)))
+    assert free.allow(layout, model) and not free.allow(replace(layout, zero=1), model)
+    with pytest.raises(InputError, match="no"):
+        require_compatible(combined({"zero": 1}))
+
+
+@pytest.mark.parametrize("mode", ["server", "local"])
+def test_a_plan_is_for_ranks_that_train_in_step(mode):
+    with pytest.raises(InputError, match="a plan is for ranks that train in step"):
+        rules_of(Config.from_dict({"parallel": {"mode": mode, "auto": True}}))
+
+
+class Odd(MeshAxis):
+    """Goes with nothing."""
+
+    name, divides = "odd", SAMPLES
+
+    def refuse(self, combination: Combination) -> str:
+        return "odd is odd" if combination.size("odd") > 1 else ""
