@@ -312,7 +312,9 @@ class Session:
     # -- from one synchronization to the next
 
     def until(self, limit: int) -> Iterator[Step]:
-        """Take and yield steps up to step `limit`, or fewer if there is a reason to stop; then synchronize all ranks.
+        """Take and yield steps up to step `limit`, or fewer if there is a reason to stop.
+
+        All ranks synchronize at the end.
         """
         first, world = self._trainer.step, self._trainer.world
         if world.rank in self._roles.workers:

@@ -140,7 +140,12 @@ def figures_text(figures: Mapping[str, float]) -> str:
 
 
 def figure(name: str, value: float) -> str:
-    """Return one figure as text."""
+    """Return one figure as text, with 4 decimals for a loss and 4 significant digits for a metric.
+
+    Args:
+        name: Name of the figure.
+        value: Its value.
+    """
     return f"{value:.4f}" if name.partition(" of ")[0] == LOSS else f"{value:.4g}"
 
 
@@ -250,17 +255,18 @@ def expected_bytes(trainer: Run, samples: int) -> dict[str, float]:
     pipeline    for each microbatch, the output of each block after which the model is cut, and the gradient of that
     output
                 in the other direction; sums of parameters that several stages share
-    tensor      exchanges of divided layers: two layers in each half of a block all-reduce their output in forward, and
+    tensor      exchanges of divided layers: for each half of a block, an all-reduce of its output in forward, and of
     the
-                gradient of their input in backward; 2 (T-1)/T of their bytes each
+                gradient of its input in backward; 2 (T-1)/T of their bytes each
 
-    The sizes of outputs and exchanges are found as by the planner, in a pass through the blocks with tensors that have
-    no values (`mpitrain.planner.counted`). If more than two ranks, T, of a tensor axis share memory, each of them sums
-    small vectors itself, and sends T/2 times the formula.
+    Exchanges along further axes that divide layers or samples are counted in the same way. The sizes of outputs and
+    exchanges are found as by the planner, in a pass through the blocks with tensors that have no values
+    (`mpitrain.planner.counted`). If more than two ranks, T, of a tensor axis share memory, each of them sums small
+    vectors itself, and sends T/2 times the formula.
 
     Some bytes are not included because they depend on the timing of ranks: those of parallel.mode server, and those
-    when groups synchronize in parallel.mode local. Along the pipeline and tensor axes, bytes are also missing if a
-    subclass of `Trainer` makes the model, or if its forward pass depends on values.
+    when groups synchronize in parallel.mode local. Except along the data axis, bytes are also missing if a subclass of
+    `Trainer` makes the model, or if its forward pass depends on values.
 
     Args:
         trainer: A trainer that is prepared.

@@ -229,7 +229,7 @@ class TrainingEngine:
         return weights
 
     def _note_terms(self, means: Sequence[float]) -> float:
-        """Set `loss_terms`, and return the loss. means: the loss, then the mean of each term."""
+        """Set `loss_terms`, and return the loss, from their means: first the loss, then each term."""
         self.loss_terms = dict(zip(self._engine.terms.names, means[1:], strict=True))
         return float(means[0])
 
