@@ -47,12 +47,12 @@ def options(given: Any, kind: Callable[[], Any], op: Any = None, *_: Any) -> Any
     """
     if hasattr(given, "timeout"):
         return given
-    made = kind()
+    result = kind()
     if isinstance(given, int):
-        made.rootRank, given = given, op
+        result.rootRank, given = given, op
     if given is not None:
-        made.reduceOp = given
-    return made
+        result.reduceOp = given
+    return result
 
 
 def check_length(comm: Communicator, name: str, which: str, lists: Sequence[Tensors]) -> None:
@@ -116,8 +116,8 @@ def by_inner_tensors(method: Callable[..., dist.Work]) -> Callable[..., Any]:
         except InputError as error:
             raise translation(error) from None
         if len(numbers) != 1:
-            made = ", ".join(sorted({f"{type(x).__name__} ({len(inner_tensors(x))})" for x in tensors}))
-            raise ArgumentError(f"{method.__name__}: the tensors must be made of equally many tensors, not {made}")
+            kinds = ", ".join(sorted({f"{type(x).__name__} ({len(inner_tensors(x))})" for x in tensors}))
+            raise ArgumentError(f"{method.__name__}: the tensors must be made of equally many tensors, not {kinds}")
         works = [method(group, *(_part(value, i) for value in arguments), **options) for i in range(numbers.pop())]
         return works[0] if len(works) == 1 else Several(works)
 

@@ -79,8 +79,8 @@ class Base(_ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        found = torch.accelerator.current_accelerator(check_available=True)
-        return [torch.device("cpu"), *([] if found is None else [torch.device(found.type)])]
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        return [torch.device("cpu"), *([] if accelerator is None else [torch.device(accelerator.type)])]
 
     def get_group_store(self) -> dist.Store:
         """Return the store that torch passed to the group."""

@@ -218,7 +218,7 @@ def dispatch(name: str, values: Sequence[Any], group: dist.ProcessGroup, call: C
     """
     operation = getattr(torch.ops.c10d, name).default
     _kernel_of(name)
-    given: Any = iter(values)
+    remaining: Any = iter(values)
     arguments: list[Any] = []
     for argument in operation._schema.arguments:
         if argument.name == "process_group":
@@ -228,7 +228,7 @@ def dispatch(name: str, values: Sequence[Any], group: dist.ProcessGroup, call: C
         elif argument.name == "reduce_op":
             arguments.append(torch.classes.c10d.ReduceOp())
         else:
-            arguments.append(next(given, None))  # None: arguments that our operations do not use
+            arguments.append(next(remaining, None))  # None: arguments that our operations do not use
     _issued.call, _issued.work = call, None
     try:
         operation(*arguments)
@@ -274,8 +274,8 @@ class GroupCollectives(Base):
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None, *, shown: str = "allreduce_") -> dist.Work:
         """Reduce each tensor over all ranks in place. `shown`: name of the operation for the dispatcher."""
         tensors, opts = listed(tensors), options(opts, dist.AllreduceOptions)
-        alike = tensors, opts.reduceOp.op
-        return self._reduce("all_reduce", Reducing.all_reduce, opts, tensors, alike=alike, shown=(shown, tensors))
+        compared = tensors, opts.reduceOp.op
+        return self._reduce("all_reduce", Reducing.all_reduce, opts, tensors, alike=compared, shown=(shown, tensors))
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
         """Reduce each tensor over all ranks in place; the profiler sees one operation."""
@@ -311,8 +311,8 @@ class GroupCollectives(Base):
         """Reduce each tensor over all ranks into the root's; the other ranks' tensors keep their values."""
         tensors, opts = listed(tensors), options(opts, dist.ReduceOptions, *others)
         root = opts.rootRank
-        alike, shown = (tensors, opts.reduceOp.op, "to", root), ("reduce_", tensors, root, 0)
-        return self._reduce("reduce", partial(Reducing.reduce, root=root), opts, tensors, alike=alike, shown=shown)
+        compared, shown = (tensors, opts.reduceOp.op, "to", root), ("reduce_", tensors, root, 0)
+        return self._reduce("reduce", partial(Reducing.reduce, root=root), opts, tensors, alike=compared, shown=shown)
 
     @by_inner_tensors
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
@@ -326,8 +326,8 @@ class GroupCollectives(Base):
             joined.collect()
             reducing.reduce_scatter(out, joined.whole, None if joined.even else joined.sizes)
 
-        alike, shown = (lists[0], opts.reduceOp.op), ("reduce_scatter_", outputs, lists)
-        return self._reduce("reduce_scatter", act, opts, outputs, lists, alike=alike, shown=shown)
+        compared, shown = (lists[0], opts.reduceOp.op), ("reduce_scatter_", outputs, lists)
+        return self._reduce("reduce_scatter", act, opts, outputs, lists, alike=compared, shown=shown)
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
         """Write to the output this rank's block of the reduction of all inputs."""
@@ -339,9 +339,9 @@ class GroupCollectives(Base):
     ) -> dist.Work:
         """Write to each output this rank's block of the reduction of its inputs. `shown`: see `_run`."""
         outputs, inputs, opts = list(outputs), list(inputs), options(opts, dist.ReduceScatterOptions)
-        alike, act = (outputs, inputs, opts.reduceOp.op), Reducing.reduce_scatter
+        compared, act = (outputs, inputs, opts.reduceOp.op), Reducing.reduce_scatter
         shown = shown or ("reduce_scatter_tensor_coalesced_", outputs, inputs)
-        return self._reduce("reduce_scatter", act, opts, outputs, inputs, alike=alike, shown=shown)
+        return self._reduce("reduce_scatter", act, opts, outputs, inputs, alike=compared, shown=shown)
 
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced

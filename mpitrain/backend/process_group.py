@@ -99,13 +99,13 @@ class GroupRegistry:
                 comm, self.made[name[0]][name[1]] = self.made[name[0]][name[1]], None
                 if comm is not None and name in free:
                     comm.free()
-        made = self.made.setdefault(key, [])
+        communicators = self.made.setdefault(key, [])
         if use >= 0:
             del self.left[key, use]
-            comm = made[use]
+            comm = communicators[use]
         else:
-            comm = self.control.subgroup(key, label=f"group {len(made)} of ranks {_short(key)}")
-            made.append(comm)
+            comm = self.control.subgroup(key, label=f"group {len(communicators)} of ranks {_short(key)}")
+            communicators.append(comm)
         assert comm is not None  # this rank is one of them
         return comm
 
@@ -116,7 +116,9 @@ class GroupRegistry:
             comm: Communicator of the group.
             surplus: Number of messages that this rank has sent in it, minus those it has received.
         """
-        name = next((key, made.index(comm)) for key, made in self.made.items() if comm in made)
+        name = next(
+            (key, communicators.index(comm)) for key, communicators in self.made.items() if comm in communicators
+        )
         self.left[name] = surplus
 
     def _agree(self, key: Key) -> Verdict:

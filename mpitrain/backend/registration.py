@@ -61,8 +61,8 @@ def know_devices() -> None:
     Called whenever a group is made, because a package imported in between may register an accelerator.
     """
     kinds = dist.Backend.backend_capability[NAME]
-    found = torch.accelerator.current_accelerator()  # without mpitrain.comm, which would start MPI
-    for kind in ("cpu",) if found is None else ("cpu", found.type):
+    accelerator = torch.accelerator.current_accelerator()  # without mpitrain.comm, which would start MPI
+    for kind in ("cpu",) if accelerator is None else ("cpu", accelerator.type):
         install_functional(kind)
         if kind not in kinds:
             kinds.append(kind)
@@ -137,12 +137,12 @@ def _store_based_barrier(original: Callable[..., None], *args: Any, **kwargs: An
 
 
 def _new_group(always: bool, original: Callable[..., Any], **given: Any) -> Any:
-    wanted, size, inner = str(given["backend"]), given["group_size"], getattr(given["store"], "underlying_store", None)
-    if wanted not in _SIMULATED and (always or _ours(None)):
+    backend, size, inner = str(given["backend"]), given["group_size"], getattr(given["store"], "underlying_store", None)
+    if backend not in _SIMULATED and (always or _ours(None)):
         given["backend"] = dist.Backend(NAME)
-    elif NAME not in wanted and size > 1 and isinstance(inner, NoStore):
+    elif NAME not in backend and size > 1 and isinstance(inner, NoStore):
         raise ValueError(
-            f'the ranks have no address for backend "{wanted}"; say init_process_group("{NAME}"), set MASTER_ADDR and '
+            f'the ranks have no address for backend "{backend}"; say init_process_group("{NAME}"), set MASTER_ADDR and '
             "MASTER_PORT, or start the script with python -m mpitrain.backend"
         )
     if size == -1:  # as for torch's own MPI backend
@@ -273,12 +273,12 @@ def meet(url: str, **_: Any) -> Iterator[tuple[dist.Store, int, int]]:
     from mpitrain.backend.process_group import place
 
     control = place().control
-    given = {name: int(value) for name, value in parse_qsl(urlsplit(url).query) if name in ("rank", "world_size")}
+    query = {name: int(value) for name, value in parse_qsl(urlsplit(url).query) if name in ("rank", "world_size")}
     for name, number in (("rank", control.rank), ("world_size", control.size)):
-        if given.get(name, -1) not in (-1, number):
+        if query.get(name, -1) not in (-1, number):
             control.process.faults.install()  # this rank may be the only one
             raise ArgumentError(
-                f"init_process_group was given {name} {given[name]}, but MPI says {number}; leave rank and world_size "
+                f"init_process_group was given {name} {query[name]}, but MPI says {number}; leave rank and world_size "
                 "to MPI, or start the script with as many ranks"
             )
     publish(control)

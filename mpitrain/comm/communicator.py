@@ -148,14 +148,14 @@ class Communicator(PointToPoint):
         first = int(failed[0])
         if first == self.size:
             return
-        told = None
+        message = None
         if self.rank == first and error is not None:
             where = f"rank {first}: " if self.size > 1 and not getattr(error, "agreed", False) else ""
-            told = [type(error).__name__, where + (str(error) or type(error).__name__)]
-        kind, text = self.broadcast_object(told, first)
-        known = {k.__name__: k for k in _all_errors(MpitrainError)}
-        if kind in known:
-            raise known[kind](text, agreed=True) from error
+            message = [type(error).__name__, where + (str(error) or type(error).__name__)]
+        kind, text = self.broadcast_object(message, first)
+        classes = {k.__name__: k for k in _all_errors(MpitrainError)}
+        if kind in classes:
+            raise classes[kind](text, agreed=True) from error
         raise MpitrainError(f"{text} ({kind})" if kind not in text else text, agreed=True) from error
 
     def on_root(self, function: Callable[[], Any], root: int = 0) -> Any:
@@ -240,8 +240,8 @@ class Communicator(PointToPoint):
         group = everyone.Incl(ranks)
         with self._message_record.during(f"subgroup of ranks {ranks}"):
             comm = self._comm.Create_group(group, tag=ranks[0])
-        for made in (group, everyone):
-            made.Free()
+        for mpi_group in (group, everyone):
+            mpi_group.Free()
         topology = self._topology.of(ranks, comm.rank)
         return Communicator(comm, topology, self.process, label or f"{self.label}{ranks}")
 

@@ -136,10 +136,10 @@ class Compression(ABC):
     def _buffer(self, role: str, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return scratch memory for one call; it is reused by later calls of the same thread."""
         key = (threading.get_ident(), role, dtype, device)
-        kept = self._scratch.get(key)
-        if kept is None or kept.numel() < numel:
-            kept = self._scratch[key] = torch.empty(numel, dtype=dtype, device=device)
-        return kept[:numel]
+        scratch = self._scratch.get(key)
+        if scratch is None or scratch.numel() < numel:
+            scratch = self._scratch[key] = torch.empty(numel, dtype=dtype, device=device)
+        return scratch[:numel]
 
 
 @dataclass(frozen=True)
@@ -325,14 +325,14 @@ class TopK(Remembering):
             total.add_(error)
         magnitude = self._buffer("magnitude", numel, total.dtype, x.device)
         torch.abs(total, out=magnitude)
-        found = self._buffer("found", k, torch.int64, x.device)
-        torch.topk(magnitude, k, sorted=False, out=(self._buffer("largest", k, total.dtype, x.device), found))
+        indices = self._buffer("found", k, torch.int64, x.device)
+        torch.topk(magnitude, k, sorted=False, out=(self._buffer("largest", k, total.dtype, x.device), indices))
 
         nbytes = self.bytes_on_wire(numel, x.dtype)
         message = self._buffer("message", nbytes, torch.uint8, x.device)
         where, values = _parts(message, k, places, x.dtype)
-        where.copy_(found)
-        chosen = torch.index_select(total, 0, found, out=self._buffer("largest", k, total.dtype, x.device))
+        where.copy_(indices)
+        chosen = torch.index_select(total, 0, indices, out=self._buffer("largest", k, total.dtype, x.device))
         values.copy_(chosen)  # rounded to x's type; the rounding error stays in the memory
         messages = self._buffer("messages", nbytes * comm.size, torch.uint8, x.device)
         comm.all_gather(messages, message)
@@ -343,7 +343,7 @@ class TopK(Remembering):
             return
         if error is not None:
             error.copy_(total)
-            error.index_add_(0, found, values.to(error.dtype), alpha=-1)
+            error.index_add_(0, indices, values.to(error.dtype), alpha=-1)
         total.zero_()
         for where, theirs in received:  # in order of rank, so that all ranks get the same bits
             total.index_add_(0, where, theirs.to(total.dtype))
@@ -509,25 +509,25 @@ class PowerSGD(Remembering):
 
     def bytes_on_wire(self, numel: int, dtype: torch.dtype, shapes: Shapes | None = None) -> int:
         """Return the bytes as `Compression.bytes_on_wire` does; without shapes, the buffer is a vector."""
-        made = plan(numel, [(0, (numel,))] if shapes is None else shapes, self.rank, self.min_compression)
-        if not made.matrices:
+        matrix_plan = plan(numel, [(0, (numel,))] if shapes is None else shapes, self.rank, self.min_compression)
+        if not matrix_plan.matrices:
             return numel * dtype.itemsize
-        return (made.left + made.right + made.uncompressed) * wide_type(dtype).itemsize
+        return (matrix_plan.left + matrix_plan.right + matrix_plan.uncompressed) * wide_type(dtype).itemsize
 
     def _remember(self, x: torch.Tensor, shapes: Shapes | None, name: str) -> Memory:
-        made = plan(x.numel(), [(0, x.shape)] if shapes is None else shapes, self.rank, self.min_compression)
+        matrix_plan = plan(x.numel(), [(0, x.shape)] if shapes is None else shapes, self.rank, self.min_compression)
         dtype = wide_type(x.dtype)
-        sent = torch.empty(made.left + made.uncompressed, dtype=dtype, device=x.device)
-        right = torch.empty(made.right, dtype=dtype, device=x.device)
-        error = torch.zeros(x.numel() if made.matrices else 0, dtype=dtype, device=x.device)
+        sent = torch.empty(matrix_plan.left + matrix_plan.uncompressed, dtype=dtype, device=x.device)
+        right = torch.empty(matrix_plan.right, dtype=dtype, device=x.device)
+        error = torch.zeros(x.numel() if matrix_plan.matrices else 0, dtype=dtype, device=x.device)
         steps = torch.zeros(1, dtype=torch.int64)
-        tensors = {"right": right, "steps": steps} if made.matrices else {}
-        if self.error_feedback and made.matrices:
+        tensors = {"right": right, "steps": steps} if matrix_plan.matrices else {}
+        if self.error_feedback and matrix_plan.matrices:
             tensors["error"] = error
-        ps = _pieces(sent, [(m.rows, m.rank) for m in made.matrices])
-        qs = _pieces(right, [(m.columns, m.rank) for m in made.matrices])
-        errors = [m.of(error) for m in made.matrices]
-        return _Factors(name, x.numel(), x.dtype, shapes, tensors, made, sent, right, ps, qs, errors)
+        ps = _pieces(sent, [(m.rows, m.rank) for m in matrix_plan.matrices])
+        qs = _pieces(right, [(m.columns, m.rank) for m in matrix_plan.matrices])
+        errors = [m.of(error) for m in matrix_plan.matrices]
+        return _Factors(name, x.numel(), x.dtype, shapes, tensors, matrix_plan, sent, right, ps, qs, errors)
 
     def _reduce(self, comm: Collectives, x: torch.Tensor, op: str, algorithm: str, bucket: Bucket) -> None:
         memory = self._memory(x, bucket)

@@ -224,12 +224,12 @@ class Mailbox(Member):
             CommunicationError: MPI fails.
         """
         self._require()
-        found: list[Letter] = []
+        letters: list[Letter] = []
         begin = clock() if self.process.journal.on else 0.0
-        self._until(partial(self._take_into, found), time.monotonic() + seconds)
+        self._until(partial(self._take_into, letters), time.monotonic() + seconds)
         if begin:
             self.process.journal.wait(begin)
-        return found[0] if found else None
+        return letters[0] if letters else None
 
     @contextmanager
     def listening(self, awaited: Sequence[int], name: str) -> Iterator[None]:
@@ -266,14 +266,14 @@ class Mailbox(Member):
             CommunicationError: MPI fails.
         """
         self._require()
-        found: list[Letter] = []
+        letters: list[Letter] = []
         begin = clock() if self.process.journal.on else 0.0
-        if not self._take_into(found):
+        if not self._take_into(letters):
             self._record.awaited = [self.world_ranks[rank] for rank in awaited]
-            seen(self._record, name, None, partial(self._until, partial(self._take_into, found)))
-        if begin and found[0].note is not None:
-            found[0].note.performed(begin)
-        return found[0]
+            seen(self._record, name, None, partial(self._until, partial(self._take_into, letters)))
+        if begin and letters[0].note is not None:
+            letters[0].note.performed(begin)
+        return letters[0]
 
     def free(self) -> None:
         """Free the mailbox. May be called twice. Collective.
@@ -296,12 +296,12 @@ class Mailbox(Member):
     def _empty(self) -> None:
         """Return when no letter is under way between any ranks."""
         everybody: MPI.Request | None = None
-        found: list[Letter] = []
+        letters: list[Letter] = []
 
         def empty() -> bool:
             nonlocal everybody
-            while self._take_into(found):
-                letter = found.pop()
+            while self._take_into(letters):
+                letter = letters.pop()
                 place = torch.empty(letter.payload_bytes, dtype=torch.uint8)
                 self._until(partial(MPI.Request.Testall, self._receive(place, letter.source, letter._tag)))
             if everybody is None and not self._posted:

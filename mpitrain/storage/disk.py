@@ -187,11 +187,11 @@ def from_json(text: str | bytes) -> Any:
     """Parse JSON text. Raises ValueError if it is invalid, nested too deeply, or repeats a key."""
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
+        mapping = dict(pairs)
+        if len(mapping) < len(pairs):
             twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
             raise ValueError(f"the key {twice!r:.80} is there twice")
-        return found
+        return mapping
 
     try:
         return json.loads(text, object_pairs_hook=once)

@@ -86,15 +86,15 @@ def seen_held(path: Path) -> bool | None:
     """
     lease = path.with_name(f"{path.name}.held")
     try:
-        if (found := _read(lease)) is not None:
-            return False if _is_dead(found[0]) else None
-        wanted = os.stat(path)
-        held = [line.split() for line in Path("/proc/locks").read_text(encoding="ascii").splitlines()]
+        if (lease_data := _read(lease)) is not None:
+            return False if _is_dead(lease_data[0]) else None
+        status = os.stat(path)
+        locks = [line.split() for line in Path("/proc/locks").read_text(encoding="ascii").splitlines()]
     except OSError:
         return None
     # 1: FLOCK  ADVISORY  WRITE 4711 08:01:130829 0 EOF
-    holders = [f[4] for f in held if len(f) > 5 and f[1] == "FLOCK" and f[5].endswith(f":{wanted.st_ino}")]
-    return any(_may_have_open(pid, wanted) for pid in holders)
+    holders = [f[4] for f in locks if len(f) > 5 and f[1] == "FLOCK" and f[5].endswith(f":{status.st_ino}")]
+    return any(_may_have_open(pid, status) for pid in holders)
 
 
 def _may_have_open(pid: str, wanted: os.stat_result) -> bool:
@@ -124,13 +124,13 @@ def waiting(path: Path) -> Iterator[bool]:
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
-            held = _flock(descriptor)
+            is_held = _flock(descriptor)
             # The holder before us may have removed the file: then our lock is on a file that others cannot see.
-            if not held or _is_open_file(path, descriptor):
+            if not is_held or _is_open_file(path, descriptor):
                 try:
-                    yield held
+                    yield is_held
                 finally:
-                    if held:
+                    if is_held:
                         path.unlink(missing_ok=True)
                 return
         finally:
@@ -196,8 +196,8 @@ def _await_end(path: Path) -> None:
     old = path.with_name(f"{path.name}-{secrets.token_hex(4)}")
     with suppress(FileNotFoundError):  # another process was faster
         os.rename(path, old)
-        found = _read(old)
-        if found is not None and found[0] != first[0]:  # another process already took over; give its lease back
+        lease = _read(old)
+        if lease is not None and lease[0] != first[0]:  # another process already took over; give its lease back
             with suppress(OSError):
                 os.link(old, path)
         old.unlink(missing_ok=True)

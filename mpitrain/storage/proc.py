@@ -27,8 +27,8 @@ def nbytes_of(name: str, key: str) -> int | None:
         name: File, relative to /proc.
         key: Text before the colon.
     """
-    found = (line.split()[1] for line in read(name).splitlines() if line.startswith(f"{key}:"))
-    return next((int(kibibytes) << 10 for kibibytes in found), None)
+    numbers = (line.split()[1] for line in read(name).splitlines() if line.startswith(f"{key}:"))
+    return next((int(kibibytes) << 10 for kibibytes in numbers), None)
 
 
 def processes() -> list[int]:

@@ -473,15 +473,15 @@ def halving_all_reduce(size: int, segments: int = 1, nodes: tuple[int, ...] = ()
         for k in range(fold.rounds):
             half = blocks >> k + 1
             bit = fold.place >> k & 1
-            kept, given = lows[-1] + bit * half, lows[-1] + (1 - bit) * half
-            yield from _pieces(fold.partner(1 << k), given, kept, half, segments, reduce=True)
-            lows.append(kept)
+            kept_low, sent_low = lows[-1] + bit * half, lows[-1] + (1 - bit) * half
+            yield from _pieces(fold.partner(1 << k), sent_low, kept_low, half, segments, reduce=True)
+            lows.append(kept_low)
         yield Finish(Span(lows[-1] * segments, (lows[-1] + fold.active) * segments))
         for k in reversed(range(fold.rounds)):
             half = blocks >> k + 1
             bit = fold.place >> k & 1
-            held, wanted = lows[k] + bit * half, lows[k] + (1 - bit) * half
-            yield from _pieces(fold.partner(1 << k), held, wanted, half, segments, reduce=False)
+            reduced_low, missing_low = lows[k] + bit * half, lows[k] + (1 - bit) * half
+            yield from _pieces(fold.partner(1 << k), reduced_low, missing_low, half, segments, reduce=False)
         yield from fold.hand_back(everything)
 
     goal = all_reduce_of(size, blocks)
@@ -570,10 +570,10 @@ def doubling_all_gather(size: int, nodes: tuple[int, ...] = ()) -> Program:
         block = rank | 1
         yield from fold.hand_over(Span(block, block + 1), reduce=False)
         for k in range(fold.rounds):
-            held = 1 << k
+            num_blocks = 1 << k
             group = fold.place >> k << k
-            peer = fold.partner(held)
-            yield Exchange(peer, fold.blocks(group, held), peer, fold.blocks(group ^ held, held))
+            peer = fold.partner(num_blocks)
+            yield Exchange(peer, fold.blocks(group, num_blocks), peer, fold.blocks(group ^ num_blocks, num_blocks))
         yield from fold.hand_back(Span(0, size))
 
     return Program("doubling all_gather", size, all_gather_of(size), steps, nodes, blocks=size)

@@ -133,8 +133,8 @@ def deferred_reduce_scatter(size: int, segments: int = 1) -> Program:
         yield Signal(READ)
         yield Await(READ)
 
-    made = shared_reduce_scatter(size, segments)
-    return replace(made, name="deferred reduce_scatter", steps=steps, vectors=3)
+    program = shared_reduce_scatter(size, segments)
+    return replace(program, name="deferred reduce_scatter", steps=steps, vectors=3)
 
 
 def alternating_all_gather(size: int) -> Program:

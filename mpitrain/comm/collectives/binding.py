@@ -124,12 +124,12 @@ class BoundCache:
 
 def cached(among: OrderedDict[Hashable, T], key: Hashable, make: Callable[[], T]) -> T:
     """Return the value cached under the key, made on first use; the oldest value is dropped if there are too many."""
-    found = among.get(key)
-    if found is None:
-        found = among[key] = make()
+    value = among.get(key)
+    if value is None:
+        value = among[key] = make()
         if len(among) > _KEPT:
             among.popitem(last=False)
-    return found
+    return value
 
 
 class Binder:
@@ -364,8 +364,8 @@ class Binder:
         """Return the inbox bounds for one contribution per rank to this rank's block; () if there is no such inbox."""
         if not program.inbox or program.segments > 1 or program.blocks != self.topology.size:
             return ()
-        own = bounds[self.topology.rank + 1] - bounds[self.topology.rank]
-        return [i * own for i in range(program.inbox + 1)]
+        block = bounds[self.topology.rank + 1] - bounds[self.topology.rank]
+        return [i * block for i in range(program.inbox + 1)]
 
     def compile(
         self,
@@ -386,8 +386,8 @@ class Binder:
         """
         if program.compares and self.nodes_shared:
             board = self.board()
-            told = f"{said}, {program.name.split()[0]}", f"{program.blocks} x {program.segments}"
-            layout = replace(layout, board=board if self.node.size > 1 else None, said=told)
+            description = f"{said}, {program.name.split()[0]}", f"{program.blocks} x {program.segments}"
+            layout = replace(layout, board=board if self.node.size > 1 else None, said=description)
         return self.plan(program, layout, reduction, arena).bind(layout)
 
     def plan(self, program: Program, layout: Layout, reduction: Reduction | None, arena: Arena | None) -> Plan:
@@ -568,8 +568,8 @@ class CollectiveOperation:
         """Return the bound program of a call, cached or new."""
         bind, said = partial(self.bind, binder, *given), partial(self.said, binder, *given)
         counts = self.value(given[self.tensors :], "counts")
-        together = self.together and (not counts or min(counts) > 0)
-        return binder.bound(self.key(*given), bind, *given[: self.tensors], said=said, together=together)
+        synchronizes = self.together and (not counts or min(counts) > 0)
+        return binder.bound(self.key(*given), bind, *given[: self.tensors], said=said, together=synchronizes)
 
     def on(self, tensors: Tensors, written: Sequence[bool], *arguments: Any, **more: Any) -> Invocation:
         """Return one call of the operation.

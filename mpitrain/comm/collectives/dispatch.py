@@ -216,7 +216,7 @@ class Dispatcher(Member):
         self, operation: CollectiveOperation, written: Sequence[bool], given: Sequence[Any], *passed: Any
     ) -> Invocation:
         """Check the arguments of a call, compute the block sizes, and return its invocation."""
-        tensors, alike = passed if len(passed) == operation.tensors else (*passed, None), given
+        tensors, compared = passed if len(passed) == operation.tensors else (*passed, None), given
         if "root" in operation.parameters:
             check_rank(self, operation.value(given, "root"))
         if len(passed) == 2:
@@ -224,11 +224,11 @@ class Dispatcher(Member):
             names = ["out" if changed else "x" for changed in (written[1 - whole], written[whole])]
             counts = operation.value(given, "counts")
             blocks = block_sizes(self, operation.name, tensors[1 - whole], tensors[whole], counts, *names)
-            alike = operation.replaced(given, counts=blocks)
+            compared = operation.replaced(given, counts=blocks)
             given = operation.replaced(given, counts=tuple(blocks) if min(blocks) != max(blocks) else None)
         place = operation.placed if self._compared is not None else None  # used in debug mode alone
         placed = None if place is None else place(self.rank, *tensors, *given)
-        return operation.on(tensors, written, *given, alike=alike, placed=placed)
+        return operation.on(tensors, written, *given, alike=compared, placed=placed)
 
     def begin(
         self, checked: Callable[..., Invocation], async_op: bool, tensors: Sequence[Any], written: Sequence[bool]
@@ -474,8 +474,8 @@ def for_each_inner(operation: Callable[..., Work | None], *tensors: Any) -> Work
     parts = [None if x is None else inner_tensors(x) if is_wrapper(x) else [x] for x in tensors]
     numbers = {len(inner) for inner in parts if inner is not None}
     if len(numbers) > 1:
-        made = ", ".join(f"a {type(x).__name__} of {len(inner)}" for x, inner in zip(tensors, parts) if inner)  # noqa: B905
-        raise InputError(f"the tensors of one operation must be made of equally many tensors, not {made}")
+        kinds = ", ".join(f"a {type(x).__name__} of {len(inner)}" for x, inner in zip(tensors, parts) if inner)  # noqa: B905
+        raise InputError(f"the tensors of one operation must be made of equally many tensors, not {kinds}")
     calls = [[None if inner is None else inner[i] for inner in parts] for i in range(numbers.pop())]
     works = [operation(*inner) for inner in calls]
     begun = [work for work in works if work is not None]

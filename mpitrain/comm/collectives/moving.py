@@ -115,8 +115,8 @@ def all_gather(
         CommunicationError: MPI fails, or ranks of a node call different operations.
     """
     try:
-        own = x.data_ptr(), x.numel(), x.dtype
-        ready = comm.ready["all_gather", out.data_ptr(), out.numel(), out.dtype, own, algorithm, counts]
+        block = x.data_ptr(), x.numel(), x.dtype
+        ready = comm.ready["all_gather", out.data_ptr(), out.numel(), out.dtype, block, algorithm, counts]
     except NOT_READY:
         ready = None
     if ready is not None and not async_op and x.is_contiguous() and out.is_contiguous():
@@ -137,8 +137,8 @@ def _bind_all_gather(binder: Binder, out: Tensor, x: Tensor, algorithm: str, cou
     rank, item, bounds = binder.topology.rank, x.element_size(), offsets(blocks)
     if bounds[-1] == 0:
         return NOTHING
-    own = tensor_at(out.data_ptr() + bounds[rank] * item, blocks[rank], x.dtype)
-    place = [] if own.data_ptr() == x.data_ptr() or not blocks[rank] else [copying(own, x)]
+    own_block = tensor_at(out.data_ptr() + bounds[rank] * item, blocks[rank], x.dtype)
+    place = [] if own_block.data_ptr() == x.data_ptr() or not blocks[rank] else [copying(own_block, x)]
     if binder.topology.size == 1:
         return Compiled(place)
     read = x if place else out  # the memory that other ranks of the node would read
@@ -259,16 +259,16 @@ def _bind_rooted(gathers: bool, binder: Binder, block: Tensor, whole: Tensor | N
         root: Rank that has all blocks.
     """
     comm, numel, item = binder.comm, block.numel(), block.element_size()
-    own, all_blocks = block.data_ptr(), whole.data_ptr() if whole is not None else 0
+    block_address, whole_address = block.data_ptr(), whole.data_ptr() if whole is not None else 0
     if numel * item * comm.size <= LARGEST_COUNT:
-        everything = even_blocks(all_blocks, numel, comm.size, item) if comm.rank == root else None
-        mine = bytes_at(own, numel * item)
+        everything = even_blocks(whole_address, numel, comm.size, item) if comm.rank == root else None
+        mine = bytes_at(block_address, numel * item)
         call = partial(comm.Gather, mine, everything) if gathers else partial(comm.Scatter, everything, mine)
         name = "gather" if gathers else "scatter"
         moved = moved_by_library(binder.topology, name, [numel * item] * comm.size, root)
         return Compiled([partial(call, root)], moved=moved)
     length = 0 if gathers and whole is None else numel
-    here, there = (own, [0, numel]), (all_blocks, [r * length for r in range(comm.size + 1)])
+    here, there = (block_address, [0, numel]), (whole_address, [r * length for r in range(comm.size + 1)])
     (source, bounds), (inbox, cells) = (here, there) if gathers else (there, here)
     layout = Layout(block.dtype, bounds, source, source, inbox=inbox, inbox_bounds=cells)
     return binder.compile(binder.program(_GATHER if gathers else _SCATTER, binder.setting(block, root=root)), layout)

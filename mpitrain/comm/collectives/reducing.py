@@ -139,8 +139,8 @@ def _compressed(
         act, channel = bucket.compression.all_reduce, Channel(comm, binder)
         return partial(act, channel, x, op, algorithm, key=bucket.key, shapes=bucket.shapes)
 
-    alike, by = (op, algorithm, str(compression)), bucket.compression.name
-    return Invocation("all_reduce", bind, (x,), (True,), alike=alike, on_device=True, algorithm=by)
+    compared, name = (op, algorithm, str(compression)), bucket.compression.name
+    return Invocation("all_reduce", bind, (x,), (True,), alike=compared, on_device=True, algorithm=name)
 
 
 def _bind_all_reduce(
@@ -302,8 +302,8 @@ def reduce_scatter(
         CommunicationError: MPI fails, or ranks of a node call different operations.
     """
     try:
-        own = out.data_ptr(), out.numel(), out.dtype
-        key = "reduce_scatter", x.data_ptr(), x.numel(), x.dtype, own, op, counts, algorithm, reproducible
+        block = out.data_ptr(), out.numel(), out.dtype
+        key = "reduce_scatter", x.data_ptr(), x.numel(), x.dtype, block, op, counts, algorithm, reproducible
         ready = comm.ready[key]
     except NOT_READY:
         ready = None

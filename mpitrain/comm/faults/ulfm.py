@@ -237,9 +237,9 @@ def begin(world: Communicator) -> Communicator:
     failures = UlfmFailures(world.nodes, neighbours, mpirun, silence, connected)
     comm = MPI.Intracomm(world._comm.Dup())
     failures.begin(comm, range(world.size))
-    made = _make(comm, world._topology, world, failures)
-    _replace(world, made)
-    return made
+    new_world = _make(comm, world._topology, world, failures)
+    _replace(world, new_world)
+    return new_world
 
 
 def ranks_died(world: Communicator, error: BaseException) -> bool:
@@ -277,13 +277,13 @@ def seconds_since(world: Communicator, lost: Sequence[int], otherwise: float) ->
     """
     witness, now = _failures_of(world).witness, time.monotonic()
     mine = [[process, now - witness.ended.get(process, now + 1)] for process in lost]  # negative: not seen
-    told = world.all_gather_object([otherwise, mine, sorted(witness.silent)])
-    silent = {process for *_, of in told for process in of}
+    reports = world.all_gather_object([otherwise, mine, sorted(witness.silent)])
+    silent = {process for *_, processes in reports for process in processes}
     ago: dict[int, float] = {}
-    for process, seconds in (pair for _, of, _ in told for pair in of):
+    for process, seconds in (pair for _, pairs, _ in reports for pair in pairs):
         ago[process] = max(seconds, ago.get(process, -1.0))
     if any(seconds < 0 or process in silent for process, seconds in ago.items()):
-        return max(since for since, *_ in told), True
+        return max(since for since, *_ in reports), True
     return max(ago.values(), default=otherwise), False
 
 
@@ -303,8 +303,8 @@ def shrink(
     before = failures.processes
     record = world.process.watchdog.record("elastic")
     record.begin("shrink", None)
-    comm, made = MPI.Intracomm(world._comm), None
-    while made is None:
+    comm, new_world = MPI.Intracomm(world._comm), None
+    while new_world is None:
         failures.give_up()
         try:
             comm = MPI.Intracomm(comm.Shrink())
@@ -316,11 +316,11 @@ def shrink(
         if order is not None:
             ranks = [ranks[place] for place in order([world.nodes[rank] for rank in ranks])]
         failures.begin(comm, [before[rank] for rank in ranks])
-        made = _try_to_make(comm, ranks, world, failures)
+        new_world = _try_to_make(comm, ranks, world, failures)
         try:
-            made = made if comm.Agree(int(made is not None)) else None  # unless all ranks have made it
+            new_world = new_world if comm.Agree(int(new_world is not None)) else None  # unless all ranks have made it
         except MPI.Exception:  # a rank died during the agreement: raised on all ranks
-            made = None
+            new_world = None
     record.end()
     left = failures.processes
     lost = tuple(process for process in before if process not in left)
@@ -328,8 +328,8 @@ def shrink(
     partitioned = tuple(process for process in lost if failures.nodes[process] not in alive)
     failures.host_lost = failures.host_lost or bool(partitioned)
     failures.kill(lost)  # a process that was only stopped must not come back
-    _replace(world, made)
-    return made, Loss(lost, left, partitioned)
+    _replace(world, new_world)
+    return new_world, Loss(lost, left, partitioned)
 
 
 def leave(world: Communicator, code: int) -> None:

@@ -286,26 +286,26 @@ class Departures:
         sys.stdout.flush()
         sys.stderr.flush()
         everybody = self._comm.Ibarrier()
-        begun, nap, told = time.monotonic(), _NAP[0], False
+        begun, nap, is_announced = time.monotonic(), _NAP[0], False
         while not everybody.Test():
-            if not told and time.monotonic() - begun > _MOMENT:
-                status, told = exit_status if code is None else code, True
-                asked = status if isinstance(status, int) else int(status is not None)
-                done = {record.key: record.sequence for record in self._records() if record.members}
-                self._own = [{"rank": self._comm.rank, "code": asked, "done": done}]
+            if not is_announced and time.monotonic() - begun > _MOMENT:
+                status, is_announced = exit_status if code is None else code, True
+                own_code = status if isinstance(status, int) else int(status is not None)
+                sequences = {record.key: record.sequence for record in self._records() if record.members}
+                self._own = [{"rank": self._comm.rank, "code": own_code, "done": sequences}]
             time.sleep(nap)
             nap = min(2 * nap, _NAP[1])
 
     def look(self) -> None:
         """Receive news of departures; rank 0 also forwards them. A thread calls this periodically."""
         self._sending = [(request, text) for request, text in self._sending if not request.Test()]
-        own, self._own = self._own, []
-        if own:
-            self._send(own, [0])
-        news = [told for _, several in arrived(self._comm, _TAG) for told in several]
-        for told in news:
-            if told["rank"] != self._comm.rank:
-                self._known[told["rank"]] = Departure(**told, noticed=time.monotonic())
+        own_news, self._own = self._own, []
+        if own_news:
+            self._send(own_news, [0])
+        news = [departure for _, several in arrived(self._comm, _TAG) for departure in several]
+        for departure in news:
+            if departure["rank"] != self._comm.rank:
+                self._known[departure["rank"]] = Departure(**departure, noticed=time.monotonic())
         if news and self._comm.rank == 0:
             self._send(news, (r for r in range(1, self._comm.size) if r not in self._known))
 

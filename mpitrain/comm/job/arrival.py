@@ -215,10 +215,10 @@ class Siblings:
             self._started |= self._running
             if ranks and self._size == _number(ranks[0], _SIZES):
                 self._started |= set(range(self._size))
-        found = [f"rank {rank}" for rank in sorted(self._started - self._running) if rank in self._expected]
+        names = [f"rank {rank}" for rank in sorted(self._started - self._running) if rank in self._expected]
         of_whole_job = len(self._expected) == _number(os.environ, _SIZES)
         unseen = of_whole_job and self._running and self._size > len(self._started)
-        return [*found, "a rank"] if unseen else found
+        return [*names, "a rank"] if unseen else names
 
 
 @dataclass(frozen=True)
@@ -252,16 +252,16 @@ class StartingRank:
 def neighbours(process: int) -> list[StartingRank]:
     """Return the ranks on this host that belong to the same job as a process, in order of rank."""
     daemon = _daemon(process)
-    found: dict[int, StartingRank] = {}
+    ranks: dict[int, StartingRank] = {}
     for entry in sorted(proc.processes(), reverse=True):
         rank = _number(_environment(entry), RANK_NAMES)
         if rank < 0 or _daemon(entry) != daemon:
             continue
         place = StartingRank(rank, entry, state_and_parent_of(entry)[0], _arrived(entry))
-        known = found.get(rank)  # several processes may carry one rank: a shell, its Python, and their children
-        if known is None or place.arrived or (not known.arrived and known.state not in "Tt"):
-            found[rank] = place
-    return [found[rank] for rank in sorted(found)]
+        previous = ranks.get(rank)  # several processes may carry one rank: a shell, its Python, and their children
+        if previous is None or place.arrived or (not previous.arrived and previous.state not in "Tt"):
+            ranks[rank] = place
+    return [ranks[rank] for rank in sorted(ranks)]
 
 
 def _daemon(process: int) -> int:

@@ -79,8 +79,8 @@ def clean(arguments: Sequence[str]) -> int:
         raise InputError(f"mpitrain.doctor has no {unknown[0]}; use --check, --tune or --clean [--dry-run]")
     dry = "--dry-run" in arguments
     folders = list(dict.fromkeys([Path(SHARED_MEMORY), Path("/tmp"), Path(tempfile.gettempdir())]))
-    found = list(candidates(folders))
-    dead = unused(found)
+    leftovers = list(candidates(folders))
+    dead = unused(leftovers)
     failed, freed = 0, 0
     for leftover in dead:
         reason = "" if dry else _remove(leftover)
@@ -88,9 +88,9 @@ def clean(arguments: Sequence[str]) -> int:
         print(f"{leftover.nbytes / _MIB:10.2f} MiB  {leftover.path}{reason}", flush=True)
     verb = "would remove" if dry else "removed"
     where = ", ".join(map(str, folders))
-    unseen = Counter(leftover.unseen for leftover in found if leftover.unseen)
+    unseen = Counter(leftover.unseen for leftover in leftovers if leftover.unseen)
     print(f"{verb} {len(dead) - failed} of dead jobs, {freed / _MIB:.2f} MiB, in {where}")
-    print(f"left {len(found) - len(dead) - unseen.total()} that live processes use")
+    print(f"left {len(leftovers) - len(dead) - unseen.total()} that live processes use")
     for reason, number in unseen.items():
         print(f"left session folders that may be in use ({number}): {reason}")
     return EXIT_FAILED if failed else EXIT_DONE
@@ -105,8 +105,8 @@ def candidates(folders: Iterable[Path]) -> Iterator[Leftover]:
         sessions = [(path, unseen) for path in _named(folder, _SESSION, stat.S_ISDIR)]
         for parent in _named(folder, re.compile(rf"ompi\..+\.{os.getuid()}"), stat.S_ISDIR):
             host = parent.name.removeprefix("ompi.").rpartition(".")[0]
-            own = host.partition(".")[0] == os.uname().nodename.partition(".")[0]
-            reason = unseen or ("" if own else f"they are of the host {host}; run it there")
+            is_local = host.partition(".")[0] == os.uname().nodename.partition(".")[0]
+            reason = unseen or ("" if is_local else f"they are of the host {host}; run it there")
             sessions += [(path, reason) for path in _named(parent, _PART, stat.S_ISDIR)]
         for path, reason in sessions:
             files = tuple(_tree(path))
@@ -148,10 +148,10 @@ def _named(folder: Path, pattern: re.Pattern[str], kind: Callable[[int], bool]) 
 
 def unused(found: Sequence[Leftover]) -> list[Leftover]:
     """Return the leftovers that certainly no process uses. `found` must have been collected before the call."""
-    held = held_by_processes()
+    open_files = held_by_processes()
 
     def dead(one: Leftover) -> bool:
-        if any(is_among(path, held) for path in one.files):
+        if any(is_among(path, open_files) for path in one.files):
             return False
         if _SEGMENT.fullmatch(one.path.name):
             return not _is_open(one.path)
@@ -186,7 +186,7 @@ def held_by_processes() -> set[str | tuple[int, int]]:
     Both forms are needed because a file's path or its device number may differ between mounts. Processes of other users
     cannot be read in /proc, but they could not open these files either.
     """
-    held: set[str | tuple[int, int]] = set()
+    files: set[str | tuple[int, int]] = set()
     for process in proc.processes():
         # open files before maps: a file is mapped before it is closed, so one of the two shows it
         for descriptor in _entries(Path(f"/proc/{process}/fd")):
@@ -194,15 +194,15 @@ def held_by_processes() -> set[str | tuple[int, int]]:
                 target = os.readlink(descriptor)
                 if target.startswith("/"):
                     status = os.stat(descriptor)
-                    held |= {target, (status.st_dev, status.st_ino)}
+                    files |= {target, (status.st_dev, status.st_ino)}
             except OSError:
                 continue
         for line in proc.read(f"{process}/maps").splitlines():  # address permissions offset device inode path
             fields = line.split(maxsplit=5)
             if len(fields) == 6 and fields[5].startswith("/"):
                 major, minor = fields[3].split(":")
-                held |= {fields[5], (os.makedev(int(major, 16), int(minor, 16)), int(fields[4]))}
-    return held
+                files |= {fields[5], (os.makedev(int(major, 16), int(minor, 16)), int(fields[4]))}
+    return files
 
 
 def _launcher_lives(path: Path) -> bool:

@@ -42,7 +42,7 @@ def start_mpi() -> frozenset[int]:
     If MPI is already running, return all listening ports of this process that do not belong to a Python socket.
     """
     if "mpi4py.MPI" in sys.modules:
-        of_python = [own.fileno() for own in gc.get_objects() if issubclass(type(own), socket.socket)]
+        of_python = [candidate.fileno() for candidate in gc.get_objects() if issubclass(type(candidate), socket.socket)]
         others = {_socket_at(str(descriptor)) for descriptor in of_python}
     else:
         others = set(_listening())
@@ -61,10 +61,10 @@ def find(nodes: Sequence[int], node: int, all_gather_object: Callable[[Any], lis
         node: Node of this rank.
         all_gather_object: `Communicator.all_gather_object` of the world.
     """
-    told = all_gather_object([sorted(start_mpi()), _addresses()])
+    reports = all_gather_object([sorted(start_mpi()), _addresses()])
     far = {
         (address, port)
-        for rank, (ports, addresses) in enumerate(told)
+        for rank, (ports, addresses) in enumerate(reports)
         for address in addresses
         for port in ports
         if nodes[rank] == node or not ipaddress.ip_address(address).is_loopback
@@ -114,9 +114,9 @@ def _connections() -> Iterator[tuple[str, socket.socket]]:
     for descriptor in os.listdir(_DESCRIPTORS):
         name = _socket_at(descriptor)
         if name:
-            with suppress(OSError), socket.socket(fileno=os.dup(int(descriptor))) as found:
-                if found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM:
-                    yield name, found
+            with suppress(OSError), socket.socket(fileno=os.dup(int(descriptor))) as connection:
+                if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM:
+                    yield name, connection
 
 
 def _listening() -> dict[str, int]:

@@ -57,19 +57,19 @@ os.write(2, text.encode(errors="replace"))
 def find() -> int:
     """Return the pid of mpirun; 0 if it runs on another machine or does not exist."""
     named = re.fullmatch(r"prterun-.*-(\d+)@\d+", os.environ.get("PMIX_NAMESPACE", ""))
-    wanted, process = int(named[1]) if named else 0, os.getppid()
-    while process > 1 and process != wanted:
+    mpirun, process = int(named[1]) if named else 0, os.getppid()
+    while process > 1 and process != mpirun:
         if command_of(process) == "prted":  # mpirun's daemon on another machine
             return 0
         _, process = state_and_parent_of(process)
-    return process if process == wanted else 0
+    return process if process == mpirun else 0
 
 
 def notices_silent_hosts(process: int) -> bool:
     """Return True if mpirun ends the job when a host stops answering, which is its default."""
-    told = proc.read(f"{process}/cmdline") + proc.read(f"{process}/environ")
+    settings = proc.read(f"{process}/cmdline") + proc.read(f"{process}/environ")
     # mpirun's setting: seconds before it probes a silent host; 0: never
-    return re.search(r"oob_tcp_keepalive_time[\0=]0\0", told) is None
+    return re.search(r"oob_tcp_keepalive_time[\0=]0\0", settings) is None
 
 
 def end_soon(process: int, unless: Sequence[int] = ()) -> None:

@@ -127,17 +127,17 @@ def processor_name(root: Path = Path("/")) -> str:
     Args:
         root: Folder that contains proc/.
     """
-    found: dict[str, str] = {}
+    fields: dict[str, str] = {}
     with suppress(OSError):
         for line in (root / "proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
             key, _, value = line.partition(":")
-            found.setdefault(key.strip(), value.strip())
-    if found.get("model name"):
-        return found["model name"]
-    if "CPU part" in found:
+            fields.setdefault(key.strip(), value.strip())
+    if fields.get("model name"):
+        return fields["model name"]
+    if "CPU part" in fields:
         keys = ("CPU implementer", "CPU part", "CPU variant", "CPU revision")
-        return " ".join(f"{key.removeprefix('CPU ')} {found[key]}" for key in keys if found.get(key))
-    names = (found.get(key, "") for key in ("cpu", "uarch", "cpu model", "machine", "isa"))
+        return " ".join(f"{key.removeprefix('CPU ')} {fields[key]}" for key in keys if fields.get(key))
+    names = (fields.get(key, "") for key in ("cpu", "uarch", "cpu model", "machine", "isa"))
     return " ".join(dict.fromkeys(filter(None, names)))
 
 
@@ -214,12 +214,12 @@ def siblings(root: Path = Path("/")) -> dict[int, int]:
     Returns:
         Map of thread numbers; empty if the system does not report its topology.
     """
-    found: dict[int, int] = {}
+    first_threads: dict[int, int] = {}
     for path in root.glob("sys/devices/system/cpu/cpu[0-9]*/topology/thread_siblings_list"):
         with suppress(OSError, ValueError):
             first = re.split("[-,]", path.read_text().strip())[0]
-            found[int(path.parts[-3].removeprefix("cpu"))] = int(first)
-    return found
+            first_threads[int(path.parts[-3].removeprefix("cpu"))] = int(first)
+    return first_threads
 
 
 def cores_of(threads: Collection[int], core_of: Mapping[int, int]) -> set[int]:

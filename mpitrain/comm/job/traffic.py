@@ -241,8 +241,8 @@ class Journal:
         for (operation, axis, algorithm, _), row in rows:
             total = sums.setdefault((operation, axis, algorithm), [0, 0, 0, 0.0])
             total[:] = [a + b for a, b in zip(total, row, strict=True)]
-        found = sorted((name, row) for name, row in sums.items() if any(row))
-        return [Sent(*name, int(row[0]), int(row[1]), int(row[2]), row[3]) for name, row in found]
+        totals = sorted((name, row) for name, row in sums.items() if any(row))
+        return [Sent(*name, int(row[0]), int(row[1]), int(row[2]), row[3]) for name, row in totals]
 
     def record(self, on: bool) -> None:
         """Start or stop recording single operations. This requires `start`.
@@ -254,11 +254,11 @@ class Journal:
 
     def take(self) -> list[Communication]:
         """Return the operations recorded since the last call, sorted by their end times."""
-        kept = self._kept
-        if not kept:
+        records = self._kept
+        if not records:
             return []
-        taken = kept[:]
-        del kept[: len(taken)]  # another thread may have added some
+        taken = records[:]
+        del records[: len(taken)]  # another thread may have added some
         return sorted(taken, key=lambda one: one.end)
 
     # -- for the operations
@@ -341,10 +341,10 @@ class Journal:
             moved: Algorithm and bytes.
             end: `clock()` at the end of the operation.
         """
-        kept = self._kept
-        if kept is not None and len(kept) < _KEPT:
+        records = self._kept
+        if records is not None and len(records) < _KEPT:
             aside, sent = threading.get_ident() != self._main, (moved.algorithm or "none", moved.inside, moved.between)
-            kept.append(Communication(operation, axis, *sent, begin, end, aside, key, sequence))
+            records.append(Communication(operation, axis, *sent, begin, end, aside, key, sequence))
 
     def wait(self, begin: float) -> None:
         """Add to `waited` the time since `begin`, during which the calling thread waited for another thread."""

@@ -230,11 +230,11 @@ def _on_device(
     comm: MPI.Intracomm, node: MPI.Intracomm, world_ranks: Sequence[int], tensor: torch.Tensor, index: ArenaIndex
 ) -> Arena:
     """Return an arena on a device, mapped by the ranks of each node if this is enabled and possible. Collective."""
-    wanted = index.maps_devices and comm.size > 1 and tensor.numel() > 0
-    found = map_each_other(comm, node, tensor) if wanted else None
-    if found is None:
+    should_map = index.maps_devices and comm.size > 1 and tensor.numel() > 0
+    mapping = map_each_other(comm, node, tensor) if should_map else None
+    if mapping is None:
         return Arena("device", tensor)
-    addresses, mapped = found
+    addresses, mapped = mapping
     arena = Arena("device", tensor, dict(zip(world_ranks, addresses, strict=True)), index=index, mapped=mapped)
     index.add(arena, node, world_ranks[0], for_tensors=True)
     return arena
@@ -256,10 +256,10 @@ def _shared_window(comm: MPI.Intracomm, node: MPI.Intracomm, nbytes: int, index:
     Pages in /dev/shm are allocated on first touch, and a process that touches a page for which there is no room dies of
     SIGBUS. Therefore the kernel fills the memory at once, by read(2), which reports an error instead.
     """
-    wanted, free = _wanted_and_free(node, nbytes)
-    if free < wanted:
-        _warn(node, wanted, free, index)
-    if not all_agree(comm, free >= wanted):
+    needed_bytes, free = _wanted_and_free(node, nbytes)
+    if free < needed_bytes:
+        _warn(node, needed_bytes, free, index)
+    if not all_agree(comm, free >= needed_bytes):
         return None
     info = MPI.Info.Create()
     info.Set("alloc_shared_noncontig", "true")
@@ -268,7 +268,7 @@ def _shared_window(comm: MPI.Intracomm, node: MPI.Intracomm, nbytes: int, index:
     window.Lock_all(MPI.MODE_NOCHECK)
     filled = all_agree(node, _fill_with_zeros(_address(window, node.rank), nbytes))
     if not filled:  # another program has taken the room meanwhile
-        _warn(node, wanted, free, index)
+        _warn(node, needed_bytes, free, index)
     if all_agree(comm, filled):
         return window
     _free(window)
@@ -277,14 +277,14 @@ def _shared_window(comm: MPI.Intracomm, node: MPI.Intracomm, nbytes: int, index:
 
 def _wanted_and_free(node: MPI.Intracomm, nbytes: int) -> tuple[int, int]:
     """Return the bytes that this node's ranks need together, and the free bytes of its /dev/shm. Collective."""
-    wanted = np.array([nbytes + _LIBRARY], dtype=np.int64)
-    node.Allreduce(MPI.IN_PLACE, wanted)
+    needed_bytes = np.array([nbytes + _LIBRARY], dtype=np.int64)
+    node.Allreduce(MPI.IN_PLACE, needed_bytes)
     free = np.zeros(1, dtype=np.int64)
     if node.rank == 0:
         with suppress(OSError):
             free[0] = free_bytes(Path(SHARED_MEMORY))
     node.Bcast(free)
-    return int(wanted[0]), int(free[0])
+    return int(needed_bytes[0]), int(free[0])
 
 
 def _fill_with_zeros(address: int, nbytes: int) -> bool:
@@ -366,10 +366,10 @@ def map_each_other(
         some rank cannot map its neighbours' memory.
     """
     try:
-        told = json.dumps(export_memory(tensor))
+        description = json.dumps(export_memory(tensor))
     except _IMPOSSIBLE:
-        told = ""
-    texts = all_gather_bytes(node, told.encode())
+        description = ""
+    texts = all_gather_bytes(node, description.encode())
     memories = list[torch.Tensor]()
     try:
         for rank, text in enumerate(texts if all(texts) else []):
@@ -383,13 +383,13 @@ def map_each_other(
 
 def _are_each_others(node: MPI.Intracomm, tensor: torch.Tensor, memories: Sequence[torch.Tensor]) -> bool:
     """Return True if each mapped memory is really its owner's: device numbers may differ between processes."""
-    own = tensor.view(-1).view(torch.uint8)[:1]
-    own.fill_(1 + node.rank % 255)
+    first_byte = tensor.view(-1).view(torch.uint8)[:1]
+    first_byte.fill_(1 + node.rank % 255)
     synchronize(tensor.device)
     node.Barrier()
     read = [int(memory.view(-1).view(torch.uint8)[0]) for memory in memories]
     node.Barrier()
-    own.zero_()
+    first_byte.zero_()
     synchronize(tensor.device)
     node.Barrier()
     return read == [1 + rank % 255 for rank in range(node.size)]

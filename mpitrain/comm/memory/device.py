@@ -36,8 +36,8 @@ _HOST = ("cpu", "meta")  # devices that have neither streams nor memory of their
 
 def accelerator() -> str:
     """Return the kind of this process's accelerator, as PyTorch names it ("cuda", "xpu", …); "" if it has none."""
-    found = torch.accelerator.current_accelerator(check_available=True)
-    return found.type if found is not None else ""
+    device = torch.accelerator.current_accelerator(check_available=True)
+    return device.type if device is not None else ""
 
 
 def is_accelerator(device: torch.device) -> bool:
@@ -63,12 +63,12 @@ def of_rank(kind: str, local_rank: int) -> torch.device:
     Raises:
         InputError: There is no device of the kind.
     """
-    found = accelerator()
-    kind = (found or "cpu") if kind == "auto" else kind
+    available = accelerator()
+    kind = (available or "cpu") if kind == "auto" else kind
     if kind == "cpu":
         return CPU
-    if kind != found or not count(kind):
-        has = f"has {found} devices" if found else "has no accelerator"
+    if kind != available or not count(kind):
+        has = f"has {available} devices" if available else "has no accelerator"
         raise InputError(f"there is no device of kind {kind!r}: this process {has} (PyTorch {torch.__version__})")
     return torch.device(kind, local_rank % count(kind))
 
@@ -94,8 +94,8 @@ def identity(device: torch.device) -> str:
     device, which may differ between processes.
     """
     ask = getattr(_module(device), "get_device_properties", None)
-    found = getattr(ask(device), "uuid", None) if ask is not None else None
-    return str(device if found is None else found)
+    uuid = getattr(ask(device), "uuid", None) if ask is not None else None
+    return str(device if uuid is None else uuid)
 
 
 def matrix_peak(device: torch.device) -> float | None:
@@ -114,8 +114,8 @@ _MATRIX_PEAKS = (
 
 
 def _module(device: torch.device) -> ModuleType:
-    found: ModuleType = torch.get_device_module(device)
-    return found
+    module: ModuleType = torch.get_device_module(device)
+    return module
 
 
 # -- streams and events
@@ -193,8 +193,8 @@ def stream_of_cupy(device: torch.device) -> torch.Stream | None:
 
 def native_handle(stream: torch.Stream) -> int:
     """Return the stream's address in the driver, for libraries that need it."""
-    made: Any = stream  # torch's type stubs lack this attribute
-    return int(made.native_handle)
+    untyped_stream: Any = stream  # torch's type stubs lack this attribute
+    return int(untyped_stream.native_handle)
 
 
 # -- memory
@@ -275,8 +275,8 @@ def export_memory(tensor: torch.Tensor) -> list[Any]:
     """
     storage = tensor.untyped_storage()
     if tensor.device.type == "cuda":
-        made: Any = storage
-        parts = made._share_cuda_()
+        cuda_storage: Any = storage
+        parts = cuda_storage._share_cuda_()
         return [part.hex() if isinstance(part, bytes) else part for part in parts]
     share = getattr(_module(tensor.device), "export_memory", None)
     if share is None:

@@ -244,11 +244,11 @@ class _Verifier:
     def _begin(self, state: _Rank) -> None:
         program = self.program
         for chunk in range(program.chunks):
-            held = program.collective.holds(state.rank, chunk // program.segments)
+            has_block = program.collective.holds(state.rank, chunk // program.segments)
             for cell in (self._cell(state, WORK, chunk), self._cell(state, CALLER, chunk)):
                 self._touch(state, state.rank, cell, wrote=True)
                 state.memory.pop(cell, None)
-                if held:
+                if has_block:
                     state.memory[cell] = Value(chunk, 1 << state.rank, state.run)
 
     def _exchange(self, state: _Rank, step: Exchange) -> bool:
@@ -266,10 +266,10 @@ class _Verifier:
             state.sent, state.received = to == NONE, source == NONE
         if not state.sent:
             peer = self.ranks[to]
-            wanted = peer.step
+            peer_step = peer.step
             posted = peer.outgoing is not None and not peer.received
-            if posted and isinstance(wanted, Exchange) and int(wanted.source) == state.rank:
-                self._deliver(peer, wanted, state.outgoing)
+            if posted and isinstance(peer_step, Exchange) and int(peer_step.source) == state.rank:
+                self._deliver(peer, peer_step, state.outgoing)
                 state.sent = peer.received = changed = True
         if state.sent and state.received:
             state.advance()
@@ -304,17 +304,17 @@ class _Verifier:
         return True
 
     def _signal(self, state: _Rank, step: Signal) -> None:
-        given = self.signals[self.program.nodes[state.rank], state.run, step.event]
-        if state.rank in given:
+        clocks = self.signals[self.program.nodes[state.rank], state.run, step.event]
+        if state.rank in clocks:
             raise self._error(state, f"gives the signal {step.event} twice in a run")
-        given[state.rank] = list(state.clock)
+        clocks[state.rank] = list(state.clock)
         state.clock[state.rank] += 1
 
     def _await(self, state: _Rank, step: Await) -> bool:
-        given = self.signals[self.program.nodes[state.rank], state.run, step.event]
-        if len(given) < len(self._members(state)):
+        clocks = self.signals[self.program.nodes[state.rank], state.run, step.event]
+        if len(clocks) < len(self._members(state)):
             return False
-        state.learn(given.values())
+        state.learn(clocks.values())
         state.advance()
         return True
 
@@ -361,10 +361,10 @@ class _Verifier:
             whole = sum(1 << r for r in goal.ranks)
             for s in range(program.segments):
                 cell = self._cell(state, goal.memory, goal.cell * program.segments + s)
-                wanted = Value(goal.block * program.segments + s, whole, state.run, program.collective.reduces)
-                found = self._read(state, state.rank, cell)
-                if found != wanted:
-                    raise self._error(state, f"ends with {found} in {cell}, not with {wanted}")
+                expected = Value(goal.block * program.segments + s, whole, state.run, program.collective.reduces)
+                actual = self._read(state, state.rank, cell)
+                if actual != expected:
+                    raise self._error(state, f"ends with {actual} in {cell}, not with {expected}")
 
     def _cell(self, state: _Rank, memory: str, number: int) -> _Cell:
         return memory, state.run % self.program.vectors if memory in (WORK, CALLER) else 0, number

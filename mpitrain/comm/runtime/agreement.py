@@ -201,8 +201,8 @@ def repeated(record: Record, name: str, calls: Sequence[Call], waiting: Sized, d
     words: Sequence[memoryview] = ()
     signs = isinstance(signature, Signature)  # false without data, or if the rank is alone on its node
     if isinstance(signature, Signature):
-        performed, digest, together, register = performed[1:], signature.digest, signature.together, signature.register
-        last, own, words, look = register.last, register.own, register.others, register.look
+        performed, digest, wait_all, register = performed[1:], signature.digest, signature.together, signature.register
+        last, own_word, words, look = register.last, register.own, register.others, register.look
     thread, now = threading.get_ident, time.monotonic
 
     def perform(tensor: torch.Tensor | None) -> float:
@@ -210,7 +210,7 @@ def repeated(record: Record, name: str, calls: Sequence[Call], waiting: Sized, d
             drain()
         if signs:
             last[0] = number = last[0] + STEP
-            own[0] = word = number + digest  # early, so that the ranks' words are likely there when they are read
+            own_word[0] = word = number + digest  # early, so that the ranks' words are likely there when they are read
         record.sequence += 1
         record.name = name
         record.tensor = tensor
@@ -219,7 +219,7 @@ def repeated(record: Record, name: str, calls: Sequence[Call], waiting: Sized, d
         try:
             for theirs in words:
                 if theirs[0] != word:
-                    look(number, digest, together)
+                    look(number, digest, wait_all)
                     break
             for call in performed:
                 call()
@@ -255,8 +255,10 @@ def compare(comm: MPI.Intracomm, said: str, shown: str = "", place: str = "", no
     places = {(node, digest[_DIGEST:]) for node, digest in zip(nodes, digests, strict=False)}
     if len(calls) == 1 and len(places) == len(set(nodes)):
         return
-    own = (shown or said).encode(), line_of(sys._getframe(1)).encode()
-    texts, lines = ([row.rstrip(b"\0").decode(errors="replace") for row in _exchanged(comm, o, _BYTES)] for o in own)
+    own_texts = (shown or said).encode(), line_of(sys._getframe(1)).encode()
+    texts, lines = (
+        [row.rstrip(b"\0").decode(errors="replace") for row in _exchanged(comm, text, _BYTES)] for text in own_texts
+    )
     table = "".join(f"\n  rank {r}  {texts[r]}  at {lines[r]}" for r in range(comm.size))
     wrong = (
         "ranks call different operations; every rank must make the same call with the same sizes"
@@ -336,12 +338,14 @@ def difference(rows: Sequence[bytes], ranks: Sequence[int]) -> str:
         rows: One row for each of the ranks.
         ranks: Numbers of the ranks, for the message.
     """
-    told: dict[bytes, list[int]] = {}
+    ranks_by_row: dict[bytes, list[int]] = {}
     for rank, row in zip(ranks, rows, strict=True):
-        told.setdefault(row[_ADDRESS:], []).append(rank)
-    if len(told) == 1 and not _absent(rows[0]):
+        ranks_by_row.setdefault(row[_ADDRESS:], []).append(rank)
+    if len(ranks_by_row) == 1 and not _absent(rows[0]):
         return ""
-    texts = [f"rank{'s' * (len(who) > 1)} {', '.join(map(str, who))}: {_text(row)}" for row, who in told.items()]
+    texts = [
+        f"rank{'s' * (len(who) > 1)} {', '.join(map(str, who))}: {_text(row)}" for row, who in ranks_by_row.items()
+    ]
     return (
         f"ranks call different operations: {'; '.join(texts)}. Every rank must make the same call, with the same sizes "
         "and types, on tensors at the same place of an arena or in none"

@@ -168,8 +168,8 @@ class Plan:
         self._transfers = Transfers(layout.neighbours) if layout.neighbours is not None else None
         self._locals: list[Place] = []  # this rank's side of each transfer
         self._inbox_bounds = layout.inbox_bounds or [i * layout.slot for i in range(program.inbox + 1)]
-        own = 0 if layout.inbox else self._inbox_bounds[-1]
-        self._inbox = self._new_scratch(own) if own else NONE  # in scratch memory, unless the layout has an inbox
+        nbytes = 0 if layout.inbox else self._inbox_bounds[-1]
+        self._inbox = self._new_scratch(nbytes) if nbytes else NONE  # in scratch memory, unless the layout has an inbox
         phases = program.phases(self._rank)
         for steps in phases:
             self._order = _CallOrder()

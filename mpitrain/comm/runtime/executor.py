@@ -296,7 +296,7 @@ class Compiled:
     @property
     def parts(self) -> list[Compiled]:
         """Compiled programs that this one consists of."""
-        return [kept for kept in self._keeps if isinstance(kept, Compiled)]
+        return [item for item in self._keeps if isinstance(item, Compiled)]
 
     @property
     def moved(self) -> Moved:
@@ -415,15 +415,15 @@ class Binding:
             number: Number of the exchange in the program.
             messages: Messages of the exchange.
         """
-        made = self._exchanges.get(number)
-        if made is None:
-            made = self._exchanges[number] = []
+        requests = self._exchanges.get(number)
+        if requests is None:
+            requests = self._exchanges[number] = []
             for message in messages:
                 init = self.comm.Send_init if message.sends else self.comm.Recv_init
                 address = self.address(message.place)
-                made += [init(bytes_at(address + lo, n), message.peer) for lo, n in message.pieces(self.item)]
-            self.made += made
-        return made
+                requests += [init(bytes_at(address + lo, n), message.peer) for lo, n in message.pieces(self.item)]
+            self.made += requests
+        return requests
 
 
 Maker: TypeAlias = Callable[[Binding], Sequence[Call]]

@@ -93,7 +93,7 @@ class ProgressEngine:
     def keep(self, message: InFlight) -> None:
         """Keep a message and its memory alive while it is `in_flight`, even if nothing else refers to it."""
         if len(self.in_flight) >= self._swept:
-            self.in_flight -= {kept for kept in list(self.in_flight) if kept.has_left()}
+            self.in_flight -= {other for other in list(self.in_flight) if other.has_left()}
             self._swept = 64 + 2 * len(self.in_flight)
         self.in_flight.add(message)
 

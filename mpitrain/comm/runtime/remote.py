@@ -67,23 +67,23 @@ def probe(comm: MPI.Intracomm, node: MPI.Intracomm, neighbours: Sequence[int], b
     places = {rank: index for index, rank in enumerate(neighbours)}
     pids = np.empty(node.size, dtype=np.int64)
     node.Allgather(np.array([os.getpid()], dtype=np.int64), pids)
-    made = Neighbours({rank: int(pids[index]) for rank, index in places.items()}, places)
-    secret, found = np.array([node.rank + 1], dtype=np.int64), np.zeros(node.size, dtype=np.int64)
-    transfers = Transfers(made)
+    node_neighbours = Neighbours({rank: int(pids[index]) for rank, index in places.items()}, places)
+    secret, copies = np.array([node.rank + 1], dtype=np.int64), np.zeros(node.size, dtype=np.int64)
+    transfers = Transfers(node_neighbours)
     for rank in places:
-        transfers.add(rank, 0, found.itemsize, write=False)
-    table = Table(transfers, [found[index:].ctypes.data for index in range(node.size)])
+        transfers.add(rank, 0, copies.itemsize, write=False)
+    table = Table(transfers, [copies[index:].ctypes.data for index in range(node.size)])
     board.meeting(row_of(secret.ctypes.data, "probe"), [node.Barrier], table.fill)()
     works = np.array([1], dtype=np.int64)
     try:
         for transfer in table.transfers:
             transfer()
-        works[0] = np.array_equal(found, 1 + np.arange(node.size))
+        works[0] = np.array_equal(copies, 1 + np.arange(node.size))
     except CommunicationError:
         works[0] = 0
     node.Barrier()
     comm.Allreduce(MPI.IN_PLACE, works, MPI.MIN)
-    return made if works[0] else None
+    return node_neighbours if works[0] else None
 
 
 class Transfers:

@@ -134,9 +134,11 @@ class Watchdog:
             members: World ranks that all perform the recorded operations.
         """
         self._made[label, members] += 1  # all ranks make communicators of the same ranks in the same order
-        made = Record(label, members, f"{label} of {zlib.crc32(repr(members).encode())} #{self._made[label, members]}")
-        self._references.append(weakref.ref(made, self._references.remove))
-        return made
+        record = Record(
+            label, members, f"{label} of {zlib.crc32(repr(members).encode())} #{self._made[label, members]}"
+        )
+        self._references.append(weakref.ref(record, self._references.remove))
+        return record
 
     def forget(self, record: Record) -> None:
         """Stop watching a record."""
@@ -145,8 +147,8 @@ class Watchdog:
     @property
     def records(self) -> list[Record]:
         """Records that are still in use."""
-        found = (reference() for reference in list(self._references))
-        return [record for record in found if record is not None]
+        referents = (reference() for reference in list(self._references))
+        return [record for record in referents if record is not None]
 
     def _late(self) -> tuple[Record, float] | None:
         """Return a record whose operation exceeds the limit, and its age in seconds; None if there is none."""

@@ -446,12 +446,12 @@ def between(device: torch.device) -> Iterator[None]:
 
     Inside the context, queue all work on PyTorch's current stream.
     """
-    own, *others = streams_of_caller(device)
+    current, *others = streams_of_caller(device)
     for stream in others:
-        own.wait_event(recorded(device, stream))
+        current.wait_event(recorded(device, stream))
     yield
     for stream in others:
-        stream.wait_event(recorded(device, own))
+        stream.wait_event(recorded(device, current))
 
 
 class Order:

@@ -167,8 +167,8 @@ def cut(call: DeviceCall, size: int, room: int) -> list[OperationPiece]:
     for lo in range(0, max(longest, 1), width):
         hi = lo + width
         start, parts = 0, list[TensorPart | None]()
-        for own in lengths:
-            part = None if own is None else _part(own, lo, hi, start)
+        for block_lengths in lengths:
+            part = None if block_lengths is None else _part(block_lengths, lo, hi, start)
             start += 0 if part is None else -(-part.numel * item // _ALIGNMENT) * _ALIGNMENT
             parts.append(part)
         clipped = tuple(_clipped(n, lo, hi) for n in counts) if counts else None
@@ -179,8 +179,8 @@ def cut(call: DeviceCall, size: int, room: int) -> list[OperationPiece]:
 def _width(longest: int, item: int, blocks: int, room: int) -> int:
     """Return the number of elements that a piece takes of the longest block."""
     each = max(_ALIGNMENT, (room - blocks * _ALIGNMENT) // blocks)
-    wanted = max(_SMALLEST // blocks, longest * item // _USUAL)
-    return max(1, min(each, wanted) // _ALIGNMENT * _ALIGNMENT // item)
+    target = max(_SMALLEST // blocks, longest * item // _USUAL)
+    return max(1, min(each, target) // _ALIGNMENT * _ALIGNMENT // item)
 
 
 def _clipped(length: int, lo: int, hi: int) -> int:
@@ -237,25 +237,25 @@ class Staged(Transport):
 
     def perform(self, call: DeviceCall) -> None:
         """Perform the operation; see `Transport.perform`."""
-        operation, tensors, written, given = call
+        operation, tensors, written, call_arguments = call
         if not operation.by_rank:
             binder = self._binder
-            through_host(lambda *host: binder.run(operation.bound(binder, *host, *given)), tensors, written)
+            through_host(lambda *host: binder.run(operation.bound(binder, *host, *call_arguments)), tensors, written)
             return
         caller = current_stream(self._device)
-        asked = recorded(self._device, caller)
-        self._in.wait_event(asked)  # copies out come later anyway, since the host waits for the copies in
-        given_by = [None if tensor is None else flat(tensor) for tensor in tensors]
+        submission = recorded(self._device, caller)
+        self._in.wait_event(submission)  # copies out come later anyway, since the host waits for the copies in
+        vectors = [None if tensor is None else flat(tensor) for tensor in tensors]
         read = [operation.in_place or not changed for changed in written]
         pieces = cut(call, self._binder.topology.size, _SLOT)
-        filled = self._fill(0, pieces[0], given_by, read)
+        filled = self._fill(0, pieces[0], vectors, read)
         for number in range(len(pieces)):
             ready = filled
             if number + 1 < len(pieces):
-                filled = self._fill((number + 1) % _SLOTS, pieces[number + 1], given_by, read)
+                filled = self._fill((number + 1) % _SLOTS, pieces[number + 1], vectors, read)
             ready.event.synchronize()
             self._binder.run(operation.bound(self._binder, *ready.host, *ready.piece.given))
-            self._empty(ready, given_by, written)
+            self._empty(ready, vectors, written)
         emptied = self._emptied[(len(pieces) - 1) % _SLOTS]
         if emptied is not None and any(written):
             caller.wait_event(emptied)
@@ -379,26 +379,26 @@ class Peer(Transport):
 
     def perform(self, call: DeviceCall) -> None:
         """Perform the operation; see `Transport.perform`."""
-        own, written = [flat(tensor) for tensor in call.present], call.written
-        if self._binder.arena_of(own[0]) is not None:
-            self._run(call._replace(tensors=own))
+        vectors, written = [flat(tensor) for tensor in call.present], call.written
+        if self._binder.arena_of(vectors[0]) is not None:
+            self._run(call._replace(tensors=vectors))
             return
         if self._emptied is not None:  # the last copy may be on another stream
-            current_stream(own[0].device).wait_event(self._emptied)
+            current_stream(vectors[0].device).wait_event(self._emptied)
         for piece in cut(call, self._binder.topology.size, _ROOM):
             places = list[Tensor]()
-            for tensor, part, changed in zip(own, piece.parts, written, strict=True):
+            for tensor, part, changed in zip(vectors, piece.parts, written, strict=True):
                 assert part is not None
                 places.append(part.within(self._room.tensor, tensor.dtype))
                 if call.operation.in_place or not changed:
                     for here, there in spans(part, places[-1], tensor):
                         here.copy_(there)
             self._run(call._replace(tensors=places, given=piece.given))
-            for tensor, place, part, changed in zip(own, places, piece.parts, written, strict=True):
+            for tensor, place, part, changed in zip(vectors, places, piece.parts, written, strict=True):
                 if changed and part is not None:
                     for here, there in spans(part, place, tensor):
                         there.copy_(here)
-        self._emptied = recorded(own[0].device)
+        self._emptied = recorded(vectors[0].device)
 
     def _run(self, call: DeviceCall) -> None:
         """Perform a call whose first tensor is in an arena."""
@@ -419,9 +419,9 @@ class Peer(Transport):
             layout = replace(layout, target=tensors[1].data_ptr() - first)
             mapped = mapped.beside(tensors[1])
         elif operation.name == "all_gather":
-            own = vector[bounds[binder.topology.rank] : bounds[binder.topology.rank + 1]]
-            if own.data_ptr() != tensors[1].data_ptr():
-                own.copy_(tensors[1])
+            own_block = vector[bounds[binder.topology.rank] : bounds[binder.topology.rank + 1]]
+            if own_block.data_ptr() != tensors[1].data_ptr():
+                own_block.copy_(tensors[1])
         layout = replace(layout, device=vector.device, memory=mapped.at)
         said = described(operation.name, vector.numel(), vector.dtype, *map(str, call.given), binder.place(vector))
         compiled: Compiled = binder.compile(program, layout, call.reduction(size), arena, said=said)

@@ -86,9 +86,9 @@ class Transports:
         self._possible: dict[str, Transport] = {"staged": self._staged}
         self._obstacles = {"staged": ""}
         for name in {"auto": ("mpi", "peer", "nccl"), "staged": ()}.get(memory.way, (memory.way,)):
-            made, self._obstacles[name] = self._make(name)
-            if made is not None:
-                self._possible[name] = made
+            transport, self._obstacles[name] = self._make(name)
+            if transport is not None:
+                self._possible[name] = transport
         if memory.way != "auto" and self._obstacles[memory.way]:
             self.free()
             raise refusal(f"comm.device {memory.way} is not possible: {self._obstacles[memory.way]}; use auto")
@@ -136,7 +136,7 @@ class Transports:
 
     def _measure(self) -> dict[str, dict[int, float]]:
         """Return the seconds of an all_reduce by transport and bytes: the best of three runs, on the slowest rank."""
-        found: dict[str, dict[int, float]] = {name: {} for name in self._possible}
+        seconds: dict[str, dict[int, float]] = {name: {} for name in self._possible}
         counted, self._binder.moved = self._binder.moved, None  # the measurement is not counted
         for nbytes in _MEASURED:
             x = torch.zeros(nbytes // 4, device=self._device)
@@ -152,9 +152,9 @@ class Transports:
                     times.append(time.perf_counter() - begin)
                 best = np.array([min(times[1:])])
                 self._binder.comm.Allreduce(MPI.IN_PLACE, best, MPI.MAX)
-                found[name][nbytes] = float(best[0])
+                seconds[name][nbytes] = float(best[0])
         self._binder.moved = counted
-        return found
+        return seconds
 
 
 def alone(call: DeviceCall) -> None:
@@ -213,15 +213,15 @@ class Direct(Transport):
 
     def perform(self, call: DeviceCall) -> None:
         """Perform the operation; see `Transport.perform`."""
-        operation, tensors, written, given = call
+        operation, tensors, written, arguments = call
         first, op, reduction = call.present[0], call.value("op"), call.reduction(self._binder.topology.size)
-        given = operation.replaced(given, algorithm="mpi", op="sum" if op == "avg" else op)
+        arguments = operation.replaced(arguments, algorithm="mpi", op="sum" if op == "avg" else op)
         wide = op is not None and first.dtype in HALVES
         passed = [None if t is None else t.detach().float() if wide else t.detach() for t in tensors]
         if len(passed) == 2 and passed[0] is not None and passed[1] is not None and overlap(passed[0], passed[1]):
             passed = [t if changed or t is None else t.clone() for t, changed in zip(passed, written, strict=True)]
         recorded(first.device).synchronize()
-        self._binder.run(operation.bind(self._binder, *passed, *given))
+        self._binder.run(operation.bind(self._binder, *passed, *arguments))
         for tensor, result, changed in zip(tensors, passed, written, strict=True):
             if changed and tensor is not None and result is not None:
                 for scale in scaling(result, reduction.scale if reduction is not None else None):
@@ -269,12 +269,12 @@ class Nccl(Transport):
         comm.Bcast(uid)
         use(device)
         try:
-            made = library.Communicator.init(comm.size, comm.rank, library.UniqueId.from_bytes(uid.tobytes()))
+            communicator = library.Communicator.init(comm.size, comm.rank, library.UniqueId.from_bytes(uid.tobytes()))
         except Exception as error:  # NCCL has its own exception classes
-            made, obstacle = None, f"NCCL: {error}"
-        if not all_agree(comm, made is not None):
+            communicator, obstacle = None, f"NCCL: {error}"
+        if not all_agree(comm, communicator is not None):
             return None, obstacle or "NCCL failed on another rank"
-        return Nccl(library, made, binder), ""
+        return Nccl(library, communicator, binder), ""
 
     def carries(self, call: DeviceCall) -> bool:
         """Return True if NCCL has the operation for the dtype, with equal blocks and in its own order of reduction."""
@@ -289,19 +289,19 @@ class Nccl(Transport):
 
     def perform(self, call: DeviceCall) -> None:
         """Queue the operation on the current stream; see `Transport.perform`. The host does not wait."""
-        own, operation = [flat(tensor) for tensor in call.present], call.operation
+        vectors, operation = [flat(tensor) for tensor in call.present], call.operation
         root, op = call.value("root", 0), call.value("op")
         reduction = None if op is None else getattr(self._library, _OPERATIONS[op])
-        comm, first = self._comm, own[0]
+        comm, first = self._comm, vectors[0]
         calls: dict[str, Callable[..., None]] = {
             "all_reduce": partial(comm.allreduce, first, first, reduction),
             "reduce": partial(comm.reduce, first, first, reduction, root),
             "broadcast": partial(comm.broadcast, first, first, root),
-            "all_gather": partial(comm.allgather, own[-1], first),
-            "reduce_scatter": partial(comm.reduce_scatter, first, own[-1], reduction),
+            "all_gather": partial(comm.allgather, vectors[-1], first),
+            "reduce_scatter": partial(comm.reduce_scatter, first, vectors[-1], reduction),
         }
         act = partial(calls[operation.name], stream=native_handle(current_stream(first.device)))
-        topology, smallest = self._binder.topology, min(tensor.nbytes for tensor in own)
+        topology, smallest = self._binder.topology, min(tensor.nbytes for tensor in vectors)
         blocks = [smallest] * topology.size if any(operation.by_rank) else smallest
         moved = moved_by_library(topology, operation.name, blocks, root)._replace(algorithm="nccl")
         self._binder.run(Compiled([act], moved=moved))
