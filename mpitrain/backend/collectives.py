@@ -133,17 +133,17 @@ class Reducing:
             x: Tensor of one block per rank, in order.
             counts: Number of elements of each rank's block; None if all blocks are equal.
         """
-        into, of = Written(out), detached(x).contiguous()
+        target, source = Written(out), detached(x).contiguous()
         if self.bitwise is not None:
-            blocks = counts or [of.numel() // self.comm.size] * self.comm.size
-            whole = self._gathered(of).reshape(-1)
-            into.whole.copy_(torch.split(whole, blocks)[self.comm.rank].view(into.whole.shape))
+            blocks = counts or [source.numel() // self.comm.size] * self.comm.size
+            gathered = self._gathered(source).reshape(-1)
+            target.whole.copy_(torch.split(gathered, blocks)[self.comm.rank].view(target.whole.shape))
         else:
             if self.factor is not None:
-                of = of.clone()
-                self._scale(of)
-            self.comm.reduce_scatter(into.whole, of, self.name, counts=counts)
-        into.land()
+                source = source.clone()
+                self._scale(source)
+            self.comm.reduce_scatter(target.whole, source, self.name, counts=counts)
+        target.land()
 
     def _scale(self, tensor: torch.Tensor) -> None:
         if self.factor is not None:
@@ -494,10 +494,10 @@ class GroupCollectives(Base):
         check_length(self.comm, "all_to_all", "input", [inputs])
 
         def call() -> None:
-            into, of = Blocks(outputs), Blocks(inputs)
-            of.collect()
-            self.comm.all_to_all(into.buffer, of.buffer, out_counts=into.sizes, in_counts=of.sizes)
-            into.spread()
+            targets, sources = Blocks(outputs), Blocks(inputs)
+            sources.collect()
+            self.comm.all_to_all(targets.buffer, sources.buffer, out_counts=targets.sizes, in_counts=sources.sizes)
+            targets.spread()
 
         return self._run("all_to_all", call, outputs, opts, inputs[0].dtype, shown=("alltoall_", outputs, inputs))
 
@@ -552,9 +552,9 @@ class GroupCollectives(Base):
     def _compare(self, name: str, alike: Sequence[object]) -> None:
         """Check in debug mode that all ranks issue the same operation with the same shapes, reduction and root."""
         if self._compared is not None:
-            said = " ".join(_shapes(part) if isinstance(part, list) else str(part) for part in alike)
-            said = f"{name} #{next(self._compared)} {said}"
-            self._queue.perform(lambda: self.comm.require_same(said))
+            description = " ".join(_shapes(part) if isinstance(part, list) else str(part) for part in alike)
+            description = f"{name} #{next(self._compared)} {description}"
+            self._queue.perform(lambda: self.comm.require_same(description))
 
     def _remember(self, work: dist.Work) -> dist.Work:
         if self._coalesced is not None:

@@ -146,13 +146,13 @@ def read_at(descriptor: int, into: memoryview, offset: int) -> int:
     Returns:
         Number of bytes read; smaller than the buffer only if the file ends before.
     """
-    done = 0
-    while done < len(into):
-        count = os.preadv(descriptor, [into[done:]], offset + done)
+    nbytes_read = 0
+    while nbytes_read < len(into):
+        count = os.preadv(descriptor, [into[nbytes_read:]], offset + nbytes_read)
         if count == 0:
             break
-        done += count
-    return done
+        nbytes_read += count
+    return nbytes_read
 
 
 def evenly(

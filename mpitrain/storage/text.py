@@ -93,8 +93,8 @@ def spoken(figure: str) -> str:
 
     The name of a data set after " of ", as in "loss of my_set", is kept unchanged.
     """
-    what, of, whose = figure.partition(" of ")
-    return what.replace("_", " ") + of + whose
+    name, separator, data_set = figure.partition(" of ")
+    return name.replace("_", " ") + separator + data_set
 
 
 def aligned(rows: list[tuple[str, str]]) -> str:

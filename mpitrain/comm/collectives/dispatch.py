@@ -311,17 +311,17 @@ class Dispatcher(Member):
             raise InputError(f"{name}: {self.label} was freed; make another communicator with split or subgroup")
         if self._compared is None:
             return
-        first, said, place = tensors[0] if tensors else None, name, ""
+        first, description, place = tensors[0] if tensors else None, name, ""
         if first is not None:
-            said += f" of {'?' if uneven else first.numel()} {str(first.dtype).removeprefix('torch.')}"
+            description += f" of {'?' if uneven else first.numel()} {str(first.dtype).removeprefix('torch.')}"
         if alike is not None:
-            said += f" {alike}"
+            description += f" {alike}"
         arena = None if placed is None else self.binder.arena_of(placed)
         if placed is not None and arena is not None and placed.numel():
             place = f" at byte {placed.data_ptr() - arena.start} of an arena of {arena.nbytes}"
         with self._record.comparing(name, first):
-            shown = f"#{self._record.sequence} {said[:300]}{place}"
-            compare(self._compared, said, shown, place, self.nodes)
+            shown = f"#{self._record.sequence} {description[:300]}{place}"
+            compare(self._compared, description, shown, place, self.nodes)
 
     def require_same(self, said: str) -> None:
         """Compare by messages what all ranks are about to do, in any mode. Collective.

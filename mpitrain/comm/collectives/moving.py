@@ -261,9 +261,11 @@ def _bind_rooted(gathers: bool, binder: Binder, block: Tensor, whole: Tensor | N
     comm, numel, item = binder.comm, block.numel(), block.element_size()
     block_address, whole_address = block.data_ptr(), whole.data_ptr() if whole is not None else 0
     if numel * item * comm.size <= LARGEST_COUNT:
-        everything = even_blocks(whole_address, numel, comm.size, item) if comm.rank == root else None
-        mine = bytes_at(block_address, numel * item)
-        call = partial(comm.Gather, mine, everything) if gathers else partial(comm.Scatter, everything, mine)
+        all_bytes = even_blocks(whole_address, numel, comm.size, item) if comm.rank == root else None
+        block_bytes = bytes_at(block_address, numel * item)
+        call = (
+            partial(comm.Gather, block_bytes, all_bytes) if gathers else partial(comm.Scatter, all_bytes, block_bytes)
+        )
         name = "gather" if gathers else "scatter"
         moved = moved_by_library(binder.topology, name, [numel * item] * comm.size, root)
         return Compiled([partial(call, root)], moved=moved)

@@ -365,11 +365,11 @@ def _failures_of(world: Communicator) -> UlfmFailures:
 
 
 def _of_communication(error: BaseException | None) -> bool:
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
+    visited: set[int] = set()
+    while error is not None and id(error) not in visited:
         if isinstance(error, (MPI.Exception, CommunicationError)):
             return True
-        seen.add(id(error))
+        visited.add(id(error))
         error = error.__cause__ or error.__context__
     return False
 

@@ -133,10 +133,10 @@ def _watch(complete: threading.Event, seconds: float, among: Collection[int]) ->
         before, gone = gone, siblings.gone()
         confirmed = [name for name in gone if name in before]
         if confirmed:
-            what = (
+            message = (
                 f"{' and '.join(confirmed)} of {size} is gone from {os.uname().nodename}: ended or killed before all "
             )
-            _speak(complete, f"{what}ranks had come to the start of MPI; start the job again")
+            _speak(complete, f"{message}ranks had come to the start of MPI; start the job again")
             return
         if time.monotonic() >= deadline:
             break
@@ -144,13 +144,13 @@ def _watch(complete: threading.Event, seconds: float, among: Collection[int]) ->
         return
     places = [place for place in neighbours(os.getpid()) if not among or place.rank in among]
     missing = [place for place in places if not place.waits]
-    what = f"not all {len(among) or size} ranks came to the start of MPI in {seconds:.0f} s (comm.timeout): "
+    message = f"not all {len(among) or size} ranks came to the start of MPI in {seconds:.0f} s (comm.timeout): "
     if missing:
-        what += "; ".join(place.text() for place in missing)
+        message += "; ".join(place.text() for place in missing)
     else:
-        there = ", ".join(str(place.rank) for place in places)
-        what += f"those of this host that can be seen did ({there}); look at the other hosts"
-    _speak(complete, what, later=not missing)
+        ranks = ", ".join(str(place.rank) for place in places)
+        message += f"those of this host that can be seen did ({ranks}); look at the other hosts"
+    _speak(complete, message, later=not missing)
 
 
 def _speak(complete: threading.Event, what: str, *, later: bool = False) -> None:
@@ -162,11 +162,11 @@ def _speak(complete: threading.Event, what: str, *, later: bool = False) -> None
         later: If true, let ranks with more information print first.
     """
     rank = _number(os.environ, RANK_NAMES)
-    there = [place.rank for place in neighbours(os.getpid()) if place.waits]
-    turn = (there.index(rank) if rank in there else 0) + (len(there) if later else 0)
+    waiting = [place.rank for place in neighbours(os.getpid()) if place.waits]
+    turn = (waiting.index(rank) if rank in waiting else 0) + (len(waiting) if later else 0)
     if complete.wait(_TURN * min(turn, 5)):
         return
-    if not turn or there[0] in [place.rank for place in neighbours(os.getpid())]:
+    if not turn or waiting[0] in [place.rank for place in neighbours(os.getpid())]:
         end(f"mpitrain: rank {rank}: {what}")
     os._exit(EXIT_FAILED)  # the other rank has printed its message and ended; mpirun has not ended this one yet
 

@@ -289,15 +289,15 @@ def _wanted_and_free(node: MPI.Intracomm, nbytes: int) -> tuple[int, int]:
 
 def _fill_with_zeros(address: int, nbytes: int) -> bool:
     """Allocate the pages of some memory by writing zeros; return False if there is no room for all of them."""
-    done = 0
+    filled = 0
     with open("/dev/zero", "rb", buffering=0) as zeros:
-        while done < nbytes:
+        while filled < nbytes:
             try:
-                memory: Any = memory_at(address + done, min(LARGEST_COUNT, nbytes - done))
+                memory: Any = memory_at(address + filled, min(LARGEST_COUNT, nbytes - filled))
                 got = zeros.readinto(memory)
             except OSError:  # EFAULT: no page
                 return False
-            done += got or 0
+            filled += got or 0
     return True
 
 

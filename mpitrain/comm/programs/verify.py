@@ -345,8 +345,8 @@ class _Verifier:
             return
         if state.rank not in (dest, source):
             raise self._error(state, "copies between two other ranks")
-        for to, of in zip(self._cells(state, step.into), self._cells(state, step.of), strict=True):
-            self._write(state, dest, to, self._read(state, source, of))
+        for target_cell, source_cell in zip(self._cells(state, step.into), self._cells(state, step.of), strict=True):
+            self._write(state, dest, target_cell, self._read(state, source, source_cell))
 
     def _finish(self, state: _Rank, step: Finish) -> None:
         for cell in self._cells(state, step.span):

@@ -344,7 +344,8 @@ def difference(rows: Sequence[bytes], ranks: Sequence[int]) -> str:
     if len(ranks_by_row) == 1 and not _absent(rows[0]):
         return ""
     texts = [
-        f"rank{'s' * (len(who) > 1)} {', '.join(map(str, who))}: {_text(row)}" for row, who in ranks_by_row.items()
+        f"rank{'s' * (len(group) > 1)} {', '.join(map(str, group))}: {_text(row)}"
+        for row, group in ranks_by_row.items()
     ]
     return (
         f"ranks call different operations: {'; '.join(texts)}. Every rank must make the same call, with the same sizes "

@@ -375,8 +375,8 @@ class Plan:
         elif self._is_remote(dest, step.into):
             make = self._transfer(self._place(self._rank, step.of, numel), dest, step.into, write=True)
         else:
-            of = self._place(source, step.of, numel)
-            make = partial(executor.copy, self._place(dest, step.into, numel, written=True), of)
+            source_place = self._place(source, step.of, numel)
+            make = partial(executor.copy, self._place(dest, step.into, numel, written=True), source_place)
         self._count(source if dest == self._rank else dest, numel)
         self._order.local(make, [_region(step.of)], [_region(step.into)])
         if dest == self._rank:

@@ -231,8 +231,8 @@ class Watchdog:
             if not silent:  # the others may be slow: ask them again after the same time
                 record.since = time.monotonic()
                 return True
-            which = ", ".join(map(str, silent))
-            who = f"rank {which} does" if len(silent) == 1 else f"ranks {which} do"
+            numbers = ", ".join(map(str, silent))
+            who = f"rank {numbers} does" if len(silent) == 1 else f"ranks {numbers} do"
             late = (
                 f"mpitrain: {record.text()}: nothing has come for {seconds:.0f} s (comm.timeout), and {who} not answer"
             )

@@ -108,10 +108,10 @@ class Transports:
         if not transport.carries(call):
             transport = self._staged
         counted = self._binder.moved
-        before = 0 if counted is None else len(counted)
+        start = 0 if counted is None else len(counted)
         transport.perform(call)
         if counted is not None:
-            counted[before:] = [moved.by(transport.name) for moved in counted[before:]]
+            counted[start:] = [moved.by(transport.name) for moved in counted[start:]]
 
     def free(self) -> None:
         """Release the memory of all transports. Collective."""
@@ -162,8 +162,10 @@ def alone(call: DeviceCall) -> None:
     present = call.present
     call.reduction(1)  # checks the operation and the dtype
     if len(present) == 2:
-        into, of = reversed(present) if call.operation.name in ("reduce_scatter", "gather", "all_to_all") else present
-        into.detach().view(-1).copy_(of.detach().view(-1))
+        target, source = (
+            reversed(present) if call.operation.name in ("reduce_scatter", "gather", "all_to_all") else present
+        )
+        target.detach().view(-1).copy_(source.detach().view(-1))
 
 
 # -- Device memory through an MPI library that accepts its addresses.
