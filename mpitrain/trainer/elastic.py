@@ -234,10 +234,8 @@ class Copies:
         """Return the manifest of a set, and for each copy the rank to read it from: this rank, if it has the copy."""
         contents_of_ranks = world.all_gather_object([[name, copy.contents] for name, copy in files.items()])
         known = [copy.values for copy in (*self._own, *files.values()) if copy.key == key and copy.values]
-        everyones: list[dict[str, Any]] = [
-            values for of_rank in world.all_gather_object(known[:1]) for values in of_rank
-        ]
-        values = (everyones[0] if everyones else {}) | {"optimizer": merged(some["optimizer"] for some in everyones)}
+        shared: list[dict[str, Any]] = [values for of_rank in world.all_gather_object(known[:1]) for values in of_rank]
+        values = (shared[0] if shared else {}) | {"optimizer": merged(stored["optimizer"] for stored in shared)}
         holders: dict[str, int] = {}
         tensors: dict[str, TensorSpec] = {}
         extents: list[Extent] = []
