@@ -193,8 +193,8 @@ def gather_ids(places: GroupPlaces, batch: Batch) -> list[int]:
         places: Place of this rank.
         batch: This rank's share of the global batch.
     """
-    own = [] if places.mesh.parts.rank else batch.ids.tolist()  # the other ranks have parts of the same samples
-    return [number for ids in places.everyone.all_gather_object(own) for number in ids]
+    local_ids = [] if places.mesh.parts.rank else batch.ids.tolist()  # the other ranks have parts of the same samples
+    return [number for ids in places.everyone.all_gather_object(local_ids) for number in ids]
 
 
 def weigh_step(criterion: WeightedCrossEntropy, y: torch.Tensor, comm: Communicator) -> None:
@@ -230,10 +230,10 @@ def counts_of(config: Config, task: Task, description: Description) -> Counts | 
             f"parallel.slices {config.parallel.slices} cannot weigh targets that are not trained on, which differ from "
             "slice to slice, and these data have such; set parallel.slices to 1"
         )
-    whole = description.classes or (description.kind == "tokens" and not description.masked)  # no target is masked
+    unmasked = description.classes or (description.kind == "tokens" and not description.masked)  # no target is masked
     weighted = isinstance(getattr(criterion_of(loss), "weight", None), torch.Tensor)
-    says = getattr(criterion_of(loss), "counted", None) is not None
-    if not counts_targets(loss, y) or (whole and not weighted and not says):
+    criterion_counts = getattr(criterion_of(loss), "counted", None) is not None
+    if not counts_targets(loss, y) or (unmasked and not weighted and not criterion_counts):
         return None
     return partial(counted, loss)
 
@@ -254,8 +254,8 @@ def class_weights(config: Config, task: Task, data: Dataset, world: Communicator
         InputError: On all ranks, if the loss is not the cross-entropy of classes, parallel.mode is not sync, or the
             number of weights differs from that of the classes.
     """
-    asked, classes = config.train.class_weights, data.description.classes
-    if not asked:
+    setting, classes = config.train.class_weights, data.description.classes
+    if not setting:
         return None
     if config.parallel.mode != "sync":
         raise refusal(
@@ -267,12 +267,12 @@ def class_weights(config: Config, task: Task, data: Dataset, world: Communicator
             "train.class_weights is for models of mpitrain or Hugging Face on data with classes; give the loss of "
             "your model the weights itself, or leave it out"
         )
-    if asked != "balanced" and len(asked) != len(classes):
+    if setting != "balanced" and len(setting) != len(classes):
         raise refusal(
-            f"train.class_weights has {len(asked)} weights, and the data have {len(classes)} classes "
+            f"train.class_weights has {len(setting)} weights, and the data have {len(classes)} classes "
             f"({', '.join(classes[:4])}{', ...' if len(classes) > 4 else ''}); give one for each"
         )
-    weights = _balanced(data, world) if asked == "balanced" else torch.tensor(asked, dtype=torch.float32)
+    weights = _balanced(data, world) if setting == "balanced" else torch.tensor(setting, dtype=torch.float32)
     task.module.criterion = criterion = WeightedCrossEntropy(weights)  # type: ignore[assignment]
     return criterion
 
@@ -282,11 +282,11 @@ def _balanced(data: Dataset, world: Communicator) -> torch.Tensor:
     classes, samples = len(data.description.classes or ()), len(data)
 
     def counted() -> torch.Tensor:
-        found = np.zeros(classes, dtype=np.int64)
+        local_counts = np.zeros(classes, dtype=np.int64)
         for first in range(world.rank * _AT_ONCE, samples, world.size * _AT_ONCE):
             _, y = data.read(np.arange(first, min(first + _AT_ONCE, samples)))
-            found += np.bincount(y.reshape(-1), minlength=classes)
-        return torch.from_numpy(found)
+            local_counts += np.bincount(y.reshape(-1), minlength=classes)
+        return torch.from_numpy(local_counts)
 
     counts = together(world, counted)
     world.all_reduce(counts)

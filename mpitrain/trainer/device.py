@@ -49,17 +49,17 @@ def choose(kind: str, world: Communicator) -> tuple[torch.device, str]:
 
     chosen = together(world, found)
     device.use(chosen)
-    told = world.all_gather_object([chosen.type, host, world.node, device.identity(chosen), device.name(chosen)])
+    devices = world.all_gather_object([chosen.type, host, world.node, device.identity(chosen), device.name(chosen)])
     hosts: dict[str, list[str]] = {}
-    for of, where, *_ in told:
-        hosts.setdefault(of, []).append(where)
+    for device_type, where, *_ in devices:
+        hosts.setdefault(device_type, []).append(where)
     if len(hosts) > 1:
         shown = []
-        for of, where in sorted((of, sorted(set(where))) for of, where in hosts.items()):
+        for device_type, where in sorted((device_type, sorted(set(where))) for device_type, where in hosts.items()):
             more = f" and {len(where) - 3} more" if len(where) > 3 else ""
-            shown.append(f"{of} on host {', '.join(where[:3])}{more}")
+            shown.append(f"{device_type} on host {', '.join(where[:3])}{more}")
         raise refusal(f"run.device {kind} finds {', '.join(shown)}; set run.device to one kind that all hosts have")
-    return chosen, _text(chosen, [tuple(each) for _, _, *each in told])
+    return chosen, _text(chosen, [tuple(each) for _, _, *each in devices])
 
 
 def _text(chosen: torch.device, ranks: list[tuple[Any, ...]]) -> str:
@@ -90,10 +90,10 @@ def found_on(module: nn.Module, kind: str, world: Communicator) -> torch.device:
         InputError: If the module is on several devices or on an accelerator of another kind, or no device of this kind
             exists.
     """
-    found = {t.device for t in (*module.parameters(), *module.buffers())} or {device.CPU}
-    if len(found) > 1:
-        raise refusal(f"the model is on {' and '.join(sorted(map(str, found)))}; move it to one device")
-    (on,) = found
+    devices = {t.device for t in (*module.parameters(), *module.buffers())} or {device.CPU}
+    if len(devices) > 1:
+        raise refusal(f"the model is on {' and '.join(sorted(map(str, devices)))}; move it to one device")
+    (on,) = devices
     if kind not in ("auto", on.type):
         if device.is_accelerator(on):
             raise refusal(f"run.device is {kind}, and the model is on {on}; move it, or leave run.device out")
@@ -120,12 +120,12 @@ def moved(value: Any, to: torch.device) -> Any:
 def _copied(tensor: torch.Tensor, to: torch.device) -> torch.Tensor:
     if not tensor.is_pinned():  # then the driver has read the tensor before the call returns
         return tensor.to(to, non_blocking=True)
-    beside, own = device.new_stream(to), device.current_stream(to)
-    with beside:
-        there = tensor.to(to, non_blocking=True)
-    device.recorded(to, beside).synchronize()  # so that later uses need not wait for the copy
-    there.record_stream(own)
-    return there
+    copy_stream, compute_stream = device.new_stream(to), device.current_stream(to)
+    with copy_stream:
+        copy = tensor.to(to, non_blocking=True)
+    device.recorded(to, copy_stream).synchronize()  # so that later uses need not wait for the copy
+    copy.record_stream(compute_stream)
+    return copy
 
 
 def set_threads(world: Communicator, reproducible: bool) -> None:
@@ -148,8 +148,8 @@ def full_told(on: torch.device) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        asked = re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", str(error))
-        more = f"{asked[1]} more" if asked else "what was asked"
+        match = re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", str(error))
+        more = f"{match[1]} more" if match else "what was asked"
         taken, total = short(device.memory_bytes(on)), short(device.total_memory_bytes(on))
         raise DeviceFull(
             f"device {on} ({device.name(on)}) has no room for {more}: its rank's tensors take {taken}B of {total}B; "

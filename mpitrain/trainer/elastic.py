@@ -115,18 +115,18 @@ class Copies:
 
         Between two calls, all ranks must take part in some other collective operation.
         """
-        parts, rest = engine.parts()
+        parts, engine_values = engine.parts()
         slot, self._next = self._next, (self._next + 1) % _KEPT
-        own, kept = self._own[slot], self._kept[slot]
+        own_copy, peer_copy = self._own[slot], self._kept[slot]
         if self._own[slot - 1].key is not None:  # the previous set is complete by now
             self._alone = None
-        own.key = kept.key = None
-        own.fill(self._snapshots[slot], parts, values | rest, world.rank)
+        own_copy.key = peer_copy.key = None
+        own_copy.fill(self._snapshots[slot], parts, values | engine_values, world.rank)
         key = Key(step, world.size, self.losses)
         if world.size > 1:
-            self._exchange(world, own, kept, slot)
-            kept.key = key
-        own.key = key
+            self._exchange(world, own_copy, peer_copy, slot)
+            peer_copy.key = key
+        own_copy.key = key
 
     def take_alone(self, engine: Engine, key: Key, values: dict[str, Any], rank: int, columns: int) -> None:
         """Copy everything that this rank has, after ranks died together with their partners; needs stage 0.
@@ -135,8 +135,8 @@ class Copies:
         mesh.
         """
         copy = PeerCopy()
-        parts, rest = engine.parts(alone=True)
-        copy.fill(Snapshot(), parts, values | rest, rank)
+        parts, engine_values = engine.parts(alone=True)
+        copy.fill(Snapshot(), parts, values | engine_values, rank)
         copy.key = key
         self._alone = Alone(copy, columns, crc32(copy.memory.numpy()))
 
@@ -144,8 +144,8 @@ class Copies:
         """Send this rank's copy to its partner, and receive the copy of the rank whose partner this one is."""
         to = ulfm.partners(world.nodes)
         dest, source = to[world.rank], to.index(world.rank)
-        told_before = self._own[slot - 1].contents if self._world is world else ""
-        news = own.contents if own.contents != told_before else ""
+        previous_contents = self._own[slot - 1].contents if self._world is world else ""
+        news = own.contents if own.contents != previous_contents else ""
         text = torch.from_numpy(np.frombuffer(news.encode(), dtype=np.uint8).copy())
         sizes = torch.tensor([own.memory.numel(), text.numel()])
         theirs = torch.empty_like(sizes)
@@ -167,18 +167,18 @@ class Copies:
 
         The set stays until a newer one is complete. engine: None on a rank that only provides its copies.
         """
-        found = self.newest(world)
-        if found is None:
+        newest = self.newest(world)
+        if newest is None:
             return None
-        key, files = found
+        key, files = newest
         for slot in range(_KEPT):
             if self._own[slot].key != key:
                 self._own[slot].key = self._kept[slot].key = None
             else:
                 self._next = (slot + 1) % _KEPT
         manifest, holders = self._manifest(world, key, files)
-        of = Path(f"the copy of step {key.step}")
-        blocks = together(world, lambda: plan(of, manifest, engine.parts_to_load(manifest)) if engine else [])
+        source = Path(f"the copy of step {key.step}")
+        blocks = together(world, lambda: plan(source, manifest, engine.parts_to_load(manifest)) if engine else [])
         fetch(world, blocks, {name: copy.memory for name, copy in files.items()}, holders)
         if engine is not None:
             engine.finish_load(manifest)
@@ -190,15 +190,15 @@ class Copies:
         Returns:
             Step, the parts for which this rank is the lowest rank that has them, and the values stored with the parts.
         """
-        found = self.newest(world)
-        if found is None:
+        newest = self.newest(world)
+        if newest is None:
             return None
-        key, files = found
+        key, files = newest
         manifest, _ = self._manifest(world, key, files)
-        held = {part.piece: part for copy in files.values() for part in _parts(copy)}
-        told = world.all_gather_object([encode_piece(piece) for piece in held])
-        before = {decode_piece(*piece) for of in told[: world.rank] for piece in of}
-        return key.step, [part for piece, part in held.items() if piece not in before], manifest.values
+        own_parts = {part.piece: part for copy in files.values() for part in _parts(copy)}
+        pieces_of_ranks = world.all_gather_object([encode_piece(piece) for piece in own_parts])
+        before = {decode_piece(*piece) for pieces in pieces_of_ranks[: world.rank] for piece in pieces}
+        return key.step, [part for piece, part in own_parts.items() if piece not in before], manifest.values
 
     def newest(self, world: Communicator) -> tuple[Key, dict[str, PeerCopy]] | None:
         """Return the key of the newest complete set, and this rank's copies in it by name. Collective.
@@ -208,18 +208,18 @@ class Copies:
         mine = [copy for copy in (*self._own, *self._kept) if copy.key is not None]
         alone = self._alone
         spare = None if alone is None else [alone.copy.key, alone.copy.owner, alone.columns, alone.crc]
-        told = world.all_gather_object([[[copy.key, copy.owner] for copy in mine], spare])
-        held = [(Key(*k), owner) for of, _ in told for k, owner in of]
-        key = newest_whole(held)
+        reports = world.all_gather_object([[[copy.key, copy.owner] for copy in mine], spare])
+        copies = [(Key(*k), owner) for entry, _ in reports for k, owner in entry]
+        key = newest_whole(copies)
         if key is not None:
             return key, {str(copy.owner): copy for copy in reversed(mine) if copy.key == key}
-        spares = [(Key(*of[0]), int(of[1]), int(of[2]), int(of[3])) for _, of in told if of]
+        spares = [(Key(*entry[0]), int(entry[1]), int(entry[2]), int(entry[3])) for _, entry in reports if entry]
         more = [(k, other) for k, owner, columns, _ in spares for other in range(owner % columns, k.ranks, columns)]
-        key = newest_whole([*held, *more])
+        key = newest_whole([*copies, *more])
         if key is None:
             return None
         columns = spares[0][2]
-        lacking = {owner % columns for owner in range(key.ranks) if (key, owner) not in held}
+        lacking = {owner % columns for owner in range(key.ranks) if (key, owner) not in copies}
         for column in lacking:
             if len({crc for k, owner, _, crc in spares if k == key and owner % columns == column}) != 1:
                 return None
@@ -232,15 +232,15 @@ class Copies:
         self, world: Communicator, key: Key, files: Mapping[str, PeerCopy]
     ) -> tuple[Manifest, dict[str, int]]:
         """Return the manifest of a set, and for each copy the rank to read it from: this rank, if it has the copy."""
-        told = world.all_gather_object([[name, copy.contents] for name, copy in files.items()])
+        contents_of_ranks = world.all_gather_object([[name, copy.contents] for name, copy in files.items()])
         known = [copy.values for copy in (*self._own, *files.values()) if copy.key == key and copy.values]
-        everyones: list[dict[str, Any]] = [values for of in world.all_gather_object(known[:1]) for values in of]
-        values = (everyones[0] if everyones else {}) | {"optimizer": merged(some["optimizer"] for some in everyones)}
+        shared: list[dict[str, Any]] = [values for of_rank in world.all_gather_object(known[:1]) for values in of_rank]
+        values = (shared[0] if shared else {}) | {"optimizer": merged(stored["optimizer"] for stored in shared)}
         holders: dict[str, int] = {}
         tensors: dict[str, TensorSpec] = {}
         extents: list[Extent] = []
-        for rank, of in enumerate(told):
-            for name, contents in of:
+        for rank, of_rank in enumerate(contents_of_ranks):
+            for name, contents in of_rank:
                 if name in holders:
                     continue
                 holders[name] = world.rank if name in files else rank
@@ -266,19 +266,19 @@ def fetch(
     files: memory of the copies on this rank, by name. holders: rank from which each copy is read.
     """
     ordered = sorted(blocks, key=lambda block: holders[block.extent.file])
-    asked = np.array([[int(b.extent.file), b.offset, b.size] for b in ordered], dtype=np.int64).reshape(-1, 3)
+    requests = np.array([[int(b.extent.file), b.offset, b.size] for b in ordered], dtype=np.int64).reshape(-1, 3)
     from_rank = np.array([holders[b.extent.file] for b in ordered], dtype=np.int64)
-    wanted = np.bincount(from_rank, minlength=world.size)  # number of blocks from each rank
-    nbytes = np.bincount(from_rank, weights=asked[:, 2], minlength=world.size).astype(np.int64)
-    given = np.empty_like(wanted)
-    world.all_to_all(given, wanted)
-    questions = np.empty((int(given.sum()), 3), dtype=np.int64)
+    demand = np.bincount(from_rank, minlength=world.size)  # number of blocks from each rank
+    nbytes = np.bincount(from_rank, weights=requests[:, 2], minlength=world.size).astype(np.int64)
+    supply = np.empty_like(demand)
+    world.all_to_all(supply, demand)
+    questions = np.empty((int(supply.sum()), 3), dtype=np.int64)
     world.all_to_all(
-        questions.reshape(-1), asked.reshape(-1), out_counts=(3 * given).tolist(), in_counts=(3 * wanted).tolist()
+        questions.reshape(-1), requests.reshape(-1), out_counts=(3 * supply).tolist(), in_counts=(3 * demand).tolist()
     )
     pieces = [files[str(owner)][offset : offset + size] for owner, offset, size in questions.tolist()]
     leaving = torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8)
-    sent = [int(each[:, 2].sum()) for each in np.split(questions, np.cumsum(given)[:-1])]
+    sent = [int(each[:, 2].sum()) for each in np.split(questions, np.cumsum(supply)[:-1])]
     arriving = np.empty(int(nbytes.sum()), dtype=np.uint8)
     world.all_to_all(arriving, leaving, out_counts=nbytes.tolist(), in_counts=sent)
     begin = 0
@@ -417,8 +417,8 @@ class Survivors(Callback):
         if self._store is not None:
             self._store.abandon()
             self._store = None
-        told = self.everyone.all_gather_object([trainer.saved, self._even])
-        trainer.saved, self._even = any(saved for saved, _ in told), any(even for _, even in told)
+        reports = self.everyone.all_gather_object([trainer.saved, self._even])
+        trainer.saved, self._even = any(saved for saved, _ in reports), any(even for _, even in reports)
 
     def _take_stock(self) -> None:
         """Copy the state in the engines if no set of copies is complete. Collective over the remaining ranks."""
@@ -426,8 +426,8 @@ class Survivors(Callback):
         if self._copies.newest(self.everyone) is not None or reached is None or not reached.engine.settled:
             return
         with torch.no_grad():
-            for buffer, kept in zip(reached.engine.module.buffers(), reached.buffers, strict=True):
-                buffer.copy_(kept)
+            for buffer, saved in zip(reached.engine.module.buffers(), reached.buffers, strict=True):
+                buffer.copy_(saved)
         columns = self._trainer.config.parallel.ranks_per_data
         self._copies.take_alone(reached.engine, reached.key, reached.values, self._trainer.world.rank, columns)
 
@@ -475,13 +475,13 @@ class Survivors(Callback):
     def wait(self) -> int:
         """Provide this rank's copies to the training ranks until these end, and return their exit code."""
         while True:
-            told = torch.empty(2, dtype=torch.int64)
-            message = self.everyone.irecv(told, 0, _TAG)
+            request = torch.empty(2, dtype=torch.int64)
+            message = self.everyone.irecv(request, 0, _TAG)
             while not message.done():
                 if ulfm.noticed(self.everyone):
                     raise CommunicationError("ranks died while this one waited for those that train")
                 time.sleep(_PAUSE)
-            what, code = told.tolist()
+            what, code = request.tolist()
             if what == _END:
                 return int(code)
             if what == _RESTORE:
@@ -513,10 +513,10 @@ class Survivors(Callback):
 
     def _save(self) -> str:
         """Write the newest set as a checkpoint, and return a description of the outcome. Collective over `everyone`."""
-        found = self._copies.parts(self.everyone)
-        if found is None:
+        newest = self._copies.parts(self.everyone)
+        if newest is None:
             return "no whole copy is left, so that a restart goes back to the last checkpoint"
-        step, parts, values = found
+        step, parts, values = newest
         try:
             with self._trainer.open_store(self.everyone) as store:
                 store.prepare(set_aside=False)

@@ -295,8 +295,8 @@ class Engine:
         weights = self.weigh([y for _, y in microbatches], shares)
         if self.pipeline is not None:
             before(0)
-            told = self.through_pipeline(microbatches, weights, shares)
-            return torch.tensor([told], dtype=torch.float64)
+            step_loss = self.through_pipeline(microbatches, weights, shares)
+            return torch.tensor([step_loss], dtype=torch.float64)
         losses, done = torch.zeros(len(workers), dtype=torch.float64, device=self.device), 0
         self.term_sums = losses.new_zeros(len(workers), len(self.terms.names))
         tree = TreeSum(self.sharding.gradients) if len(workers) > 1 else None
@@ -381,11 +381,11 @@ class Engine:
             if lr is not None:
                 set_rate(self.optimizer, lr)
             squares = self._updater.squares()
-            told = device.fetched(squares)
+            fetched = device.fetched(squares)
             if unseen := self._updater.skips:
                 self._update_unseen(squares)
-            found = float(told())
-            norm = math.sqrt(found) / self.scale.value if math.isfinite(found) else math.nan
+            squared_norm = float(fetched())
+            norm = math.sqrt(squared_norm) / self.scale.value if math.isfinite(squared_norm) else math.nan
             finite = math.isfinite(norm)
             if finite and not unseen:
                 self._update(norm)

@@ -62,8 +62,8 @@ def measure(sharding: Sharding, activations: int) -> MemoryAccount:
     parameters = sharding.parameters.nbytes()
     gradients, buffers = sharding.gradients.nbytes()
     buffers += sharding.parameters.buffer_bytes()
-    kept = [t for s in sharding.flat_parameters for t in sharding.optimizer.state.get(s.value, {}).values()]
-    moments = sum(t.nbytes for t in kept if torch.is_tensor(t) and t.numel() > 1)
+    state_values = [t for s in sharding.flat_parameters for t in sharding.optimizer.state.get(s.value, {}).values()]
+    moments = sum(t.nbytes for t in state_values if torch.is_tensor(t) and t.numel() > 1)
     states = moments + sum(s.value.nbytes for s in sharding.flat_parameters if s.stored is not None)
     host = 0
     if sharding.host is not None:
@@ -80,8 +80,8 @@ def measure(sharding: Sharding, activations: int) -> MemoryAccount:
     gaps = [(g.layout.numel - n, g.dtype.itemsize) for g, n in counts]
     narrow = sum(gap * item for gap, item in gaps) / flat  # share of padding in a flat copy
     wide = sum(gap * (4 * per_element + (4 if item < 4 or copied else 0)) for gap, item in gaps) / sharding.shard.size
-    held = (parameters if sharding.stage.states else 0) + gradients
-    padding = held * narrow + (wide if sharding.stage.states else 0)
+    padded_bytes = (parameters if sharding.stage.states else 0) + gradients
+    padding = padded_bytes * narrow + (wide if sharding.stage.states else 0)
     return MemoryAccount(round(parameters), gradients, states, activations, buffers, round(padding), host, expected)
 
 

@@ -90,8 +90,8 @@ class UncorrectedAdamW(_Elementwise):
         weight_decay: float = 0.0,
         decoupled: bool = True,
     ) -> None:
-        given = {"lr": lr, "betas": checked_betas(betas), "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, given | {"decoupled": decoupled})
+        defaults = {"lr": lr, "betas": checked_betas(betas), "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, defaults | {"decoupled": decoupled})
 
     def _update(self, value: Any, gradient: Any, group: Any, state: Any) -> None:
         first, second = group["betas"]
@@ -147,8 +147,8 @@ class ParameterRoles:
         _refuse_unmatched(section, trained)
         matched: dict[str, int] = {}
         for number, group in reversed(list(enumerate(section.groups))):  # reversed, so that the first match wins
-            found = [name for name in trained if any(fnmatchcase(name, pattern) for pattern in patterns_of(group))]
-            matched |= dict.fromkeys(found, number)
+            names = [name for name in trained if any(fnmatchcase(name, pattern) for pattern in patterns_of(group))]
+            matched |= dict.fromkeys(names, number)
         tables = {p for m in module.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
         matrices = [p for _, p in every if p.dim() == 2]
         hidden = set(matrices[:-1]) - tables - {matrices[-1]} if matrices else set()
@@ -197,17 +197,17 @@ def make_optimizer(
     groups: dict[_Kind, list[dict[str, Any]]] = {}
     first_decaying = sorted(chosen, key=lambda key: (not key[2], -1 if key[1] is None else key[1]))
     for kind, number, decays in first_decaying:
-        own = section.groups[number] if number is not None else {}
-        scale = own["lr"] / section.lr if "lr" in own else float(own.get("lr_scale", 1.0))
+        entry = section.groups[number] if number is not None else {}
+        scale = entry["lr"] / section.lr if "lr" in entry else float(entry.get("lr_scale", 1.0))
         group: dict[str, Any] = {"params": chosen[kind, number, decays], "lr": section.lr}
         if scale != 1.0:
             group |= {"lr": section.lr * scale, SCALE: scale}
-        options = {key: value for key, value in own.items() if key not in OWN}
-        refuse_unknown(f"optim.groups, match = {own.get('match')!r}", kind, options, _SET_APART)
+        options = {key: value for key, value in entry.items() if key not in OWN}
+        refuse_unknown(f"optim.groups, match = {entry.get('match')!r}", kind, options, _SET_APART)
         if "weight_decay" in inspect.signature(kind).parameters:
             group["weight_decay"] = section.weight_decay if decays else 0.0
         groups.setdefault(kind, []).append(group | options)
-    parts = [_made(kind, section, found) for kind, found in groups.items()]
+    parts = [_made(kind, section, param_groups) for kind, param_groups in groups.items()]
     return parts[0] if len(parts) == 1 else CombinedOptimizer(parts)
 
 
@@ -215,15 +215,19 @@ def _kind_for(
     section: OptimSection, name: str, parameter: nn.Parameter, number: int | None, roles: ParameterRoles
 ) -> _Kind:
     """Return the class that updates a parameter, from its group or else from the whole section."""
-    given = section.groups[number].get("optimizer") if number is not None else None
-    kind = optimizer_class("optim.groups, optimizer", given) if given else optimizer_class("optim.name", section.name)
+    override = section.groups[number].get("optimizer") if number is not None else None
+    kind = (
+        optimizer_class("optim.groups, optimizer", override)
+        if override
+        else optimizer_class("optim.name", section.name)
+    )
     if not issubclass(kind, Muon):
         return kind
-    if parameter.dim() != 2 and given:
+    if parameter.dim() != 2 and override:
         raise refusal(
             f"optim.groups: muon is for matrices, and {name} has {counted(parameter.dim(), 'dimension')}; match fewer"
         )
-    return kind if given or name in roles.hidden else torch.optim.AdamW
+    return kind if override or name in roles.hidden else torch.optim.AdamW
 
 
 def _made(kind: _Kind, section: OptimSection, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
@@ -273,8 +277,8 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     """
     if isinstance(optimizer, CombinedOptimizer):
         return max(map(state_bytes, optimizer.parts))
-    kept = states_after_step(optimizer, optimizer.param_groups[0], (32, 32)) or {}
-    return sum(value.numel() * value.element_size() for value in kept.values()) // 32**2
+    states = states_after_step(optimizer, optimizer.param_groups[0], (32, 32)) or {}
+    return sum(value.numel() * value.element_size() for value in states.values()) // 32**2
 
 
 def states_after_step(
@@ -565,8 +569,8 @@ class PlateauSchedule:
 
     def state(self) -> dict[str, Any]:
         """Return the state for `load`; infinity becomes None, because JSON cannot represent it."""
-        kept = {name: getattr(self._plateau, name) for name in _STATE}
-        return kept | {"rate": self.rate(0), "best": kept["best"] if math.isfinite(kept["best"]) else None}
+        values = {name: getattr(self._plateau, name) for name in _STATE}
+        return values | {"rate": self.rate(0), "best": values["best"] if math.isfinite(values["best"]) else None}
 
     def load(self, state: dict[str, Any]) -> None:
         """Continue from a state that `state` returned."""

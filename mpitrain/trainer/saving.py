@@ -112,14 +112,14 @@ class SaveSchedule(Callback):
     def _choose(self, trainer: Run, step_seconds: float) -> tuple[int, str]:
         """Return the steps between saves, and a line that explains them, empty if they hardly changed."""
         section, nodes = trainer.config.checkpoint, trainer.world.num_nodes
-        held, mtbf = sum(self._held) / len(self._held), section.node_mtbf * 3600.0 / nodes
+        save_seconds, mtbf = sum(self._held) / len(self._held), section.node_mtbf * 3600.0 / nodes
         least = trainer.store.write_seconds if section.background else 0.0
-        every = steps_between(held, step_seconds, mtbf, least)
+        every = steps_between(save_seconds, step_seconds, mtbf, least)
         if self._told / _NEWS < every < self._told * _NEWS:
             return every, ""
         self._told = every
-        cost = f"a save {'holds training up for' if section.background else 'takes'} {lasting(held)}"
-        if every > steps_between(held, step_seconds, mtbf):
+        cost = f"a save {'holds training up for' if section.background else 'takes'} {lasting(save_seconds)}"
+        if every > steps_between(save_seconds, step_seconds, mtbf):
             cost += f" and is written in {lasting(least)}"
         who = "this node" if nodes == 1 else f"of {nodes} nodes one"
         why = f"{cost}, and {who} fails every {lasting(mtbf)} (Daly 2006)"
@@ -250,6 +250,6 @@ def load_newest(trainer: Run) -> Restored:
 
 def _wanted(trainer: Run, folder: Path, manifest: Manifest) -> list[Part]:
     """Return the parts that this rank reads from a checkpoint, after checking that its model is the run's."""
-    told = manifest.values.get("task") or {}
-    require_same_model(trainer.config.model.model_dump(), told.get("model") or {}, folder)
+    task = manifest.values.get("task") or {}
+    require_same_model(trainer.config.model.model_dump(), task.get("model") or {}, folder)
     return trainer.engine.parts_to_load(manifest)

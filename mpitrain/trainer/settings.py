@@ -102,18 +102,18 @@ def _chosen(
     from mpitrain.planner.search import best, given
 
     measure = not on_device and machine.origin.startswith("measured")
-    wanted = given(config)
+    requested = given(config)
     description = description_of(config)
     with all_cores(), closing(profile_of(config, description, machine, measure, _MEASURING, ranks_per_node)) as model:
         predictor = Predictor(model, machine, nodes, ranks_per_node, bucket_mb=config.comm.bucket_mb)
-        plan = best(predictor, rules, 1, wanted=wanted)
+        plan = best(predictor, rules, 1, wanted=requested)
     if not plan.found:
         raise refusal(f"parallel.auto: {nothing_fits(plan)}; take a smaller model or more nodes")
     chosen = plan.found[0]
     values = config.to_dict()
-    for section, keys in settings(chosen.layout, wanted).items():
+    for section, keys in settings(chosen.layout, requested).items():
         values[section].update(keys)
-    if config.elastic.mode == "shrink" and "data" not in wanted:
+    if config.elastic.mode == "shrink" and "data" not in requested:
         values["parallel"]["data"] = "auto"  # fewer if ranks are lost
     values["parallel"]["auto"] = False
     return values, f"{layout_text(chosen.layout)}, predicted {lasting(chosen.seconds)} a step"

@@ -96,28 +96,28 @@ class EngineState:
 
         These are buffers, frozen parameters, and at stage 0 all parameters.
         """
-        kept = set(self._sharding.module.state_dict())
+        saved_names = set(self._sharding.module.state_dict())
         unsaved = self._base.names if self._base is not None else frozenset()
-        own = [p for p, n in self._names.items() if not self._owners[p].shared and n not in unsaved]
-        found = [self.holding(MODEL, p, 0, p.numel(), p.detach()) for p in own]
+        parameters = [p for p, n in self._names.items() if not self._owners[p].shared and n not in unsaved]
+        holdings = [self.holding(MODEL, p, 0, p.numel(), p.detach()) for p in parameters]
         for name, buffer in self._sharding.module.named_buffers():
-            if name in kept:
+            if name in saved_names:
                 owner = self._division.owner(name, buffer)
-                found.append(Holding(MODEL + name, owner.slice, 0, buffer.numel(), buffer, owner.first))
-        return found
+                holdings.append(Holding(MODEL + name, owner.slice, 0, buffer.numel(), buffer, owner.first))
+        return holdings
 
     def _shares(self) -> list[Holding]:
         """Return the parameters in this rank's shares."""
         sharding = self._sharding
         if not sharding.stage.states or sharding.share is None:
             return []
-        found = []
+        holdings = []
         for g, group in enumerate(sharding.groups):
             for b in range(group.layout.buckets):
                 for n, first, last, at in group.layout.within(*group.layout.share(b, sharding.share)):
                     data = sharding.parameters.own(g, at, at + last - first)
-                    found.append(self.holding(MODEL, group.parameters[n], first, last, data))
-        return found
+                    holdings.append(self.holding(MODEL, group.parameters[n], first, last, data))
+        return holdings
 
     def _of_optimizer(self, prefix: str, tensor_of: Callable[[FlatParameter], torch.Tensor | None]) -> list[Holding]:
         """Return the tensors that have one element per parameter element.
@@ -126,22 +126,22 @@ class EngineState:
             prefix: Prefix of the logical tensors' names.
             tensor_of: Function that returns the tensor of a flat parameter; None if it has none.
         """
-        found = []
+        holdings = []
         for flat_parameter in self._sharding.flat_parameters:
             tensor = tensor_of(flat_parameter)
             if tensor is None:
                 continue
             for p, first, last, at in flat_parameter.contents:
                 data = tensor if tensor.numel() == last - first else tensor.view(-1)[at : at + last - first]
-                found.append(self.holding(prefix, p, first, last, data))
-        return found
+                holdings.append(self.holding(prefix, p, first, last, data))
+        return holdings
 
     def _masters(self, *, wider: bool) -> list[Holding]:
         """Return the optimizer's copies of parameters; if `wider`, only those more precise than the parameters."""
 
         def master(flat: FlatParameter) -> torch.Tensor | None:
-            kept = flat.stored is not None and not (wider and flat.stored.dtype == flat.value.dtype)
-            return flat.value.detach() if kept else None
+            included = flat.stored is not None and not (wider and flat.stored.dtype == flat.value.dtype)
+            return flat.value.detach() if included else None
 
         return self._of_optimizer(MASTER, master)
 
@@ -181,23 +181,23 @@ class EngineState:
         keys = sorted({key for state in sharding.optimizer.state.values() for key in state})
         states = [h for key in keys for h in self._of_optimizer(f"{OPTIMIZER}{key}/", partial(self._elementwise, key))]
         small, values = self._odd_states()
-        alike, own = self._alike(), self._shares()
-        (own if sharding.stage.states else alike).extend([*self._masters(wider=True), *states, *small])
+        common, sharded = self._alike(), self._shares()
+        (sharded if sharding.stage.states else common).extend([*self._masters(wider=True), *states, *small])
         first = sharding.replicas is None or sharding.replicas.rank == 0
-        alike = [h for h in alike if h.written and sharding.writes_copies]
-        ranges = shares([h.last - h.first for h in alike], size, rank)  # this rank's share of tensors that all have
-        found = [part for n, lo, hi in ranges for part in alike[n].parts(_flat(alike[n].data), lo, hi)]
-        found += [p for h in own if first and h.written for p in h.parts(_flat(h.data), 0, h.last - h.first)]
+        common = [h for h in common if h.written and sharding.writes_copies]
+        ranges = shares([h.last - h.first for h in common], size, rank)  # this rank's share of tensors that all have
+        parts = [part for n, lo, hi in ranges for part in common[n].parts(_flat(common[n].data), lo, hi)]
+        parts += [p for h in sharded if first and h.written for p in h.parts(_flat(h.data), 0, h.last - h.first)]
         if rank == 0 and sharding.writes_copies:  # tensors without elements are in no share
             empty = [self.holding(MODEL, p, 0, 0, p.detach()) for p in self._names if not p.numel()]
-            found += [Part(h.spec, Piece.whole(h.name, 0), h.data.reshape(-1)) for h in empty if h.written]
-        found += self._left_out.parts()
-        told = {"optimizer": values, "data_ranks": sharding.comm.size, "tied": self._aliases}
+            parts += [Part(h.spec, Piece.whole(h.name, 0), h.data.reshape(-1)) for h in empty if h.written]
+        parts += self._left_out.parts()
+        manifest_values = {"optimizer": values, "data_ranks": sharding.comm.size, "tied": self._aliases}
         if self._base is not None:  # adapters are saved without their base model
             names = self._base.names
             tied = {alias: name for alias, name in self._aliases.items() if name not in names}
-            told |= {"tied": tied, "left_out": sorted(names), "base": self._base.values()}
-        return found, told
+            manifest_values |= {"tied": tied, "left_out": sorted(names), "base": self._base.values()}
+        return parts, manifest_values
 
     def _odd_states(self) -> tuple[list[Holding], dict[str, dict[str, Any]]]:
         """Return optimizer states without one number per element: small tensors, and values.
@@ -236,7 +236,7 @@ class EngineState:
         else:
             require_whole(manifest.values.get("base"))
         self._pending = []
-        found: list[Part] = []
+        parts: list[Part] = []
         for holding in [*self._alike(), *self._shares(), *self._masters(wider=False), *self._empty_states(manifest)]:
             source, dtype = _source(manifest, holding)
             data = holding.data
@@ -244,9 +244,9 @@ class EngineState:
             flat = data.view(-1) if direct else torch.empty(data.numel(), dtype=dtype, device=data.device)
             if not direct:
                 self._pending.append((holding.data, flat))
-            found += replace(holding, name=source, data=flat).parts(flat, 0, holding.last - holding.first)
-        alike = manifest.values.get("data_ranks") == self._sharding.comm.size
-        return found + self._left_out.parts_to_load(manifest, self._sharding.groups[0].device, alike=alike)
+            parts += replace(holding, name=source, data=flat).parts(flat, 0, holding.last - holding.first)
+        same_ranks = manifest.values.get("data_ranks") == self._sharding.comm.size
+        return parts + self._left_out.parts_to_load(manifest, self._sharding.groups[0].device, alike=same_ranks)
 
     def _empty_states(self, manifest: Manifest) -> list[Holding]:
         """Return optimizer states to be filled from the checkpoint, for the parameters of each flat parameter."""
@@ -256,31 +256,31 @@ class EngineState:
                 key, _, parameter = name.removeprefix(OPTIMIZER).partition("/")
                 keys.setdefault(parameter, []).append((key, spec))
         values = manifest.value("optimizer")
-        found: list[Holding] = []
+        holdings: list[Holding] = []
         self._states = []
         for flat_parameter in self._sharding.flat_parameters:
             state: dict[str, torch.Tensor] = {}
             odd: list[dict[str, Any]] = []  # for each parameter: states that are not elementwise, and placeholders
             for p, first, last, at in flat_parameter.contents:
-                name, own = self._names[p], dict[str, Any]()
+                name, states = self._names[p], dict[str, Any]()
                 for key, spec in keys.get(name, ()):
                     if tuple(spec.shape) == self._owners[p].slice.shape and spec.shape:
                         if key not in state:
                             kind, like = getattr(torch, spec.dtype), flat_parameter.value
                             state[key] = torch.zeros(like.shape, dtype=kind, device=like.device)
-                        data, own[key] = state[key].view(-1)[at : at + last - first], _ELEMENTWISE
-                        found.append(self.holding(f"{OPTIMIZER}{key}/", p, first, last, data))
+                        data, states[key] = state[key].view(-1)[at : at + last - first], _ELEMENTWISE
+                        holdings.append(self.holding(f"{OPTIMIZER}{key}/", p, first, last, data))
                     else:
                         device = self._device_of(flat_parameter, spec)
-                        own[key] = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=device)
+                        states[key] = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=device)
                         part = Slice.whole(spec.shape)
-                        found.append(Holding(f"{OPTIMIZER}{key}/{name}", part, 0, part.numel, own[key], True))
-                odd.append(own | values.get(name, {}))
+                        holdings.append(Holding(f"{OPTIMIZER}{key}/{name}", part, 0, part.numel, states[key], True))
+                odd.append(states | values.get(name, {}))
             self._states.append((flat_parameter, state, odd))
         strangers = sorted(set(keys) - set(self._names.values()))
         if strangers and not self._staged:
             raise CheckpointError(f"the checkpoint has optimizer state of {strangers[0]}, which this model lacks")
-        return found
+        return holdings
 
     def _device_of(self, flat_parameter: FlatParameter, spec: TensorSpec) -> torch.device:
         """Return the device of a state that is not elementwise.
@@ -302,14 +302,14 @@ class EngineState:
         optimizer.state.clear()
         for flat_parameter, state, odd in self._states:
             optimizer.state[flat_parameter.value] = dict(state)
-            keys = [{k: v.tolist() if torch.is_tensor(v) else v for k, v in own.items()} for own in odd]
+            keys = [{k: v.tolist() if torch.is_tensor(v) else v for k, v in states.items()} for states in odd]
             owners = iter(odd)
             for piece in self._sharding.divide(flat_parameter, keys):  # separates parameters with different states
-                own, *_ = [next(owners) for _ in piece.contents]
+                states, *_ = [next(owners) for _ in piece.contents]
                 before = optimizer.state.pop(piece.value, {})
-                if own:
+                if states:
                     optimizer.state[piece.value] = {
-                        key: before[key] if value is _ELEMENTWISE else value for key, value in own.items()
+                        key: before[key] if value is _ELEMENTWISE else value for key, value in states.items()
                     }
         begin_states(optimizer)
         self._states = []
@@ -340,10 +340,10 @@ class LeftOut:
             device: Device of the tensors.
             alike: If true, the same number of ranks wrote the checkpoint; otherwise no parts are read.
         """
-        own = {n: s for n, s in manifest.tensors.items() if n.startswith(self._prefix)}
+        specs = {n: s for n, s in manifest.tensors.items() if n.startswith(self._prefix)}
         self._loading = {
             name.removeprefix(self._prefix): torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=device)
-            for name, spec in own.items()
+            for name, spec in specs.items()
             if alike and self._compression is not None
         }
         return self._parts(self._loading)
@@ -355,17 +355,17 @@ class LeftOut:
         self._loading = {}
 
     def _parts(self, tensors: Mapping[str, torch.Tensor]) -> list[Part]:
-        held = [Holding(self._prefix + n, Slice.whole(t.shape), 0, t.numel(), t, True) for n, t in tensors.items()]
-        return [part for h in held for part in h.parts(_flat(h.data), 0, h.last)]
+        holdings = [Holding(self._prefix + n, Slice.whole(t.shape), 0, t.numel(), t, True) for n, t in tensors.items()]
+        return [part for h in holdings for part in h.parts(_flat(h.data), 0, h.last)]
 
 
 def _source(manifest: Manifest, holding: Holding) -> tuple[str, torch.dtype]:
     """Return the name of the tensor from which a holding is filled, and the dtype to read it in."""
-    own = holding.data.dtype
-    name = source_of(manifest, holding.name, own)
+    dtype = holding.data.dtype
+    name = source_of(manifest, holding.name, dtype)
     spec = manifest.tensors.get(name)
-    stored = getattr(torch, spec.dtype) if spec is not None else own
-    return name, stored if stored.is_floating_point and own.is_floating_point else own
+    stored = getattr(torch, spec.dtype) if spec is not None else dtype
+    return name, stored if stored.is_floating_point and dtype.is_floating_point else dtype
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -375,8 +375,8 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 def merged(found: Iterable[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
     """Merge the optimizer states that several ranks have, by name of the parameter."""
-    together: dict[str, dict[str, Any]] = {}
+    combined: dict[str, dict[str, Any]] = {}
     for of_rank in found:
         for name, states in of_rank.items():
-            together.setdefault(name, {}).update(states)
-    return together
+            combined.setdefault(name, {}).update(states)
+    return combined

@@ -114,21 +114,21 @@ def end_of_job(environment: Mapping[str, str]) -> float | None:
 def _ask_slurm(job: str) -> float | None:
     """Return the end of the job, in seconds since 1970, from the time left that squeue shows; None if unknown."""
     try:
-        told = subprocess.run(
+        output = subprocess.run(
             ["squeue", "-h", "-j", job, "-o", "%L"], capture_output=True, text=True, timeout=20, check=True
         ).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
-    left = seconds_of(told)
-    return time.time() + left if left is not None else None
+    remaining = seconds_of(output)
+    return time.time() + remaining if remaining is not None else None
 
 
 def seconds_of(text: str) -> float | None:
     """Return the seconds of a duration in Slurm's format; None for words such as UNLIMITED."""
-    found = re.fullmatch(r"(?:(\d+)-)?(?:(?:(\d+):)?(\d+):)?(\d+)", text)
-    if found is None:
+    match = re.fullmatch(r"(?:(\d+)-)?(?:(?:(\d+):)?(\d+):)?(\d+)", text)
+    if match is None:
         return None
-    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
     return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
 
 
@@ -309,8 +309,8 @@ class EarlyStopping(Callback):
             )
 
     def on_restore(self, trainer: Run, values: dict[str, Any]) -> None:
-        own = values if trainer.resumed_step is not None else {}
-        self.best = Best.of(own.get(self.KEY), trainer.config.train.monitor)
+        saved = values if trainer.resumed_step is not None else {}
+        self.best = Best.of(saved.get(self.KEY), trainer.config.train.monitor)
         if trainer.config.train.patience:
             higher(trainer, "train.monitor", self.best.metric)
             self._end(trainer, "set train.patience to more, or to 0, to go on")
@@ -323,8 +323,8 @@ class EarlyStopping(Callback):
     def _end(self, trainer: Run, more: str = "") -> None:
         if self.best.waited >= trainer.config.train.patience:
             best = f"{words(self.best.metric)} {figure(self.best.metric, self.best.value)}"
-            found = f"the best was {best} at step {self.best.step}" if self.best.step else "none was finite"
-            trainer.end(f"{words(self.best.metric)} no better in {counted(self.best.waited, 'evaluation')}, {found}")
+            outcome = f"the best was {best} at step {self.best.step}" if self.best.step else "none was finite"
+            trainer.end(f"{words(self.best.metric)} no better in {counted(self.best.waited, 'evaluation')}, {outcome}")
             trainer.say(f"ending after step {trainer.step}: {trainer.stop_reason}" + (f"; {more}" if more else ""))
 
     def state(self, trainer: Run) -> dict[str, Any]:

@@ -88,16 +88,16 @@ class Trainer(Run):
         """
         self.world = world if world is not None else init()
         # rank 0 reads them; the other ranks learn which settings were set explicitly
-        asked = Config.from_dict(self.world.on_root(lambda: Config.of(config).model_dump(exclude_unset=True)))
-        self.device, self.devices = choose(asked.run.device, self.world)
-        self.config = with_microbatch(with_planned_layout(asked, self.world, self.device), self.world.size)
+        requested = Config.from_dict(self.world.on_root(lambda: Config.of(config).model_dump(exclude_unset=True)))
+        self.device, self.devices = choose(requested.run.device, self.world)
+        self.config = with_microbatch(with_planned_layout(requested, self.world, self.device), self.world.size)
         self.strategy = STRATEGIES[self.config.parallel.mode](self.config, self.world)
         self.folder = RunFolder(self.config, self.world)
         self.print = partial(print, flush=True)
         learning, self.saving, self.best = LearningCheck(), SaveSchedule(self.config), BestCheckpoint()
-        own = [Records(), self.saving, EventRecords(), RankRecords(), TimelineRecorder(self.config)]
+        last = [Records(), self.saving, EventRecords(), RankRecords(), TimelineRecorder(self.config)]
         first = [StopInTime(), learning, EarlyStopping(), LowerRate(), self.best, SampleIds()]
-        self.callbacks = [*first, *callbacks, Console(learning), *own]
+        self.callbacks = [*first, *callbacks, Console(learning), *last]
         self.batch_sizes = self.config.train.batch_sizes
         self.samples = self.batch_sizes.size(0)
         self.figures = {}
@@ -335,8 +335,8 @@ class Trainer(Run):
         """
         never = self.config.checkpoint.resume == "never"
         self.store.prepare(set_aside=never)
-        given = (callback.restore(self) for callback in self.callbacks)
-        restored = next((state for state in given if state is not None), None)
+        states = (callback.restore(self) for callback in self.callbacks)
+        restored = next((state for state in states if state is not None), None)
         if restored is None:
             if self.store.remark:
                 self.say(self.store.remark)

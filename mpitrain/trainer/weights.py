@@ -122,9 +122,11 @@ def require_model_of(config: Config, shapes: Shapes, origin: str) -> None:
     every = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
     first = {name for name, _ in module.named_parameters()} | {name for name, _ in module.named_buffers()}
     later = {name for name, _ in module.named_parameters(remove_duplicate=False)} - first  # tied parameters
-    told = list(islice(differences(every, shapes, later), _SHOWN))
-    if told:
-        raise InputError(f"{origin} is not of the run's model: {'; '.join(told)}; mend [model] or give other weights")
+    mismatches = list(islice(differences(every, shapes, later), _SHOWN))
+    if mismatches:
+        raise InputError(
+            f"{origin} is not of the run's model: {'; '.join(mismatches)}; mend [model] or give other weights"
+        )
 
 
 def differences(wanted: Shapes, given: Shapes, optional: set[str] | frozenset[str] = frozenset()) -> Iterator[str]:
@@ -164,11 +166,11 @@ def import_folder(source: Path, run: Path, arguments: Sequence[str]) -> Path:
             model.
     """
     preset = preset_values(source)
-    there = os.path.lexists(run / CONFIG)
-    config = settings_of(run, arguments if there else [*arguments, "--model.preset", str(source)])
+    existing = os.path.lexists(run / CONFIG)
+    config = settings_of(run, arguments if existing else [*arguments, "--model.preset", str(source)])
     model = config.model.model_dump()
     for key, value in preset.items():
-        if there and model[key] != value and model[key] != 0:
+        if existing and model[key] != value and model[key] != 0:
             raise InputError(
                 f"{run / CONFIG} has model.{key} {model[key]}, and {source} {value}; set it to that, or give a new run "
                 "folder"
@@ -182,11 +184,13 @@ def import_folder(source: Path, run: Path, arguments: Sequence[str]) -> Path:
     family = form_of(model)
     parts = named_parts(family, model, model["vocabulary"])
     named = as_saved(family, tensors, model["tied"])
-    found = {name: tuple(tensors[saved].shape) for name, saved in named.items()}
-    if told := list(islice(differences({part.theirs: part.shape for part in parts}, found), _SHOWN)):
-        raise InputError(f"{source} is not of the model that its {CONFIG_JSON} says: {'; '.join(told)}; mend either")
+    shapes = {name: tuple(tensors[saved].shape) for name, saved in named.items()}
+    if mismatches := list(islice(differences({part.theirs: part.shape for part in parts}, shapes), _SHOWN)):
+        raise InputError(
+            f"{source} is not of the model that its {CONFIG_JSON} says: {'; '.join(mismatches)}; mend either"
+        )
     ours = from_theirs(parts, {name: tensors[saved] for name, saved in named.items()}, model["tied"])
-    if there or "path" in config.data.model_fields_set:
+    if existing or "path" in config.data.model_fields_set:
         require_model_of(config, {name: tensor.shape for name, tensor in ours.items()}, str(source))
     size = sum(file.stat().st_size for file in files)
     with kept_settings(run, config):
@@ -292,15 +296,15 @@ def _weight_files(source: Path) -> list[Path]:
 
 def _model_of(folder: Path, manifest: Manifest) -> tuple[dict[str, Any], int]:
     """Return the [model] settings of a checkpoint, with sizes read from its tensors, and the size of its vocabulary."""
-    told = (manifest.values.get("task") or {}).get("model")
-    if told is None:
+    settings = (manifest.values.get("task") or {}).get("model")
+    if settings is None:
         file = folder.parent.parent / CONFIG
         if not file.is_file():
             raise InputError(
                 f"{folder} does not say what model it holds, and {file} is missing; put the run's settings there"
             )
-        told = Config.from_args([str(file)]).model.model_dump()
-    model = Config.from_dict({"model": told}, str(folder)).model.model_dump()
+        settings = Config.from_args([str(file)]).model.model_dump()
+    model = Config.from_dict({"model": settings}, str(folder)).model.model_dump()
     form_of(model)
     sizes = {"embedding.weight": "vocabulary", "blocks.0.mlp.up.weight": "hidden", "positions.weight": "max_positions"}
     for name, key in sizes.items():
@@ -312,13 +316,13 @@ def _model_of(folder: Path, manifest: Manifest) -> tuple[dict[str, Any], int]:
 
 def _present(folder: Path, manifest: Manifest, parts: list[NamedPart]) -> list[NamedPart]:
     """Return the parts. Raises InputError unless the checkpoint has exactly their tensors."""
-    wanted: dict[str, tuple[int, ...]] = {}
+    expected: dict[str, tuple[int, ...]] = {}
     for part in parts:
         shape = part.shape[::-1] if part.transposed else part.shape
-        wanted[part.ours] = (part.first + shape[0], *shape[1:])
-    given = {n.removeprefix(MODEL): spec.shape for n, spec in manifest.tensors.items() if n.startswith(MODEL)}
-    if told := list(islice(differences(wanted, given), _SHOWN)):
-        raise InputError(f"{folder} is not of the model that its settings say: {'; '.join(told)}")
+        expected[part.ours] = (part.first + shape[0], *shape[1:])
+    shapes = {n.removeprefix(MODEL): spec.shape for n, spec in manifest.tensors.items() if n.startswith(MODEL)}
+    if mismatches := list(islice(differences(expected, shapes), _SHOWN)):
+        raise InputError(f"{folder} is not of the model that its settings say: {'; '.join(mismatches)}")
     return parts
 
 
@@ -327,12 +331,12 @@ def _sharded(manifest: Manifest, parts: Sequence[NamedPart], most: int) -> Itera
     group: list[NamedPart] = []
     size = 0
     for part in parts:
-        own = _nbytes(manifest, part)
-        if group and size + own > most:
+        nbytes = _nbytes(manifest, part)
+        if group and size + nbytes > most:
             yield group
             group, size = [], 0
         group.append(part)
-        size += own
+        size += nbytes
     yield group
 
 
@@ -506,8 +510,8 @@ def _llama(model: Mapping[str, Any], vocabulary: int) -> list[NamedPart]:
                 name = f"{there}{theirs}.{key}"
                 parts.append(NamedPart(name, f"{here}{ours}.{key}", shape, first, head_dim=rotary))
         for norm in ("q_norm", "k_norm") if model["qk_norm"] else ():
-            own = f"{here}attention.{norm}.weight"
-            parts.append(NamedPart(f"{there}self_attn.{norm}.weight", own, (head_dim,), head_dim=head_dim))
+            norm_name = f"{here}attention.{norm}.weight"
+            parts.append(NamedPart(f"{there}self_attn.{norm}.weight", norm_name, (head_dim,), head_dim=head_dim))
         for theirs, ours in (("input_layernorm", "attention_norm"), ("post_attention_layernorm", "mlp_norm")):
             parts.append(NamedPart(f"{there}{theirs}.weight", f"{here}{ours}.weight", (width,)))
     return [*parts, NamedPart("model.norm.weight", "norm.weight", (width,))]

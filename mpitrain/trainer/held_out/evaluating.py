@@ -121,11 +121,11 @@ class Evaluator(Trainer):
         together(self.world, self._require_trusted)
         super().prepare()
         description = self.data.description
-        there = {metric.name for metric in self.meter.metrics}
-        found = [metric for metric in measures_of(description, more=True) if metric.name not in there]
+        existing = {metric.name for metric in self.meter.metrics}
+        metrics = [metric for metric in measures_of(description, more=True) if metric.name not in existing]
         if self.asked.confusion and not description.classes:
             raise refusal(f"--confusion is of classes, and the targets of {self.config.data.path} are none; leave it")
-        self.meter.add([metric for metric in found if self.asked.confusion or not isinstance(metric, Confusion)])
+        self.meter.add([metric for metric in metrics if self.asked.confusion or not isinstance(metric, Confusion)])
 
     # -- internals
 
@@ -138,8 +138,8 @@ class Evaluator(Trainer):
 
     def _parts_without_states(self, manifest: Manifest) -> list[Part]:
         """Return the parts to read, without optimizer states, which an evaluation does not need."""
-        kept = {name: spec for name, spec in manifest.tensors.items() if not name.startswith(OPTIMIZER)}
-        return self.engine.parts_to_load(replace(manifest, tensors=kept))
+        tensors = {name: spec for name, spec in manifest.tensors.items() if not name.startswith(OPTIMIZER)}
+        return self.engine.parts_to_load(replace(manifest, tensors=tensors))
 
     def _first(self, parts_for: Any, likely: Path | None = None) -> tuple[Path, Manifest]:
         """Return the newest checkpoint whose parts can be read, and its manifest.
@@ -184,14 +184,16 @@ class Evaluator(Trainer):
 
     def _trained_on(self, manifest: Manifest) -> dict[str, Any] | None:
         """Return the properties of the run's training data; None if unknown."""
-        told = manifest.values.get("task") or {}
-        if "data" in told:
-            return {key: tuple(value) if isinstance(value, list) else value for key, value in told["data"].items()}
-        own = self.world.on_root(lambda: read_toml(str(self.asked.run / CONFIG)).get("data", {}).get("path", ""))
-        if self.asked.data is None or own == self.config.data.path:
+        task = manifest.values.get("task") or {}
+        if "data" in task:
+            return {key: tuple(value) if isinstance(value, list) else value for key, value in task["data"].items()}
+        trained_path = self.world.on_root(
+            lambda: read_toml(str(self.asked.run / CONFIG)).get("data", {}).get("path", "")
+        )
+        if self.asked.data is None or trained_path == self.config.data.path:
             return None
         try:
-            return _form(self._open(own, "train").description)
+            return _form(self._open(trained_path, "train").description)
         except InputError:
             return None  # loading the model then reports what does not fit
 
@@ -215,31 +217,31 @@ def checkpoint_of(run: Path, *, best: bool, step: int | None) -> tuple[Path, Pat
     if best:
         folder = marked_best(run)
     if step is not None:
-        found = [path for path in find(run) if path.name == folder_name(step)]
-        if not found:
+        matches = [path for path in find(run) if path.name == folder_name(step)]
+        if not matches:
             raise InputError(
                 f"{run} has no checkpoint of step {step}; python -m mpitrain.checkpoint ls {run} lists them"
             )
-        folder = found[0]
+        folder = matches[0]
     return run, folder
 
 
 def _settings(asked: Namespace, flags: Sequence[str]) -> Config:
     """Return the settings of the run without its layout, overridden by the flags."""
     path = asked.run / CONFIG
-    trained, (file, given) = read_toml(str(path)), parse(flags)
+    trained, (file, overrides) = read_toml(str(path)), parse(flags)
     if file is not None:
         raise refusal(f"{file} is not understood; give one RUN, and settings as --section.key value")
     Config.from_dict(trained, str(path))
     values: dict[str, dict[str, Any]] = {}
     for section, keys in _KEPT.items():
-        own = trained.get(section, {})
-        values[section] = {key: value for key, value in own.items() if keys is None or key in keys}
+        saved = trained.get(section, {})
+        values[section] = {key: value for key, value in saved.items() if keys is None or key in keys}
     values["model"].pop("compile", None)
     values["data"].pop("stage", None)
     values["optim"] = {"name": "sgd"}  # has no states
     values["run"] = {"seed": trained.get("run", {}).get("seed", 1)}
-    for section, flagged in given.items():
+    for section, flagged in overrides.items():
         values.setdefault(section, {}).update(flagged)
     if asked.data is not None:
         values["data"]["path"] = asked.data

@@ -200,8 +200,8 @@ class Meter:
         """
         pipeline = engine.pipeline
         if self._asks_model:
-            told = places.everyone.all_gather_object(sorted(self._told))
-            self._names = sorted({name for names in told for name in names})
+            names_of_ranks = places.everyone.all_gather_object(sorted(self._told))
+            self._names = sorted({name for names in names_of_ranks for name in names})
             if pipeline is not None:
                 self._names = pipeline.comm.broadcast_object(self._names, pipeline.last_rank)
         columns = [self._rows(self._sums.get(metric.name), metric.size) for metric in self._summed]
@@ -232,19 +232,19 @@ class Meter:
         Args:
             totals: Numbers of `gathered`, summed over all virtual workers.
         """
-        found, rest = dict[str, float](), list(totals)
+        figures, remaining = dict[str, float](), list(totals)
         for metric in self._summed:
-            own, rest = rest[: metric.size], rest[metric.size :]
-            if own[-1]:  # number of samples or targets counted
-                found |= metric.figures(torch.tensor(own, dtype=torch.float64))
+            sums, remaining = remaining[: metric.size], remaining[metric.size :]
+            if sums[-1]:  # number of samples or targets counted
+                figures |= metric.figures(torch.tensor(sums, dtype=torch.float64))
         for metric in self._counting:
             if self.counts[metric.name].any():
-                found |= metric.figures(self.counts[metric.name])
-        found |= self._found
+                figures |= metric.figures(self.counts[metric.name])
+        figures |= self._found
         for name in self._names:
-            (total, count), rest = rest[:2], rest[2:]
-            found[name] = total / count
-        return found
+            (total, count), remaining = remaining[:2], remaining[2:]
+            figures[name] = total / count
+        return figures
 
 
 def meter_of(config: Config, task: Task, description: Description, engine: Engine) -> Meter:
@@ -259,14 +259,16 @@ def meter_of(config: Config, task: Task, description: Description, engine: Engin
     Raises:
         InputError: If a function of train.metrics cannot be found, or has the name of another figure.
     """
-    asked = config.train.metrics
-    metrics = measures_of(description) + named_measures([name for name in asked if ":" not in name], description)
-    for path in (name for name in asked if ":" in name):
+    requested = config.train.metrics
+    metrics = measures_of(description) + named_measures([name for name in requested if ":" not in name], description)
+    for path in (name for name in requested if ":" in name):
         function, classes = find("train.metrics", path), description.classes or ()
-        own = LibraryMetric(path, function, classes) if is_library_metric(function) else OwnMetric(path, function)
-        if own.name in {LOSS, *(metric.name for metric in metrics)}:
-            raise refusal(f"train.metrics {path}: there is a figure {own.name!r} already; give it another name")
-        metrics.append(own)
+        user_metric = (
+            LibraryMetric(path, function, classes) if is_library_metric(function) else OwnMetric(path, function)
+        )
+        if user_metric.name in {LOSS, *(metric.name for metric in metrics)}:
+            raise refusal(f"train.metrics {path}: there is a figure {user_metric.name!r} already; give it another name")
+        metrics.append(user_metric)
     pipeline, criterion = engine.pipeline, getattr(task.module, "criterion", None)
     axis = getattr(criterion, "axis", None)  # attribute of a criterion that works on parts of the scores
     divided = (axis, criterion.classes) if isinstance(axis, Axis) and axis.size > 1 and criterion is not None else None
@@ -296,13 +298,13 @@ def summed(named: str, value: Any, y: Any) -> torch.Tensor:
         InputError: If the value is neither.
     """
     samples = len(y)
-    found = torch.as_tensor(value).detach() if isinstance(value, (int, float, torch.Tensor)) else None
-    if found is None or found.shape not in ((), (samples,)) or found.is_complex():
-        what = f"a tensor {list(found.shape)}" if found is not None else type(value).__name__
+    tensor = torch.as_tensor(value).detach() if isinstance(value, (int, float, torch.Tensor)) else None
+    if tensor is None or tensor.shape not in ((), (samples,)) or tensor.is_complex():
+        what = f"a tensor {list(tensor.shape)}" if tensor is not None else type(value).__name__
         raise InputError(
             f"{named} returned {what} for {samples} samples; return a tensor with a number for each, or their mean"
         )
-    total = found.double() * samples if found.dim() == 0 else found.double().sum()
+    total = tensor.double() * samples if tensor.dim() == 0 else tensor.double().sum()
     return torch.stack([total, torch.full_like(total, samples)])
 
 
@@ -413,17 +415,19 @@ def gathered_from(comm: Communicator) -> Gather:
     """
 
     def gather(tensor: torch.Tensor) -> list[torch.Tensor]:
-        own = tensor.detach().cpu()
-        about = comm.all_gather_object([list(own.shape), str(own.dtype).removeprefix("torch."), own.numel()])
-        counts = [count for _, _, count in about]
-        names = [name for _, name, count in about if count] or [about[0][1]]
+        host_tensor = tensor.detach().cpu()
+        headers = comm.all_gather_object(
+            [list(host_tensor.shape), str(host_tensor.dtype).removeprefix("torch."), host_tensor.numel()]
+        )
+        counts = [count for _, _, count in headers]
+        names = [name for _, name, count in headers if count] or [headers[0][1]]
         dtype = getattr(torch, names[0])  # a rank without elements may have another dtype
         carried = torch.uint8 if dtype == torch.bool else dtype
         everything = torch.empty(sum(counts), dtype=carried)
         if len(everything):
-            comm.all_gather(everything, own.reshape(-1).to(carried).contiguous(), counts=counts)
+            comm.all_gather(everything, host_tensor.reshape(-1).to(carried).contiguous(), counts=counts)
         parts = everything.to(dtype).split(counts)
-        return [part.reshape(shape) for part, (shape, _, _) in zip(parts, about, strict=True)]
+        return [part.reshape(shape) for part, (shape, _, _) in zip(parts, headers, strict=True)]
 
     return gather
 
@@ -480,8 +484,8 @@ def evaluated(
             engine.evaluate(*spare)
         parts.end_batch(engine, batch.position, size, spare)
     sums = meter.gathered(places, engine)
-    found = workers.begin_totals(places.everyone, torch.cat([losses, sums, parts.sums], 1))()
-    total, counts, *totals = [each / places.mesh.parts.size for each in found]
+    reduced = workers.begin_totals(places.everyone, torch.cat([losses, sums, parts.sums], 1))()
+    total, counts, *totals = [each / places.mesh.parts.size for each in reduced]
     measured = sums.shape[1]
     mean = total / counts if counts else math.nan
     return {LOSS: mean} | meter.values(totals[:measured]) | parts.values(totals[measured:])

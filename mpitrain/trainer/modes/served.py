@@ -90,13 +90,13 @@ class ServedEngine(Engine):
         """Copy shares, optimizer states and the module's buffers from an earlier engine with the same servers."""
         pieces = earlier.sharding.flat_parameters
         numbers = iter([number for number, piece in enumerate(pieces) for _ in piece.contents])
-        for own in list(self.sharding.flat_parameters):  # the earlier engine's may have been divided
-            self.sharding.divide(own, [next(numbers) for _ in own.contents])
-        for own, before in zip(self.sharding.flat_parameters, pieces, strict=True):
-            own.value.copy_(before.value)
-            own.store()
+        for flat_parameter in list(self.sharding.flat_parameters):  # the earlier engine's may have been divided
+            self.sharding.divide(flat_parameter, [next(numbers) for _ in flat_parameter.contents])
+        for flat_parameter, before in zip(self.sharding.flat_parameters, pieces, strict=True):
+            flat_parameter.value.copy_(before.value)
+            flat_parameter.store()
             if before.value in earlier.optimizer.state:
-                self.optimizer.state[own.value] = earlier.optimizer.state[before.value]
+                self.optimizer.state[flat_parameter.value] = earlier.optimizer.state[before.value]
         for buffer, before_it in zip(self.module.buffers(), earlier.module.buffers(), strict=True):
             buffer.copy_(before_it)
 
@@ -107,8 +107,8 @@ class ServedEngine(Engine):
         """
         if self._bulk:
             return StepResult(0.0, False)
-        found = squares(self.sharding.gradients.flat)
-        norm = math.sqrt(found) if math.isfinite(found) else math.nan
+        squared_norm = squares(self.sharding.gradients.flat)
+        norm = math.sqrt(squared_norm) if math.isfinite(squared_norm) else math.nan
         return StepResult(norm, not math.isfinite(norm))
 
     def take_unused(self) -> torch.Tensor:
@@ -164,7 +164,7 @@ class Served(Strategy):
         step, train = trainer.step, trainer.config.train
         evaluated = train.evaluate_every * (step // train.evaluate_every + 1) if train.evaluate_every else None
         saved = next(one for one in trainer.callbacks if isinstance(one, SaveSchedule)).next_after(step)
-        return min(found for found in (train.steps, evaluated, saved) if found is not None)
+        return min(meeting for meeting in (train.steps, evaluated, saved) if meeting is not None)
 
     def role(self, rank: int) -> str:
         return "worker" if rank in self.roles.workers else "server"
@@ -193,9 +193,9 @@ def refuse_what_servers_cannot(config: Config, ranks: int) -> None:
         )
     for key, field, value in every_setting(config):
         if key in _LEFT_OUT and value != field.default:
-            told = str(value).lower() if isinstance(value, bool) else value
+            shown = str(value).lower() if isinstance(value, bool) else value
             raise refusal(
-                f"{key} {told} does not go with parallel.mode server, whose workers have the whole model and whose "
+                f"{key} {shown} does not go with parallel.mode server, whose workers have the whole model and whose "
                 f"servers the optimizer; leave it out, or use parallel.mode sync"
             )
     if config.optim.schedule_options.get("cycle_momentum"):
@@ -257,9 +257,9 @@ class Session:
         # bytes between nodes for one part: gradients to servers on other nodes, and parameters from them
         moved = 2 * sum(g.layout.numel // g.layout.parts * g.dtype.itemsize for g in sharding.groups)
         nodes, trainer = world.nodes, self._trainer
-        apart = {w: moved * sum(nodes[server] != nodes[w] for server in roles.servers) for w in roles.workers}
+        remote_bytes = {w: moved * sum(nodes[server] != nodes[w] for server in roles.servers) for w in roles.workers}
         config, step = trainer.config, trainer.step
-        return Server(share, roles, flats, update, self._boxes, remembered, clock, config, step, apart, inbox)
+        return Server(share, roles, flats, update, self._boxes, remembered, clock, config, step, remote_bytes, inbox)
 
     @property
     def remembered(self) -> Remembered | None:
@@ -453,12 +453,15 @@ class ServedSurvivors(Survivors):
         trainer, session = self._trainer, self._strategy.session
         if session is None:
             return
-        own = session.remembered  # None except on the server that assigns samples
-        was = trainer.world.rank
-        told = self.everyone.all_gather_object([was, session.known, own.to_json() if own is not None else None])
-        remembered = Remembered.from_json(next(found for _, _, found in told if found is not None))
-        step = min(int(known) for _, known, _ in told[: -len(self._servers)])  # servers learn it when all synchronize
-        if told[0][0] != 0 and remembered.records:  # rank 0 died, and its last record is unknown
+        own_remembered = session.remembered  # None except on the server that assigns samples
+        old_rank = trainer.world.rank
+        reports = self.everyone.all_gather_object(
+            [old_rank, session.known, own_remembered.to_json() if own_remembered is not None else None]
+        )
+        remembered = Remembered.from_json(next(encoded for _, _, encoded in reports if encoded is not None))
+        # servers learn the step when all synchronize
+        step = min(int(known) for _, known, _ in reports[: -len(self._servers)])
+        if reports[0][0] != 0 and remembered.records:  # rank 0 died, and its last record is unknown
             step = int(remembered.records[0].step) - 1
         values = trainer.state() | {"position": session.position(step)}
         self._left, self._completed = (session.engine, remembered, Restored(step, values)), remembered.completed

@@ -94,10 +94,10 @@ class Console(Callback):
         python = shlex.quote(sys.executable) if AGAIN in os.environ else "python"
         rows.append(("inspect", f"{python} -m mpitrain.report {shlex.quote(str(trainer.folder.path))}"))
         done = "stopped" if stopped else "ended" if row.bad else "done"
-        told = f" ({trainer.step - start:,} since the resume)" if start else ""
-        told += f", nothing learned since step {row.since:,}" if row.bad else ""
-        told += f", {trainer.stop_reason}" if early else ""
-        tell(f"{done} at step {trainer.step:,} of {steps:,}{told}", aligned(rows))
+        notes = f" ({trainer.step - start:,} since the resume)" if start else ""
+        notes += f", nothing learned since step {row.since:,}" if row.bad else ""
+        notes += f", {trainer.stop_reason}" if early else ""
+        tell(f"{done} at step {trainer.step:,} of {steps:,}{notes}", aligned(rows))
 
 
 def peak_of_ranks(trainer: Run) -> int:
@@ -126,30 +126,30 @@ def facts(trainer: Run) -> dict[str, Any]:
 
 def banner(trainer: Run) -> str:
     """Return the lines that a run prints first."""
-    config, told = trainer.config, facts(trainer)
-    columns = count_readers(axes_of(config.parallel), told["ranks"])
+    config, properties = trainer.config, facts(trainer)
+    columns = count_readers(axes_of(config.parallel), properties["ranks"])
     share = -(-config.train.batch // columns)
-    nodes, threads = counted(told["nodes"], "node"), counted(told["threads"], "thread")
+    nodes, threads = counted(properties["nodes"], "node"), counted(properties["threads"], "thread")
     samples = f"{len(trainer.data):,}" + (f" of {trainer.tokens:,} tokens" if trainer.tokens else "")
     samples += f", {len(trainer.held_out):,} held out" if trainer.held_out is not None else ""
     microbatch = min(config.train.microbatch or share, share)
-    steps = f"{told['steps']:,}" + (f", from step {trainer.step:,}" if trainer.step else "")
-    passes = trainer.batch_sizes.before(told["steps"]) / len(trainer.data)
+    steps = f"{properties['steps']:,}" + (f", from step {trainer.step:,}" if trainer.step else "")
+    passes = trainer.batch_sizes.before(properties["steps"]) / len(trainer.data)
     rows = [
-        ("ranks", f"{told['ranks']:,} on {nodes}, {threads} each, {told['device']}"),
-        ("MPI", told["mpi"]),
-        ("model", f"{told['model']}, {counted(told['parameters'], 'parameter')}"),
+        ("ranks", f"{properties['ranks']:,} on {nodes}, {threads} each, {properties['device']}"),
+        ("MPI", properties["mpi"]),
+        ("model", f"{properties['model']}, {counted(properties['parameters'], 'parameter')}"),
         ("data", " + ".join(filter(None, data_paths(config))) or "Python's own source as bytes (data.path is not set)"),
         ("samples", samples),
         ("batch", f"{counted(config.train.batch, 'sample')}, at most {microbatch:,} per rank and pass"),
         ("steps", f"{steps} ({passes:.3g} passes over the data)"),
-        ("precision", told["precision"]),
+        ("precision", properties["precision"]),
         ("run folder", str(trainer.folder.path)),
         ("warm-up", trainer.batch_sizes.describe()),
         ("parallel", parallel_text(config, trainer.world.size)),
         ("mode", trainer.strategy.describe()),
     ]
-    return f"mpitrain {told['version']}\n{aligned([row for row in rows if row[1]])}"
+    return f"mpitrain {properties['version']}\n{aligned([row for row in rows if row[1]])}"
 
 
 def parallel_text(config: Config, ranks: int) -> str:
@@ -295,33 +295,33 @@ def doubtful_settings(config: Config, *, columns: int, on_cpu: bool, flags: froz
         on_cpu: If true, ranks compute on the CPU.
         flags: Features of the CPU; None to read them from the system.
     """
-    train, optim, found = config.train, config.optim, []
+    train, optim, warnings = config.train, config.optim, []
     flags = cpu_flags() if flags is None else flags
     if on_cpu and train.precision in _FAST and flags and not flags & _FAST[train.precision]:
-        found.append(
+        warnings.append(
             f"train.precision {train.precision} is slower than fp32 on this CPU, which has no instructions for it; "
             "it saves memory alone"
         )
     warmup = optim.warmup if optim.schedule in DECAYS else 0
     if warmup >= train.steps > 0:
-        found.append(
+        warnings.append(
             f"optim.warmup {warmup} takes all of train.steps {train.steps}: optim.lr is hardly reached; lower it"
         )
     elif optim.schedule == "wsd":
         decay = optim.decay_steps if optim.decay_steps >= 1 else math.ceil(optim.decay_steps * train.steps)
         if warmup + decay > train.steps:
-            found.append(
+            warnings.append(
                 f"optim.warmup {warmup} and optim.decay_steps {decay:g} are more than train.steps {train.steps}"
             )
     if optim.lr_end > optim.lr:
-        found.append(f"optim.lr_end {optim.lr_end:g} is above optim.lr {optim.lr:g}: the rate rises to the end")
+        warnings.append(f"optim.lr_end {optim.lr_end:g} is above optim.lr {optim.lr:g}: the rate rises to the end")
     sizes = train.batch_sizes
     least = min(sizes.after(0))
     if least < columns:
-        found.append(f"{sizes.key(least)} {least} has no sample for {columns - least} of {columns} ranks; raise it")
+        warnings.append(f"{sizes.key(least)} {least} has no sample for {columns - least} of {columns} ranks; raise it")
     if sum(steps for steps, _ in sizes.warmup) >= train.steps > 0:
-        found.append(f"train.batch_warmup takes all of train.steps {train.steps}, none is left for train.batch")
-    return found
+        warnings.append(f"train.batch_warmup takes all of train.steps {train.steps}, none is left for train.batch")
+    return warnings
 
 
 def cpu_flags() -> frozenset[str]:

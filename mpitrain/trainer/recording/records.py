@@ -127,9 +127,9 @@ class Records(Callback):
 
     def _close(self, trainer: Run) -> None:
         """Close the files and the progress display, and print to standard output again."""
-        for kept in (self._progress, self._metrics, self._tracking):
-            if kept is not None:
-                kept.close()
+        for output in (self._progress, self._metrics, self._tracking):
+            if output is not None:
+                output.close()
         self._progress = self._metrics = self._tracking = None
         trainer.print = partial(print, flush=True)
 
@@ -204,15 +204,15 @@ class RankRecords(Callback):
 
     def _write(self, trainer: Run, writer: RankWriter) -> None:
         now = time.monotonic()
-        told: dict[str, Any] = {"seconds": {k: round(v, 7) for k, v in trainer.engine.clock.read().items()}}
-        told["sent"] = self._sent_since(trainer)
+        record: dict[str, Any] = {"seconds": {k: round(v, 7) for k, v in trainer.engine.clock.read().items()}}
+        record["sent"] = self._sent_since(trainer)
         if now >= self._remember or trainer.last_step:
-            told["memory"] = memory(trainer)
+            record["memory"] = memory(trainer)
             self._remember = now + max(_MEMORY_EVERY, _MEMORY_COST * (time.monotonic() - now))
         if now - self._metered >= _METER_EVERY:
             trainer.engine.metering = True
             self._metered = now
-        writer.write(trainer.step, self._steps, **told)
+        writer.write(trainer.step, self._steps, **record)
         self._steps = 0
 
     def _sent_since(self, trainer: Run) -> list[list[Any]]:
@@ -244,8 +244,14 @@ def memory(trainer: Run) -> dict[str, int]:
     account, device = trainer.engine.memory(), trainer.device
     host, on_device = host_memory_bytes(), is_accelerator(device)
     known = account.host if on_device else account.total
-    told = {name: getattr(account, name) for name in ("parameters", "gradients", "states", "activations", "buffers")}
-    return told | {"other": max(0, host - known), "host": host, "device": memory_bytes(device) if on_device else 0}
+    categories = {
+        name: getattr(account, name) for name in ("parameters", "gradients", "states", "activations", "buffers")
+    }
+    return categories | {
+        "other": max(0, host - known),
+        "host": host,
+        "device": memory_bytes(device) if on_device else 0,
+    }
 
 
 def expected_bytes(trainer: Run, samples: int) -> dict[str, float]:
@@ -272,35 +278,35 @@ def expected_bytes(trainer: Run, samples: int) -> dict[str, float]:
         trainer: A trainer that is prepared.
         samples: Samples of the step's batch that this rank's group trains on.
     """
-    found: dict[str, float] = {}
+    expected: dict[str, float] = {}
     engine, mesh, workers = trainer.engine, trainer.mesh, trainer.places.workers
     microbatch = microbatch_size(trainer.config, mesh, samples)
     staged = mesh.stages.size > 1
     if mesh.replicas.size > 1:
-        found[mesh.replicas.label] = data_bytes(engine.sharding, workers.rounds(samples, microbatch), staged=staged)
+        expected[mesh.replicas.label] = data_bytes(engine.sharding, workers.rounds(samples, microbatch), staged=staged)
     if mesh.readers.size == mesh.world.size or trainer.own_model:
-        return found
+        return expected
     share = sum(hi - lo for lo, hi in workers.within(samples))
     size = min(microbatch or share, share)
     try:
         names, blocks = _observed(trainer, size)
     except Exception:  # a user's model may fail in any way on tensors without values
-        return found
+        return expected
     times = share / max(1, size)
     pipeline = engine.pipeline
     if pipeline is not None:
         tied = sum(bytes_sent("all_reduce", nbytes, ranks) for nbytes, ranks in pipeline.tied_bytes)
-        found[mesh.stages.label] = times * sum(blocks[number].given for number in pipeline.crossings) + tied
+        expected[mesh.stages.label] = times * sum(blocks[number].given for number in pipeline.crossings) + tied
     if inside := [name for name in mesh.dividing(LAYERS, PARTS) if mesh.shape[name] > 1]:
-        own = pipeline.blocks if pipeline is not None else range(len(blocks))
-        passes: list[Sequence[AxisExchange]] = [(*blocks[n].forwards, *blocks[n].backwards) for n in own]
+        own_blocks = pipeline.blocks if pipeline is not None else range(len(blocks))
+        passes: list[Sequence[AxisExchange]] = [(*blocks[n].forwards, *blocks[n].backwards) for n in own_blocks]
         if trainer.config.train.recompute:
-            passes += [_again(names[number], blocks[number], staged) for number in own]
+            passes += [_again(names[number], blocks[number], staged) for number in own_blocks]
         exchanges = [each for some in passes for each in some]
         for axis in inside:
             sent = (bytes_sent(e.operation, e.nbytes, mesh.shape[axis]) for e in exchanges if e.axis == axis)
-            found[axis] = found.get(axis, 0.0) + times * sum(sent)
-    return found
+            expected[axis] = expected.get(axis, 0.0) + times * sum(sent)
+    return expected
 
 
 def _again(name: str, block: Observed, staged: bool) -> Sequence[AxisExchange]:

@@ -142,15 +142,15 @@ class ModuleHooks:
         if not self._on:
             return
         now, under_way = time.perf_counter(), self._backward
-        kept = len(under_way)
-        while kept and not (call.inside(under_way[kept - 1][0]) or under_way[kept - 1][0].inside(call)):
-            kept -= 1
-        self._end_down_to(kept, now)
+        depth = len(under_way)
+        while depth and not (call.inside(under_way[depth - 1][0]) or under_way[depth - 1][0].inside(call)):
+            depth -= 1
+        self._end_down_to(depth, now)
         begin = now
-        while kept and under_way[kept - 1][0].inside(call):  # its last module has the same output, and came first
-            kept -= 1
-            begin = under_way[kept][1]
-        under_way.insert(kept, (call, begin))
+        while depth and under_way[depth - 1][0].inside(call):  # its last module has the same output, and came first
+            depth -= 1
+            begin = under_way[depth][1]
+        under_way.insert(depth, (call, begin))
 
     def _input_ready(self, call: _Call, gradient: torch.Tensor) -> None:
         """End the backward of a call, because the gradient of its input is ready."""
@@ -398,20 +398,20 @@ def offset_of(world: Communicator, clock: Clock) -> Offset:
     firsts = sorted(world.nodes.index(node) for node in set(world.nodes))
     mine = [rank for rank, node in enumerate(world.nodes) if node == world.node]
     if world.rank not in firsts:
-        own, told = _answer(world, mine[0], clock), torch.empty(2, dtype=torch.float64)
-        _sleep_until(world, world.irecv(told, mine[0], _TOLD))
-        seconds, within = told.tolist()
-        return Offset(own.at, own.seconds + seconds, own.within + within)
-    own = Offset(clock(), 0.0, 0.0)
+        offset, first_offset = _answer(world, mine[0], clock), torch.empty(2, dtype=torch.float64)
+        _sleep_until(world, world.irecv(first_offset, mine[0], _TOLD))
+        seconds, within = first_offset.tolist()
+        return Offset(offset.at, offset.seconds + seconds, offset.within + within)
+    offset = Offset(clock(), 0.0, 0.0)
     for rank in mine[1:]:
         _ask(world, rank, clock)
     if world.rank:
-        own = _answer(world, 0, clock)
+        offset = _answer(world, 0, clock)
     for rank in firsts[1:] if world.rank == 0 else ():
         _ask(world, rank, clock)
     for rank in mine[1:]:  # these ranks add the offset of their first rank
-        world.send(torch.tensor([own.seconds, own.within], dtype=torch.float64), rank, _TOLD)
-    return own
+        world.send(torch.tensor([offset.seconds, offset.within], dtype=torch.float64), rank, _TOLD)
+    return offset
 
 
 def _ask(world: Communicator, rank: int, clock: Clock) -> None:
@@ -450,9 +450,9 @@ def _answer(world: Communicator, asker: int, clock: Clock) -> Offset:
         _wait(world, world.isend(answer, asker, _ASK))
         if question[0]:
             break
-    told = torch.empty(3, dtype=torch.float64)
-    world.recv(told, asker, _TURN)
-    return Offset(*told.tolist())
+    offset = torch.empty(3, dtype=torch.float64)
+    world.recv(offset, asker, _TURN)
+    return Offset(*offset.tolist())
 
 
 def _wait(world: Communicator, work: Work, *, spin: float = _SPIN, pause: float = _SPIN / 3) -> None:

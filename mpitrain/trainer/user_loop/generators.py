@@ -68,10 +68,10 @@ class Generators:
 
     def finish_load(self, manifest: Manifest) -> None:
         """Restore the generators from the checkpoint, or seed them for its step if the mesh differs."""
-        told = manifest.values.get("random")
-        if told is None:  # saved by the trainer, which seeds each step
+        saved = manifest.values.get("random")
+        if saved is None:  # saved by the trainer, which seeds each step
             return
-        self.seed = int(told["seed"])
+        self.seed = int(saved["seed"])
         if self._filled is not None:
             _restore(json.loads(self._filled.numpy().tobytes(), object_hook=_decoded), self._device)
             return

@@ -186,8 +186,8 @@ class TrainingEngine:
         update = self.steps - self.skipped * deepspeed  # DeepSpeed does not step a schedule for a skipped update
         if not isinstance(schedule, WarmUp) or schedule.peak is not None:
             return None if schedule is None else next_rate(schedule, self.optimizer, update)
-        for group, own in zip(self.optimizer.param_groups, self._own_rates, strict=True):
-            group["lr"] = schedule.rate(update, own)
+        for group, base_rate in zip(self.optimizer.param_groups, self._own_rates, strict=True):
+            group["lr"] = schedule.rate(update, base_rate)
         return None
 
     def train_batch(self, batches: Iterator[tuple[Any, Any]]) -> float:
@@ -217,9 +217,9 @@ class TrainingEngine:
             if self.at_boundary:
                 mean += engine.terms.take(self.device) * size
                 engine.comm.all_reduce(mean, "avg")
-                told = fetched(mean)
+                fetched_mean = fetched(mean)
             self.step()
-        return self._note_terms(told().tolist())
+        return self._note_terms(fetched_mean().tolist())
 
     def _weights(self, microbatches: Sequence[tuple[Any, Any]]) -> list[float]:
         """Return the weight of each microbatch in the loss of a step. Collective if targets may be masked."""
@@ -447,13 +447,13 @@ def whole_state(
         The tensors by name; names of the same tensor share it.
     """
     model = [part for part in parts if part.spec.name.startswith(MODEL)]
-    told = world.all_gather_object([[p.spec.name, list(p.spec.shape), p.spec.dtype] for p in model])
-    specs = {name: (shape, getattr(torch, dtype)) for of_rank in told for name, shape, dtype in of_rank}
+    specs_of_ranks = world.all_gather_object([[p.spec.name, list(p.spec.shape), p.spec.dtype] for p in model])
+    specs = {name: (shape, getattr(torch, dtype)) for of_rank in specs_of_ranks for name, shape, dtype in of_rank}
     mine: dict[str, list[Part]] = {}
     for part in model:
         mine.setdefault(part.spec.name, []).append(part)
     saved = {name: MODEL + aliases.get(name, name) for name in names}
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for name in dict.fromkeys(saved.values()):
         shape, dtype = specs[name]
         whole = torch.zeros(prod(shape), dtype=dtype, device=device)
@@ -463,8 +463,8 @@ def whole_state(
             whole[torch.from_numpy(at).to(device)] = part.data.to(device)
         if whole.numel():
             world.all_reduce(whole, "max" if dtype == torch.bool else "sum")
-        found[name] = whole.view(shape)
-    return {name: found[of] for name, of in saved.items()}
+        tensors[name] = whole.view(shape)
+    return {name: tensors[saved_name] for name, saved_name in saved.items()}
 
 
 def require_same_optimizer(optimizer: torch.optim.Optimizer, manifest: Manifest, folder: Path) -> None:
@@ -476,7 +476,7 @@ def require_same_optimizer(optimizer: torch.optim.Optimizer, manifest: Manifest,
     trials = [
         states_after_step(optimizer, group, shape) for group in optimizer.param_groups for shape in ((8,), (8, 8))
     ]
-    tried = [set(kept) for kept in trials if kept is not None]
+    tried = [set(states) for states in trials if states is not None]
     if not saved or len(tried) < len(trials):
         return
     if saved <= set().union(*tried) and set.intersection(*tried) <= saved:
@@ -531,9 +531,9 @@ def pair(batch: Any) -> tuple[Any, Any]:
     """Return a microbatch as (x, y). Raises InputError if it is not a pair."""
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
         return batch[0], batch[1]
-    found = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, (tuple, list)) else type(batch).__name__
+    kind = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, (tuple, list)) else type(batch).__name__
     raise InputError(
-        f"a microbatch is (x, y), and this is a {found}; put the inputs together as x, in a tuple or a mapping, or "
+        f"a microbatch is (x, y), and this is a {kind}; put the inputs together as x, in a tuple or a mapping, or "
         "write engine(...), engine.backward and engine.step yourself"
     )
 
