@@ -63,22 +63,22 @@ def names() -> list[str]:
 
 def usage() -> str:
     """Return the text of `--help`."""
-    found = _modules()
-    width = max(map(len, found))
-    lines = (f"  {name:{width}}  {found[name][1]}\n" for name in sorted(found))
+    modules = _modules()
+    width = max(map(len, modules))
+    lines = (f"  {name:{width}}  {modules[name][1]}\n" for name in sorted(modules))
     return _USAGE + "".join(lines) + _EXAMPLES.rstrip()
 
 
 def _modules() -> dict[str, tuple[str, str]]:
     """Return (module, first line of its docstring) of each benchmark, by name, without importing the modules."""
-    found = {}
+    modules = {}
     here = Path(__file__).parent
     for path in here.rglob("[!_]*.py"):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         if any(isinstance(part, ast.FunctionDef) and part.name == "main" for part in tree.body):
             module = ".".join((here.name, *path.relative_to(here).with_suffix("").parts))
-            found[path.stem] = module, (ast.get_docstring(tree) or "").partition("\n")[0]
-    return found
+            modules[path.stem] = module, (ast.get_docstring(tree) or "").partition("\n")[0]
+    return modules
 
 
 if __name__ == "__main__":

@@ -39,8 +39,8 @@ _AGREE = 1e-3  # largest relative difference of losses
 def main(arguments: Sequence[str]) -> int:
     """Run the benchmark and return its exit code."""
     what = "PyTorch's DDP, FSDP2 and all_reduce over our backend against gloo."
-    made = BenchmarkParser("backend", what, "2,4", repeats=21, seconds=60.0, of="one comparison", quick=(5, 60.0))
-    return run(made, measure, report, arguments)
+    parser = BenchmarkParser("backend", what, "2,4", repeats=21, seconds=60.0, of="one comparison", quick=(5, 60.0))
+    return run(parser, measure, report, arguments)
 
 
 def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
@@ -85,11 +85,11 @@ def _ddp(model: nn.Module, group: dist.ProcessGroup | None) -> nn.Module:
 
 
 def _fsdp_kept(model: Any, group: Any) -> nn.Module:
-    made = fully_sharded(model, group)
-    for module in made.modules():
+    wrapped = fully_sharded(model, group)
+    for module in wrapped.modules():
         if isinstance(module, FSDPModule):
             module.set_allocate_memory_from_process_group_for_comm(True)
-    return made
+    return wrapped
 
 
 def _step(model: nn.Module, samples: int, tokens: int) -> Callable[[], float]:
@@ -124,10 +124,10 @@ def report(results: dict[int, Any], options: argparse.Namespace) -> Report:
         columns = ("operation or step", "mpitrain", "gloo", "gloo / mpitrain")
         note = "Milliseconds, median; a step: samples x tokens a rank."
         tables.append(ReportTable(f"{ranks} ranks", columns, rows, note))
-        for kind, wanted in WANTED.items():
+        for kind, least_factor in WANTED.items():
             least = min(faster for name, *_, faster in rows if name.split()[0] == kind)
             what = f"{ranks} ranks: {kind}, as fast as over gloo, worst case"
-            targets.append(judged(what, least, least=wanted, where=" times"))
+            targets.append(judged(what, least, least=least_factor, where=" times"))
         bars = {name: faster for name, *_, faster in rows}
         panels.append(Panel(f"{ranks} ranks", "times as fast as gloo", bars, mark=1))
     return Report("PyTorch over our backend and over gloo", tables, targets, [panels])

@@ -39,10 +39,10 @@ _SAVES = (_RAW, _OURS, _DCP, _TORCH)
 
 def main(arguments: Sequence[str]) -> int:
     """Run the benchmark and return its exit code."""
-    made = BenchmarkParser("checkpoint", __doc__ or "", "1,2", repeats=9, quick=(2, math.inf))
-    made.number("mb", 256, "MiB of state, all ranks together", quick=16, metavar="MB")
-    made.add("dir", type=Path, metavar="DIR", help="where to write [a temporary folder in --out]")
-    return run(made, measure, report, arguments)
+    parser = BenchmarkParser("checkpoint", __doc__ or "", "1,2", repeats=9, quick=(2, math.inf))
+    parser.number("mb", 256, "MiB of state, all ranks together", quick=16, metavar="MB")
+    parser.add("dir", type=Path, metavar="DIR", help="where to write [a temporary folder in --out]")
+    return run(parser, measure, report, arguments)
 
 
 class BenchState:
@@ -58,8 +58,8 @@ class BenchState:
         self.names = [f"model/block.{number}.weight" for number in range(max(1, mb // 4))]
         self.rows = _bounds(_ROWS, world)
         self.columns = _bounds(_COLUMNS, world)
-        made = torch.Generator().manual_seed(world.rank)
-        self.slices = [torch.rand(self.rows[1] - self.rows[0], _COLUMNS, generator=made) for _ in self.names]
+        generator = torch.Generator().manual_seed(world.rank)
+        self.slices = [torch.rand(self.rows[1] - self.rows[0], _COLUMNS, generator=generator) for _ in self.names]
         self.nbytes = len(self.names) * _ROWS * _COLUMNS * 4
 
     def parts(self) -> list[Part]:
@@ -109,30 +109,30 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
 
     warnings.filterwarnings("ignore", module="torch.distributed")
     state = BenchState(world, options.mb)
-    parts, wanted = state.parts(), state.empty_parts()
+    parts, to_fill = state.parts(), state.empty_parts()
     temporary = temporary_folder(world, options.dir or options.out)
     with temporary as folder, gloo(world), Store(folder / "ours", world, 1) as store:
         store.prepare(set_aside=False)
         store.save(0, parts, {})
-        own, theirs = state.distributed(0), state.distributed(1)
-        dcp.save(own, checkpoint_id=folder / "dcp-load")
+        our_state, their_state = state.distributed(0), state.distributed(1)
+        dcp.save(our_state, checkpoint_id=folder / "dcp-load")
         step = iter(range(1, 1 << 30))
         buffers = [torch.zeros_like(of) for of in state.slices]
         fresh = partial(_fresh, store, world, folder)
         calls: dict[str, Callable[[], object]] = {
             _RAW: lambda: _raw(folder / f"peer-raw-{world.rank}", state.slices),
             _OURS: lambda: store.save(next(step), parts, {}),
-            _DCP: lambda: dcp.save(own, checkpoint_id=folder / "peer-dcp"),
+            _DCP: lambda: dcp.save(our_state, checkpoint_id=folder / "peer-dcp"),
             _TORCH: lambda: _torch_save(folder / f"peer-torch-{world.rank}", state),
             _COPY: lambda: [b.copy_(s) for b, s in zip(buffers, state.slices, strict=True)],
             _STALL: lambda: store.save(next(step), parts, {}, background=True),
-            f"load {_OURS}": lambda: store.load(store.newest_first()[0], lambda manifest: wanted),
-            f"load {_DCP}": lambda: dcp.load(theirs, checkpoint_id=folder / "dcp-load"),
+            f"load {_OURS}": lambda: store.load(store.newest_first()[0], lambda manifest: to_fill),
+            f"load {_DCP}": lambda: dcp.load(their_state, checkpoint_id=folder / "dcp-load"),
         }
         contenders = {name: Contender(call, fresh, single=True) for name, call in calls.items()}
         times = timed(world, f"{options.mb} MiB", contenders, options)
-        for part, name in zip(wanted, state.names, strict=True):
-            if not torch.equal(part.data.view(_ROWS, -1), theirs[name].to_local()):
+        for part, name in zip(to_fill, state.names, strict=True):
+            if not torch.equal(part.data.view(_ROWS, -1), their_state[name].to_local()):
                 raise RuntimeError(f"{name}: the two loads differ")
         store.finish()
     seconds = {name: list(of.all) for name, of in times.items()}
@@ -180,12 +180,12 @@ def report(results: dict[int, Any], options: argparse.Namespace) -> Report:
         rows += [(name, of * 1e3, mib / of, None) for name, of in median.items() if name not in _SAVES]
         columns, title = ("what", "ms (median)", "MiB/s", "of raw"), f"{ranks} rank(s), {mib:.0f} MiB"
         tables.append(ReportTable(title, columns, rows, f"Ours hash with {result['hashes']}."))
-        for what, over, under, wanted in (
+        for what, over, under, target in (
             ("saving speed to raw writing", _RAW, _OURS, 0.9),
             ("saving speed to torch.distributed.checkpoint", _DCP, _OURS, 2),
             ("loading speed to torch.distributed.checkpoint", f"load {_DCP}", f"load {_OURS}", 2),
         ):
-            targets.append(judged(f"{what}, {ranks} rank(s)", median[over] / median[under], least=wanted))
+            targets.append(judged(f"{what}, {ranks} rank(s)", median[over] / median[under], least=target))
         what = f"stall of a background save to one memory copy, {ranks} rank(s)"
         targets.append(judged(what, median[_STALL] / median[_COPY], most=1.5))
     return Report("Checkpoints", tables, targets)

@@ -82,12 +82,12 @@ def main(arguments: Sequence[str]) -> int:
     """Run the benchmark and return its exit code."""
     what, of = "Collectives against the MPI library's own, gloo and memcpy.", "one operation at one size"
     few = "collectives of one rank do nothing"
-    made = BenchmarkParser("collectives", what, repeats=21, seconds=8.0, of=of, quick=(5, 0.3), too_few=few)
-    made.add("sizes", type=byte_sizes, metavar="S,S", help="bytes of a vector, such as 16,64Ki,4Mi [16 to 64Mi]")
-    made.device("where the vectors lie")
+    parser = BenchmarkParser("collectives", what, repeats=21, seconds=8.0, of=of, quick=(5, 0.3), too_few=few)
+    parser.add("sizes", type=byte_sizes, metavar="S,S", help="bytes of a vector, such as 16,64Ki,4Mi [16 to 64Mi]")
+    parser.device("where the vectors lie")
     ways = "of device memory: staged, mpi, peer, nccl [all possible]"
-    made.names("way", WAYS, ways, noun="way")
-    return run(made, measure, report, arguments)
+    parser.names("way", WAYS, ways, noun="way")
+    return run(parser, measure, report, arguments)
 
 
 def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
@@ -113,8 +113,8 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
     with gloo(world):
         for size in sizes:
             for name, make in passes.items():
-                with make(size) as found:
-                    result[name][str(size)] = summaries(timed(world, "", found, options))
+                with make(size) as calls:
+                    result[name][str(size)] = summaries(timed(world, "", calls, options))
             say(world, f"{size:>10,} bytes")
     mpi.free()
     return result
@@ -283,8 +283,8 @@ def _table(title: str, measured: Result, shown: Mapping[str, str], *compared: tu
     rows: list[list[Any]] = []
     for size, times in measured.items():
         us = {name: t["median"] * 1e6 for name, t in times.items()}
-        found = (us[a] / us[b] if a in us else None for a, b in compared)
-        rows.append([bytes_text(int(size)), *map(us.get, shown), *found])
+        quotients = (us[a] / us[b] if a in us else None for a, b in compared)
+        rows.append([bytes_text(int(size)), *map(us.get, shown), *quotients])
     columns = ("size", *(f"{name} µs" for name in shown.values()), *(f"{shown[a]} / {shown[b]}" for a, b in compared))
     return ReportTable(title, columns, rows, "Medians over the repetitions.")
 
@@ -296,8 +296,8 @@ def _times_panel(ranks: int, result: Result) -> Panel:
 
 
 def _relative_panel(ranks: int, result: Result) -> Panel:
-    found = {name: ratios(result, "all_reduce", name, "arena") for name in ("library", "gloo", "memcpy")}
-    lines = {name: (list(values), list(values.values())) for name, values in found.items()}
+    relative = {name: ratios(result, "all_reduce", name, "arena") for name in ("library", "gloo", "memcpy")}
+    lines = {name: (list(values), list(values.values())) for name, values in relative.items()}
     return Panel("", "times as long as ours in an arena", lines=lines, across="bytes", log=True, mark=1)
 
 
@@ -323,8 +323,8 @@ def measure_on_device(world: Communicator, options: argparse.Namespace, sizes: S
     obstacles = {way.name: way.obstacle for way in world.device_ways(device)}
     ways = [way for way in WAYS if way in (options.way or WAYS) and not obstacles.get(way, "it was not looked at")]
     if not ways:
-        told = "; ".join(f"{name}: {why}" for name, why in obstacles.items() if why)
-        raise InputError(f"none of the ways asked for is possible here ({told}); leave --way out", agreed=True)
+        reasons = "; ".join(f"{name}: {why}" for name, why in obstacles.items() if why)
+        raise InputError(f"none of the ways asked for is possible here ({reasons}); leave --way out", agreed=True)
     result: dict[str, Any] = {"device": hardware.name(device), "obstacles": obstacles, "sizes": list(sizes)}
     with _communicators(world, device, ways) as carried:
         for operation in _OPERATIONS:
@@ -340,16 +340,16 @@ def measure_on_device(world: Communicator, options: argparse.Namespace, sizes: S
 def _communicators(world: Communicator, device: torch.device, ways: Sequence[str]) -> Iterator[dict[str, Communicator]]:
     """Yield one communicator of all ranks for each way, which moves device memory in this way only. Collective."""
     memory = world.process.device_memory
-    before, made = memory.way, {}
+    before, communicators = memory.way, {}
     for way in ways:
         memory.way = way
         comm = world.subgroup(range(world.size), label=f"bench {way}")
         assert comm is not None
         comm.device_ways(device)  # fixes the way of this communicator
-        made[way] = comm
+        communicators[way] = comm
     memory.way = before
-    yield made
-    for comm in made.values():
+    yield communicators
+    for comm in communicators.values():
         comm.free()
 
 

@@ -50,12 +50,12 @@ Batches = Generator[tuple[torch.Tensor, torch.Tensor], None, None]
 
 def main(arguments: Sequence[str]) -> int:
     """Run the benchmark and return its exit code."""
-    made = BenchmarkParser("data", __doc__ or "", "1,2,4", repeats=9)
-    made.number("mb", 8, "MiB of tokens, a byte each", quick=1, metavar="MB")
-    made.number("batch", 8, "samples of a batch, each rank")
-    made.add("dir", type=Path, metavar="DIR", help="where to put them [a temporary folder in --out]")
-    made.number("steps", 30, "training steps", quick=4)
-    return run(made, measure, report, arguments)
+    parser = BenchmarkParser("data", __doc__ or "", "1,2,4", repeats=9)
+    parser.number("mb", 8, "MiB of tokens, a byte each", quick=1, metavar="MB")
+    parser.number("batch", 8, "samples of a batch, each rank")
+    parser.add("dir", type=Path, metavar="DIR", help="where to put them [a temporary folder in --out]")
+    parser.number("steps", 30, "training steps", quick=4)
+    return run(parser, measure, report, arguments)
 
 
 def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
@@ -189,23 +189,23 @@ def _steps(world: Communicator, folder: Path, shape: Shape, batch: int, steps: i
 
     nothing = torch.zeros(batch, SEQUENCE, dtype=torch.int64)
     train(nothing, nothing)  # warms up the memory and code that later steps use
-    found = {}
+    seconds = {}
     for workers in (0, 1):
         batches, waited = _ours(_opened(folder), order, batch, world, workers), 0.0
         world.barrier()
         began = time.perf_counter()
         for _ in range(steps):  # the first batch counts, too
-            asked = time.perf_counter()
+            before = time.perf_counter()
             x, y = next(batches)
-            waited += time.perf_counter() - asked
+            waited += time.perf_counter() - before
             train(x, y)
-        whole = time.perf_counter() - began
+        elapsed = time.perf_counter() - began
         batches.close()
-        share = torch.tensor([waited / whole], dtype=torch.float64)
+        share = torch.tensor([waited / elapsed], dtype=torch.float64)
         world.all_reduce(share, "max")
-        found[f"workers {workers}"] = {"step": whole / steps, "waiting": waited / steps, "share": float(share)}
+        seconds[f"workers {workers}"] = {"step": elapsed / steps, "waiting": waited / steps, "share": float(share)}
     trainee.close()
-    return found
+    return seconds
 
 
 # -- the report ----------------------------------------------------------------------------------------------

@@ -36,8 +36,8 @@ Tokens = list[list[int]]
 def main(arguments: Sequence[str]) -> int:
     """Run the benchmark and return its exit code."""
     what, of = "Text that goes on from prompts, beside transformers' model.generate.", "one model and number of prompts"
-    made = BenchmarkParser("generate", what, "1", repeats=7, seconds=120.0, of=of, quick=(3, 120.0))
-    return run(made, measure, report, arguments)
+    parser = BenchmarkParser("generate", what, "1", repeats=7, seconds=120.0, of=of, quick=(3, 120.0))
+    return run(parser, measure, report, arguments)
 
 
 def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
@@ -53,7 +53,7 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
     if world.size > 1:
         raise InputError("transformers generates in one process; start 1 rank", agreed=True)
     sizes = _QUICK if options.quick else _USUAL
-    found: dict[str, Any] = {}
+    seconds: dict[str, Any] = {}
     for family in FAMILIES:
         generators = _generators(family, sizes)
         for count in PROMPTS:
@@ -65,8 +65,8 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
             if ours != theirs:
                 raise CommunicationError(f"{family}, {count} prompts: {OURS} and {THEIRS} make different tokens")
             times = timed(world, f"{family}, {count} prompts", calls, options)
-            found.setdefault(family, {})[str(count)] = summaries(times)
-    return {"sizes": sizes, "seconds": found}
+            seconds.setdefault(family, {})[str(count)] = summaries(times)
+    return {"sizes": sizes, "seconds": seconds}
 
 
 def _generators(family: str, sizes: dict[str, int]) -> dict[str, Callable[[torch.Tensor], Tokens]]:
@@ -91,18 +91,18 @@ def _generators(family: str, sizes: dict[str, int]) -> dict[str, Callable[[torch
         model = transformers.AutoModelForCausalLM.from_config(_configuration(family, sizes)).float().eval()
         model.save_pretrained(folder / "model")
         import_folder(folder / "model", folder / "run", ["--model.sequence", str(sizes["prompt"] + tokens)])
-        own = placed(folder / "run", Job(), torch.device("cpu"))
-    generation = Generation(own, Sampling(temperature=0), tokens)
+        placed_model = placed(folder / "run", Job(), torch.device("cpu"))
+    generation = Generation(placed_model, Sampling(temperature=0), tokens)
 
     def ours(prompts: torch.Tensor) -> Tokens:
-        given = prompts.tolist()
-        return [made.tokens for made in generation.run(given, Draws(1, given))]
+        token_lists = prompts.tolist()
+        return [continued.tokens for continued in generation.run(token_lists, Draws(1, token_lists))]
 
     def theirs(prompts: torch.Tensor) -> Tokens:
-        made = model.generate(
+        tokens_out = model.generate(
             prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=tokens, do_sample=False, use_cache=True
         )
-        return made[:, prompts.shape[1] :].tolist()
+        return tokens_out[:, prompts.shape[1] :].tolist()
 
     return {OURS: ours, THEIRS: theirs}
 
@@ -112,7 +112,7 @@ def _configuration(family: str, sizes: dict[str, int]) -> Any:
     import transformers
 
     width = sizes["width"]
-    given = {
+    values = {
         "vocab_size": sizes["vocabulary"],
         "max_position_embeddings": sizes["prompt"] + sizes["tokens"],
         "hidden_size": width,
@@ -123,8 +123,8 @@ def _configuration(family: str, sizes: dict[str, int]) -> Any:
         "eos_token_id": None,
     }
     if family == "llama":  # half as many heads for keys and values
-        given |= {"num_key_value_heads": width // _HEAD // 2, "intermediate_size": 8 * width // 3}
-    return transformers.AutoConfig.for_model(family, **given)
+        values |= {"num_key_value_heads": width // _HEAD // 2, "intermediate_size": 8 * width // 3}
+    return transformers.AutoConfig.for_model(family, **values)
 
 
 # -- the report --------------------------------------------------------------------------------------------

@@ -70,10 +70,10 @@ def main(arguments: Sequence[str]) -> int:
     """Run the benchmark and return its exit code."""
     what, of = "Pipeline schedules against torch.distributed.pipelining.", "one schedule and size"
     few = "a pipeline of one rank sends nothing"
-    made = BenchmarkParser("pipeline", what, "2,4", repeats=15, seconds=20.0, of=of, quick=(3, 1.0), too_few=few)
-    made.number("layers", 14, "blocks of the GPT, besides three others")
-    made.number("microbatches", 8, "of a batch")
-    return run(made, measure, report, arguments)
+    parser = BenchmarkParser("pipeline", what, "2,4", repeats=15, seconds=20.0, of=of, quick=(3, 1.0), too_few=few)
+    parser.number("layers", 14, "blocks of the GPT, besides three others")
+    parser.number("microbatches", 8, "of a batch")
+    return run(parser, measure, report, arguments)
 
 
 def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
@@ -133,9 +133,9 @@ class _Case:
     def contenders(self) -> dict[str, Contender]:
         """Return our pipeline and torch's as contenders, after a check that both compute the same loss. Collective."""
         expected = self.pipeline.forward_backward(self.parts, self.weights)
-        found = torch.tensor([self.peer()], dtype=torch.float64)
-        self.world.broadcast(found, root=self.schedule.rank_of[-1])
-        require_alike({"mpitrain": [expected], "torch": [float(found)]}, 1e-4)
+        peer_loss = torch.tensor([self.peer()], dtype=torch.float64)
+        self.world.broadcast(peer_loss, root=self.schedule.rank_of[-1])
+        require_alike({"mpitrain": [expected], "torch": [float(peer_loss)]}, 1e-4)
         ours = partial(self.pipeline.forward_backward, self.parts, self.weights)
         return {
             "mpitrain": Contender(ours, partial(self.pipeline.module.zero_grad, set_to_none=False), single=True),
@@ -210,9 +210,9 @@ def _peer(
 
     device = torch.device("cpu")
     stages = [pipelining.PipelineStage(module, number, schedule.stages, device) for number, module in modules.items()]
-    given = stages if schedule.chunks > 1 else stages[0]
+    stage_or_stages = stages if schedule.chunks > 1 else stages[0]
     kind = getattr(pipelining, SCHEDULES[schedule.name][1])
-    runner = kind(given, n_microbatches=schedule.microbatches, loss_fn=cross_entropy)
+    runner = kind(stage_or_stages, n_microbatches=schedule.microbatches, loss_fn=cross_entropy)
     rank = dist.get_rank()
     first, last = schedule.rank_of[0] == rank, schedule.rank_of[-1] == rank
 
@@ -238,18 +238,18 @@ def report(results: dict[int, dict[str, Any]], options: argparse.Namespace) -> R
         for size in SIZES:
             ratios = []
             for name in SCHEDULES:
-                found = dict(result[size][name])
-                idle = found.pop("idle")
-                ratios.append(ratio(found, "torch", "mpitrain"))
+                times = dict(result[size][name])
+                idle = times.pop("idle")
+                ratios.append(ratio(times, "torch", "mpitrain"))
                 row = {"ranks": ranks, "microbatch": size, "schedule": name}
-                row |= {f"{who} ms": ms for who, ms in milliseconds(found).items()}
+                row |= {f"{who} ms": ms for who, ms in milliseconds(times).items()}
                 row |= {"computing alone ms": 1e3 * idle["alone"] if fits else None, "times as fast": ratios[-1]}
                 row |= {"idle %": 100 * idle["measured"], "predicted idle %": 100 * idle["predicted"] if fits else None}
                 rows.append(row)
-            least, wanted = min(ratios), 1.3 if size == "small" else 1.0
+            least, target = min(ratios), 1.3 if size == "small" else 1.0
             what = f"{ranks} ranks, {size} microbatches, against torch's pipelining, slowest schedule"
             text = f"{least:.2f} (geometric mean {geometric_mean(ratios):.2f})"
-            targets.append(judged(what, least, least=wanted, text=text, where=" times as fast"))
+            targets.append(judged(what, least, least=target, text=text, where=" times as fast"))
     shapes = "; ".join(f"{size}: {samples} x {sequence} tokens" for size, (samples, sequence) in SIZES.items())
     table = ReportTable(
         "One batch forward and backward",

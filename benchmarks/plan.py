@@ -65,32 +65,32 @@ QUICK: dict[str, dict[str, Any]] = {
 
 def main(arguments: Sequence[str]) -> int:
     """Run the benchmark and return its exit code."""
-    made = _parser()
+    parser = _parser()
     if launched():
-        return run(made, measure, report, arguments)
-    options = made.parse(arguments)
+        return run(parser, measure, report, arguments)
+    options = parser.parse(arguments)
     text = json.dumps(_predictions(options))
     if options.predictions is not None:
         options.predictions.write_text(text, encoding="utf-8")
         print(f"written: {options.predictions}; measure them with mpirun -n N and the same options")
         return EXIT_DONE
     with tempfile.TemporaryDirectory(prefix="mpitrain-bench-plan-") as folder:
-        asked = Path(folder) / "asked.json"
-        asked.write_text(text, encoding="utf-8")
-        return run(made, measure, report, [*arguments, "--predictions", str(asked)])
+        predictions_file = Path(folder) / "asked.json"
+        predictions_file.write_text(text, encoding="utf-8")
+        return run(parser, measure, report, [*arguments, "--predictions", str(predictions_file)])
 
 
 def _parser() -> BenchmarkParser:
-    made = BenchmarkParser("plan", "The planner's predictions beside measured steps.")
-    made.add("machine", default="machine.toml", metavar="FILE", help="machine profile [machine.toml]")
-    made.add("models", default="gpt,resnet,factory", metavar="A,B", help=f"of {', '.join(MODELS)}")
-    made.number("rounds", 2, "measurements of each", quick=1)
-    made.number("steps", 8, "of a measurement", quick=3)
-    made.number("nodes", 1, "on so many nodes")
-    made.add("predictions", type=Path, metavar="FILE", help="write predictions there alone; under mpirun: read them")
-    made.add("layouts", metavar="'A;B'", help="these, beside the first choices, instead of all kinds")
-    made.number("choices", 3, "first choices measured")
-    return made
+    parser = BenchmarkParser("plan", "The planner's predictions beside measured steps.")
+    parser.add("machine", default="machine.toml", metavar="FILE", help="machine profile [machine.toml]")
+    parser.add("models", default="gpt,resnet,factory", metavar="A,B", help=f"of {', '.join(MODELS)}")
+    parser.number("rounds", 2, "measurements of each", quick=1)
+    parser.number("steps", 8, "of a measurement", quick=3)
+    parser.number("nodes", 1, "on so many nodes")
+    parser.add("predictions", type=Path, metavar="FILE", help="write predictions there alone; under mpirun: read them")
+    parser.add("layouts", metavar="'A;B'", help="these, beside the first choices, instead of all kinds")
+    parser.number("choices", 3, "first choices measured")
+    return parser
 
 
 def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
@@ -105,27 +105,27 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
     """
     if options.predictions is None:
         raise InputError("what is measured is predicted first; start bench plan plainly", agreed=True)
-    asked = world.on_root(lambda: json.loads(options.predictions.read_text(encoding="utf-8")))
-    found = {}
-    for model, predictions in asked[str(world.size)].items():
+    predicted = world.on_root(lambda: json.loads(options.predictions.read_text(encoding="utf-8")))
+    measured = {}
+    for model, predictions in predicted[str(world.size)].items():
         if world.rank == 0:
             print(f" {model}:", flush=True)
         makes = {str(number): partial(TrainerRun, world, each["config"]) for number, each in enumerate(predictions, 1)}
         results = measured_runs(world, makes, options.rounds, options.steps, SECONDS).values()
-        found[model] = [each | {"measured": result} for each, result in zip(predictions, results, strict=True)]
-    return found
+        measured[model] = [each | {"measured": result} for each, result in zip(predictions, results, strict=True)]
+    return measured
 
 
 def _predictions(options: argparse.Namespace) -> dict[str, dict[str, list[dict[str, Any]]]]:
     """Return the layouts to measure with their predictions, by number of ranks (as text) and model."""
     machine = read_machine(options.machine)
     models = QUICK if options.quick else {name: MODELS[name] for name in options.models.split(",")}
-    found: dict[str, dict[str, list[dict[str, Any]]]] = {str(ranks): {} for ranks in options.ranks}
+    predictions: dict[str, dict[str, list[dict[str, Any]]]] = {str(ranks): {} for ranks in options.ranks}
     for name, values in models.items():
         print(f"planning {name} …", flush=True)
         for ranks, predicted in _planned(values, machine, options).items():
-            found[str(ranks)][name] = predicted
-    return found
+            predictions[str(ranks)][name] = predicted
+    return predictions
 
 
 def _planned(values: Mapping[str, Any], machine: Any, options: argparse.Namespace) -> dict[int, list[dict[str, Any]]]:
@@ -138,20 +138,20 @@ def _planned(values: Mapping[str, Any], machine: Any, options: argparse.Namespac
     """
     base = merged(values, {"train": {"steps": 1000, "evaluate_every": 0}, "run": {"device": "cpu", "dir": "unused"}})
     config = Config.from_dict(base)
-    found = {}
+    planned = {}
     for ranks in options.ranks:
         each = ranks // options.nodes
         model = profile_of(config, description_of(config), machine, budget=_BUDGET, ranks_per_node=each)
         predictor = Predictor(model, machine, options.nodes, each)
         plan = best(predictor, rules_of(config), options.choices)
         layouts: dict[ParallelLayout, int] = {each.layout: number for number, each in enumerate(plan.found)}
-        asked = [read(line) for line in options.layouts.split(";")] if options.layouts else None
-        for layout in asked or spread(ranks, model.batch, len(model.blocks(1))):
+        requested = [read(line) for line in options.layouts.split(";")] if options.layouts else None
+        for layout in requested or spread(ranks, model.batch, len(model.blocks(1))):
             layouts.setdefault(layout, -1)
         rows = []
         for layout, number in layouts.items():
             try:
-                told = predictor.predict(layout)
+                prediction = predictor.predict(layout)
             except MpitrainError:
                 continue  # this layout is not possible for the model
             rows.append(
@@ -159,16 +159,16 @@ def _planned(values: Mapping[str, Any], machine: Any, options: argparse.Namespac
                     "layout": text(layout),
                     "choice": number,
                     "config": merged(base, settings(layout)),
-                    "seconds": told.seconds,
-                    "parts": dict(told.parts),
-                    "memory": dict(told.memory),
+                    "seconds": prediction.seconds,
+                    "parts": dict(prediction.parts),
+                    "memory": dict(prediction.memory),
                 }
             )
         if not rows:
             raise InputError(f"no layout of {ranks} ranks is possible")
         model.close()
-        found[ranks] = rows
-    return found
+        planned[ranks] = rows
+    return planned
 
 
 def spread(ranks: int, batch: int, blocks: int) -> list[Any]:
@@ -181,7 +181,7 @@ def spread(ranks: int, batch: int, blocks: int) -> list[Any]:
     """
     share = max(1, batch // ranks)
     half = max(1, share // 2)
-    found = [
+    layouts = [
         *(ParallelLayout(ranks, zero=zero, microbatch=share) for zero in range(4)),
         ParallelLayout(ranks, zero=3, share_node=False, microbatch=share),
         *(ParallelLayout(ranks, zero=zero, microbatch=half) for zero in (0, 2)),
@@ -190,16 +190,16 @@ def spread(ranks: int, batch: int, blocks: int) -> list[Any]:
     for stages in {2, ranks} if ranks > 2 else {2}:
         data = ranks // stages
         some = max(1, batch // data // (2 * stages))
-        found += [
+        layouts += [
             ParallelLayout(data, stages, zero=int(data > 1), microbatch=some, schedule=schedule, chunks=chunks)
             for schedule, chunks in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero-bubble", 1))
             if stages * chunks <= blocks
         ]
-    found += [ParallelLayout(ranks // n, 1, n, microbatch=batch // (ranks // n)) for n in {2, min(4, ranks)}]
-    found.append(ParallelLayout(ranks // 2, 1, 2, microbatch=batch // (ranks // 2), sequence=True))
+    layouts += [ParallelLayout(ranks // n, 1, n, microbatch=batch // (ranks // n)) for n in {2, min(4, ranks)}]
+    layouts.append(ParallelLayout(ranks // 2, 1, 2, microbatch=batch // (ranks // 2), sequence=True))
     if ranks >= 4:
-        found.append(ParallelLayout(ranks // 4, 2, 2, microbatch=max(1, batch // (ranks // 4) // 4)))
-    return list(dict.fromkeys(found))
+        layouts.append(ParallelLayout(ranks // 4, 2, 2, microbatch=max(1, batch // (ranks // 4) // 4)))
+    return list(dict.fromkeys(layouts))
 
 
 # -- a model from a factory ---------------------------------------------------------------------------------
@@ -275,13 +275,13 @@ def report(results: dict[int, dict[str, list[Row]]], options: argparse.Namespace
         results: Results of `measure`, by number of ranks.
         options: Options of the command.
     """
-    tables = [table(ranks, model, rows) for ranks, found in results.items() for model, rows in found.items()]
-    every = [row for found in results.values() for rows in found.values() for row in rows]
-    groups = [rows for found in results.values() for rows in found.values()]
+    tables = [table(ranks, model, rows) for ranks, by_model in results.items() for model, rows in by_model.items()]
+    every = [row for by_model in results.values() for rows in by_model.values() for row in rows]
+    groups = [rows for by_model in results.values() for rows in by_model.values()]
     times = [abs(row["seconds"] / seconds(row) - 1) for row in every]
     memory = [abs(predicted_bytes(row) / row["measured"]["memory"] - 1) for row in every]
-    models = dict.fromkeys(model for found in results.values() for model in found)
-    of_models = [[row for found in results.values() for row in found.get(model, [])] for model in models]
+    models = dict.fromkeys(model for by_model in results.values() for model in by_model)
+    of_models = [[row for by_model in results.values() for row in by_model.get(model, [])] for model in models]
     order = [_order(rows) for rows in of_models]
     agreed = [_agreement(rows) for rows in of_models if len(rows[0]["measured"]["seconds"]) > 1]
     chosen = [seconds(rows[0]) / min(map(seconds, rows)) for rows in groups]
@@ -345,18 +345,22 @@ def table(ranks: int, model: str, rows: Sequence[Row]) -> ReportTable:
     columns += ["account, MiB"]
     cells = []
     for row in sorted(rows, key=seconds):
-        nbytes, own = predicted_bytes(row), row["measured"]["memory"]
+        nbytes, measured_bytes = predicted_bytes(row), row["measured"]["memory"]
         choice = row["choice"] + 1 if row["choice"] >= 0 else None
         time = (1e3 * row["seconds"], 1e3 * seconds(row), row["seconds"] / seconds(row))
         account = sum(row["measured"]["account"].values()) / MIB
-        cells.append((row["layout"], choice, *time, nbytes / MIB, own / MIB, nbytes / own, account))
+        cells.append(
+            (row["layout"], choice, *time, nbytes / MIB, measured_bytes / MIB, nbytes / measured_bytes, account)
+        )
     note = f"Rank correlation {_order(rows):.2f}. Memory is what is in use above that of a process without a model."
     return ReportTable(f"{model}, {ranks} ranks", columns, cells, note)
 
 
 def _panels(results: dict[int, dict[str, list[Row]]]) -> list[Panel]:
     """Return two plots, of predicted against measured times and bytes, with points by model and number of ranks."""
-    groups = {f"{model}, {ranks} ranks": rows for ranks, found in results.items() for model, rows in found.items()}
+    groups = {
+        f"{model}, {ranks} ranks": rows for ranks, by_model in results.items() for model, rows in by_model.items()
+    }
     times = {n: ([1e3 * seconds(r) for r in rows], [1e3 * r["seconds"] for r in rows]) for n, rows in groups.items()}
     memory = {
         name: ([r["measured"]["memory"] / MIB for r in rows], [predicted_bytes(r) / MIB for r in rows])

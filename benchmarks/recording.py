@@ -48,16 +48,16 @@ class _RecordedRun(TrainerRun):
         seconds = time.perf_counter() - begin
         if recording is None:
             return seconds, 0
-        told = recording.stop()
-        return seconds, len(told["spans"]) + len(told["communication"])
+        record = recording.stop()
+        return seconds, len(record["spans"]) + len(record["communication"])
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the benchmark and return its exit code."""
-    made = BenchmarkParser("recording", "What a recorded step costs, beside one that is not, in turns.", "2")
-    made.number("pairs", 60, "steps of each kind", quick=4)
-    made.model()
-    return run(made, measure, _report, arguments)
+    parser = BenchmarkParser("recording", "What a recorded step costs, beside one that is not, in turns.", "2")
+    parser.number("pairs", 60, "steps of each kind", quick=4)
+    parser.model()
+    return run(parser, measure, _report, arguments)
 
 
 def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
@@ -98,10 +98,10 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
 
 def _report(results: dict[int, dict[str, Any]], options: argparse.Namespace) -> Report:
     rows, targets = [], []
-    for ranks, found in results.items():
-        plain, recorded = found["seconds"], found["recorded_seconds"]
+    for ranks, result in results.items():
+        plain, recorded = result["seconds"], result["recorded_seconds"]
         ratio = statistics.median(b / a for a, b in zip(plain, recorded, strict=True))
-        rows.append([ranks, statistics.median(plain) * 1e3, ratio, found["entries"]])
+        rows.append([ranks, statistics.median(plain) * 1e3, ratio, result["entries"]])
         targets.append(judged(f"recorded / not, {ranks} ranks", ratio, most=MOST, text=f"{ratio:.3f}"))
     columns = ["ranks", "step [ms]", "recorded / not", "entries"]
     note = "The ratio is the median over pairs of steps; entries are what a rank records in a step."

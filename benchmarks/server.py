@@ -161,11 +161,11 @@ class ModeServer:
         groups, flats, update = self._sharding.groups, self._sharding.flats, self._sharding.update
         assert update is not None
         inbox = {w: OwnShares(groups, 0, [torch.float32]) for w in roles.workers if not flats.sees(w)}
-        remembered, apart = Remembered(len(roles.workers), 0), dict.fromkeys(roles.workers, 0)
+        remembered, bytes_between = Remembered(len(roles.workers), 0), dict.fromkeys(roles.workers, 0)
         clock = Clock(remembered.applied(), roles.workers, None)
         asynchronous = {"mode": "server", "staleness": "none"}
         config = Config.from_dict({"parallel": asynchronous, "train": {"clip": 0.0}})
-        return Server(0, roles, flats, update, self._boxes, remembered, clock, config, 0, apart, inbox)
+        return Server(0, roles, flats, update, self._boxes, remembered, clock, config, 0, bytes_between, inbox)
 
     def push(self) -> None:
         """Push the gradient `x` and wait until the server has updated its parameters; `x` may then be overwritten."""
@@ -214,11 +214,11 @@ def carriers(world: Communicator, numel: int, folder: Path) -> Iterator[dict[str
     """
     desk = Desk(world, numel)
     with rpc(world, folder) as module:
-        made: dict[str, Carrier] = {"memcpy": Memcpy(desk), "torch rpc": TorchRpc(desk, module)}
-        made["parallel.mode server"] = served = ModeServer(desk)
+        by_name: dict[str, Carrier] = {"memcpy": Memcpy(desk), "torch rpc": TorchRpc(desk, module)}
+        by_name["parallel.mode server"] = served = ModeServer(desk)
         for name, mean in (("torch rpc", desk.row + 1), ("parallel.mode server", (desk.workers + 1) / 2)):
-            _check(name, made[name], desk, mean)
-        yield made
+            _check(name, by_name[name], desk, mean)
+        yield by_name
         served.free()
         desk.free()
 
@@ -248,12 +248,12 @@ _ACTS = ("push", "pull")
 def main(arguments: Sequence[str]) -> int:
     """Run the benchmark and return its exit code."""
     what = "Pushes to and pulls from a rank that serves, by each way of carrying them."
-    made = BenchmarkParser(
+    parser = BenchmarkParser(
         "server", what, "2", repeats=31, seconds=60.0, of="one size", quick=(5, 60.0), too_few="a server needs a worker"
     )
-    made.add("sizes", type=byte_sizes, metavar="S,S", help="bytes that a worker moves [64Ki,1Mi,16Mi]")
-    made.add("dir", type=Path, metavar="DIR", help="where ranks of torch rpc find each other [--out]")
-    return run(made, measure, report, arguments)
+    parser.add("sizes", type=byte_sizes, metavar="S,S", help="bytes that a worker moves [64Ki,1Mi,16Mi]")
+    parser.add("dir", type=Path, metavar="DIR", help="where ranks of torch rpc find each other [--out]")
+    return run(parser, measure, report, arguments)
 
 
 def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:

@@ -88,23 +88,28 @@ def report(results: dict[int, Result], options: argparse.Namespace) -> Report:
     if asked_for_device(options):
         return report_on_device(results)
     tables = []
-    for ranks, numel, batch, found in _each(results):
-        tables += [_times(ranks, numel, batch, found), _memory_table(ranks, numel, batch, found)]
+    for ranks, numel, batch, by_contender in _each(results):
+        tables += [_times(ranks, numel, batch, by_contender), _memory_table(ranks, numel, batch, by_contender)]
         if batch == HEAVY:
-            tables.append(_accounts(ranks, numel, found))
-    targets = [t for ranks, _, batch, found in _each(results) if batch == HEAVY for t in _targets(ranks, found)]
+            tables.append(_accounts(ranks, numel, by_contender))
+    targets = [
+        t for ranks, _, batch, by_contender in _each(results) if batch == HEAVY for t in _targets(ranks, by_contender)
+    ]
     return Report(
-        "A training step", tables, targets, [_panels(ranks, b, found) for ranks, _, b, found in _each(results)]
+        "A training step",
+        tables,
+        targets,
+        [_panels(ranks, b, by_contender) for ranks, _, b, by_contender in _each(results)],
     )
 
 
 def _each(results: dict[int, Result]) -> list[tuple[int, int, str, Found]]:
     """Return one (ranks, number of parameters, batch, values by contender) per measured case."""
     return [
-        (ranks, int(numel), batch, found)
+        (ranks, int(numel), batch, by_contender)
         for ranks, result in results.items()
         for numel, batches in result["sizes"].items()
-        for batch, found in batches.items()
+        for batch, by_contender in batches.items()
     ]
 
 
@@ -155,11 +160,11 @@ def _rows(found: Found, cells: Callable[[dict[str, Any]], Sequence[Cell] | None]
     rows: list[list[Cell]] = []
     width = next((len(c) for values in found.values() if (c := cells(values)) is not None), 0)
     for name, values in found.items():
-        told = cells(values)
-        if told is None and "why" in values:
+        row = cells(values)
+        if row is None and "why" in values:
             rows.append([f"{name} ({values['why']})", *[None] * width])
-        elif told is not None:
-            rows.append([name, *told])
+        elif row is not None:
+            rows.append([name, *row])
     return rows
 
 
@@ -239,12 +244,12 @@ def main(arguments: Sequence[str]) -> int:
 def parser() -> BenchmarkParser:
     """Return the options of the benchmark."""
     what = "A training step by DDP and ZeRO-1, 2, 3 against torch and DeepSpeed."
-    made = BenchmarkParser("step", what, "2", repeats=21, seconds=300.0, of="one batch, or one size")
-    made.names("only", contenders(), "these contenders, and one process")
-    made.number("width", SHAPE.width, "model.width, on the CPU", quick=64)
-    made.device("cpu: in fp32; else in bf16 on")
-    made.number("samples", 8, f"of {DEVICE_SHAPE.tokens} tokens a rank, on a device", quick=2)
-    return made
+    options_parser = BenchmarkParser("step", what, "2", repeats=21, seconds=300.0, of="one batch, or one size")
+    options_parser.names("only", contenders(), "these contenders, and one process")
+    options_parser.number("width", SHAPE.width, "model.width, on the CPU", quick=64)
+    options_parser.device("cpu: in fp32; else in bf16 on")
+    options_parser.number("samples", 8, f"of {DEVICE_SHAPE.tokens} tokens a rank, on a device", quick=2)
+    return options_parser
 
 
 def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
@@ -264,8 +269,8 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
     shape = replace(QUICK_SHAPE if options.quick else SHAPE, width=options.width)
     sizes = {HEAVY: 1} if options.quick else {HEAVY: 1, LIGHT: 4}  # samples a rank
     with gloo(world):
-        found = {batch: _measure(world, shape, samples, options) for batch, samples in sizes.items()}
-    return {"nodes": world.num_nodes, "sizes": {str(shape.numel): found}}
+        by_batch = {batch: _measure(world, shape, samples, options) for batch, samples in sizes.items()}
+    return {"nodes": world.num_nodes, "sizes": {str(shape.numel): by_batch}}
 
 
 def _measure(world: Communicator, shape: Shape, samples: int, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
@@ -284,9 +289,9 @@ def _measure(world: Communicator, shape: Shape, samples: int, options: argparse.
     """
     every = contenders()
     names = _asked(every, options)
-    found: dict[str, dict[str, Any]] = {name: {"why": why} for name, why in every.items() if isinstance(why, str)}
-    groups, too_large = _groups(world, [name for name in names if name not in found], shape)
-    found |= {name: {"why": "does not fit into memory"} for name in too_large}
+    results: dict[str, dict[str, Any]] = {name: {"why": why} for name, why in every.items() if isinstance(why, str)}
+    groups, too_large = _groups(world, [name for name in names if name not in results], shape)
+    results |= {name: {"why": "does not fit into memory"} for name in too_large}
     size = f"{shape.numel / 1e6:.1f} M parameters, {samples} x {shape.tokens} tokens"
     runnable = dict.fromkeys(name for group in groups for name in group)
     peaks = {name: _memory(world, name, shape, samples) for name in runnable}
@@ -301,8 +306,8 @@ def _measure(world: Communicator, shape: Shape, samples: int, options: argparse.
                 values: dict[str, Any] = {"median": took.median, "best": took.best, "repeats": len(took.all)}
                 values |= {"relative": took.median / alone, "waiting": took.median - alone, "loss": losses[name]}
                 values |= {"account": _largest(world, trainee), "memory": peaks.get(name)}
-                found.setdefault(name, values)
-    return {name: found[name] for name in names}
+                results.setdefault(name, values)
+    return {name: results[name] for name in names}
 
 
 def _asked(names: Iterable[str], options: argparse.Namespace) -> list[str]:
@@ -329,11 +334,15 @@ def _memory(world: Communicator, name: str, shape: Shape, samples: int) -> dict[
             trainee.prepare()
             trainee.step()
         world.barrier()
-    told = world.all_gather_object((world.node, memory.taken, memory.process()))
+    memories = world.all_gather_object((world.node, memory.taken, memory.process()))
     trainee.close()
     take_from_system(LARGE)
-    nodes = [sum(taken for node, taken, _ in told if node == number) for number in range(world.num_nodes)]
-    return {"rank": max(taken for _, taken, _ in told), "node": max(nodes), "process": max(of for *_, of in told)}
+    nodes = [sum(taken for node, taken, _ in memories if node == number) for number in range(world.num_nodes)]
+    return {
+        "rank": max(taken for _, taken, _ in memories),
+        "node": max(nodes),
+        "process": max(of for *_, of in memories),
+    }
 
 
 def _groups(world: Communicator, names: Sequence[str], shape: Shape) -> tuple[list[list[str]], list[str]]:
@@ -429,14 +438,14 @@ def measure_on_device(world: Communicator, options: argparse.Namespace) -> dict[
             trainee.close()
     tokens = samples * shape.tokens * world.size
     peak = hardware.matrix_peak(device)
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name, took in times.items():
         step = took.median / _STEPS
         share = None if peak is None else tokens / step * flops_of_a_token(shape) / (devices * peak)
-        found[name] = {"step": step, "tokens": tokens / step, "share": share, "loss": losses[name]}
+        results[name] = {"step": step, "tokens": tokens / step, "share": share, "loss": losses[name]}
     memory = world.all_gather_object(hardware.peak_memory_bytes(device))
     facts = {"device": hardware.name(device), "devices": devices, "backend": backend, "memory": max(memory)}
-    return {**facts, "parameters": shape.numel, "samples": samples, "tokens": shape.tokens, "found": found}
+    return {**facts, "parameters": shape.numel, "samples": samples, "tokens": shape.tokens, "found": results}
 
 
 def flops_of_a_token(shape: Shape) -> float:
@@ -449,8 +458,8 @@ def _place(world: Communicator, device: torch.device) -> str:
 
     A single device without an identity counts as not shared.
     """
-    found = hardware.identity(device)
-    return f"rank {world.rank}" if found == str(device) and hardware.count(device.type) == 1 else found
+    identity = hardware.identity(device)
+    return f"rank {world.rank}" if identity == str(device) and hardware.count(device.type) == 1 else identity
 
 
 def _several(trainee: Trainee, device: torch.device) -> None:

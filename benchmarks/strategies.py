@@ -55,15 +55,15 @@ Found = dict[str, dict[str, Any]]  # measured values by strategy
 def main(arguments: Sequence[str]) -> int:
     """Run the benchmark and return its exit code."""
     few = "one rank has nothing to divide"
-    made = BenchmarkParser(
+    parser = BenchmarkParser(
         "strategies", "One model by every strategy, and by torch's and DeepSpeed's.", "4", too_few=few
     )
-    made.model()
-    made.add("batch", type=int, metavar="N", help=f"train.batch [{_BATCH} a rank]")
-    made.number("rounds", 3, "measurements of each", quick=1)
-    made.number("steps", 10, "of a measurement", quick=3)
-    made.add("only", metavar="'A;B'", help="these strategies, and DDP")
-    return run(made, measure, report, arguments)
+    parser.model()
+    parser.add("batch", type=int, metavar="N", help=f"train.batch [{_BATCH} a rank]")
+    parser.number("rounds", 3, "measurements of each", quick=1)
+    parser.number("steps", 10, "of a measurement", quick=3)
+    parser.add("only", metavar="'A;B'", help="these strategies, and DDP")
+    return run(parser, measure, report, arguments)
 
 
 def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
@@ -78,18 +78,18 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
     """
     base = _base(world, options)
     ours, theirs = strategies(world.size, base["model"]), peers()
-    wanted = _wanted(options, [*ours, *theirs])
+    names = _wanted(options, [*ours, *theirs])
     makes: dict[str, Callable[[], TrainingRun] | str] = {
         **{name: partial(TrainerRun, world, merged(base, values)) for name, values in ours.items()},
         **{name: m if isinstance(m, str) else partial(PeerRun, world, base, m) for name, m in theirs.items()},
     }
-    makes = {name: make for name, make in makes.items() if name in wanted}
+    makes = {name: make for name, make in makes.items() if name in names}
     runs = {name: make for name, make in makes.items() if not isinstance(make, str)}
     with gloo(world):
-        found = measured_runs(world, runs, options.rounds, options.steps, 2.0 if options.quick else SECONDS)
-    require_alike({name: of["losses"] for name, of in found.items()}, _AGREE)
-    found |= {name: {"why": make} for name, make in makes.items() if isinstance(make, str)}
-    return {"nodes": world.num_nodes, "model": base["model"], "batch": base["train"]["batch"], "found": found}
+        results = measured_runs(world, runs, options.rounds, options.steps, 2.0 if options.quick else SECONDS)
+    require_alike({name: of["losses"] for name, of in results.items()}, _AGREE)
+    results |= {name: {"why": make} for name, make in makes.items() if isinstance(make, str)}
+    return {"nodes": world.num_nodes, "model": base["model"], "batch": base["train"]["batch"], "found": results}
 
 
 def strategies(ranks: int, model: Mapping[str, int]) -> dict[str, Values]:
@@ -105,27 +105,27 @@ def strategies(ranks: int, model: Mapping[str, int]) -> dict[str, Values]:
         "ZeRO-3 gathered": {"zero": 3, "share_node": False},
         "ZeRO-2, states on the host": {"zero": 2, "offload": "host"},
     }
-    found: dict[str, Values] = {name: {"parallel": values} for name, values in parallel.items()}
+    by_name: dict[str, Values] = {name: {"parallel": values} for name, values in parallel.items()}
     recompute = {"train": {"recompute": True}}
-    found |= {f"{name}, recompute": {"parallel": parallel[name], **recompute} for name in (DDP, "ZeRO-3")}
+    by_name |= {f"{name}, recompute": {"parallel": parallel[name], **recompute} for name in (DDP, "ZeRO-3")}
     for stages, tensor in _shapes(ranks):
         data = ranks // (stages * tensor)
         if stages > model["layers"] or model["heads"] % tensor:
             continue
         axes = {"data": data, "pipeline": stages, "tensor": tensor}
         name = " x ".join(f"{axis} {size}" for axis, size in axes.items() if size > 1)
-        found[name] = {"parallel": {"pipeline": stages, "tensor": tensor, "zero": int(data > 1)}}
-    return found
+        by_name[name] = {"parallel": {"pipeline": stages, "tensor": tensor, "zero": int(data > 1)}}
+    return by_name
 
 
 def _shapes(ranks: int) -> list[tuple[int, int]]:
     """Return pairs (pipeline, tensor): all ranks along one axis, two along one axis, and two along each."""
-    found = [(ranks, 1), (1, ranks)]
+    shapes = [(ranks, 1), (1, ranks)]
     if ranks % 2 == 0:
-        found += [(2, 1), (1, 2)]
+        shapes += [(2, 1), (1, 2)]
     if ranks % 4 == 0:
-        found += [(2, 2)]
-    return list(dict.fromkeys(found))
+        shapes += [(2, 2)]
+    return list(dict.fromkeys(shapes))
 
 
 def _base(world: Communicator, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
@@ -202,18 +202,18 @@ class PeerRun:
         if meter:
             self._activations = meter.nbytes
         self._peer.update()
-        told = loss.double().reshape(1)
-        torch.distributed.all_reduce(told)
-        return float(told) / self.world.size
+        mean_loss = loss.double().reshape(1)
+        torch.distributed.all_reduce(mean_loss)
+        return float(mean_loss) / self.world.size
 
     def account(self) -> dict[str, float]:
         """Return the bytes on this rank by category; 0 for memory that the peer hides, as DeepSpeed hides all."""
-        kept: dict[str, Iterable[Any]] = {}
+        tensors_of: dict[str, Iterable[Any]] = {}
         if not self._peer.hides:
             parameters = list(self._peer.model.parameters())
             states = (value for of in self._peer.optimizer.state.values() for value in of.values())
-            kept = {"parameters": parameters, "gradients": (p.grad for p in parameters), "states": states}
-        counted = {kind: _bytes(tensors) for kind, tensors in kept.items()}
+            tensors_of = {"parameters": parameters, "gradients": (p.grad for p in parameters), "states": states}
+        counted = {kind: _bytes(tensors) for kind, tensors in tensors_of.items()}
         return dict.fromkeys(KINDS, 0.0) | counted | {"activations": float(self._activations)}
 
     def close(self) -> None:
@@ -226,12 +226,12 @@ class PeerRun:
 
 def _bytes(tensors: Iterable[Any]) -> float:
     """Return the bytes of tensors on this rank: for distributed tensors, its share. Scalars do not count."""
-    found = 0
+    nbytes = 0
     for tensor in tensors:
         if torch.is_tensor(tensor) and tensor.numel() > 1:
-            own = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-            found += own.numel() * own.element_size()
-    return float(found)
+            local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+            nbytes += local.numel() * local.element_size()
+    return float(nbytes)
 
 
 # -- the report --------------------------------------------------------------------------------------------
@@ -261,12 +261,12 @@ def sent(of: dict[str, Any]) -> tuple[float | None, float | None]:
 
 
 def _tables(ranks: int, result: dict[str, Any]) -> list[ReportTable]:
-    found: Found = result["found"]
+    results: Found = result["found"]
     model = ", ".join(f"{key} {value}" for key, value in result["model"].items() if key != "name")
     title = f"{ranks} ranks on {result['nodes']} node(s): GPT of {model}; batch {result['batch']}"
-    base = step_seconds(found[DDP])
+    base = step_seconds(results[DDP])
     rows: list[list[Cell]] = []
-    for name, of in found.items():
+    for name, of in results.items():
         if "why" in of:
             rows.append([f"{name} ({of['why']})", *[None] * (len(KINDS) + 6)])
             continue
@@ -283,24 +283,24 @@ def _tables(ranks: int, result: dict[str, Any]) -> list[ReportTable]:
     )
     operations: list[list[Cell]] = [
         [name, operation, axis, algorithm, calls, inside / 1e6, between / 1e6]
-        for name, of in found.items()
+        for name, of in results.items()
         if "why" not in of
         for operation, axis, algorithm, calls, inside, between in of["sent"]["rows"]
     ]
     heads = ("strategy", "operation", "axis", "algorithm", "calls a step", "MB inside", "MB between")
-    told = f"What rank 0 sends a step, {ranks} ranks"
-    return [ReportTable(title, columns, rows, note), ReportTable(told, heads, operations)]
+    sent_title = f"What rank 0 sends a step, {ranks} ranks"
+    return [ReportTable(title, columns, rows, note), ReportTable(sent_title, heads, operations)]
 
 
 def _panels(ranks: int, result: dict[str, Any]) -> list[Panel]:
     """Return plots of the time of a step, of memory by category, and of bytes sent."""
-    found = {name: of for name, of in result["found"].items() if "why" not in of}
-    times = {name: step_seconds(of) * 1e3 for name, of in found.items()}
-    colours = ["tab:orange" if name.startswith(_PEERS) else "tab:blue" for name in found]
-    memory = {kind: [of["largest"][kind] / MIB for of in found.values()] for kind in KINDS}
-    tiers = zip(*([(nbytes or 0.0) / 1e6 for nbytes in sent(of)] for of in found.values()), strict=True)
+    results = {name: of for name, of in result["found"].items() if "why" not in of}
+    times = {name: step_seconds(of) * 1e3 for name, of in results.items()}
+    colours = ["tab:orange" if name.startswith(_PEERS) else "tab:blue" for name in results]
+    memory = {kind: [of["largest"][kind] / MIB for of in results.values()] for kind in KINDS}
+    tiers = zip(*([(nbytes or 0.0) / 1e6 for nbytes in sent(of)] for of in results.values()), strict=True)
     through = dict(zip(("inside a node", "between nodes"), map(list, tiers), strict=True))
-    names, title = list(found), f"memory of the rank with most, {ranks} ranks"
+    names, title = list(results), f"memory of the rank with most, {ranks} ranks"
     return [
         Panel(f"{ranks} ranks (orange: peers)", "step, ms", times, colours=colours),
         Panel(title, "MiB, by category", memory, names, stacked=True),

@@ -48,8 +48,8 @@ CONTENDERS = ("mpitrain", "sequence", "torch", "one process")
 def main(arguments: Sequence[str]) -> int:
     """Run the benchmark and return its exit code."""
     what = "Tensor-parallel transformer blocks against torch's DTensor over gloo."
-    made = BenchmarkParser("tensor", what, "2", repeats=31, seconds=60.0, of="one shape", quick=(5, 60.0))
-    return run(made, measure, report, arguments)
+    parser = BenchmarkParser("tensor", what, "2", repeats=31, seconds=60.0, of="one shape", quick=(5, 60.0))
+    return run(parser, measure, report, arguments)
 
 
 class DivisibleBlock(nn.Module):

@@ -83,13 +83,13 @@ def parser() -> BenchmarkParser:
     """Return the options of the benchmark."""
     what = "Training with one slow rank, by ways that wait for it and ways that do not."
     few = "two workers and a rank that only serves are needed"
-    made = BenchmarkParser("waiting", what, "5", too_few=few, least=3)
-    made.number("slowed", 3.0, "times as long as else that rank 1 takes; 1: no rank", metavar="X")
-    made.number("steps", 64, "of each contender", quick=12)
-    made.number("repeats", 3, "runs of each", quick=1)
-    made.names("only", CONTENDERS, "these contenders, and sync", by=";")
-    made.add("dir", type=Path, metavar="DIR", help="where run folders are put meanwhile [--out]")
-    return made
+    options_parser = BenchmarkParser("waiting", what, "5", too_few=few, least=3)
+    options_parser.number("slowed", 3.0, "times as long as else that rank 1 takes; 1: no rank", metavar="X")
+    options_parser.number("steps", 64, "of each contender", quick=12)
+    options_parser.number("repeats", 3, "runs of each", quick=1)
+    options_parser.names("only", CONTENDERS, "these contenders, and sync", by=";")
+    options_parser.add("dir", type=Path, metavar="DIR", help="where run folders are put meanwhile [--out]")
+    return options_parser
 
 
 def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
@@ -105,12 +105,12 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
         On rank 0, the values of `_steps` by contender.
     """
     workers = world.subgroup(range(world.size - 1), label="workers")
-    wanted = {name: of for name, of in CONTENDERS.items() if not options.only or name in {*options.only, SYNC}}
-    wanted = {name: of for name, of in wanted.items() if of.get("mode", SYNC) in STRATEGIES}
-    found: dict[str, list[Any]] = {name: [] for name in wanted}
+    selected = {name: of for name, of in CONTENDERS.items() if not options.only or name in {*options.only, SYNC}}
+    selected = {name: of for name, of in selected.items() if of.get("mode", SYNC) in STRATEGIES}
+    runs_of: dict[str, list[Any]] = {name: [] for name in selected}
     with temporary_folder(world, options.dir or options.out) as folder:
         for turn in range(options.repeats):
-            for name, parallel in list(wanted.items())[:: -1 if turn % 2 else 1]:
+            for name, parallel in list(selected.items())[:: -1 if turn % 2 else 1]:
                 config = _config(options, world.size - 1, parallel, folder / f"{turn} {name}")
                 ranks = world if parallel.get("servers") else workers
                 if ranks is not None:
@@ -118,9 +118,9 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
                         _Slowed(config, world=ranks, slowed=options.slowed).fit()
                 world.barrier()
                 if world.rank == 0:
-                    found[name].append(_steps(Path(config["run"]["dir"])))
-                    print(f"  {name}: {sum(found[name][-1]['seconds']):.1f} s", flush=True)
-    return {name: median_run(runs) for name, runs in found.items() if runs}
+                    runs_of[name].append(_steps(Path(config["run"]["dir"])))
+                    print(f"  {name}: {sum(runs_of[name][-1]['seconds']):.1f} s", flush=True)
+    return {name: median_run(runs) for name, runs in runs_of.items() if runs}
 
 
 def _config(options: argparse.Namespace, workers: int, parallel: Mapping[str, Any], folder: Path) -> dict[str, Any]:
@@ -196,26 +196,28 @@ def report(results: dict[int, dict[str, Found]], options: argparse.Namespace) ->
         options: Options of the command.
     """
     tables, targets, panels = [], [], []
-    for ranks, found in results.items():
-        given = max(min(smoothed(of["loss"])) for of in found.values())  # the lowest that all contenders reach
-        rows, base = [], tokens_per_second(found[SYNC])
-        for name, of in found.items():
-            rate, to = tokens_per_second(of), seconds_to(of, given)
+    for ranks, runs in results.items():
+        common_loss = max(min(smoothed(of["loss"])) for of in runs.values())  # the lowest that all contenders reach
+        rows, base = [], tokens_per_second(runs[SYNC])
+        for name, of in runs.items():
+            rate, to = tokens_per_second(of), seconds_to(of, common_loss)
             losses = (smoothed(of["loss"])[-1], of["held_out_loss"])
             rows.append((name, rate, rate / base, to, *losses, of["staleness_max"]))
             if name in _JUDGED and options.slowed == 3.0:
                 what = f"{ranks - 1} workers, one slowed 3 times, {name}: tokens a second against sync"
                 targets.append(judged(what, rate / base, least=_WANTED, where=" times"))
-        columns = ["contender", "tokens/s", "/ sync", f"s to a loss of {given:.2f}", "last loss", "held-out loss"]
+        columns = ["contender", "tokens/s", "/ sync", f"s to a loss of {common_loss:.2f}", "last loss", "held-out loss"]
         columns.append("most staleness, steps")
         slow = f"rank 1 slowed {options.slowed:g} times" if options.slowed > 1 else "no rank is slow"
         note = (
-            f"{ranks - 1} workers, {slow}, {len(found[SYNC]['loss'])} steps of {found[SYNC]['tokens']} tokens each. "
+            f"{ranks - 1} workers, {slow}, {len(runs[SYNC]['loss'])} steps of {runs[SYNC]['tokens']} tokens each. "
             f"Losses are means of {SMOOTHED} steps; the given one is the lowest that all contenders reach."
         )
         tables.append(ReportTable(f"{ranks - 1} workers", columns, rows, note))
-        lines = {name: (list(accumulate(of["seconds"])), smoothed(of["loss"])) for name, of in found.items()}
-        panels.append(Panel(f"{ranks - 1} workers", "loss, nats a token", lines=lines, across="seconds", mark=given))
+        lines = {name: (list(accumulate(of["seconds"])), smoothed(of["loss"])) for name, of in runs.items()}
+        panels.append(
+            Panel(f"{ranks - 1} workers", "loss, nats a token", lines=lines, across="seconds", mark=common_loss)
+        )
     return Report("Training with a slow rank", tables, targets, [panels])
 
 
@@ -244,4 +246,4 @@ def seconds_to(of: Found, loss: float) -> float | None:
         loss: Smoothed loss to reach, in nats per token.
     """
     times = accumulate(of["seconds"])
-    return next((at for at, found in zip(times, smoothed(of["loss"]), strict=True) if found <= loss), None)
+    return next((at for at, smooth_loss in zip(times, smoothed(of["loss"]), strict=True) if smooth_loss <= loss), None)

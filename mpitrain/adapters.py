@@ -37,9 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     out = "a .safetensors or .pt file; or, of an hf: model, a new folder that from_pretrained loads"
     peft = commands.add_parser("peft", help="write the adapters in peft's format")
     peft.set_defaults(act=lambda given: write_peft(given.run, given.out, trust=given.trust))
-    for command, told in ((merge, out), (peft, "a new folder, for PeftModel.from_pretrained")):
+    for command, out_help in ((merge, out), (peft, "a new folder, for PeftModel.from_pretrained")):
         command.add_argument("run", type=Path, metavar="RUN", help="a run folder, or one step-... folder in it")
-        command.add_argument("out", type=Path, metavar="OUT", help=told)
+        command.add_argument("out", type=Path, metavar="OUT", help=out_help)
         add_trust(command)
     arguments = parser.parse_args(argv)
 

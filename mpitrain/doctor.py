@@ -114,9 +114,9 @@ def placement(world: Communicator) -> list[Line]:
         here = [values for values in everyone if values[0] == node]
         binding |= {len(values[1]) for values in here}
         for ranks, available in sharing([values[1] for values in here]):
-            wanted = sum(here[rank][2] for rank in ranks)
-            if wanted > len(available):
-                crowded.append(f"node {node}: {wanted} threads on {counted(len(available), 'core')}")
+            requested = sum(here[rank][2] for rank in ranks)
+            if requested > len(available):
+                crowded.append(f"node {node}: {requested} threads on {counted(len(available), 'core')}")
     bound, computing = _range(binding), _range({values[2] for values in everyone})
     hardware_threads = {values[4] for values in everyone}
     more = f" ({_range(hardware_threads)} hardware threads)" if hardware_threads != binding else ""

@@ -44,12 +44,12 @@ def main(argv: Sequence[str] | None = None, world: Communicator | None = None) -
     world = world or init()
     options = read or _options(words)
     # as strings, which can be sent to all ranks; "" stands for None
-    found = world.on_root(
+    paths = world.on_root(
         lambda: [str(p or "") for p in checkpoint_of(options.run, best=options.best, step=options.step)]
     )
-    options.run, options.checkpoint = Path(found[0]), Path(found[1]) if found[1] else None
-    told = Evaluator(options, flags, world).evaluation()
-    world.on_root(lambda: _tell(told, options))
+    options.run, options.checkpoint = Path(paths[0]), Path(paths[1]) if paths[1] else None
+    result = Evaluator(options, flags, world).evaluation()
+    world.on_root(lambda: _tell(result, options))
     return EXIT_DONE
 
 
@@ -85,17 +85,17 @@ def _parser() -> argparse.ArgumentParser:
 
 def _divided(words: list[str]) -> tuple[list[str], list[str]]:
     """Return the command's own arguments, and the settings (--section.key value) among the words."""
-    own, flags = list[str](), list[str]()
+    own_words, flags = list[str](), list[str]()
     while words:
         word = words.pop(0)
         name, equals, _ = word.partition("=")
         if not (name.startswith("--") and "." in name):
-            own.append(word)
+            own_words.append(word)
             continue
         flags.append(word)
         if not equals and words:
             flags.append(words.pop(0))
-    return own, flags
+    return own_words, flags
 
 
 def _tell(told: Evaluation, options: argparse.Namespace) -> None:

@@ -84,12 +84,14 @@ def _run(given: argparse.Namespace, job: Job) -> int:
     stream = len(texts) == 1 and not given.out
     screen = _Screen(texts[0], watch()) if stream and job.first else None
     mine = range(job.column, len(prompts), job.columns)
-    made = generation.run(prompts, Draws(given.seed, prompts), mine, screen.add if screen is not None else None)
+    continuations = generation.run(
+        prompts, Draws(given.seed, prompts), mine, screen.add if screen is not None else None
+    )
     if screen is not None:
         screen.end()
-    found = job.gathered([(number, made[number].tokens, made[number].ended) for number in mine])
+    results = job.gathered([(number, continuations[number].tokens, continuations[number].ended) for number in mine])
     if job.first and not stream:
-        texts_of = {n: {"text": watch().decode(of), "tokens": len(of), "ended": ended} for n, of, ended in found}
+        texts_of = {n: {"text": watch().decode(of), "tokens": len(of), "ended": ended} for n, of, ended in results}
         json_lines(given.out, ({"prompt": text} | texts_of[number] for number, text in enumerate(texts)))
     return EXIT_DONE
 
@@ -100,10 +102,10 @@ def _texts(arguments: argparse.Namespace) -> list[str]:
 
     if arguments.out is not None:
         require_new(arguments.out)
-    found = [*arguments.prompt, *(read_prompts(arguments.prompts) if arguments.prompts is not None else [])]
-    if not found:
+    prompts = [*arguments.prompt, *(read_prompts(arguments.prompts) if arguments.prompts is not None else [])]
+    if not prompts:
         raise refusal("nothing to go on from; give --prompt TEXT, or --prompts FILE")
-    return found
+    return prompts
 
 
 def _encoded(texts: Sequence[str], model: LanguageModel) -> tuple[TextCodec, list[list[int]]]:

@@ -96,8 +96,8 @@ class SavedModel:
     @property
     def tokenizer(self) -> Path | None:
         """Path of the data's tokenizer; None for bytes, and for data other than text."""
-        found = (folder / TOKENIZER for folder in (self.folder, self.run))
-        return next((path for path in found if path.is_file()), None)
+        paths = (folder / TOKENIZER for folder in (self.folder, self.run))
+        return next((path for path in paths if path.is_file()), None)
 
     def build(self) -> Task:
         """Return the model with new weights; a model with adapters gets the weights of their base.
@@ -115,9 +115,9 @@ class SavedModel:
             section, about = self.section, base if isinstance(base, dict) else {}
             if isinstance(about.get("seed"), int):
                 torch.manual_seed(about["seed"])
-            kept = about.get("checkpoint")  # checkpoint of the adapters' base, if it still exists
-            if section.base and isinstance(kept, str) and Path(kept).is_dir():
-                section = section.model_copy(update={"base": kept})
+            base_folder = about.get("checkpoint")  # checkpoint of the adapters' base, if it still exists
+            if section.base and isinstance(base_folder, str) and Path(base_folder).is_dir():
+                section = section.model_copy(update={"base": base_folder})
             task = build_task(section, self.description)
         if task.base is not None:
             task.base.require(base)
@@ -169,20 +169,22 @@ def build_task(section: ModelSection, description: Description) -> Task:
             f"model.base {folder} holds adapters alone; have python -m mpitrain.adapters merge and python -m "
             "mpitrain.checkpoint import make a run of the whole model"
         )
-    told = saved.section.model_dump()
-    require_same_model(section.model_dump(), told, folder, f"leave the keys of [model] out that {section.base} has")
+    base_values = saved.section.model_dump()
+    require_same_model(
+        section.model_dump(), base_values, folder, f"leave the keys of [model] out that {section.base} has"
+    )
     sizes = {
-        "vocabulary": told["vocabulary"] or saved.description.vocabulary or 0,
-        "hidden": told["hidden"],
-        "max_positions": told["max_positions"] or told["sequence"],
+        "vocabulary": base_values["vocabulary"] or saved.description.vocabulary or 0,
+        "hidden": base_values["hidden"],
+        "max_positions": base_values["max_positions"] or base_values["sequence"],
     }
-    own = {key: getattr(section, key) or size for key, size in sizes.items()}
+    updates = {key: getattr(section, key) or size for key, size in sizes.items()}
 
     def put(module: nn.Module) -> None:
         _require_known(module, folder, saved.manifest)
         fill(module, folder, saved.manifest)
 
-    return build_model(section.model_copy(update=own), description, TrainedBase(str(folder), put))
+    return build_model(section.model_copy(update=updates), description, TrainedBase(str(folder), put))
 
 
 def load_model(path: str | Path, *, best: bool = False, trust: bool = False) -> nn.Module:
@@ -288,13 +290,13 @@ def first_whole(folders: Sequence[Path], act: Callable[[Path], T], say: Callable
     first: CheckpointError | None = None
     for folder in folders:
         try:
-            made = act(folder)
+            result = act(folder)
         except CheckpointError as error:
             first = first or error
             continue
         if first is not None:
             say(f"an older checkpoint was taken, {folder}: {first}")
-        return made
+        return result
     assert first is not None
     raise first
 
@@ -326,8 +328,8 @@ def _said(folder: Path, manifest: Manifest) -> tuple[ModelSection, Description]:
             elif isinstance(value, list):
                 data[name] = tuple(value)
         identity = manifest.values.get("data") or ""
-        told = {name: value for name, value in data.items() if name in known}
-        description = Description(**told | {"split": TRAIN, "samples": 0, "identity": identity})
+        values = {name: value for name, value in data.items() if name in known}
+        description = Description(**values | {"split": TRAIN, "samples": 0, "identity": identity})
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{folder}: its manifest's value {TASK!r} is none of ours ({error})") from None
     return Config.from_dict({"model": model}, str(folder)).model, description
@@ -382,9 +384,9 @@ def fill(module: nn.Module, folder: Path, manifest: Manifest) -> None:
             flat = torch.empty(tensor.shape, dtype=dtype)
             beside.append((tensor, flat))
         flat, part = flat.view(-1), logical_of(tensor)
-        wanted = TensorSpec(source, part.shape, str(dtype).removeprefix("torch."))
+        target = TensorSpec(source, part.shape, str(dtype).removeprefix("torch."))
         pieces = part.pieces(source, 0, part.numel) or [(0, Piece.whole(source, 0))]
-        parts += [Part(wanted, piece, flat[at : at + piece.numel]) for at, piece in pieces]
+        parts += [Part(target, piece, flat[at : at + piece.numel]) for at, piece in pieces]
     contents.read_parts(folder, manifest, parts)
     with torch.no_grad():
         for tensor, flat in beside:
@@ -405,13 +407,13 @@ def _require_known(module: nn.Module, folder: Path, manifest: Manifest) -> None:
 def _wanted(module: nn.Module, manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of a module that a checkpoint must have, with their names in the checkpoint."""
     tied = manifest.values.get("tied", {})
-    kept = set(module.state_dict(keep_vars=True))
+    saved_names = set(module.state_dict(keep_vars=True))
     left_out = set(manifest.values.get(LEFT_OUT, ()))
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if isinstance(tensor, nn.Parameter):
             if name in left_out and not tensor.requires_grad:
                 continue  # frozen base weight that is not saved
-        elif name not in kept:
+        elif name not in saved_names:
             continue  # non-persistent buffer
         saved = name if MODEL + name in manifest.tensors else tied.get(name, name)
         yield saved, tensor

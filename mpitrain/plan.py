@@ -85,10 +85,10 @@ def _plan(argv: Sequence[str]) -> int:
     predictor = Predictor(model, machine, nodes, each, options.memory, bucket_mb=config.comm.bucket_mb)
     if options.explain:
         chosen = asked or layouts.layout_of(config, nodes * each, model.blocks(1))
-        told = details(predictor.predict(chosen), predictor.room())  # raises InputError if it is impossible
+        text = details(predictor.predict(chosen), predictor.room())  # raises InputError if it is impossible
         if (excess := excess_of(predictor, chosen)) is not None:
-            told += f"\n\ndoes not fit:\n{refused([excess])}"
-        print(told)
+            text += f"\n\ndoes not fit:\n{refused([excess])}"
+        print(text)
     else:
         plan = best(predictor, rules, options.top, seconds=options.seconds)
         print(report(plan, f"{nodes * each:,} ranks on {nodes:,} x {machine.name} ({machine.origin})"))
@@ -122,8 +122,8 @@ def scaled(
             larger = copy(model)
             larger.batch = model.batch * count // nodes[0] if weak else model.batch
             predictor = Predictor(larger, machine, count, options.ranks_per_node, options.memory)
-            found = best(predictor, rules, 1, seconds=options.seconds).found
-            points.append((predictor.ranks, found[0] if found else None))
+            plans = best(predictor, rules, 1, seconds=options.seconds).found
+            points.append((predictor.ranks, plans[0] if plans else None))
             print(row(points), flush=True)
         print()
     if out is not None:

@@ -34,9 +34,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m mpitrain.predict", description=about)
     add_run(parser)
     add = parser.add_argument
-    given = "a data set's folder (train, then held-out samples), .npy, .npz, a table (.csv, .parquet), an image or a "
-    given += "folder of images; of a model of text: .txt with a text a line, or JSON lines"
-    add("input", type=Path, metavar="INPUT", help=given)
+    kinds = "a data set's folder (train, then held-out samples), .npy, .npz, a table (.csv, .parquet), an image or a "
+    kinds += "folder of images; of a model of text: .txt with a text a line, or JSON lines"
+    add("input", type=Path, metavar="INPUT", help=kinds)
     add("--out", type=Path, required=True, metavar="FILE", help="a new .csv, .jsonl or .npz file")
     add("--batch", type=whole_number, default=64, metavar="N", help="samples at a time and rank [64]")
     bad = "leave out images that cannot be read and rows of tables that do not fit, and count them"
@@ -81,30 +81,34 @@ def _run(arguments: argparse.Namespace, job: Job) -> int:
     load = partial(load_folder, trust=arguments.trust)
     task, saved = job.first_whole(arguments.run, lambda folder: job.agreed(partial(load, folder)), best=arguments.best)
     samples = job.agreed(lambda: _samples(arguments, saved))
-    told, device = told_of(saved.description), job.device(arguments.device)
+    table_format, device = told_of(saved.description), job.device(arguments.device)
     module = task.module.to(device)
 
     def rows_of(lo: int, hi: int) -> np.ndarray:
         """Return a row per sample in [lo, hi) that was not left out: its number, followed by its prediction."""
         numbers, x, y = samples.read(lo, hi) if lo < hi else (np.empty(0), np.empty(0), None)
         if len(numbers) == 0:
-            return np.empty((0, 1 + told.width))
+            return np.empty((0, 1 + table_format.width))
         with torch.no_grad():
             output = module(torch.from_numpy(np.ascontiguousarray(x)).to(device))
-            rows = told.rows(output, None if y is None else torch.from_numpy(y).to(device)).cpu().numpy()
+            rows = table_format.rows(output, None if y is None else torch.from_numpy(y).to(device)).cpu().numpy()
         return np.concatenate([numbers[:, None].astype(np.float64), rows], 1)
 
     with ExitStack() as stack:
-        write = stack.enter_context(new_file(arguments.out, told, samples.names, samples.kept)) if job.first else None
-        together, count = arguments.batch * job.columns, 0
-        for first in range(0, len(samples), together):
-            end = min(first + together, len(samples))
+        write = (
+            stack.enter_context(new_file(arguments.out, table_format, samples.names, samples.kept))
+            if job.first
+            else None
+        )
+        per_round, count = arguments.batch * job.columns, 0
+        for first in range(0, len(samples), per_round):
+            end = min(first + per_round, len(samples))
             lo = min(first + arguments.batch * job.column, end)
             hi = min(lo + arguments.batch, end)
-            found = job.rows(job.agreed(partial(rows_of, lo, hi)))
-            count += len(found)
+            all_rows = job.rows(job.agreed(partial(rows_of, lo, hi)))
+            count += len(all_rows)
             if write is not None:
-                write(found[:, 0].astype(np.int64).tolist(), found[:, 1:])
+                write(all_rows[:, 0].astype(np.int64).tolist(), all_rows[:, 1:])
         if count == 0 and arguments.skip_bad:
             raise refusal(f"{arguments.input} has nothing but {samples.called}; give others")
     if bad := sorted(

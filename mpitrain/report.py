@@ -57,8 +57,8 @@ def _of_runs() -> tuple[argparse.ArgumentParser, Run]:
 def _of_schedules() -> tuple[argparse.ArgumentParser, Run]:
     from mpitrain.pipe import draw
 
-    told = "Show what a schedule would do, in text or as a picture."
-    parser = argparse.ArgumentParser(prog=f"{_PROGRAM} schedule", description=told)
+    about = "Show what a schedule would do, in text or as a picture."
+    parser = argparse.ArgumentParser(prog=f"{_PROGRAM} schedule", description=about)
     draw.add_arguments(parser)
     return parser, draw.run
 

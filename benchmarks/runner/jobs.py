@@ -192,12 +192,14 @@ def timed(
     Returns:
         Times of each contender, by name.
     """
-    made = {n: one if isinstance(one, Contender) else Contender(one, single=True) for n, one in contenders.items()}
+    all_contenders = {
+        n: one if isinstance(one, Contender) else Contender(one, single=True) for n, one in contenders.items()
+    }
     budget = getattr(options, "seconds", math.inf)
-    found = interleaved(world, made, options.repeats, budget, begins=begins)
+    times = interleaved(world, all_contenders, options.repeats, budget, begins=begins)
     if what:
-        say(world, f"{what}: " + ", ".join(f"{name} {of.median * 1e3:.3g} ms" for name, of in found.items()))
-    return found
+        say(world, f"{what}: " + ", ".join(f"{name} {of.median * 1e3:.3g} ms" for name, of in times.items()))
+    return times
 
 
 def summaries(times: Mapping[str, Times]) -> dict[str, dict[str, float]]:

@@ -108,10 +108,10 @@ def rpc(world: Communicator, folder: Path) -> Iterator[Any]:
     options: dict[str, Any] = {"init_method": f"file://{folder / 'rpc'}"}
     if world.num_nodes > 1:  # use the network, even if the nodes are network namespaces of one machine
         options |= {"_transports": ["uv"], "_channels": ["mpt_uv", "basic"]}
-    made = module.TensorPipeRpcBackendOptions(**options)
+    backend_options = module.TensorPipeRpcBackendOptions(**options)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns about functions that it calls itself
-        module.init_rpc(str(world.rank), rank=world.rank, world_size=world.size, rpc_backend_options=made)
+        module.init_rpc(str(world.rank), rank=world.rank, world_size=world.size, rpc_backend_options=backend_options)
     yield module
     world.barrier()
     module.shutdown()
@@ -255,9 +255,9 @@ def of_torch(
     def gradients(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         optimizer.zero_grad(set_to_none=True)
         with precision():
-            found = loss(model(x), y)
-        found.backward()
-        return found.detach()
+            value = loss(model(x), y)
+        value.backward()
+        return value.detach()
 
     return PeerTraining(model, optimizer, gradients, optimizer.step)
 
@@ -290,9 +290,9 @@ def _of_deepspeed(
         state["step"].zero_()
 
     def gradients(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        found = loss(engine(x), y)
-        engine.backward(found)
-        return found.detach()
+        value = loss(engine(x), y)
+        engine.backward(value)
+        return value.detach()
 
     return PeerTraining(engine, optimizer, gradients, engine.step, engine.destroy, hides=True)
 
@@ -310,8 +310,10 @@ def require_alike(losses: Mapping[str, Sequence[float]], tolerance: float) -> No
     expected = next(iter(losses.values()), ())
     for name, of in losses.items():
         if any(not abs(a - b) <= tolerance * abs(b) for a, b in zip(of, expected, strict=True)):
-            told = "; ".join(f"{one} {', '.join(f'{loss:.5f}' for loss in each)}" for one, each in losses.items())
-            raise CommunicationError(f"the contenders do not train the same: losses {told}; {name} differs")
+            losses_text = "; ".join(
+                f"{one} {', '.join(f'{loss:.5f}' for loss in each)}" for one, each in losses.items()
+            )
+            raise CommunicationError(f"the contenders do not train the same: losses {losses_text}; {name} differs")
 
 
 # -- the contenders of a training step ---------------------------------------------------------------------
@@ -418,9 +420,9 @@ _OURS: dict[str, dict[str, Any]] = {
 
 def contenders() -> dict[str, Build | str]:
     """Return all contenders by name: a function that creates one, or the reason why it cannot run here."""
-    found: dict[str, Build | str] = {ALONE: partial(_theirs, make=of_torch)}
-    found |= {name: partial(_ours, parallel=parallel) for name, parallel in _OURS.items()}
-    return found | {name: m if isinstance(m, str) else partial(_theirs, make=m) for name, m in peers().items()}
+    builds: dict[str, Build | str] = {ALONE: partial(_theirs, make=of_torch)}
+    builds |= {name: partial(_ours, parallel=parallel) for name, parallel in _OURS.items()}
+    return builds | {name: m if isinstance(m, str) else partial(_theirs, make=m) for name, m in peers().items()}
 
 
 def contender(
@@ -459,9 +461,9 @@ def mean_losses(world: Communicator, trainees: Mapping[str, Trainee], tolerance:
     """
     losses = np.array([float(trainee.loss) for trainee in trainees.values()])
     world.all_reduce(losses)
-    found = dict(zip(trainees, losses.tolist(), strict=True))
-    require_alike({name: [loss] for name, loss in found.items() if name != ALONE}, tolerance)
-    return found
+    means = dict(zip(trainees, losses.tolist(), strict=True))
+    require_alike({name: [loss] for name, loss in means.items() if name != ALONE}, tolerance)
+    return means
 
 
 def _optimizer(model: nn.Module) -> torch.optim.Optimizer:

@@ -81,10 +81,10 @@ def judged(
         percent: If true, bound and value are shown as percentages.
     """
     sign, bound = ("≤", most) if least == -math.inf else ("≥", least)
-    wanted = f"{sign} {bound:.0%}{where}" if percent else f"{sign} {bound:g}{where}"
+    target = f"{sign} {bound:.0%}{where}" if percent else f"{sign} {bound:g}{where}"
     if found is None or math.isnan(found):
-        return ReportTarget(what, wanted, absent, None)
-    return ReportTarget(what, wanted, text or (f"{found:.2%}" if percent else f"{found:.2f}"), least <= found <= most)
+        return ReportTarget(what, target, absent, None)
+    return ReportTarget(what, target, text or (f"{found:.2%}" if percent else f"{found:.2f}"), least <= found <= most)
 
 
 def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:

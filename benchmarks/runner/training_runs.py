@@ -121,22 +121,22 @@ def measured_runs(
         rank with most. "account": bytes by category on rank 0. "largest": bytes by category, each the maximum over the
         ranks. "losses": losses of the first steps. "sent": see `SentBytes.told`.
     """
-    found: dict[str, dict[str, Any]] = {}
+    results: dict[str, dict[str, Any]] = {}
     names = list(makes)
     take_from_system(PIECE)
     for make in makes.values():
         _one(world, make, 1, 1.0)
     for name, make in makes.items():
-        found[name] = {"seconds": [], **_one(world, make, _WATCHED, 1.0, watching=True)[1]}
+        results[name] = {"seconds": [], **_one(world, make, _WATCHED, 1.0, watching=True)[1]}
     take_from_system(LARGE)
     for turn in range(rounds):
         for number, name in list(enumerate(names, 1))[:: -1 if turn % 2 else 1]:
             times, _ = _one(world, makes[name], steps, seconds)
-            found[name]["seconds"].append(times)
+            results[name]["seconds"].append(times)
             if world.rank == 0:
                 which = f"{number} of {len(names)}" + (f", {name}" if name != str(number) else "")
                 print(f"  {which}: {statistics.median(times):.4f} s", flush=True)
-    return found
+    return results
 
 
 def step_seconds(of: Mapping[str, Any]) -> float:
@@ -176,18 +176,18 @@ def _one(
                 count = WARM + min(steps, max(3, int(seconds / times[-1])))
     sent = meter.told(count - WARM) if watching else None
     account = run.account()
-    own = torch.tensor([memory.taken, *account.values()], dtype=torch.float64)
-    world.all_reduce(own, "max")
+    maxima = torch.tensor([memory.taken, *account.values()], dtype=torch.float64)
+    world.all_reduce(maxima, "max")
     run.close()
-    taken, *largest = own.tolist()
-    told = {"memory": taken, "account": account, "largest": dict(zip(account, largest, strict=True))}
-    return times[WARM:], told | {"losses": losses[: WARM + 1], "sent": sent}
+    taken, *largest = maxima.tolist()
+    values = {"memory": taken, "account": account, "largest": dict(zip(account, largest, strict=True))}
+    return times[WARM:], values | {"losses": losses[: WARM + 1], "sent": sent}
 
 
 def _slowest(world: Communicator, seconds: float) -> float:
-    found = torch.tensor([seconds], dtype=torch.float64)
-    world.all_reduce(found, "max")
-    return float(found)
+    slowest = torch.tensor([seconds], dtype=torch.float64)
+    world.all_reduce(slowest, "max")
+    return float(slowest)
 
 
 def merged(first: Values, second: Values) -> dict[str, dict[str, Any]]:
@@ -242,14 +242,14 @@ class SentBytes:
         inside, between = (sum(getattr(row, tier) for row in rows) / steps for tier in ("inside", "between"))
         most = torch.tensor([inside, between], dtype=torch.float64)
         world.all_reduce(most, "max")
-        own = [
+        cells = [
             [row.operation, row.axis, row.algorithm, row.calls / steps, row.inside / steps, row.between / steps]
             for row in rows
         ]
         return {
             "inside": float(most[0]),
             "between": float(most[1]),
-            "rows": own,
+            "rows": cells,
             "loopback": loopback / steps / world.size if world.num_nodes == 1 else None,
         }
 

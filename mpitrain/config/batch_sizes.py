@@ -77,8 +77,8 @@ class BatchSizes:
 
     def describe(self) -> str:
         """Return the warm-up as readable text, such as "100 steps of 8 samples"; empty if there is no warm-up."""
-        told = [f"{steps:,} steps of {size:,}" for steps, size in self.warmup]
-        return f"{', '.join(told)} samples" if told else ""
+        stages = [f"{steps:,} steps of {size:,}" for steps, size in self.warmup]
+        return f"{', '.join(stages)} samples" if stages else ""
 
 
 def checked_warmup(given: Any) -> Any:
@@ -144,6 +144,6 @@ def accumulation(
     if steps is None:
         steps = batch // (microbatch * ranks) if microbatch else 0
     if microbatch * steps * ranks != batch or not batch:
-        told = f"{microbatch} x {steps} x {ranks} ranks" if microbatch and steps else f"{ranks} ranks"
-        raise refusal(f"{names[0]} {batch} is not {told}; make it microbatch x accumulation x ranks")
+        product = f"{microbatch} x {steps} x {ranks} ranks" if microbatch and steps else f"{ranks} ranks"
+        raise refusal(f"{names[0]} {batch} is not {product}; make it microbatch x accumulation x ranks")
     return microbatch, steps

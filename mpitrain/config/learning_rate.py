@@ -247,11 +247,11 @@ def made(kind: type[OneCycle] | type[RangeTest], options: Mapping[str, Any]) -> 
     Raises:
         InputError: An attribute is missing, unknown, not a number, or out of range.
     """
-    given = {key: value for key, value in options.items() if value is not None}
-    if unknown := sorted(set(given) - set(kind.model_fields)):
+    values = {key: value for key, value in options.items() if value is not None}
+    if unknown := sorted(set(values) - set(kind.model_fields)):
         raise refusal(f"there is no {', '.join(unknown)}; there are {', '.join(kind.model_fields)}")
     try:
-        return kind.model_validate(given)
+        return kind.model_validate(values)
     except ValidationError as error:
         raise refusal(f"{first_problem(error)}; fix it") from None
 

@@ -39,8 +39,10 @@ def find(key: str, path: str) -> Callable[..., Any]:
     function = getattr(module, name, None)
     if function is None:
         package = module.__name__.partition(".")[0]  # only names defined there, not imported ones
-        own = {other: str(getattr(value, "__module__", "")) for other, value in vars(module).items() if callable(value)}
-        known = [other for other, home in own.items() if home.partition(".")[0] == package and other[0] != "_"]
+        homes = {
+            other: str(getattr(value, "__module__", "")) for other, value in vars(module).items() if callable(value)
+        }
+        known = [other for other, home in homes.items() if home.partition(".")[0] == package and other[0] != "_"]
         otherwise = f"define it there, or name one of {', '.join(known[:_SHOWN])}" if known else "define it there"
         raise InputError(
             f"{key} {path}: {module.__file__ or module_name} has no function {name!r}; "
@@ -48,8 +50,8 @@ def find(key: str, path: str) -> Callable[..., Any]:
         )
     if not callable(function):
         raise InputError(f"{key} {path}: {name} is {type(function).__name__}, not a function; name one")
-    found: Callable[..., Any] = function
-    return found
+    result: Callable[..., Any] = function
+    return result
 
 
 def require_outside(key: str, path: str, folder: Path) -> None:
@@ -135,8 +137,8 @@ def told(error: BaseException) -> str:
     """Return one line with an error of the user's code and its place: `ValueError: depth is 0 (model.py:12)`."""
     plumbing = (_PACKAGE, "<frozen importlib", importlib.__file__)
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(plumbing)]
-    own = [frame for frame in frames if "site-packages" not in frame.filename] or frames  # the user's, not torch's
-    place = f" ({os.path.basename(own[-1].filename)}:{own[-1].lineno})" if own else ""
+    user_frames = [frame for frame in frames if "site-packages" not in frame.filename] or frames  # not torch's
+    place = f" ({os.path.basename(user_frames[-1].filename)}:{user_frames[-1].lineno})" if user_frames else ""
     if isinstance(error, SyntaxError):
         place = f" ({os.path.basename(error.filename or '?')}:{error.lineno})"
         return f"{type(error).__name__}: {error.msg}{place}"

@@ -37,14 +37,14 @@ def with_preset(given: Mapping[str, Any]) -> Values:
     """
     path = Path(str(given["preset"]))
     with refusing(f"model.preset {path} is no config.json", "give that of a model"):
-        found = preset_values(path := path.expanduser())
-    other = [key for key, value in found.items() if given.get(key, value) != value]
-    if other and found.keys() <= given.keys():
+        preset = preset_values(path := path.expanduser())
+    other = [key for key, value in preset.items() if given.get(key, value) != value]
+    if other and preset.keys() <= given.keys():
         raise InputError(
-            f"model.preset {path} has {other[0]} {found[other[0]]}, and model.{other[0]} is {given[other[0]]}, as all "
+            f"model.preset {path} has {other[0]} {preset[other[0]]}, and model.{other[0]} is {given[other[0]]}, as all "
             "its keys are given: remove them, or model.preset"
         )
-    return {**found, **given, "preset": ""}
+    return {**preset, **given, "preset": ""}
 
 
 def preset_values(path: Path) -> Values:
@@ -100,17 +100,17 @@ def config_json(model: Mapping[str, Any], vocabulary: int, dtype: str) -> Values
             "activation_function": "gelu_new",
             **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), model["dropout"]),
         }
-    own: dict[str, Values] = {
+    by_family: dict[str, Values] = {
         "llama": {"attention_bias": model["bias"], "mlp_bias": model["bias"]},
         "qwen2": {"use_sliding_window": False},
         "qwen3": {"use_sliding_window": False, "attention_bias": False},
     }
     if family != "qwen2":
-        own[family]["head_dim"] = model["width"] // model["heads"]
+        by_family[family]["head_dim"] = model["width"] // model["heads"]
     return common | {
         "model_type": family,
         "architectures": [f"{family.capitalize()}ForCausalLM"],
-        **own[family],
+        **by_family[family],
         "num_hidden_layers": model["layers"],
         "hidden_size": model["width"],
         "num_attention_heads": model["heads"],
@@ -136,15 +136,15 @@ def form_of(model: Mapping[str, Any]) -> str:
     Raises:
         InputError: The model belongs to none of these families.
     """
-    wanted: dict[str, Values] = {
+    forms: dict[str, Values] = {
         "llama": {"norm": "rmsnorm", "positions": "rotary", "mlp": "swiglu"},
         "gpt2": {"norm": "layernorm", "positions": "learned", "mlp": "gelu", "bias": True, "qk_norm": False},
     }
     if model.get("name", "gpt") != "gpt" or model.get("factory"):
         raise InputError("only model.name gpt has a form of Hugging Face's; export other models to .safetensors or .pt")
-    if model["kv_heads"] in (0, model["heads"]) and all(model[key] == value for key, value in wanted["gpt2"].items()):
+    if model["kv_heads"] in (0, model["heads"]) and all(model[key] == value for key, value in forms["gpt2"].items()):
         return "gpt2"
-    if all(model[key] == value for key, value in wanted["llama"].items()):
+    if all(model[key] == value for key, value in forms["llama"].items()):
         if model["qk_norm"]:
             if model["bias"] or model["qkv_bias"]:
                 raise InputError(
@@ -153,9 +153,9 @@ def form_of(model: Mapping[str, Any]) -> str:
                 )
             return "qwen3"
         return "qwen2" if model["qkv_bias"] and not model["bias"] else "llama"
-    own = ", ".join(f"{key} {model[key]}" for key in ("norm", "positions", "mlp"))
+    summary = ", ".join(f"{key} {model[key]}" for key in ("norm", "positions", "mlp"))
     raise InputError(
-        f"a gpt with {own} is neither Hugging Face's llama (rmsnorm, rotary, swiglu) nor gpt2 (layernorm, learned, "
+        f"a gpt with {summary} is neither Hugging Face's llama (rmsnorm, rotary, swiglu) nor gpt2 (layernorm, learned, "
         "gelu, with bias, without model.kv_heads); export it to .safetensors or .pt"
     )
 
@@ -359,8 +359,8 @@ def with_base(given: Mapping[str, Any]) -> dict[str, Any]:
     if not path.exists():
         raise InputError(f"model.base: {path} does not exist; give a checkpoint folder or a run folder")
     files = [file for file in (path / CONFIG, path.absolute().parent.parent / CONFIG) if file.is_file()]
-    found = read_toml(str(files[0])).get("model", {}) if files else {}
-    return {key: value for key, value in found.items() if key not in _OWN} | dict(given)
+    base = read_toml(str(files[0])).get("model", {}) if files else {}
+    return {key: value for key, value in base.items() if key not in _OWN} | dict(given)
 
 
 # defaults of single models, where they differ from those of `ModelSection` and `OptimSection`
@@ -380,14 +380,14 @@ def completed(values: Mapping[str, Any]) -> Mapping[str, Any]:
     If the user chose an optimizer, nothing is added to [optim], because a learning rate for one optimizer does not suit
     another one.
     """
-    model, made = values.get("model"), dict(values)
+    model, result = values.get("model"), dict(values)
     name: Any = model.get("name") if isinstance(model, Mapping) and not model.get("factory") else None
-    given = _BY_MODEL[name] if isinstance(name, str) and name in _BY_MODEL else {}
-    for section, defaults in given.items():
-        known = made.get(section, {})
+    by_section = _BY_MODEL[name] if isinstance(name, str) and name in _BY_MODEL else {}
+    for section, defaults in by_section.items():
+        known = result.get(section, {})
         if isinstance(known, Mapping) and not (section == "optim" and "name" in known):
-            made[section] = {**defaults, **known}
-    return made
+            result[section] = {**defaults, **known}
+    return result
 
 
 def defaults_by_model(section: str, key: str) -> str:

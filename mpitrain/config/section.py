@@ -45,8 +45,8 @@ def setting(
         decisive: If true, ignoring the setting would change the training, so `mpitrain.initialize` refuses it.
         **limits: Range of the value: ge, gt, le or lt, as in `pydantic.Field`.
     """
-    told = {"alias": list(alias), "also": list(also), "mode": mode, "loop": loop, "off": off, "decisive": decisive}
-    return Field(default, description=description, json_schema_extra=told, pattern=pattern, **limits)  # type: ignore[call-overload]
+    extra = {"alias": list(alias), "also": list(also), "mode": mode, "loop": loop, "off": off, "decisive": decisive}
+    return Field(default, description=description, json_schema_extra=extra, pattern=pattern, **limits)  # type: ignore[call-overload]
 
 
 # Settings that `mpitrain.initialize` uses:

@@ -114,15 +114,15 @@ class Config(Section):
         Raises:
             InputError: A key or a value is wrong, or the file cannot be read; the message names it and the fix.
         """
-        file, given = parse(arguments)
+        file, flags = parse(arguments)
         values = {} if file is None else _by_our_names(read_toml(file), file)
         for key, other, _ in INSTEAD:
-            if (flagged := {key, other} & given.get("train", {}).keys()) and "train" in values:
+            if (flagged := {key, other} & flags.get("train", {}).keys()) and "train" in values:
                 for each in {key, other} - flagged:
                     values["train"].pop(each, None)
-        for section, keys in given.items():
+        for section, keys in flags.items():
             values.setdefault(section, {}).update(keys)
-        by_flags = {f"{section}.{key}": COMMAND_LINE for section, keys in given.items() for key in keys}
+        by_flags = {f"{section}.{key}": COMMAND_LINE for section, keys in flags.items() for key in keys}
         return _checked(values, by_flags, file or COMMAND_LINE)
 
     def to_toml(self) -> str:
@@ -235,7 +235,7 @@ def _choices(annotation: Any) -> tuple[Any, ...]:
     """Return the names that a setting can choose among, also in a union with other types; empty if it has none."""
     if get_origin(annotation) is Literal:
         return get_args(annotation)
-    several = [found for member in get_args(annotation) if len(found := _choices(member)) > 1]
+    several = [choices for member in get_args(annotation) if len(choices := _choices(member)) > 1]
     return several[0] if several else ()
 
 
@@ -281,8 +281,8 @@ def _unknown(name: str, origin: str) -> InputError:
         return refusal(
             f"{origin}: {name!r} is key {key!r} of section {section!r}; write [{section}] and {key} under it"
         )
-    _, found = _nearest(section, key)
-    return _mistaken(name, found, origin)
+    _, nearest = _nearest(section, key)
+    return _mistaken(name, nearest, origin)
 
 
 def _not_a_key(section: str, origin: str) -> InputError:
@@ -297,17 +297,17 @@ def _wrong_name(name: str, origin: str, keys: list[str]) -> InputError:
     """Return the error for an unknown section `name` in which `keys` were set."""
     if "." in name:
         return _unknown(name, origin)
-    sure, found = _nearest(name, keys[0]) if keys else _nearest("", name)
+    sure, nearest = _nearest(name, keys[0]) if keys else _nearest("", name)
     near = difflib.get_close_matches(name[:_LONGEST], sections(), n=1, cutoff=_NEAR)
     if keys and near and (sure < 1 or keys[0] in sections()[near[0]]):  # else only the key decides
         return _mistaken(name, near, origin)
     if keys:
-        return _mistaken(f"{name}.{keys[0]}", found, origin)
+        return _mistaken(f"{name}.{keys[0]}", nearest, origin)
     if near and _alike(name, near[0]) >= sure:
         return _mistaken(name, near, origin)
     if sure < _NEAR:
         return refusal(f"{origin}: unknown key {name!r:.200}; see --help for the list")
-    return _mistaken(name, found, origin)
+    return _mistaken(name, nearest, origin)
 
 
 def _mistaken(name: str, found: list[str], origin: str) -> InputError:
@@ -367,21 +367,21 @@ def _by_our_names(values: Mapping[str, Any], origin: str) -> dict[str, Any]:
     Raises:
         InputError: A setting was given under two names, or a section or key does not exist.
     """
-    found = {section: dict(keys) if isinstance(keys, Mapping) else keys for section, keys in values.items()}
+    result = {section: dict(keys) if isinstance(keys, Mapping) else keys for section, keys in values.items()}
     for section, keys in values.items():
         for key in keys if isinstance(keys, Mapping) else ():
             of, name = our_name(section, key)
-            target = found.setdefault(of, {})
+            target = result.setdefault(of, {})
             if f"{section}.{key}" in REMOVED and keys[key] == REMOVED[f"{section}.{key}"][0]:
-                del found[section][key]
+                del result[section][key]
             if (of, name) == (section, key) or not isinstance(target, dict):
                 continue
             if name in target:
                 raise refusal(f"{origin}: {section}.{key} and {of}.{name} are the same setting; give one of them")
-            target[name] = found[section].pop(key)
+            target[name] = result[section].pop(key)
             early.say(_renamed(origin, f"{section}.{key}", f"{of}.{name}"))
-    _check_names(found, origin)
-    return found
+    _check_names(result, origin)
+    return result
 
 
 def _renamed(origin: str, theirs: str, ours: str) -> str:

@@ -48,10 +48,10 @@ def _checked_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def patterns_of(group: Mapping[str, Any]) -> list[str]:
     """Return the patterns in `match` of an optimizer group; empty if `match` is not text or a list of texts."""
     match = group.get("match")
-    found = [match] if isinstance(match, str) else match
-    if not isinstance(found, (list, tuple)) or not all(isinstance(pattern, str) and pattern for pattern in found):
+    patterns = [match] if isinstance(match, str) else match
+    if not isinstance(patterns, (list, tuple)) or not all(isinstance(pattern, str) and pattern for pattern in patterns):
         return []
-    return list(found)
+    return list(patterns)
 
 
 class ModelSection(Section):

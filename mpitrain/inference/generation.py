@@ -98,8 +98,8 @@ class Sampling:
         before = likely.cumsum(1) - likely  # total probability of the likelier tokens
         likely[before >= self.top_p] = 0
         likely[likely < self.min_p * likely[:, :1]] = 0
-        kept = torch.zeros_like(whole).scatter_(1, tokens, likely)
-        return kept / kept.sum(1, keepdim=True)
+        remaining = torch.zeros_like(whole).scatter_(1, tokens, likely)
+        return remaining / remaining.sum(1, keepdim=True)
 
     def penalized(self, scores: torch.Tensor, texts: Sequence[Sequence[int]]) -> torch.Tensor:
         """Return the scores, lowered for tokens that a row's text already has.
@@ -125,8 +125,8 @@ class Sampling:
         if self.temperature == 0:
             return scores.argmax(1)
         reached = self.probabilities(scores).cumsum(1)
-        wanted = numbers.to(reached.device)[:, None] * reached[:, -1:]
-        return (reached <= wanted).sum(1).clamp_(max=scores.shape[1] - 1)
+        targets = numbers.to(reached.device)[:, None] * reached[:, -1:]
+        return (reached <= targets).sum(1).clamp_(max=scores.shape[1] - 1)
 
 
 class Draws:
@@ -243,12 +243,12 @@ class Generation:
         Returns:
             The continuation of each prompt, in the order of `prompts`.
         """
-        made = [Continuation() for _ in prompts]
+        continuations = [Continuation() for _ in prompts]
         order = sorted(range(len(prompts)) if numbers is None else numbers, key=lambda number: len(prompts[number]))
         with torch.no_grad():  # not inference mode, in which divided layers cannot recognise tensors
             for lo in range(0, len(order), BATCH):
-                self._run_batch(order[lo : lo + BATCH], prompts, made, draws, each)
-        return made
+                self._run_batch(order[lo : lo + BATCH], prompts, continuations, draws, each)
+        return continuations
 
     def _run_batch(
         self, numbers: Sequence[int], prompts: Prompts, made: list[Continuation], draws: Draws, each: Each | None
@@ -260,27 +260,27 @@ class Generation:
         length = len(prompts[rows[0]])
         watches = {number: self.watch() for number in rows} if self.watch is not None else {}
         self.model.decoder.begin()
-        given = torch.tensor([list(prompts[number][:length]) for number in rows])
+        inputs = torch.tensor([list(prompts[number][:length]) for number in rows])
         while True:
-            scores = self.model.decoder.advance(given.to(self.model.device))
+            scores = self.model.decoder.advance(inputs.to(self.model.device))
             free = [row for row, number in enumerate(rows) if len(prompts[number]) <= length]
-            found: Iterator[int] = iter(())
+            next_tokens: Iterator[int] = iter(())
             if free:
                 chosen = None
                 if scores is not None:
-                    own = scores[free, : self.model.vocabulary].float().cpu()
+                    free_scores = scores[free, : self.model.vocabulary].float().cpu()
                     if self.sampling.repetition != 1:
                         texts = [[*prompts[rows[row]], *made[rows[row]].tokens] for row in free]
-                        own = self.sampling.penalized(own, texts)
-                    chosen = self.sampling.choose(own, draws.next([rows[row] for row in free]))
-                found = iter(self.model.settle(chosen, len(free)).tolist())
+                        free_scores = self.sampling.penalized(free_scores, texts)
+                    chosen = self.sampling.choose(free_scores, draws.next([rows[row] for row in free]))
+                next_tokens = iter(self.model.settle(chosen, len(free)).tolist())
             following, staying = [], []
             for row, number in enumerate(rows):
                 prompt, text = prompts[number], made[number]
                 if len(prompt) > length:
                     token = prompt[length]
                 else:
-                    token = next(found)
+                    token = next(next_tokens)
                     text.ended = token == self.model.end
                     if not text.ended:
                         text.tokens.append(token)
@@ -298,7 +298,7 @@ class Generation:
             if len(staying) < len(rows):
                 self.model.decoder.select(staying)
                 rows = [rows[row] for row in staying]
-            given, length = torch.tensor(following)[:, None], length + 1
+            inputs, length = torch.tensor(following)[:, None], length + 1
 
     def left(self, prompt: Sequence[int]) -> int:
         """Return the largest number of tokens that can follow a prompt."""

@@ -92,26 +92,26 @@ def open_samples(path: Path, description: Description, *, skip_bad: bool = False
     if keep and not (path.is_file() and is_table(path)):
         raise InputError(f"--keep {','.join(keep)} is for columns of a table, and {path} is none; leave it out")
     if path.is_dir() and is_dataset(path):
-        found: Samples = _Prepared(path, description)
+        samples: Samples = _Prepared(path, description)
     elif description.kind == "tokens":
         raise InputError(
             f"{path} is neither a data set of tokens, which the model takes, nor a file of texts; give .txt or .jsonl, "
             "or make a data set with mpitrain.data prepare"
         )
     elif path.suffix.lower() in (".npy", ".npz"):
-        found = _Array(path)
+        samples = _Array(path)
     elif path.is_file() and is_table(path):
-        found = _Rows(path, description, skip_bad=skip_bad, keep=keep)
+        samples = _Rows(path, description, skip_bad=skip_bad, keep=keep)
     elif images := [file for file in (files_below(path) if path.is_dir() else [path]) if is_image(file)]:
-        found = _Images(path, images, description.x_shape, skip_bad=skip_bad)
+        samples = _Images(path, images, description.x_shape, skip_bad=skip_bad)
     else:
         raise InputError(f"{path} holds no samples that predict reads; give a data set, .npy, .npz, a table or images")
-    if found.shape != description.x_shape or found.dtype != description.x_dtype:
+    if samples.shape != description.x_shape or samples.dtype != description.x_dtype:
         raise InputError(
-            f"{path} has samples of {found.dtype} {list(found.shape)}, and the model was trained on "
+            f"{path} has samples of {samples.dtype} {list(samples.shape)}, and the model was trained on "
             f"{description.x_dtype} {list(description.x_shape)}; give samples of that form"
         )
-    return found
+    return samples
 
 
 class _Prepared(Samples):
@@ -127,21 +127,23 @@ class _Prepared(Samples):
         self._parts: list[Dataset] = [open_dataset(path, split, sequence=sequence) for split in splits]
         first = self._parts[0].description
         self.shape, self.dtype, self._tokens = first.x_shape, first.x_dtype, description.kind == "tokens"
-        known, own = description.vocabulary, first.vocabulary
-        if known is not None and own is not None and own > known:
-            raise InputError(f"{path} has a vocabulary of {own}, the model was trained on {known}; prepare it alike")
+        known, vocabulary = description.vocabulary, first.vocabulary
+        if known is not None and vocabulary is not None and vocabulary > known:
+            raise InputError(
+                f"{path} has a vocabulary of {vocabulary}, the model was trained on {known}; prepare it alike"
+            )
         self._bounds = [0, *accumulate(map(len, self._parts))]
 
     def __len__(self) -> int:
         return self._bounds[-1]
 
     def read(self, lo: int, hi: int) -> tuple[Array, Array, Array | None]:
-        found = []
+        pairs = []
         for begin, part in zip(self._bounds, self._parts, strict=False):
             first, last = max(lo - begin, 0), min(hi - begin, len(part))
             if first < last:
-                found.append(part.read(np.arange(first, last)))
-        x, y = (np.concatenate([pair[i] for pair in found]) for i in (0, 1))
+                pairs.append(part.read(np.arange(first, last)))
+        x, y = (np.concatenate([pair[i] for pair in pairs]) for i in (0, 1))
         return np.arange(lo, hi), x, y if self._tokens else None
 
 
@@ -222,14 +224,14 @@ class _Images(Samples):
         numbers, pixels = [], []
         for number, path in enumerate(self._items[lo:hi], lo):
             try:
-                found = fitted(path, f"image {path}", (self.shape[1], self.shape[2]), crop=True)
+                image = fitted(path, f"image {path}", (self.shape[1], self.shape[2]), crop=True)
             except BadImage:
                 if not self._skip_bad:
                     raise
                 self.left_out.append((number, str(path)))
                 continue
             numbers.append(number)
-            pixels.append(found * np.float32(1 / 255))
+            pixels.append(image * np.float32(1 / 255))
         x = np.stack(pixels) if pixels else np.empty((0, *self.shape), self.dtype)
         return np.array(numbers, np.int64), x, None
 
@@ -256,9 +258,9 @@ class Texts(Samples):
         self._items = []
         for number, parts in enumerate(texts_of(path, fields), 1):
             tokens = [codec.encode(part) for part in parts]
-            given = len(begin) + (len(tokens[0]) if len(tokens) > 1 else 0)
+            prompt_length = len(begin) + (len(tokens[0]) if len(tokens) > 1 else 0)
             whole = [*begin, *(token for some in tokens for token in some)]
-            if len(whole) < 2 or len(whole) == given:
+            if len(whole) < 2 or len(whole) == prompt_length:
                 raise InputError(f"{path}, text {number} has no token to foretell; leave it out")
             if len(whole) > longest:
                 raise InputError(
@@ -270,14 +272,14 @@ class Texts(Samples):
                     f"{path}, text {number} has the token {max(whole)}, and the model knows {description.vocabulary}; "
                     "give the run the tokenizer.json of its data"
                 )
-            self._items.append((whole, max(1, given)))
+            self._items.append((whole, max(1, prompt_length)))
         if not self._items:
             raise InputError(f"{path} holds no text; write one a line")
 
     def read(self, lo: int, hi: int) -> tuple[Array, Array, Array | None]:
         x = np.zeros((hi - lo, *self.shape), self.dtype)
         y = np.full_like(x, UNCOUNTED)
-        for row, (tokens, given) in enumerate(self._items[lo:hi]):
+        for row, (tokens, prompt_length) in enumerate(self._items[lo:hi]):
             x[row, : len(tokens) - 1] = tokens[:-1]
-            y[row, given - 1 : len(tokens) - 1] = tokens[given:]
+            y[row, prompt_length - 1 : len(tokens) - 1] = tokens[prompt_length:]
         return np.arange(lo, hi), x, y

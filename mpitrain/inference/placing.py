@@ -68,16 +68,16 @@ class StateCache:
 
     def add(self, state: State) -> State:
         """Append the state of the next positions, and return the state of all positions as views."""
-        begin, own = self.length, state[0].shape[POSITIONS]
-        end = begin + own
+        begin, count = self.length, state[0].shape[POSITIONS]
+        end = begin + count
         if not self._memory or end > self._memory[0].shape[POSITIONS]:
             room = max(_ROOM, 2 * end)
             grown = [t.new_empty((*t.shape[:POSITIONS], room, *t.shape[POSITIONS + 1 :])) for t in state]
             for new, old in zip(grown, self._memory, strict=False):
                 new.narrow(POSITIONS, 0, begin).copy_(old.narrow(POSITIONS, 0, begin))
             self._memory = grown
-        for kept, t in zip(self._memory, state, strict=True):
-            kept.narrow(POSITIONS, begin, own).copy_(t)
+        for memory, t in zip(self._memory, state, strict=True):
+            memory.narrow(POSITIONS, begin, count).copy_(t)
         self.length = end
         return self.past()[0]
 
@@ -261,9 +261,9 @@ class Transformers(Decoder):
 
 def of_transformers(module: nn.Module) -> Any:
     """Return the model of the transformers library that a module is or wraps; None unless it can use a cache."""
-    for found in (getattr(module, "inner", None), module):
-        if callable(getattr(found, "prepare_inputs_for_generation", None)) and hasattr(found, "config"):
-            return found
+    for candidate in (getattr(module, "inner", None), module):
+        if callable(getattr(candidate, "prepare_inputs_for_generation", None)) and hasattr(candidate, "config"):
+            return candidate
     return None
 
 
@@ -285,9 +285,9 @@ def last_scores(output: Any) -> torch.Tensor | None:
     if output is None:
         return None
     if not isinstance(output, torch.Tensor) or output.dim() != 3:
-        told = list(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
+        form = list(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
         raise refusal(
-            f"the model gives {told} for tokens [batch, sequence]; generate needs scores [batch, sequence, vocabulary]"
+            f"the model gives {form} for tokens [batch, sequence]; generate needs scores [batch, sequence, vocabulary]"
         )
     return output[:, -1]
 
@@ -489,9 +489,9 @@ class _Line:
             tokens: Tokens that this rank chose; None on ranks without scores.
             rows: Number of tokens.
         """
-        found = torch.empty(rows, dtype=torch.int64) if tokens is None else tokens.contiguous()
+        result = torch.empty(rows, dtype=torch.int64) if tokens is None else tokens.contiguous()
         if self._ends:
-            self._parts.broadcast(found, 0)
-        self._stages.broadcast(found, self._stages.size - 1)
+            self._parts.broadcast(result, 0)
+        self._stages.broadcast(result, self._stages.size - 1)
         self._wire.finish()
-        return found
+        return result

@@ -184,7 +184,7 @@ def read_prompts(path: Path) -> list[str]:
     Raises:
         InputError: The file cannot be read, a JSON object has no prompt, or there is no prompt at all.
     """
-    found = [text for (text,) in texts_of(path, TextFields("prompt", hint="give each object a prompt"))]
-    if not found:
+    prompts = [text for (text,) in texts_of(path, TextFields("prompt", hint="give each object a prompt"))]
+    if not prompts:
         raise InputError(f"--prompts {path} holds no prompt; write one a line")
-    return found
+    return prompts

@@ -123,24 +123,24 @@ class Box:
         """Return the box as a range [start, stop) of each dimension of `shape`; None if it is not a hyperslab of it."""
         if 0 in shape:
             return None
-        found, own = [], list(zip(self.shape, self.start, self.stop, strict=True))
+        ranges, dims = [], list(zip(self.shape, self.start, self.stop, strict=True))
         whole = 1  # part of the box's current dimension that the dimensions of `shape` so far leave over
         for length in reversed(shape):
             if whole == 1 and length != 1:
-                if not own:
+                if not dims:
                     return None
-                whole, lo, hi = own.pop()
+                whole, lo, hi = dims.pop()
                 if (lo, hi) != (0, whole):
                     if whole != length:
                         return None
-                    found.append((lo, hi))
+                    ranges.append((lo, hi))
                     whole = 1
                     continue
             if whole % length:
                 return None
-            found.append((0, length))
+            ranges.append((0, length))
             whole //= length
-        return found[::-1] if whole == 1 and not own else None
+        return ranges[::-1] if whole == 1 and not dims else None
 
 
 @dataclass(frozen=True)
@@ -235,13 +235,13 @@ def shares(sizes: Sequence[int], parts: int, part: int, multiple: int = 16) -> l
     total = sum(sizes)
     units = split(-(-total // multiple), parts)
     lo, hi = min(units[part] * multiple, total), min(units[part + 1] * multiple, total)
-    found, begin = [], 0
+    ranges, begin = [], 0
     for number, size in enumerate(sizes):
         first, last = max(lo, begin), min(hi, begin + size)
         if first < last:
-            found.append((number, first - begin, last - begin))
+            ranges.append((number, first - begin, last - begin))
         begin += size
-    return found
+    return ranges
 
 
 @dataclass(frozen=True)
@@ -277,13 +277,13 @@ class Slice:
         Returns:
             One (offset, piece) for each box with elements in [lo, hi); the piece begins at element lo + offset.
         """
-        found, begin = [], 0
+        pieces, begin = [], 0
         for box in self.boxes:
             first, last = max(lo, begin), min(hi, begin + box.numel)
             if first < last:
-                found.append((first - lo, Piece(name, box, first - begin, last - begin)))
+                pieces.append((first - lo, Piece(name, box, first - begin, last - begin)))
             begin += box.numel
-        return found
+        return pieces
 
 
 def compose(outer: Slice, inner: Slice) -> Slice:
@@ -307,7 +307,7 @@ def _within(outer: Box, inner: Box) -> Box:
         return outer
     whole = list(zip(outer.shape, outer.start, outer.stop, strict=True))
     part = list(zip(inner.shape, inner.start, inner.stop, strict=True))
-    found: list[tuple[int, int, int]] = []
+    dims: list[tuple[int, int, int]] = []
     while whole and part:  # match the last dimensions of both; cut the longer one in two
         length, lo, hi = whole.pop()
         count, first, last = part.pop()
@@ -318,8 +318,8 @@ def _within(outer: Box, inner: Box) -> Box:
         elif count > inside:
             part.append(_cut_off((count, first, last), inside))
             count, first, last = inside, 0, inside
-        found.append((length, lo + first, lo + last))
-    shape, start, stop = zip(*(whole + part + found[::-1]), strict=True) if whole or part or found else ((), (), ())
+        dims.append((length, lo + first, lo + last))
+    shape, start, stop = zip(*(whole + part + dims[::-1]), strict=True) if whole or part or dims else ((), (), ())
     return Box(shape, start, stop)
 
 
@@ -421,12 +421,12 @@ class Flat:
             One (index, first, last, offset) per tensor: elements [first, last) of tensor `index` begin at element
             `offset` of the layout.
         """
-        found = []
+        tensors = []
         for number, place in enumerate(self.places):
             first, last = max(lo, place.offset), min(hi, place.offset + place.numel)
             if first < last:
-                found.append((number, first - place.offset, last - place.offset, first))
-        return found
+                tensors.append((number, first - place.offset, last - place.offset, first))
+        return tensors
 
 
 def lay_out(buckets: Sequence[Sequence[int]], itemsize: int, parts: int = 1, multiple: int = 16) -> Flat:
@@ -463,12 +463,12 @@ def in_buckets(sizes: Sequence[int], itemsize: int, bucket_bytes: int, first_byt
     Returns:
         For each bucket, the indices of its tensors.
     """
-    found: list[list[int]] = [[]]
-    limit, held = min(first_bytes, bucket_bytes), 0
+    buckets: list[list[int]] = [[]]
+    limit, nbytes = min(first_bytes, bucket_bytes), 0
     for number, size in enumerate(sizes):
-        if held >= limit:
-            found.append([])
-            limit, held = bucket_bytes, 0
-        found[-1].append(number)
-        held += size * itemsize
-    return found
+        if nbytes >= limit:
+            buckets.append([])
+            limit, nbytes = bucket_bytes, 0
+        buckets[-1].append(number)
+        nbytes += size * itemsize
+    return buckets

@@ -157,11 +157,11 @@ class FlatSlice:
     @torch.no_grad()
     def read(self) -> torch.Tensor:
         """Return a copy of the slice's present values."""
-        found = self.empty()
+        values = self.empty()
         for number, first, last, place in self.stretches:
             tensor = self._tensors[number].detach().contiguous().view(-1)
-            found[place : place + last - first].copy_(tensor[first:last])
-        return found
+            values[place : place + last - first].copy_(tensor[first:last])
+        return values
 
     @torch.no_grad()
     def write(self, values: torch.Tensor) -> None:
@@ -334,8 +334,8 @@ class Averaging:
 
     def nbytes(self) -> int:
         """Return the bytes of the state kept between periods."""
-        kept = [*self._anchors, *self._differences, *(self.ahead or []), *self.outer.momenta]
-        return sum(tensor.nbytes for tensor in kept)
+        tensors = [*self._anchors, *self._differences, *(self.ahead or []), *self.outer.momenta]
+        return sum(tensor.nbytes for tensor in tensors)
 
     def bytes_sent(self) -> float:
         """Return the bytes that this rank sends for one average, computed by formula."""

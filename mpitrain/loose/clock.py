@@ -73,12 +73,12 @@ class Applied:
     def add(self, portion: Portion) -> list[int]:
         """Record an applied part. Returns the steps that it completes, in order."""
         self._of.setdefault(portion.step, set()).add(portion.part)
-        found = []
+        steps = []
         while len(self._of.get(self.completed + 1, ())) == self.parts:
             self.completed += 1
             del self._of[self.completed]
-            found.append(self.completed)
-        return found
+            steps.append(self.completed)
+        return steps
 
     def __contains__(self, portion: Portion) -> bool:
         return portion.step <= self.completed or portion.part in self._of.get(portion.step, ())
@@ -287,6 +287,8 @@ class Remembered:
     def from_json(values: Sequence[Any]) -> Remembered:
         """Return the record that `to_json` encoded."""
         parts, completed, beyond, listed, records = values
-        told = {step: [AppliedPart(worker, Commit(*of), late) for worker, of, late in some] for step, some in listed}
+        applied_parts = {
+            step: [AppliedPart(worker, Commit(*of), late) for worker, of, late in some] for step, some in listed
+        }
         portions = [Portion(*portion) for portion in beyond]
-        return Remembered(parts, completed, portions, told, [StepRecord(*record) for record in records])
+        return Remembered(parts, completed, portions, applied_parts, [StepRecord(*record) for record in records])

@@ -93,7 +93,7 @@ class Server:
         self._held: list[tuple[int, Commit]] = []  # commits whose payloads have not arrived
         self._pulls: list[Pull] = []
         self._asking: list[int] = []  # workers that wait for a part
-        self._told = {step: list(told) for step, told in remembered.told.items()}  # parts of incomplete steps
+        self._told = {step: list(parts) for step, parts in remembered.told.items()}  # parts of incomplete steps
         self._squares: dict[int, list[float]] = {}  # sums of squares from the servers, by step
         self._unused: dict[Portion, set[nn.Parameter]] = {}  # only for parts that did not use all
         self._sum = self._new_sum()
@@ -249,8 +249,8 @@ class Server:
 
     def _unused_by(self, portions: Iterable[Portion]) -> set[nn.Parameter]:
         """Return the parameters that were unused in all of these parts."""
-        found = [self._unused.pop(portion, set()) for portion in portions]
-        return set.intersection(*found) if found else set()
+        sets = [self._unused.pop(portion, set()) for portion in portions]
+        return set.intersection(*sets) if sets else set()
 
     def _committed(self, letter: Letter) -> None:
         """Handle COMMIT: queue the part, to be applied once its gradients are there."""
@@ -296,9 +296,9 @@ class Server:
             complete += self.applied.add(Portion(int(commit.step), int(commit.part)))
         seconds = self._lap(len(complete))
         for step in complete:
-            told = self._told.pop(step)
-            norm = math.sqrt(sum(t.commit.norm**2 for t in told) / len(told))
-            self._tell(step, told, norm, seconds, skipped=any(t.commit.factor == 0.0 for t in told))
+            applied_parts = self._told.pop(step)
+            norm = math.sqrt(sum(t.commit.norm**2 for t in applied_parts) / len(applied_parts))
+            self._tell(step, applied_parts, norm, seconds, skipped=any(t.commit.factor == 0.0 for t in applied_parts))
 
     def _gradients(self, worker: int, bucket: int) -> torch.Tensor:
         if self._flats.sees(worker):
@@ -347,8 +347,8 @@ class Server:
         """Add a part's gradients once those of all earlier parts have been added."""
         waiting, added = self._sum.waiting[bucket], self._sum.added
         waiting[part] = gradients
-        while (found := waiting.pop(added[bucket], None)) is not None:
-            self._update.add(bucket, found, first=added[bucket] == 0)
+        while (next_gradients := waiting.pop(added[bucket], None)) is not None:
+            self._update.add(bucket, next_gradients, first=added[bucket] == 0)
             added[bucket] += 1
         self._finish_sum()
 
@@ -358,11 +358,11 @@ class Server:
         if self._sum.told or len(self._sum.commits) < parts or min(self._sum.added, default=parts) < parts:
             return
         self._sum.told = True
-        own = squares(self._update.sums)
+        own_squares = squares(self._update.sums)
         for server in self._roles.servers:
             if server != self._questions.rank:
-                self._questions.post(server, [LetterKind.SQUARES, step, own])
-        self._know_squares(step, own)
+                self._questions.post(server, [LetterKind.SQUARES, step, own_squares])
+        self._know_squares(step, own_squares)
 
     def _know_squares(self, step: int, squares: float) -> None:
         """Add a server's squares of a step, and update once those of all servers are there."""
@@ -378,7 +378,7 @@ class Server:
         commits = self._sum.commits
         finite = math.isfinite(norm)
         factor = self._clip / (norm + 1e-6) if self._clip and norm > self._clip else 1.0
-        told = [AppliedPart(self._worker_of[part], commit, 0.0) for part, commit in sorted(commits.items())]
+        applied_parts = [AppliedPart(self._worker_of[part], commit, 0.0) for part, commit in sorted(commits.items())]
         waiting = [pull for pull in self._pulls if pull.least <= step]
         self._pulls = [pull for pull in self._pulls if pull.least > step]
         for part in commits:
@@ -387,7 +387,7 @@ class Server:
         self.progress, failed = float(step), None
         for bucket in range(self._buckets - 1, -1, -1):
             if finite:
-                self._update.apply([bucket], told[0].commit.lr, factor, unused)
+                self._update.apply([bucket], applied_parts[0].commit.lr, factor, unused)
             try:
                 for pull in waiting:
                     self._give(pull.worker, bucket)
@@ -397,7 +397,7 @@ class Server:
             raise failed
         self.finals += sum(pull.final for pull in waiting)
         self._sum = self._new_sum()
-        self._tell(step, told, norm, self._lap(1), skipped=not finite)
+        self._tell(step, applied_parts, norm, self._lap(1), skipped=not finite)
 
 
 _NAP = 1e-4  # seconds between checks for arriving parameters; other ranks may need the core meanwhile
@@ -533,11 +533,11 @@ class ServedWorker:
 
     def _received(self) -> bool:
         """Record the parameters that have arrived. Returns whether there were any."""
-        found = [each for each in self._receiving if each[0].done()]
-        self._receiving = [each for each in self._receiving if each not in found]
-        for _, bucket in found:
+        arrivals = [each for each in self._receiving if each[0].done()]
+        self._receiving = [each for each in self._receiving if each not in arrivals]
+        for _, bucket in arrivals:
             self._has_come(bucket)
-        return bool(found)
+        return bool(arrivals)
 
     def _read(self, letter: Letter) -> None:
         """Handle a message."""

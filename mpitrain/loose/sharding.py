@@ -347,8 +347,8 @@ class ServedSharding(Sharding):
             return []
         kinds = [g.dtype if g.dtype.itemsize >= 4 else torch.float32 for g in self.groups]
         self.sums = OwnShares(self.groups, self.share, kinds, self._in_place(self.flats.gradients, kinds))
-        own, gradient = self.parameters.own, self.sums.between
-        return sharded_flat_parameters(self.optimizer, self.groups, self.share, own, gradient, counted)
+        share_of, gradient = self.parameters.own, self.sums.between
+        return sharded_flat_parameters(self.optimizer, self.groups, self.share, share_of, gradient, counted)
 
     def _in_place(self, arenas: Sequence[Arena], kinds: Sequence[torch.dtype]) -> list[torch.Tensor | None]:
         """Return this rank's memory of whole groups if it only serves and thus has no other use for that memory."""

@@ -69,9 +69,9 @@ def judged(world: Communicator, case: Case, table: Algorithms | None) -> tuple[b
     for dtype, lengths in ELEMENTS.items():
         for elements in lengths:
             for algorithm in ("auto", *names) if table else ("",):
-                found = _tried(world, case, elements, dtype, algorithm)
+                fault = _tried(world, case, elements, dtype, algorithm)
                 by = f"algorithm {algorithm}, " if algorithm else ""
-                wrong = wrong or (f"{by}{elements:,} x {str(dtype)[6:]}: {found}" if found else "")
+                wrong = wrong or (f"{by}{elements:,} x {str(dtype)[6:]}: {fault}" if fault else "")
     for rank, text in enumerate(world.all_gather_object(wrong)):
         if text:
             return False, f"failed: rank {rank}, {text}"
@@ -81,15 +81,15 @@ def judged(world: Communicator, case: Case, table: Algorithms | None) -> tuple[b
 def _tried(world: Communicator, case: Case, elements: int, dtype: torch.dtype, algorithm: str) -> str:
     """Return what is wrong with one call on this rank; "" if nothing is."""
     try:
-        got, wanted = case(world, elements, dtype, algorithm)
+        got, expected = case(world, elements, dtype, algorithm)
     except MpitrainError as error:
         if not error.agreed:
             raise
         return str(error)
-    if torch.equal(got, wanted):
+    if torch.equal(got, expected):
         return ""
-    at = int((got != wanted).reshape(-1).int().argmax())
-    return f"element {at} is {got.reshape(-1)[at].item()} instead of {wanted.reshape(-1)[at].item()}"
+    at = int((got != expected).reshape(-1).int().argmax())
+    return f"element {at} is {got.reshape(-1)[at].item()} instead of {expected.reshape(-1)[at].item()}"
 
 
 def _of(rank: int, elements: int, dtype: torch.dtype) -> torch.Tensor:

@@ -55,16 +55,20 @@ _TABLES = [table for table in TABLES.values() if table.operation != "reduce"]  #
 
 def main(arguments: Sequence[str]) -> int:
     """Run `mpitrain.plan --measure` with the arguments after it, and return the exit code."""
-    made = parser("mpitrain.plan --measure", "The profile of this machine for the planner.", "2,4,8", 1800)
-    made.add_argument("--out", type=Path, default=Path("machine.toml"), metavar="FILE", help="profile [machine.toml]")
-    made.add_argument("--folder", type=Path, metavar="DIR", help="measure writing into this folder [that of --out]")
-    made.add_argument(
+    options_parser = parser("mpitrain.plan --measure", "The profile of this machine for the planner.", "2,4,8", 1800)
+    options_parser.add_argument(
+        "--out", type=Path, default=Path("machine.toml"), metavar="FILE", help="profile [machine.toml]"
+    )
+    options_parser.add_argument(
+        "--folder", type=Path, metavar="DIR", help="measure writing into this folder [that of --out]"
+    )
+    options_parser.add_argument(
         "--device",
         default="auto",
         metavar="KIND",
         help="accelerators to measure: auto (those there are), cpu (none), cuda, xpu and so on [auto]",
     )
-    options = parse(made, arguments)
+    options = parse(options_parser, arguments)
     command = ["-m", "mpitrain.plan", "--measure", *arguments]
     return measured(
         command, options, "machine", lambda world: measure(world, options), lambda results: keep(results, options)

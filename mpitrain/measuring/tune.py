@@ -109,11 +109,11 @@ def zeros(numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 def main(arguments: Sequence[str]) -> int:
     """Run `mpitrain.doctor --tune` with the arguments after it, and return the exit code."""
-    made = parser("mpitrain.doctor --tune", __doc__ or "", "2,4,8", 1800)
-    made.add_argument(
+    options_parser = parser("mpitrain.doctor --tune", __doc__ or "", "2,4,8", 1800)
+    options_parser.add_argument(
         "--sizes", type=byte_sizes, metavar="S,S", help="bytes of a vector, such as 16,64Ki,4Mi [16 to 64Mi]"
     )
-    options = parse(made, arguments)
+    options = parse(options_parser, arguments)
     command = ["-m", "mpitrain.doctor", "--tune", *arguments]
     return measured(command, options, "algorithms", lambda world: _tune(world, options), _tell)
 

@@ -129,8 +129,8 @@ class Executor:
             raise
         finally:
             self._batch = _NONE
-            for held in (self._leaving, self._kept, self._past):
-                held.clear()
+            for store in (self._leaving, self._kept, self._past):
+                store.clear()
 
     def _bind(self, step: Step) -> Callable[[], None]:
         """Return the call that carries out a step."""
@@ -154,9 +154,9 @@ class Executor:
         x = batch.inputs[microbatch] if number == 0 else self._input(number - 1, microbatch)
         past = self._past_of(number, microbatch)
         ending = partial(self._ending, microbatch) if number == self._last else None
-        output, kept = stage.forward(x, ending, past, batch.shares[microbatch])
+        output, saved = stage.forward(x, ending, past, batch.shares[microbatch])
         if torch.is_grad_enabled():
-            self._kept[number, microbatch] = kept
+            self._kept[number, microbatch] = saved
             self.most_kept = max(self.most_kept, len(self._kept))
         if ending is not None:
             batch.losses[microbatch] = output.detach()
@@ -196,9 +196,9 @@ class Executor:
             microbatch: Number of the microbatch.
         """
         gradients = [] if number == self._last else self._arriving.pop((number + 1, microbatch, True))[0]
-        found = run(stage, kept((number, microbatch)), gradients)
+        input_gradients = run(stage, kept((number, microbatch)), gradients)
         if number > 0:
-            self._pass_on(number, microbatch, True, found, number - 1)
+            self._pass_on(number, microbatch, True, input_gradients, number - 1)
 
     # -- messages
 
@@ -234,8 +234,8 @@ class Executor:
         spec = self._batch.known[microbatch][number]
         tensors, _ = self._arriving.pop((number, microbatch, False))
         if torch.is_grad_enabled():
-            for t, told in zip(tensors, spec.tensors, strict=True):
-                t.requires_grad_(told.gradient)
+            for t, tensor_spec in zip(tensors, spec.tensors, strict=True):
+                t.requires_grad_(tensor_spec.gradient)
         return tensors[0] if spec.single else tuple(tensors)
 
     def _tell(self, number: int, microbatch: int, spec: OutputSpec) -> None:

@@ -121,15 +121,15 @@ def stage_bounds(
         InputError: `numbers` does not have one entry for each stage, an entry is below 1, the entries do not add up to
             the number of blocks, or there are fewer blocks than stages.
     """
-    told = f"parallel.cut {list(numbers)}"
+    label = f"parallel.cut {list(numbers)}"
     if numbers and len(numbers) != stages:
         raise refusal(
-            f"{told} is for {len(numbers)} stages, but there are {stages} (pipeline ranks x chunks); give {stages} "
+            f"{label} is for {len(numbers)} stages, but there are {stages} (pipeline ranks x chunks); give {stages} "
             "numbers of blocks"
         )
     if numbers and (min(numbers) < 1 or sum(numbers) != len(blocks)):
         raise refusal(
-            f"{told} gives out {sum(numbers)} blocks, and the model has {len(blocks)}, of which each stage needs one; "
+            f"{label} gives out {sum(numbers)} blocks, and the model has {len(blocks)}, of which each stage needs one; "
             f"make the numbers add up to {len(blocks)}"
         )
     if len(blocks) < stages:
@@ -172,16 +172,16 @@ def time_costs(blocks: Sequence[tuple[str, nn.Module]], x: Any) -> list[float]:
 def _timed(block: nn.Module, x: Any) -> tuple[float, Any]:
     """Return the seconds of one forward and backward pass, and the block's output, detached."""
     tensors = [t.detach().clone().requires_grad_(t.is_floating_point()) for t in as_tuple(x)]
-    given = [t.clone() for t in tensors]  # a block may overwrite these, but not leaves of a graph
-    x = given[0] if isinstance(x, torch.Tensor) else tuple(given)
+    copies = [t.clone() for t in tensors]  # a block may overwrite these, but not leaves of a graph
+    x = copies[0] if isinstance(x, torch.Tensor) else tuple(copies)
     device = next((t.device for t in tensors), devices.CPU)
     devices.synchronize(device)
     begin = time.perf_counter()
     y = block(x)
     outputs = [t for t in as_tuple(y) if t.requires_grad]
-    wanted = [t for t in [*tensors, *block.parameters()] if t.requires_grad]
-    if outputs and wanted:
-        torch.autograd.grad(outputs, wanted, [torch.ones_like(t) for t in outputs], allow_unused=True)
+    leaves = [t for t in [*tensors, *block.parameters()] if t.requires_grad]
+    if outputs and leaves:
+        torch.autograd.grad(outputs, leaves, [torch.ones_like(t) for t in outputs], allow_unused=True)
     devices.synchronize(device)
     return time.perf_counter() - begin, mapped(torch.Tensor.detach, y)
 
@@ -298,14 +298,14 @@ def _compare(name: str, block: nn.Module, x: Any, whole: Any, bounds: Sequence[i
                 out, state = look_back(part, list(past))
                 parts.append(out)
                 past.append(state)
-        alike = all(
+        equal = all(
             torch.allclose(a, b, rtol=1e-3, atol=1e-5)
             for part, (lo, hi) in zip(parts, pairwise(bounds), strict=True)
             for a, b in zip(as_tuple(part), as_tuple(positions(whole, lo, hi)), strict=True)
         )
     except (RuntimeError, ValueError, IndexError, TypeError) as error:
         raise _refused(name, block, slices, f"it fails: {' '.join(str(error).split())}") from error
-    if not alike:
+    if not equal:
         raise _refused(name, block, slices, "it gives something else")
 
 

@@ -203,13 +203,13 @@ class Pipeline:
     @property
     def crossings(self) -> list[int]:
         """Numbers of the blocks whose output, or output's gradient, this rank sends for each microbatch."""
-        rank_of, found = self._schedule(max(1, self._microbatches)).rank_of, list[int]()
+        rank_of, blocks = self._schedule(max(1, self._microbatches)).rank_of, list[int]()
         for stage in self._stages:
             if stage + 1 < len(rank_of) and rank_of[stage + 1] != self.comm.rank:
-                found.append(self.bounds[stage + 1] - 1)
+                blocks.append(self.bounds[stage + 1] - 1)
             if stage > 0 and rank_of[stage - 1] != self.comm.rank:
-                found.append(self.bounds[stage] - 1)
-        return found
+                blocks.append(self.bounds[stage] - 1)
+        return blocks
 
     @property
     def tied_bytes(self) -> list[tuple[int, int]]:
@@ -338,7 +338,7 @@ def find_tied(
             for name, parameter in block.named_parameters(prefix=prefix, remove_duplicate=False):
                 uses[parameter] += 1
                 holders.setdefault(parameter, {}).setdefault(rank, name)
-    found: list[Tied] = []
+    tied: list[Tied] = []
     groups: dict[tuple[int, ...], Communicator | None] = {}
     for parameter, names in holders.items():
         if parameter.is_meta and uses[parameter] > 1:
@@ -354,5 +354,5 @@ def find_tied(
         group = groups[ranks]
         assert group is not None
         group.broadcast(parameter.detach(), root=0)
-        found.append(Tied(names[comm.rank], parameter, group))
-    return found
+        tied.append(Tied(names[comm.rank], parameter, group))
+    return tied

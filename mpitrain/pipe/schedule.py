@@ -404,12 +404,12 @@ def _scheduled(name: str, microbatches: int, rank_of: Iterable[int], orders: Ite
     steps: list[tuple[Compute, ...]] = []
     for order in orders:
         taken: Counter[Entry] = Counter()
-        own: list[Compute] = []
+        rank_steps: list[Compute] = []
         for kind, stage in order:
             if taken[kind, stage] < microbatches:
-                own.append(kind(stage, taken[kind, stage]))
+                rank_steps.append(kind(stage, taken[kind, stage]))
             taken[kind, stage] += 1
-        steps.append(tuple(own))
+        steps.append(tuple(rank_steps))
     return Schedule(name, len(steps), microbatches, tuple(rank_of), tuple(steps))
 
 

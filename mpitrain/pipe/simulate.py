@@ -131,12 +131,12 @@ class PreparedSchedule:
     def _numbers(self, step: Compute, rank: int) -> tuple[int, int, bool, int]:
         """Return a step as integers; see `_steps`."""
         kind, need = _KINDS.index(type(step)), needs(step, self._stages - 1)
-        made = ((kind > 0) * self._stages + step.stage) * self._count + step.microbatch
-        wanted = -1
+        result = ((kind > 0) * self._stages + step.stage) * self._count + step.microbatch
+        source = -1
         if need is not None:
-            wanted = ((need[0] is not Forward) * self._stages + need[1]) * self._count + step.microbatch
-        apart = need is not None and self.schedule.rank_of[need[1]] != rank
-        return kind * self._stages + step.stage, wanted, apart, -1 if isinstance(step, BackwardWeight) else made
+            source = ((need[0] is not Forward) * self._stages + need[1]) * self._count + step.microbatch
+        remote = need is not None and self.schedule.rank_of[need[1]] != rank
+        return kind * self._stages + step.stage, source, remote, -1 if isinstance(step, BackwardWeight) else result
 
     def ends(self, costs: Costs, runs: Sequence[list[tuple[float, float]]] | None = None) -> list[float]:
         """Return the time at which each rank ends its last step.
@@ -157,13 +157,13 @@ class PreparedSchedule:
             steps, now = self._steps[rank], clock[rank]
             number = at[rank]
             while number < len(steps):
-                which, wanted, apart, made = steps[number]
-                if wanted >= 0:
-                    there = done[wanted]
+                which, source, remote, result = steps[number]
+                if source >= 0:
+                    there = done[source]
                     if there < 0.0:
-                        waiting[wanted] = rank
+                        waiting[source] = rank
                         break
-                    if apart:
+                    if remote:
                         there += message
                     if there > now:
                         now = there
@@ -171,10 +171,10 @@ class PreparedSchedule:
                     runs[rank].append((now, now + seconds[which]))
                 now += seconds[which]
                 number += 1
-                if made >= 0:
-                    done[made] = now
-                    if made in waiting:
-                        ready.append(waiting.pop(made))
+                if result >= 0:
+                    done[result] = now
+                    if result in waiting:
+                        ready.append(waiting.pop(result))
             clock[rank], at[rank] = now, number
         self._require_done(at)
         return clock
@@ -207,14 +207,14 @@ class PreparedSchedule:
             for rank in ready:
                 if at[rank] == len(self._steps[rank]):
                     continue
-                which, wanted, apart, _ = self._steps[rank][at[rank]]
+                which, source, remote, _ = self._steps[rank][at[rank]]
                 arrives = 0.0
-                if wanted >= 0:
-                    if done[wanted] < 0.0:
-                        waiting[wanted] = rank
+                if source >= 0:
+                    if done[source] < 0.0:
+                        waiting[source] = rank
                         continue
-                    stage = wanted // self._count % self._stages
-                    arrives = done[wanted] + (message(stage, which % self._stages) if apart else 0.0)
+                    stage = source // self._count % self._stages
+                    arrives = done[source] + (message(stage, which % self._stages) if remote else 0.0)
                 if arrives > now + _EPSILON:
                     heapq.heappush(coming, (arrives, rank))
                 else:
@@ -229,12 +229,12 @@ class PreparedSchedule:
                 running[rank] -= passed * pace[rank]
                 if running[rank] <= _EPSILON:
                     del running[rank]
-                    made, ends[rank] = self._steps[rank][at[rank]][3], now
+                    result, ends[rank] = self._steps[rank][at[rank]][3], now
                     at[rank] += 1
                     ready.append(rank)
-                    if made >= 0:
-                        done[made] = now
-                        ready += [waiting.pop(made)] if made in waiting else []
+                    if result >= 0:
+                        done[result] = now
+                        ready += [waiting.pop(result)] if result in waiting else []
             while coming and coming[0][0] <= now + _EPSILON:
                 ready.append(heapq.heappop(coming)[1])
         self._require_done(at)
@@ -275,8 +275,8 @@ def simulate(schedule: Schedule, costs: Costs = Costs()) -> Simulation:
     prepared, times = PreparedSchedule(schedule), [list[tuple[float, float]]() for _ in schedule.steps]
     prepared.ends(costs, times)
     runs = tuple(
-        tuple(TimedStep(step, *time) for step, time in zip(steps, own, strict=True))
-        for steps, own in zip(schedule.steps, times, strict=True)
+        tuple(TimedStep(step, *time) for step, time in zip(steps, rank_times, strict=True))
+        for steps, rank_times in zip(schedule.steps, times, strict=True)
     )
     return Simulation(schedule, runs, tuple(map(int, prepared.held([1] * schedule.stages))))
 
@@ -422,9 +422,9 @@ def with_messages(schedule: Schedule, costs: Costs = Costs()) -> PipelineProgram
     """
     ends = [(run.end, rank, run.step) for rank, runs in enumerate(simulate(schedule, costs).runs) for run in runs]
     steps: list[list[Step]] = [[] for _ in range(schedule.ranks)]
-    for _, together in groupby(sorted(ends, key=lambda e: e[:2]), key=lambda e: e[0]):  # a rank's steps stay in order
+    for _, group in groupby(sorted(ends, key=lambda e: e[:2]), key=lambda e: e[0]):  # a rank's steps stay in order
         messages: list[tuple[Send, int]] = []  # after all steps that end at the same time
-        for _, rank, step in together:
+        for _, rank, step in group:
             steps[rank].append(step)
             gradient = not isinstance(step, Forward)
             to = step.stage - 1 if gradient else step.stage + 1
@@ -496,12 +496,12 @@ class _Check:
         at = self.at[step.to]
         if at == len(theirs):
             raise self._error(rank, f"sends to rank {step.to}, which is done")
-        wanted = theirs[at]
-        if not isinstance(wanted, Receive) or wanted.source != rank:
+        receive = theirs[at]
+        if not isinstance(receive, Receive) or receive.source != rank:
             return False
         what = step.stage, step.microbatch, step.gradient
-        if (wanted.stage, wanted.microbatch, wanted.gradient) != what:
-            raise self._error(rank, f"sends what rank {step.to} does not expect: {wanted}")
+        if (receive.stage, receive.microbatch, receive.gradient) != what:
+            raise self._error(rank, f"sends what rank {step.to} does not expect: {receive}")
         if what in self.sent:
             raise self._error(rank, "sends it twice")
         if what not in self.here[rank]:
@@ -555,9 +555,9 @@ class _Check:
         """Require that every step of every stage and microbatch has run, and that every message was used."""
         kinds = (Forward, BackwardInput, BackwardWeight) if self.training else (Forward,)
         schedule = self.schedule
-        wanted = {(k, s, j) for k in kinds for s in range(schedule.stages) for j in range(schedule.microbatches)}
-        if self.done != wanted:
-            some = next(iter(wanted ^ self.done))
+        expected = {(k, s, j) for k in kinds for s in range(schedule.stages) for j in range(schedule.microbatches)}
+        if self.done != expected:
+            some = next(iter(expected ^ self.done))
             raise ScheduleError(
                 f"{schedule.name}: {some[0].__name__} of microbatch {some[2]}, stage {some[1]} is amiss"
             )

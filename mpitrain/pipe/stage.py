@@ -103,27 +103,27 @@ class Stage:
         Returns:
             The output, or the result of `ending`, and the data that backward needs.
         """
-        kept = Kept(as_tuple(x), not isinstance(x, tuple | list), ending=ending, share=share)
+        saved = Kept(as_tuple(x), not isinstance(x, tuple | list), ending=ending, share=share)
         if past is not None:
-            kept.past = {number: list(states) for number, states in past.items()}
+            saved.past = {number: list(states) for number, states in past.items()}
         if self.recompute and torch.is_grad_enabled():
-            on = {t.device for t in kept.inputs if isinstance(t, torch.Tensor) and devices.is_accelerator(t.device)}
-            kept.random = [(device, devices.generator_state(device)) for device in (devices.CPU, *on)]
+            on = {t.device for t in saved.inputs if isinstance(t, torch.Tensor) and devices.is_accelerator(t.device)}
+            saved.random = [(device, devices.generator_state(device)) for device in (devices.CPU, *on)]
             with torch.no_grad():
-                output, states = self._run(x, kept, past is not None)
+                output, states = self._run(x, saved, past is not None)
             # the output has no graph, but requires gradients if the recomputed one will
-            if self._inputs(kept) or any(p.requires_grad for block in self.blocks for p in block.parameters()):
+            if self._inputs(saved) or any(p.requires_grad for block in self.blocks for p in block.parameters()):
                 output = mapped(lambda t: t.detach().requires_grad_(t.is_floating_point()), output)
         else:
-            output, states = self._run(x, kept, past is not None)
-            kept.outputs = as_tuple(output)
-        kept.wanting = tuple(isinstance(t, torch.Tensor) and t.requires_grad for t in as_tuple(output))
+            output, states = self._run(x, saved, past is not None)
+            saved.outputs = as_tuple(output)
+        saved.wanting = tuple(isinstance(t, torch.Tensor) and t.requires_grad for t in as_tuple(output))
         if past is not None:
             for number, state in states.items():
                 detached = tuple(t.detach().requires_grad_(torch.is_grad_enabled()) for t in state)
-                kept.made.append((state, detached))
+                saved.made.append((state, detached))
                 past.setdefault(number, []).append(detached)
-        return output, kept
+        return output, saved
 
     def backward(self, kept: Kept, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Add the parameters' gradients to `.grad`, and return the gradients of the inputs.
@@ -147,9 +147,9 @@ class Stage:
         roots, values = self._roots(kept, gradients)
         for joint in reversed(kept.joints):
             if roots:
-                found, weights = backward_inputs(roots, values, [leaf for _, leaf in joint])
+                input_gradients, weights = backward_inputs(roots, values, [leaf for _, leaf in joint])
                 kept.weights.append(weights)
-                reached = [(t, g) for (t, _), g in zip(joint, found, strict=True) if g is not None]
+                reached = [(t, g) for (t, _), g in zip(joint, input_gradients, strict=True) if g is not None]
                 roots, values = [t for t, _ in reached], [g for _, g in reached]
         inputs = self._inputs(kept)
         if not roots:
@@ -157,9 +157,9 @@ class Stage:
         if not inputs:  # the first stage, or nothing trained before it: no rank waits, so it can be done later
             kept.weights.append(partial(torch.autograd.backward, roots, values))
             return []
-        found, weights = backward_inputs(roots, values, inputs)
+        input_gradients, weights = backward_inputs(roots, values, inputs)
         kept.weights.append(weights)
-        return [_complete(g, t) for g, t in zip(found, inputs, strict=True)]
+        return [_complete(g, t) for g, t in zip(input_gradients, inputs, strict=True)]
 
     def backward_weight(self, kept: Kept) -> None:
         """Add the gradients that `backward_input` deferred to the parameters' `.grad`."""
@@ -249,10 +249,10 @@ def backward_inputs(
     late, early, arriving = _walk(outputs, inputs)
     edges = [GradientEdge(node, number) for node, numbers in arriving.items() for number in sorted(numbers)]
     targets: Any = [*inputs, *edges, *early]
-    found = torch.autograd.grad(outputs, targets, gradients, retain_graph=True, allow_unused=True)
-    of_inputs: Gradients = list(found[: len(inputs)])
-    arrived = found[len(inputs) : len(inputs) + len(edges)]
-    for parameter, gradient in zip(early, found[len(inputs) + len(edges) :], strict=True):
+    results = torch.autograd.grad(outputs, targets, gradients, retain_graph=True, allow_unused=True)
+    of_inputs: Gradients = list(results[: len(inputs)])
+    arrived = results[len(inputs) : len(inputs) + len(edges)]
+    for parameter, gradient in zip(early, results[len(inputs) + len(edges) :], strict=True):
         _accumulate(parameter, gradient)
     at_node: dict[Node, list[tuple[GradientEdge, torch.Tensor]]] = {}
     for edge, gradient in zip(edges, arrived, strict=True):
@@ -337,7 +337,7 @@ def _below(roots: Sequence[Node]) -> tuple[dict[Node, Any], dict[Node, list[Node
 
 def _leaves(node: Node, children: dict[Node, Any]) -> set[Any]:
     """Return the AccumulateGrad nodes below a node: the only nodes with nothing below them."""
-    found: set[Any] = set()
+    leaves: set[Any] = set()
     seen: set[Node] = set()
     waiting = [node]
     while waiting:
@@ -347,8 +347,8 @@ def _leaves(node: Node, children: dict[Node, Any]) -> set[Any]:
             below = [child for child, _ in children[node] if child is not None]
             waiting += below
             if not below:
-                found.add(node)
-    return found
+                leaves.add(node)
+    return leaves
 
 
 def _accumulate(parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:

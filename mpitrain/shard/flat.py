@@ -151,23 +151,23 @@ def blocks_of(module: nn.Module) -> list[nn.Module]:
 
     Blocks are the children of the model's outermost nn.ModuleLists and nn.Sequentials.
     """
-    found: list[nn.Module] = []
+    blocks: list[nn.Module] = []
     for child in module.children():
         if isinstance(module, (nn.ModuleList, nn.Sequential)) and not isinstance(child, (nn.ModuleList, nn.Sequential)):
-            found.append(child)
+            blocks.append(child)
         else:
-            found += blocks_of(child)
-    return [block for block in found if any(p.requires_grad for p in block.parameters())]
+            blocks += blocks_of(child)
+    return [block for block in blocks if any(p.requires_grad for p in block.parameters())]
 
 
 def units_of(module: nn.Module) -> list[nn.Module]:
     """Return the units of a model: each block and the tiles of its tiled layers; then the tiles outside blocks."""
-    found: list[nn.Module] = []
+    units: list[nn.Module] = []
     for block in (*blocks_of(module), module):
         tiles = [tile for layer in block.modules() if isinstance(layer, TiledLinear) for tile in layer.tiles]
-        found += [block] if block is not module else []
-        found += [tile for tile in tiles if tile not in found]
-    return found
+        units += [block] if block is not module else []
+        units += [tile for tile in tiles if tile not in units]
+    return units
 
 
 def members(module: nn.Module, units: Sequence[nn.Module]) -> list[list[nn.Parameter]]:
@@ -188,11 +188,11 @@ def members(module: nn.Module, units: Sequence[nn.Module]) -> list[list[nn.Param
             at = at.get_submodule(part)
             owner = numbers.get(at, owner)
         owners.setdefault(parameter, set()).add(owner)
-    found: list[list[nn.Parameter]] = [[] for _ in range(len(units) + 1)]
+    by_unit: list[list[nn.Parameter]] = [[] for _ in range(len(units) + 1)]
     for parameter, where in owners.items():
         if parameter.requires_grad:
-            found[where.pop() if len(where) == 1 else len(units)].append(parameter)
-    return found
+            by_unit[where.pop() if len(where) == 1 else len(units)].append(parameter)
+    return by_unit
 
 
 def unit_groups(parameters: Sequence[Sequence[nn.Parameter]], parts: int, multiple: int) -> list[FlatGroup]:
@@ -211,8 +211,8 @@ def unit_groups(parameters: Sequence[Sequence[nn.Parameter]], parts: int, multip
     ordered = [list(unit)[::-1] for unit in (*parameters[-2::-1], parameters[-1])]
     groups = []
     for same in by_dtype(p for unit in ordered for p in unit):
-        alike = set(same)
-        buckets = [[p for p in unit if p in alike] for unit in ordered]
+        of_dtype = set(same)
+        buckets = [[p for p in unit if p in of_dtype] for unit in ordered]
         layout = lay_out([[p.numel() for p in b] for b in buckets], same[0].element_size(), parts, multiple)
         groups.append(FlatGroup(tuple(same), layout))
     return groups

@@ -73,7 +73,7 @@ class FlatParameter:
         begins = [n for n, key in enumerate(keys) if n == 0 or key != keys[n - 1]]
         bounds = [0, *(self.contents[n][3] for n in begins[1:]), self.value.numel()]
         value, gradient = self.value.detach(), self.gradient()
-        found = []
+        pieces = []
         for (n, end), (lo, hi) in zip(pairwise([*begins, len(keys)]), pairwise(bounds), strict=True):
             assert gradient is not None
             piece = replace(
@@ -83,8 +83,8 @@ class FlatParameter:
                 gradient=_giving(gradient[lo:hi]),
                 contents=tuple((p, first, last, at - lo) for p, first, last, at in self.contents[n:end]),
             )
-            found.append((piece, slice(lo, hi)))
-        return found
+            pieces.append((piece, slice(lo, hi)))
+        return pieces
 
 
 def replicated_flat_parameters(
@@ -168,18 +168,18 @@ def _stretches(
     group: FlatGroup, lo: int, hi: int, settings_of: Mapping[nn.Parameter, int], counted: Callable[[nn.Parameter], bool]
 ) -> list[tuple[int, int, int, bool, tuple[tuple[nn.Parameter, int, int, int], ...]]]:
     """Divide [lo, hi) where the settings change; return (first, last, settings, counted, contents) for each stretch."""
-    found: list[tuple[int, int, int, bool, tuple[tuple[nn.Parameter, int, int, int], ...]]] = []
+    stretches: list[tuple[int, int, int, bool, tuple[tuple[nn.Parameter, int, int, int], ...]]] = []
     pieces = group.layout.within(lo, hi)
     for at, (n, first, last, offset) in enumerate(pieces):
         parameter = group.parameters[n]
         end = pieces[at + 1][3] if at + 1 < len(pieces) else hi
         key = (settings_of.get(parameter, -1), counted(parameter))
-        if found and found[-1][2:4] == key:
-            begin, _, _, _, contents = found.pop()
+        if stretches and stretches[-1][2:4] == key:
+            begin, _, _, _, contents = stretches.pop()
         else:
             begin, contents = (lo if at == 0 else offset), ()
-        found.append((begin, end, *key, (*contents, (parameter, first, last, offset - begin))))
-    return found
+        stretches.append((begin, end, *key, (*contents, (parameter, first, last, offset - begin))))
+    return stretches
 
 
 def refuse_unless_elementwise(
@@ -245,8 +245,8 @@ def begin_states(optimizer: torch.optim.Optimizer) -> None:
 
     States of parameters that are not in the optimizer's groups are dropped.
     """
-    held = {value for settings in optimizer.param_groups for value in settings["params"]}
-    for stranger in [value for value in optimizer.state if value not in held]:
+    in_groups = {value for settings in optimizer.param_groups for value in settings["params"]}
+    for stranger in [value for value in optimizer.state if value not in in_groups]:
         del optimizer.state[stranger]
     for part in getattr(optimizer, "parts", [optimizer]):
         if isinstance(part, torch.optim.Adagrad):

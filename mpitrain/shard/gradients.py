@@ -256,16 +256,16 @@ class WholeGradients(Gradients):
         return [arena.tensor for arena in self._arenas]
 
     def place(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        view, apart = self._views[parameter]
-        if apart or parameter.grad is not None or parameter in self._given:
+        view, separate = self._views[parameter]
+        if separate or parameter.grad is not None or parameter in self._given:
             return None
         self._given.add(parameter)
         return view.view_as(view)  # a new tensor object: autograd keeps it only if it has no other reference
 
     def arrived(self, parameter: nn.Parameter) -> None:
-        view, apart = self._views[parameter]
+        view, separate = self._views[parameter]
         self._given.discard(parameter)
-        if not apart:
+        if not separate:
             adopt(parameter, view)
         elif parameter.grad is not None:
             if parameter in self._stale:
@@ -289,15 +289,15 @@ class WholeGradients(Gradients):
 
     def zero(self) -> None:
         self._given.clear()
-        for parameter, (_, apart) in self._views.items():
+        for parameter, (_, separate) in self._views.items():
             parameter.grad = None
-            if apart:
+            if separate:
                 self._stale.add(parameter)
 
     def settle(self) -> None:
-        for parameter, (view, apart) in self._views.items():
+        for parameter, (view, separate) in self._views.items():
             self.arrived(parameter)
-            if apart and parameter in self._stale:
+            if separate and parameter in self._stale:
                 self._stale.remove(parameter)
                 view.zero_()
 
@@ -444,11 +444,11 @@ class ShardedGradients(Gradients):
         if work is not None:
             work.wait()
         self.reduction.among_replicas(share)
-        kept = self._share(bucket)
+        own_share = self._share(bucket)
         if bucket not in self._stale:
-            kept.add_(share)
-        elif share.data_ptr() != kept.data_ptr():
-            kept.copy_(share)
+            own_share.add_(share)
+        elif share.data_ptr() != own_share.data_ptr():
+            own_share.copy_(share)
         self._stale.discard(bucket)
         if self.reduced is not None:
             self.reduced(bucket)

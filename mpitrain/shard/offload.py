@@ -121,13 +121,13 @@ class HostUpdate:
         for flat_parameter in self._flat_parameters:
             self._of_bucket.setdefault(flat_parameter.bucket, []).append(flat_parameter)
         known = {id(flat_parameter) for flat_parameter in self._flat_parameters}
-        for kept in (self._gradients, self._rounded, self._arrived):
-            for stranger in kept.keys() - known:
-                del kept[stranger]
+        for buffers in (self._gradients, self._rounded, self._arrived):
+            for stranger in buffers.keys() - known:
+                del buffers[stranger]
 
     def nbytes(self) -> int:
         """Return the bytes of the pinned memory through which gradients and parameters are copied."""
-        return sum(t.nbytes for held in (self._gradients, self._rounded) for t in held.values())
+        return sum(t.nbytes for buffers in (self._gradients, self._rounded) for t in buffers.values())
 
     def reduced(self, bucket: int) -> None:
         """Start to copy a bucket whose share has just been reduced, or drop an outdated copy of it."""

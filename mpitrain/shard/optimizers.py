@@ -186,7 +186,7 @@ class MatrixGather:
 
         The result is the same on all ranks of the shard.
         """
-        groups, found = self._sharding.groups, []
+        groups, buckets = self._sharding.groups, []
         # (group, number) of every matrix of which some rank of the shard, or of the axis, updates a part
         mine = [[g, n] for g, group in enumerate(groups) for n, p in enumerate(group.parameters) if p in self._own]
         if not self._whole:
@@ -196,20 +196,20 @@ class MatrixGather:
             group = groups[g]
             numbers = [n for n, p in enumerate(group.layout.places) if p.bucket == b and (g, n) in matrices]
             if numbers:
-                found.append((g, b, [(n, self._divided(group.parameters[n], (g, n))) for n in numbers]))
-        return found
+                buckets.append((g, b, [(n, self._divided(group.parameters[n], (g, n))) for n in numbers]))
+        return buckets
 
     def _divided(self, parameter: nn.Parameter, key: tuple[int, int]) -> DividedMatrix:
         part = logical_of(parameter)
         if self._axis is None:
             return DividedMatrix(parameter in self._own, None, ())
         boxes = [[box.shape, box.start, box.stop] for box in part.boxes]
-        told = self._axis.all_gather_object([*key, list(part.shape), boxes, parameter in self._own])
-        if len({tuple(shape) for _, _, shape, _, _ in told}) > 1 or len({(g, n) for g, n, *_ in told}) > 1:
+        answers = self._axis.all_gather_object([*key, list(part.shape), boxes, parameter in self._own])
+        if len({tuple(shape) for _, _, shape, _, _ in answers}) > 1 or len({(g, n) for g, n, *_ in answers}) > 1:
             raise refusal("muon needs the tensor ranks to lay their matrices out alike; set parallel.tensor to 1")
-        slices = tuple(Slice(tuple(shape), tuple(Box(*box) for box in boxes)) for _, _, shape, boxes, _ in told)
-        alike = all(s.numel == math.prod(s.shape) for s in slices)
-        return DividedMatrix(any(needed for *_, needed in told), None if alike else self._axis, slices)
+        slices = tuple(Slice(tuple(shape), tuple(Box(*box) for box in boxes)) for _, _, shape, boxes, _ in answers)
+        undivided = all(s.numel == math.prod(s.shape) for s in slices)
+        return DividedMatrix(any(needed for *_, needed in answers), None if undivided else self._axis, slices)
 
     def applied(
         self, updates: Mapping[torch.Tensor, torch.Tensor], whole: Whole
@@ -232,10 +232,10 @@ class MatrixGather:
                 if bucket is not None:
                     mine = bucket[begin : begin + place.numel]
                 else:
-                    found = updates.get(part.value) if part is not None else None
-                    if found is None and divided.axis is None:
+                    update = updates.get(part.value) if part is not None else None
+                    if update is None and divided.axis is None:
                         continue
-                    mine = parameter.new_zeros(place.numel, dtype=torch.float32) if found is None else found.view(-1)
+                    mine = parameter.new_zeros(place.numel, dtype=torch.float32) if update is None else update.view(-1)
                 matrix = divided.joined(mine, self._memory) if divided.axis is not None else mine
                 if part is not None and part.value in updates:
                     result = whole(part, matrix.view(part.shape))
@@ -262,11 +262,11 @@ class MatrixGather:
 
         Communication buffers are bound to the address of the exchanged memory.
         """
-        kept = self._scratch.get(name)
-        if kept is None or kept.numel() < numel or kept.dtype != dtype:
+        scratch = self._scratch.get(name)
+        if scratch is None or scratch.numel() < numel or scratch.dtype != dtype:
             device = next(iter(self._own.values())).value.device if self._own else self._sharding.groups[0].device
-            kept = self._scratch[name] = torch.zeros(numel, dtype=dtype, device=device)
-        return kept[:numel]
+            scratch = self._scratch[name] = torch.zeros(numel, dtype=dtype, device=device)
+        return scratch[:numel]
 
 
 @dataclass(frozen=True)
@@ -400,8 +400,8 @@ class Lamb(TrustRatios):
     ) -> None:
         if not 0.0 <= least <= most:
             raise ValueError(f"least {least} and most {most} are not from 0 on, the greater one last")
-        given = {"lr": lr, "betas": checked_betas(betas), "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, given | {"least": least, "most": most, "correct": correct})
+        defaults = {"lr": lr, "betas": checked_betas(betas), "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, defaults | {"least": least, "most": most, "correct": correct})
 
     def _measured(self, value: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
         gradient, state, (first, second) = value.grad, self.state[value], group["betas"]
@@ -444,8 +444,13 @@ class Lars(TrustRatios):
     ) -> None:
         if not 0.0 <= momentum < 1.0 or trust_coefficient <= 0.0:
             raise ValueError("momentum is from 0 to below 1, and trust_coefficient is above 0")
-        given = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "trust_coefficient": trust_coefficient}
-        super().__init__(params, given)
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+            "trust_coefficient": trust_coefficient,
+        }
+        super().__init__(params, defaults)
 
     def _measured(self, value: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
         assert value.grad is not None
@@ -525,9 +530,9 @@ def _divided(parameters: Sequence[nn.Parameter], axis: Communicator | None) -> l
     divided = [numel < all_of_it for numel, all_of_it in zip(mine, whole, strict=True)]
     if axis is None:
         return [False] * len(parameters)
-    told = axis.all_gather_object([whole, divided, mine])
-    sums = [sum(numels) for numels in zip(*(numels for _, _, numels in told), strict=False)]
-    if any(other[:2] != [whole, divided] for other in told) or any(
+    answers = axis.all_gather_object([whole, divided, mine])
+    sums = [sum(numels) for numels in zip(*(numels for _, _, numels in answers), strict=False)]
+    if any(other[:2] != [whole, divided] for other in answers) or any(
         cut and total != all_of_it for cut, total, all_of_it in zip(divided, sums, whole, strict=True)
     ):
         raise refusal(

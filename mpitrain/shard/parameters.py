@@ -530,12 +530,12 @@ class ShardedParameters(Parameters):
         return sum(share.nbytes for share in self._shares)
 
     def gathered(self, microbatches: int) -> list[Gathered]:
-        ranks, found = self._shard.size, []
+        ranks, gathers = self._shard.size, []
         for unit in self._units:
             nbytes = sum((hi - lo) * group.dtype.itemsize for _, group, lo, hi in self._buckets(unit))
             again = self._reshard and not unit.root  # gathered once more for backward
-            found.append(Gathered(nbytes, ranks, microbatches * (1 + again)))
-        return found
+            gathers.append(Gathered(nbytes, ranks, microbatches * (1 + again)))
+        return gathers
 
     def buffer_bytes(self) -> int:
         return self._pool_bytes

@@ -159,9 +159,9 @@ class Sharding:
 
     def _split(self, color: int, key: int, name: str) -> Communicator:
         """Return a communicator of the ranks that pass the same color, freed by `close`. Collective."""
-        made = self.comm.split(color, key, label=f"{self.comm.label}/{name}")
-        self._made.append(made)
-        return made
+        communicator = self.comm.split(color, key, label=f"{self.comm.label}/{name}")
+        self._made.append(communicator)
+        return communicator
 
     def _place_parameters(self, trained: list[nn.Parameter]) -> tuple[list[FlatGroup], Parameters]:
         """Lay the parameters out, and move them to their places for this stage. Collective."""
@@ -204,8 +204,8 @@ class Sharding:
         for group in groups:
             copy = comm.node_copy(group.layout.numel, group.dtype)
             if copy is None:
-                for made in copies:
-                    made.free()
+                for node_copy in copies:
+                    node_copy.free()
                 return None
             copies.append(copy)
         carried = comm.num_nodes > 1 and self.replicas is None
@@ -233,9 +233,16 @@ class Sharding:
         """Return the flat parameters that this rank's optimizer updates."""
         on_host = bool(self.parallel.offload)  # also on the way to files
         if self.stage.states:
-            own, gradient = self.parameters.own, self.gradients.own
+            share_of, gradient = self.parameters.own, self.gradients.own
             return sharded_flat_parameters(
-                self.optimizer, self.groups, self.shard.rank, own, gradient, counted, on_host=on_host, gathered=True
+                self.optimizer,
+                self.groups,
+                self.shard.rank,
+                share_of,
+                gradient,
+                counted,
+                on_host=on_host,
+                gathered=True,
             )
         gradient_of: GradientOf = attrgetter("grad")
         if self.reduce_dtype is not None:  # gradients in another dtype are not in `.grad`
@@ -278,19 +285,19 @@ class Sharding:
         pieces, state = flat.pieces(keys), optimizer.state.pop(flat.value, {})
         for piece, part in pieces if state else ():
             optimizer.state[piece.value] = {key: _part_of(of, flat.value, part) for key, of in state.items()}
-        made = [piece for piece, _ in pieces]
+        flat_pieces = [piece for piece, _ in pieces]
         values = optimizer.param_groups[flat.settings]["params"]
         at = next(n for n, value in enumerate(values) if value is flat.value)
-        values[at : at + 1] = [piece.value for piece in made]
+        values[at : at + 1] = [piece.value for piece in flat_pieces]
         at = next(n for n, other in enumerate(self.flat_parameters) if other is flat)
-        self.flat_parameters[at : at + 1] = made
+        self.flat_parameters[at : at + 1] = flat_pieces
         if self.host is not None:
             self.host.follow(self.flat_parameters)
         for each in getattr(optimizer, "parts", [optimizer]):
             if getattr(each, "gather", None) is not None:
-                own = {value for group in each.param_groups for value in group["params"]}
-                each.gather.follow([other for other in self.flat_parameters if other.value in own])
-        return made
+                in_groups = {value for group in each.param_groups for value in group["params"]}
+                each.gather.follow([other for other in self.flat_parameters if other.value in in_groups])
+        return flat_pieces
 
     def close(self) -> None:
         """Give every parameter its own memory, and release arenas and communicators. Collective."""

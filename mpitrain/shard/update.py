@@ -167,15 +167,17 @@ def _let_gather(sharding: Sharding, dividing: Sequence[Communicator]) -> bool:
         sharding: Sharding of the parameters, whose optimizer may consist of several.
         dividing: Axes that divide parameters.
     """
-    found = [p for p in getattr(sharding.optimizer, "parts", [sharding.optimizer]) if isinstance(p, Muon | TrustRatios)]
-    if found and len(dividing) > 1:
-        raise refusal(f"{type(found[0]).__name__} needs whole parameters, and several axes divide them; use adamw")
+    optimizers = [
+        p for p in getattr(sharding.optimizer, "parts", [sharding.optimizer]) if isinstance(p, Muon | TrustRatios)
+    ]
+    if optimizers and len(dividing) > 1:
+        raise refusal(f"{type(optimizers[0]).__name__} needs whole parameters, and several axes divide them; use adamw")
     axis = dividing[0] if dividing else None
-    for part in found:
+    for part in optimizers:
         values = {value for group in part.param_groups for value in group["params"]}
         chosen = [flat for flat in sharding.flat_parameters if flat.value in values]
         part.gather = (MatrixGather if isinstance(part, Muon) else SquaresSum)(sharding, chosen, axis)
-    return bool(found)
+    return bool(optimizers)
 
 
 def _squares_of_rows(x: torch.Tensor) -> torch.Tensor:

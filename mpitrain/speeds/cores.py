@@ -91,7 +91,7 @@ def measure(world: Communicator, effort: Effort) -> dict[str, Any]:
     allowed = world.all_gather_object(list(one_of.values()))
     beside = [rank for rank in range(world.size) if world.nodes[rank] == world.node]
     groups = [(beside[ranks[0]], sorted(cores)) for ranks, cores in sharing([allowed[rank] for rank in beside])]
-    plan, told = _Plan(effort), ""
+    plan, output = _Plan(effort), ""
     job = None
     for leader, cores in groups:
         if leader == world.rank:
@@ -108,14 +108,14 @@ def measure(world: Communicator, effort: Effort) -> dict[str, Any]:
         time.sleep(_LEAD + plan.seconds)
     elif ready:
         with suppress(subprocess.TimeoutExpired):
-            told, _ = job.communicate(f"{time.time() + _LEAD}\n", timeout=10 * (10 + plan.seconds))
-        told = told if job.poll() == 0 else ""
+            output, _ = job.communicate(f"{time.time() + _LEAD}\n", timeout=10 * (10 + plan.seconds))
+        output = output if job.poll() == 0 else ""
         job.kill()
-    if job is not None and not told:
+    if job is not None and not output:
         raise CommunicationError("the processes that measure this node's cores have failed; see what they said above")
-    found = [part for part in world.all_gather_object(json.loads(told) if told else {}) if part]
-    names = dict.fromkeys(name for part in found for name in part)
-    seconds = {name: float(np.median([s for part in found for s in part.get(name, [])])) for name in names}
+    parts = [part for part in world.all_gather_object(json.loads(output) if output else {}) if part]
+    names = dict.fromkeys(name for part in parts for name in part)
+    seconds = {name: float(np.median([s for part in parts for s in part.get(name, [])])) for name in names}
     sizes = {"copied": plan.copied, "updated": plan.updated, "threaded": plan.threaded}
     return {"cores": sum(len(cores) for _, cores in groups), "seconds": seconds, "threads": len(groups[0][1]), **sizes}
 
@@ -148,8 +148,8 @@ def _lead(cores: list[int], plan: _Plan) -> int:
                 for file in (*(file for pair in workers for file in pair), os.fdopen(hear), os.fdopen(tell, "w")):
                     file.close()  # so that a worker's pipe closes when the process at its other end ends
                 os.sched_setaffinity(0, [core])
-                with os.fdopen(listen) as told, os.fdopen(say, "w") as answer:
-                    _work(number == 0, cores, plan, told, answer)
+                with os.fdopen(listen) as inbox, os.fdopen(say, "w") as answer:
+                    _work(number == 0, cores, plan, inbox, answer)
                 code = 0
             finally:
                 os._exit(code)
@@ -163,11 +163,11 @@ def _lead(cores: list[int], plan: _Plan) -> int:
     for _, orders in workers:
         orders.write(begin)
         orders.flush()
-    found: dict[str, list[float]] = {}
+    seconds_of: dict[str, list[float]] = {}
     for answers, _ in workers:
         for name, seconds in json.loads(answers.readline() or "{}").items():
-            found.setdefault(name, []).append(seconds)
-    print(json.dumps(found), flush=True)
+            seconds_of.setdefault(name, []).append(seconds)
+    print(json.dumps(seconds_of), flush=True)
     return max(os.waitstatus_to_exitcode(os.wait()[1]) for _ in workers)
 
 
@@ -175,18 +175,20 @@ def _work(first: bool, cores: list[int], plan: _Plan, orders: TextIO, answers: T
     """Run the tasks on one core. first: also run the tasks that only one core runs."""
     source, dest = (np.ones(plan.copied // 8) for _ in range(2))  # touch the memory before timing
     print("ready", file=answers, flush=True)
-    begin, found = float(orders.readline()), dict[str, float]()
+    begin, seconds_of = float(orders.readline()), dict[str, float]()
     for turn, (name, prepare) in enumerate(_tasks(plan, partial(np.copyto, dest, source), cores)):
         time.sleep(max(0.0, begin + turn * (plan.interval + _REST) - time.time()))
         if name in (COPY_ALONE, THREADS) and not first:
             continue
         precision, _, size = name.partition(" ")
         smaller = [n for n in plan.sizes if size.isdigit() and n < int(size)]
-        before = found.get(f"{precision} {smaller[-1]}", math.inf) * (int(size) / smaller[-1]) ** 3 if smaller else 0.0
+        before = (
+            seconds_of.get(f"{precision} {smaller[-1]}", math.inf) * (int(size) / smaller[-1]) ** 3 if smaller else 0.0
+        )
         if before <= _LONGEST * plan.interval:  # fast enough, as estimated from the product of the previous size
             taken = _seconds(prepare(), plan.interval, time.perf_counter if name == THREADS else time.process_time)
-            found[name] = min(taken) if name == THREADS else float(np.median(taken))
-    print(json.dumps(found), file=answers, flush=True)
+            seconds_of[name] = min(taken) if name == THREADS else float(np.median(taken))
+    print(json.dumps(seconds_of), file=answers, flush=True)
 
 
 def _tasks(plan: _Plan, copy: Callable[[], object], cores: list[int]) -> Iterator[Task]:
@@ -267,25 +269,25 @@ def measure_device(world: Communicator, kind: str, quick: bool) -> dict[str, Any
     ):  # the device has no unique name, and this rank sees no other
         place = f"rank {world.rank}"
     places = world.all_gather_object([world.node, place])
-    found = None
+    speeds = None
     if places.index(places[world.rank]) == world.rank:
-        found = _device_speeds(device, quick)
+        speeds = _device_speeds(device, quick)
     world.barrier()
     seen = hardware.count(device.type)
     of_node = len({tuple(place) for place in places if place[0] == world.nodes[0]})
-    return world.all_gather_object(None if found is None else found | {"count": max(seen, of_node)})[0]
+    return world.all_gather_object(None if speeds is None else speeds | {"count": max(seen, of_node)})[0]
 
 
 def _device_speeds(device: torch.device, quick: bool) -> dict[str, Any]:
     sizes, numel = (_QUICK_SIZES, 1 << 18) if quick else (_SIZES, 64 << 20)
     seconds = 0.02 if quick else 0.2
-    found: dict[str, Any] = {"kind": device.type, "name": hardware.name(device)}
-    found["memory"] = hardware.total_memory_bytes(device)
+    speeds: dict[str, Any] = {"kind": device.type, "name": hardware.name(device)}
+    speeds["memory"] = hardware.total_memory_bytes(device)
     source, dest = (torch.ones(numel, device=device) for _ in range(2))
-    found["memory_bandwidth"] = 2 * 4 * numel / _each(device, lambda: dest.copy_(source), seconds)
+    speeds["memory_bandwidth"] = 2 * 4 * numel / _each(device, lambda: dest.copy_(source), seconds)
     host = hardware.pinned([numel], torch.float32, device)
-    found["host_bandwidth"] = 4 * numel / _each(device, lambda: dest.copy_(host, non_blocking=True), seconds)
-    found["matrix"] = {
+    speeds["host_bandwidth"] = 4 * numel / _each(device, lambda: dest.copy_(host, non_blocking=True), seconds)
+    speeds["matrix"] = {
         precision: {n: 2.0 * n**3 / _each(device, product(precision, n, device), seconds) for n in sizes}
         for precision in PRECISIONS
     }
@@ -293,9 +295,9 @@ def _device_speeds(device: torch.device, quick: bool) -> dict[str, Any]:
     if others:
         there = torch.ones(numel, device=torch.device(device.type, others[0]))
         tiny, few = there[:2], source[:2]
-        found["link_bandwidth"] = 4 * numel / _each(device, lambda: dest.copy_(there), seconds)
-        found["link_latency"] = _each(device, lambda: few.copy_(tiny), seconds)
-    return found
+        speeds["link_bandwidth"] = 4 * numel / _each(device, lambda: dest.copy_(there), seconds)
+        speeds["link_latency"] = _each(device, lambda: few.copy_(tiny), seconds)
+    return speeds
 
 
 def _each(device: torch.device, call: Callable[[], object], seconds: float) -> float:

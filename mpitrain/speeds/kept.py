@@ -56,8 +56,8 @@ def values_from(results: dict[int, Any], quick: bool) -> Values:
 def _of_core(found: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     seconds = found["seconds"]
     if found["threads"] > 1 and f"fp32 {found['threaded']}" in seconds:
-        alone, together = seconds[f"fp32 {found['threaded']}"], seconds[THREADS]
-        share = (alone / together - 1) / (found["threads"] - 1)
+        alone, threaded = seconds[f"fp32 {found['threaded']}"], seconds[THREADS]
+        share = (alone / threaded - 1) / (found["threads"] - 1)
         if share >= _LEAST_SHARE:
             yield "threads", min(1.0, share)
     yield "update_rate", found["updated"] / seconds[UPDATE]
@@ -77,12 +77,12 @@ def _add_links(values: Values, results: dict[int, Any], cores: int) -> None:
     fitting = [ranks for ranks, local in counts.items() if local <= cores]
     chosen = max(fitting) if fitting else min(counts)
     links = results[chosen]["links"]
-    wanted = ["rank"]
+    sections = ["rank"]
     if counts[chosen] > 1:
-        wanted += ["core", "inside"]
+        sections += ["core", "inside"]
     if len(set(results[chosen]["nodes"])) > 1:
-        wanted.append("network")
-    for section in wanted:
+        sections.append("network")
+    for section in sections:
         for key, of in SECTIONS[section].items():
             holder, _, attribute = of.attribute.rpartition(".")
             if holder == "links" and attribute in links:
@@ -158,11 +158,11 @@ def measured(world: Communicator, on_device: bool, kind: str) -> Values:
         on_device: If true, the ranks compute on accelerators, which are then measured.
         kind: Kind of devices, as in run.device.
     """
-    found: dict[str, Any] = {"nodes": list(world.nodes), "process": peak_memory_bytes()}
-    found |= of_nodes(world, "short", kind if on_device else "cpu")
+    results: dict[str, Any] = {"nodes": list(world.nodes), "process": peak_memory_bytes()}
+    results |= of_nodes(world, "short", kind if on_device else "cpu")
     if world.size > 1:
-        found["links"] = links.measure(world, quick=False)
-    values = values_from({world.size: found}, quick=False)
+        results["links"] = links.measure(world, quick=False)
+    values = values_from({world.size: results}, quick=False)
     values["origin"] = f"measured {time.strftime('%Y-%m-%d')} at the start of a job"
     if world.rank == 0:
         values = merged(kept(), values)

@@ -60,13 +60,13 @@ class Probes:
         block = arena.tensor[mine]
         neighbour = (arena.peer(other) if arena.kind == "shared" else arena.tensor)[mine]
         message = block[: RING_SEGMENT // 4]
-        own, theirs, few = block.numpy(), neighbour.numpy(), np.zeros(2, dtype=np.float32)
+        own_block, peer_block, few = block.numpy(), neighbour.numpy(), np.zeros(2, dtype=np.float32)
         calls: dict[str, Callable[[], object]] = {
             "tiny": plain.exchange(torch.zeros(2), torch.zeros(2), *ring),
             "exchange": plain.exchange(torch.empty_like(message).zero_(), message, *ring),
             "step": partial(np.add, few, few, out=few),
-            "add": partial(np.add, own, theirs, out=own),
-            "copy": partial(np.copyto, theirs, own),
+            "add": partial(np.add, own_block, peer_block, out=own_block),
+            "copy": partial(np.copyto, peer_block, own_block),
             "barrier": plain.node_barrier,
         }
         self.contenders = {name: Contender(call) for name, call in calls.items()}
@@ -113,17 +113,17 @@ def measure(world: Communicator, quick: bool) -> dict[str, Any]:
     try:
         probes = Probes(world, plain, arena)
         times = interleaved(world, probes.contenders, repeats, seconds)
-        found = asdict(probes.machine({name: float(np.quantile(of.all, _QUIET)) for name, of in times.items()}))
-        del found["eager"]  # a property of the MPI library, which is not measured
+        speeds = asdict(probes.machine({name: float(np.quantile(of.all, _QUIET)) for name, of in times.items()}))
+        del speeds["eager"]  # a property of the MPI library, which is not measured
     finally:
         arena.free()
     if world.num_nodes > 1:
         tiny, segment = (_between_nodes(world, plain, nbytes, quick) for nbytes in (8, RING_SEGMENT))
-        found["latency"] = max(_LEAST, tiny - found["step"])
+        speeds["latency"] = max(_LEAST, tiny - speeds["step"])
         waits = 3 if Machine().eager < RING_SEGMENT else 1  # number of latencies in a long message
-        found["bandwidth"] = RING_SEGMENT / max(segment / 10, segment - waits * tiny)
+        speeds["bandwidth"] = RING_SEGMENT / max(segment / 10, segment - waits * tiny)
     plain.free()
-    return found
+    return speeds
 
 
 def _between_nodes(world: Communicator, plain: PlainMPI, nbytes: int, quick: bool) -> float:
@@ -140,9 +140,9 @@ def _between_nodes(world: Communicator, plain: PlainMPI, nbytes: int, quick: boo
         began = time.perf_counter()
         call()
         count = torch.tensor([max(4.0, min(1000.0, enough / (time.perf_counter() - began)))])
-        told = torch.zeros(1)
-        plain.exchange(told, count, peer, peer)()
-        calls = range(int(count if world.rank == 0 else told))
+        peer_count = torch.zeros(1)
+        plain.exchange(peer_count, count, peer, peer)()
+        calls = range(int(count if world.rank == 0 else peer_count))
         taken = []
         for _ in range(repeats):
             began = time.perf_counter()

@@ -187,9 +187,9 @@ class Axis:
         if views is not None:
             return torch.cat(views, dim), [view.shape[dim] for view in views]
         if lengths is None:
-            told = torch.empty(self.size, dtype=torch.int64)
-            self.comm.all_gather(told, torch.tensor([x.shape[dim]]))
-            lengths = told.tolist()
+            all_lengths = torch.empty(self.size, dtype=torch.int64)
+            self.comm.all_gather(all_lengths, torch.tensor([x.shape[dim]]))
+            lengths = all_lengths.tolist()
         shapes = [_with_length(x.shape, dim, length) for length in lengths]
         counts = [torch.Size(shape).numel() for shape in shapes]
         flat = x.new_empty(sum(counts))
@@ -225,10 +225,10 @@ class Axis:
                 slots.view(turn, self.rank, x.shape, x.dtype).copy_(x)
             slots.headers[turn][self.rank][:] = mine
             slots.alternating.meet(taken * (nbytes <= slots.capacity))
-            told = [bytes(header) for header in slots.headers[turn]]
-            if all(header == mine for header in told) and nbytes <= slots.capacity:
+            raw_headers = [bytes(header) for header in slots.headers[turn]]
+            if all(header == mine for header in raw_headers) and nbytes <= slots.capacity:
                 return [slots.view(turn, rank, x.shape, x.dtype) for rank in range(self.size)]
-            headers = [_HEADER.unpack(header) for header in told]
+            headers = [_HEADER.unpack(header) for header in raw_headers]
             self._compare(headers)
             largest = max(header[5] for header in headers)
             if largest <= slots.capacity:

@@ -112,12 +112,13 @@ class ColumnParallelLinear(_ParallelLinear):
         self.bias = None if linear.bias is None else part_of(linear.bias, 0, features, axis)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        given = self.axis.column_input
-        if not (isinstance(given, ColumnInput) and given.is_for(x)):  # of another layer with the same input
-            given = ColumnInput(x, self.axis, self.sequence)
-            self.axis.column_input = given if self.paired else None
-        with saved_tensors_hooks(*given.keeping) if given.keeping else nullcontext():
-            y = functional.linear(given.whole, self.weight.t() if self.transposed else self.weight, self.bias)
+        column_input = self.axis.column_input
+        # another layer with the same input may have set it
+        if not (isinstance(column_input, ColumnInput) and column_input.is_for(x)):
+            column_input = ColumnInput(x, self.axis, self.sequence)
+            self.axis.column_input = column_input if self.paired else None
+        with saved_tensors_hooks(*column_input.keeping) if column_input.keeping else nullcontext():
+            y = functional.linear(column_input.whole, self.weight.t() if self.transposed else self.weight, self.bias)
         if self.gather_output:
             return gather(y, self.axis, -1)
         if self.paired and self.training:
@@ -302,12 +303,12 @@ class Features:
             rank: Number of the rank.
             size: Number of ranks.
         """
-        found, begin = [], 0
+        ranges, begin = [], 0
         for section in self.sections:
             bounds = split(section // self.unit, size)
-            found.append((begin + bounds[rank] * self.unit, begin + bounds[rank + 1] * self.unit))
+            ranges.append((begin + bounds[rank] * self.unit, begin + bounds[rank + 1] * self.unit))
             begin += section
-        return found
+        return ranges
 
 
 def part_of(whole: torch.Tensor, dim: int, features: Features, axis: Axis) -> nn.Parameter:
@@ -323,8 +324,8 @@ def part_of(whole: torch.Tensor, dim: int, features: Features, axis: Axis) -> nn
     with torch.no_grad():
         data = torch.cat([whole.narrow(dim, start, stop - start) for start, stop in ranges], dim)
     part = nn.Parameter(data, requires_grad=whole.requires_grad)
-    own = Slice(tuple(whole.shape), _boxes(whole.shape, dim, features.sections, ranges))
-    mark(part, compose(logical_of(whole), own), (*divided_by(whole), *axis.names))
+    local_slice = Slice(tuple(whole.shape), _boxes(whole.shape, dim, features.sections, ranges))
+    mark(part, compose(logical_of(whole), local_slice), (*divided_by(whole), *axis.names))
     return part
 
 
@@ -468,8 +469,8 @@ def _head_size(parent: nn.Module, width: int) -> int | None:
 
 def _numbers(parent: nn.Module, names: Sequence[str]) -> dict[str, int]:
     """Return the attributes among `names` that are positive integers."""
-    found = {name: getattr(parent, name, None) for name in names}
-    return {name: n for name, n in found.items() if isinstance(n, int) and not isinstance(n, bool) and n > 0}
+    attributes = {name: getattr(parent, name, None) for name in names}
+    return {name: n for name, n in attributes.items() if isinstance(n, int) and not isinstance(n, bool) and n > 0}
 
 
 def _unshareable(name: str, heads: int, ranks: int, what: str = "heads") -> InputError:

@@ -114,20 +114,20 @@ def parallelize(
         (PlannedModule(name, model.get_submodule(name), _parent(model, name), axis, sequence, scattered), style)
         for name, style in styles.items()
     ]
-    made = {each.name: style.apply(each) for each, style in planned}
-    _keep_ties(model, [each for each, _ in planned], made)
+    divided_modules = {each.name: style.apply(each) for each, style in planned}
+    _keep_ties(model, [each for each, _ in planned], divided_modules)
     columns = {each.parent: each.name.rpartition(".")[0] for each, style in planned if style.needs_row}
     for parent, name in columns.items():  # attention modules get this rank's number of heads
         inside = [each.rpartition(".")[2] for each in styles if each.rpartition(".")[0] == name]
         for key, count in localize_heads(name, parent, axis.size, inside).items():
             setattr(parent, key, count)
     _replace_criterion(model, [each for each, style in planned if style.by_vocabulary])
-    instead = {each.module: made[each.name] for each, _ in planned}
+    instead = {each.module: divided_modules[each.name] for each, _ in planned}
     for name, module in list(model.named_modules(remove_duplicate=False)):
         if module in instead and instead[module] is not module:
             setattr(_parent(model, name), name.rpartition(".")[2], instead[module])
     if sequence:
-        _divide_the_rest(model, axis, {made[each.name]: style for each, style in planned})
+        _divide_the_rest(model, axis, {divided_modules[each.name]: style for each, style in planned})
     return model
 
 
@@ -142,16 +142,16 @@ def _matched(model: nn.Module, plan: Mapping[str, str | ParallelStyle]) -> dict[
             raise refusal(f"the plan's {pattern!r} matches no module of {type(model).__name__}{_meant(pattern, every)}")
     chosen: dict[str, ParallelStyle] = {}
     for first, module_names in names.items():
-        found: dict[str, ParallelStyle] = {}
+        matches: dict[str, ParallelStyle] = {}
         for pattern, style in plan.items():
             if any(fnmatchcase(name, pattern) for name in module_names):
-                found[pattern] = STYLES[style] if isinstance(style, str) else style
-        if len(set(found.values())) > 1:
+                matches[pattern] = STYLES[style] if isinstance(style, str) else style
+        if len(set(matches.values())) > 1:
             raise refusal(
-                f"{first} is matched by {' and '.join(map(repr, found))} of the plan, which differ; make one narrower"
+                f"{first} is matched by {' and '.join(map(repr, matches))} of the plan, which differ; make one narrower"
             )
-        if found:
-            chosen[first] = next(iter(found.values()))
+        if matches:
+            chosen[first] = next(iter(matches.values()))
     split_outputs = [name for name, style in chosen.items() if style.needs_row]
     if split_outputs and not any(style.takes_parts for style in chosen.values()):
         raise refusal(
@@ -225,13 +225,13 @@ def _divide_the_rest(model: nn.Module, axis: Axis, styles: Mapping[nn.Module, Pa
             module.register_forward_hook(lambda m, args, out: axis.rng.leave(m), always_call=True)
         if style is not None or isinstance(module, parallel):
             continue
-        own = list(module.parameters(recurse=False))
-        if own and not type(module).__name__.endswith("Norm"):
+        parameters = list(module.parameters(recurse=False))
+        if parameters and not type(module).__name__.endswith("Norm"):
             raise refusal(
                 f"{name or type(model).__name__} has parameters, and the plan does not say whether it works on a part "
                 'of the sequence ("split") or on the whole ("whole"); name it'
             )
-        for parameter in own:
+        for parameter in parameters:
             sum_gradient(parameter, axis)
 
 
@@ -254,34 +254,34 @@ def without_whole(
         raise refusal("parallel.whole does not go with parallel.sequence; leave one of them out")
     names = _all_names(model)
     divided = [name for name, style in styles.items() if not isinstance(style, Undivided | OfHeads)]
-    kept: set[str] = set()
+    left_whole: set[str] = set()
     for pattern in whole:
-        found = [each for each in divided if any(fnmatchcase(name, pattern) for name in names[each])]
-        if not found:
+        matches = [each for each in divided if any(fnmatchcase(name, pattern) for name in names[each])]
+        if not matches:
             meant = _meant(pattern, divided) or "; leave it out"
             raise refusal(f"parallel.whole {pattern!r} matches no layer that the plan divides{meant}")
-        kept.update(found)
+        left_whole.update(matches)
     users: dict[nn.Parameter, list[str]] = {}
     for name in divided:
         for parameter in model.get_submodule(name).parameters(recurse=False):
             users.setdefault(parameter, []).append(name)
     for groups, why in ((_pairs(divided, styles), "are a pair"), (users.values(), "share a weight")):
         for group in groups:
-            if 0 < len(kept.intersection(group)) < len(group):
-                named, left = (next(name for name in group if (name in kept) is there) for there in (True, False))
+            if 0 < len(left_whole.intersection(group)) < len(group):
+                named, left = (next(name for name in group if (name in left_whole) is there) for there in (True, False))
                 raise refusal(f"parallel.whole names {named} and not {left}, which {why}; name both, or neither")
-    around = {name.rpartition(".")[0] for name in kept}  # whole attention has all heads on every rank
-    kept |= {each for each, of in styles.items() if isinstance(of, OfHeads) and each.rpartition(".")[0] in around}
-    return {name: style for name, style in styles.items() if name not in kept}
+    around = {name.rpartition(".")[0] for name in left_whole}  # whole attention has all heads on every rank
+    left_whole |= {each for each, of in styles.items() if isinstance(of, OfHeads) and each.rpartition(".")[0] in around}
+    return {name: style for name, style in styles.items() if name not in left_whole}
 
 
 def _all_names(model: nn.Module) -> dict[str, list[str]]:
     """Return all names of each module in a model, by the first of these names."""
-    found: dict[nn.Module, list[str]] = {}
+    names_of: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if name:
-            found.setdefault(module, []).append(name)
-    return {names[0]: names for names in found.values()}
+            names_of.setdefault(module, []).append(name)
+    return {names[0]: names for names in names_of.values()}
 
 
 def _meant(pattern: str, names: Sequence[str]) -> str:
@@ -308,11 +308,11 @@ def _pairs(divided: Sequence[str], styles: Mapping[str, ParallelStyle]) -> list[
 
 def _in_order(names: Sequence[str], styles: Mapping[str, ParallelStyle]) -> list[list[str]]:
     """Return groups of consecutive column and then row layers; last columns without a row join the group before."""
-    found: list[list[str]] = []
+    groups: list[list[str]] = []
     for name in names:
-        if not found or (styles[name].needs_row and not styles[found[-1][-1]].needs_row):
-            found.append([])
-        found[-1].append(name)
-    if len(found) > 1 and styles[found[-1][-1]].needs_row:
-        found[-2:] = [found[-2] + found[-1]]
-    return found
+        if not groups or (styles[name].needs_row and not styles[groups[-1][-1]].needs_row):
+            groups.append([])
+        groups[-1].append(name)
+    if len(groups) > 1 and styles[groups[-1][-1]].needs_row:
+        groups[-2:] = [groups[-2] + groups[-1]]
+    return groups

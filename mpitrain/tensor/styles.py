@@ -231,9 +231,9 @@ def _plain(planned: PlannedModule, kind: type[Any], style: str, *, hooks: bool =
     """
     module = planned.module
     if type(module) is not kind:
-        wanted = "nn.Embedding or nn.Linear" if style == "vocabulary" else f"nn.{kind.__name__}"
+        types = "nn.Embedding or nn.Linear" if style == "vocabulary" else f"nn.{kind.__name__}"
         raise refusal(
-            f"{planned.name} is a {type(module).__name__}, which cannot be divided as {style!r}; only a plain {wanted} "
+            f"{planned.name} is a {type(module).__name__}, which cannot be divided as {style!r}; only a plain {types} "
             "can"
         )
     _refuse_hooks(planned, allowed=hooks)

@@ -141,14 +141,14 @@ class _CrossEntropy(torch.autograd.Function):
                 f"rank {axis.rank} has {stop - start} of the {classes} classes, but was given scores of "
                 f"{scores.shape[-1]}; pass the output of a head that is divided by vocabulary"
             )
-        own = y != ignore_index  # in the shape of y, whose first dimension is that of samples
+        mask = y != ignore_index  # in the shape of y, whose first dimension is that of samples
         y = y.reshape(-1)
         counted = y != ignore_index
         targets = y.where(counted, 0)
         _check_range(targets, classes, "target")
         dtype = torch.promote_types(scores.dtype, torch.float32)
-        each = own.flatten(1 if by_sample else 0).to(dtype)
-        counts = each.sum(1, keepdim=True).clamp(min=1) * len(each) if by_sample else own.sum()
+        each = mask.flatten(1 if by_sample else 0).to(dtype)
+        counts = each.sum(1, keepdim=True).clamp(min=1) * len(each) if by_sample else mask.sum()
         share = (each / counts).flatten()  # weight of each token's loss in the mean
         wide = scores.reshape(len(y), stop - start).to(dtype)
         here = (y >= start) & (y < stop) & counted
@@ -166,13 +166,13 @@ class _CrossEntropy(torch.autograd.Function):
             numbers[0].fill_(float("-inf"))
         if label_smoothing:
             torch.sum(wide, -1, out=numbers[3])
-        told = axis.all_gather(numbers, 0, lengths=[4] * axis.size)[0].view(axis.size, 4, len(y))
+        all_numbers = axis.all_gather(numbers, 0, lengths=[4] * axis.size)[0].view(axis.size, 4, len(y))
 
-        largest = told[:, 0].amax(0)
-        total = ((told[:, 0] - largest).exp_() * told[:, 1]).sum(0)
-        loss = total.log() + largest - (1 - label_smoothing) * told[:, 2].sum(0)
+        largest = all_numbers[:, 0].amax(0)
+        total = ((all_numbers[:, 0] - largest).exp_() * all_numbers[:, 1]).sum(0)
+        loss = total.log() + largest - (1 - label_smoothing) * all_numbers[:, 2].sum(0)
         if label_smoothing:
-            loss -= label_smoothing / classes * told[:, 3].sum(0)
+            loss -= label_smoothing / classes * all_numbers[:, 3].sum(0)
         # the exponentials here times this are the probabilities
         weight = (numbers[0] - largest).exp_() / total
         ctx.save_for_backward(shares, weight, share, here, column)
@@ -248,11 +248,11 @@ def judge(
         numbers[2] = (wide - largest.unsqueeze(-1)).exp_().sum(-1)
         column = (y - start).clamp(0, stop - start - 1).unsqueeze(-1)
         numbers[3] = wide.gather(-1, column).squeeze(-1).masked_fill_(~here, 0)
-    told = axis.all_gather(numbers, 0, lengths=[4] * axis.size)[0].view(axis.size, 4, len(y))
-    most, whose = told[:, 0].max(0)
-    right = told[:, 3].sum(0)
-    logarithm = ((told[:, 0] - most).exp_() * told[:, 2]).sum(0).log_() + most
-    guess = told[:, 1].gather(0, whose.unsqueeze(0)).squeeze(0).long()
+    all_numbers = axis.all_gather(numbers, 0, lengths=[4] * axis.size)[0].view(axis.size, 4, len(y))
+    most, whose = all_numbers[:, 0].max(0)
+    right = all_numbers[:, 3].sum(0)
+    logarithm = ((all_numbers[:, 0] - most).exp_() * all_numbers[:, 2]).sum(0).log_() + most
+    guess = all_numbers[:, 1].gather(0, whose.unsqueeze(0)).squeeze(0).long()
     if not top:
         return logarithm - right, guess, None
     above = (~(wide.double() < right.unsqueeze(-1))).sum(-1).double().unsqueeze(0)

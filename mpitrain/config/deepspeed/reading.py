@@ -210,25 +210,25 @@ def _filled(
         findings: Collector of errors.
         told: List to which each replacement is appended as `key value (our setting)`.
     """
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for key, value in values.items():
         name = f"{section}.{key}" if section else key
         if not isinstance(key, str):
             findings.wrong(f"{name!r:.80} is no name", "write keys as texts")
         elif isinstance(value, Mapping):
-            found[key] = _filled(value, name, auto, findings, told)
+            result[key] = _filled(value, name, auto, findings, told)
         elif not isinstance(value, str) or value != _AUTO:
-            found[key] = value
+            result[key] = value
         elif (ours := _setting(name, auto)) is not None:
-            found[key] = ours
+            result[key] = ours
             told.append(f"{name} {ours} ({_AUTO_OF[name]})")
         elif name in _AUTO_OF:
             continue
         elif name.partition(".")[0] in MONITORS or any(key in keys.harmless for keys in SECTIONS.values()):
-            found[key] = value
+            result[key] = value
         else:
             findings.wrong(f'{name} is "auto", for which we have no setting', "give a value")
-    return found
+    return result
 
 
 def _setting(name: str, auto: Config) -> Any:
@@ -270,20 +270,20 @@ def _recompute(section: Mapping[str, Any] | None, findings: Findings) -> bool:
 def _reduce_dtype(values: Mapping[str, Any], findings: Findings) -> Precision | None:
     section = findings.section("data_types", values.get("data_types"))
     findings.look(section, "data_types")
-    found: set[Precision] = set()
+    dtypes: set[Precision] = set()
     sent = values.get("communication_data_type", "fp32" if values.get("fp32_allreduce") else None)
     for name in (sent, section.get("grad_accum_dtype")):
         if name is not None and (not isinstance(name, str) or name not in _DTYPES):
             findings.wrong(f"{name!r:.80} is no type to reduce in", f"use one of {sorted(_DTYPES)}")
         elif name is not None:
-            found.add(_DTYPES[name])
-    if len(found) > 1:
+            dtypes.add(_DTYPES[name])
+    if len(dtypes) > 1:
         findings.wrong(
             "gradients are added up and sent in one type, but communication_data_type and data_types.grad_accum_dtype "
             "differ",
             "make them equal",
         )
-    return found.pop() if found else None
+    return dtypes.pop() if dtypes else None
 
 
 def _zero(section: Mapping[str, Any], findings: Findings) -> dict[str, Any]:
