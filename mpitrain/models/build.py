@@ -49,10 +49,10 @@ def build_from_factory(path: str, description: Description, options: Mapping[str
     """
     function = find("model.factory", path)
     try:
-        made = function(description, **options)
+        result = function(description, **options)
     except (Exception, SystemExit) as error:
         raise InputError(f"model.factory {path} raised {told(error)}; mend it or model.options") from error
-    module, loss = made if isinstance(made, tuple) and len(made) == 2 else (made, getattr(made, "loss", None))
+    module, loss = result if isinstance(result, tuple) and len(result) == 2 else (result, getattr(result, "loss", None))
     if not isinstance(module, nn.Module):
         raise InputError(
             f"model.factory {path} returned {type(module).__name__}, not a model; "
@@ -214,10 +214,10 @@ def _with_adapters(section: ModelSection, task: Task, checkpoint: str = "") -> T
         layer = module.get_submodule(name)
         parts = linear_parts(layer)
         assert parts is not None
-        made = adapted(parts.weight, parts.bias, transposed=parts.transposed)
-        made.train(layer.training)
+        lora_layer = adapted(parts.weight, parts.bias, transposed=parts.transposed)
+        lora_layer.train(layer.training)
         parent, _, last = name.rpartition(".")
-        setattr(module.get_submodule(parent), last, made)
+        setattr(module.get_submodule(parent), last, lora_layer)
     adapter = {"rank": section.lora, "alpha": section.lora_alpha, "layers": chosen}
     source = f"model.base {checkpoint}" if checkpoint else source
     return Task(module, task.loss, BaseWeights.of(module, source, adapter, checkpoint))
