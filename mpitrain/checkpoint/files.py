@@ -105,14 +105,14 @@ def _dataset_names(names: Sequence[str]) -> list[str]:
 
 def make_structure(places: Sequence[PlannedPiece]) -> Structure:
     """Create the structure of a file that holds these pieces, one data set after the other."""
-    how, scalar = contiguous(), h5py.h5s.create(h5py.h5s.SCALAR)
+    properties, scalar = contiguous(), h5py.h5s.create(h5py.h5s.SCALAR)
     pair, number = h5py.h5s.create_simple((2,)), h5py.h5t.STD_I64LE
     offsets = []
     image = Image()
     with hdf5_image(image) as file:
         for (spec, piece), name in zip(places, _dataset_names([spec.name for spec, _ in places]), strict=True):
             space = h5py.h5s.create_simple((piece.numel,)) if spec.shape else scalar
-            dataset = h5py.h5d.create(file.id, None, _hdf5_type(DTYPES[spec.dtype]), space, how)
+            dataset = h5py.h5d.create(file.id, None, _hdf5_type(DTYPES[spec.dtype]), space, properties)
             _link(file, name, dataset)
             h5py.h5a.create(dataset, b"elements", number, pair).write(np.array([piece.lo, piece.hi], dtype=np.int64))
             shape = np.array(spec.shape, dtype=np.int64)

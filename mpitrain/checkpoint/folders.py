@@ -294,15 +294,18 @@ def require_room(root: Path, what: str, size: int, saves: int, keep: int, mend: 
         mend: Advice for the message.
     """
     with disk.reporting(f"{what} {root} cannot be used", "choose another folder"):
-        there = [root / folder_name(step) for step in finished_steps(root)]
-        sizes = [sum(path.stat().st_size for path in folder.iterdir()) for folder in there if is_checkpoint(folder)]
-        needed = more_room(size, saves, keep, sizes)
-        lacks = disk.lack_of_room(root, needed)
-    if lacks:
+        saved_folders = [root / folder_name(step) for step in finished_steps(root)]
+        sizes = [
+            sum(path.stat().st_size for path in folder.iterdir()) for folder in saved_folders if is_checkpoint(folder)
+        ]
+        more_bytes = more_room(size, saves, keep, sizes)
+        shortage = disk.lack_of_room(root, more_bytes)
+    if shortage:
         number, each = min(saves, keep + 1), bytes_text(size)
         many = f"{number} checkpoints of {each} at a time" if number > 1 else f"a checkpoint of {each}"
         raise InputError(
-            f"{what} {root} is to hold {many}, for which {bytes_text(needed)} more are needed, but {lacks}; {mend}"
+            f"{what} {root} is to hold {many}, for which {bytes_text(more_bytes)} more are needed, "
+            f"but {shortage}; {mend}"
         )
 
 

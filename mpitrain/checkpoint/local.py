@@ -286,9 +286,9 @@ def _rebuild(
     if one is None:
         raise CheckpointError(f"{problem}, and there is no {'whole ' * damaged}copy", agreed=True)
     lost = one.files.index(name)
-    others = [file for file in one.files if file not in ("", name)]
-    others += [parity_file for holder, parity_file in enumerate(one.parities) if holder != lost]
-    absent = [other for other in others if other not in where]
+    needed_files = [file for file in one.files if file not in ("", name)]
+    needed_files += [parity_file for holder, parity_file in enumerate(one.parities) if holder != lost]
+    absent = [other for other in needed_files if other not in where]
     if absent:
         raise CheckpointError(f"{problem}, and cannot be rebuilt without {absent[0]}", agreed=True)
     target = folder / f"{name}{_BROUGHT}"

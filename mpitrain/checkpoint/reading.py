@@ -421,8 +421,8 @@ def _read_shared(node: Communicator, slots: Alternating, folder: Path, blocks: S
                 reading: list[Future[None]] = []
                 for number, offset in own_loads[turn] if error is None and turn < len(own_loads) else ():
                     block = blocks[number]
-                    into = own_slot[offset : offset + block.size].data
-                    reading.append(pool.submit(read_block, folder, block, descriptors[block.extent.file], into))
+                    buffer = own_slot[offset : offset + block.size].data
+                    reading.append(pool.submit(read_block, folder, block, descriptors[block.extent.file], buffer))
                 for source, load in enumerate(packed[max(0, turn - 1) * node.size : turn * node.size]):
                     for number, offset in load:
                         block = blocks[number]

@@ -464,12 +464,12 @@ class Loader:
     def _advance(self) -> tuple[int, int, Ids]:
         """Return the next batch's position, the index of this rank's share in it, and the sample ids of the share."""
         if not self._ahead:
-            left, size = self._sizes.popleft()
+            batches, size = self._sizes.popleft()
             start, stop = self._share(size)
             share = stop - start
-            count = min(left, max(1, _AHEAD // max(1, share)))
-            if left > count:
-                self._sizes.appendleft((left - count, size))
+            count = min(batches, max(1, _AHEAD // max(1, share)))
+            if batches > count:
+                self._sizes.appendleft((batches - count, size))
             firsts = self._position + size * np.arange(count, dtype=np.int64)
             places = firsts[:, None] + np.arange(start, stop, dtype=np.int64)
             ids = self._order.at(places.reshape(-1)).reshape(-1, share) if share else places

@@ -142,9 +142,9 @@ class MixedOrder(Ordering):
         sets = self._weights.pattern[within]
         ids = np.empty(len(positions), np.int64)
         for number, part in enumerate(self._weights.parts):
-            here = sets == number
-            set_positions = periods[here] * part + self._before[within[here]]
-            ids[here] = self._firsts[number] + self._orders[number].at(set_positions)
+            in_set = sets == number
+            set_positions = periods[in_set] * part + self._before[within[in_set]]
+            ids[in_set] = self._firsts[number] + self._orders[number].at(set_positions)
         return ids
 
 
@@ -197,8 +197,8 @@ class MixedDataset(Dataset):
         y = np.empty((len(ids), *facts.y_shape), facts.y_dtype)
         sets = np.searchsorted(self._firsts, ids, side="right") - 1
         for number in np.unique(sets).tolist():
-            here = sets == number
-            x[here], y[here] = self._parts[number].read(ids[here] - self._firsts[number])
+            in_set = sets == number
+            x[in_set], y[in_set] = self._parts[number].read(ids[in_set] - self._firsts[number])
         return x, y
 
     def close(self) -> None:

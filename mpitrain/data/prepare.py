@@ -151,9 +151,9 @@ def _sorted_out(sources: Sequence[str], among: Sequence[Kind]) -> tuple[Kind, li
     files_of_kind: dict[Kind, list[Found]] = defaultdict(list)
     skipped: list[Path] = []
     for name in sources:
-        kind, files, others = _look(Path(name), among)
+        kind, files, other_files = _look(Path(name), among)
         files_of_kind[kind] += files
-        skipped += others
+        skipped += other_files
     if len(files_of_kind) > 1:
         listed = " and ".join(f"{kind.name} ({files[0].path})" for kind, files in files_of_kind.items())
         raise InputError(f"sources of different kinds: {listed}; prepare each kind into a folder of its own")

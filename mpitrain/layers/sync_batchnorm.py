@@ -145,10 +145,10 @@ class _SyncBatchNormFunction(torch.autograd.Function):
         factor = (variance + ctx.eps).rsqrt_()
         factor = factor if weight is None else factor * weight
         of_weight, of_bias = ((sums / count).view(2, features) * -factor).to(factor.dtype).unbind()
-        into = _affine(x, mean, variance, of_weight, of_bias, ctx.eps)
-        into.addcmul_(grad, factor.to(grad.dtype).view([1, features] + [1] * (x.dim() - 2)))
+        grad_x = _affine(x, mean, variance, of_weight, of_bias, ctx.eps)
+        grad_x.addcmul_(grad, factor.to(grad.dtype).view([1, features] + [1] * (x.dim() - 2)))
         of_parameters = sums_of_weight if weight is not None else None, sums_of_bias if ctx.has_bias else None
-        return into, *of_parameters, None, None, None
+        return grad_x, *of_parameters, None, None, None
 
 
 def _precision(x: torch.Tensor) -> torch.dtype:

@@ -206,11 +206,11 @@ def _with_adapters(section: ModelSection, task: Task, checkpoint: str = "") -> T
     source = f"model.factory {section.factory}" if section.factory else f"model.name {section.name}"
     if task.base is not None:
         raise refusal(f"{source} gives a model with adapters already; set model.lora to 0")
-    chosen = _chosen(module, section.lora_targets, source)
+    layer_names = _chosen(module, section.lora_targets, source)
     for parameter in module.parameters():
         parameter.requires_grad_(False)
     adapted = partial(LoraLinear, rank=section.lora, alpha=section.lora_alpha, dropout=section.lora_dropout)
-    for name in chosen:
+    for name in layer_names:
         layer = module.get_submodule(name)
         parts = linear_parts(layer)
         assert parts is not None
@@ -218,7 +218,7 @@ def _with_adapters(section: ModelSection, task: Task, checkpoint: str = "") -> T
         lora_layer.train(layer.training)
         parent, _, last = name.rpartition(".")
         setattr(module.get_submodule(parent), last, lora_layer)
-    adapter = {"rank": section.lora, "alpha": section.lora_alpha, "layers": chosen}
+    adapter = {"rank": section.lora, "alpha": section.lora_alpha, "layers": layer_names}
     source = f"model.base {checkpoint}" if checkpoint else source
     return Task(module, task.loss, BaseWeights.of(module, source, adapter, checkpoint))
 

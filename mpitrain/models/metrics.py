@@ -366,8 +366,8 @@ class PerClass(OfCounts):
 
     def figures(self, sums: torch.Tensor) -> dict[str, float]:
         result = dict[str, float]()
-        for figure, of in EACH.items():
-            values = of(sums.view(3, -1)).tolist()
+        for figure, compute in EACH.items():
+            values = compute(sums.view(3, -1)).tolist()
             result |= {f"{figure} of {name}": value for name, value in zip(self.names, values, strict=True)}
         return result
 
@@ -499,7 +499,7 @@ def named_measures(names: Sequence[str], description: Description) -> list[Measu
             measures += [possible[name]] if name not in usual else []
         else:
             kind = description.kind if description.kind == "tokens" else "classes" if description.classes else "numbers"
-            known = [n for n in possible if n not in OF_CLASSES and n != Confusion.name]
-            known += OF_CLASSES if description.classes else ()
-            raise refusal(f"train.metrics {name} is not of {kind}, which the targets are; choose {', '.join(known)}")
+            choices = [n for n in possible if n not in OF_CLASSES and n != Confusion.name]
+            choices += OF_CLASSES if description.classes else ()
+            raise refusal(f"train.metrics {name} is not of {kind}, which the targets are; choose {', '.join(choices)}")
     return measures

@@ -97,8 +97,8 @@ class ResNet(BlockModel):
             stage_width = width * 2**index
             first = ResidualBlock(inputs, stage_width, 2 if index > 0 else 1, bottleneck)
             inputs = WIDER * stage_width if bottleneck else stage_width
-            others = (ResidualBlock(inputs, stage_width, 1, bottleneck) for _ in range(depth - 1))
-            stages.append(nn.Sequential(first, *others))
+            more_blocks = (ResidualBlock(inputs, stage_width, 1, bottleneck) for _ in range(depth - 1))
+            stages.append(nn.Sequential(first, *more_blocks))
         self.stages = nn.ModuleList(stages)
         self.pool = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())
         self.head = nn.Linear(inputs, outputs)

@@ -175,8 +175,8 @@ def frame(run: Watched, width: int, *, plain: bool = False) -> RenderableType:
     status = run.status()
     word = status.value, f"bold {COLOURS.get(status.value, 'default')}"
     parts: list[RenderableType] = [Text.assemble(word, "  ", (printable(run.folder, _SAID), "bold"))]
-    if said := _said_of(run, status):
-        parts.append(Text(said))
+    if detail := _said_of(run, status):
+        parts.append(Text(detail))
     if status is RunStatus.WAITING:
         return Group(*parts, *_warnings(run))
     if run.start:
@@ -361,9 +361,9 @@ def _warnings(run: Watched) -> list[Text]:
         Text.assemble(
             (f"{when[11:19]} rank {rank} ", "dim"),
             (printable(level), "yellow" if level == "WARNING" else "red"),
-            f" {printable(shorten(said, _SAID, placeholder=' ...'), None)}",
+            f" {printable(shorten(message, _SAID, placeholder=' ...'), None)}",
         )
-        for when, rank, level, said in run.warnings
+        for when, rank, level, message in run.warnings
     ]
 
 

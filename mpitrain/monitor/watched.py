@@ -151,12 +151,12 @@ class Watched:
         self._lock = locks.seen_held(
             self.folder / locks.LOCK
         )  # read before the events, because a job writes its end while it still holds the lock
-        came = False
+        has_news = False
         for line in self._events.new_lines():
-            came = True
+            has_news = True
             self._take_event(parsed(line, checked_event))
         for line in self._metrics.new_lines():
-            came = True
+            has_news = True
             self._steps_now().add(line)
         self._steps_now()
         if more:
@@ -165,7 +165,7 @@ class Watched:
             for path in rank_paths(self.folder / RANKS, "jsonl")[:_FILES]:
                 for line in self._more.setdefault(path, GrowingFile(path, _TAIL)).new_lines():
                     self._take_parts(int(re.sub(r"\D", "", path.stem) or 0), parsed(line, rank_line))
-        if came:
+        if has_news:
             # at the first read, count from the last step or event that has a time
             times = [event["time"] for event in (self.start, self.save, self.end) if event]
             times += [self.steps.times[-1][1]] if self.steps.times else []

@@ -113,8 +113,8 @@ def documents_source(files: Sequence[Path], options: PrepareOptions, read: Read 
             if len(columns[0]):
                 yield split, columns
         for split, packer in packers.items():
-            if len((rest := packer.finish())[0]):
-                yield split, rest
+            if len((last_columns := packer.finish())[0]):
+                yield split, last_columns
 
     def notes() -> tuple[str, ...]:
         named = ((split.replace("_", " "), packer) for split, packer in packers.items())
@@ -159,9 +159,9 @@ def _by_split(
                 mask = np.full(len(batch), splits[path] == HELD_OUT)
             encoded = _encoded(batch, encoder)
             for which in (False, True):
-                chosen = [tokens for tokens, out in zip(encoded, mask.tolist(), strict=True) if out == which]
-                if chosen := [document for document in chosen if len(document[0])]:
-                    yield which, chosen
+                split_documents = [tokens for tokens, out in zip(encoded, mask.tolist(), strict=True) if out == which]
+                if split_documents := [document for document in split_documents if len(document[0])]:
+                    yield which, split_documents
 
 
 def _encoded(documents: Sequence[tuple[str, ...]], encoder: Encoder) -> list[tuple[Tokens, int]]:
@@ -339,8 +339,8 @@ def encoding_of(files: Sequence[Path], encoding: str | None) -> str | None:
         try:
             "a".encode(encoding)
         except LookupError:  # unknown to Python, or not an encoding of text
-            known = "utf-8, utf-16, utf-32, latin-1, cp1252 ..."
-            raise InputError(f"--encoding {encoding} is unknown; give {known}") from None
+            examples = "utf-8, utf-16, utf-32, latin-1, cp1252 ..."
+            raise InputError(f"--encoding {encoding} is unknown; give {examples}") from None
         return None if encoding.lower().replace("_", "-") in ("utf-8", "utf8") else encoding
     for path in files:
         name = streams.wide_encoding(streams.head(path, _SNIFF_BYTES))

@@ -97,8 +97,8 @@ class _TableReader:
     def notes(self) -> tuple[str, ...]:
         """Return sentences about the label, and about columns of texts."""
         texts = [spec for spec in self.specs if spec.categories is not None]
-        how = {True: "one number each, of which one is 1", False: "numbers from 0"}
-        conversions = (f"column {s.name}: {len(s.categories or ())} texts as {how[s.onehot]}" for s in texts)
+        encodings = {True: "one number each, of which one is 1", False: "numbers from 0"}
+        conversions = (f"column {s.name}: {len(s.categories or ())} texts as {encodings[s.onehot]}" for s in texts)
         return (f"label: column {self._tables[0].name(self._at)}", *conversions)
 
     def found(self) -> tuple[str, ...]:
@@ -357,13 +357,13 @@ def moments(blocks: Iterable[Floats], columns: int) -> tuple[Doubles, Doubles, D
     """
     count, mean, squares = np.zeros(columns), np.zeros(columns), np.zeros(columns)
     for block in blocks:
-        known = np.isfinite(block)
-        here, x = known.sum(0), block.astype(np.float64)
-        block_mean = np.where(known, x, 0).sum(0) / np.maximum(here, 1)
-        off, both = block_mean - mean, np.maximum(count + here, 1)
-        squares += (np.where(known, x - block_mean, 0) ** 2).sum(0) + off**2 * count * here / both
-        mean += off * here / both
-        count += here
+        finite_mask = np.isfinite(block)
+        block_count, x = finite_mask.sum(0), block.astype(np.float64)
+        block_mean = np.where(finite_mask, x, 0).sum(0) / np.maximum(block_count, 1)
+        shift, total = block_mean - mean, np.maximum(count + block_count, 1)
+        squares += (np.where(finite_mask, x - block_mean, 0) ** 2).sum(0) + shift**2 * count * block_count / total
+        mean += shift * block_count / total
+        count += block_count
     return count, mean, np.sqrt(squares / np.maximum(count, 1))
 
 

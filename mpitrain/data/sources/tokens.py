@@ -171,19 +171,19 @@ def _documents(pairs: Sequence[Pair], held_out: float, end: int | None) -> Itera
         mask = held_out_mask(number, pair.documents, 0.0 if splits else held_out)
         number += pair.documents
         waiting: dict[str, list[Tokens]] = {TRAIN: [], HELD_OUT: []}
-        done = 0
+        offset = 0
         for document, out in zip(pair.read(), mask.tolist(), strict=True):
             split = splits[pair.index] if splits else HELD_OUT if out else TRAIN
             if end is not None and len(document) and document[-1] != end:
                 document = np.append(document, document.dtype.type(end))
             waiting[split].append(document)
             if sum(map(len, waiting[split])) * pair.dtype.itemsize >= CHUNK:
-                yield split, np.concatenate(waiting[split]), pair.data, done
+                yield split, np.concatenate(waiting[split]), pair.data, offset
                 waiting[split] = []
-            done += len(document)
+            offset += len(document)
         for split, documents in waiting.items():
             if documents and any(map(len, documents)):
-                yield split, np.concatenate(documents), pair.data, done
+                yield split, np.concatenate(documents), pair.data, offset
 
 
 _MAGIC = b"MMIDIDX\0\0"

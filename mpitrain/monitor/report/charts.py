@@ -397,10 +397,10 @@ def _categories(uses: Sequence[findings.MemoryUse]) -> tuple[tuple[str, ...], st
     categories = tuple(category for category in CATEGORIES if any(use.held[category] for use in uses))
     if all(use.held["other"] <= 0.5 * use.total for use in uses):
         return categories, ""
-    other, whole = max(use.held["other"] for use in uses), max(use.total for use in uses)
+    other, total = max(use.held["other"] for use in uses), max(use.total for use in uses)
     return categories[:-1], (
         " Not in the picture, where it would hide all else: other memory, such as the interpreter and libraries, up to "
-        f"{style.bytes_text(other)} of a rank's {style.bytes_text(whole)}."
+        f"{style.bytes_text(other)} of a rank's {style.bytes_text(total)}."
     )
 
 

@@ -344,10 +344,10 @@ def _course(run: RunRecord) -> list[str]:
 def _times(run: RunRecord) -> list[str]:
     if not run.ranks:
         return []
-    late = list(stragglers(run).values())
-    sentences = late[:5]
-    if len(late) > 5:
-        sentences.append(f"{len(late) - 5} more ranks are slower than the median by a tenth or more.")
+    all_stragglers = list(stragglers(run).values())
+    sentences = all_stragglers[:5]
+    if len(all_stragglers) > 5:
+        sentences.append(f"{len(all_stragglers) - 5} more ranks are slower than the median by a tenth or more.")
     if not sentences and len(run.workers) > 1:
         sentences.append("No rank is a straggler: none computes a tenth longer than the median rank.")
     servers = [rank.rank for rank in run.ranks if rank.serves]
@@ -355,9 +355,9 @@ def _times(run: RunRecord) -> list[str]:
         which = "Rank {} only serves, and is" if len(servers) == 1 else "Ranks {} only serve, and are"
         sentences.append(f"{which.format(', '.join(map(str, servers)))} not compared with those that train.")
     parts = [parts_a_step(rank) for rank in run.workers]
-    whole = sum(sum(p.values()) for p in parts)
-    if whole > 0:
-        share = sum(p["communication"] for p in parts) / whole
+    total = sum(sum(p.values()) for p in parts)
+    if total > 0:
+        share = sum(p["communication"] for p in parts) / total
         sentences.append(f"Ranks wait {share:.0%} of their time for communication that nothing hides.")
     return sentences
 

@@ -268,11 +268,11 @@ def _starts(
         ends = [m for m in events if m.kind == "end"]
         steps = (columns.time >= begin.time) & (columns.time <= limit)  # NaN satisfies neither comparison
         signs = [begin.time, *(m.time for m in events), *columns.time[steps][-1:].tolist()]
-        done = [begin.step, *(m.step for m in events), *columns.step[steps][-1:].astype(int).tolist()]
+        steps_done = [begin.step, *(m.step for m in events), *columns.step[steps][-1:].astype(int).tolist()]
         for _, sign_time, step in (sign for rank in ranks for sign in rank.signs):
             if begin.time <= sign_time <= limit:
                 signs.append(sign_time)
-                done.append(step)
+                steps_done.append(step)
         outcome, message = "killed", "the job ended without a word"
         if ends:
             outcome = str(ends[-1].told.get("outcome", "done"))
@@ -281,5 +281,7 @@ def _starts(
             outcome, message = "running", "still at work as this was read"
         end = ends[-1].time if ends else max(signs)
         size = begin.told.get("ranks") or 0
-        starts.append(StartRecord(number, begin.time, end, size, begin.step, max(done), outcome, message, begin.told))
+        starts.append(
+            StartRecord(number, begin.time, end, size, begin.step, max(steps_done), outcome, message, begin.told)
+        )
     return tuple(starts)
