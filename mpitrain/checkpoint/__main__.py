@@ -40,11 +40,11 @@ def _parser() -> argparse.ArgumentParser:
         name: str, act: Callable[[argparse.Namespace], int | None], text: str, **paths: str
     ) -> argparse.ArgumentParser:
         """Declare a subcommand. paths: path arguments, with the names that the help shows."""
-        made = commands.add_parser(name, help=text, description=text)
-        made.set_defaults(act=act)
+        subparser = commands.add_parser(name, help=text, description=text)
+        subparser.set_defaults(act=act)
         for path, shown in paths.items():
-            made.add_argument(path, type=Path, metavar=shown)
-        return made
+            subparser.add_argument(path, type=Path, metavar=shown)
+        return subparser
 
     command("ls", lambda given: tell(*contents.listing(given.path)), "list the checkpoints of a run", path="PATH")
     show = command("show", _show, "what a checkpoint holds", path="PATH")

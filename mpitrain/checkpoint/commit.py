@@ -139,9 +139,9 @@ class FileLayout:
         self._shown: tuple[object, bytes] | None = None
         # The first message creates MPI's shared memory. If a rank dies during that, MPI leaves a file in /dev/shm.
         # So create it here rather than in a background save, which runs beside training, in which ranks may die.
-        for made in (comm, self.group):
-            if made is not None:
-                made.broadcast_object(None)
+        for communicator in (comm, self.group):
+            if communicator is not None:
+                communicator.broadcast_object(None)
 
     def free(self) -> None:
         """Release the communicators. Collective."""
@@ -161,12 +161,12 @@ class FileLayout:
         """
         if self.group is None:
             return self._make(path, [(part.spec, part.piece) for part in parts])
-        told = self.group.gather_objects([[p.spec.shape, p.spec.dtype, *encode_piece(p.piece)] for p in parts])
+        specs = self.group.gather_objects([[p.spec.shape, p.spec.dtype, *encode_piece(p.piece)] for p in parts])
 
         def make() -> tuple[Sequence[int], int, int]:
             places = [
                 (TensorSpec(name, tuple(shape), dtype), decode_piece(name, numbers))
-                for shape, dtype, name, numbers in chain.from_iterable(told)
+                for shape, dtype, name, numbers in chain.from_iterable(specs)
             ]
             return self._make(path, places)
 
@@ -192,10 +192,10 @@ class FileLayout:
         if self._shown is None or self._shown[0] != key:
             of_tensor = grouped(extents, lambda extent: extent.piece.name)
             for name, spec in tensors.items():
-                numel, found = spec.numel, covered(extent.piece for extent in of_tensor[name])
-                if found != numel:
+                numel, count = spec.numel, covered(extent.piece for extent in of_tensor[name])
+                if count != numel:
                     raise CheckpointError(
-                        f"the ranks hold {found} of the {numel} elements of {name}; together they must hold them all"
+                        f"the ranks hold {count} of the {numel} elements of {name}; together they must hold them all"
                     )
             self._shown = key, image_bytes(make_view(tensors, extents, tied))
         return self._shown[1]
@@ -237,21 +237,21 @@ def write_checkpoint(
         return [layout.file if layout.owner else "", size, rest, tensors, extents]
 
     try:
-        told = attempt(comm, write_own, target.final, saving=True)
-        everyone = comm.gather_objects(told) if target.alone else comm.all_gather_object(told)
+        report = attempt(comm, write_own, target.final, saving=True)
+        entries = comm.gather_objects(report) if target.alone else comm.all_gather_object(report)
         if not target.alone:
             values = comm.broadcast_object(values)
-        sizes = {name: size for name, size, *_ in everyone if name}
+        sizes = {name: size for name, size, *_ in entries if name}
         parity: Sequence[ParitySet] = ()
         if protect is not None:
-            owners = {of[0]: rank for rank, of in enumerate(everyone) if of[0]}
+            owners = {of[0]: rank for rank, of in enumerate(entries) if of[0]}
             parity = attempt(comm, partial(protect, temporary, owners, sizes), target.final, saving=True) or ()
 
         def commit() -> None:
-            tensors = {name: TensorSpec(name, tuple(shape), kind) for *_, of, _ in everyone for name, shape, kind in of}
-            extents = tuple(decode_extent(e) for *_, of in everyone for e in of)
+            tensors = {name: TensorSpec(name, tuple(shape), kind) for *_, of, _ in entries for name, shape, kind in of}
+            extents = tuple(decode_extent(e) for *_, of in entries for e in of)
             view = layout.view(tensors, extents, values.get("tied", {})) if target.alone else None
-            rest = {name: of for name, _, of, *_ in everyone if name}
+            rest = {name: of for name, _, of, *_ in entries if name}
             manifest = Manifest(step, tensors, sizes, extents, values, rest, parity=tuple(parity))
             finish_folder(temporary, target.final, manifest, view)
             after()

@@ -204,9 +204,9 @@ def damages(folder: Path) -> Iterator[str]:
         except OSError as error:
             yield f"{folder / name} cannot be read: {error.strerror or error}"
     for name, spec in manifest.tensors.items() if complete else ():  # only then do the pieces have their full sizes
-        found = covered(extent.piece for extent in manifest.extents_of.get(name, ()))
-        if found != spec.numel:
-            yield f"{folder} holds {found} of the {spec.numel} elements of {name}"
+        count = covered(extent.piece for extent in manifest.extents_of.get(name, ()))
+        if count != spec.numel:
+            yield f"{folder} holds {count} of the {spec.numel} elements of {name}"
 
 
 def has_whole_tensors(folder: Path, manifest: Manifest, name: str) -> bool:

@@ -65,8 +65,8 @@ def export(folder: Path, out: Path) -> int:
     with os_errors(out), replacing(out) as temporary:
         if out.suffix == ".safetensors":
             specs = {name: manifest.tensors[source] for name, source in sources.items()}
-            told = {name: (DTYPES[spec.dtype], spec.shape) for name, spec in specs.items()}
-            write_safetensors(temporary, told, lambda name: load_tensor(folder, manifest, sources[name]))
+            layouts = {name: (DTYPES[spec.dtype], spec.shape) for name, spec in specs.items()}
+            write_safetensors(temporary, layouts, lambda name: load_tensor(folder, manifest, sources[name]))
         else:
             loaded = {source: load_tensor(folder, manifest, source) for source in set(sources.values())}
             save_torch({name: loaded[source] for name, source in sources.items()}, temporary)
@@ -114,10 +114,10 @@ def make_first(root: Path, origin: Path, tensors: Mapping[str, torch.Tensor], si
     if folders.finished_steps(root):
         raise InputError(f"{root} has checkpoints already; give a new run folder")
     parts, tied = _parts(origin, tensors, size)
-    own = {"position": 0, "data": None, "optimizer": {}, "tied": tied, "imported": origin.name}
+    defaults = {"position": 0, "data": None, "optimizer": {}, "tied": tied, "imported": origin.name}
     final = root / folders.folder_name(0)
     with os_errors(final):
-        _make_checkpoint(final, parts, own | values)
+        _make_checkpoint(final, parts, defaults | values)
     return final
 
 
@@ -243,8 +243,8 @@ def write_safetensors(
     for name, (dtype, shape) in specs.items():
         kind = _NAMES.get(dtype)
         if kind is None:
-            told = str(dtype).removeprefix("torch.")
-            raise InputError(f"{name} is {told}, which safetensors does not know; export to .pt")
+            dtype_name = str(dtype).removeprefix("torch.")
+            raise InputError(f"{name} is {dtype_name}, which safetensors does not know; export to .pt")
         end = begin + prod(shape) * dtype.itemsize
         header[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [begin, end]}
         begin = end

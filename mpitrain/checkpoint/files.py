@@ -90,34 +90,34 @@ def _dataset_names(names: Sequence[str]) -> list[str]:
     """
     tensors = set(names)
     groups = {name[:at] for name in tensors for at in range(1, len(name)) if name[at] == "/"}
-    seen: dict[str, int] = {}
-    found = []
+    counts: dict[str, int] = {}
+    dataset_names = []
     for name in names:
-        number = seen.get(name, 0)
+        number = counts.get(name, 0)
         shown = f"{name}#{number}" if number or name in groups else name
         while shown != name and (shown in tensors or shown in groups):
             number += 1
             shown = f"{name}#{number}"
-        seen[name] = number + 1
-        found.append(shown)
-    return found
+        counts[name] = number + 1
+        dataset_names.append(shown)
+    return dataset_names
 
 
 def make_structure(places: Sequence[PlannedPiece]) -> Structure:
     """Create the structure of a file that holds these pieces, one data set after the other."""
-    how, scalar = contiguous(), h5py.h5s.create(h5py.h5s.SCALAR)
+    properties, scalar = contiguous(), h5py.h5s.create(h5py.h5s.SCALAR)
     pair, number = h5py.h5s.create_simple((2,)), h5py.h5t.STD_I64LE
     offsets = []
     image = Image()
     with hdf5_image(image) as file:
         for (spec, piece), name in zip(places, _dataset_names([spec.name for spec, _ in places]), strict=True):
             space = h5py.h5s.create_simple((piece.numel,)) if spec.shape else scalar
-            made = h5py.h5d.create(file.id, None, _hdf5_type(DTYPES[spec.dtype]), space, how)
-            _link(file, name, made)
-            h5py.h5a.create(made, b"elements", number, pair).write(np.array([piece.lo, piece.hi], dtype=np.int64))
+            dataset = h5py.h5d.create(file.id, None, _hdf5_type(DTYPES[spec.dtype]), space, properties)
+            _link(file, name, dataset)
+            h5py.h5a.create(dataset, b"elements", number, pair).write(np.array([piece.lo, piece.hi], dtype=np.int64))
             shape = np.array(spec.shape, dtype=np.int64)
-            h5py.h5a.create(made, b"shape", number, h5py.h5s.create_simple(shape.shape)).write(shape)
-            offsets.append(made.get_offset() or 0)
+            h5py.h5a.create(dataset, b"shape", number, h5py.h5s.create_simple(shape.shape)).write(shape)
+            offsets.append(dataset.get_offset() or 0)
     crc = 0
     for lo, hi in gaps([(o, p.numel * s.itemsize) for o, (s, p) in zip(offsets, places, strict=True)], image.size):
         image.seek(lo)
@@ -132,14 +132,14 @@ def gaps(stretches: Sequence[tuple[int, int]], size: int) -> list[tuple[int, int
         stretches: Offset and length of each stretch in bytes.
         size: Size of the file in bytes.
     """
-    found, end = [], 0
+    ranges, end = [], 0
     for offset, nbytes in sorted(s for s in stretches if s[1]):
         if offset > end:
-            found.append((end, offset))
+            ranges.append((end, offset))
         end = max(end, offset + nbytes)
     if size > end:
-        found.append((end, size))
-    return found
+        ranges.append((end, size))
+    return ranges
 
 
 def write_parts(path: Path, parts: Sequence[Part], offsets: Sequence[int]) -> list[Extent]:

@@ -52,8 +52,8 @@ def finished_steps(root: Path) -> list[int]:
     """Return the steps whose folders have their final names, newest first. Their contents are not checked."""
     if not root.is_dir():
         return []
-    found = [_NAME.fullmatch(path.name) for path in root.iterdir()]
-    return sorted((int(match[1]) for match in found if match), reverse=True)
+    matches = [_NAME.fullmatch(path.name) for path in root.iterdir()]
+    return sorted((int(match[1]) for match in matches if match), reverse=True)
 
 
 def newest_fruitful(root: Path) -> int | None:
@@ -78,8 +78,8 @@ def require(path: Path, key: str = "") -> list[Path]:
         path: Path of a checkpoint or a run folder.
         key: Setting that has the path as its value, for the message; its other values are auto and never.
     """
-    if found := find(path):
-        return found
+    if checkpoints := find(path):
+        return checkpoints
     named, other = (f"{key} {path}", "auto, never or ") if key else (path, "")
     what = "" if path.exists() else "does not exist: it "
     raise InputError(f"{named} {what}is no checkpoint and no run folder with one; give {other}the path of either")
@@ -108,9 +108,9 @@ def locked_with(root: Path) -> list[Path]:
 
 def set_aside(folder: Path) -> Path:
     """Rename a folder to a free name and return the new path. Raises OSError."""
-    kept = disk.free_name(folder)
-    os.rename(folder, kept)
-    return kept
+    target = disk.free_name(folder)
+    os.rename(folder, target)
+    return target
 
 
 def remove_leftovers(root: Path) -> None:
@@ -294,15 +294,18 @@ def require_room(root: Path, what: str, size: int, saves: int, keep: int, mend: 
         mend: Advice for the message.
     """
     with disk.reporting(f"{what} {root} cannot be used", "choose another folder"):
-        there = [root / folder_name(step) for step in finished_steps(root)]
-        held = [sum(path.stat().st_size for path in folder.iterdir()) for folder in there if is_checkpoint(folder)]
-        needed = more_room(size, saves, keep, held)
-        lacks = disk.lack_of_room(root, needed)
-    if lacks:
+        saved_folders = [root / folder_name(step) for step in finished_steps(root)]
+        sizes = [
+            sum(path.stat().st_size for path in folder.iterdir()) for folder in saved_folders if is_checkpoint(folder)
+        ]
+        more_bytes = more_room(size, saves, keep, sizes)
+        shortage = disk.lack_of_room(root, more_bytes)
+    if shortage:
         number, each = min(saves, keep + 1), bytes_text(size)
         many = f"{number} checkpoints of {each} at a time" if number > 1 else f"a checkpoint of {each}"
         raise InputError(
-            f"{what} {root} is to hold {many}, for which {bytes_text(needed)} more are needed, but {lacks}; {mend}"
+            f"{what} {root} is to hold {many}, for which {bytes_text(more_bytes)} more are needed, "
+            f"but {shortage}; {mend}"
         )
 
 

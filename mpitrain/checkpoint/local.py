@@ -80,7 +80,7 @@ class LocalFolders:
         identity = comm.on_root(lambda: _identity(shared))
         self.root = self._base / f"mpitrain-{identity}"
         probe = comm.broadcast_object(secrets.token_hex(4))
-        own = self.root / f"{folders.PROBE}-{self._nodes[comm.rank]}.tmp-{probe}"
+        probe_file = self.root / f"{folders.PROBE}-{self._nodes[comm.rank]}.tmp-{probe}"
 
         def make() -> None:
             with reporting(f"checkpoint.local {self._base} cannot be used", "give a folder on each node's disk"):
@@ -96,11 +96,11 @@ class LocalFolders:
 
         self._on_leaders(comm, make)
         try:
-            self._on_leaders(comm, own.touch)
+            self._on_leaders(comm, probe_file.touch)
             self._on_leaders(comm, check_others)
         finally:
             if self._leads(comm):
-                own.unlink(missing_ok=True)
+                probe_file.unlink(missing_ok=True)
 
     def require_room(self, comm: Communicator, of_ranks: Sequence[int], saves: int) -> None:
         """Raise InputError if a node's disk has no room for its part of future saves and its redundancy. Collective.
@@ -193,15 +193,15 @@ class LocalFolders:
                 read_manifest(folder)
                 data = (folder / MANIFEST).read_bytes()
                 mine = zlib.crc32(data), data
-        held = comm.all_gather_object(mine and mine[0])
-        chosen = [rank for rank, crc in enumerate(held) if crc]
-        if not chosen:
+        hashes = comm.all_gather_object(mine and mine[0])
+        candidates = [rank for rank, crc in enumerate(hashes) if crc]
+        if not candidates:
             raise CheckpointError(f"{folder} has no readable {MANIFEST} on any node", agreed=True)
-        most = max(chosen, key=lambda rank: (held.count(held[rank]), -rank))
+        most = max(candidates, key=lambda rank: (hashes.count(hashes[rank]), -rank))
         text = comm.broadcast_object(mine[1].decode() if mine and comm.rank == most else "", most)
 
         def keep() -> None:
-            if mine is not None and mine[0] == held[most]:
+            if mine is not None and mine[0] == hashes[most]:
                 return
             if mine is not None:  # left by an earlier attempt of this run
                 folders.discard(folder)
@@ -234,25 +234,25 @@ class LocalFolders:
         leads = self._leads(comm)
         mine = [name for name, size in sizes.items() if leads and not missing_file(folder, [(name, size)])]
         damaged = [n for n in mine if suspect and n in manifest.files and not has_whole_tensors(folder, manifest, n)]
-        held = comm.all_gather_object([name for name in mine if name not in damaged])
+        intact_files = comm.all_gather_object([name for name in mine if name not in damaged])
         found_damaged = sorted({name for names in comm.all_gather_object(damaged) for name in names})
-        wanted: dict[int, set[str]] = {node: set() for node in self._leaders}
-        for rank, of in enumerate(comm.all_gather_object(sorted(needed))):
-            wanted[self._nodes[rank]].update(of)
+        targets: dict[int, set[str]] = {node: set() for node in self._leaders}
+        for rank, requested in enumerate(comm.all_gather_object(sorted(needed))):
+            targets[self._nodes[rank]].update(requested)
         where: dict[str, int] = {}
         for rank in self._leaders.values():
-            for name in held[rank]:
+            for name in intact_files[rank]:
                 where.setdefault(name, rank)
-        missing = sorted({name for of in wanted.values() for name in of} - set(where))
-        built = {n: next(self._leaders[node] for node in sorted(wanted) if n in wanted[node]) for n in missing}
+        missing = sorted({name for requested in targets.values() for name in requested} - set(where))
+        built = {n: next(self._leaders[node] for node in sorted(targets) if n in targets[node]) for n in missing}
         work = [_rebuild(folder, manifest, n, n in found_damaged, where, built[n]) for n in missing]
         attempt(comm, lambda: exchange(comm, chain.from_iterable(work)), folder)
-        own = [name for name, rank in built.items() if rank == comm.rank]
-        attempt(comm, partial(_arrive, folder, manifest, own, suspect), folder)
+        built_here = [name for name, rank in built.items() if rank == comm.rank]
+        attempt(comm, partial(_arrive, folder, manifest, built_here, suspect), folder)
         where |= built
         moves = []
         for node, leader in self._leaders.items():
-            lacking = sorted(n for n in wanted[node] if n not in held[leader] and built.get(n) != leader)
+            lacking = sorted(n for n in targets[node] if n not in intact_files[leader] and built.get(n) != leader)
             moves += [parity.Move(name, manifest.files[name], where[name], leader) for name in lacking]
         brought = folder / _BROUGHT
         self._on_leaders(comm, partial(brought.mkdir, exist_ok=True), folder)
@@ -286,9 +286,9 @@ def _rebuild(
     if one is None:
         raise CheckpointError(f"{problem}, and there is no {'whole ' * damaged}copy", agreed=True)
     lost = one.files.index(name)
-    others = [file for file in one.files if file not in ("", name)]
-    others += [held for holder, held in enumerate(one.parities) if holder != lost]
-    absent = [other for other in others if other not in where]
+    needed_files = [file for file in one.files if file not in ("", name)]
+    needed_files += [parity_file for holder, parity_file in enumerate(one.parities) if holder != lost]
+    absent = [other for other in needed_files if other not in where]
     if absent:
         raise CheckpointError(f"{problem}, and cannot be rebuilt without {absent[0]}", agreed=True)
     target = folder / f"{name}{_BROUGHT}"

@@ -173,10 +173,10 @@ def grouped(extents: Iterable[Extent], key: Callable[[Extent], str]) -> dict[str
         extents: Extents to group.
         key: Function that returns the key of an extent.
     """
-    found: dict[str, list[Extent]] = {}
+    groups: dict[str, list[Extent]] = {}
     for extent in extents:
-        found.setdefault(key(extent), []).append(extent)
-    return found
+        groups.setdefault(key(extent), []).append(extent)
+    return groups
 
 
 def distinct(extents: Iterable[Extent]) -> list[Extent]:
@@ -289,11 +289,11 @@ def _require_consistent(manifest: Manifest) -> None:
     for name, spec in manifest.tensors.items():
         if not spec.possible:
             raise ValueError(f"{name!r:.100} is {spec.dtype!r:.40} {spec.shape!s:.100}, which no tensor is")
-    held = dict.fromkeys(manifest.tensors, 0)  # elements
-    taken = dict.fromkeys(manifest.files, 0)  # bytes
+    element_counts = dict.fromkeys(manifest.tensors, 0)  # of the pieces of each tensor
+    byte_counts = dict.fromkeys(manifest.files, 0)  # of the pieces in each file
     for extent in manifest.extents:
         piece, box = extent.piece, extent.piece.box
-        if piece.name not in held or extent.file not in taken:
+        if piece.name not in element_counts or extent.file not in byte_counts:
             raise ValueError(f"a piece of {piece.name!r:.100} in {extent.file} is of no tensor or file that it lists")
         spec = manifest.tensors[piece.name]
         nbytes = piece.numel * spec.itemsize
@@ -302,14 +302,14 @@ def _require_consistent(manifest: Manifest) -> None:
             raise ValueError(f"a piece of {piece.name!r:.100} is no part of it")
         if len(extent.hashes) != -(-nbytes // HASHED) or extent.offset + nbytes > manifest.files[extent.file]:
             raise ValueError(f"a piece of {piece.name!r:.100} does not lie in {extent.file}")
-        held[piece.name] += piece.numel
-        taken[extent.file] += nbytes
+        element_counts[piece.name] += piece.numel
+        byte_counts[extent.file] += nbytes
     for name, spec in manifest.tensors.items():
-        if held[name] < spec.numel:
-            raise ValueError(f"its files hold {held[name]} of the {spec.numel} elements of {name!r:.100}")
+        if element_counts[name] < spec.numel:
+            raise ValueError(f"its files hold {element_counts[name]} of the {spec.numel} elements of {name!r:.100}")
     for file, size in manifest.files.items():
-        if taken[file] > size:
-            raise ValueError(f"{file} has {size} bytes, and pieces of {taken[file]}")
+        if byte_counts[file] > size:
+            raise ValueError(f"{file} has {size} bytes, and pieces of {byte_counts[file]}")
         if file not in manifest.rest:
             raise ValueError(f"it has no hash of the rest of {file}")
     for one in manifest.parity:
@@ -366,11 +366,11 @@ def missing_file(folder: Path, files: Iterable[tuple[str, int]]) -> str:
     """
     for name, size in files:
         try:
-            found = (folder / name).stat().st_size
+            actual = (folder / name).stat().st_size
         except OSError:
             return f"{folder / name} is missing"
-        if found != size:
-            return f"{folder / name} has {found} bytes, its manifest says {size}"
+        if actual != size:
+            return f"{folder / name} has {actual} bytes, its manifest says {size}"
     return ""
 
 

@@ -88,10 +88,10 @@ def partner_copies(owners: Mapping[str, int], sizes: Mapping[str, int], nodes: S
 
 def ranks_of(nodes: Sequence[int]) -> dict[int, list[int]]:
     """Return the ranks of each node, in order."""
-    found: dict[int, list[int]] = {}
+    ranks: dict[int, list[int]] = {}
     for rank, node in enumerate(nodes):
-        found.setdefault(node, []).append(rank)
-    return found
+        ranks.setdefault(node, []).append(rank)
+    return ranks
 
 
 def parity_sets(
@@ -115,14 +115,16 @@ def parity_sets(
         members = numbers[lo:hi]
         if len(members) < 2:
             continue
-        held = [sorted((owner, file) for file, owner in owners.items() if nodes[owner] == node) for node in members]
-        for lane in range(max(len(files) for files in held)):
-            files = tuple(of[lane][1] if lane < len(of) else "" for of in held)
+        by_member = [
+            sorted((owner, file) for file, owner in owners.items() if nodes[owner] == node) for node in members
+        ]
+        for lane in range(max(len(files) for files in by_member)):
+            files = tuple(member_files[lane][1] if lane < len(member_files) else "" for member_files in by_member)
             largest = max(sizes[file] for file in files if file)
             parities = tuple(f"parity-{node:05d}-{lane:05d}.bin" for node in members)
             acting = tuple(
-                of[lane][0] if lane < len(of) else ranks[node][lane % len(ranks[node])]
-                for of, node in zip(held, members, strict=True)
+                member_files[lane][0] if lane < len(member_files) else ranks[node][lane % len(ranks[node])]
+                for member_files, node in zip(by_member, members, strict=True)
             )
             sets.append((ParitySet(files, parities, -(-largest // (len(members) - 1))), acting))
     return sets

@@ -129,14 +129,14 @@ def plan(folder: Path, manifest: Manifest, parts: Sequence[Part]) -> list[Block]
     overlaps: dict[tuple[object, ...], Overlap] = {}  # cached, because many layers of a model have the same overlap
     for part in parts:
         _check_spec(folder, manifest, part.spec)
-        item, wanted = part.spec.itemsize, part.piece
+        item, requested = part.spec.itemsize, part.piece
         memory, arrivals = _memory_of(part, arrivals)
         filled = []
         for extent in distinct(manifest.extents_of.get(part.spec.name, ())):
-            held = extent.piece
-            key = (held.box, held.lo, held.hi, wanted.box, wanted.lo, wanted.hi, item)
+            saved = extent.piece
+            key = (saved.box, saved.lo, saved.hi, requested.box, requested.lo, requested.hi, item)
             if key not in overlaps:
-                sources, targets, lengths = stretches(held, wanted)
+                sources, targets, lengths = stretches(saved, requested)
                 cut = _by_block(sources * item, targets * item, lengths * item) if len(lengths) else ()
                 overlaps[key] = targets, lengths, list(cut)
             targets, lengths, by_block = overlaps[key]
@@ -148,10 +148,10 @@ def plan(folder: Path, manifest: Manifest, parts: Sequence[Part]) -> list[Block]
                 if place not in blocks:
                     blocks[place] = _block_of(manifest, extent, number)
                 blocks[place].uses.append(Use(memory, *stretches_of))
-        found = union(*(np.concatenate(a) for a in zip(*filled, strict=True))) if filled else 0
-        if found != part.piece.numel:
+        count = union(*(np.concatenate(a) for a in zip(*filled, strict=True))) if filled else 0
+        if count != part.piece.numel:
             raise CheckpointError(
-                f"{folder} holds {found} of the {part.piece.numel} elements wanted of {part.spec.name}; "
+                f"{folder} holds {count} of the {part.piece.numel} elements wanted of {part.spec.name}; "
                 "it was not written whole"
             )
     return [blocks[key] for key in sorted(blocks)]
@@ -339,12 +339,12 @@ def covered(pieces: Iterable[Piece]) -> int:
 
 
 def _check_spec(folder: Path, manifest: Manifest, wanted: TensorSpec) -> None:
-    found = manifest.tensors.get(wanted.name)
-    if found is None:
+    saved = manifest.tensors.get(wanted.name)
+    if saved is None:
         raise CheckpointError(f"{folder} holds no {wanted.name}; it belongs to another model or optimizer")
-    if (found.shape, found.dtype) != (wanted.shape, wanted.dtype):
+    if (saved.shape, saved.dtype) != (wanted.shape, wanted.dtype):
         raise CheckpointError(
-            f"{folder}: {wanted.name} is {found.dtype} {list(found.shape)} there and {wanted.dtype} "
+            f"{folder}: {wanted.name} is {saved.dtype} {list(saved.shape)} there and {wanted.dtype} "
             f"{list(wanted.shape)} here; the model must be the one that was saved"
         )
 
@@ -377,9 +377,9 @@ def cooperative_read(node: Communicator, folder: Path, manifest: Manifest, block
     if slots is None:
         read(folder, blocks)
         return
-    together = [mine.get(place) or _block_of(manifest, *every[place]) for place in shared]
-    error = _read_shared(node, slots, folder, together)
-    settle(together)
+    shared_blocks = [mine.get(place) or _block_of(manifest, *every[place]) for place in shared]
+    error = _read_shared(node, slots, folder, shared_blocks)
+    settle(shared_blocks)
     slots.free()
     if error is not None:
         raise error
@@ -406,12 +406,12 @@ def _read_shared(node: Communicator, slots: Alternating, folder: Path, blocks: S
         Error of this rank, or None. All ranks give the same blocks.
     """
     packed = loads([block.size for block in blocks])
-    own = packed[node.rank :: node.size]
+    own_loads = packed[node.rank :: node.size]
     memory = [[slot.numpy() for slot in of_turn] for of_turn in slots.slots]
     error: Exception | None = None
     with ExitStack() as stack:
         try:
-            descriptors = stack.enter_context(open_files(folder, [blocks[n] for load in own for n, _ in load]))
+            descriptors = stack.enter_context(open_files(folder, [blocks[n] for load in own_loads for n, _ in load]))
         except OSError as caught:
             error = caught
         pool = stack.enter_context(ThreadPoolExecutor(THREADS, "mpitrain-read"))
@@ -419,10 +419,10 @@ def _read_shared(node: Communicator, slots: Alternating, folder: Path, blocks: S
             own_slot, before = memory[slots.turn][node.rank], memory[1 - slots.turn]
             try:
                 reading: list[Future[None]] = []
-                for number, offset in own[turn] if error is None and turn < len(own) else ():
+                for number, offset in own_loads[turn] if error is None and turn < len(own_loads) else ():
                     block = blocks[number]
-                    into = own_slot[offset : offset + block.size].data
-                    reading.append(pool.submit(read_block, folder, block, descriptors[block.extent.file], into))
+                    buffer = own_slot[offset : offset + block.size].data
+                    reading.append(pool.submit(read_block, folder, block, descriptors[block.extent.file], buffer))
                 for source, load in enumerate(packed[max(0, turn - 1) * node.size : turn * node.size]):
                     for number, offset in load:
                         block = blocks[number]

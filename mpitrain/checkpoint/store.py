@@ -143,11 +143,11 @@ class Store:
         """
 
         def move() -> list[str]:
-            later = [self.folder(found) for found in folders.finished_steps(self.root) if found > step]
+            later = [self.folder(finished) for finished in folders.finished_steps(self.root) if finished > step]
             moved = [(path, folders.set_aside(path)) for path in later if folders.are_remains(path)]
             for path in later or [self.folder(step + 1)]:
                 folders.require_free(path)
-            return [f"{path} has no manifest any more; kept as {kept}" for path, kept in moved]
+            return [f"{path} has no manifest any more; kept as {new_path}" for path, new_path in moved]
 
         return self.comm.on_root(move)
 
@@ -171,10 +171,10 @@ class Store:
     def newest_first(self) -> list[Path]:
         """Return the folders of the finished checkpoints, including those on the nodes' local disks."""
         steps = self.comm.on_root(lambda: folders.finished_steps(self.root))
-        found = [(step, 0, self.folder(step)) for step in steps]
+        entries = [(step, 0, self.folder(step)) for step in steps]
         if self._local is not None:
-            found += [(step, 1, self._local.folder(step)) for step in self._local.steps(self.comm)]
-        return [folder for *_, folder in sorted(found, reverse=True)]
+            entries += [(step, 1, self._local.folder(step)) for step in self._local.steps(self.comm)]
+        return [folder for *_, folder in sorted(entries, reverse=True)]
 
     def newest_fruitful(self) -> Path | None:
         """Return the newest checkpoint folder in `root` saved while training was still learning, or None."""
@@ -187,8 +187,8 @@ class Store:
         Raises:
             InputError: The path has no checkpoint.
         """
-        found = self.comm.on_root(lambda: list(map(str, folders.require(path, "checkpoint.resume"))))
-        return list(map(Path, found))
+        paths = self.comm.on_root(lambda: list(map(str, folders.require(path, "checkpoint.resume"))))
+        return list(map(Path, paths))
 
     def folder(self, step: int) -> Path:
         """Return the folder of a step's checkpoint in `root`."""
@@ -281,9 +281,9 @@ class Store:
     def close(self) -> None:
         """Finish, and release the communicators; a later save or load creates them again."""
         self.finish()
-        for made in (self._layout, self._node):
-            if made is not None:
-                made.free()
+        for communicator in (self._layout, self._node):
+            if communicator is not None:
+                communicator.free()
         self._layout = self._node = None
 
     def __enter__(self) -> Store:

@@ -145,22 +145,22 @@ def _settings(manifest: DatasetManifest) -> str:
     from mpitrain.config.training import TrainSection
     from mpitrain.layers.images import is_image
 
-    told = f" --model.sequence {manifest.pack}" if manifest.pack else ""
+    arguments = f" --model.sequence {manifest.pack}" if manifest.pack else ""
     x = next((each for each in manifest.fields if each.name == "x"), None)
     if manifest.kind != "tokens" and x is not None:
-        told += f" --model.name {'resnet' if is_image(x.shape) else 'mlp'}"
+        arguments += f" --model.name {'resnet' if is_image(x.shape) else 'mlp'}"
         samples = manifest.splits[TRAIN].rows
-        told += f" --train.batch {samples}" if samples < TrainSection().batch else ""
-    return told
+        arguments += f" --train.batch {samples}" if samples < TrainSection().batch else ""
+    return arguments
 
 
 def _tokenizer(arguments: argparse.Namespace) -> int:
     from mpitrain.data.prepare import PrepareOptions, train_tokenizer
 
-    named = {key: getattr(arguments, key) for key in ("text", "prompt", "completion", "encoding")}
-    made = train_tokenizer(arguments.sources, arguments.out, arguments.vocabulary, PrepareOptions(**named))
-    fewer = f" (the text gives no more than that, of {arguments.vocabulary:,})" if made < arguments.vocabulary else ""
-    tell(f"{arguments.out}: {made:,} tokens{fewer}")
+    options = {key: getattr(arguments, key) for key in ("text", "prompt", "completion", "encoding")}
+    size = train_tokenizer(arguments.sources, arguments.out, arguments.vocabulary, PrepareOptions(**options))
+    fewer = f" (the text gives no more than that, of {arguments.vocabulary:,})" if size < arguments.vocabulary else ""
+    tell(f"{arguments.out}: {size:,} tokens{fewer}")
     tell(f"\nuse it: python -m mpitrain.data prepare SOURCE... --tokenizer {arguments.out} --out DIR")
     return EXIT_DONE
 

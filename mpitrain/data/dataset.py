@@ -234,8 +234,8 @@ class TokenDataset(Dataset):
                 f"{sequence + 1}; give more data or a shorter sequence"
             )
         form, end = ((sequence,), np.dtype(np.int64)), manifest.document_end
-        told = {"masked": len(manifest.fields) > 1, "document_end": end, "apart": end if apart else None}
-        super().__init__(_described(manifest, split, samples, form, form, **told), reader)
+        details = {"masked": len(manifest.fields) > 1, "document_end": end, "apart": end if apart else None}
+        super().__init__(_described(manifest, split, samples, form, form, **details), reader)
         self._length, self._fields = sequence + 1, manifest.fields
         self._step = sequence + bool(manifest.pack)
 
@@ -464,16 +464,16 @@ class Loader:
     def _advance(self) -> tuple[int, int, Ids]:
         """Return the next batch's position, the index of this rank's share in it, and the sample ids of the share."""
         if not self._ahead:
-            left, size = self._sizes.popleft()
+            batches, size = self._sizes.popleft()
             start, stop = self._share(size)
             share = stop - start
-            count = min(left, max(1, _AHEAD // max(1, share)))
-            if left > count:
-                self._sizes.appendleft((left - count, size))
+            count = min(batches, max(1, _AHEAD // max(1, share)))
+            if batches > count:
+                self._sizes.appendleft((batches - count, size))
             firsts = self._position + size * np.arange(count, dtype=np.int64)
             places = firsts[:, None] + np.arange(start, stop, dtype=np.int64)
             ids = self._order.at(places.reshape(-1)).reshape(-1, share) if share else places
-            self._ahead.extend((first, start, own) for first, own in zip(firsts.tolist(), ids, strict=True))
+            self._ahead.extend((first, start, share_ids) for first, share_ids in zip(firsts.tolist(), ids, strict=True))
             self._position += size * count
         return self._ahead.popleft()
 

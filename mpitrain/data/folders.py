@@ -68,7 +68,7 @@ def make_dataset(
         if once and whole(target):  # checked without a lock, so that it works on a read-only file system too
             return
         target.parent.mkdir(parents=True, exist_ok=True)
-        with locks.waiting(target.parent / f".{target.name}.lock") as held:
+        with locks.waiting(target.parent / f".{target.name}.lock") as locked:
             if once and whole(target):
                 return
             prefix = f".{target.name}.tmp-{os.uname().nodename}-"
@@ -76,9 +76,9 @@ def make_dataset(
                 os.rename(target, target.parent / f"{prefix}{os.getpid()}-{secrets.token_hex(4)}")
             if os.path.lexists(target):
                 raise InputError(f"output folder {target} exists already; give another --out, or remove it")
-            if held:  # then other temporary folders of this node belong to makers that died
-                made = re.compile(re.escape(prefix) + r"\d+-[0-9a-f]{8}")
-                for path in list(leftovers(target.parent, made, is_dataset)):
+            if locked:  # then other temporary folders of this node belong to makers that died
+                pattern = re.compile(re.escape(prefix) + r"\d+-[0-9a-f]{8}")
+                for path in list(leftovers(target.parent, pattern, is_dataset)):
                     remove_folder(path, (MANIFEST, MARK))
             temporary = target.parent / f"{prefix}{os.getpid()}-{secrets.token_hex(4)}"
             begin_folder(temporary)
@@ -191,11 +191,11 @@ def _python_source() -> tuple[Source, str]:
 
 def python_files(library: Path) -> list[Path]:
     """Return the .py files of a standard library, sorted by path, without installed packages and tests."""
-    found: list[Path] = []
+    paths: list[Path] = []
     for top, folders, files in os.walk(library):
         folders[:] = [name for name in folders if name not in _NOT_TEXT]
-        found += [Path(top, name) for name in files if name.endswith(".py")]
-    return sorted(path for path in found if path.is_file())
+        paths += [Path(top, name) for name in files if name.endswith(".py")]
+    return sorted(path for path in paths if path.is_file())
 
 
 def _digits() -> tuple[Source, str]:
@@ -281,11 +281,11 @@ def _is_whole(manifest: DatasetManifest, folder: Path) -> bool:
     Their content is not checked here, but hashed when it is read.
     """
     try:
-        found = read_manifest(folder)
-        sizes = all((folder / shard.file).stat().st_size == shard.bytes for shard in found.shards)
+        on_disk = read_manifest(folder)
+        sizes = all((folder / shard.file).stat().st_size == shard.bytes for shard in on_disk.shards)
     except (OSError, InputError):
         return False
-    return sizes and (found.kind, found.fields, found.splits) == (manifest.kind, manifest.fields, manifest.splits)
+    return sizes and (on_disk.kind, on_disk.fields, on_disk.splits) == (manifest.kind, manifest.fields, manifest.splits)
 
 
 def _copy(source: Path, manifest: DatasetManifest, into: Path) -> None:

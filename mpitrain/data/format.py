@@ -259,8 +259,8 @@ class DatasetManifest(_Part):
         """Eight hexadecimal digits that change if a stored value does, but not with the time or place of making."""
         splits = {name: split.model_dump(mode="json") for name, split in self.splits.items()}
         fields = [field.model_dump(mode="json") for field in self.fields]
-        kept = [value for value in (self.document_end, self.pack) if value is not None]  # none in old manifests
-        return f"{zlib.crc32(_canonical([self.kind, fields, splits, *kept])):08x}"
+        extras = [value for value in (self.document_end, self.pack) if value is not None]  # none in old manifests
+        return f"{zlib.crc32(_canonical([self.kind, fields, splits, *extras])):08x}"
 
 
 def _canonical(content: Any) -> bytes:

@@ -50,12 +50,12 @@ def open_split(config: Config, split: str, find: Callable[[str], Path] = resolve
     Raises:
         InputError: The data cannot be opened; see `open_dataset` and `open_mix`.
     """
-    sequence, apart = config.model.sequence, config.data.documents == "apart"
+    sequence, separate = config.model.sequence, config.data.documents == "apart"
     if config.data.mix:
-        return open_mix(config.data.mix, split, find=find, sequence=sequence, apart=apart)
+        return open_mix(config.data.mix, split, find=find, sequence=sequence, apart=separate)
     folder = find(config.data.path)
-    there = split == TRAIN or split in read_manifest(folder).splits
-    return open_dataset(folder, split, sequence=sequence, apart=apart) if there else None
+    exists = split == TRAIN or split in read_manifest(folder).splits
+    return open_dataset(folder, split, sequence=sequence, apart=separate) if exists else None
 
 
 def check_data(config: Config, data: Dataset) -> None:
@@ -107,17 +107,17 @@ class Weights:
         total, several = self.period, 2 * len(self.parts) - 2
         if several == 0:
             return np.zeros(1, np.int64)
-        taken = [0] * len(self.parts)
-        found = np.empty(total, np.int64)
+        counts = [0] * len(self.parts)
+        pattern = np.empty(total, np.int64)
         for position in range(total):
             chosen, nearest = 0, math.inf
             for number, part in enumerate(self.parts):
-                owed = several * ((position + 1) * part - taken[number] * total)
+                owed = several * ((position + 1) * part - counts[number] * total)
                 if owed >= total and (deadline := ((several - 1) * total - owed) / part) < nearest:
                     chosen, nearest = number, deadline
-            taken[chosen] += 1
-            found[position] = chosen
-        return found
+            counts[chosen] += 1
+            pattern[position] = chosen
+        return pattern
 
 
 class MixedOrder(Ordering):
@@ -142,9 +142,9 @@ class MixedOrder(Ordering):
         sets = self._weights.pattern[within]
         ids = np.empty(len(positions), np.int64)
         for number, part in enumerate(self._weights.parts):
-            here = sets == number
-            own = periods[here] * part + self._before[within[here]]
-            ids[here] = self._firsts[number] + self._orders[number].at(own)
+            in_set = sets == number
+            set_positions = periods[in_set] * part + self._before[within[in_set]]
+            ids[in_set] = self._firsts[number] + self._orders[number].at(set_positions)
         return ids
 
 
@@ -197,8 +197,8 @@ class MixedDataset(Dataset):
         y = np.empty((len(ids), *facts.y_shape), facts.y_dtype)
         sets = np.searchsorted(self._firsts, ids, side="right") - 1
         for number in np.unique(sets).tolist():
-            here = sets == number
-            x[here], y[here] = self._parts[number].read(ids[here] - self._firsts[number])
+            in_set = sets == number
+            x[in_set], y[in_set] = self._parts[number].read(ids[in_set] - self._firsts[number])
         return x, y
 
     def close(self) -> None:
@@ -271,12 +271,12 @@ def _check_alike(folders: Mapping[str, Path], manifests: Mapping[str, DatasetMan
 def _mixed_description(parts: Sequence[Description], weights: Weights) -> Description:
     vocabularies = [part.vocabulary for part in parts if part.vocabulary is not None]
     ends = {part.document_end for part in parts}
-    told = repr((weights.parts, [part.identity for part in parts])).encode("ascii")
+    identity_bytes = repr((weights.parts, [part.identity for part in parts])).encode("ascii")
     return replace(
         parts[0],
         samples=sum(part.samples for part in parts),
         vocabulary=max(vocabularies) if vocabularies else None,
-        identity=f"{zlib.crc32(told):08x}",
+        identity=f"{zlib.crc32(identity_bytes):08x}",
         masked=any(part.masked for part in parts),
         document_end=ends.pop() if len(ends) == 1 else None,
     )

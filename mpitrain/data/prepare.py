@@ -126,18 +126,18 @@ def recognise(sources: Sequence[str], options: PrepareOptions, among: Sequence[K
     Raises:
         InputError: The sources are of several kinds or of none, or an option is for another kind.
     """
-    kind, found, skipped = _sorted_out(sources, among)
+    kind, files, skipped = _sorted_out(sources, among)
     for option in (each.name for each in fields(options) if getattr(options, each.name) != each.default):
         if not kind.takes(option):
             owners = " and ".join(other.name for other in among if other.takes(option))
             flag = option.replace("_", "-")
             raise InputError(f"--{flag} is for {owners}, these sources are {kind.name}; leave it out")
-    source = kind.source(found, options)
+    source = kind.source(files, options)
     row_bytes = sum(field.row_bytes for field in source.fields)
     if row_bytes > _LARGEST_ROW:
         shapes = " and ".join(str(list(field.shape)) for field in source.fields)
         raise InputError(
-            f"source {found[0].path}: samples of {shapes:.200} ({row_bytes:,} bytes) are too large; give "
+            f"source {files[0].path}: samples of {shapes:.200} ({row_bytes:,} bytes) are too large; give "
             f"some of at most {_LARGEST_ROW >> 30} GiB"
         )
     if not skipped:
@@ -148,17 +148,17 @@ def recognise(sources: Sequence[str], options: PrepareOptions, among: Sequence[K
 
 def _sorted_out(sources: Sequence[str], among: Sequence[Kind]) -> tuple[Kind, list[Found], list[Path]]:
     """Return the one kind of all sources, their files of that kind, and the files of other kinds in their folders."""
-    chosen: dict[Kind, list[Found]] = defaultdict(list)
+    files_of_kind: dict[Kind, list[Found]] = defaultdict(list)
     skipped: list[Path] = []
     for name in sources:
-        kind, found, others = _look(Path(name), among)
-        chosen[kind] += found
-        skipped += others
-    if len(chosen) > 1:
-        listed = " and ".join(f"{kind.name} ({found[0].path})" for kind, found in chosen.items())
+        kind, files, other_files = _look(Path(name), among)
+        files_of_kind[kind] += files
+        skipped += other_files
+    if len(files_of_kind) > 1:
+        listed = " and ".join(f"{kind.name} ({files[0].path})" for kind, files in files_of_kind.items())
         raise InputError(f"sources of different kinds: {listed}; prepare each kind into a folder of its own")
-    ((kind, found),) = chosen.items()
-    return kind, found, skipped
+    ((kind, files),) = files_of_kind.items()
+    return kind, files, skipped
 
 
 def _look(path: Path, among: Sequence[Kind]) -> tuple[Kind, list[Found], list[Path]]:
@@ -204,11 +204,11 @@ def files_below(folder: Path) -> list[Path]:
     def failed(error: OSError) -> None:
         raise error
 
-    found = []
+    paths = []
     for top, folders, files in os.walk(folder, onerror=failed):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        found += [Path(top, name) for name in files if not name.startswith(".")]
-    return sorted(path for path in found if path.is_file())
+        paths += [Path(top, name) for name in files if not name.startswith(".")]
+    return sorted(path for path in paths if path.is_file())
 
 
 def _kind_of(path: Path, among: Sequence[Kind]) -> Kind | None:
@@ -277,9 +277,9 @@ def train_tokenizer(sources: Sequence[str], out: Path, vocabulary: int, options:
         raise InputError(f"output file {out} exists already; give another --out, or remove it")
     options = options or PrepareOptions()
     with_fields = _documents(options.text_fields)
-    kind, found, _ = _sorted_out(sources, (with_fields, *KINDS))
+    kind, files, _ = _sorted_out(sources, (with_fields, *KINDS))
     if kind is not with_fields and kind.name != _TEXT:
-        raise InputError(f"source {found[0].path} is of the kind {kind.name}; give text, JSON lines or parquet of text")
+        raise InputError(f"source {files[0].path} is of the kind {kind.name}; give text, JSON lines or parquet of text")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -288,7 +288,7 @@ def train_tokenizer(sources: Sequence[str], out: Path, vocabulary: int, options:
         vocab_size=vocabulary, special_tokens=[ENDS[0]], initial_alphabet=alphabet, show_progress=False
     )
     failure: list[BaseException] = []
-    tokenizer.train_from_iterator(_texts([one.path for one in found], options, kind is with_fields, failure), trainer)
+    tokenizer.train_from_iterator(_texts([one.path for one in files], options, kind is with_fields, failure), trainer)
     if failure:
         raise failure[0]
     with os_errors(f"output file {out} cannot be written"):

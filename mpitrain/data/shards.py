@@ -299,14 +299,14 @@ def _data_set(
     for depth in range(1, len(parts) + 1):
         if not isinstance(file.get("/".join(parts[:depth]), getlink=True), h5py.HardLink):
             return None
-    found = file[name]
-    if not isinstance(found, h5py.Dataset) or found.shape != shape or found.dtype != dtype:
+    dataset = file[name]
+    if not isinstance(dataset, h5py.Dataset) or dataset.shape != shape or dataset.dtype != dtype:
         return None
-    how = found.id.get_create_plist()
-    offset = found.id.get_offset()
-    if how.get_layout() != h5py.h5d.CONTIGUOUS or how.get_external_count() or offset is None:
+    properties = dataset.id.get_create_plist()
+    offset = dataset.id.get_offset()
+    if properties.get_layout() != h5py.h5d.CONTIGUOUS or properties.get_external_count() or offset is None:
         return None
-    return found if offset + math.prod(shape) * dtype.itemsize <= nbytes else None
+    return dataset if offset + math.prod(shape) * dtype.itemsize <= nbytes else None
 
 
 def verify(folder: Path, manifest: DatasetManifest) -> Iterator[str]:

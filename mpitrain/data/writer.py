@@ -183,15 +183,15 @@ class _Tally:
 
     def add(self, split: str, columns: Columns) -> None:
         if self._has_classes:
-            found = columns[-1].astype(np.int64)
-            low, high = int(found.min()), int(found.max())
+            classes = columns[-1].astype(np.int64)
+            low, high = int(classes.min()), int(classes.max())
             if low < 0 or high >= MOST_CLASSES:
                 raise InputError(
                     f"source: y holds the class {low if low < 0 else high}; classes are numbered from 0 to at most "
                     f"{MOST_CLASSES - 1}; renumber them, or give numbers to predict as floating point"
                 )
             before = self._counts.get(split, np.zeros(0, np.int64))
-            now = np.bincount(found, minlength=len(before))
+            now = np.bincount(classes, minlength=len(before))
             now[: len(before)] += before
             self._counts[split] = now
         if self._has_codes:

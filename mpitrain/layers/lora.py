@@ -160,8 +160,8 @@ class BaseWeights:
 
     def values(self) -> dict[str, Any]:
         """Return the dictionary that a checkpoint stores."""
-        told = {"source": self.source, "crc32": self.crc, "seed": self.seed, "adapter": self.adapter}
-        return told | ({"checkpoint": self.checkpoint} if self.checkpoint else {})
+        record = {"source": self.source, "crc32": self.crc, "seed": self.seed, "adapter": self.adapter}
+        return record | ({"checkpoint": self.checkpoint} if self.checkpoint else {})
 
     def require(self, found: Any) -> None:
         """Raise InputError, the same on every rank, unless a checkpoint was made with these weights and adapters.

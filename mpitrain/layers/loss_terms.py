@@ -68,9 +68,9 @@ def counted(loss: Any, y: Any) -> Count:
         y: Targets of a microbatch.
     """
     loss = criterion_of(loss)
-    own = getattr(loss, "counted", None)
-    if own is not None:
-        number: Count = own(y)
+    divisor_of = getattr(loss, "counted", None)
+    if divisor_of is not None:
+        number: Count = divisor_of(y)
         return number
     if not counts_targets(loss, y):
         return len(y)

@@ -139,16 +139,16 @@ class _SyncBatchNormFunction(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor, *_: Any) -> tuple[Any, ...]:
         x, weight, count, mean, variance = ctx.saved_tensors
         features = x.shape[1]
-        own = sums_of_weight, sums_of_bias = _gradient_sums(grad, x, mean, variance, ctx.eps)
-        sums = torch.cat(own, out=_own_sums(ctx.memory, 2 * features, x.device))
+        local_sums = sums_of_weight, sums_of_bias = _gradient_sums(grad, x, mean, variance, ctx.eps)
+        sums = torch.cat(local_sums, out=_own_sums(ctx.memory, 2 * features, x.device))
         ctx.comm.all_reduce(sums)
         factor = (variance + ctx.eps).rsqrt_()
         factor = factor if weight is None else factor * weight
         of_weight, of_bias = ((sums / count).view(2, features) * -factor).to(factor.dtype).unbind()
-        into = _affine(x, mean, variance, of_weight, of_bias, ctx.eps)
-        into.addcmul_(grad, factor.to(grad.dtype).view([1, features] + [1] * (x.dim() - 2)))
+        grad_x = _affine(x, mean, variance, of_weight, of_bias, ctx.eps)
+        grad_x.addcmul_(grad, factor.to(grad.dtype).view([1, features] + [1] * (x.dim() - 2)))
         of_parameters = sums_of_weight if weight is not None else None, sums_of_bias if ctx.has_bias else None
-        return into, *of_parameters, None, None, None
+        return grad_x, *of_parameters, None, None, None
 
 
 def _precision(x: torch.Tensor) -> torch.dtype:
@@ -197,7 +197,7 @@ def _gradient_sums(
     """Return, for each feature, the sum of the gradient times the normalized x, and the sum of the gradient."""
     if x.numel() == 0:
         return torch.zeros_like(mean), torch.zeros_like(mean)
-    wanted = [False, True, True]  # compute the gradients of x, of a weight, of a bias
+    output_mask = [False, True, True]  # compute the gradients of x, of a weight, of a bias
     backward = torch.ops.aten.native_batch_norm_backward
-    _, of_weight, of_bias = backward(grad, x, None, mean, variance, None, None, False, eps, wanted)
+    _, of_weight, of_bias = backward(grad, x, None, mean, variance, None, None, False, eps, output_mask)
     return of_weight, of_bias

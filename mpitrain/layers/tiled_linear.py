@@ -65,15 +65,15 @@ class TiledLinear(nn.Module):
             out_tiles: Number of tiles along the outputs.
         """
         width, height = linear.in_features, linear.out_features
-        made = TiledLinear(width, height, linear.bias is not None, in_tiles=in_tiles, out_tiles=out_tiles)
+        layer = TiledLinear(width, height, linear.bias is not None, in_tiles=in_tiles, out_tiles=out_tiles)
         places = product(pairwise(split(height, out_tiles)), pairwise(split(width, in_tiles)))
         with torch.no_grad():
-            for tile, ((top, bottom), (left, right)) in zip(made.tiles, places, strict=True):
+            for tile, ((top, bottom), (left, right)) in zip(layer.tiles, places, strict=True):
                 assert isinstance(tile, nn.Linear)
                 tile.weight.copy_(linear.weight[top:bottom, left:right])
                 if tile.bias is not None:
                     tile.bias.copy_(linear.bias[top:bottom])
-        return made
+        return layer
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         parts = x.split(self._columns, dim=-1)

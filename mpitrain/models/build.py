@@ -49,10 +49,10 @@ def build_from_factory(path: str, description: Description, options: Mapping[str
     """
     function = find("model.factory", path)
     try:
-        made = function(description, **options)
+        result = function(description, **options)
     except (Exception, SystemExit) as error:
         raise InputError(f"model.factory {path} raised {told(error)}; mend it or model.options") from error
-    module, loss = made if isinstance(made, tuple) and len(made) == 2 else (made, getattr(made, "loss", None))
+    module, loss = result if isinstance(result, tuple) and len(result) == 2 else (result, getattr(result, "loss", None))
     if not isinstance(module, nn.Module):
         raise InputError(
             f"model.factory {path} returned {type(module).__name__}, not a model; "
@@ -206,19 +206,19 @@ def _with_adapters(section: ModelSection, task: Task, checkpoint: str = "") -> T
     source = f"model.factory {section.factory}" if section.factory else f"model.name {section.name}"
     if task.base is not None:
         raise refusal(f"{source} gives a model with adapters already; set model.lora to 0")
-    chosen = _chosen(module, section.lora_targets, source)
+    layer_names = _chosen(module, section.lora_targets, source)
     for parameter in module.parameters():
         parameter.requires_grad_(False)
     adapted = partial(LoraLinear, rank=section.lora, alpha=section.lora_alpha, dropout=section.lora_dropout)
-    for name in chosen:
+    for name in layer_names:
         layer = module.get_submodule(name)
         parts = linear_parts(layer)
         assert parts is not None
-        made = adapted(parts.weight, parts.bias, transposed=parts.transposed)
-        made.train(layer.training)
+        lora_layer = adapted(parts.weight, parts.bias, transposed=parts.transposed)
+        lora_layer.train(layer.training)
         parent, _, last = name.rpartition(".")
-        setattr(module.get_submodule(parent), last, made)
-    adapter = {"rank": section.lora, "alpha": section.lora_alpha, "layers": chosen}
+        setattr(module.get_submodule(parent), last, lora_layer)
+    adapter = {"rank": section.lora, "alpha": section.lora_alpha, "layers": layer_names}
     source = f"model.base {checkpoint}" if checkpoint else source
     return Task(module, task.loss, BaseWeights.of(module, source, adapter, checkpoint))
 

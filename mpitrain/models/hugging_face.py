@@ -277,7 +277,7 @@ class ModelFolder:
         with quiet(), refused(self.named, "give another folder, or mend it"):
             if not any((self.path / name).is_file() for name in _WEIGHTS):
                 return auto.from_config(self.config, trust_remote_code=False).float()
-            model, found = auto.from_pretrained(
+            model, info = auto.from_pretrained(
                 str(self.path),
                 config=self.config,
                 local_files_only=True,
@@ -286,8 +286,8 @@ class ModelFolder:
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
             )
-        mismatched = {each[0] if isinstance(each, tuple) else each for each in found.get("mismatched_keys", ())}
-        lacking = [name for name in sorted({*found["missing_keys"], *mismatched}) if not name.startswith(new or "\0")]
+        mismatched = {each[0] if isinstance(each, tuple) else each for each in info.get("mismatched_keys", ())}
+        lacking = [name for name in sorted({*info["missing_keys"], *mismatched}) if not name.startswith(new or "\0")]
         if lacking:
             more = f" and {len(lacking) - _SHOWN} more" if len(lacking) > _SHOWN else ""
             raise InputError(
@@ -536,12 +536,12 @@ def _language_model(folder: ModelFolder, description: Description) -> HuggingFac
             f"{longest} or less"
         )
     config.use_cache = False
-    made = folder.make("AutoModelForCausalLM")
+    module = folder.make("AutoModelForCausalLM")
     family = FAMILIES.get(config.model_type)
     if family is None or getattr(config, "add_cross_attention", False):
-        model = HuggingFaceModel(made, folder.named)
+        model = HuggingFaceModel(module, folder.named)
     else:
-        model = KnownLanguageModel(made, folder.named, family, sequence)
+        model = KnownLanguageModel(module, folder.named, family, sequence)
     if description.masked:
         model.criterion = MaskedCrossEntropy()
     return model
@@ -550,9 +550,11 @@ def _language_model(folder: ModelFolder, description: Description) -> HuggingFac
 def _image_classifier(folder: ModelFolder, description: Description) -> HuggingFaceModel:
     _require_architecture(folder, "ForImageClassification", data="images with classes")
     channels, sides, last = image_form(description.x_shape)
-    wanted = getattr(folder.config, "num_channels", channels)
-    if channels not in (1, wanted):
-        raise refusal(f"{folder.named} takes {wanted} channels, but the images have {channels}; give other data")
+    model_channels = getattr(folder.config, "num_channels", channels)
+    if channels not in (1, model_channels):
+        raise refusal(
+            f"{folder.named} takes {model_channels} channels, but the images have {channels}; give other data"
+        )
     size = getattr(folder.config, "image_size", None)
     if isinstance(size, int) and sides != (size, size):
         raise refusal(
@@ -562,7 +564,7 @@ def _image_classifier(folder: ModelFolder, description: Description) -> HuggingF
 
     def arguments(x: torch.Tensor) -> Arguments:
         x = x.unsqueeze(1) if x.dim() == 3 else x.movedim(-1, 1) if last else x
-        return (x.expand(-1, wanted, -1, -1) if x.shape[1] == 1 else x), {}  # grey images are repeated
+        return (x.expand(-1, model_channels, -1, -1) if x.shape[1] == 1 else x), {}  # grey images are repeated
 
     return HuggingFaceModel(folder.make("AutoModelForImageClassification", new=_HEADS), folder.named, arguments)
 

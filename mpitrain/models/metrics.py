@@ -365,11 +365,11 @@ class PerClass(OfCounts):
         return {f"{figure} of {name}": True for figure in EACH for name in self.names}
 
     def figures(self, sums: torch.Tensor) -> dict[str, float]:
-        found = dict[str, float]()
-        for figure, of in EACH.items():
-            values = of(sums.view(3, -1)).tolist()
-            found |= {f"{figure} of {name}": value for name, value in zip(self.names, values, strict=True)}
-        return found
+        result = dict[str, float]()
+        for figure, compute in EACH.items():
+            values = compute(sums.view(3, -1)).tolist()
+            result |= {f"{figure} of {name}": value for name, value in zip(self.names, values, strict=True)}
+        return result
 
 
 class AUROC(Collected):
@@ -408,15 +408,15 @@ class AUROC(Collected):
     def figures(self, gather: Gather) -> dict[str, float]:
         rows = torch.cat(gather(torch.cat([torch.empty(0, len(self.names) + 1, dtype=torch.float64), *self._rows])))
         self.begin()
-        found = {}
+        areas = {}
         for number in range(len(self.names)) if len(self.names) > 2 else [1]:
             positive = rows[:, -1] == number
             if 0 < int(positive.sum()) < len(rows):
-                found[self.names[number]] = area(rows[:, number], positive)
-        if not found:
+                areas[self.names[number]] = area(rows[:, number], positive)
+        if not areas:
             return {}
-        each = {f"auroc of {name}": value for name, value in found.items()} if self.each else {}
-        return {"auroc": sum(found.values()) / len(found)} | each
+        each = {f"auroc of {name}": value for name, value in areas.items()} if self.each else {}
+        return {"auroc": sum(areas.values()) / len(areas)} | each
 
 
 def area(scores: torch.Tensor, positive: torch.Tensor) -> float:
@@ -463,20 +463,20 @@ def measures_of(description: Description, *, more: bool = False) -> list[Measure
     """
     if description.kind == "tokens" and description.vocabulary is not None:
         size = description.vocabulary
-        found: list[Measure] = [Perplexity(size), Accuracy(size, "token_accuracy")]
+        measures: list[Measure] = [Perplexity(size), Accuracy(size, "token_accuracy")]
     elif description.classes:
         size = len(description.classes)
-        found = [Accuracy(size)]
+        measures = [Accuracy(size)]
     else:
         numbers = math.prod(description.y_shape)
         return [R2(numbers), *([RMSE(numbers)] if more else [])]
     if more and size > FIRST:
-        found.append(TopAccuracy(size))
+        measures.append(TopAccuracy(size))
     if more and description.classes:
         names: list[OfClasses] = ["f1", "precision", "recall", *(["auroc", "per_class"] if size <= FEW else [])]  # type: ignore[list-item]
-        found += [of_classes(name, description.classes, each=True) for name in names]
-        found.append(Confusion(size))
-    return found
+        measures += [of_classes(name, description.classes, each=True) for name in names]
+        measures.append(Confusion(size))
+    return measures
 
 
 def named_measures(names: Sequence[str], description: Description) -> list[Measure]:
@@ -491,15 +491,15 @@ def named_measures(names: Sequence[str], description: Description) -> list[Measu
     """
     usual = {measure.name for measure in measures_of(description)}
     possible = {measure.name: measure for measure in measures_of(description, more=True)}
-    found: list[Measure] = []
+    measures: list[Measure] = []
     for name in dict.fromkeys(names):
         if name in OF_CLASSES and description.classes:
-            found.append(of_classes(name, description.classes, each="per_class" in names))
+            measures.append(of_classes(name, description.classes, each="per_class" in names))
         elif name in possible and name not in OF_CLASSES:
-            found += [possible[name]] if name not in usual else []
+            measures += [possible[name]] if name not in usual else []
         else:
             kind = description.kind if description.kind == "tokens" else "classes" if description.classes else "numbers"
-            known = [n for n in possible if n not in OF_CLASSES and n != Confusion.name]
-            known += OF_CLASSES if description.classes else ()
-            raise refusal(f"train.metrics {name} is not of {kind}, which the targets are; choose {', '.join(known)}")
-    return found
+            choices = [n for n in possible if n not in OF_CLASSES and n != Confusion.name]
+            choices += OF_CLASSES if description.classes else ()
+            raise refusal(f"train.metrics {name} is not of {kind}, which the targets are; choose {', '.join(choices)}")
+    return measures

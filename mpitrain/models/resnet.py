@@ -94,11 +94,11 @@ class ResNet(BlockModel):
         self.stem = Stem(channels, width, small, channels_last)
         stages, inputs = [], width
         for index, depth in enumerate(depths):
-            own = width * 2**index
-            first = ResidualBlock(inputs, own, 2 if index > 0 else 1, bottleneck)
-            inputs = WIDER * own if bottleneck else own
-            others = (ResidualBlock(inputs, own, 1, bottleneck) for _ in range(depth - 1))
-            stages.append(nn.Sequential(first, *others))
+            stage_width = width * 2**index
+            first = ResidualBlock(inputs, stage_width, 2 if index > 0 else 1, bottleneck)
+            inputs = WIDER * stage_width if bottleneck else stage_width
+            more_blocks = (ResidualBlock(inputs, stage_width, 1, bottleneck) for _ in range(depth - 1))
+            stages.append(nn.Sequential(first, *more_blocks))
         self.stages = nn.ModuleList(stages)
         self.pool = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())
         self.head = nn.Linear(inputs, outputs)

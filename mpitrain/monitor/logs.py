@@ -66,10 +66,10 @@ def open_rank_log(run_dir: str | Path, rank: int, level: int = logging.INFO) -> 
         handler = _LogFile(path, mode="a", encoding="utf-8")
     form = f"%(asctime)s.%(msecs)03d rank {rank} %(levelname)s %(message)s"
     handler.setFormatter(logging.Formatter(form, "%Y-%m-%dT%H:%M:%S"))
-    for kept in logging.getLogger(NAME).handlers:
-        if isinstance(kept, MemoryHandler):
-            kept.setTarget(handler)
-            kept.flush()
+    for earlier_handler in logging.getLogger(NAME).handlers:
+        if isinstance(earlier_handler, MemoryHandler):
+            earlier_handler.setTarget(handler)
+            earlier_handler.flush()
     close_rank_log()
     return _log_to(handler, rank, level)
 

@@ -168,9 +168,9 @@ class StepClock:
 
     def _tell(self) -> None:
         """Call the listener for each part that has ended."""
-        told, device = self._told, self._device_times
-        while told and (device is None or told[0][2].query()):
-            name, begin, end, waited = told.popleft()
+        parts, device = self._told, self._device_times
+        while parts and (device is None or parts[0][2].query()):
+            name, begin, end, waited = parts.popleft()
             if self.listener is not None:
                 if device is not None:
                     begin, end = device.host_time(begin), device.host_time(end)

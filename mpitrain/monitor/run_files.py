@@ -362,17 +362,17 @@ def _staleness(lines: Sequence[FullStepLine]) -> str:
     if not means:
         return ""
     most, ahead = max(line.staleness_max or 0 for line in lines), max(line.ahead_max or 0 for line in lines)
-    told = f"mean {sum(means) / len(means):.2g} steps, at most {most:.3g}"
-    return f"{told}; workers at most {counted(ahead, 'step')} ahead of the slowest"
+    text = f"mean {sum(means) / len(means):.2g} steps, at most {most:.3g}"
+    return f"{text}; workers at most {counted(ahead, 'step')} ahead of the slowest"
 
 
 def _skipped(lines: Sequence[FullStepLine]) -> str:
     """Return a text with the number of steps without an update, and the step since which nothing was learned."""
     skipped = sum(line.skipped for line in lines)
     useless = list(takewhile(lambda line: line.skipped or line.loss is None, reversed(lines)))
-    told = [f"{skipped} of {len(lines)} steps" if skipped else ""]
-    told.append(f"nothing learned since step {useless[-1].step}" if useless else "")
-    return ", ".join(filter(None, told))
+    parts = [f"{skipped} of {len(lines)} steps" if skipped else ""]
+    parts.append(f"nothing learned since step {useless[-1].step}" if useless else "")
+    return ", ".join(filter(None, parts))
 
 
 def _memory(lines: Sequence[FullStepLine]) -> str:
@@ -380,8 +380,8 @@ def _memory(lines: Sequence[FullStepLine]) -> str:
     memory = next((line.memory for line in reversed(lines) if line.memory is not None), None)
     if memory is None:
         return ""
-    held, parts = memory.model_dump(exclude={"expected"}), []
-    for name, count in held.items():
+    bytes_in_use, parts = memory.model_dump(exclude={"expected"}), []
+    for name, count in bytes_in_use.items():
         formula = f" ({memory.expected[name] / 1e6:.4g})" if name in memory.expected else ""
         parts.append(f"{name} {count / 1e6:.4g}{formula}")
     return ", ".join(parts) + " MB on rank 0 (in brackets: by formula)"

@@ -135,10 +135,10 @@ class WeightsAndBiases(Tracker):
                 f"monitor.wandb: WANDB_MODE is {mode} and nobody is logged in; set WANDB_API_KEY, or leave it out"
             )
         project, name = names(run_dir, config)
-        kept = run_dir / WANDB / IDENTITY
-        identity = kept_id(kept, resume_step) or secrets.token_hex(4)
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(kept, identity + "\n")
+        id_path = run_dir / WANDB / IDENTITY
+        identity = kept_id(id_path, resume_step) or secrets.token_hex(4)
+        id_path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(id_path, identity + "\n")
         settings = self._wandb.Settings(mode=mode, silent=True, console="off")
         self._run = self._wandb.init(
             project=project, name=name, dir=str(run_dir), id=identity, resume="allow", settings=settings
@@ -177,23 +177,23 @@ class MLflow(Tracker):
             self._client.set_terminated(self._run, "RUNNING")
             self._last = max((m.step for m in self._client.get_metric_history(self._run, "loss")), default=0)
         else:
-            found = self._client.get_experiment_by_name(project)
-            experiment = found.experiment_id if found else self._client.create_experiment(project)
+            existing = self._client.get_experiment_by_name(project)
+            experiment = existing.experiment_id if existing else self._client.create_experiment(project)
             self._run = self._client.create_run(experiment, run_name=name).info.run_id
             write_whole(where / IDENTITY, self._run + "\n")
-            told = [self._entities.Param(key, str(value)[:_LONGEST]) for key, value in flat(config).items()]
-            for begin in range(0, len(told), _SETTINGS_AT_ONCE):
-                self._client.log_batch(self._run, params=told[begin : begin + _SETTINGS_AT_ONCE])
+            parameters = [self._entities.Param(key, str(value)[:_LONGEST]) for key, value in flat(config).items()]
+            for begin in range(0, len(parameters), _SETTINGS_AT_ONCE):
+                self._client.log_batch(self._run, params=parameters[begin : begin + _SETTINGS_AT_ONCE])
         self._flushed = time.monotonic()
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
         if step <= self._last:
             return
         now = round(time.time() * 1000)
-        made = self._entities.Metric
+        metric = self._entities.Metric
         # MLflow normalizes names as paths
         named = {posixpath.normpath(_FOREIGN.sub("_", name)): float(value) for name, value in figures.items()}
-        self._waiting += [made(name, value, now, step) for name, value in named.items()]
+        self._waiting += [metric(name, value, now, step) for name, value in named.items()]
         if time.monotonic() - self._flushed > _FLUSH_EVERY or len(self._waiting) > _AT_ONCE:
             self._flush()
 
@@ -214,16 +214,16 @@ def asked_for(section: MonitorSection) -> list[Tracker]:
     Raises:
         InputError: A package is not installed, or `monitor.tracker` does not name a tracker.
     """
-    wanted = ((section.tensorboard, TensorBoard), (section.wandb, WeightsAndBiases), (section.mlflow, MLflow))
-    trackers: list[Tracker] = [kind() for asked, kind in wanted if asked]
+    candidates = ((section.tensorboard, TensorBoard), (section.wandb, WeightsAndBiases), (section.mlflow, MLflow))
+    trackers: list[Tracker] = [kind() for enabled, kind in candidates if enabled]
     if section.tracker:
-        made = find("monitor.tracker", section.tracker)()
-        if not isinstance(made, Tracker):
+        tracker = find("monitor.tracker", section.tracker)()
+        if not isinstance(tracker, Tracker):
             raise InputError(
-                f"monitor.tracker {section.tracker} makes {type(made).__name__}, which is no "
+                f"monitor.tracker {section.tracker} makes {type(tracker).__name__}, which is no "
                 "mpitrain.monitor.trackers.Tracker; derive it from that class"
             )
-        trackers.append(made)
+        trackers.append(tracker)
     return trackers
 
 

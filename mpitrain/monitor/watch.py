@@ -83,21 +83,21 @@ def _redraw(watched: Watched, console: Console) -> None:
 
 
 def _tell(watched: Watched) -> None:
-    told, status, step = float("-inf"), None, -1
-    gone = select.poll()
-    gone.register(
+    last_print, status, step = float("-inf"), None, -1
+    poller = select.poll()
+    poller.register(
         sys.stdout.fileno(), 0
     )  # poll reports the error of a pipe without a reader even if no event is requested
     for _ in _looks(watched):
-        if gone.poll(0):
+        if poller.poll(0):
             return
         news = [text for event in watched.news if (text := _told(event))]
         watched.news.clear()
         for text in news:
             print(text, flush=True)
         now = time.monotonic()
-        if watched.status() is not status or (watched.step != step and now - told >= _TELL_EVERY):
-            told, status, step = now, watched.status(), watched.step
+        if watched.status() is not status or (watched.step != step and now - last_print >= _TELL_EVERY):
+            last_print, status, step = now, watched.status(), watched.step
             print(line(watched), flush=True)
 
 
@@ -175,8 +175,8 @@ def frame(run: Watched, width: int, *, plain: bool = False) -> RenderableType:
     status = run.status()
     word = status.value, f"bold {COLOURS.get(status.value, 'default')}"
     parts: list[RenderableType] = [Text.assemble(word, "  ", (printable(run.folder, _SAID), "bold"))]
-    if said := _said_of(run, status):
-        parts.append(Text(said))
+    if detail := _said_of(run, status):
+        parts.append(Text(detail))
     if status is RunStatus.WAITING:
         return Group(*parts, *_warnings(run))
     if run.start:
@@ -189,13 +189,13 @@ def frame(run: Watched, width: int, *, plain: bool = False) -> RenderableType:
 
 def line(run: Watched) -> str:
     """Return the state of a run in one line."""
-    told, status = run.steps.line, run.status()
-    said = _said_of(run, status)
-    words = [f"{clock(time.time())} {status.value}" + (f": {said}" if said else "")]
+    step_line, status = run.steps.line, run.status()
+    detail = _said_of(run, status)
+    words = [f"{clock(time.time())} {status.value}" + (f": {detail}" if detail else "")]
     if status is not RunStatus.WAITING:
         words.append(f"step {run.step:,}" + (f"/{run.of_steps:,}" if run.of_steps else ""))
-    if told:
-        words.append(f"loss {number_text(told.loss)}")
+    if step_line:
+        words.append(f"loss {number_text(step_line.loss)}")
         if run.steps.held_out.last:
             words.append(f"held-out loss {number_text(run.steps.held_out.last[1])}")
         words.append(_throughput(run))
@@ -254,16 +254,16 @@ def _figures(run: Watched, width: int, plain: bool) -> Table:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True, min_width=_LABEL)
     table.add_column()  # wraps its lines between words
-    told, room = run.steps.line or StepLine(step=0), width - _LABEL - 2
+    step_line, room = run.steps.line or StepLine(step=0), width - _LABEL - 2
     skipped = f"{counted(run.steps.skipped, 'step')}, for gradients that were not finite"
     rows = [
         ("loss", _curve(run.steps.loss, room, plain)),
         ("held-out loss", _curve(run.steps.held_out, room, plain)),
-        ("learning rate", number_text(told.lr, ".3g", "")),
-        ("gradient norm", number_text(told.grad_norm) if "grad_norm" in told.model_fields_set else ""),
+        ("learning rate", number_text(step_line.lr, ".3g", "")),
+        ("gradient norm", number_text(step_line.grad_norm) if "grad_norm" in step_line.model_fields_set else ""),
         ("throughput", _throughput(run)),
         ("step time", _step_time(list(run.steps.seconds))),
-        ("memory", f"{short(told.memory_bytes)}B at most on rank 0" if told.memory_bytes else ""),
+        ("memory", f"{short(step_line.memory_bytes)}B at most on rank 0" if step_line.memory_bytes else ""),
         ("skipped", skipped if run.steps.skipped else ""),
         ("checkpoint", _checkpoint(run)),
         ("restarts", _restarts(run)),
@@ -288,12 +288,12 @@ def _curve(curve: Curve, width: int, plain: bool) -> str:
 
 
 def _throughput(run: Watched) -> str:
-    seconds, told = sum(run.steps.seconds), run.steps.line
-    if not seconds or told is None or told.samples is None:
+    seconds, step_line = sum(run.steps.seconds), run.steps.line
+    if not seconds or step_line is None or step_line.samples is None:
         return ""
     each = len(run.steps.seconds) / seconds
-    samples = f"{short(told.samples * each)} samples/s"
-    return f"{short(told.tokens * each)} tokens/s ({samples})" if told.tokens else samples
+    samples = f"{short(step_line.samples * each)} samples/s"
+    return f"{short(step_line.tokens * each)} tokens/s ({samples})" if step_line.tokens else samples
 
 
 def _step_time(seconds: Sequence[float]) -> str:
@@ -308,8 +308,8 @@ def _checkpoint(run: Watched) -> str:
     if not run.save:
         return "none yet"
     ago = lasting(max(0.0, time.time() - run.save["time"]))
-    held = run.save.get("seconds")
-    took = f", held training up for {seconds_text(held)}" if isinstance(held, (int, float)) else ""
+    seconds = run.save.get("seconds")
+    took = f", held training up for {seconds_text(seconds)}" if isinstance(seconds, (int, float)) else ""
     return f"{printable(run.save.get('folder', ''))}, {ago} ago{took}"
 
 
@@ -361,9 +361,9 @@ def _warnings(run: Watched) -> list[Text]:
         Text.assemble(
             (f"{when[11:19]} rank {rank} ", "dim"),
             (printable(level), "yellow" if level == "WARNING" else "red"),
-            f" {printable(shorten(said, _SAID, placeholder=' ...'), None)}",
+            f" {printable(shorten(message, _SAID, placeholder=' ...'), None)}",
         )
-        for when, rank, level, said in run.warnings
+        for when, rank, level, message in run.warnings
     ]
 
 

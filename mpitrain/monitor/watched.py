@@ -91,18 +91,18 @@ class Steps:
 
     def add(self, line: bytes) -> None:
         """Add one line of metrics.jsonl."""
-        told = parsed(line, StepLine.model_validate)
-        if told is None:
+        step_line = parsed(line, StepLine.model_validate)
+        if step_line is None:
             self.damaged += 1
             return
-        self.line = told
-        self.loss.add(told.step, told.loss)
-        self.held_out.add(told.step, told.held_out_loss)
-        self.skipped += told.skipped
-        if told.step_s is not None:
-            self.seconds.append(told.step_s)
-        if told.time is not None:
-            self.times.append((told.step, told.time))
+        self.line = step_line
+        self.loss.add(step_line.step, step_line.loss)
+        self.held_out.add(step_line.step, step_line.held_out_loss)
+        self.skipped += step_line.skipped
+        if step_line.step_s is not None:
+            self.seconds.append(step_line.step_s)
+        if step_line.time is not None:
+            self.times.append((step_line.step, step_line.time))
 
 
 class Watched:
@@ -151,12 +151,12 @@ class Watched:
         self._lock = locks.seen_held(
             self.folder / locks.LOCK
         )  # read before the events, because a job writes its end while it still holds the lock
-        came = False
+        has_news = False
         for line in self._events.new_lines():
-            came = True
+            has_news = True
             self._take_event(parsed(line, checked_event))
         for line in self._metrics.new_lines():
-            came = True
+            has_news = True
             self._steps_now().add(line)
         self._steps_now()
         if more:
@@ -165,11 +165,11 @@ class Watched:
             for path in rank_paths(self.folder / RANKS, "jsonl")[:_FILES]:
                 for line in self._more.setdefault(path, GrowingFile(path, _TAIL)).new_lines():
                     self._take_parts(int(re.sub(r"\D", "", path.stem) or 0), parsed(line, rank_line))
-        if came:
+        if has_news:
             # at the first read, count from the last step or event that has a time
-            told = [event["time"] for event in (self.start, self.save, self.end) if event]
-            told += [self.steps.times[-1][1]] if self.steps.times else []
-            since = time.time() - max(told, default=math.inf) if self._heard is None else 0.0
+            times = [event["time"] for event in (self.start, self.save, self.end) if event]
+            times += [self.steps.times[-1][1]] if self.steps.times else []
+            since = time.time() - max(times, default=math.inf) if self._heard is None else 0.0
             self._heard = time.monotonic() - max(0.0, since)
 
     # -- derived values
@@ -182,8 +182,8 @@ class Watched:
     @property
     def of_steps(self) -> int | None:
         """Number of steps of the whole run, or None if unknown."""
-        told = self.start.get("steps")
-        return told if isinstance(told, int) and told > 0 else None
+        steps = self.start.get("steps")
+        return steps if isinstance(steps, int) and steps > 0 else None
 
     @property
     def quiet_seconds(self) -> float:
@@ -255,17 +255,17 @@ class Watched:
 
     def _take_log(self, lines: Iterable[bytes]) -> None:
         """Keep warnings and errors; of the lines that belong to one, such as a traceback, keep the last."""
-        found: list[tuple[str, int, str, str]] = []
-        kept = False
+        records: list[tuple[str, int, str, str]] = []
+        relevant = False
         for raw in lines:
             text = raw.decode(errors="replace").rstrip()
             if match := _LINE.fullmatch(text):
-                when, rank, level, said = match.groups()
-                if kept := level in ("WARNING", "ERROR", "CRITICAL"):
-                    found.append((when, int(rank), level, said))
-            elif kept and text:
-                found[-1] = (*found[-1][:3], text)
-        self.warnings = sorted([*self.warnings, *found])[-_WARNINGS:]
+                when, rank, level, message = match.groups()
+                if relevant := level in ("WARNING", "ERROR", "CRITICAL"):
+                    records.append((when, int(rank), level, message))
+            elif relevant and text:
+                records[-1] = (*records[-1][:3], text)
+        self.warnings = sorted([*self.warnings, *records])[-_WARNINGS:]
 
     def _take_parts(self, rank: int, line: RankStart | RankLine | None) -> None:
         if isinstance(line, RankStart):

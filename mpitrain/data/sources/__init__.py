@@ -173,8 +173,10 @@ def token_source(
     """
     tokens = FieldSpec(name=TOKENS, dtype=dtype, shape=(), given="integer")
     mask = FieldSpec(name=MASK, dtype="uint8", shape=(), given="integer")
-    fields, kept = (tokens, mask) if pack else (tokens,), options.tokenizer
-    return Source("tokens", fields, blocks, files, None, vocabulary, kept, document_end=end, pack=pack, found=found)
+    fields, tokenizer = (tokens, mask) if pack else (tokens,), options.tokenizer
+    return Source(
+        "tokens", fields, blocks, files, None, vocabulary, tokenizer, document_end=end, pack=pack, found=found
+    )
 
 
 def finite(values: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
@@ -200,8 +202,8 @@ def held_out_mask(start: int, count: int, fraction: float) -> npt.NDArray[np.boo
     first = -(-stretch * q // p)
     length = -(-(stretch + 1) * q // p) - first
     place = mix64(stretch.astype(np.uint64)) % length.astype(np.uint64)
-    held: npt.NDArray[np.bool_] = rows - first == place.astype(np.int64)
-    return held
+    mask: npt.NDArray[np.bool_] = rows - first == place.astype(np.int64)
+    return mask
 
 
 def partition(
@@ -218,11 +220,11 @@ def partition(
     def blocks(held_out: float) -> Iterator[Block]:
         start = 0
         for columns in rows(train):
-            held = held_out_mask(start, len(columns[0]), 0.0 if test else held_out)
-            start += len(held)
-            if held.any():
-                yield HELD_OUT, tuple(column[held] for column in columns)
-                columns = tuple(column[~held] for column in columns)
+            mask = held_out_mask(start, len(columns[0]), 0.0 if test else held_out)
+            start += len(mask)
+            if mask.any():
+                yield HELD_OUT, tuple(column[mask] for column in columns)
+                columns = tuple(column[~mask] for column in columns)
             if len(columns[0]):
                 yield TRAIN, columns
         yield from ((HELD_OUT, columns) for columns in (rows(test) if test else ()))

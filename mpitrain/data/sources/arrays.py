@@ -74,11 +74,11 @@ def arrays_source(files: Sequence[Path], options: PrepareOptions) -> Source:
     train, test = _pairs(arrays, str(files[0] if archives else files[0].parent))
     x, y = (_field(name, array) for name, array in zip(("x", "y"), train, strict=True))
     if test:
-        for mine, own in zip(train, test, strict=True):
-            if mine.dtype != own.dtype or mine.shape[1:] != own.shape[1:]:
+        for train_array, test_array in zip(train, test, strict=True):
+            if train_array.dtype != test_array.dtype or train_array.shape[1:] != test_array.shape[1:]:
                 raise InputError(
-                    f"{own.label} has rows of {own.dtype} {own.shape[1:]}, {mine.label} has {mine.dtype} "
-                    f"{mine.shape[1:]}; give both the same form"
+                    f"{test_array.label} has rows of {test_array.dtype} {test_array.shape[1:]}, "
+                    f"{train_array.label} has {train_array.dtype} {train_array.shape[1:]}; give both the same form"
                 )
     return source_of_pairs(x, y, train, test, len(files), options)
 
@@ -161,16 +161,16 @@ def _field(name: str, array: Array) -> FieldSpec:
     kind, size = array.dtype.kind, array.dtype.itemsize
     if len(array.shape) > MOST_DIMENSIONS:
         raise InputError(f"{array.label} has {len(array.shape)} dimensions; give at most {MOST_DIMENSIONS}")
-    given: Literal["integer", "float", "unit"]
+    value_kind: Literal["integer", "float", "unit"]
     if kind == "b" or (kind == "f" and size <= 8):
-        given = "float"
+        value_kind = "float"
     elif kind in "iu" and (size < 8 or kind == "i"):
-        given = "unit" if name == "x" and array.dtype == np.uint8 else "integer"
+        value_kind = "unit" if name == "x" and array.dtype == np.uint8 else "integer"
     elif kind == "O":
         raise InputError(f"{array.label} holds Python objects, which are never loaded; save it as plain numbers")
     else:
         raise InputError(f"{array.label} has the dtype {array.dtype}; save it as floating point, int64 or smaller")
-    return FieldSpec(name=name, dtype=array.dtype.name, shape=array.shape[1:], given=given)
+    return FieldSpec(name=name, dtype=array.dtype.name, shape=array.shape[1:], given=value_kind)
 
 
 def _mapped(path: Path) -> Array:
@@ -301,8 +301,8 @@ def idx_source(files: Sequence[Path], options: PrepareOptions) -> Source:
     channel = (1,) if len(images.shape) == 3 else ()
     if labels.dtype.kind not in "iu" or len(labels.shape) != 1:
         raise InputError(f"IDX file {labels.label} holds no class numbers; give the labels file")
-    given: Literal["unit", "float"] = "unit" if images.dtype.kind == "u" else "float"
-    x = FieldSpec(name="x", dtype=images.dtype.name, shape=channel + images.shape[1:], given=given)
+    value_kind: Literal["unit", "float"] = "unit" if images.dtype.kind == "u" else "float"
+    x = FieldSpec(name="x", dtype=images.dtype.name, shape=channel + images.shape[1:], given=value_kind)
     y = FieldSpec(name="y", dtype=labels.dtype.name, shape=(), given="integer")
     return source_of_pairs(x, y, train, test, len(files), options)
 

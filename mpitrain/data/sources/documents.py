@@ -102,8 +102,8 @@ def documents_source(files: Sequence[Path], options: PrepareOptions, read: Read 
     def blocks(held_out: float) -> Iterator[Block]:
         packers.clear()
         texts = ((path, read(path, fields, options.encoding)) for path in files)
-        for held, documents in _by_split(texts, splits, held_out, encoder):
-            split = HELD_OUT if held else TRAIN
+        for is_held_out, documents in _by_split(texts, splits, held_out, encoder):
+            split = HELD_OUT if is_held_out else TRAIN
             if pack:
                 assert encoder.end is not None
                 packer = packers.setdefault(split, Packer(pack, encoder.end, encoder.dtype, whole=bool(fields.prompt)))
@@ -113,8 +113,8 @@ def documents_source(files: Sequence[Path], options: PrepareOptions, read: Read 
             if len(columns[0]):
                 yield split, columns
         for split, packer in packers.items():
-            if len((rest := packer.finish())[0]):
-                yield split, rest
+            if len((last_columns := packer.finish())[0]):
+                yield split, last_columns
 
     def notes() -> tuple[str, ...]:
         named = ((split.replace("_", " "), packer) for split, packer in packers.items())
@@ -133,13 +133,13 @@ def splits_by_name(files: Sequence[Path]) -> dict[Path, str] | None:
         InputError: Some files have names of both splits, and another file of neither.
     """
     matches = {path: _SPLIT.match(streams.plain_stem(path)) for path in files}
-    found = {path: TRAIN if match[1] == "train" else HELD_OUT for path, match in matches.items() if match}
-    if set(found.values()) != {TRAIN, HELD_OUT}:
+    splits = {path: TRAIN if match[1] == "train" else HELD_OUT for path, match in matches.items() if match}
+    if set(splits.values()) != {TRAIN, HELD_OUT}:
         return None
-    other = next((path for path in files if path not in found), None)
+    other = next((path for path in files if path not in splits), None)
     if other is not None:
         raise InputError(f"source {other} is named neither train nor val, as others are; rename it, or leave it out")
-    return found
+    return splits
 
 
 def _by_split(
@@ -151,17 +151,17 @@ def _by_split(
     """Yield (True if held out, documents as (tokens, number of prompt tokens)), some documents each time."""
     number = 0
     for path, documents in texts:
-        while together := list(islice(documents, _AT_ONCE)):
+        while batch := list(islice(documents, _AT_ONCE)):
             if splits is None:
-                held = held_out_mask(number, len(together), held_out)
-                number += len(together)
+                mask = held_out_mask(number, len(batch), held_out)
+                number += len(batch)
             else:
-                held = np.full(len(together), splits[path] == HELD_OUT)
-            encoded = _encoded(together, encoder)
+                mask = np.full(len(batch), splits[path] == HELD_OUT)
+            encoded = _encoded(batch, encoder)
             for which in (False, True):
-                chosen = [tokens for tokens, out in zip(encoded, held.tolist(), strict=True) if out == which]
-                if chosen := [document for document in chosen if len(document[0])]:
-                    yield which, chosen
+                split_documents = [tokens for tokens, out in zip(encoded, mask.tolist(), strict=True) if out == which]
+                if split_documents := [document for document in split_documents if len(document[0])]:
+                    yield which, split_documents
 
 
 def _encoded(documents: Sequence[tuple[str, ...]], encoder: Encoder) -> list[tuple[Tokens, int]]:
@@ -171,12 +171,12 @@ def _encoded(documents: Sequence[tuple[str, ...]], encoder: Encoder) -> list[tup
     """
     parts = iter(encoder.encode([text for document in documents for text in document]))
     end = np.array([] if encoder.end is None else [encoder.end], encoder.dtype)
-    found = []
+    encoded_documents = []
     for document in documents:
         tokens = [next(parts) for _ in document]
         prompt = len(tokens[0]) if len(tokens) > 1 else 0
-        found.append((np.concatenate([*tokens, end]) if any(map(len, tokens)) else end[:0], prompt))
-    return found
+        encoded_documents.append((np.concatenate([*tokens, end]) if any(map(len, tokens)) else end[:0], prompt))
+    return encoded_documents
 
 
 def _lines(path: Path, fields: TextFields, encoding: str | None) -> Iterator[tuple[str, ...]]:
@@ -317,8 +317,8 @@ def text_source(files: Sequence[Path], options: PrepareOptions) -> Source:
                     yield part.split, (np.asarray(np.frombuffer(chunk, np.uint8), encoder.dtype),)
             else:
                 pieces = _pieces(part)
-                while together := list(islice(pieces, _PIECES_AT_ONCE)):
-                    yield from ((part.split, (tokens,)) for tokens in encoder.encode(together) if len(tokens))
+                while batch := list(islice(pieces, _PIECES_AT_ONCE)):
+                    yield from ((part.split, (tokens,)) for tokens in encoder.encode(batch) if len(tokens))
             if part.ends and encoder.end is not None:
                 yield part.split, (np.array([encoder.end], encoder.dtype),)
 
@@ -339,13 +339,13 @@ def encoding_of(files: Sequence[Path], encoding: str | None) -> str | None:
         try:
             "a".encode(encoding)
         except LookupError:  # unknown to Python, or not an encoding of text
-            known = "utf-8, utf-16, utf-32, latin-1, cp1252 ..."
-            raise InputError(f"--encoding {encoding} is unknown; give {known}") from None
+            examples = "utf-8, utf-16, utf-32, latin-1, cp1252 ..."
+            raise InputError(f"--encoding {encoding} is unknown; give {examples}") from None
         return None if encoding.lower().replace("_", "-") in ("utf-8", "utf8") else encoding
     for path in files:
-        found = streams.wide_encoding(streams.head(path, _SNIFF_BYTES))
-        if found is not None:
-            raise InputError(f"text file {path} is {found.upper()}; give --encoding {found}, or convert it to UTF-8")
+        name = streams.wide_encoding(streams.head(path, _SNIFF_BYTES))
+        if name is not None:
+            raise InputError(f"text file {path} is {name.upper()}; give --encoding {name}, or convert it to UTF-8")
     return None
 
 
@@ -362,12 +362,12 @@ def text_pieces(path: Path, encoding: str | None) -> Iterator[str]:
 def _ranges(files: Sequence[Path], fraction: float, encoding: str | None) -> list[_Range]:
     sizes = [streams.size_of(path, encoding) for path in files]
     total = sum(sizes)
-    held = held_out_files(sizes, fraction)
-    held_bytes = sum(size for size, out in zip(sizes, held, strict=True) if out)
+    mask = held_out_files(sizes, fraction)
+    held_bytes = sum(size for size, out in zip(sizes, mask, strict=True) if out)
     if abs(held_bytes - total * fraction) <= _NEAR_ENOUGH * total * fraction:
         return [
             _Range(path, 0, size, HELD_OUT if out else TRAIN, encoding, True)
-            for path, size, out in zip(files, sizes, held, strict=True)
+            for path, size, out in zip(files, sizes, mask, strict=True)
             if size
         ]
     return list(_tail_ranges(files, sizes, round(total * (1 - fraction)), encoding))
@@ -383,13 +383,13 @@ def held_out_files(sizes: Sequence[int], fraction: float) -> list[bool]:
     Returns:
         True for each file that is held out.
     """
-    held, owed = [], 0.0
+    mask, owed = [], 0.0
     for size in sizes:
         owed += size * fraction
-        held.append(owed >= size / 2 and fraction > 0)
-        if held[-1]:
+        mask.append(owed >= size / 2 and fraction > 0)
+        if mask[-1]:
             owed -= size
-    return held
+    return mask
 
 
 def _tail_ranges(files: Sequence[Path], sizes: Sequence[int], cut: int, encoding: str | None) -> Iterator[_Range]:

@@ -64,11 +64,11 @@ class Encoder:
         if self.tokenizer is None:
             return [np.frombuffer(text.encode("utf-8", "replace"), np.uint8).astype(self.dtype) for text in texts]
         try:
-            found = self.tokenizer.encode_batch(list(texts), add_special_tokens=False)
+            encodings = self.tokenizer.encode_batch(list(texts), add_special_tokens=False)
         except TypeError:  # raised by the library for text without UTF-8, which is too rare to check before
-            mended = [without_surrogates(text) for text in texts]
-            found = self.tokenizer.encode_batch(mended, add_special_tokens=False)
-        return [np.array(encoding.ids, self.dtype) for encoding in found]
+            clean_texts = [without_surrogates(text) for text in texts]
+            encodings = self.tokenizer.encode_batch(clean_texts, add_special_tokens=False)
+        return [np.array(encoding.ids, self.dtype) for encoding in encodings]
 
 
 def without_surrogates(text: str) -> str:

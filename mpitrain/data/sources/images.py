@@ -131,8 +131,8 @@ def _pixels_source(
 
     def rows(samples: _Samples) -> Iterator[Columns]:
         readable = _readable(samples(), size, options, skipped)
-        while together := list(islice(readable, step)):
-            pixels, labels = zip(*together, strict=True)
+        while batch := list(islice(readable, step)):
+            pixels, labels = zip(*batch, strict=True)
             yield np.stack(pixels), np.array([number[label] for label in labels], np.int32)
 
     def found() -> tuple[str, ...]:
@@ -357,8 +357,8 @@ def _label(content: bytes, is_json: bool) -> str:
         return ""
     if isinstance(text, bool) or not isinstance(text, (str, int)):
         return ""
-    told = str(text).strip()
-    return told if len(told) <= _LONGEST_NAME and "\n" not in told else ""
+    label = str(text).strip()
+    return label if len(label) <= _LONGEST_NAME and "\n" not in label else ""
 
 
 def _names(file: Path) -> tuple[str, ...]:

@@ -49,8 +49,8 @@ def table_source(files: Sequence[Path], options: PrepareOptions) -> Source:
     table = _TableReader(files, options)
     classes = table.classes
     x = FieldSpec(name="x", dtype="float32", shape=(table_files.width(table.specs),), given="float")
-    y_dtype, given = ("int32", "integer") if classes else ("float32", "float")
-    y = FieldSpec(name="y", dtype=y_dtype, shape=(), given=given)
+    y_dtype, value_kind = ("int32", "integer") if classes else ("float32", "float")
+    y = FieldSpec(name="y", dtype=y_dtype, shape=(), given=value_kind)
     columns, notes = (lambda: tuple(table.specs)), table.notes()
     return Source("arrays", (x, y), table.blocks, len(files), classes, notes=notes, columns=columns, found=table.found)
 
@@ -97,23 +97,23 @@ class _TableReader:
     def notes(self) -> tuple[str, ...]:
         """Return sentences about the label, and about columns of texts."""
         texts = [spec for spec in self.specs if spec.categories is not None]
-        how = {True: "one number each, of which one is 1", False: "numbers from 0"}
-        told = (f"column {s.name}: {len(s.categories or ())} texts as {how[s.onehot]}" for s in texts)
-        return (f"label: column {self._tables[0].name(self._at)}", *told)
+        encodings = {True: "one number each, of which one is 1", False: "numbers from 0"}
+        conversions = (f"column {s.name}: {len(s.categories or ())} texts as {encodings[s.onehot]}" for s in texts)
+        return (f"label: column {self._tables[0].name(self._at)}", *conversions)
 
     def found(self) -> tuple[str, ...]:
         """Return sentences about the rows that were read."""
         filled = [self.specs[number] for number in self._with_gaps if self.specs[number].fill is not None]
-        told = [f"column {s.name}: missing values are {self._options.missing} {s.fill:g}" for s in filled]
+        sentences = [f"column {s.name}: missing values are {self._options.missing} {s.fill:g}" for s in filled]
         if self._options.missing == "drop":
-            told.append(f"left out {self._dropped} rows with missing values")
+            sentences.append(f"left out {self._dropped} rows with missing values")
         if self._ragged:
-            told.append(f"left out {len(self._ragged)} rows with other columns, such as {self._ragged[0]}")
+            sentences.append(f"left out {len(self._ragged)} rows with other columns, such as {self._ragged[0]}")
         if self._options.scale:
-            told.append("columns of numbers: mean 0 and deviation 1 over the rows that are not held out")
+            sentences.append("columns of numbers: mean 0 and deviation 1 over the rows that are not held out")
         elif self._largest > _LARGE and self._like is None:
-            told.append(f"numbers reach up to {self._largest:g}; most models learn better with --scale standard")
-        return tuple(told)
+            sentences.append(f"numbers reach up to {self._largest:g}; most models learn better with --scale standard")
+        return tuple(sentences)
 
     def _rows(self) -> Iterator[Columns]:
         classes, to_number = self.classes, (self._numbers.__getitem__ if self.classes else float)
@@ -128,25 +128,25 @@ class _TableReader:
         try:
             return table_files.encoded(specs, columns)
         except UnfitCell as error:
-            told = error.of(table, lines, specs)
+            input_error = error.of(table, lines, specs)
             if self._like is None:
                 self._learn()  # counts such cells, and raises the error
-            raise told from None
+            raise input_error from None
 
     def _kept(self) -> Iterator[Kept]:
         """Yield the rows of all tables, without those that --missing drop removes."""
         for table, lines, (labels, *columns) in self._blocks([self._at, *self._chosen]):
-            kept = np.ones(len(lines), np.bool_)
+            mask = np.ones(len(lines), np.bool_)
             if self._options.missing == "drop":
-                kept = ~np.array([self._gap(cell) for cell in labels], np.bool_)
+                mask = ~np.array([self._gap(cell) for cell in labels], np.bool_)
                 for cells in columns:
                     if not is_plain(cells):
-                        kept &= ~np.array([is_missing(cell) for cell in cells], np.bool_)
-            self._dropped += int((~kept).sum())
-            if kept.all():
+                        mask &= ~np.array([is_missing(cell) for cell in cells], np.bool_)
+            self._dropped += int((~mask).sum())
+            if mask.all():
                 yield table, lines, columns, labels
-            elif kept.any():
-                at = np.flatnonzero(kept).tolist()
+            elif mask.any():
+                at = np.flatnonzero(mask).tolist()
                 yield table, [lines[i] for i in at], [[c[i] for i in at] for c in columns], [labels[i] for i in at]
 
     def _blocks(self, chosen: Sequence[int]) -> Iterator[tuple[TableFile, Sequence[int], list[Sequence[Cell]]]]:
@@ -161,26 +161,26 @@ class _TableReader:
 
         If labels are numbers, words such as NA stand for a missing one; if they are texts, only an empty cell does.
         """
-        found: dict[str, None] = {}
+        class_names: dict[str, None] = {}
         words: dict[str, tuple[TableFile, int]] = {}  # stand for missing values; first place of each
         empty, dropping = [], self._options.missing == "drop"
         for table, lines, (labels,) in self._blocks([self._at]):
-            for line, given in zip(lines, labels, strict=True):
-                cell = _label(given)
-                if is_missing(given):
+            for line, value in zip(lines, labels, strict=True):
+                cell = _label(value)
+                if is_missing(value):
                     words.setdefault(cell, (table, line))
                 if not cell:
                     empty.append(table.place(line))
-                elif cell not in found and len(found) <= MOST_CLASSES:  # one above the limit suffices
-                    found[cell] = None
-        numbers = all(is_number(cell) for cell in found if not is_missing(cell))
+                elif cell not in class_names and len(class_names) <= MOST_CLASSES:  # one above the limit suffices
+                    class_names[cell] = None
+        numbers = all(is_number(cell) for cell in class_names if not is_missing(cell))
         if numbers:
-            found = {cell: None for cell in found if not is_missing(cell)}
+            class_names = {cell: None for cell in class_names if not is_missing(cell)}
             empty += [table.place(line) for cell, (table, line) in words.items() if cell]
         if empty and not dropping:
             raise InputError(f"{empty[0]}: the label is empty; fill it in, or leave such rows out with --missing drop")
         gap = is_missing if numbers else (lambda cell: not _label(cell))
-        return self._kind_of_labels(list(found), numbers), gap
+        return self._kind_of_labels(list(class_names), numbers), gap
 
     def _kind_of_labels(self, found: list[str], numbers: bool) -> Labels:
         path, like = self._tables[0].path, self._like
@@ -246,8 +246,8 @@ class _TableReader:
     def _fill(self, held_out: float) -> None:
         """Set the mean or median of each column with missing values as their replacement."""
         numbers = self._with_gaps
-        found = moments if self._options.missing == "mean" else medians
-        counts, values, *_ = found(self._trained(numbers, _EMPTY, held_out), len(numbers))
+        compute = moments if self._options.missing == "mean" else medians
+        counts, values, *_ = compute(self._trained(numbers, _EMPTY, held_out), len(numbers))
         for number, count, value in zip(numbers, counts, values.tolist(), strict=True):
             if not count:
                 name = self.specs[number].name
@@ -357,13 +357,13 @@ def moments(blocks: Iterable[Floats], columns: int) -> tuple[Doubles, Doubles, D
     """
     count, mean, squares = np.zeros(columns), np.zeros(columns), np.zeros(columns)
     for block in blocks:
-        known = np.isfinite(block)
-        here, x = known.sum(0), block.astype(np.float64)
-        own = np.where(known, x, 0).sum(0) / np.maximum(here, 1)
-        off, both = own - mean, np.maximum(count + here, 1)
-        squares += (np.where(known, x - own, 0) ** 2).sum(0) + off**2 * count * here / both
-        mean += off * here / both
-        count += here
+        finite_mask = np.isfinite(block)
+        block_count, x = finite_mask.sum(0), block.astype(np.float64)
+        block_mean = np.where(finite_mask, x, 0).sum(0) / np.maximum(block_count, 1)
+        shift, total = block_mean - mean, np.maximum(count + block_count, 1)
+        squares += (np.where(finite_mask, x - block_mean, 0) ** 2).sum(0) + shift**2 * count * block_count / total
+        mean += shift * block_count / total
+        count += block_count
     return count, mean, np.sqrt(squares / np.maximum(count, 1))
 
 
@@ -380,9 +380,9 @@ def medians(blocks: Iterable[Floats], columns: int) -> tuple[Doubles, Doubles]:
         (counts, medians), each float64 [columns].
     """
     x = np.concatenate([np.zeros((0, columns), np.float32), *blocks])
-    found = [column[np.isfinite(column)] for column in x.T]
-    counts = np.array([len(column) for column in found], np.float64)
-    return counts, np.array([np.median(column) if len(column) else 0.0 for column in found], np.float64)
+    finite_values = [column[np.isfinite(column)] for column in x.T]
+    counts = np.array([len(column) for column in finite_values], np.float64)
+    return counts, np.array([np.median(column) if len(column) else 0.0 for column in finite_values], np.float64)
 
 
 # -- Tables prepared like another one, whose data set defines the conversion of columns and labels
@@ -398,10 +398,10 @@ def manifest_of_table(folder: Path, options: PrepareOptions) -> DatasetManifest:
     Raises:
         InputError: There is no such data set, it was not made of a table, or other options contradict it.
     """
-    told = [name for name in ("columns", "drop", "categories", "scale") if getattr(options, name) is not None]
-    told += ["missing"] if options.missing not in (None, "drop") else []
-    if told:
-        raise InputError(f"--like {folder} says what becomes of the columns; leave --{told[0]} out")
+    conflicts = [name for name in ("columns", "drop", "categories", "scale") if getattr(options, name) is not None]
+    conflicts += ["missing"] if options.missing not in (None, "drop") else []
+    if conflicts:
+        raise InputError(f"--like {folder} says what becomes of the columns; leave --{conflicts[0]} out")
     manifest = read_manifest(folder)
     if manifest.columns is None:
         raise InputError(f"--like {folder}: that data set was not made of a table; give one that was")

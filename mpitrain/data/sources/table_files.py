@@ -87,12 +87,12 @@ class TableFile:
             for number, (line, cells) in enumerate(block):
                 if len(cells) == self.columns:
                     continue
-                told = f"{self.path}, line {line}: {len(cells)} columns where the first line has {self.columns}"
+                problem = f"{self.path}, line {line}: {len(cells)} columns where the first line has {self.columns}"
                 if ragged is None:
-                    raise InputError(f"{told}; mend it, or leave such rows out with --skip-bad")
+                    raise InputError(f"{problem}; mend it, or leave such rows out with --skip-bad")
                 if number > start:
                     yield _part(block[start:number], chosen)
-                ragged(told)
+                ragged(problem)
                 start = number + 1
             if start < len(block):
                 yield _part(block[start:], chosen)
@@ -215,11 +215,11 @@ def _groups(path: Path, chosen: Sequence[int]) -> Blocks:
     schema, start = parquet_schema(path), 1
     names = [schema.names[i] for i in chosen]
     for name, kind in ((name, schema.field(name).type) for name in names):
-        held = kind.value_type if types.is_dictionary(kind) else kind
-        if not any(getattr(types, f"is_{each}")(held) for each in _ARROW_TYPES):
+        element_type = kind.value_type if types.is_dictionary(kind) else kind
+        if not any(getattr(types, f"is_{each}")(element_type) for each in _ARROW_TYPES):
             raise InputError(
-                f"table {path}, column {name}: {held} is neither a number nor text; convert it, or leave the column "
-                f"out with --drop {name}"
+                f"table {path}, column {name}: {element_type} is neither a number nor text; convert it, or leave the "
+                f"column out with --drop {name}"
             )
     for columns in parquet_columns(path, names, max(1, _CELLS // max(1, len(names)))):
         yield range(start, start + len(columns[0])), columns
@@ -325,13 +325,13 @@ def rows_of_table(path: Path, specs: Sequence[ColumnSpec], unfit: Unfit | None =
     """
     table = look(path, least=1)
     for first, lines, columns in _numbered(table, places(table, specs, "the model was trained with"), unfit):
-        for found in _fitting(specs, columns, range(len(lines))):
-            if not isinstance(found, UnfitCell):
-                yield found
+        for result in _fitting(specs, columns, range(len(lines))):
+            if not isinstance(result, UnfitCell):
+                yield result
             elif unfit is None:
-                raise found.of(table, lines, specs)
+                raise result.of(table, lines, specs)
             else:
-                unfit(first + found.row, found.told(table, lines, specs))
+                unfit(first + result.row, result.told(table, lines, specs))
 
 
 def _numbered(
@@ -363,12 +363,12 @@ def cells_of_table(path: Path, names: Sequence[str], without: Container[int]) ->
         InputError: There is no such column.
     """
     table = look(path, least=1)
-    found: list[list[Cell]] = [[] for _ in names]
+    results: list[list[Cell]] = [[] for _ in names]
     chosen = places(table, [ColumnSpec(name=name) for name in names], "--keep names")
     for first, _, columns in _numbered(table, chosen, lambda row, told: None):
-        for kept, cells in zip(found, columns, strict=True):
-            kept += [cell for number, cell in enumerate(cells, first) if number not in without]
-    return dict(zip(names, found, strict=True))
+        for target, cells in zip(results, columns, strict=True):
+            target += [cell for number, cell in enumerate(cells, first) if number not in without]
+    return dict(zip(names, results, strict=True))
 
 
 def _fitting(
@@ -442,11 +442,11 @@ def _numbers(spec: ColumnSpec, cells: Sequence[Cell], column: int) -> npt.NDArra
     try:
         values = np.array(list(map(float, cells)), np.float64)  # type: ignore[arg-type]  # None is a TypeError
     except (TypeError, ValueError):
-        found = [math.nan if is_missing(cell) else value_of(cell) for cell in cells]
-        if None in found:
-            row = found.index(None)
+        numbers = [math.nan if is_missing(cell) else value_of(cell) for cell in cells]
+        if None in numbers:
+            row = numbers.index(None)
             raise UnfitCell(column, row, f"{cells[row]!r} is not a number") from None
-        values = np.array(found, np.float64)
+        values = np.array(numbers, np.float64)
     gaps = np.isnan(values)
     if gaps.any() and spec.fill is not None:
         values[gaps] = spec.fill

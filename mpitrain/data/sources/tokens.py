@@ -77,8 +77,8 @@ def tokens_source(files: Sequence[Path], options: PrepareOptions) -> Source:
     most = vocabulary or min(_LARGEST, np.iinfo(dtype).max + 1)
 
     def blocks(held_out: float) -> Iterator[Block]:
-        found = _documents(pairs, held_out, end) if pairs else _flat_blocks(flats, forms, held_out)
-        for split, tokens, path, start in found:
+        pieces = _documents(pairs, held_out, end) if pairs else _flat_blocks(flats, forms, held_out)
+        for split, tokens, path, start in pieces:
             _check(tokens, most, path, start)
             yield split, (tokens.astype(dtype),)
 
@@ -168,22 +168,22 @@ def _documents(pairs: Sequence[Pair], held_out: float, end: int | None) -> Itera
     splits = splits_by_name([pair.index for pair in pairs])
     number = 0
     for pair in pairs:
-        held = held_out_mask(number, pair.documents, 0.0 if splits else held_out)
+        mask = held_out_mask(number, pair.documents, 0.0 if splits else held_out)
         number += pair.documents
         waiting: dict[str, list[Tokens]] = {TRAIN: [], HELD_OUT: []}
-        done = 0
-        for document, out in zip(pair.read(), held.tolist(), strict=True):
+        offset = 0
+        for document, out in zip(pair.read(), mask.tolist(), strict=True):
             split = splits[pair.index] if splits else HELD_OUT if out else TRAIN
             if end is not None and len(document) and document[-1] != end:
                 document = np.append(document, document.dtype.type(end))
             waiting[split].append(document)
             if sum(map(len, waiting[split])) * pair.dtype.itemsize >= CHUNK:
-                yield split, np.concatenate(waiting[split]), pair.data, done
+                yield split, np.concatenate(waiting[split]), pair.data, offset
                 waiting[split] = []
-            done += len(document)
+            offset += len(document)
         for split, documents in waiting.items():
             if documents and any(map(len, documents)):
-                yield split, np.concatenate(documents), pair.data, done
+                yield split, np.concatenate(documents), pair.data, offset
 
 
 _MAGIC = b"MMIDIDX\0\0"
@@ -239,11 +239,11 @@ def _stretches(path: Path, places: Iterable[tuple[int, int]]) -> Iterator[bytes]
                     stack.close()
                     file, at = stack.enter_context(opened(path)), 0
                 skip(file, offset - at)
-            found = file.read(count)
-            at = offset + len(found)
-            if len(found) != count:
+            data = file.read(count)
+            at = offset + len(data)
+            if len(data) != count:
                 raise InputError(f"{path} ends too early for its .idx; restore both files")
-            yield found
+            yield data
 
 
 def is_index(path: Path) -> bool:
@@ -284,16 +284,16 @@ def common_end(pairs: Sequence[Pair]) -> int | None:
     Returns:
         None if these tokens differ, or if there are fewer than two documents with tokens.
     """
-    found: set[int] = set()
-    seen = 0
+    ends: set[int] = set()
+    count = 0
     for pair in pairs:
-        for document, _ in zip(pair.read(), range(_LOOKED_AT - seen), strict=False):
+        for document, _ in zip(pair.read(), range(_LOOKED_AT - count), strict=False):
             if len(document):
-                found.add(int(document[-1]))
-                seen += 1
-            if len(found) > 1:
+                ends.add(int(document[-1]))
+                count += 1
+            if len(ends) > 1:
                 return None
-    return found.pop() if seen > 1 else None
+    return ends.pop() if count > 1 else None
 
 
 def _read_index(index: Path, data: Path) -> Pair:

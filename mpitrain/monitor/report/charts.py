@@ -149,37 +149,37 @@ def metrics(runs: Sequence[Named]) -> list[Drawing]:
     measured = [(named, metric_columns(named.run)) for named in runs]
     drawings = []
     for name in list(dict.fromkeys(name for _, columns in measured for name in columns))[:METRICS]:
-        told = spoken(name)
+        text = spoken(name)
         curves = [
-            _Curve(named.name if len(runs) > 1 else told, named.run.columns, columns[name], marked=True, exact=True)
+            _Curve(named.name if len(runs) > 1 else text, named.run.columns, columns[name], marked=True, exact=True)
             for named, columns in measured
             if name in columns
         ]
-        label = told.replace("loss", loss_label(runs), 1) if told.startswith("loss of ") else f"{told} (no unit)"
-        y, title = _y(label, [curve.values for curve in curves]), f"Held-out {told}"
+        label = text.replace("loss", loss_label(runs), 1) if text.startswith("loss of ") else f"{text} (no unit)"
+        y, title = _y(label, [curve.values for curve in curves]), f"Held-out {text}"
         place = re.sub(r"\W", "_", f"held_out_{name}")  # valid file name, because users choose the names of metrics
-        note = f"The {told} of held-out samples at each evaluation."
-        drawings.append(_lines(place, title, note, curves, y, ".4g", told))
+        note = f"The {text} of held-out samples at each evaluation."
+        drawings.append(_lines(place, title, note, curves, y, ".4g", text))
     return drawings
 
 
 def event_rules(run: RunRecord) -> list[alt.Chart]:
     """Return a list with a layer of vertical lines at the events of a run; empty if there are no events."""
-    found = []
+    events = []
     for moment in run.moments:
         kind = MARKS.get(moment.kind)
         resumed = moment.kind == "start" and moment is not next(m for m in run.moments if m.kind == "start")
         failed = moment.kind == "end" and moment.told.get("outcome") == "failed"
         if kind and (moment.kind not in ("start", "end") or resumed or failed):
-            found.append((kind, float(moment.step)))
-    found = list(dict.fromkeys(found))
-    if sum(kind == "checkpoint" for kind, _ in found) > SAVES:
-        found = [(kind, step) for kind, step in found if kind != "checkpoint"]
-    if not found:
+            events.append((kind, float(moment.step)))
+    events = list(dict.fromkeys(events))
+    if sum(kind == "checkpoint" for kind, _ in events) > SAVES:
+        events = [(kind, step) for kind, step in events if kind != "checkpoint"]
+    if not events:
         return []
-    steps = np.clip(np.array([step for _, step in found]), run.columns.step[0], run.columns.step[-1])
-    rows = records(**positions(run.columns, steps), event=[kind for kind, _ in found])
-    kinds = {kind for kind, _ in found}
+    steps = np.clip(np.array([step for _, step in events]), run.columns.step[0], run.columns.step[-1])
+    rows = records(**positions(run.columns, steps), event=[kind for kind, _ in events])
+    kinds = {kind for kind, _ in events}
     dashes = style.dashes("event", "event", {k: dash for k, dash in MARK_DASHES.items() if k in kinds}, "@muted")
     chart = alt.Chart(data(rows)).mark_rule(color="@muted", clip=True)
     return [chart.encode(style.steps_axis(), dashes, tooltip=["event:N", style.STEP])]
@@ -252,12 +252,12 @@ def step_histogram(runs: Sequence[Named]) -> Drawing:
         layers.append(outline.encode(alt.X("low:Q"), y, colour, style.run_dash(names)))
     else:
         # vertical lines at the median, the 90th and the 99th percentile
-        found = percentiles(everything[0])
-        rules = [{"low": found[p], "percentile": f"p{p}"} for p in (50, 90, 99)]
+        quantiles = percentiles(everything[0])
+        rules = [{"low": quantiles[p], "percentile": f"p{p}"} for p in (50, 90, 99)]
         dashes = style.dashes("percentile", "percentile", {"p50": [1, 0], "p90": [6, 3], "p99": [2, 3]}, "@muted")
         rule = alt.Chart(data(rules)).mark_rule(color="@ink", strokeWidth=1.4)
-        told = ["percentile:N", alt.Tooltip("low:Q", title=unit)]
-        layers.append(rule.encode(x="low:Q", strokeDash=dashes, tooltip=told))
+        rule_tooltip = ["percentile:N", alt.Tooltip("low:Q", title=unit)]
+        layers.append(rule.encode(x="low:Q", strokeDash=dashes, tooltip=rule_tooltip))
     note = "Where most steps lie. A second hill is a second kind of step, such as those after a save."
     note += f" Further to the right: {counted(above, 'step')}, the slowest." if above else ""
     return Drawing("step_histogram", title, note, style.framed(alt.layer(*layers), title), wide=False)
@@ -394,13 +394,13 @@ def memory_categories(runs: Sequence[Named]) -> Drawing:
 
 def _categories(uses: Sequence[findings.MemoryUse]) -> tuple[tuple[str, ...], str]:
     """Return the categories to show, and a note if `other` is left out because it would dwarf all else."""
-    held = tuple(category for category in CATEGORIES if any(use.held[category] for use in uses))
+    categories = tuple(category for category in CATEGORIES if any(use.held[category] for use in uses))
     if all(use.held["other"] <= 0.5 * use.total for use in uses):
-        return held, ""
-    other, whole = max(use.held["other"] for use in uses), max(use.total for use in uses)
-    return held[:-1], (
+        return categories, ""
+    other, total = max(use.held["other"] for use in uses), max(use.total for use in uses)
+    return categories[:-1], (
         " Not in the picture, where it would hide all else: other memory, such as the interpreter and libraries, up to "
-        f"{style.bytes_text(other)} of a rank's {style.bytes_text(whole)}."
+        f"{style.bytes_text(other)} of a rank's {style.bytes_text(total)}."
     )
 
 
@@ -499,10 +499,10 @@ def course(runs: Sequence[Named]) -> Drawing:
                 "message": start.message or start.outcome, "took": f"{start.end - start.begin:,.1f} s",
             })  # fmt: skip
             for kind, event in _KINDS.items():
-                of = [m for m in named.run.moments if m.kind == kind and start.begin <= m.time <= start.end]
-                for i in findings.kept(np.arange(len(of), dtype=np.float64), MOST_MARKS):
-                    told = {"event": event, "step": of[i].step, "told": _told(of[i])}
-                    marks.append(told | {"row": row, "begin": _at(of[i].time - since, size)})
+                moments = [m for m in named.run.moments if m.kind == kind and start.begin <= m.time <= start.end]
+                for i in findings.kept(np.arange(len(moments), dtype=np.float64), MOST_MARKS):
+                    mark = {"event": event, "step": moments[i].step, "told": _told(moments[i])}
+                    marks.append(mark | {"row": row, "begin": _at(moments[i].time - since, size)})
     x = alt.X("begin:Q", title=f"time since the first start ({unit})")
     if len(runs) == 1:
         day = datetime.fromtimestamp(runs[0].run.starts[0].begin, timezone.utc).strftime("%Y-%m-%d")
@@ -544,13 +544,13 @@ def _at(seconds: float, size: float) -> float:
 
 def _told(moment: Moment) -> str:
     """Return a short text about an event."""
-    told = moment.told
-    number = {n: number_text(told.get(n), ",.3g", "unknown") for n in ("seconds", "loss", "recovered_s")}
+    facts = moment.told
+    number = {n: number_text(facts.get(n), ",.3g", "unknown") for n in ("seconds", "loss", "recovered_s")}
     texts = {
-        "save": f"{told.get('folder', '')} in {number['seconds']} s",
+        "save": f"{facts.get('folder', '')} in {number['seconds']} s",
         "evaluate": f"held-out loss {number['loss']}",
-        "lost": f"ranks {told.get('ranks', 'unknown')}, went on after {number['recovered_s']} s",
-        "stop": str(told.get("reason", "")),
+        "lost": f"ranks {facts.get('ranks', 'unknown')}, went on after {number['recovered_s']} s",
+        "stop": str(facts.get("reason", "")),
     }
     return texts[moment.kind]
 
@@ -594,7 +594,7 @@ def bytes_beside_formula(runs: Sequence[Named]) -> Drawing:
             rows.append({"bar": f"{before}{axis}", "what": "formula", "tier": "by formula", "value": formula})
     if not rows:
         return Drawing("bytes_formula", title, NO_FORMULA if any(n.run.ranks for n in runs) else NO_ACCOUNT)
-    offset, told = alt.YOffset("what:N", sort=["sent", "formula"]), ["what:N"]
-    chart = style.bars(rows, title, "sent ({} a step)", style.byte_unit, 36, *_BY_TIER, told, yOffset=offset)
+    offset, tooltip = alt.YOffset("what:N", sort=["sent", "formula"]), ["what:N"]
+    chart = style.bars(rows, title, "sent ({} a step)", style.byte_unit, 36, *_BY_TIER, tooltip, yOffset=offset)
     note = "What the textbook formula says that a rank must send, beside what it sent, by axis of the mesh."
     return Drawing("bytes_formula", title, note, chart)

@@ -28,16 +28,16 @@ def metric_columns(run: RunRecord) -> dict[str, Column]:
 
     Values measured by a killed job at steps that were later repeated or do not exist are left out.
     """
-    steps, found = run.columns.step, dict[str, Column]()
+    steps, columns = run.columns.step, dict[str, Column]()
     for moment in run.moments:
-        told = moment.told.get("metrics")
+        metrics = moment.told.get("metrics")
         at = int(np.searchsorted(steps, moment.step))
-        if moment.kind != "evaluate" or not isinstance(told, dict) or at == len(steps) or steps[at] != moment.step:
+        if moment.kind != "evaluate" or not isinstance(metrics, dict) or at == len(steps) or steps[at] != moment.step:
             continue
-        for name, value in told.items():
+        for name, value in metrics.items():
             if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < LARGEST:
-                found.setdefault(name, np.full(len(steps), np.nan))[at] = value
-    return found
+                columns.setdefault(name, np.full(len(steps), np.nan))[at] = value
+    return columns
 
 
 def kept(values: Column, most: int = 1500) -> NDArray[np.int64]:
@@ -53,11 +53,11 @@ def kept(values: Column, most: int = 1500) -> NDArray[np.int64]:
     (finite,) = np.nonzero(np.isfinite(values))
     if len(finite) <= most:
         return finite
-    found = {int(finite[0]), int(finite[-1])}
+    points = {int(finite[0]), int(finite[-1])}
     for stretch in np.array_split(finite, most // 2):
-        found.add(int(stretch[np.argmin(values[stretch])]))
-        found.add(int(stretch[np.argmax(values[stretch])]))
-    return np.array(sorted(found))
+        points.add(int(stretch[np.argmin(values[stretch])]))
+        points.add(int(stretch[np.argmax(values[stretch])]))
+    return np.array(sorted(points))
 
 
 def trend(x: Column, values: Column, points: int = 120) -> tuple[Column, Column]:
@@ -163,10 +163,10 @@ def held_at(rank: MeasuredRank, category: str, steps: Column) -> Column:
     Returns:
         Bytes, shape (n,); NaN if the rank has no measurement.
     """
-    (told,) = np.nonzero(np.isfinite(rank.memory[category]))
-    if not len(told):
+    (rows,) = np.nonzero(np.isfinite(rank.memory[category]))
+    if not len(rows):
         return np.full(len(steps), np.nan)
-    return rank.memory[category][told[np.maximum(np.searchsorted(rank.step[told], steps, side="right") - 1, 0)]]
+    return rank.memory[category][rows[np.maximum(np.searchsorted(rank.step[rows], steps, side="right") - 1, 0)]]
 
 
 SLOWER = 1.1  # a rank whose compute time exceeds this multiple of the median is a straggler
@@ -241,16 +241,16 @@ def stragglers(run: RunRecord) -> dict[int, str]:
     Returns:
         Sentence about each straggler, by rank.
     """
-    found: list[tuple[float, int, str]] = []
+    entries: list[tuple[float, int, str]] = []
     for number in {stage(rank) for rank in run.workers}:
         ranks = [rank for rank in run.workers if stage(rank) == number]
         if len(ranks) < 2:
             continue
         parts = [parts_a_step(rank) for rank in ranks]
-        own = [sum(p[name] for name in OWN) for p in parts]
-        usual = median_low(own)  # the lower median, so that one of two ranks can be a straggler
+        own_times = [sum(p[name] for name in OWN) for p in parts]
+        usual = median_low(own_times)  # the lower median, so that one of two ranks can be a straggler
         typical = {name: median(p[name] for p in parts) for name in PARTS}
-        for rank, mine, seconds in zip(ranks, parts, own, strict=True):
+        for rank, mine, seconds in zip(ranks, parts, own_times, strict=True):
             if seconds > SLOWER * usual > 0:
                 part = max(OWN, key=lambda name, mine=mine, typical=typical: mine[name] - typical[name])  # type: ignore[misc]
                 host = f" on {rank.header.host}" if rank.header.host else ""
@@ -261,23 +261,23 @@ def stragglers(run: RunRecord) -> dict[int, str]:
                     f"It waits {mine['communication'] * 1e3:.1f} ms for communication, "
                     f"the median rank {typical['communication'] * 1e3:.1f} ms."
                 )
-                found.append((seconds / usual, rank.rank, sentence))
-    return {rank: sentence for _, rank, sentence in sorted(found, reverse=True)}
+                entries.append((seconds / usual, rank.rank, sentence))
+    return {rank: sentence for _, rank, sentence in sorted(entries, reverse=True)}
 
 
 def memory_use(run: RunRecord) -> list[MemoryUse]:
     """Return the peak memory of each rank of the last job that measured it."""
-    found = []
+    uses = []
     for rank in run.ranks:
         table = np.array([np.nan_to_num(rank.memory[name]) for name in CATEGORIES])
         if not table.any():
             continue
         at = int(np.argmax(table.sum(axis=0)))
-        held = {name: float(table[row, at]) for row, name in enumerate(CATEGORIES)}
+        peak_bytes = {name: float(table[row, at]) for row, name in enumerate(CATEGORIES)}
         host, device = (float(np.nanmax(np.append(rank.memory[name], 0.0))) for name in ("host", "device"))
         expected = {name: float(rank.header.expected_memory.get(name, math.nan)) for name in STATES}
-        found.append(MemoryUse(rank, held, expected, host, device))
-    return found
+        uses.append(MemoryUse(rank, peak_bytes, expected, host, device))
+    return uses
 
 
 def traffic(run: RunRecord) -> list[SentRow]:
@@ -287,11 +287,11 @@ def traffic(run: RunRecord) -> list[SentRow]:
         steps = float(rank.steps.sum())
         for kind, figures in rank.sent.items():
             by_kind.setdefault(kind, []).append((figures / steps).tolist())
-    found = []
-    for kind, of in by_kind.items():
-        calls, inside, between = (sum(column) / len(run.ranks) for column in zip(*of, strict=True))
-        found.append(SentRow(*kind, calls, inside, between, max(f[1] + f[2] for f in of)))
-    return sorted(found, key=lambda t: -(t.inside + t.between))
+    rows = []
+    for kind, per_rank in by_kind.items():
+        calls, inside, between = (sum(column) / len(run.ranks) for column in zip(*per_rank, strict=True))
+        rows.append(SentRow(*kind, calls, inside, between, max(f[1] + f[2] for f in per_rank)))
+    return sorted(rows, key=lambda t: -(t.inside + t.between))
 
 
 def sent_along(run: RunRecord, axis: str) -> tuple[float, float]:
@@ -320,46 +320,46 @@ def findings(run: RunRecord) -> list[str]:
 
 
 def _course(run: RunRecord) -> list[str]:
-    told = []
+    sentences = []
     for start, after in zip_longest(run.starts, run.starts[1:]):
         if start.outcome in ("killed", "failed"):
             redone = f"; the next start went on from step {after.first_step:,}" if after is not None else ""
             message = f" ({start.message})" if start.outcome == "failed" and start.message else ""
             # the last steps of a killed job may be missing from its files
             ended = "was killed, at step {} or later" if start.outcome == "killed" else "failed after step {}"
-            told.append(f"Start {start.number} {ended.format(f'{start.last_step:,}')}{message}{redone}.")
+            sentences.append(f"Start {start.number} {ended.format(f'{start.last_step:,}')}{message}{redone}.")
     for moment in run.moments:
         if moment.kind == "lost":
             ranks = moment.told.get("ranks")
             names = ", ".join(map(str, ranks)) if isinstance(ranks, list) else "unknown"
             seconds = moment.told.get("recovered_s")
             after_s = f"; the run went on after {seconds:.1f} s" if isinstance(seconds, (int, float)) else ""
-            told.append(f"Ranks were lost at step {moment.step:,}: {names}{after_s}.")
+            sentences.append(f"Ranks were lost at step {moment.step:,}: {names}{after_s}.")
     skipped = int(run.columns.skipped.sum())
     if skipped:
-        told.append(f"{skipped:,} of {len(run.columns.step):,} steps made no update.")
-    return told
+        sentences.append(f"{skipped:,} of {len(run.columns.step):,} steps made no update.")
+    return sentences
 
 
 def _times(run: RunRecord) -> list[str]:
     if not run.ranks:
         return []
-    late = list(stragglers(run).values())
-    told = late[:5]
-    if len(late) > 5:
-        told.append(f"{len(late) - 5} more ranks are slower than the median by a tenth or more.")
-    if not told and len(run.workers) > 1:
-        told.append("No rank is a straggler: none computes a tenth longer than the median rank.")
+    all_stragglers = list(stragglers(run).values())
+    sentences = all_stragglers[:5]
+    if len(all_stragglers) > 5:
+        sentences.append(f"{len(all_stragglers) - 5} more ranks are slower than the median by a tenth or more.")
+    if not sentences and len(run.workers) > 1:
+        sentences.append("No rank is a straggler: none computes a tenth longer than the median rank.")
     servers = [rank.rank for rank in run.ranks if rank.serves]
     if servers:
         which = "Rank {} only serves, and is" if len(servers) == 1 else "Ranks {} only serve, and are"
-        told.append(f"{which.format(', '.join(map(str, servers)))} not compared with those that train.")
+        sentences.append(f"{which.format(', '.join(map(str, servers)))} not compared with those that train.")
     parts = [parts_a_step(rank) for rank in run.workers]
-    whole = sum(sum(p.values()) for p in parts)
-    if whole > 0:
-        share = sum(p["communication"] for p in parts) / whole
-        told.append(f"Ranks wait {share:.0%} of their time for communication that nothing hides.")
-    return told
+    total = sum(sum(p.values()) for p in parts)
+    if total > 0:
+        share = sum(p["communication"] for p in parts) / total
+        sentences.append(f"Ranks wait {share:.0%} of their time for communication that nothing hides.")
+    return sentences
 
 
 def _memory(run: RunRecord) -> list[str]:
@@ -367,27 +367,27 @@ def _memory(run: RunRecord) -> list[str]:
     if not uses:
         return []
     largest = max(uses, key=lambda use: use.total)
-    told = f"Rank {largest.rank.rank} holds most memory: {largest.total / 1e6:,.1f} MB at its peak"
+    sentence = f"Rank {largest.rank.rank} holds most memory: {largest.total / 1e6:,.1f} MB at its peak"
     by_formula = sum(v for v in largest.expected.values() if math.isfinite(v))
     if by_formula <= 0:
-        return [told + "."]
+        return [sentence + "."]
     states = sum(largest.held[name] for name in STATES)
     return [
-        f"{told}, {states / 1e6:,.1f} MB of it parameters, gradients and optimizer states; "
+        f"{sentence}, {states / 1e6:,.1f} MB of it parameters, gradients and optimizer states; "
         f"the formula says {by_formula / 1e6:,.1f} MB ({states / by_formula - 1:+.1%})."
     ]
 
 
 def _bytes(run: RunRecord) -> list[str]:
-    told, expected = [], expected_traffic(run)
+    sentences, expected = [], expected_traffic(run)
     for axis, formula in sorted(expected.items()):
         sent = sum(sent_along(run, axis))
         if formula > 0:
-            told.append(
+            sentences.append(
                 f"A rank sends {sent / 1e6:,.4g} MB a step along {axis}; "
                 f"the formula says {formula / 1e6:,.4g} MB ({sent / formula - 1:+.1%})."
             )
-    return told
+    return sentences
 
 
 # -- Comparison of several runs: short names, differences of their configurations, key figures with ratios
@@ -437,13 +437,13 @@ def flat(values: Mapping[str, Any], above: str = "") -> dict[str, Any]:
         values: Nested settings.
         above: Prefix of the keys, which ends with a dot unless it is empty.
     """
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, Mapping) and value:
-            found.update(flat(value, f"{above}{name}."))
+            settings.update(flat(value, f"{above}{name}."))
         else:
-            found[f"{above}{name}"] = value
-    return found
+            settings[f"{above}{name}"] = value
+    return settings
 
 
 def changed_settings(config: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

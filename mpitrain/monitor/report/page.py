@@ -189,27 +189,27 @@ def _top(runs: Sequence[Named]) -> str:
     text = _table(["setting", *names], different) if different else "<p>Their configurations are the same.</p>"
     keys = _table(["", *names], key_figures(runs))
     folders = "".join(f"<li><b>{escape(n.name)}</b> {escape(str(n.run.folder))}</li>" for n in runs)
-    found = "".join(f"<h3>{escape(n.name)}</h3>{_found(n.run)}" for n in runs)
+    findings_html = "".join(f"<h3>{escape(n.name)}</h3>{_found(n.run)}" for n in runs)
     return (
         f'<ul class="folders">{folders}</ul><section><h2>What their configurations differ in</h2>{text}</section>'
         f"<section><h2>Key figures</h2><p>In brackets: the ratio to the first run. Memory is that of the rank which "
-        f"holds most.</p>{keys}</section><section><h2>Findings</h2>{found}</section>"
+        f"holds most.</p>{keys}</section><section><h2>Findings</h2>{findings_html}</section>"
     )
 
 
 def _found(run: RunRecord) -> str:
-    told = findings.findings(run)
-    return "<ul class=findings>" + "".join(f"<li>{escape(t)}</li>" for t in told) + "</ul>" if told else ""
+    sentences = findings.findings(run)
+    return "<ul class=findings>" + "".join(f"<li>{escape(t)}</li>" for t in sentences) + "</ul>" if sentences else ""
 
 
 def _tiles(run: RunRecord) -> list[tuple[str, str]]:
     columns = run.columns
-    loss, held = (findings.last_finite(each) for each in (columns.loss, columns.held_out_loss))
+    loss, held_out = (findings.last_finite(each) for each in (columns.loss, columns.held_out_loss))
     tokens = columns.rate(columns.tokens)
     tiles = [
         ("steps", f"{int(columns.step[-1]):,}"),
         ("loss", f"{loss:.4f}" if math.isfinite(loss) else "not finite"),
-        ("held-out loss", f"{held:.4f}" if math.isfinite(held) else ""),
+        ("held-out loss", f"{held_out:.4f}" if math.isfinite(held_out) else ""),
         ("median step", seconds_text(float(np.median(columns.seconds)))),
         ("tokens/s in steps" if tokens else "samples/s in steps", short(tokens or columns.rate(columns.samples))),
         ("ranks", f"{int(columns.world_size[-1]):,}"),

@@ -201,8 +201,8 @@ def _read_columns(folder: Path) -> StepColumns:
     names = ["step_s" if field.name == "seconds" else field.name for field in fields(StepColumns)]
     values = array("d")  # compact, because a run may have a million steps
     for line in step_lines(folder):
-        found = [getattr(line, name) for name in names]
-        values.extend(math.nan if value is None else float(value) for value in found)
+        row = [getattr(line, name) for name in names]
+        values.extend(math.nan if value is None else float(value) for value in row)
     table = np.frombuffer(values, dtype=np.float64).reshape(-1, len(names))
     return StepColumns(*table[np.argsort(table[:, 0], kind="stable")].T)
 
@@ -263,16 +263,16 @@ def _starts(
     begins = [i for i, moment in enumerate(moments) if moment.kind == "start"]
     starts = []
     for number, (i, after) in enumerate(pairwise([*begins, len(moments)]), 1):
-        begin, told = moments[i], moments[i + 1 : after]
+        begin, events = moments[i], moments[i + 1 : after]
         limit = moments[after].time if after < len(moments) else math.inf
-        ends = [m for m in told if m.kind == "end"]
+        ends = [m for m in events if m.kind == "end"]
         steps = (columns.time >= begin.time) & (columns.time <= limit)  # NaN satisfies neither comparison
-        signs = [begin.time, *(m.time for m in told), *columns.time[steps][-1:].tolist()]
-        done = [begin.step, *(m.step for m in told), *columns.step[steps][-1:].astype(int).tolist()]
-        for _, seen, step in (sign for rank in ranks for sign in rank.signs):
-            if begin.time <= seen <= limit:
-                signs.append(seen)
-                done.append(step)
+        signs = [begin.time, *(m.time for m in events), *columns.time[steps][-1:].tolist()]
+        steps_done = [begin.step, *(m.step for m in events), *columns.step[steps][-1:].astype(int).tolist()]
+        for _, sign_time, step in (sign for rank in ranks for sign in rank.signs):
+            if begin.time <= sign_time <= limit:
+                signs.append(sign_time)
+                steps_done.append(step)
         outcome, message = "killed", "the job ended without a word"
         if ends:
             outcome = str(ends[-1].told.get("outcome", "done"))
@@ -281,5 +281,7 @@ def _starts(
             outcome, message = "running", "still at work as this was read"
         end = ends[-1].time if ends else max(signs)
         size = begin.told.get("ranks") or 0
-        starts.append(StartRecord(number, begin.time, end, size, begin.step, max(done), outcome, message, begin.told))
+        starts.append(
+            StartRecord(number, begin.time, end, size, begin.step, max(steps_done), outcome, message, begin.told)
+        )
     return tuple(starts)

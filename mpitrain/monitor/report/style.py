@@ -198,9 +198,9 @@ def bars(
     names = list(dict.fromkeys(row["bar"] for row in rows))
     y = alt.Y("bar:N", title=None, sort=names, axis=alt.Axis(labelLimit=280))
     x, colour = alt.X("sum(value):Q", title=what.format(name)), palette(field, legend, colours, rows)
-    told = ["bar:N", *tooltip, f"{field}:N", alt.Tooltip("sum(value):Q", title=name, format=",.3f")]
+    tooltips = ["bar:N", *tooltip, f"{field}:N", alt.Tooltip("sum(value):Q", title=name, format=",.3f")]
     chart = alt.Chart(data(rows)).mark_bar(stroke="@paper", strokeWidth=0.5)
-    chart = chart.encode(x=x, y=y, color=colour, order=alt.Order("order:Q"), tooltip=told, **channels)
+    chart = chart.encode(x=x, y=y, color=colour, order=alt.Order("order:Q"), tooltip=tooltips, **channels)
     return framed(chart, title, each * len(names) + 8)
 
 

@@ -96,8 +96,8 @@ def corrected(offsets: Sequence[Sequence[float]]) -> Callable[[float], float]:
     The line passes through the first and the last offset; a single offset is constant.
     """
     first, last = offsets[0], offsets[-1]
-    apart = last[0] - first[0]
-    slope = (last[1] - first[1]) / apart if apart > 0.0 else 0.0
+    elapsed = last[0] - first[0]
+    slope = (last[1] - first[1]) / elapsed if elapsed > 0.0 else 0.0
     return lambda at: at + first[1] + slope * (at - first[0])
 
 
@@ -192,21 +192,21 @@ def hidden_under_backward(timeline: RankTimeline) -> float:
     """
     backward = joined((s.begin, s.end) for s in timeline.spans if s.kind == "part" and s.name == "backward")
     aside = [(one.begin, one.end) for one in timeline.operations if one.background]
-    own = common(backward, joined((one.begin, one.end) for one in timeline.operations if not one.background))
-    waited = timeline.recorded["waited"].get("backward", 0.0) - sum(end - begin for begin, end in own)
-    under = sum(overlap(backward, [one]) - overlap(own, [one]) for one in aside)
+    foreground = common(backward, joined((one.begin, one.end) for one in timeline.operations if not one.background))
+    waited = timeline.recorded["waited"].get("backward", 0.0) - sum(end - begin for begin, end in foreground)
+    under = sum(overlap(backward, [one]) - overlap(foreground, [one]) for one in aside)
     return max(0.0, under - max(0.0, waited))
 
 
 def joined(intervals: Iterable[Interval]) -> list[Interval]:
     """Return the union of intervals, in order and without overlaps."""
-    found: list[Interval] = []
+    union: list[Interval] = []
     for begin, end in sorted(intervals):
-        if found and begin <= found[-1][1]:
-            found[-1] = found[-1][0], max(found[-1][1], end)
+        if union and begin <= union[-1][1]:
+            union[-1] = union[-1][0], max(union[-1][1], end)
         else:
-            found.append((begin, end))
-    return found
+            union.append((begin, end))
+    return union
 
 
 def overlap(first: Sequence[Interval], second: Sequence[Interval]) -> float:
@@ -226,16 +226,16 @@ def common(first: Sequence[Interval], second: Sequence[Interval]) -> list[Interv
         first: Intervals in order and without overlaps.
         second: Intervals in order and without overlaps.
     """
-    found, a, b = [], 0, 0
+    intersection, a, b = [], 0, 0
     while a < len(first) and b < len(second):
         begin, end = max(first[a][0], second[b][0]), min(first[a][1], second[b][1])
         if begin < end:
-            found.append((begin, end))
+            intersection.append((begin, end))
         if first[a][1] < second[b][1]:
             a += 1
         else:
             b += 1
-    return found
+    return intersection
 
 
 def _operations(ranks: Sequence[RankTimeline]) -> list[dict[str, Any]]:
@@ -302,13 +302,13 @@ class _RankEvents:
         main = "main" if recorded["device"] == "cpu" else f"main ({recorded['device']})"
         yield self._named("thread_name", _MAIN, name=main)
         for number, begin, end, parts in self._timeline.steps:
-            told = {f"{part}_ms": round(seconds * 1e3, 4) for part, seconds in parts.items()}
-            yield self._complete(f"step {number}", "step", _MAIN, begin, end, told)
+            arguments = {f"{part}_ms": round(seconds * 1e3, 4) for part, seconds in parts.items()}
+            yield self._complete(f"step {number}", "step", _MAIN, begin, end, arguments)
         yield from self._spans()
         yield from self._operations()
         for at, figures in self._timeline.memory:
-            told = {name: value for name, value in figures.items() if name not in ("host", "device")}
-            yield self._event("memory", "C", _MAIN, self._nanoseconds(at), cat="memory", args=told)
+            arguments = {name: value for name, value in figures.items() if name not in ("host", "device")}
+            yield self._event("memory", "C", _MAIN, self._nanoseconds(at), cat="memory", args=arguments)
 
     def _spans(self) -> Iterator[Event]:
         on_host = self._timeline.recorded["device"] == "cpu"
@@ -337,7 +337,7 @@ class _RankEvents:
                 name = "communication" if lane == 0 else f"communication {lane + 1}"
                 yield self._named("thread_name", _COMMUNICATION + lane, name=name)
             free[lane], thread = one.end, _COMMUNICATION + lane
-            told = {
+            arguments = {
                 "operation": one.operation,
                 "axis": one.axis,
                 "algorithm": one.algorithm,
@@ -347,7 +347,9 @@ class _RankEvents:
                 "wait_ms": round(one.wait * 1e3, 4),
                 "last_rank": one.last,
             }
-            yield self._complete(f"{one.operation} ({one.axis})", "communication", thread, one.begin, one.end, told)
+            yield self._complete(
+                f"{one.operation} ({one.axis})", "communication", thread, one.begin, one.end, arguments
+            )
             if one.wait > 0.0:
                 name = f"wait for rank {one.last}"
                 yield self._complete(name, "wait", thread, one.begin, one.begin + one.wait, {"last_rank": one.last})
@@ -414,12 +416,12 @@ def _draw(ranks: Sequence[RankTimeline], summary: dict[str, Any], path: Path) ->
         pairs = [((begin - origin) * factor, (end - begin) * factor) for begin, end in spans[:_MOST_BARS]]
         axes.broken_barh(pairs, (row, height), facecolors=colour, linewidth=0)
 
-    found: dict[str, str] = {}
+    colours: dict[str, str] = {}
     for row, timeline in enumerate(shown):
         for name, colour in _COLOURS.items():
             spans = [(s.begin, s.end) for s in timeline.spans if s.kind == "part" and s.name == name]
             if spans:
-                found[name] = colour
+                colours[name] = colour
                 bars(row - 0.40, 0.44, spans, colour)
         bars(row + 0.07, 0.28, [(one.begin, one.end) for one in timeline.operations], _OPERATION)
         waits = [(one.begin, one.begin + one.wait) for one in timeline.operations if one.wait > 0.0]
@@ -437,12 +439,12 @@ def _draw(ranks: Sequence[RankTimeline], summary: dict[str, Any], path: Path) ->
         f"time since the begin of step {shown[0].steps[0][0] if shown[0].steps else 0} on rank 0's clock [{unit}]"
     )
     axes.spines[["top", "right"]].set_visible(False)
-    patches = [Patch(color=colour, label=name) for name, colour in found.items()]
+    patches = [Patch(color=colour, label=name) for name, colour in colours.items()]
     patches.append(Patch(color=_OPERATION, label="communication"))
     patches.append(Patch(color=_WAIT, label="of it, wait for the last rank"))
     figure.legend(handles=patches, loc="outside upper center", ncols=len(patches), frameon=False, fontsize=9)
     share = summary["communication_under_backward_share"]
-    told = "no communication" if share is None else f"{share:.0%} of communication lay under backward"
+    text = "no communication" if share is None else f"{share:.0%} of communication lay under backward"
     more = f", the first {_MOST_ROWS} of {len(ranks)} ranks" if len(ranks) > _MOST_ROWS else ""
-    axes.set_title(f"above: the main thread; below: communication ({told}{more})", fontsize=10, loc="left", pad=16)
+    axes.set_title(f"above: the main thread; below: communication ({text}{more})", fontsize=10, loc="left", pad=16)
     figure.savefig(path, dpi=120, format="png")

@@ -212,7 +212,7 @@ def read_ranks(folder: Path) -> list[dict[str, Any]]:
     Raises:
         InputError: There is no recording, or a file is not a valid one.
     """
-    found: list[dict[str, Any]] = []
+    recordings: list[dict[str, Any]] = []
     for path in rank_paths(folder, "json"):
         try:
             recording = json.loads(read_plain(path, _LARGEST))
@@ -222,11 +222,11 @@ def read_ranks(folder: Path) -> list[dict[str, Any]]:
             raise InputError(f"{path} cannot be read ({reason(error)})") from None
         except (ValueError, RecursionError):
             raise InputError(f"{path} is no recording of a rank; remove it, and record the steps again") from None
-        if not found or recording["token"] == found[0]["token"]:
-            found.append(recording)
-    if not found:
+        if not recordings or recording["token"] == recordings[0]["token"]:
+            recordings.append(recording)
+    if not recordings:
         raise InputError(f"{folder} has no recording of a rank; give a folder that monitor.timeline made")
-    return found
+    return recordings
 
 
 _KEYS = {
