@@ -59,13 +59,13 @@ def test_any_layout_finds_all_its_elements_in_any_other(shape, data):
         return piece.box.of(whole).reshape(-1)[piece.lo : piece.hi]
 
     source, target = data.draw(_layout(shape)), data.draw(_layout(shape))
-    for wanted in target:
-        got = np.full(wanted.numel, -1)
-        for have in source:
-            for at, to, length in zip(*stretches(have, wanted), strict=True):
+    for target_piece in target:
+        got = np.full(target_piece.numel, -1)
+        for source_piece in source:
+            for at, to, length in zip(*stretches(source_piece, target_piece), strict=True):
                 assert (got[to : to + length] == -1).all()
-                got[to : to + length] = content(have)[at : at + length]
-        assert (got == content(wanted)).all()
+                got[to : to + length] = content(source_piece)[at : at + length]
+        assert (got == content(target_piece)).all()
 
 
 @settings(max_examples=200, deadline=None)
@@ -107,11 +107,11 @@ def _slab(draw, shape):
 def test_a_part_of_a_part_is_what_slicing_twice_gives(shape, data):
     whole = np.arange(np.prod(shape)).reshape(shape)
     outer, outer_slices = data.draw(_slab(shape))
-    own = whole[outer_slices]
-    inner, inner_slices = data.draw(_slab(own.shape))
-    part = compose(Slice(tuple(shape), (outer,)), Slice(own.shape, (inner,)))
+    outer_part = whole[outer_slices]
+    inner, inner_slices = data.draw(_slab(outer_part.shape))
+    part = compose(Slice(tuple(shape), (outer,)), Slice(outer_part.shape, (inner,)))
     [box] = part.boxes
     assert part.shape == tuple(shape)
-    assert (box.of(whole).reshape(-1) == own[inner_slices].reshape(-1)).all()
+    assert (box.of(whole).reshape(-1) == outer_part[inner_slices].reshape(-1)).all()
     ranges = [(a.start + b.start, a.start + b.stop) for a, b in zip(outer_slices, inner_slices, strict=True)]
     assert box == Box(tuple(shape), *zip(*ranges, strict=True))

@@ -24,9 +24,13 @@ ALL = pytest.mark.ranks(1, 2, 3)
 def settings(text, *, servers=0, **sections):
     """A training of a parameter server; servers None: of an all-reduce."""
     parallel = {} if servers is None else {"mode": "server", "servers": servers}
-    given = {"data": {"path": text, "record_ids": True}, "model": GPT, "train": TRAIN, "parallel": parallel}
-    given |= {"checkpoint": {"every": 0}, "optim": {"warmup": 2, "schedule": "constant"}, "comm": {"bucket_mb": 0.02}}
-    return {name: given.get(name, {}) | sections.get(name, {}) for name in given | sections}
+    defaults = {"data": {"path": text, "record_ids": True}, "model": GPT, "train": TRAIN, "parallel": parallel}
+    defaults |= {
+        "checkpoint": {"every": 0},
+        "optim": {"warmup": 2, "schedule": "constant"},
+        "comm": {"bucket_mb": 0.02},
+    }
+    return {name: defaults.get(name, {}) | sections.get(name, {}) for name in defaults | sections}
 
 
 def same(lines, wanted, tolerance=1e-5):
@@ -36,8 +40,10 @@ def same(lines, wanted, tolerance=1e-5):
     assert [m["grad_norm"] for m in lines] == pytest.approx([m["grad_norm"] for m in wanted], rel=10 * tolerance)
     assert [m["lr"] for m in lines] == [m["lr"] for m in wanted]
     assert [m.get("ids") for m in lines] == [m.get("ids") for m in wanted]
-    found, expected = ([m["held_out_loss"] for m in of if "held_out_loss" in m] for of in (lines, wanted))
-    assert found == pytest.approx(expected, rel=tolerance) and len(found) == len(expected)
+    held_out_losses, expected = (
+        [m["held_out_loss"] for m in metrics if "held_out_loss" in m] for metrics in (lines, wanted)
+    )
+    assert held_out_losses == pytest.approx(expected, rel=tolerance) and len(held_out_losses) == len(expected)
 
 
 class AllReduce:
@@ -125,10 +131,10 @@ def test_a_resumed_run_has_the_bits_of_one_never_interrupted(world, place, text,
         assert trainer.train() == EXIT_REQUEUE
     assert 3 <= trainer.step < 6
     resumed = run(world, stopped, **sections)
-    wanted = run(world, whole, **sections)
-    kept = ("step", "loss", "lr", "grad_norm", "ids")
-    assert [[m[k] for k in kept] for m in resumed] == [[m[k] for k in kept] for m in wanted]
-    assert resumed[-1]["held_out_loss"] == wanted[-1]["held_out_loss"]
+    reference = run(world, whole, **sections)
+    keys = ("step", "loss", "lr", "grad_norm", "ids")
+    assert [[m[k] for k in keys] for m in resumed] == [[m[k] for k in keys] for m in reference]
+    assert resumed[-1]["held_out_loss"] == reference[-1]["held_out_loss"]
     mine, theirs = (read_manifest(folder / "checkpoints/step-00000008") for folder in (stopped, whole))
     assert [extent.hashes for extent in mine.extents] == [extent.hashes for extent in theirs.extents] != []
 
@@ -170,8 +176,8 @@ def test_all_workers_evaluate_with_the_statistics_of_batches_that_are_saved(worl
         shutil.rmtree(folder / "resumed/checkpoints/step-00000008")
     world.barrier()
     resumed = run(world, folder / "resumed", **sections)
-    kept = ("loss", "grad_norm", "held_out_loss")
-    assert [[m.get(k) for k in kept] for m in resumed] == [[m.get(k) for k in kept] for m in whole]
+    keys = ("loss", "grad_norm", "held_out_loss")
+    assert [[m.get(k) for k in keys] for m in resumed] == [[m.get(k) for k in keys] for m in whole]
 
 
 @ALL
@@ -201,7 +207,7 @@ def test_a_parameter_that_no_worker_used_in_a_step_is_as_with_an_all_reduce_not_
                     tensors.append({key: np.asarray(file[key]) for key in file})
         if some is not None:
             some.free()
-        for found in tensors[1:]:
-            assert found.keys() == tensors[0].keys() != set()
-            for key, tensor in found.items():
+        for parameters in tensors[1:]:
+            assert parameters.keys() == tensors[0].keys() != set()
+            for key, tensor in parameters.items():
                 assert np.allclose(tensor, tensors[0][key], rtol=1e-4, atol=1e-5), (servers, key)

@@ -16,7 +16,7 @@ from mpitrain.monitor import read_metrics
 
 
 def settings(text, folder, *, steps=8, batch=5, **sections):
-    given = {
+    defaults = {
         "run": {"dir": str(folder)},
         "data": {"path": text},
         "model": {"layers": 2, "width": 16, "heads": 2, "sequence": 16},
@@ -24,7 +24,7 @@ def settings(text, folder, *, steps=8, batch=5, **sections):
         "checkpoint": {"every": 0},
         "optim": {"name": "adamw", "lr": 0.01},
     }
-    return {name: given.get(name, {}) | sections.get(name, {}) for name in given | sections}
+    return {name: defaults.get(name, {}) | sections.get(name, {}) for name in defaults | sections}
 
 
 def local(**keys):
@@ -51,10 +51,10 @@ def test_averaging_after_each_step_is_synchronous_training(world, folder, text):
     model = {"layers": 1, "width": 16, "heads": 2, "sequence": 16, "dropout": 0.2}
     plain, expected, _ = fit(world, settings(text, folder / "sync", model=model))
     parallel = local(local_steps=1)
-    averaged, found, _ = fit(world, settings(text, folder / "local", model=model, parallel=parallel))
-    assert losses(found) == pytest.approx(losses(expected), rel=1e-5)
-    assert [m["grad_norm"] for m in found] == pytest.approx([m["grad_norm"] for m in expected], rel=1e-4)
-    assert found[-1]["held_out_loss"] == pytest.approx(expected[-1]["held_out_loss"], rel=1e-5)
+    averaged, averaged_lines, _ = fit(world, settings(text, folder / "local", model=model, parallel=parallel))
+    assert losses(averaged_lines) == pytest.approx(losses(expected), rel=1e-5)
+    assert [m["grad_norm"] for m in averaged_lines] == pytest.approx([m["grad_norm"] for m in expected], rel=1e-4)
+    assert averaged_lines[-1]["held_out_loss"] == pytest.approx(expected[-1]["held_out_loss"], rel=1e-5)
     want, got = plain.engine.state_dict(), averaged.engine.state_dict()
     assert all(torch.allclose(want[name], got[name], rtol=1e-4, atol=1e-5) for name in want)
 
@@ -87,8 +87,8 @@ def test_groups_average_what_they_trained_apart(world, folder, text, name):
     trainer, shared = check(
         world, settings(text, folder / "r", parallel=local(**parallel), optim=optim), groups=world.size
     )
-    found = parameters_to_vector(trainer.engine.module.parameters()).detach()
-    assert torch.allclose(found, shared, rtol=1e-4, atol=2e-5)
+    parameters = parameters_to_vector(trainer.engine.module.parameters()).detach()
+    assert torch.allclose(parameters, shared, rtol=1e-4, atol=2e-5)
 
 
 @pytest.mark.ranks(4)

@@ -95,7 +95,7 @@ class Uneven(mt.Trainer):
 
 
 def sections(text, folder, staleness, servers, **more):
-    given = {
+    defaults = {
         "run": {"dir": str(folder)},
         "data": {"path": text, "record_ids": True},
         "model": {**GPT, "layers": 1, "width": 16},
@@ -105,21 +105,21 @@ def sections(text, folder, staleness, servers, **more):
         "checkpoint": {"every": 0},
         "comm": {"bucket_mb": 0.01},
     }
-    return {name: given.get(name, {}) | more.get(name, {}) for name in given | more}
+    return {name: defaults.get(name, {}) | more.get(name, {}) for name in defaults | more}
 
 
 def trained(world, notes, settings, seed=0, kind=Uneven):
     """Metrics of a training in which `notes` were taken, and the notes of all ranks."""
     notes.chance = random.Random(1000 * seed + world.rank)
-    for kept in (notes.computed, notes.applied, notes.ids, notes.came):
-        kept.clear()
+    for record in (notes.computed, notes.applied, notes.ids, notes.came):
+        record.clear()
     world.barrier()
     trainer = kind(settings, world=world)
     trainer.notes = notes
     with trainer.working():
         assert trainer.train() == 0
-    told = world.all_gather_object([notes.computed, notes.applied, notes.ids])
-    return trainer, read_metrics(trainer.folder.path), [Recording(*each) for each in told]
+    all_notes = world.all_gather_object([notes.computed, notes.applied, notes.ids])
+    return trainer, read_metrics(trainer.folder.path), [Recording(*each) for each in all_notes]
 
 
 def holds(trainer, lines, recorded, workers, servers, staleness):
@@ -223,8 +223,10 @@ def test_a_worker_sees_its_own_updates_and_staleness_lr_slows_down_late_ones(
     settings = sections(text, folder / "r", "none", 1, **plain)
     settings["parallel"]["staleness_lr"] = True
     trainer, lines, recorded = trained(world, recording, settings, kind=Sleepy)
-    by = [len(of.computed) for of in recorded]
-    assert by[2] == 0 and by[0] + by[1] == 2 * STEPS and by[0] > by[1] >= 1  # who is slow gets fewer parts
+    counts = [len(notes.computed) for notes in recorded]
+    assert (
+        counts[2] == 0 and counts[0] + counts[1] == 2 * STEPS and counts[0] > counts[1] >= 1
+    )  # who is slow gets fewer parts
     if world.rank == 0:
         first, second, third = trainer.seen[:3]  # while the other sleeps
         for (x, gradient, lr, weight), (after, *_) in ((first, second), (second, third)):
@@ -237,8 +239,8 @@ def test_a_worker_sees_its_own_updates_and_staleness_lr_slows_down_late_ones(
     if world.rank == 0:
         capsys.readouterr()
         assert report.main([str(folder / "r")]) == 0
-        told = capsys.readouterr().out
-        assert f"{lines[-1]['loss']:.4f}" in told and "steps ahead of the slowest" in told
+        output = capsys.readouterr().out
+        assert f"{lines[-1]['loss']:.4f}" in output and "steps ahead of the slowest" in output
 
 
 @pytest.mark.ranks(2)

@@ -147,8 +147,10 @@ def test_what_is_wrong_with_a_file_is_said_in_one_line(text, words, sheet):
     sheet.write_text(text)
     with pytest.raises(InputError) as raised:
         read_machine(sheet)
-    told = str(raised.value)
-    assert raised.value.agreed and "\n" not in told and all(word in told for word in ["sheet.toml", *words]), told
+    message = str(raised.value)
+    assert raised.value.agreed and "\n" not in message and all(word in message for word in ["sheet.toml", *words]), (
+        message
+    )
 
 
 @pytest.mark.serial

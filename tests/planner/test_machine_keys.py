@@ -79,8 +79,8 @@ def answers(values: dict[str, Any]) -> np.ndarray:
     model = copy.copy(observed())  # which counts the same operations by the speeds of this machine
     model._machine, model._made = machine, lru_cache(None)(model._make)
     predictor = Predictor(model, machine, 2, 2)
-    found = [predictor.predict(layouts.read(line)) for line in LAYOUTS]
-    return np.array([*(each.seconds for each in found), found[0].memory["process"], -predictor.room()])
+    predictions = [predictor.predict(layouts.read(line)) for line in LAYOUTS]
+    return np.array([*(each.seconds for each in predictions), predictions[0].memory["process"], -predictor.room()])
 
 
 @lru_cache

@@ -138,8 +138,8 @@ def start(config: Config, kind: str, nodes: int, each: int, on_device: bool) -> 
         costs = parameter_costs(blocks) if cut == "parameters" else None
         bounds = stage_bounds(blocks, schedule.stages, () if isinstance(cut, str) else cut, costs)
         for rank in range(pipeline):
-            own = [block for n in schedule.stages_of(rank) for _, block in blocks[bounds[n] : bounds[n + 1]]]
-            if not any(p.requires_grad for block in own for p in block.parameters()):
+            rank_blocks = [block for n in schedule.stages_of(rank) for _, block in blocks[bounds[n] : bounds[n + 1]]]
+            if not any(p.requires_grad for block in rank_blocks for p in block.parameters()):
                 raise refusal("no parameter to train")
     elif config.train.recompute:
         recompute_blocks(module)
@@ -243,17 +243,17 @@ def test_the_planner_offers_what_a_job_takes_and_nothing_else(kind: str, listed:
         config, (nodes, each), machine = drawn(rng, kind), rng.choice(WORLDS), rng.choice(MACHINES)
         if config is None:
             continue
-        model, wanted = profile(kind), given(config)
+        model, requested = profile(kind), given(config)
         model.batch = config.train.batch
         predictor, device = Predictor(model, machine, nodes, each), machine.device is not None
-        found = offered(predictor, rules_of(config), wanted)
-        offered_some = rng.sample(list(found), min(3, len(found)))
+        layouts = offered(predictor, rules_of(config), requested)
+        offered_some = rng.sample(list(layouts), min(3, len(layouts)))
         for layout in [*offered_some, *(any_layout(rng, nodes * each, model.batch) for _ in range(3))]:
             try:
-                start(with_layout(config, layout, wanted), kind, nodes, each, device)
-                offers += layout in found
+                start(with_layout(config, layout, requested), kind, nodes, each, device)
+                offers += layout in layouts
             except InputError:
                 refusals += 1
-                if layout in found:  # then the search passes over it
+                if layout in layouts:  # then the search passes over it
                     with pytest.raises(InputError):
                         predictor.memory(layout)

@@ -36,7 +36,7 @@ def test_a_model_that_does_not_fit_trains_within_the_predicted_bytes(tmp_path: P
     assert most - least > 100 * MIB
     room = int((least + most) / 2)
     command = [sys.executable, "-m", "mpitrain.plan", *FLAGS, "--ranks-per-node", "2", "--memory", str(room)]
-    told = subprocess.run(
+    result = subprocess.run(
         [*command, "--counted", "--machine", "machine.toml"],
         cwd=tmp_path,
         env=clean_environment(),
@@ -44,8 +44,8 @@ def test_a_model_that_does_not_fit_trains_within_the_predicted_bytes(tmp_path: P
         text=True,
         timeout=90,
     )
-    assert told.returncode == 0, told.stdout + told.stderr
-    assert re.search(r"2x1x1 mb\d .*too much", told.stdout.replace("\n", " ")), told.stdout
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert re.search(r"2x1x1 mb\d .*too much", result.stdout.replace("\n", " ")), result.stdout
     layout = layout_of(Config.from_args([str(tmp_path / "plan.toml")]), 2)
     predicted = sum(predictor.memory(layout).values())
     assert predicted <= room

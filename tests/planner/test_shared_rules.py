@@ -55,9 +55,9 @@ def job_buckets(layout: ParallelLayout) -> list[int]:
     """Bytes of the buckets that a job makes."""
     module, shard = build_model(CONFIG.model, IMAGES).module, shares(layout)
     config, stage = config_of(zero=layout.zero), STAGES[layout.zero]
-    own = SimpleNamespace(config=config, parallel=config.parallel, shard=shard, stage=stage, _staged=False)
-    own._on_node = lambda groups: "one copy"
-    groups, _ = Sharding._place_parameters(cast(Any, own), in_backward_order(module))
+    sharding = SimpleNamespace(config=config, parallel=config.parallel, shard=shard, stage=stage, _staged=False)
+    sharding._on_node = lambda groups: "one copy"
+    groups, _ = Sharding._place_parameters(cast(Any, sharding), in_backward_order(module))
     return [4 * (hi - lo) for group in groups for lo, hi in pairwise(group.layout.bounds)]
 
 
@@ -98,10 +98,14 @@ def test_what_tensor_ranks_sum_whole_is_what_the_job_does(predictor, monkeypatch
     simulated = StepSimulation(predictor, predictor.places(layout))
 
     def job() -> bool:
-        made, taken = axis.Axis.__new__(axis.Axis), list[int]()
-        made.size, made.rank, made.comm = 4, 0, cast(Any, SimpleNamespace(all_reduce=lambda x: None))
-        monkeypatch.setattr(made, "_exchange", lambda *given: taken.append(given[-1]))
-        made.all_reduce(torch.zeros(1024))
+        tensor_axis, taken = axis.Axis.__new__(axis.Axis), list[int]()
+        tensor_axis.size, tensor_axis.rank, tensor_axis.comm = (
+            4,
+            0,
+            cast(Any, SimpleNamespace(all_reduce=lambda x: None)),
+        )
+        monkeypatch.setattr(tensor_axis, "_exchange", lambda *given: taken.append(given[-1]))
+        tensor_axis.all_reduce(torch.zeros(1024))
         return taken[0] > 0
 
     def planned() -> float:
@@ -119,8 +123,8 @@ def test_the_default_number_of_microbatches_is_the_jobs(monkeypatch):
 
     def found() -> set[int]:
         loop = Config.from_dict({"train": {"batch": 96}, "parallel": {"pipeline": 4}})
-        own = from_config(loop, 8, own_optimizer=True).microbatch
-        return {layout_of(config, 8).microbatch, microbatch_size(config, cast(Any, mesh)), own}
+        loop_microbatch = from_config(loop, 8, own_optimizer=True).microbatch
+        return {layout_of(config, 8).microbatch, microbatch_size(config, cast(Any, mesh)), loop_microbatch}
 
     assert found() == {6}
     monkeypatch.setattr(schedule, "_PER_STAGE", 4)

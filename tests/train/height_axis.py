@@ -58,19 +58,19 @@ class _Halo(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        rows, own = ctx.rows, grad[:, :, ctx.rows : -ctx.rows].clone()
+        rows, inner = ctx.rows, grad[:, :, ctx.rows : -ctx.rows].clone()
         above, below = _neighbours(grad[:, :, :rows], grad[:, :, -rows:], ctx.group)
-        own[:, :, :rows] += above
-        own[:, :, -rows:] += below
-        return own, None, None
+        inner[:, :, :rows] += above
+        inner[:, :, -rows:] += below
+        return inner, None, None
 
 
 def _neighbours(top: torch.Tensor, bottom: torch.Tensor, group: Communicator) -> tuple[torch.Tensor, torch.Tensor]:
     """The bottom of the rank above and the top of the rank below; zeros where there is none."""
-    own = torch.stack([top, bottom])
-    edges = torch.empty(group.size, *own.shape)
-    group.all_gather(edges.view(-1), own.reshape(-1))
-    edges = pad(edges, [0] * (2 * own.dim()) + [1, 1])
+    local_edges = torch.stack([top, bottom])
+    edges = torch.empty(group.size, *local_edges.shape)
+    group.all_gather(edges.view(-1), local_edges.reshape(-1))
+    edges = pad(edges, [0] * (2 * local_edges.dim()) + [1, 1])
     return edges[group.rank, 1], edges[group.rank + 2, 0]
 
 

@@ -143,14 +143,14 @@ class Batch:
 
     def submitted(self) -> list[tuple[list[str], dict[str, str]]]:
         """What qsub was given each time: its arguments, and the variables that it would hand on."""
-        found = []
+        submissions = []
         for path in sorted(self.record.iterdir()):
             words, _, environment = path.read_text().partition("\0\n")
             arguments = words.split("\0")
             values = dict(pair.split("=", 1) for pair in environment.split("\0") if "=" in pair)
             names = arguments[arguments.index("-v") + 1].split(",")
-            found.append((arguments, {name: values[name] for name in names}))
-        return found
+            submissions.append((arguments, {name: values[name] for name in names}))
+        return submissions
 
     def metrics(self) -> list[dict]:
         try:
@@ -186,8 +186,8 @@ def test_a_job_that_is_asked_to_stop_submits_the_next_and_one_that_is_deleted_do
         "got USR1" in out and f"saved at step {step}, to be started again" in out and "next job is 1001.server" in out
     )
     [(arguments, variables)] = batch.submitted()
-    wanted = ["-W", "depend=afterany:1000.server", "-l", f"select={SELECT}", "-l", "walltime=10:00:00"]
-    assert arguments[:-3] == [*wanted, "-q", "night", "-A", "climate"]
+    options = ["-W", "depend=afterany:1000.server", "-l", f"select={SELECT}", "-l", "walltime=10:00:00"]
+    assert arguments[:-3] == [*options, "-q", "night", "-A", "climate"]
     assert arguments[-1] == str(ROOT / "jobs/train.pbs")
     assert variables["FIRST_JOB"] == "1000.server" and variables["ATTEMPTS"] == "5"
     assert variables["ARGUMENTS"] == first["ARGUMENTS"]
@@ -334,14 +334,20 @@ def on_a_site(folder: Path, **variables: str) -> tuple[str, list[str]]:
         (folder / "bin").mkdir(exist_ok=True)
         (folder / "bin" / name).write_text(content)
         (folder / "bin" / name).chmod(0o755)
-    given = {"LIBRARY": "MPICH Version: 4.2.3", "DEFAULT": "none", "KINDS": "none pmi2", "CPUS": "8", "CORES": "8"}
-    given |= {"SLURM_CPUS_ON_NODE": variables.get("CPUS", "8"), "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1"}
-    given |= {"SLURM_SUBMIT_DIR": str(folder), "RECORD": str(folder / "record"), "VENV": "/nowhere"}
+    environment = {
+        "LIBRARY": "MPICH Version: 4.2.3",
+        "DEFAULT": "none",
+        "KINDS": "none pmi2",
+        "CPUS": "8",
+        "CORES": "8",
+    }
+    environment |= {"SLURM_CPUS_ON_NODE": variables.get("CPUS", "8"), "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1"}
+    environment |= {"SLURM_SUBMIT_DIR": str(folder), "RECORD": str(folder / "record"), "VENV": "/nowhere"}
     done = subprocess.run(
         ["bash", str(ROOT / "jobs/train.sbatch")],
         cwd=folder,
         env=clean_environment(PATH=f"{folder / 'bin'}:{Path(sys.prefix) / 'bin'}:{os.environ['PATH']}")
-        | given
+        | environment
         | variables,
         capture_output=True,
         text=True,
@@ -394,8 +400,8 @@ def test_open_mpi_finds_room_for_the_ranks_on_a_core_of_two_hardware_threads(tmp
     slots = {"PRTE_MCA_prte_default_hostfile": str(tmp_path / "hosts")}
     (tmp_path / "hosts").write_text("localhost slots=2\n")
     out, _ = on_a_site(tmp_path, **machine, **slots, **asked)
-    found = re.findall(r"Rank \d bound to package\[0\]\[(\w+):", out)
-    assert found[-len(bound) :] == bound and "more processes than the ppr" not in out, out
+    bindings = re.findall(r"Rank \d bound to package\[0\]\[(\w+):", out)
+    assert bindings[-len(bound) :] == bound and "more processes than the ppr" not in out, out
 
 
 def test_a_file_of_the_site_is_read_first_and_the_ranks_have_its_environment_also_after_export_none(tmp_path):

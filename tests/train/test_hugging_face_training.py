@@ -67,16 +67,16 @@ class Batches(Callback):
 @pytest.fixture(scope="module")
 def batches(world, place, folders, text):
     """The batches of a run's steps."""
-    alone, found = world.subgroup([0]), None
+    alone, pairs = world.subgroup([0]), None
     if alone is not None:
         keeper = Batches()
         config = Config.from_dict({"run": {"dir": str(place / "batches")}} | settings(text, folders["gpt2"]))
         trainer = Trainer(config, [keeper], world=alone)
         with trainer.working():
             trainer.train()
-        found = [(x.tolist(), y.tolist()) for x, y in keeper.batches]
+        pairs = [(x.tolist(), y.tolist()) for x, y in keeper.batches]
         alone.free()
-    return [(torch.tensor(x), torch.tensor(y)) for x, y in world.broadcast_object(found)]
+    return [(torch.tensor(x), torch.tensor(y)) for x, y in world.broadcast_object(pairs)]
 
 
 def of_theirs(model, x, y):
@@ -193,8 +193,8 @@ def test_adapters_train_like_those_of_peft_and_are_saved_alone(
 @pytest.fixture(scope="module")
 def trained_gpt(world, place, text):
     """A run of the built-in gpt."""
-    own = {"layers": 2, "width": 16, "heads": 2, "norm": "rmsnorm"}
-    sections = settings(text, "", 3, own | {"factory": ""})
+    model = {"layers": 2, "width": 16, "heads": 2, "norm": "rmsnorm"}
+    sections = settings(text, "", 3, model | {"factory": ""})
     run(world, place / "gpt", **sections)
     return place / "gpt"
 
@@ -222,9 +222,9 @@ def test_adapters_of_a_run_of_ours_train_like_those_of_peft_on_its_weights(
     with torch.no_grad():
         for name, layer in ours.items():
             model.base_model.model.get_submodule(name).lora_A["default"].weight.copy_(layer.lora_a)
-    wanted, _ = plain(model, batches[:4], rates[:4], lambda model, x, y: theirs.loss(model(x), y))
+    expected, _ = plain(model, batches[:4], rates[:4], lambda model, x, y: theirs.loss(model(x), y))
     for each in losses:
-        assert each == pytest.approx(wanted, rel=1e-5)
+        assert each == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.ranks(2)

@@ -84,16 +84,16 @@ def test_digits_are_learned_and_a_killed_job_resumes_with_the_bits_of_one_never_
 def _content(folder: Path) -> dict[str, bytes]:
     import h5py
 
-    found: dict[str, bytes] = {}
+    arrays: dict[str, bytes] = {}
     for path in sorted(folder.glob("rank-*.h5")):
         with h5py.File(path) as file:
             file.visititems(
                 lambda name, item, path=path: (
-                    found.update({f"{path.name}/{name}": item[...].tobytes()}) if hasattr(item, "dtype") else None
+                    arrays.update({f"{path.name}/{name}": item[...].tobytes()}) if hasattr(item, "dtype") else None
                 )
             )
-    assert found
-    return found
+    assert arrays
+    return arrays
 
 
 def _process_of_rank(folder: Path, rank: int) -> int:
@@ -111,14 +111,14 @@ def _wait_for(condition, seconds: float, process: subprocess.Popen) -> None:
 
 def _ranks(folder: Path) -> list[Path]:
     """/proc/PID of the ranks that train in a folder: those of its processes that have no others below them."""
-    found = {}
+    parents = {}
     for process in Path("/proc").iterdir():
         try:
             if process.name.isdigit() and str(folder).encode() in (process / "cmdline").read_bytes():
-                found[process.name] = (process / "stat").read_text().rpartition(")")[2].split()[1]
+                parents[process.name] = (process / "stat").read_text().rpartition(")")[2].split()[1]
         except OSError:
             continue
-    return [Path("/proc") / name for name in found if name not in found.values()]
+    return [Path("/proc") / name for name in parents if name not in parents.values()]
 
 
 def _catches_usr1(process: Path) -> bool:
@@ -310,10 +310,14 @@ def test_runs_without_a_name_get_folders_of_their_own_also_within_one_second(tmp
         other.mkdir(parents=True)
     done = warm.job(2, train_command(*wrong[:-2]), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    (own,) = set((tmp_path / "runs").iterdir()) - set(others)
-    assert own.name.endswith("-2") and own.with_name(own.name[:-2]) in others and not any(map(os.listdir, others))
-    assert f'dir = "runs/{own.name}"' in (own / "config.toml").read_text() and f"runs/{own.name}" in done.stdout
-    assert (own / "checkpoints/step-00000001").is_dir() and (own / "logs/rank-00001.log").exists()
+    (folder,) = set((tmp_path / "runs").iterdir()) - set(others)
+    assert (
+        folder.name.endswith("-2") and folder.with_name(folder.name[:-2]) in others and not any(map(os.listdir, others))
+    )
+    assert (
+        f'dir = "runs/{folder.name}"' in (folder / "config.toml").read_text() and f"runs/{folder.name}" in done.stdout
+    )
+    assert (folder / "checkpoints/step-00000001").is_dir() and (folder / "logs/rank-00001.log").exists()
 
 
 @pytest.mark.parametrize("kind", ["empty", "not hdf5"])
@@ -350,8 +354,8 @@ def test_odd_things_in_a_run_folder_get_one_clear_line(tmp_path, forked, sentenc
     payload = json.loads((folder / "manifest.json").read_text())["payload"]
     for name in ("optimizer", "position"):
         values = {key: value for key, value in payload["values"].items() if key != name}
-        told = json.dumps(payload | {"values": values})
-        (folder / "manifest.json").write_text(f'{{"crc32": {zlib.crc32(told.encode())}, "payload": {told}}}\n')
+        text = json.dumps(payload | {"values": values})
+        (folder / "manifest.json").write_text(f'{{"crc32": {zlib.crc32(text.encode())}, "payload": {text}}}\n')
         code, [line] = go(2)
         assert code == 1 and f"has no '{name}' among its values" in line
 

@@ -31,11 +31,14 @@ def activations(world, folder, text, batch, **parallel):
 @pytest.mark.ranks(2)
 def test_each_schedule_keeps_so_many_microbatches_of_activations(world, folder, text):
     (one, _) = activations(world, folder / "whole", text, 4)  # a microbatch of the whole model on each rank
-    kept = {
+    activation_bytes = {
         schedule: activations(world, folder / schedule, text, 2 * MICROBATCHES, pipeline=2, schedule=schedule)
         for schedule in ("gpipe", "1f1b", "zero-bubble")
     }
-    first, last = (nbytes / MICROBATCHES for nbytes in kept["gpipe"])
+    first, last = (nbytes / MICROBATCHES for nbytes in activation_bytes["gpipe"])
     assert first + last == pytest.approx(one, rel=0.01) and min(first, last) > one / 4
-    assert kept["1f1b"] == [2 * first, last]
-    assert kept["zero-bubble"][0] <= kept["gpipe"][0] and kept["zero-bubble"][1] >= last
+    assert activation_bytes["1f1b"] == [2 * first, last]
+    assert (
+        activation_bytes["zero-bubble"][0] <= activation_bytes["gpipe"][0]
+        and activation_bytes["zero-bubble"][1] >= last
+    )

@@ -78,9 +78,9 @@ def test_epochs_are_passes_over_the_samples_and_a_run_goes_on_to_the_same_end(wo
 def test_gradient_accumulation_steps_are_microbatches_of_each_rank_within_the_global_batch(world, folder, table):
     sections = {"data": {"path": table}, "model": MODEL, "optim": OPTIM}
     steps = {"steps": 2, "batch": 8, "evaluate_samples": 2}
-    own = run(world, folder / "own", train=steps | {"microbatch": 8 // world.size // 2}, **sections)
+    ours = run(world, folder / "own", train=steps | {"microbatch": 8 // world.size // 2}, **sections)
     theirs = run(world, folder / "theirs", train=steps | {"gradient_accumulation_steps": 2}, **sections)
-    assert [line["loss"] for line in theirs] == [line["loss"] for line in own]
+    assert [line["loss"] for line in theirs] == [line["loss"] for line in ours]
     config = Config.from_dict({"train": steps | {"gradient_accumulation_steps": 2}, "run": {"dir": str(folder / "x")}})
     assert Trainer(config, world=world).config.train.microbatch == 4 // world.size
     assert "microbatch" not in Path(folder / "theirs/config.toml").read_text()

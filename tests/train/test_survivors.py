@@ -31,12 +31,12 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_copy_lies_with_another_rank_and_on_another_node_where_that_can_be(layout):
     nodes = LAYOUTS[layout]
-    found = partners(nodes)
-    assert sorted(found) == list(range(len(nodes)))
-    assert all(rank != partner for rank, partner in enumerate(found))
+    partner_ranks = partners(nodes)
+    assert sorted(partner_ranks) == list(range(len(nodes)))
+    assert all(rank != partner for rank, partner in enumerate(partner_ranks))
     largest = max(nodes.count(node) for node in nodes)
     if 2 * largest <= len(nodes):
-        assert all(nodes[rank] != nodes[partner] for rank, partner in enumerate(found))
+        assert all(nodes[rank] != nodes[partner] for rank, partner in enumerate(partner_ranks))
 
 
 def test_a_set_is_whole_only_when_every_owners_copy_is_there():
@@ -81,8 +81,8 @@ def test_of_two_parts_that_were_cut_apart_only_one_goes_on():
 
 
 def test_shrinking_is_refused_at_start_where_ranks_cannot_die_alone(tmp_path, forked):
-    told = one_line(forked.run("train", "--elastic.mode", "shrink", "--run.dir", tmp_path / "r", cwd=tmp_path))
-    assert "--with-ft ulfm" in told or "Open MPI 5" in told
+    message = one_line(forked.run("train", "--elastic.mode", "shrink", "--run.dir", tmp_path / "r", cwd=tmp_path))
+    assert "--with-ft ulfm" in message or "Open MPI 5" in message
 
 
 def _engine(comm, zero, device="cpu"):
@@ -118,8 +118,8 @@ def test_the_ranks_that_are_left_hold_all_of_the_state(world, zero, lost, device
         after = _engine(left, zero, device)
         manifest = copies.restore(left, after)
         assert manifest is not None and (manifest.step, manifest.values["position"]) == (3, 30)
-        found = after.state_dict()
-        assert all(torch.equal(found[name].cpu(), value) for name, value in expected.items())
+        state = after.state_dict()
+        assert all(torch.equal(state[name].cpu(), value) for name, value in expected.items())
         states = [s for s in after.optimizer.state.values() if s]
         assert states and all(float(s["step"]) == 3 for s in states)
         copies.take(left, after, 3, {"position": 30})
@@ -127,7 +127,7 @@ def test_the_ranks_that_are_left_hold_all_of_the_state(world, zero, lost, device
         manifest = copies.restore(left, again)
         assert manifest is not None and manifest.values["data_ranks"] == left.size
         assert all(p.device.type == device.type for p in again.module.parameters())
-        assert all(torch.equal(found[name].cpu(), value.cpu()) for name, value in again.state_dict().items())
+        assert all(torch.equal(state[name].cpu(), value.cpu()) for name, value in again.state_dict().items())
     world.barrier()
 
 
@@ -148,8 +148,8 @@ def test_a_rank_lost_with_its_partner_leaves_a_whole_state_only_where_each_rank_
             after = _engine(left, zero)
             manifest = copies.restore(left, after)
             assert manifest is not None and (manifest.step, manifest.values["position"]) == (2, 20)
-            found = after.state_dict()
-            assert all(torch.equal(found[name], value) for name, value in expected.items())
+            state = after.state_dict()
+            assert all(torch.equal(state[name], value) for name, value in expected.items())
             assert all(float(s["step"]) == 1 for s in after.optimizer.state.values() if s)
             copies._alone = copies._alone._replace(crc=left.rank)  # what should be the same is not
             assert copies.restore(left, _engine(left, zero)) is None
@@ -173,8 +173,8 @@ def test_a_copy_becomes_a_checkpoint_like_any_other(world, folder, zero):
             manifest = store.load(path, after.parts_to_load)
         after.finish_load(manifest)
         assert (manifest.step, manifest.values["position"], manifest.values["data"]) == (1, 10, "same")
-        found = after.state_dict()
-        assert all(torch.equal(found[name], value) for name, value in expected.items())
+        state = after.state_dict()
+        assert all(torch.equal(state[name], value) for name, value in expected.items())
         assert all(float(s["step"]) == 1 for s in after.optimizer.state.values() if s)
         assert len(manifest.extents) == len({extent.piece for extent in manifest.extents})  # each piece once
         if left.rank == 0:

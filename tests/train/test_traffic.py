@@ -60,24 +60,24 @@ def assert_as_expected(counted: Counted, *axes: str) -> None:
     """The formula tells every axis, and what was counted differs by 1 percent and SMALL at most."""
     assert set(counted.expected) == set(axes)
     for axis in axes:
-        sent, wanted = counted.a_step(axis), counted.expected[axis]
-        assert abs(sent - wanted) <= 0.01 * wanted + SMALL, (axis, sent, wanted, counted.operations)
+        sent, expected = counted.a_step(axis), counted.expected[axis]
+        assert abs(sent - expected) <= 0.01 * expected + SMALL, (axis, sent, expected, counted.operations)
 
 
 @pytest.mark.ranks(3, 4)
 def test_data_parallel_runs_send_what_the_formulas_say(world, text, folder):
-    n, found = world.size, {}
+    n, sent = world.size, {}
     cases = [(0, True), (1, True), (1, False), (2, False), (3, False)] if n < 4 else [(1, False), (3, True)]
     for zero, share in cases:
         counted = trained(world, text, folder / f"{zero}{share}", zero=zero, share_node=share)
         assert_as_expected(counted, "data")
-        found[zero, share] = counted.a_step("data")
+        sent[zero, share] = counted.a_step("data")
     if n < 4:
         rounds = -(-BATCH // n // 2)
-        assert found[1, False] == pytest.approx(found[0, True], rel=0.02)  # the same, in two parts
-        assert found[1, True] == pytest.approx(found[0, True] / 2, rel=0.02)  # the node has the parameters once
-        assert found[2, False] == pytest.approx((rounds + 1) / 2 * found[0, True], rel=0.02)
-        assert found[3, False] == pytest.approx(1.5 * rounds * found[0, True], rel=0.05)  # the root is gathered once
+        assert sent[1, False] == pytest.approx(sent[0, True], rel=0.02)  # the same, in two parts
+        assert sent[1, True] == pytest.approx(sent[0, True] / 2, rel=0.02)  # the node has the parameters once
+        assert sent[2, False] == pytest.approx((rounds + 1) / 2 * sent[0, True], rel=0.02)
+        assert sent[3, False] == pytest.approx(1.5 * rounds * sent[0, True], rel=0.05)  # the root is gathered once
 
 
 @pytest.mark.ranks(2, 4)

@@ -13,14 +13,14 @@ from mpitrain.monitor import read_metrics
 
 
 def settings(text, folder, **sections):
-    given = {
+    defaults = {
         "run": {"dir": str(folder)},
         "data": {"path": text},
         "model": {"layers": 1, "width": 16, "heads": 2, "sequence": 16},
         "train": {"steps": 4, "batch": 5, "evaluate_samples": 8},
         "checkpoint": {"every": 2},
     }
-    return {name: given.get(name, {}) | sections.get(name, {}) for name in given | sections}
+    return {name: defaults.get(name, {}) | sections.get(name, {}) for name in defaults | sections}
 
 
 def fit(trainer):

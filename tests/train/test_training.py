@@ -34,13 +34,13 @@ def test_losses_of_twenty_steps_are_those_of_one_rank(world, folder, text, micro
         "checkpoint": {"every": 0},
     }
     got = run(world, folder / "many", **sections)
-    wanted = by_one_rank(world, folder, **sections)
+    reference = by_one_rank(world, folder, **sections)
     assert len(got) == 20
-    for mine, theirs in zip(got, wanted, strict=True):
+    for mine, theirs in zip(got, reference, strict=True):
         assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
         assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
         assert mine["ids"] == theirs["ids"] and len(mine["ids"]) == 10
-    assert got[-1]["held_out_loss"] == pytest.approx(wanted[-1]["held_out_loss"], rel=1e-5)
+    assert got[-1]["held_out_loss"] == pytest.approx(reference[-1]["held_out_loss"], rel=1e-5)
     assert got[-1]["loss"] < got[0]["loss"] - 0.3
 
 
@@ -70,8 +70,8 @@ def test_classifiers_train_alike_with_batch_statistics_of_all_ranks(world, folde
         "checkpoint": {"every": 0},
     }
     got = run(world, folder / "many", **sections)
-    wanted = by_one_rank(world, folder, **sections)
-    assert [m["loss"] for m in got] == pytest.approx([m["loss"] for m in wanted], rel=2e-5)
+    reference = by_one_rank(world, folder, **sections)
+    assert [m["loss"] for m in got] == pytest.approx([m["loss"] for m in reference], rel=2e-5)
     assert min(m["loss"] for m in got) < got[0]["loss"]
 
 
@@ -79,8 +79,8 @@ def test_classifiers_train_alike_with_batch_statistics_of_all_ranks(world, folde
 def test_a_batch_smaller_than_the_ranks_leaves_some_idle(world, folder, text):
     sections = {"data": {"path": text}, "model": GPT, "checkpoint": {"every": 0}}
     got = run(world, folder / "many", train={"steps": 5, "batch": 2}, **sections)
-    wanted = by_one_rank(world, folder, train={"steps": 5, "batch": 2}, **sections)
-    assert [m["loss"] for m in got] == pytest.approx([m["loss"] for m in wanted], rel=1e-5)
+    reference = by_one_rank(world, folder, train={"steps": 5, "batch": 2}, **sections)
+    assert [m["loss"] for m in got] == pytest.approx([m["loss"] for m in reference], rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -162,21 +162,21 @@ def test_a_reproducible_run_has_the_bits_of_one_rank(world, folder, text):
             run(comm, where, run={"dir": str(where), **reproducible}, **sections)
             for comm, where in ((world, folder / f"many-{zero}"), (alone, folder / f"alone-{zero}-{world.rank}"))
         ]
-        kept = [[(m["loss"], m["grad_norm"], m.get("held_out_loss")) for m in ms] for ms in lines]
-        assert kept[0] == kept[1]
+        figures = [[(m["loss"], m["grad_norm"], m.get("held_out_loss")) for m in ms] for ms in lines]
+        assert figures[0] == figures[1]
     alone.free()
 
 
 def _content(path):
     import h5py
 
-    found = {}
+    arrays = {}
     with h5py.File(path) as file:
         file.visititems(
-            lambda name, item: found.update({name: item[...].tobytes()}) if hasattr(item, "dtype") else None
+            lambda name, item: arrays.update({name: item[...].tobytes()}) if hasattr(item, "dtype") else None
         )
-    assert found
-    return found
+    assert arrays
+    return arrays
 
 
 @pytest.mark.ranks(2)
