@@ -40,10 +40,8 @@ def same(lines, wanted, tolerance=1e-5):
     assert [m["grad_norm"] for m in lines] == pytest.approx([m["grad_norm"] for m in wanted], rel=10 * tolerance)
     assert [m["lr"] for m in lines] == [m["lr"] for m in wanted]
     assert [m.get("ids") for m in lines] == [m.get("ids") for m in wanted]
-    held_out_losses, expected = (
-        [m["held_out_loss"] for m in metrics if "held_out_loss" in m] for metrics in (lines, wanted)
-    )
-    assert held_out_losses == pytest.approx(expected, rel=tolerance) and len(held_out_losses) == len(expected)
+    losses, expected = ([m["held_out_loss"] for m in metrics if "held_out_loss" in m] for metrics in (lines, wanted))
+    assert losses == pytest.approx(expected, rel=tolerance) and len(losses) == len(expected)
 
 
 class AllReduce:

@@ -224,9 +224,8 @@ def test_a_worker_sees_its_own_updates_and_staleness_lr_slows_down_late_ones(
     settings["parallel"]["staleness_lr"] = True
     trainer, lines, recorded = trained(world, recording, settings, kind=Sleepy)
     counts = [len(notes.computed) for notes in recorded]
-    assert (
-        counts[2] == 0 and counts[0] + counts[1] == 2 * STEPS and counts[0] > counts[1] >= 1
-    )  # who is slow gets fewer parts
+    # the slow worker gets fewer parts
+    assert counts[2] == 0 and counts[0] + counts[1] == 2 * STEPS and counts[0] > counts[1] >= 1
     if world.rank == 0:
         first, second, third = trainer.seen[:3]  # while the other sleeps
         for (x, gradient, lr, weight), (after, *_) in ((first, second), (second, third)):

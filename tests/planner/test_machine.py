@@ -147,10 +147,8 @@ def test_what_is_wrong_with_a_file_is_said_in_one_line(text, words, sheet):
     sheet.write_text(text)
     with pytest.raises(InputError) as raised:
         read_machine(sheet)
-    message = str(raised.value)
-    assert raised.value.agreed and "\n" not in message and all(word in message for word in ["sheet.toml", *words]), (
-        message
-    )
+    error = str(raised.value)
+    assert raised.value.agreed and "\n" not in error and all(word in error for word in ["sheet.toml", *words]), error
 
 
 @pytest.mark.serial

@@ -88,22 +88,19 @@ def test_the_exchanges_of_a_block_are_those_of_its_pairs_of_layers():
 def test_batch_norms_of_several_ranks_sum_up_over_the_data_axis(monkeypatch):
     settings = config({"name": "resnet", "layers": 18, "width": 8})
     profile = profile_of(settings, IMAGES, measure=False)
-    plain_blocks, synchronized_blocks = profile.blocks(2), profile.blocks(2, Divided(synchronized=True))
+    plain, synced = profile.blocks(2), profile.blocks(2, Divided(synchronized=True))
     forward, backward = (AxisExchange("all_reduce", n * 8, REPLICAS) for n in (2 * 8 + 1, 2 * 8))
-    at = [block.name for block in synchronized_blocks].index("stages.0.0")
-    assert synchronized_blocks[at].forwards == (forward,) * 2 and synchronized_blocks[at].backwards == (backward,) * 2
-    assert not plain_blocks[at].forwards
-    assert (
-        synchronized_blocks[at].forward > 1.2 * plain_blocks[at].forward
-        and synchronized_blocks[at].weights == plain_blocks[at].weights
-    )
+    at = [block.name for block in synced].index("stages.0.0")
+    assert synced[at].forwards == (forward,) * 2 and synced[at].backwards == (backward,) * 2
+    assert not plain[at].forwards
+    assert synced[at].forward > 1.2 * plain[at].forward and synced[at].weights == plain[at].weights
     assert profile.synchronous
 
     monkeypatch.setattr(measured, "_SECONDS", 0.0)
     cpu = torch.device("cpu")
     cut = Subject(settings, IMAGES, real=True).cut(Divided(synchronized=True), fake=False, device=cpu)
     timed = time_blocks(cut, 2, cpu)
-    assert len(timed) == len(synchronized_blocks) and timed[at].forward > 0 < timed[at].backward
+    assert len(timed) == len(synced) and timed[at].forward > 0 < timed[at].backward
 
 
 def test_a_model_without_batch_norms_is_the_same_beside_other_ranks():

@@ -98,14 +98,10 @@ def test_what_tensor_ranks_sum_whole_is_what_the_job_does(predictor, monkeypatch
     simulated = StepSimulation(predictor, predictor.places(layout))
 
     def job() -> bool:
-        tensor_axis, taken = axis.Axis.__new__(axis.Axis), list[int]()
-        tensor_axis.size, tensor_axis.rank, tensor_axis.comm = (
-            4,
-            0,
-            cast(Any, SimpleNamespace(all_reduce=lambda x: None)),
-        )
-        monkeypatch.setattr(tensor_axis, "_exchange", lambda *given: taken.append(given[-1]))
-        tensor_axis.all_reduce(torch.zeros(1024))
+        tp_axis, taken = axis.Axis.__new__(axis.Axis), list[int]()
+        tp_axis.size, tp_axis.rank, tp_axis.comm = 4, 0, cast(Any, SimpleNamespace(all_reduce=lambda x: None))
+        monkeypatch.setattr(tp_axis, "_exchange", lambda *given: taken.append(given[-1]))
+        tp_axis.all_reduce(torch.zeros(1024))
         return taken[0] > 0
 
     def planned() -> float:

@@ -33,9 +33,8 @@ def once(model: FakeModel, samples: int) -> float:
 def test_one_rank_computes_and_updates() -> None:
     model = FakeModel()
     prediction = Predictor(model, TWO, 1, 1).predict(ParallelLayout(1, microbatch=4))
-    assert prediction.parts["compute"] == pytest.approx(
-        4 * once(model, 4) / 2
-    )  # a rank has both cores, for two threads
+    # a rank has both cores, for two threads
+    assert prediction.parts["compute"] == pytest.approx(4 * once(model, 4) / 2)
     assert prediction.parts["gradients"] == prediction.parts["parameters"] == prediction.parts["pipeline"] == 0.0
     assert prediction.seconds == pytest.approx(sum(prediction.parts.values()))
     again = Predictor(model, TWO, 1, 1).predict(ParallelLayout(1, microbatch=4, recompute=True))

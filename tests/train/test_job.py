@@ -310,14 +310,10 @@ def test_runs_without_a_name_get_folders_of_their_own_also_within_one_second(tmp
         other.mkdir(parents=True)
     done = warm.job(2, train_command(*wrong[:-2]), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    (folder,) = set((tmp_path / "runs").iterdir()) - set(others)
-    assert (
-        folder.name.endswith("-2") and folder.with_name(folder.name[:-2]) in others and not any(map(os.listdir, others))
-    )
-    assert (
-        f'dir = "runs/{folder.name}"' in (folder / "config.toml").read_text() and f"runs/{folder.name}" in done.stdout
-    )
-    assert (folder / "checkpoints/step-00000001").is_dir() and (folder / "logs/rank-00001.log").exists()
+    (run,) = set((tmp_path / "runs").iterdir()) - set(others)
+    assert run.name.endswith("-2") and run.with_name(run.name[:-2]) in others and not any(map(os.listdir, others))
+    assert f'dir = "runs/{run.name}"' in (run / "config.toml").read_text() and f"runs/{run.name}" in done.stdout
+    assert (run / "checkpoints/step-00000001").is_dir() and (run / "logs/rank-00001.log").exists()
 
 
 @pytest.mark.parametrize("kind", ["empty", "not hdf5"])

@@ -31,14 +31,11 @@ def activations(world, folder, text, batch, **parallel):
 @pytest.mark.ranks(2)
 def test_each_schedule_keeps_so_many_microbatches_of_activations(world, folder, text):
     (one, _) = activations(world, folder / "whole", text, 4)  # a microbatch of the whole model on each rank
-    activation_bytes = {
+    sizes = {
         schedule: activations(world, folder / schedule, text, 2 * MICROBATCHES, pipeline=2, schedule=schedule)
         for schedule in ("gpipe", "1f1b", "zero-bubble")
     }
-    first, last = (nbytes / MICROBATCHES for nbytes in activation_bytes["gpipe"])
+    first, last = (nbytes / MICROBATCHES for nbytes in sizes["gpipe"])
     assert first + last == pytest.approx(one, rel=0.01) and min(first, last) > one / 4
-    assert activation_bytes["1f1b"] == [2 * first, last]
-    assert (
-        activation_bytes["zero-bubble"][0] <= activation_bytes["gpipe"][0]
-        and activation_bytes["zero-bubble"][1] >= last
-    )
+    assert sizes["1f1b"] == [2 * first, last]
+    assert sizes["zero-bubble"][0] <= sizes["gpipe"][0] and sizes["zero-bubble"][1] >= last

@@ -257,24 +257,20 @@ def test_hooks_on_modules_see_forward_and_backward_and_change_no_bit(way):
         loss.backward()
         return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
 
-    plain, recorder = step(), Recorded()
-    hooks = ModuleHooks([named for level in levels_of(model) for named in level], recorder)
+    plain, record = step(), Recorded()
+    hooks = ModuleHooks([named for level in levels_of(model) for named in level], record)
     watched = step()
     hooks.end_of_backward(time.perf_counter())
     hooks.remove()
-    event_count = len(recorder.told)
-    assert (
-        all(map(torch.equal, plain, watched))
-        and all(map(torch.equal, plain, step()))
-        and len(recorder.told) == event_count
-    )
+    count = len(record.told)
+    assert all(map(torch.equal, plain, watched)) and all(map(torch.equal, plain, step())) and len(record.told) == count
     order = ["blocks.0", "blocks.1", "blocks.0" if way == "shared" else "blocks.2"]
-    assert [n for n in recorder.of("forward") if n.count(".") == 1 or n == "head"] == [*order, "head"]
-    assert [n for n in recorder.of("backward") if n.count(".") == 1 or n == "head"] == ["head", *order[::-1]]
+    assert [n for n in record.of("forward") if n.count(".") == 1 or n == "head"] == [*order, "head"]
+    assert [n for n in record.of("backward") if n.count(".") == 1 or n == "head"] == ["head", *order[::-1]]
     inner = ["blocks.1.second", "blocks.1.act", "blocks.1.first"]
     if way != "compiled":
-        assert [n for n in recorder.of("backward") if n.startswith("blocks.1.")] == inner
-    spans = sorted((b, -e) for _, _, b, e in recorder.told)
+        assert [n for n in record.of("backward") if n.startswith("blocks.1.")] == inner
+    spans = sorted((b, -e) for _, _, b, e in record.told)
     around = []
     for begin, negative in spans:
         while around and around[-1] <= begin:
