@@ -1,4 +1,4 @@
-"""Models that were trained by several ranks: what load_model gives, and text and predictions by several ranks."""
+"""Models trained by several ranks: `load_model`, and text and predictions by several ranks."""
 
 from __future__ import annotations
 

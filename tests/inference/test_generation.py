@@ -1,4 +1,4 @@
-"""Text that goes on from prompts: neither the cache nor the prompts beside one change it; what is drawn; its end."""
+"""Generated text: independent of the cache and of other prompts; sampling; the end of a text."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_text_ends_at_the_end_of_its_document_and_where_positions_end(gpt):
 
 
 def nucleus(scores, temperature, k, p):
-    """The formula, token by token."""
+    """Return the probabilities after top-k and top-p, by the formula, token by token."""
     weights = {token: float(torch.tensor(score / temperature, dtype=torch.float64).exp()) for token, score in scores}
     ranked = sorted(weights, key=lambda token: -weights[token])[: k or None]
     total, tokens, probability = sum(weights[token] for token in ranked), [], 0.0

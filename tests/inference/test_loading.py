@@ -1,4 +1,4 @@
-"""Trained models out of run folders, without MPI, and of checkpoints that say nothing; their text and predictions."""
+"""Models loaded from run folders without MPI, also if a checkpoint does not describe them; text and predictions."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def place(forked, tmp_path_factory) -> Path:
-    """A folder with a run of each kind, and no MPI for whoever looks into it: its mpi4py cannot be imported."""
+    """A folder with a run of each kind, and an mpi4py that cannot be imported: its commands run without MPI."""
     folder = tmp_path_factory.mktemp("runs")
     (folder / "own_models.py").write_text(FACTORY)
     (folder / "words.txt").write_text("All happy families are alike.\n" * 100)
@@ -86,7 +86,7 @@ def place(forked, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def command(place, monkeypatch, capfd):
-    """Calls a command by its words, in the folder of the runs: its exit code, and what it says on both outputs."""
+    """Return a function that runs a command line in the folder of the runs, with exit code, stdout and stderr."""
     monkeypatch.chdir(place)
     monkeypatch.syspath_prepend(place)
 
@@ -151,7 +151,7 @@ def test_adapters_on_a_run_are_merged_into_its_weights_and_refused_without_them(
 
 
 def older(run: Path, out: Path, **changes) -> Path:
-    """A copy of a run, the values of whose checkpoints are changed; None takes one out."""
+    """Copy a run and change the values of its checkpoints; None removes a value."""
     shutil.copytree(run, out, symlinks=True)
     for folder in (out / "checkpoints").glob("step-*"):
         manifest = read_manifest(folder)
@@ -238,7 +238,7 @@ def test_predictions_are_the_models_own_in_every_kind_of_file(command):
 
 
 def test_a_table_is_made_into_x_as_that_of_the_training_was(command, place):
-    """Texts become the training's categories and gaps its fill, whatever else stands in the table, in any order."""
+    """Texts become the categories of the training and gaps its fill value, for any order of rows and columns."""
     (place / "new.csv").write_text("colour,note,age\nred,a,40\ngreen,b,\n")
     model, description = load_model("people"), load_task("people")[1]
     fill = description.columns[0].fill
@@ -380,7 +380,7 @@ def test_what_cannot_be_done_is_told_in_one_line_and_leaves_no_file(command, pla
 
 
 def hostile(place: Path, run: Path, factory: str) -> Path:
-    """A run of tokens that names code which came with it and says that it ran, in its manifests and its settings."""
+    """Write a run whose manifests and settings name code in its folder; the code prints a line if it runs."""
     task = read_manifest(place / "running/checkpoints/step-00000002").values[TASK]
     older(place / "running", run, **{TASK: task | {"model": task["model"] | {"factory": factory}}})
     settings = run / "config.toml"

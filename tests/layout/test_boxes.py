@@ -1,4 +1,4 @@
-"""Who owns what: pieces of tensors, and finding one layout's elements in another's."""
+"""Ownership of tensors: pieces, and the elements of one layout in another."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def test_shares_give_every_element_to_exactly_one_rank(sizes, parts, multiple):
 
 @st.composite
 def _layout(draw, shape):
-    """Pieces that together are a tensor: the cells of a grid, which cuts any number of dimensions, cut into stretches.
+    """Return pieces that make up a tensor: cells of a grid over any of its dimensions, cut into stretches.
 
-    Dimensions may be seen as one with that before them, as in a fused layer.
+    A dimension may be merged with the one before it, as in a fused layer.
     """
     view = list(shape)
     for d in reversed(range(1, len(view))):
@@ -96,7 +96,7 @@ def test_the_same_part_of_a_tensor_is_the_same_box():
 
 @st.composite
 def _slab(draw, shape):
-    """A part of a tensor along any of its dimensions, and the same as slices."""
+    """Return a box of a tensor along any of its dimensions, and its slices."""
     ranges = [sorted(draw(st.lists(st.integers(0, n), min_size=2, max_size=2, unique=True))) for n in shape]
     start, stop = tuple(lo for lo, _ in ranges), tuple(hi for _, hi in ranges)
     return Box(tuple(shape), start, stop), tuple(map(slice, start, stop))

@@ -1,4 +1,4 @@
-"""Of all copies of a tensor one acts, and each element that an axis divides has one rank."""
+"""Ownership: one of the copies of a tensor is active, and each element of a divided tensor has one rank."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def along(rank: int, size: int, name: str = "rows") -> Axis:
 
 
 def part(rank: int, size: int) -> nn.Module:
-    """A rank's part of a linear layer with a norm behind it, whose statistics are a buffer."""
+    """Return a rank's part of a linear layer, and a batch norm behind it, whose statistics are buffers."""
     whole = nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6))
     whole[0].weight = part_of(whole[0].weight, 0, Features((6,)), along(rank, size))
     whole[0].bias = part_of(whole[0].bias, 0, Features((6,)), along(rank, size))

@@ -1,4 +1,4 @@
-"""parallel.mode server at staleness 0: the steps of an all-reduce over the workers, whoever keeps the parameters."""
+"""parallel.mode server at staleness 0: the steps of an all-reduce over the workers, for any number of servers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ALL = pytest.mark.ranks(1, 2, 3)
 
 
 def settings(text, *, servers=0, **sections):
-    """A training of a parameter server; servers None: of an all-reduce."""
+    """Return settings of training with a parameter server, or with an all-reduce if `servers` is None."""
     parallel = {} if servers is None else {"mode": "server", "servers": servers}
     defaults = {"data": {"path": text, "record_ids": True}, "model": GPT, "train": TRAIN, "parallel": parallel}
     defaults |= {
@@ -34,7 +34,7 @@ def settings(text, *, servers=0, **sections):
 
 
 def same(lines, wanted, tolerance=1e-5):
-    """Two trainings went alike, as their metrics tell."""
+    """Check that two runs have the same metrics."""
     assert [m["step"] for m in lines] == [m["step"] for m in wanted]
     assert [m["loss"] for m in lines] == pytest.approx([m["loss"] for m in wanted], rel=tolerance)
     assert [m["grad_norm"] for m in lines] == pytest.approx([m["grad_norm"] for m in wanted], rel=10 * tolerance)
@@ -45,7 +45,7 @@ def same(lines, wanted, tolerance=1e-5):
 
 
 class AllReduce:
-    """Trainings in mode sync by the first ranks, each made once: what servers are held against."""
+    """Reference runs in mode sync on the first ranks, each trained once, with which servers are compared."""
 
     def __init__(self, world, place):
         self._world, self._place, self._made = world, place, {}
@@ -69,7 +69,7 @@ def all_reduce(world, place):
 
 
 def how_many_serve(world):
-    """Values of parallel.servers that leave a worker."""
+    """Return the values of parallel.servers that leave at least one worker."""
     return {1: [0], 2: [0, 1], 3: [0, 1, 2]}[world.size]
 
 
@@ -157,7 +157,7 @@ def test_checkpoints_of_one_mode_are_read_in_the_other_and_hold_the_model(world,
 
 @pytest.mark.ranks(3)
 def test_all_workers_evaluate_with_the_statistics_of_batches_that_are_saved(world, folder):
-    """Each worker normalizes its part of a batch; the first one's running statistics are the model's."""
+    """Each worker normalizes its part of a batch; the model has the running statistics of the first worker."""
     if world.rank == 0:
         generator, y = np.random.default_rng(0), np.arange(90) % 3
         source = folder / "source"
@@ -183,7 +183,7 @@ def test_all_workers_evaluate_with_the_statistics_of_batches_that_are_saved(worl
 def test_a_parameter_that_no_worker_used_in_a_step_is_as_with_an_all_reduce_not_updated(
     world, place, text, letters, monkeypatch
 ):
-    """Neither decayed nor its step counted; also after a checkpoint, which each mode reads of the other."""
+    """It is not decayed and its step is not counted, also after a checkpoint of the other mode."""
     if letters:
         monkeypatch.setattr(arena, "_shared_window", lambda *_: None)
     for servers in how_many_serve(world):

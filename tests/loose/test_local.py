@@ -1,4 +1,4 @@
-"""parallel.mode local computes what its papers say, whatever else the run does, and goes on as if not stopped."""
+"""parallel.mode local computes what its papers say, with all other settings, also after a restart."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def local(**keys):
 
 
 def fit(world, sections, *callbacks):
-    """Train; returns the trainer and the lines of its metrics."""
+    """Train and return the trainer, the lines of its metrics and the exit code."""
     trainer = mt.Trainer(sections, callbacks, world=world)
     with trainer.working():
         code = trainer.train()
@@ -72,7 +72,7 @@ CASES = {
 
 
 def check(world, sections, groups):
-    """Train on ranks what one process trains with as many replicas."""
+    """Train, check the losses against replicas in one process, and return the trainer and the replicas' parameters."""
     trainer, lines, _ = fit(world, sections)
     replicas = Replicas(sections, groups)
     shared = replicas.train()

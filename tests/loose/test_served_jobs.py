@@ -1,4 +1,4 @@
-"""parallel.mode server as a person runs it: what it refuses, kills, and the pretend accelerator."""
+"""parallel.mode server as a user runs it: errors, kills, and the pretend accelerator."""
 
 from __future__ import annotations
 

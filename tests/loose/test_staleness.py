@@ -1,8 +1,8 @@
-"""parallel.mode server with staleness: recorded runs in which workers and servers take randomly long.
+"""parallel.mode server with staleness: recorded runs with random delays of workers and servers.
 
-What is recorded: which steps each server had applied when it sent the parameters that a part was computed with, and in
-which order each server applied the parts. The bound is that of Ho et al. 2013: a part of step t has been computed with
-all updates of the steps up to t - 1 - s.
+A run records which steps each server had applied when it sent the parameters for a part, and the order in which each
+server applied the parts. The bound is that of Ho et al. 2013: a part of step t has been computed with all updates of
+the steps up to t - 1 - s.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ STEPS = 6
 
 @dataclass
 class Recording:
-    """What happened on one rank."""
+    """Events on one rank."""
 
     computed: list[tuple[int, int, list[tuple[int, int]]]] = field(default_factory=list)
-    """Of each part: step, number, and (server, steps it had completed) for every bucket that came for it."""
+    """Step and number of each part, and (server, its completed steps) for every bucket received for it."""
     applied: list[tuple[int, int, int]] = field(default_factory=list)
-    """By this rank's server, in order: step and number of the part, and the steps complete before."""
+    """Parts applied by this rank's server, in order: step, number, and the steps completed before."""
     ids: list[int] = field(default_factory=list)
-    """Of the samples that it trained on."""
+    """Numbers of the samples that the rank trained on."""
     came: list[tuple[int, int]] = field(default_factory=list)
-    """Of the part under way, as in `computed`; also what came before ranks met, as a run's last parameters do."""
+    """Buckets received for the current part, as in `computed`; also a run's last parameters."""
 
 
 @pytest.fixture
 def recording(monkeypatch):
-    """Notes of what this rank's worker and server do, from now on; both take randomly long: `.chance` says how."""
+    """Record this rank's worker and server from now on, and delay both at random, drawn from `.chance`."""
     notes = Recording()
     came = notes.came
     notes.chance = random.Random(0)
@@ -78,7 +78,7 @@ def recording(monkeypatch):
 
 
 class Uneven(mt.Trainer):
-    """Takes randomly long for each part."""
+    """A trainer with random delays in each part."""
 
     notes: Recording
 
@@ -109,7 +109,7 @@ def sections(text, folder, staleness, servers, **more):
 
 
 def trained(world, notes, settings, seed=0, kind=Uneven):
-    """Metrics of a training in which `notes` were taken, and the notes of all ranks."""
+    """Train while recording to `notes`; return the trainer, its metrics and the recordings of all ranks."""
     notes.chance = random.Random(1000 * seed + world.rank)
     for record in (notes.computed, notes.applied, notes.ids, notes.came):
         record.clear()
@@ -123,7 +123,7 @@ def trained(world, notes, settings, seed=0, kind=Uneven):
 
 
 def holds(trainer, lines, recorded, workers, servers, staleness):
-    """Every part was computed and applied once, and none with older parameters than the bound allows."""
+    """Check that every part was computed and applied once, with parameters no older than the bound allows."""
     parts = {(step, part) for step in range(1, STEPS + 1) for part in range(workers)}
     computed = [each for of in recorded for each in of.computed]
     assert len(computed) == len(parts) and {(step, part) for step, part, _ in computed} == parts
@@ -179,7 +179,7 @@ def test_the_bound_holds_also_where_ranks_share_no_memory(world, text, folder, r
 
 
 class Sleepy(mt.Trainer):
-    """Of two workers the second sleeps in its first part; both note parameters and gradients of each of theirs."""
+    """A trainer whose second worker sleeps in its first part; workers record parameters and gradients of parts."""
 
     notes: Recording
 
@@ -197,7 +197,7 @@ class Sleepy(mt.Trainer):
 
 @pytest.fixture
 def rates(monkeypatch):
-    """Updates of this rank's server: the learning rate used, and (lr, weight, staleness) of each part."""
+    """Record for each update of this rank's server its learning rate, and (lr, weight, staleness) of each part."""
     rates, apply_commits, apply = [], Server._apply_commits, ShareUpdate.apply
 
     def noted(server):

@@ -1,4 +1,4 @@
-"""Bytes that a rank has of a model."""
+"""Bytes of a model on each rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model and a machine with made-up costs, and a predictor of them that needs no simulation."""
+"""A model with made-up costs, and a predictor that needs no simulation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def block(seconds: float, kept: int = 0, given: int = 0, numel: int = 0, name: s
 
 
 class MadeUpModel(ModelProfile):
-    """An embedding, blocks of two pairs of layers each, and a head, of which every layer can be divided."""
+    """A model of an embedding, blocks of two pairs of layers each, and a head; every layer can be divided."""
 
     def __init__(self, blocks: int = 8, batch: int = 64, rate: float = 1e10, vocabulary: int = 1000) -> None:
         self.batch, self.precision, self.moments, self.sample_bytes = batch, "fp32", 2, 8 * TOKENS
@@ -60,7 +60,7 @@ class MadeUpModel(ModelProfile):
 
 
 class MadeUpPredictor:
-    """Seconds and bytes by short formulas."""
+    """A predictor of seconds and bytes by short formulas."""
 
     def __init__(self, model: ModelProfile, room: float, layouts: Sequence[ParallelLayout] = ()) -> None:
         self.model, self._room, self.asked = model, room, 0

@@ -1,4 +1,4 @@
-"""Bounds, beside what is predicted in full."""
+"""Bounds on the seconds and bytes of layouts, compared with the full prediction."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Seconds of collectives are those of the simulated programs; shortcuts for many ranks stay close to them."""
+"""Predicted seconds of collectives equal the simulated programs; shortcuts for many ranks stay close to them."""
 
 from __future__ import annotations
 

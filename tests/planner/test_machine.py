@@ -1,4 +1,4 @@
-"""A machine's profile: as a file, merged of several, from a data sheet."""
+"""Machine profiles: read from a file, merged from several, written from a data sheet."""
 
 from __future__ import annotations
 

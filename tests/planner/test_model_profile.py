@@ -1,4 +1,4 @@
-"""What the planner says of blocks, beside what the same blocks do."""
+"""The planner's profile of blocks, compared with the blocks themselves."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""`python -m mpitrain.plan`: what it prints, what it writes, and what it refuses; no MPI."""
+"""`python -m mpitrain.plan`: its output, its files and its errors, without MPI."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ASKED = ("--nodes", "2", "--ranks-per-node", "4", "--machine", "cpu-128")
 
 @pytest.fixture(autouse=True)
 def made_up(monkeypatch, tmp_path):
-    """A model with made-up costs in the place of the configuration's, which nothing is read or built for."""
+    """Replace the configured model by one with made-up costs; no data is read and no model is built."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(command, "description_of", lambda config: None)
     monkeypatch.setattr(profile, "profile_of", lambda config, *_, **__: MadeUpModel(6, batch=config.train.batch))
@@ -168,7 +168,7 @@ def test_a_plan_is_the_same_byte_for_byte_whatever_the_load_and_the_order_of_set
 
 
 def on_devices(node, device, *arguments):
-    """Plan for two devices of a node, of a model of about 2 GiB in fp32; node, device: their memories."""
+    """Plan a model of about 2 GiB in fp32 for two devices of a node; node, device: the size of their memory."""
     Path("devices.toml").write_text(
         f'node = {{ cores = 8, memory = "{node}", memory_bandwidth = "100 GB/s" }}\n'
         f'device = {{ kind = "cuda", count = 2, memory = "{device}", memory_bandwidth = "2 TB/s", '

@@ -1,4 +1,4 @@
-"""A model that does not fit as it is: the plan says how it does, and it trains within the bytes that were predicted."""
+"""A model that does not fit without sharding: the plan makes it fit, and it trains within the predicted bytes."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_model_that_does_not_fit_trains_within_the_predicted_bytes(tmp_path: P
 
 
 def _most_used(folder: Path) -> float:
-    """Train with the plan; the most bytes that a rank took: its own pages, and its part of those that ranks share."""
+    """Train with the plan and return the peak bytes of a rank: resident pages, with its part of shared memory."""
     command = [*launcher(2), sys.executable, "-m", "mpitrain.train", "plan.toml", "--run.dir", "run"]
     with subprocess.Popen(command, cwd=folder, env=clean_environment(), stdout=subprocess.DEVNULL) as job:
         most, end = 0.0, time.monotonic() + 90
@@ -70,13 +70,13 @@ def _most_used(folder: Path) -> float:
 
 
 def _ranks(launched: int) -> list[int]:
-    """The processes that a launcher has started."""
+    """Return the processes that a launcher has started."""
     listed = subprocess.run(["pgrep", "-P", str(launched)], capture_output=True, text=True).stdout.split()
     return [int(word) for word in listed]
 
 
 def _used(process: int) -> float:
-    """Bytes of a process: resident ones, of shared memory its part."""
+    """Return the resident bytes of a process, with its part of shared memory."""
     try:
         rows = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
         status = Path(f"/proc/{process}/status").read_text()

@@ -1,4 +1,4 @@
-"""The search: what it finds is what trying everything finds."""
+"""The search for layouts finds the same ones as an exhaustive search."""
 
 from __future__ import annotations
 
@@ -259,7 +259,7 @@ def test_a_cut_of_more_blocks_with_unequal_messages_is_the_best_of_all():
 
 
 def real(machine, nodes, each, **model):
-    """A predictor of a small GPT on a machine that comes along, with costs that are counted."""
+    """Return a predictor of a small GPT on a machine of the package, with counted costs."""
     known = read_machine(machine)
     sections = {
         "model": {"name": "gpt", "heads": 4, "sequence": 32} | model,
@@ -282,7 +282,7 @@ CASES = [
 
 
 def the_first_fifty_contain_the_best(machine, nodes, each, taken=lambda layout: True, **model):
-    """Simulate all variants of all layouts, and compare the best with that of a search that simulates fifty."""
+    """Compare the best of all variants of all layouts with the best of a search that simulates fifty."""
     predictor = real(machine, nodes, each, **model)
     bounds, refine = Bounds(predictor), Refinement(predictor)
     layouts = [each for each in candidates(predictor.model, predictor.at) if taken(each)]

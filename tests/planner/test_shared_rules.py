@@ -1,4 +1,4 @@
-"""Rules that a job and the planner share: whichever number one of them is made with, both change together."""
+"""Rules shared by jobs and the planner: a change of a constant in a rule changes both."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def predictor() -> Predictor:
 
 
 def shares(layout: ParallelLayout, overlaps: bool = False) -> Any:
-    """The communicator of the ranks that shares are divided over."""
+    """Return a stand-in for the communicator of the ranks that share a layout's parameters."""
     within = layout.shard_within == "node"
     size, nodes = (EACH, 1) if within else (NODES * EACH, NODES)
     arena = SimpleNamespace(kind="shared")
@@ -52,7 +52,7 @@ def shares(layout: ParallelLayout, overlaps: bool = False) -> Any:
 
 
 def job_buckets(layout: ParallelLayout) -> list[int]:
-    """Bytes of the buckets that a job makes."""
+    """Return the sizes in bytes of a job's buckets."""
     module, shard = build_model(CONFIG.model, IMAGES).module, shares(layout)
     config, stage = config_of(zero=layout.zero), STAGES[layout.zero]
     sharding = SimpleNamespace(config=config, parallel=config.parallel, shard=shard, stage=stage, _staged=False)

@@ -1,4 +1,4 @@
-"""Seconds and bytes of a step: sums that can be done by hand, and what overlaps what."""
+"""Seconds and bytes of a step: sums that can be checked by hand, and overlap of computing and exchanges."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NUMEL = 5 << 16  # of the fake model: four blocks and the embedding, to which th
 
 
 def once(model: FakeModel, samples: int) -> float:
-    """Seconds of one microbatch."""
+    """Return the seconds of one microbatch."""
     return sum(block.forward + block.input + block.weight for block in model.blocks(samples))
 
 

@@ -1,4 +1,4 @@
-"""Schedules on shared cores: as at full speed where there are enough, and no work is lost where there are not."""
+"""Schedules on shared cores: full speed with enough cores, and no work lost with too few."""
 
 from __future__ import annotations
 

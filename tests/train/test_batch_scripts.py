@@ -1,10 +1,10 @@
-"""jobs/train.pbs as PBS would run it, on this host: bash, mpirun, the ranks and the training are real.
+"""jobs/train.pbs, run on this host as PBS would run it: bash, mpirun, the ranks and the training are real.
 
-There is no PBS to be had for this machine. So the tests give the script what PBS gives it (PBS_JOBID, PBS_NODEFILE,
-PBS_O_WORKDIR ...), and `qsub` and `qstat` on its PATH are scripts of the test: the one notes what it was asked for, in
-which environment, and the other prints a job as PBS prints it. Jobs that were submitted are then run from that note.
-What is not shown: that a PBS server takes these options, and several hosts. jobs/train.sbatch, which shares
-jobs/batch.sh, runs on a real Slurm cluster in tests/cluster; here only with devices, which that cluster pretends too.
+This machine has no PBS. So the tests set the variables that PBS sets (PBS_JOBID, PBS_NODEFILE, PBS_O_WORKDIR ...), and
+put their own `qsub` and `qstat` on the PATH of the script: `qsub` records its arguments and environment, and `qstat`
+prints a job as PBS prints it. The tests then run the submitted jobs from that record.
+Not tested: that a PBS server accepts these options, and jobs on several hosts. jobs/train.sbatch, which shares
+jobs/batch.sh, runs on a real Slurm cluster in tests/cluster; here only with devices, which that cluster pretends, too.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ printf '    Resource_List.select = {SELECT[:30]}\\n\\t{SELECT[30:]}\\n    Resour
 
 
 class Batch:
-    """A folder to work in, with the text, the model and the commands of a PBS."""
+    """A working directory with the text, the model and stand-ins for the commands of PBS."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.run, self.record = folder, folder / "run", folder / "record"
@@ -93,7 +93,7 @@ class Batch:
         return " ".join(f"--{name} {value}" for name, value in chosen.items())
 
     def start(self, number: int, variables: dict[str, str]) -> subprocess.Popen[str]:
-        """Run job `number` of the server as PBS does: a copy of the script, these variables, no arguments."""
+        """Start job `number` as PBS does: from a copy of the script, with these variables and without arguments."""
         copy = self.folder / f"{number}.SC"
         copy.write_bytes((ROOT / "jobs/train.pbs").read_bytes())
         environment = clean_environment(
@@ -122,7 +122,7 @@ class Batch:
         return (self.folder / f"out-{number}").read_text(errors="replace")
 
     def finish(self, number: int, variables: dict[str, str], seconds: float = 110) -> int:
-        """Run a job to its end; its exit code."""
+        """Run a job to its end and return its exit code."""
         return self.wait(self.start(number, variables), number, seconds)
 
     def wait(self, job: subprocess.Popen[str], number: int, seconds: float = 110) -> int:
@@ -142,7 +142,7 @@ class Batch:
         return int(sorted((self.run / "checkpoints").glob("step-*"))[-1].name.removeprefix("step-"))
 
     def submitted(self) -> list[tuple[list[str], dict[str, str]]]:
-        """What qsub was given each time: its arguments, and the variables that it would hand on."""
+        """Return for each call of qsub its arguments and the variables that it passes on to the job."""
         submissions = []
         for path in sorted(self.record.iterdir()):
             words, _, environment = path.read_text().partition("\0\n")
@@ -160,7 +160,7 @@ class Batch:
 
 
 def delete(job: subprocess.Popen[str]) -> None:
-    """What `qdel` does first: TERM for every process of the job."""
+    """Send TERM to every process of the job, as `qdel` does first."""
     for path in Path("/proc").iterdir():
         with suppress(ProcessLookupError):
             if path.name.isdigit() and os.getsid(int(path.name)) == job.pid:
@@ -254,7 +254,7 @@ exec "$@"
 
 
 def with_devices(batch: Batch, **variables: str) -> str:
-    """Run jobs/train.sbatch on one node with two devices; what it printed."""
+    """Run jobs/train.sbatch on one node with two devices and return its output."""
     real, *options = launcher(2)
     arguments = batch.arguments(train__steps=2, model__factory="slow_model:quick").split()
     for name, content in (("scontrol", SCONTROL), ("mpirun", MPIRUN), ("srun", SRUN), ("step", STEP)):
@@ -329,7 +329,7 @@ esac
 
 
 def on_a_site(folder: Path, **variables: str) -> tuple[str, list[str]]:
-    """Run jobs/train.sbatch on one node of CPUS hardware threads and CORES cores; its output and what srun started."""
+    """Run jobs/train.sbatch on a node of CPUS threads and CORES cores; return its output and the srun record."""
     for name, content in SITE_OF.items():
         (folder / "bin").mkdir(exist_ok=True)
         (folder / "bin" / name).write_text(content)

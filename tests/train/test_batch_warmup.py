@@ -1,4 +1,4 @@
-"""train.batch_warmup: smaller batches first, of the same samples in the same order, on any ranks and after any stop."""
+"""train.batch_warmup: smaller batches first, with the same samples in the same order for any ranks and restarts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def column(lines, name):
 
 
 def told(lines):
-    """What does not depend on the machine."""
+    """Return the metrics without those that depend on the machine."""
     return [{name: value for name, value in line.items() if name not in CLOCKS} for line in lines]
 
 

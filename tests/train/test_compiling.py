@@ -1,4 +1,4 @@
-"""`model.compile`: the losses of the model as it is; what does not compile is refused at the start."""
+"""`model.compile` leaves the losses unchanged; a model that does not compile is refused at the start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts that are not trained on, and mixes of data sets, train the same on any number of ranks and any mesh."""
+"""Masked prompts and mixes of data sets give the same training on any number of ranks and any mesh."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def settings(data, parallel=(), **train):
 
 
 def by_the_formula(config, data):
-    """Losses of plain torch: of each sample the mean over the targets that count, of these the mean."""
+    """Return the loss in plain torch: the mean over samples of each sample's mean over its unmasked targets."""
     torch.manual_seed(config.run.seed)
     model = build_model(config.model, data.description).module
     x, y = data.read(data.order(config.run.seed).ids(0, BATCH))
@@ -126,7 +126,7 @@ def test_a_mix_trains_on_the_same_samples_on_one_to_three_ranks_and_through_rest
 
 
 class WithoutParts(Callback):
-    """Evaluates a mix once more as if it were one data set."""
+    """A callback that evaluates a mix again, as a single data set."""
 
     def on_evaluate(self, trainer, loss):
         parts, trainer.held_out.parts = trainer.held_out.parts, lambda chosen: {}

@@ -50,7 +50,7 @@ def train(comm, folder, kind, text, /, **sections):
 
 @pytest.fixture(scope="module")
 def wanted(world, place, text):
-    """Losses and norms on the CPU: one run for all cases, whose sums differ in their last digits alone."""
+    """Losses and norms of a run on the CPU, with which all cases are compared; only rounding differs."""
     return train(world, place / "cpu", "cpu", text)
 
 
@@ -91,7 +91,7 @@ def _same(lines, wanted):
 def test_a_step_whose_gradients_overflow_changes_nothing_though_the_host_does_not_know_yet(
     world, place, text, device, monkeypatch
 ):
-    """fp16 with the scale at first too large: the device leaves those steps out by itself."""
+    """Train in fp16 with a loss scale that is too large at first: the device skips those steps by itself."""
     monkeypatch.setattr(LossScale, "of", staticmethod(lambda precision: LossScale(2.0**22, dynamic=True)))
     half = {"train": {"precision": "fp16", "steps": 10}}
     reference = train(world, place / "half cpu", "cpu", text, **half)

@@ -1,4 +1,4 @@
-"""A run begins with a line for each setting that is hardly meant, and says nothing about the others."""
+"""A run starts with one warning line for each setting that is probably unintended, and none for the others."""
 
 from __future__ import annotations
 

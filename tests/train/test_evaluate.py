@@ -1,4 +1,4 @@
-"""python -m mpitrain.evaluate: a checkpoint's figures on any data and layout; the run's folder is only read."""
+"""python -m mpitrain.evaluate: metrics of a checkpoint on any data and layout; the run's folder is only read."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def figures(world, path, *arguments):
 
 
 def looks(folder):
-    """Everything in a folder: names, times and contents."""
+    """Return the names, times, modes and contents of all files in a folder."""
     return {
         path: (path.stat().st_mtime_ns, path.stat().st_mode, path.read_bytes() if path.is_file() else b"")
         for path in sorted([folder, *folder.rglob("*")])

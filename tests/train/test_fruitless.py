@@ -1,4 +1,4 @@
-"""Steps that teach nothing: they are shown, a run that ends in them fails, and what was learned before them is kept."""
+"""Steps that learn nothing: they are reported, a run that ends in them fails, and the last good checkpoint stays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Axes from outside of the package: one that only averages, and one along the height of images."""
+"""Mesh axes defined outside the package: one that only averages, and one along the height of images."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def of_text(path):
 
 @pytest.fixture(scope="module")
 def images(world, place):
-    """Sections of a run on images of 13 rows, so that parts have unequally many."""
+    """The configuration of a run on images of 13 rows, which ranks cannot divide equally."""
     if world.rank == 0:
         generator, y = np.random.default_rng(0), np.arange(90) % 3
         (place / "source").mkdir()
@@ -141,7 +141,7 @@ def test_a_loop_of_ones_own_averages_along_a_further_axis(world, zero):
 
 
 class Twin(DataAxis):
-    """Has the name of another axis."""
+    """An axis with the name of another axis."""
 
 
 @pytest.mark.ranks(2)

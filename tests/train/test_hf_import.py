@@ -1,4 +1,4 @@
-"""Presets, and weights of transformers in and out: logits are the same, and what does not fit is one line at once."""
+"""Presets, and import and export of transformers weights: equal logits, and a one-line error for a misfit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LIKE_LLAMA = ("mistral", "qwen2", "qwen3")
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> dict[str, Path]:
-    """Folders of models, by family; each has a tokenizer, of which nothing but the bytes matters here."""
+    """Folders of models, by family; the content of their tokenizer.json does not matter here."""
     options = {"llama": {"attention_bias": True, "mlp_bias": True}, "mistral": {"sliding_window": None}}
     folders = {family: tmp_path_factory.mktemp(family) for family in (*FAMILIES, *LIKE_LLAMA)}
     for family, folder in folders.items():
@@ -31,7 +31,7 @@ def saved(tmp_path_factory) -> dict[str, Path]:
 
 
 def loaded(run: Path) -> GPT:
-    """Our model, made from a run's settings and its newest checkpoint alone."""
+    """Return our model, built from a run's settings and its newest checkpoint alone."""
     section = Config.from_args([str(run / "config.toml")]).model
     assert section.preset == ""  # all that it said is there, and the folder need not be
     form = Form(**{key: getattr(section, key) for key in Form.__dataclass_fields__})
@@ -46,7 +46,7 @@ def loaded(run: Path) -> GPT:
 
 
 def refused(capsys, *arguments) -> str:
-    """The one line with which a command ends."""
+    """Return the one-line error with which a command is refused."""
     assert main([str(each) for each in arguments]) == 2
     message = capsys.readouterr().err
     assert message.count("\n") == 1

@@ -1,4 +1,4 @@
-"""Models of transformers that go on as ours, by any layout, and come back."""
+"""Models of transformers imported as ours, trained in any layout, and exported again."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ LAYOUTS = {
 
 
 def imported(source: Path, folder: Path, text: str, *settings: str) -> Config:
-    """The settings of a run that was made of a model's folder."""
+    """Import a model's folder as a run and return the run's settings."""
     arguments = ["--data.path", text, "--model.sequence", str(SEQUENCE), "--train.steps", "10", "--train.batch", "6"]
     arguments += ["--optim.schedule", "constant", "--optim.warmup", "0", "--train.clip", "0", "--optim.lr", "3e-3"]
     arguments += ["--train.evaluate_samples", "2", "--checkpoint.every", "0"]

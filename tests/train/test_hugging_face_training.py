@@ -1,4 +1,4 @@
-"""`model.factory = hf:PATH` in the main job trains like transformers in plain torch, however the model is divided."""
+"""`model.factory = hf:PATH` in the main job trains like transformers in plain torch, for any division of the model."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def place(world, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def folders(world, place):
-    """A folder for each family."""
+    """Folders with one model of each family."""
     if world.rank == 0:
         for family in ALL:
             hugging_face.save(place / family, family)
@@ -55,7 +55,7 @@ def settings(text, folder, steps=STEPS, model=(), **parallel):
 
 
 class Batches(Callback):
-    """Keeps what each step trains on."""
+    """A callback that keeps the batch of each step."""
 
     def __init__(self):
         self.batches = []
@@ -84,7 +84,7 @@ def of_theirs(model, x, y):
 
 
 def plain(model, batches, lrs, loss_of=of_theirs):
-    """Losses and norms of a model in plain torch, with AdamW as the job's defaults have it."""
+    """Return losses and gradient norms of a model in plain torch, with AdamW and the job's default settings."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": 0.01},
@@ -113,7 +113,7 @@ def rates(text, folders):
 
 @pytest.fixture(scope="module")
 def wanted(batches, rates):
-    """Of each family the losses and norms of transformers."""
+    """Losses and gradient norms of transformers, by family."""
     return {family: plain(hugging_face.language_model(family), batches, rates) for family in ALL}
 
 
@@ -138,7 +138,7 @@ LORA = {"lora": 4, "lora_alpha": 8.0}
 
 
 def with_peft(family, module):
-    """transformers' model with adapters of peft in the same layers, which begin as those of `module`."""
+    """Return the transformers model with peft adapters in the same layers and with the same values as in `module`."""
     import peft
 
     ours = adapted_layers(module)

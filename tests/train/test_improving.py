@@ -1,4 +1,4 @@
-"""Runs that end when they get no better, and checkpoints that are kept because they are the best."""
+"""Runs that stop when the held-out loss no longer improves, and the best checkpoint, which is kept."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mpitrain.trainer.stopping import Best
 
 
 class Told(mt.Trainer):
-    """Measures what it is told to, step by step; only rank 0 is told right."""
+    """A trainer with prescribed held-out losses, which are right on rank 0 only."""
 
     losses = (5.0, 4.0, 4.5, 3.0, 3.2, 2.95, 3.5, 4.0, 1.0, 1.0)
 

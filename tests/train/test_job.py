@@ -1,4 +1,4 @@
-"""The main job as a person runs it: commands, exit codes, messages, kills."""
+"""The main job as a user runs it: commands, exit codes, messages, kills."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def _wait_for(condition, seconds: float, process: subprocess.Popen) -> None:
 
 
 def _ranks(folder: Path) -> list[Path]:
-    """/proc/PID of the ranks that train in a folder: those of its processes that have no others below them."""
+    """Return /proc/PID of the ranks that train in a folder: its processes without child processes."""
     parents = {}
     for process in Path("/proc").iterdir():
         try:
@@ -269,7 +269,7 @@ def test_bad_input_gets_one_clear_line_and_exit_code_2_and_leaves_no_run_folder(
 
 @pytest.mark.parametrize("name", [*(name for name in BAD if "folder" not in name), "nothing fits"])
 def test_a_job_that_is_refused_has_no_run_folder_at_any_time(tmp_path, forked, sentence, name):
-    """Where a file is in the way of runs/, a folder could not even be made for a moment."""
+    """A file named runs shows it: a run folder could not be created even for a moment."""
     (tmp_path / "runs").write_text("not a folder")
     (tmp_path / "tiny.toml").write_text(
         'node = { cores = 2, memory = "90 MiB", memory_bandwidth = "10 GB/s" }\ncore.matrix = { fp32 = "50 Gflop/s" }\n'
@@ -300,7 +300,7 @@ def test_what_ranks_said_before_they_had_a_run_folder_is_in_their_logs(tmp_path,
 
 
 def test_runs_without_a_name_get_folders_of_their_own_also_within_one_second(tmp_path, sentence):
-    """Folders of all times to come are there already, as if other jobs had begun then."""
+    """The folders of the next 100 seconds exist already, as if other jobs had started then."""
     wrong = ("--data.path", sentence, *SMALL, "--train.steps", 1, "--checkpoint.resume", "nowhere")
     one_line(warm.job(2, train_command(*wrong), cwd=tmp_path), "is no checkpoint", alone=False)
     assert not list(tmp_path.glob("runs/*"))
@@ -327,7 +327,7 @@ def test_damaged_data_get_one_clear_line(tmp_path, forked, sentence, kind):
 
 
 def test_odd_things_in_a_run_folder_get_one_clear_line(tmp_path, forked, sentence):
-    """Folders under the names of files, and a checkpoint whose manifest has the right hash and lacks what is needed."""
+    """Folders with the names of files, and a checkpoint whose manifest has a correct checksum but lacks values."""
     latest = tmp_path / "r/checkpoints/latest"
     latest.mkdir(parents=True)
 

@@ -1,4 +1,4 @@
-"""Means are over what was counted, and terms of a model's middle count as in one process, on every layout."""
+"""On every layout, means are over unmasked targets, and loss terms inside a model count as in one process."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CASES = {
 
 
 def by_token(description):
-    """A GPT whose loss is torch's own: the mean over targets that are not masked."""
+    """Return a GPT with torch's loss: the mean over the targets that are not masked."""
     torch.manual_seed(1)
     model = GPT(description.vocabulary, 2, 16, 2)
     model.criterion = TokenMean()
@@ -57,7 +57,7 @@ def place(world, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def pairs(world, place):
-    """Pairs of very different lengths; in some samples no target counts."""
+    """Pairs of very different lengths; in some samples all targets are masked."""
     if world.rank == 0:
         source = place / "pairs.jsonl"
         records = [{"prompt": f"{i}" + "?" * (i % 60), "completion": str(2 * i) * (1 + i % 3)} for i in range(200)]
@@ -118,7 +118,7 @@ def test_masked_reproducible_runs_have_the_same_bits(world, place, pairs):
 
 
 class Penalized(nn.Module):
-    """A layer that adds how large its output is to the loss."""
+    """A layer that adds the mean square of its output to the loss."""
 
     def __init__(self, name, weight):
         super().__init__()
@@ -130,7 +130,7 @@ class Penalized(nn.Module):
 
 
 def penalized(description=None):
-    """First, middle and last third of it add terms, of which two have one name."""
+    """Return a model whose first, middle and last third add a loss term; two of the terms have the same name."""
     torch.manual_seed(2)
     inputs = 64 if description is not None else WIDTH
     blocks = [nn.Sequential(nn.Flatten(), nn.Linear(inputs, WIDTH)), Penalized("size", 0.5), nn.Linear(WIDTH, WIDTH)]

@@ -162,7 +162,7 @@ SLOW = {"factory": "train.odd_models:slow_in_the_middle", "sequence": 16}
 
 
 def assembled(world, sections):
-    """The engine of a configuration, without its training."""
+    """Return the engine of a configuration, without training it."""
     config = Config.from_dict(sections)
     data = open_dataset(config.data.path, sequence=config.model.sequence)
     torch.manual_seed(config.run.seed)

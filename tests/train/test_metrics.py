@@ -1,4 +1,4 @@
-"""Metrics of held-out samples: scikit-learn's figures, each sample once, on any number of ranks in any layout."""
+"""Metrics of held-out samples equal scikit-learn's, count each sample once, on any ranks and layout."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def arrays(world, place):
 
 
 def trained(comm, folder, **sections):
-    """The trainer after its run."""
+    """Train and return the trainer."""
     trainer = Trainer(Config.from_dict({"run": {"dir": str(folder)}} | sections), world=comm)
     with trainer.working():
         assert trainer.train() == 0
@@ -62,7 +62,7 @@ def trained(comm, folder, **sections):
 
 
 def by_scikit_learn(scores, y, names):
-    """The figures of classes, by name."""
+    """Return the metrics of a classification by scikit-learn, by name."""
     from sklearn import metrics
 
     guess, labels, figures = scores.argmax(1), list(range(len(names))), {}

@@ -50,7 +50,7 @@ def sections(text, optim, **parallel):
 
 
 def plainly(values, make):
-    """The losses of plain torch. make: the optimizers of a module, each of whose groups has its `ratio` of the rate."""
+    """Return the losses in plain torch; `make` returns a module's optimizers, whose groups have a `ratio` of the rate."""
     config = Config.from_dict(values)
     data = open_dataset(config.data.path, sequence=config.model.sequence)
     torch.manual_seed(config.run.seed)
@@ -73,7 +73,7 @@ def plainly(values, make):
 
 
 def by_hand(module):
-    """The optimizers that GROUPS describe."""
+    """Return the optimizers that GROUPS describe."""
     groups, table = {}, None
     for name, p in module.named_parameters():
         if name.startswith("embedding"):
@@ -115,7 +115,7 @@ LARS = {"name": "lars", "no_decay": "nothing", "options": {"trust_coefficient": 
 
 
 class ByLayer(torch.optim.Optimizer):
-    """LAMB and LARS in the words of their papers, on whole parameters and in float64."""
+    """LAMB and LARS as in their papers, on whole parameters and in float64."""
 
     def __init__(self, module, kind):
         super().__init__([{"params": list(module.parameters()), "ratio": 1.0}], {"lr": 0.0})

@@ -1,4 +1,4 @@
-"""The activations that a pipeline's ranks tell of are those of the microbatches that its schedule keeps."""
+"""The activation memory that pipeline ranks report is that of the microbatches their schedule keeps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MICROBATCHES = 4
 
 
 def activations(world, folder, text, batch, **parallel):
-    """Bytes that each rank counted in training for a step of microbatches of two samples."""
+    """Return the activation bytes that each rank recorded in training with microbatches of two samples."""
     config = Config.from_dict(
         {
             "run": {"dir": str(folder)},

@@ -1,4 +1,4 @@
-"""What ranks record of a run: their files, and the timelines of some of its steps."""
+"""Records of a run: the files of its ranks, and the timelines of some steps."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ GPT = {"layers": 4, "width": 32, "heads": 4, "sequence": 16}
 
 
 def trained(world, folder, text, *, timeline="3:5", clock=None, trainer=mt.Trainer, **sections):
-    """Train; returns the lines of metrics.jsonl."""
+    """Train and return the lines of metrics.jsonl."""
     defaults = {
         "run": {"dir": str(folder)},
         "data": {"path": text},
@@ -57,7 +57,7 @@ def names(events, kind):
 
 
 def shifted(rank):
-    """A clock that is off by 1,000 s for each number of a rank, and runs away by 100 us in a second."""
+    """Return a rank's clock: offset by 1,000 s per rank, with a drift of 100 us per second and rank."""
     return lambda at: 1000.0 * (rank + 1) + at * (1.0 + 1e-4 * rank)
 
 
@@ -131,7 +131,7 @@ def test_a_pipeline_has_its_actions_and_messages_in_the_trace(world, folder, tex
 
 
 class Late(mt.Trainer):
-    """Whose rank 1 begins its passes late."""
+    """A trainer whose rank 1 starts each step 0.3 s late."""
 
     def train_step(self, batch):
         if self.world.rank == 1:
@@ -207,7 +207,7 @@ def test_where_ranks_meet_now_and_then_the_steps_between_meetings_are_recorded(w
 
 
 class Recorded:
-    """What a model's hooks tell, in order."""
+    """Calls of a model's hooks, in order."""
 
     def __init__(self):
         self.told = []

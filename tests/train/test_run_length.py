@@ -1,4 +1,4 @@
-"""How long a run is and how its batches are divided, in the words of others: epochs, and accumulation of gradients."""
+"""The length of a run in epochs, and the division of its batches by gradient accumulation steps."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def table(world, tmp_path_factory) -> str:
 
 
 class StopAfter(Callback):
-    """Has the run save and stop after a step."""
+    """A callback that makes the run save and stop after a step."""
 
     def __init__(self, step: int) -> None:
         self._step = step

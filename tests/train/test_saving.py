@@ -1,4 +1,4 @@
-"""When a run is saved: after so many steps, or when it costs least time; in every mode and on all ranks alike."""
+"""The steps at which a run is saved: at a fixed interval or at the cheapest one, in every mode and on all ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HOUR = 3600.0
 
 
 class Pretend:
-    """A trainer on a clock of its own."""
+    """A stand-in for a trainer with a simulated clock."""
 
     def __init__(self, monkeypatch, nodes=4, **checkpoint):
         self.config = Config.from_dict({"train": {"steps": 10**6}, "checkpoint": {"every": "auto"} | checkpoint})
@@ -35,7 +35,7 @@ class Pretend:
         self.schedule.on_fit_start(self)
 
     def until_saved(self, step_seconds, save_seconds):
-        """Take steps until one is saved; returns its number."""
+        """Take steps until one is saved and return its number."""
         while True:
             self.step += 1
             self.clock += step_seconds

@@ -1,4 +1,4 @@
-"""Copies of the ranks' state: whose they are, when they are enough, and that nothing is lost in them."""
+"""Copies of the ranks' state: on which rank each lies, when they suffice, and that they are complete."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def _engine(comm, zero, device="cpu"):
 
 
 def _step(engine, number, device="cpu"):
-    """The same samples on every rank, so that the same state gives the same step on any number of ranks."""
+    """Train a step on samples that are equal on all ranks, so that it does not depend on the number of ranks."""
     torch.manual_seed(number)
     x, y = torch.randn(8, 5).to(device), torch.randn(8, 3).to(device)
     engine.forward_backward([[(x, y)]], 8 * engine.comm.size)

@@ -1,4 +1,4 @@
-"""Batch norms over the ranks are those of torch over the whole batch, however it is divided."""
+"""Batch norms over all ranks equal those of torch over the whole batch, for any division of it."""
 
 from __future__ import annotations
 

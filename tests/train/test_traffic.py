@@ -1,4 +1,4 @@
-"""What the journal counts in real training is what the formulas say, for each axis and stage of ZeRO."""
+"""The traffic that the journal counts in real training agrees with the formulas, for each axis and ZeRO stage."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SMALL = 700  # bytes a step: the norm, the loss, which parameters were used, hea
 
 
 class Counted(mt.Callback):
-    """Bytes that a rank sends in a step, by axis: of those after the first, without evaluations and checkpoints."""
+    """A callback that counts the bytes that a rank sends, by axis, without evaluations and checkpoints."""
 
     def __init__(self) -> None:
         self.totals: list[dict[str, int]] = []
@@ -35,12 +35,12 @@ class Counted(mt.Callback):
         self.expected = expected_bytes(trainer, trainer.samples)
 
     def a_step(self, axis: str) -> float:
-        """What was sent along an axis, of each step but the first."""
+        """Return the mean bytes sent along an axis per step, without the first step."""
         return (self.totals[-1][axis] - self.totals[0].get(axis, 0)) / (STEPS - 1)
 
 
 def trained(world, text, folder, *, train=None, **parallel) -> Counted:
-    """The bytes of a short run."""
+    """Return the bytes counted in a short run."""
     counted = Counted()
     settings = {
         "data": {"path": text},
@@ -57,7 +57,7 @@ def trained(world, text, folder, *, train=None, **parallel) -> Counted:
 
 
 def assert_as_expected(counted: Counted, *axes: str) -> None:
-    """The formula tells every axis, and what was counted differs by 1 percent and SMALL at most."""
+    """Check that the formula covers these axes, and that counts differ from it by at most 1 percent plus SMALL."""
     assert set(counted.expected) == set(axes)
     for axis in axes:
         sent, expected = counted.a_step(axis), counted.expected[axis]

@@ -29,7 +29,7 @@ def fit(trainer):
 
 
 class Notes(mt.Callback):
-    """Writes down what it is called for, and keeps a number in checkpoints."""
+    """A callback that lists its calls and keeps a number in checkpoints."""
 
     def __init__(self):
         self.events, self.seen = [], 0

@@ -15,7 +15,7 @@ GPT = {"layers": 2, "width": 32, "heads": 2, "sequence": 32}
 
 
 def by_one_rank(world, folder, /, **sections):
-    """What `run` returns when rank 0 trains alone, on every rank."""
+    """Train on rank 0 alone and return the result of `run` on every rank."""
     alone, lines = world.subgroup([0]), None
     if alone is not None:
         lines = run(alone, folder / "alone", **sections)
