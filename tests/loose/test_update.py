@@ -43,7 +43,7 @@ class Box:
 
 @pytest.fixture
 def served(world):
-    """Yield a function that makes a server, its mailbox, the gradients [worker][bucket], and a reader of its parameters."""
+    """Yield a maker of servers, their mailbox, the gradients [worker][bucket], and a function for the parameters."""
     torch.manual_seed(1)
     module = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3))
     optimizer = torch.optim.SGD(module.parameters(), lr=1.0)

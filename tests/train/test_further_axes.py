@@ -36,7 +36,7 @@ def of_text(path):
 
 @pytest.fixture(scope="module")
 def images(world, place):
-    """The configuration of a run on images of 13 rows, which ranks cannot divide equally."""
+    """Configuration of a run on images of 13 rows, which ranks cannot divide equally."""
     if world.rank == 0:
         generator, y = np.random.default_rng(0), np.arange(90) % 3
         (place / "source").mkdir()

@@ -66,7 +66,7 @@ class Batches(Callback):
 
 @pytest.fixture(scope="module")
 def batches(world, place, folders, text):
-    """The batches of a run's steps."""
+    """Batches of a run's steps."""
     alone, pairs = world.subgroup([0]), None
     if alone is not None:
         keeper = Batches()
@@ -106,7 +106,7 @@ def plain(model, batches, lrs, loss_of=of_theirs):
 
 @pytest.fixture(scope="module")
 def rates(text, folders):
-    """The learning rates of all steps."""
+    """Learning rates of all steps."""
     config = Config.from_dict(settings(text, folders["gpt2"]))
     return [LearningRate.of(config.optim, STEPS).rate(step) for step in range(STEPS)]
 

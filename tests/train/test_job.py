@@ -300,7 +300,7 @@ def test_what_ranks_said_before_they_had_a_run_folder_is_in_their_logs(tmp_path,
 
 
 def test_runs_without_a_name_get_folders_of_their_own_also_within_one_second(tmp_path, sentence):
-    """The folders of the next 100 seconds exist already, as if other jobs had started then."""
+    """Folders for the next 100 seconds exist already, as if other jobs had started then."""
     wrong = ("--data.path", sentence, *SMALL, "--train.steps", 1, "--checkpoint.resume", "nowhere")
     one_line(warm.job(2, train_command(*wrong), cwd=tmp_path), "is no checkpoint", alone=False)
     assert not list(tmp_path.glob("runs/*"))

@@ -50,7 +50,7 @@ def sections(text, optim, **parallel):
 
 
 def plainly(values, make):
-    """Return the losses in plain torch; `make` returns a module's optimizers, whose groups have a `ratio` of the rate."""
+    """Return the losses in plain torch; `make` returns a module's optimizers, with a `ratio` of the rate per group."""
     config = Config.from_dict(values)
     data = open_dataset(config.data.path, sequence=config.model.sequence)
     torch.manual_seed(config.run.seed)

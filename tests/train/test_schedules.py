@@ -113,7 +113,7 @@ def test_what_no_schedule_is_is_told_in_a_line(optim, told):
 
 
 def test_a_cycle_is_that_of_deepspeed_at_every_step():
-    """The formula of its documentation: up and down, in stairs if there are any, then divided by a growing number."""
+    """Formula of its documentation: up and down, in stairs if there are any, then divided by a growing number."""
     least, most = 0.001, 0.005
     options = {"cycle_min_lr": least, "cycle_max_lr": most, "cycle_first_step_size": 10, "cycle_second_step_size": 20}
     decay = {"decay_step_size": 4, "decay_lr_rate": 0.5, "decay_mom_rate": 0.01}
