@@ -60,12 +60,12 @@ def test_any_layout_finds_all_its_elements_in_any_other(shape, data):
 
     source, target = data.draw(_layout(shape)), data.draw(_layout(shape))
     for target_piece in target:
-        got = np.full(target_piece.numel, -1)
+        values = np.full(target_piece.numel, -1)
         for source_piece in source:
             for at, to, length in zip(*stretches(source_piece, target_piece), strict=True):
-                assert (got[to : to + length] == -1).all()
-                got[to : to + length] = content(source_piece)[at : at + length]
-        assert (got == content(target_piece)).all()
+                assert (values[to : to + length] == -1).all()
+                values[to : to + length] = content(source_piece)[at : at + length]
+        assert (values == content(target_piece)).all()
 
 
 @settings(max_examples=200, deadline=None)

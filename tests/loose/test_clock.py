@@ -111,8 +111,8 @@ def test_a_stop_ends_after_the_steps_that_were_begun_and_after_one_at_least(chan
     crowd = Workers(chance, workers, staleness, 0)
     if first:
         crowd.meet(first)
-    asked = chance.randrange(0, workers * length)
-    last = crowd.meet(first + length, stop_after=asked)
+    stop_after = chance.randrange(0, workers * length)
+    last = crowd.meet(first + length, stop_after=stop_after)
     assert first + 1 <= last <= first + length and crowd.clock.applied.completed == last
     assert sorted(crowd.given) == [Portion(step, part) for step in range(1, last + 1) for part in range(workers)]
 

@@ -55,8 +55,8 @@ def test_averaging_after_each_step_is_synchronous_training(world, folder, text):
     assert losses(averaged_lines) == pytest.approx(losses(expected), rel=1e-5)
     assert [m["grad_norm"] for m in averaged_lines] == pytest.approx([m["grad_norm"] for m in expected], rel=1e-4)
     assert averaged_lines[-1]["held_out_loss"] == pytest.approx(expected[-1]["held_out_loss"], rel=1e-5)
-    want, got = plain.engine.state_dict(), averaged.engine.state_dict()
-    assert all(torch.allclose(want[name], got[name], rtol=1e-4, atol=1e-5) for name in want)
+    reference, averaged_state = plain.engine.state_dict(), averaged.engine.state_dict()
+    assert all(torch.allclose(reference[name], averaged_state[name], rtol=1e-4, atol=1e-5) for name in reference)
 
 
 CASES = {
@@ -148,7 +148,7 @@ def test_a_checkpoint_serves_other_groups_and_synchronous_training(world, folder
     trained, _, _ = fit(
         world, settings(text, folder / "r", steps=4, parallel=local(local_steps=2, outer="nesterov", overlap=True))
     )
-    want = trained.engine.state_dict()
+    trained_state = trained.engine.state_dict()
     for number, parallel in enumerate([{}, local(local_steps=2), local(local_steps=2, outer="nesterov")]):
         more = {"parallel": parallel, "checkpoint": {"resume": str(folder / "r")}}
         again = mt.Trainer(settings(text, folder / str(number), steps=6, **more), world=world)
@@ -161,21 +161,21 @@ def test_a_checkpoint_serves_other_groups_and_synchronous_training(world, folder
         )
         with loaded.working():
             loaded.train()
-        got = loaded.engine.state_dict()
-        assert all(torch.equal(want[name], got[name]) for name in want)
+        loaded_state = loaded.engine.state_dict()
+        assert all(torch.equal(trained_state[name], loaded_state[name]) for name in trained_state)
         alone.free()
 
 
 @pytest.mark.ranks(2)
 def test_differences_may_be_rounded_on_their_way(world, folder, text):
-    of = {}
+    metrics = {}
     for kind in ("none", "fp16"):
         parallel = local(local_steps=2, local_compression=kind)
-        of[kind] = fit(world, settings(text, folder / kind, parallel=parallel))[1]
-    assert losses(of["fp16"]) == pytest.approx(losses(of["none"]), rel=1e-3) and losses(of["fp16"]) != losses(
-        of["none"]
-    )
-    sent = [[line.get("between_groups_bytes") for line in lines] for lines in of.values()]
+        metrics[kind] = fit(world, settings(text, folder / kind, parallel=parallel))[1]
+    assert losses(metrics["fp16"]) == pytest.approx(losses(metrics["none"]), rel=1e-3) and losses(
+        metrics["fp16"]
+    ) != losses(metrics["none"])
+    sent = [[line.get("between_groups_bytes") for line in lines] for lines in metrics.values()]
     assert sent[0][0] is None and sent[0][1] == pytest.approx(2 * sent[1][1], rel=0.01)
 
 

@@ -96,11 +96,11 @@ def test_losses_on_a_device_are_those_of_the_cpu(world, place: Path, text, devic
         for servers, staleness in ((0, 0), (1, 0), (0, 2)):
             sections = settings(text, servers=servers, model={"dropout": 0.0}, parallel={"staleness": staleness})
             places = {kind: place / f"{kind}-{servers}-{staleness}" for kind in ("cpu", device.type)}
-            cpu, there = (
+            cpu, on_device = (
                 run(world, folder, **sections | {"run": {"dir": str(folder), "device": kind}})
                 for kind, folder in places.items()
             )
             if staleness:
-                assert there[-1]["loss"] == pytest.approx(cpu[-1]["loss"], rel=0.05)
+                assert on_device[-1]["loss"] == pytest.approx(cpu[-1]["loss"], rel=0.05)
             else:
-                same(there, cpu)
+                same(on_device, cpu)

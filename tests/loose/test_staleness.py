@@ -125,13 +125,13 @@ def trained(world, notes, settings, seed=0, kind=Uneven):
 def holds(trainer, lines, recorded, workers, servers, staleness):
     """Check that every part was computed and applied once, with parameters no older than the bound allows."""
     parts = {(step, part) for step in range(1, STEPS + 1) for part in range(workers)}
-    computed = [each for of in recorded for each in of.computed]
+    computed = [each for notes in recorded for each in notes.computed]
     assert len(computed) == len(parts) and {(step, part) for step, part, _ in computed} == parts
-    serving = [of.applied for of in recorded if of.applied]
+    serving = [notes.applied for notes in recorded if notes.applied]
     assert len(serving) == servers
     for applied in serving:
         assert len(applied) == len(parts) and {(step, part) for step, part, _ in applied} == parts
-    ids = Counter(number for of in recorded for number in of.ids)
+    ids = Counter(number for notes in recorded for number in notes.ids)
     assert ids == Counter(number for m in lines for number in m["ids"]) and len(lines) == STEPS
     order = SampleOrder(len(trainer.data), trainer.config.run.seed)
     assert [number for m in lines for number in m["ids"]] == order.ids(0, 13 * STEPS).tolist()
@@ -190,7 +190,7 @@ class Sleepy(mt.Trainer):
         step = super().train_step(batch)
         flats = self.engine.sharding.flats
         weight = len(batch.ids) / self.config.train.batch
-        state = [torch.cat([arena.tensor for arena in of]) for of in (flats.parameters, flats.gradients)]
+        state = [torch.cat([arena.tensor for arena in arenas]) for arenas in (flats.parameters, flats.gradients)]
         self.seen = [*getattr(self, "seen", []), (state[0], state[1] / weight, step.lr, weight)]
         return step
 

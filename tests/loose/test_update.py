@@ -77,7 +77,7 @@ def test_the_learning_rate_of_each_update_is_divided_by_its_staleness_where_that
     server._apply_commits()
     factors = (1.0, 0.1, 0.25 if corrected else 1.0)  # Zhang et al. 2016: 1 / staleness, and never more than 1
     for b, (old, new) in enumerate(zip(before, values(), strict=True)):
-        gradient = sum(factor * of[b] for factor, of in zip(factors, gradients, strict=True))
+        gradient = sum(factor * buckets[b] for factor, buckets in zip(factors, gradients, strict=True))
         assert torch.allclose(new, old - LR * gradient, rtol=1e-5, atol=1e-6)
     assert server.progress == 10.5 and server.applied.completed == 5
     (words,) = box.posted

@@ -124,7 +124,7 @@ def test_all_layouts_have_the_axes_that_the_configuration_names():
 
 
 def test_an_axis_that_divides_samples_is_planned_with_what_it_exchanges():
-    """The axis's code divides the model and the samples; its calls of a communicator are recorded."""
+    """Code of the axis divides the model and the samples; its calls of a communicator are recorded."""
     axes = {"train.height_axis:Height": 2}
     images = Description("arrays", "train", 1000, (13, 8), FLOAT, (), INT, None, tuple("012"), "x")
     config = Config.from_dict(

@@ -58,19 +58,19 @@ def worse(machine: dict[str, Any], section: str, key: str) -> dict[str, Any]:
     factor = 50.0 if unit is SECONDS or f"{section}.{key}" in BIGGER_IS_WORSE else 1 / 50
     factor = {"node.cores": 1 / 3, "node.seen_cores": 2.0, "device.count": 1 / 2}.get(f"{section}.{key}", factor)
     changed = copy.deepcopy(machine)
-    said = changed.setdefault(section, {})
+    entries = changed.setdefault(section, {})
     if SECTIONS[section][key].table:
-        said[key] = {name: {n: rate * factor for n, rate in table.items()} for name, table in said[key].items()}
+        entries[key] = {name: {n: rate * factor for n, rate in table.items()} for name, table in entries[key].items()}
     else:
-        said[key] = number(machine, section, key) * factor
+        entries[key] = number(machine, section, key) * factor
     return changed
 
 
 def number(machine: dict[str, Any], section: str, key: str) -> float:
     """Return a number of a machine, set or derived, in the unit of its file."""
-    of, profile = SECTIONS[section][key], machine_of(machine, "a test")
-    holder, _, attribute = of.attribute.rpartition(".")
-    return float(getattr(getattr(profile, holder) if holder else profile, attribute)) / of.factor
+    spec, profile = SECTIONS[section][key], machine_of(machine, "a test")
+    holder, _, attribute = spec.attribute.rpartition(".")
+    return float(getattr(getattr(profile, holder) if holder else profile, attribute)) / spec.factor
 
 
 def answers(values: dict[str, Any]) -> np.ndarray:

@@ -97,8 +97,8 @@ def test_help_says_how_a_layout_is_written(capsys):
 
 def test_scaling_is_a_table_and_a_picture(tmp_path, capsys):
     pytest.importorskip("matplotlib")
-    asked = ("--ranks-per-node", "4", "--machine", "cpu-128", "--train.batch", "16")
-    assert command.main([*asked, "--scale", "8,4", "--out", "scaling.png"]) == 0
+    options = ("--ranks-per-node", "4", "--machine", "cpu-128", "--train.batch", "16")
+    assert command.main([*options, "--scale", "8,4", "--out", "scaling.png"]) == 0
     output = capsys.readouterr().out
     strong, weak = output.split("weak scaling")
     for half, batches in ((strong, ["16", "16"]), (weak, ["16", "32"])):
@@ -107,19 +107,19 @@ def test_scaling_is_a_table_and_a_picture(tmp_path, capsys):
         assert all(f" {batch}  " in line for line, batch in zip(lines, batches, strict=True))
     assert (tmp_path / "scaling.png").read_bytes()[1:4] == b"PNG" and not (tmp_path / "plan.toml").exists()
     for wrong, why in ((("--scale", "6"), "multiples of 4"), (("--scale", "8", "--nodes", "2"), "leave out --nodes")):
-        assert command.main([*asked, *wrong]) == 2
+        assert command.main([*options, *wrong]) == 2
         assert why in capsys.readouterr().err
 
 
 def test_a_busy_machine_gets_the_same_answer(capsys, monkeypatch, tmp_path):
-    asked = (*ASKED, "--train.batch", "16", "--out", str(tmp_path / "out.toml"))
-    assert command.main(asked) == 0
+    options = (*ASKED, "--train.batch", "16", "--out", str(tmp_path / "out.toml"))
+    assert command.main(options) == 0
     calm = capsys.readouterr().out
     now = iter(range(0, 1 << 40, 1000))
     monkeypatch.setattr("time.monotonic", lambda: float(next(now)))  # each step takes a quarter of an hour
-    assert command.main(asked) == 0
+    assert command.main(options) == 0
     assert capsys.readouterr().out == calm
-    assert command.main((*asked, "--seconds", "60")) == 0
+    assert command.main((*options, "--seconds", "60")) == 0
     assert " 1 simulated" in capsys.readouterr().out  # on request
 
 
@@ -145,13 +145,13 @@ def test_the_example_of_the_page_is_what_the_command_prints(tmp_path):
 @pytest.mark.campaign
 @pytest.mark.timeout(600)
 def test_a_plan_is_the_same_byte_for_byte_whatever_the_load_and_the_order_of_sets(tmp_path):
-    asked = ["--nodes", "1", "--ranks-per-node", "4", "--machine", "gpu-8", "--model.layers", "2"]
+    options = ["--nodes", "1", "--ranks-per-node", "4", "--machine", "gpu-8", "--model.layers", "2"]
     results = []
     for seed, load in (("1", 0), ("2", 20)):
         busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(load)]
         try:
             done = subprocess.run(
-                [sys.executable, "-m", "mpitrain.plan", *asked],
+                [sys.executable, "-m", "mpitrain.plan", *options],
                 cwd=tmp_path,
                 env=clean_environment() | {"PYTHONHASHSEED": seed},
                 capture_output=True,
@@ -174,8 +174,8 @@ def on_devices(node, device, *arguments):
         f'device = {{ kind = "cuda", count = 2, memory = "{device}", memory_bandwidth = "2 TB/s", '
         'matrix.fp32 = "50 Tflop/s" }\n'
     )
-    asked = ["--ranks-per-node", "2", "--machine", "devices.toml", "--train.batch", "16"]
-    return command.main([*asked, *arguments])
+    options = ["--ranks-per-node", "2", "--machine", "devices.toml", "--train.batch", "16"]
+    return command.main([*options, *arguments])
 
 
 @pytest.mark.parametrize(

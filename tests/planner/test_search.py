@@ -260,15 +260,15 @@ def test_a_cut_of_more_blocks_with_unequal_messages_is_the_best_of_all():
 
 def real(machine, nodes, each, **model):
     """Return a predictor of a small GPT on a machine of the package, with counted costs."""
-    known = read_machine(machine)
+    machine_profile = read_machine(machine)
     sections = {
         "model": {"name": "gpt", "heads": 4, "sequence": 32} | model,
         "train": {"batch": 16, "precision": "bf16"},
     }
     integers = np.dtype("int64")
     tokens = Description("tokens", "train", 1000, (32,), integers, (32,), integers, 256, None, "x")
-    profile = profile_of(Config.from_dict(sections), tokens, known, measure=False)
-    return Predictor(profile, known, nodes, each)
+    profile = profile_of(Config.from_dict(sections), tokens, machine_profile, measure=False)
+    return Predictor(profile, machine_profile, nodes, each)
 
 
 CASES = [
@@ -327,8 +327,8 @@ def test_where_nothing_fits_the_layout_that_is_closest_to_fitting_is_told_with_i
     layouts = list(candidates(model, Nodes(2, 4)))
     predictor = MadeUpPredictor(model, 1.0)
     plan = best_of(predictor, layouts)
-    taken = {layout: sum(predictor.memory(layout).values()) for layout in layouts if layout.microbatch != 3}
+    totals = {layout: sum(predictor.memory(layout).values()) for layout in layouts if layout.microbatch != 3}
     least = plan.excess[0]
-    assert not plan.found and sum(least.memory.values()) == min(taken.values())
+    assert not plan.found and sum(least.memory.values()) == min(totals.values())
     message = nothing_fits(plan)
     assert notation.text(least.layout) in message and f"{least.missing:,.0f} bytes" in message and "\n" not in message

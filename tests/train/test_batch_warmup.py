@@ -80,17 +80,17 @@ def test_every_rank_reads_its_share_of_each_batch_from_any_step_on(tmp_path, mon
 def test_losses_and_samples_through_a_warm_up_are_those_of_one_rank(world, folder, text, parallel):
     least = {"batch_warmup": [[2, 3], *WARMUP[1:]]} if parallel.get("mode") else {}  # each worker needs a sample
     alone = world.subgroup([world.rank])
-    got = run(world, folder / "many", **settings(text, parallel=parallel, train=TRAIN | least))
+    lines = run(world, folder / "many", **settings(text, parallel=parallel, train=TRAIN | least))
     reference = run(alone, folder / f"alone-{world.rank}", **settings(text, train=TRAIN | least))
     sizes = [3, 3, *TAKEN[2:]] if least else TAKEN
-    assert column(got, "samples") == sizes and column(got, "tokens") == [size * 32 for size in sizes]
-    assert [len(ids) for ids in column(got, "ids")] == sizes
+    assert column(lines, "samples") == sizes and column(lines, "tokens") == [size * 32 for size in sizes]
+    assert [len(ids) for ids in column(lines, "ids")] == sizes
     in_order = open_dataset(text, sequence=32).order(Config().run.seed).ids(0, sum(sizes)).tolist()
-    assert [number for ids in column(got, "ids") for number in ids] == in_order
-    assert column(got, "loss") == pytest.approx(column(reference, "loss"), rel=1e-5)
-    assert column(got, "grad_norm") == pytest.approx(column(reference, "grad_norm"), rel=1e-4)
-    assert got[-1]["held_out_loss"] == pytest.approx(reference[-1]["held_out_loss"], rel=1e-5)
-    assert got[0]["tokens_per_s"] == pytest.approx(sizes[0] * 32 / got[0]["step_s"])
+    assert [number for ids in column(lines, "ids") for number in ids] == in_order
+    assert column(lines, "loss") == pytest.approx(column(reference, "loss"), rel=1e-5)
+    assert column(lines, "grad_norm") == pytest.approx(column(reference, "grad_norm"), rel=1e-4)
+    assert lines[-1]["held_out_loss"] == pytest.approx(reference[-1]["held_out_loss"], rel=1e-5)
+    assert lines[0]["tokens_per_s"] == pytest.approx(sizes[0] * 32 / lines[0]["step_s"])
     alone.free()
 
 

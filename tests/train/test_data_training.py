@@ -103,10 +103,10 @@ def test_slices_of_masked_sequences_are_refused(world, place, pairs):
 @pytest.mark.ranks(1, 2, 3)
 def test_a_mix_trains_on_the_same_samples_on_one_to_three_ranks_and_through_restarts(world, place, text, pairs):
     exact = world.size != 3  # whose sums no other number of ranks can have
-    how = settings({"mix": {text: 0.7, pairs: 0.3}, "record_ids": True}) | {"optim": {"schedule": "constant"}}
+    options = settings({"mix": {text: 0.7, pairs: 0.3}, "record_ids": True}) | {"optim": {"schedule": "constant"}}
 
     def trained(comm, folder, steps, **data):
-        sections = how | {"train": how["train"] | {"steps": steps}, "data": how["data"] | data}
+        sections = options | {"train": options["train"] | {"steps": steps}, "data": options["data"] | data}
         sections["run"] = {"reproducible": exact, "workers": 4, "dir": str(place / folder)}
         return [[line["loss"], line["ids"]] for line in run(comm, place / folder, **sections)]
 

@@ -123,16 +123,16 @@ def test_all_ranks_save_together_and_a_resumed_run_goes_on(world, folder, text, 
         "checkpoint": {"every": "auto", "node_mtbf": 1e-6, "background": parallel.pop("background", False)},
         "parallel": parallel,
     }
-    seen = []
+    saved_steps = []
     for steps in (70, 100):
         notes = Notes()
         sections["train"]["steps"] = steps
         trainer = mt.Trainer(sections, [notes], world=world)
         with trainer.working():
             assert trainer.train() == 0
-        seen.append(notes.saved)
-    assert world.all_gather_object(seen) == [seen] * 2
-    (start, second, *more), (again, after, *_) = seen
+        saved_steps.append(notes.saved)
+    assert world.all_gather_object(saved_steps) == [saved_steps] * 2
+    (start, second, *more), (again, after, *_) = saved_steps
     assert (start, second, more[-1], again) == (0, first, 70, 70)
     assert len(more) >= 2 or sections["checkpoint"]["background"]  # a slow disk may write one for that long
     assert after == (96 if first == 24 else 90)  # nothing is known at a new start

@@ -97,8 +97,8 @@ def test_one_rank_may_ask_all_to_stop_and_the_run_goes_on_later_as_if_it_had_not
     assert fit(mt.Trainer(settings(text, folder / "r"), world=world)) == EXIT_DONE
     assert fit(mt.Trainer(settings(text, folder / "whole"), world=world)) == EXIT_DONE
     world.barrier()
-    of = [[(m["step"], m["loss"]) for m in read_metrics(folder / name)] for name in ("r", "whole")]
-    assert of[0] == of[1]
+    metrics = [[(m["step"], m["loss"]) for m in read_metrics(folder / name)] for name in ("r", "whole")]
+    assert metrics[0] == metrics[1]
 
 
 @pytest.mark.ranks(2)
