@@ -1,3 +1,3 @@
-"""The data that runs are trained on before they are used."""
+"""The data on which runs are trained before they are used."""
 
 from train.conftest import text  # noqa: F401

@@ -1,4 +1,4 @@
-"""Models that were trained by several ranks: what load_model gives, and text and predictions by several ranks."""
+"""Models trained by several ranks: `load_model`, and text and predictions by several ranks."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_loaded_model_is_what_the_ranks_trained_bit_by_bit(world, folder, text
     before = torch.random.get_rng_state()
     model = load_model(folder / "run")
     assert torch.equal(before, torch.random.get_rng_state()) and not model.training
-    tensors, held = dict(model.named_parameters()), 0
+    tensors, element_count = dict(model.named_parameters()), 0
     masters = {part.spec.name.removeprefix("master/") for part in parts if part.spec.name.startswith("master/")}
     for part in parts:
         kind, _, name = part.spec.name.partition("/")
@@ -59,15 +59,15 @@ def test_a_loaded_model_is_what_the_ranks_trained_bit_by_bit(world, folder, text
             for start, length, place in zip(starts.tolist(), lengths.tolist(), places.tolist(), strict=True):
                 mine = part.data[place : place + length]
                 assert torch.equal(tensors[name].detach().reshape(-1)[start : start + length], mine)
-                held += length
-    assert sum(world.all_gather_object(held)) >= sum(p.numel() for p in tensors.values())
+                element_count += length
+    assert sum(world.all_gather_object(element_count)) >= sum(p.numel() for p in tensors.values())
     task, description = load_task(folder / "run")
     held_out = open_dataset(text, "held_out", sequence=16)
     x, y = map(torch.from_numpy, held_out.read(np.arange(20) * len(held_out) // 20))
     with torch.no_grad():
         loss = float(task.loss(task.module(x), y))
-    told = read_metrics(folder / "run")[-1]["held_out_loss"]
-    assert loss == pytest.approx(told, rel=1e-5 if "precision" not in parallel else 2e-2)
+    recorded_loss = read_metrics(folder / "run")[-1]["held_out_loss"]
+    assert loss == pytest.approx(recorded_loss, rel=1e-5 if "precision" not in parallel else 2e-2)
     assert (description.kind, description.vocabulary, description.x_shape) == ("tokens", 256, (16,))
 
 
@@ -78,13 +78,13 @@ def test_a_model_that_is_divided_writes_the_text_of_one_rank(world, folder, text
     shapes = [{"pipeline": world.size}, {}] + ([{"tensor": 2}] if world.size == 2 else [])
     alone = placing.placed(folder / "run", Job(), torch.device("cpu"))
     for sampling in (Sampling(0), Sampling(0.8, 40, 0.9)):
-        wanted = Generation(alone, sampling, 24).run(prompts, Draws(2, prompts))
+        expected = Generation(alone, sampling, 24).run(prompts, Draws(2, prompts))
         for shape in shapes:
             mesh = Mesh.make(world, **shape)
             model = placing.placed(folder / "run", Job(mesh), torch.device("cpu"))
             mine = range(mesh.data.rank, len(prompts), mesh.data.size)
-            found = Generation(model, sampling, 24).run(prompts, Draws(2, prompts), mine)
-            assert [found[n] for n in mine] == [wanted[n] for n in mine]
+            continuations = Generation(model, sampling, 24).run(prompts, Draws(2, prompts), mine)
+            assert [continuations[n] for n in mine] == [expected[n] for n in mine]
             mesh.free()
 
 
@@ -100,12 +100,12 @@ def test_a_divided_model_of_hugging_face_keeps_what_it_computed_and_writes_the_s
     alone = placing.placed(folder / "run", Job(), torch.device("cpu"))
     recomputed = replace(alone, decoder=RecomputedBlocks([("", load_model(folder / "run"))]))
     sampling = Sampling(0.8, 40, 0.9)
-    wanted = Generation(recomputed, sampling, 12).run(prompts, Draws(2, prompts))
+    expected = Generation(recomputed, sampling, 12).run(prompts, Draws(2, prompts))
     for shape in ({"pipeline": 2}, {"tensor": 2}):
         mesh = Mesh.make(world, **shape)
         divided = placing.placed(folder / "run", Job(mesh), torch.device("cpu"))
         assert isinstance(divided.decoder, CachedBlocks) and not divided.remark
-        assert Generation(divided, sampling, 12).run(prompts, Draws(2, prompts), range(3)) == wanted
+        assert Generation(divided, sampling, 12).run(prompts, Draws(2, prompts), range(3)) == expected
         divided.decoder.begin()
         several = [divided.decoder.advance(torch.tensor([piece])) for piece in ([1, 2, 3], [4, 5], [6])][-1]
         if several is not None:
@@ -147,11 +147,11 @@ def test_predictions_of_several_ranks_are_those_of_one_in_the_order_of_the_sampl
     world.barrier()
     model = load_model(folder / "run")
     with torch.no_grad():
-        wanted = torch.softmax(model(torch.from_numpy(x)).double(), 1)
-    with np.load(out) as found:
-        assert found["probabilities"] == pytest.approx(wanted.numpy(), abs=1e-5)
-        assert found["class"].tolist() == wanted.argmax(1).tolist()
-        assert found["classes"].tolist() == list(data.description.classes)
+        expected = torch.softmax(model(torch.from_numpy(x)).double(), 1)
+    with np.load(out) as arrays:
+        assert arrays["probabilities"] == pytest.approx(expected.numpy(), abs=1e-5)
+        assert arrays["class"].tolist() == expected.argmax(1).tolist()
+        assert arrays["classes"].tolist() == list(data.description.classes)
     assert sorted(path.name for path in folder.iterdir()) == ["out.npz", "run", "x.npy"]
     mesh.free()
 

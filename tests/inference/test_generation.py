@@ -1,4 +1,4 @@
-"""Text that goes on from prompts: neither the cache nor the prompts beside one change it; what is drawn; its end."""
+"""Generated text: independent of the cache and of other prompts; sampling; the end of a text."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ def cached(gpt):
 
 
 def tokens_of(decoder, sampling, prompts, count=70, numbers=None, **options):
-    made = Generation(model_of(decoder, **options), sampling, count).run(prompts, Draws(5, prompts), numbers)
-    return [one.tokens for one in made]
+    texts = Generation(model_of(decoder, **options), sampling, count).run(prompts, Draws(5, prompts), numbers)
+    return [one.tokens for one in texts]
 
 
 @pytest.mark.parametrize("sampling", [Sampling(0), SAMPLED], ids=["greedy", "sampled"])
 def test_the_cache_changes_nothing(gpt, sampling):
-    found = tokens_of(cached(gpt), sampling, PROMPTS[:4])
-    assert found == tokens_of(RecomputedBlocks([("", gpt)]), sampling, PROMPTS[:4])
-    assert all(len(tokens) == 70 for tokens in found)  # more than there is room for at first
+    sequences = tokens_of(cached(gpt), sampling, PROMPTS[:4])
+    assert sequences == tokens_of(RecomputedBlocks([("", gpt)]), sampling, PROMPTS[:4])
+    assert all(len(tokens) == 70 for tokens in sequences)  # more than there is room for at first
 
 
 def test_the_likeliest_tokens_are_those_of_the_model_itself(gpt):
@@ -63,13 +63,13 @@ def test_the_likeliest_tokens_are_those_of_the_model_itself(gpt):
 
 @pytest.mark.parametrize("sampling", [Sampling(0), SAMPLED], ids=["greedy", "sampled"])
 def test_a_prompt_goes_on_alike_by_itself_and_beside_others_of_other_lengths(gpt, sampling):
-    together = tokens_of(cached(gpt), sampling, PROMPTS, 20)
+    sequences = tokens_of(cached(gpt), sampling, PROMPTS, 20)
     for number in range(4):
-        assert together[number] == tokens_of(cached(gpt), sampling, [PROMPTS[number]], 20)[0]
-    assert tokens_of(cached(gpt), sampling, PROMPTS, 20, numbers=[2, 0])[2] == together[2]
+        assert sequences[number] == tokens_of(cached(gpt), sampling, [PROMPTS[number]], 20)[0]
+    assert tokens_of(cached(gpt), sampling, PROMPTS, 20, numbers=[2, 0])[2] == sequences[2]
     again = tokens_of(cached(gpt), sampling, list(reversed(PROMPTS)), 20)
-    assert again[1:-1] == together[-2:0:-1]
-    assert (together[0] == together[-1]) == (sampling.temperature == 0)  # the same prompt again is drawn anew
+    assert again[1:-1] == sequences[-2:0:-1]
+    assert (sequences[0] == sequences[-1]) == (sampling.temperature == 0)  # the same prompt again is drawn anew
 
 
 def test_a_text_ends_at_the_end_of_its_document_and_where_positions_end(gpt):
@@ -84,30 +84,30 @@ def test_a_text_ends_at_the_end_of_its_document_and_where_positions_end(gpt):
 
 
 def nucleus(scores, temperature, k, p):
-    """The formula, token by token."""
+    """Return the probabilities after top-k and top-p, by the formula, token by token."""
     weights = {token: float(torch.tensor(score / temperature, dtype=torch.float64).exp()) for token, score in scores}
     ranked = sorted(weights, key=lambda token: -weights[token])[: k or None]
-    total, kept, together = sum(weights[token] for token in ranked), [], 0.0
+    total, tokens, probability = sum(weights[token] for token in ranked), [], 0.0
     for token in ranked:
-        if together >= p:
+        if probability >= p:
             break
-        kept.append(token)
-        together += weights[token] / total
-    total = sum(weights[token] for token in kept)
-    return {token: weights[token] / total for token in kept}
+        tokens.append(token)
+        probability += weights[token] / total
+    total = sum(weights[token] for token in tokens)
+    return {token: weights[token] / total for token in tokens}
 
 
 @pytest.mark.parametrize(("temperature", "k", "p"), [(1, 0, 1), (0.7, 0, 1), (1.3, 5, 1), (1, 0, 0.6), (0.8, 9, 0.7)])
 def test_top_k_and_top_p_are_their_formulas_and_tokens_are_drawn_by_them(temperature, k, p):
     torch.manual_seed(1)
     scores = torch.randn(3, 30) * 2
-    found = Sampling(temperature, k, p).probabilities(scores)
-    for row, own in zip(scores, found, strict=True):
-        wanted = nucleus(list(enumerate(row.tolist())), temperature, k, p)
-        assert {n: float(x) for n, x in enumerate(own) if x > 0} == pytest.approx(wanted, rel=1e-6)
+    probabilities = Sampling(temperature, k, p).probabilities(scores)
+    for row, row_probabilities in zip(scores, probabilities, strict=True):
+        expected = nucleus(list(enumerate(row.tolist())), temperature, k, p)
+        assert {n: float(x) for n, x in enumerate(row_probabilities) if x > 0} == pytest.approx(expected, rel=1e-6)
     numbers = torch.arange(5000, dtype=torch.float64) / 5000  # evenly spread: tokens come as often as they are likely
     drawn = Sampling(temperature, k, p).choose(scores[:1].expand(5000, -1), numbers)
-    assert torch.bincount(drawn, minlength=30) / 5000 == pytest.approx(found[0].numpy(), abs=1e-3)
+    assert torch.bincount(drawn, minlength=30) / 5000 == pytest.approx(probabilities[0].numpy(), abs=1e-3)
 
 
 @pytest.mark.parametrize(("temperature", "k", "p", "least"), [(1, 0, 1, 0.3), (0.7, 12, 1, 0.05), (1.4, 9, 0.8, 0.2)])
@@ -119,13 +119,13 @@ def test_min_p_and_the_repetition_penalty_are_those_of_transformers(temperature,
     chain = [generation.RepetitionPenaltyLogitsProcessor(1.7), generation.TemperatureLogitsWarper(float(temperature))]
     chain += [generation.TopKLogitsWarper(k)] if k else []
     chain += [generation.TopPLogitsWarper(float(p)), generation.MinPLogitsWarper(least)]
-    wanted = scores.double()
+    expected = scores.double()
     for each in chain:
-        wanted = each(texts, wanted)
+        expected = each(texts, expected)
     sampling = Sampling(temperature, k, p, min_p=least, repetition=1.7)
-    found = sampling.probabilities(sampling.penalized(scores, texts.tolist()))
-    torch.testing.assert_close(found, wanted.softmax(1), rtol=1e-5, atol=1e-9)
-    assert int((found > 0).sum(1).max()) < 30
+    probabilities = sampling.probabilities(sampling.penalized(scores, texts.tolist()))
+    torch.testing.assert_close(probabilities, expected.softmax(1), rtol=1e-5, atol=1e-9)
+    assert int((probabilities > 0).sum(1).max()) < 30
 
 
 def test_a_penalty_keeps_the_likeliest_text_from_going_round(gpt):
@@ -135,8 +135,8 @@ def test_a_penalty_keeps_the_likeliest_text_from_going_round(gpt):
     with torch.no_grad():
         for _ in range(20):
             text.append(int(penalty(torch.tensor([text]), gpt(torch.tensor([text]))[:, -1]).argmax()))
-    found = tokens_of(cached(gpt), Sampling(0, repetition=2.5), PROMPTS[:4], 20)[2]
-    assert found == text[len(PROMPTS[2]) :] and found != tokens_of(cached(gpt), Sampling(0), PROMPTS[:4], 20)[2]
+    tokens = tokens_of(cached(gpt), Sampling(0, repetition=2.5), PROMPTS[:4], 20)[2]
+    assert tokens == text[len(PROMPTS[2]) :] and tokens != tokens_of(cached(gpt), Sampling(0), PROMPTS[:4], 20)[2]
 
 
 def test_a_text_ends_before_a_stop_string_and_what_may_be_one_is_held_back(gpt):
@@ -150,11 +150,11 @@ def test_a_text_ends_before_a_stop_string_and_what_may_be_one_is_held_back(gpt):
     whole = tokens_of(cached(gpt), SAMPLED, PROMPTS[:4], 40)
     stop = bytes(whole[0][10:12]).decode()  # its tokens are bytes of ASCII here
     generation = Generation(model_of(cached(gpt)), SAMPLED, 40, lambda: StopWatch(codec.decoder(), [stop]))
-    made = generation.run(PROMPTS[:4], Draws(5, PROMPTS[:4]))
-    for tokens, one in zip(whole, made, strict=True):
+    texts = generation.run(PROMPTS[:4], Draws(5, PROMPTS[:4]))
+    for tokens, one in zip(whole, texts, strict=True):
         at = bytes(tokens).find(stop.encode())
         assert one.tokens == (tokens if at < 0 else tokens[: at + 2]) and one.ended == (at >= 0)
-    assert made[0].ended
+    assert texts[0].ended
 
 
 def test_an_empty_stop_string_is_refused(capsys):
@@ -185,9 +185,9 @@ TEXT = "Größe, naïve café, 数字 and 🙂🙃, \n  spaces\tand tabs"
 def test_text_that_appears_token_by_token_is_the_whole_text(tmp_path):
     from tokenizers import ByteLevelBPETokenizer
 
-    made = ByteLevelBPETokenizer()
-    made.train_from_iterator([TEXT[:20], "spaces and tabs"], vocab_size=300)
-    made.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator([TEXT[:20], "spaces and tabs"], vocab_size=300)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
     for codec in (BytesCodec(), TokenizerCodec(tmp_path / "tokenizer.json")):
         tokens, decoder = codec.encode(TEXT), codec.decoder()
         pieces = [decoder.add(token) for token in tokens]
@@ -202,9 +202,9 @@ def test_prompts_are_lines_or_json_lines(tmp_path):
     lines.write_bytes(b"one\r\n\n two \n")
     objects.write_text('{"prompt": "one\\ntwo", "other": 1}\n\n{"prompt": ""}\n')
     assert (read_prompts(lines), read_prompts(objects)) == (["one", " two "], ["one\ntwo", ""])
-    for content, told in (('{"text": "a"}', "line 1"), ("[]", "line 1"), ("", "no prompt")):
+    for content, message in (('{"text": "a"}', "line 1"), ("[]", "line 1"), ("", "no prompt")):
         objects.write_text(content)
-        with pytest.raises(InputError, match=told):
+        with pytest.raises(InputError, match=message):
             read_prompts(objects)
     with pytest.raises(InputError, match="cannot be read"):
         read_prompts(Path(tmp_path))
@@ -224,5 +224,5 @@ def test_a_model_of_transformers_uses_the_cache_that_it_brings_along():
 
     assert of_transformers(model) is model
     for sampling in (Sampling(0), SAMPLED):
-        found = tokens_of(Transformers(model), sampling, PROMPTS, 20)
-        assert found == tokens_of(RecomputedBlocks([("", Scores())]), sampling, PROMPTS, 20)
+        sequences = tokens_of(Transformers(model), sampling, PROMPTS, 20)
+        assert sequences == tokens_of(RecomputedBlocks([("", Scores())]), sampling, PROMPTS, 20)

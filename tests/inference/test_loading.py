@@ -1,4 +1,4 @@
-"""Trained models out of run folders, without MPI, and of checkpoints that say nothing; their text and predictions."""
+"""Models loaded from run folders without MPI, also if a checkpoint does not describe them; text and predictions."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def place(forked, tmp_path_factory) -> Path:
-    """A folder with a run of each kind, and no MPI for whoever looks into it: its mpi4py cannot be imported."""
+    """A folder with a run of each kind, and an mpi4py that cannot be imported: its commands run without MPI."""
     folder = tmp_path_factory.mktemp("runs")
     (folder / "own_models.py").write_text(FACTORY)
     (folder / "words.txt").write_text("All happy families are alike.\n" * 100)
@@ -86,7 +86,7 @@ def place(forked, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def command(place, monkeypatch, capfd):
-    """Calls a command by its words, in the folder of the runs: its exit code, and what it says on both outputs."""
+    """Return a function that runs a command line in the folder of the runs, with exit code, stdout and stderr."""
     monkeypatch.chdir(place)
     monkeypatch.syspath_prepend(place)
 
@@ -137,12 +137,12 @@ def test_adapters_on_a_run_are_merged_into_its_weights_and_refused_without_them(
     assert command("generate on_text --prompt All --tokens 2").returncode == 0
     assert forked.run("evaluate", "on_text", "--samples", "4", cwd=place).returncode == 0
     again = ["train", "--run.dir", "on_text", "--train.batch", "4", "--data.path", "text", "--model.lora", "2"]
-    for base, told in {
+    for base, message in {
         "text/checkpoints/step-00000001": "for other base weights than those of model.base",
         "nowhere": "model.base: nowhere does not exist; give",
         "on_text": "holds adapters alone; have",
     }.items():
-        one_line(forked.run(*again, "--model.base", base, cwd=place), told)
+        one_line(forked.run(*again, "--model.base", base, cwd=place), message)
     (place / "text").rename(place / "away")
     try:
         one_line(command("adapters merge on_text again.pt"), "model.base: text does not exist: it is no checkpoint")
@@ -151,7 +151,7 @@ def test_adapters_on_a_run_are_merged_into_its_weights_and_refused_without_them(
 
 
 def older(run: Path, out: Path, **changes) -> Path:
-    """A copy of a run, the values of whose checkpoints are changed; None takes one out."""
+    """Copy a run and change the values of its checkpoints; None removes a value."""
     shutil.copytree(run, out, symlinks=True)
     for folder in (out / "checkpoints").glob("step-*"):
         manifest = read_manifest(folder)
@@ -181,15 +181,15 @@ def test_of_a_run_the_newest_whole_checkpoint_is_taken_and_a_step_is_taken_as_it
     first, last = run / "checkpoints/step-00000001", run / "checkpoints/step-00000002"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        wanted = load_model(first).state_dict()
-        assert not torch.equal(load_model(run).state_dict()["norm.bias"], wanted["norm.bias"])
+        expected = load_model(first).state_dict()
+        assert not torch.equal(load_model(run).state_dict()["norm.bias"], expected["norm.bias"])
     manifest = contents.whole(last)
     extent = manifest.extents_of["model/norm.bias"][0]
     with open(last / extent.file, "r+b") as file:
         file.seek(extent.offset)
         file.write(b"\xff")
     with pytest.warns(UserWarning, match=r"older checkpoint.*step-00000001.*damaged"):
-        assert torch.equal(load_model(run).state_dict()["norm.bias"], wanted["norm.bias"])
+        assert torch.equal(load_model(run).state_dict()["norm.bias"], expected["norm.bias"])
     with pytest.raises(CheckpointError, match="damaged"):
         load_model(last)
 
@@ -200,13 +200,13 @@ def test_text_goes_to_standard_output_and_the_same_seed_gives_the_same(command, 
     (place / "prompts.txt").write_text("happy\nAll \n")
     lines = command("generate text --prompts prompts.txt --tokens 20 --out o.jsonl")
     assert (lines.returncode, lines.stdout, lines.stderr) == (0, "", "")
-    made = [json.loads(line) for line in (place / "o.jsonl").read_text().splitlines()]
-    assert [one["prompt"] for one in made] == ["happy", "All "] and all(one["tokens"] == 20 for one in made)
-    assert first.stdout == "All " + made[1]["text"] + "\n"
+    records = [json.loads(line) for line in (place / "o.jsonl").read_text().splitlines()]
+    assert [one["prompt"] for one in records] == ["happy", "All "] and all(one["tokens"] == 20 for one in records)
+    assert first.stdout == "All " + records[1]["text"] + "\n"
     other = command("generate running --prompt a --tokens 5 --temperature 0")
     assert other.returncode == 0 and other.stdout.startswith("a")
-    told = [line for line in other.stderr.splitlines() if line]
-    assert len(told) == 1 and "Running" in told[0] and "computed again" in told[0]
+    messages = [line for line in other.stderr.splitlines() if line]
+    assert len(messages) == 1 and "Running" in messages[0] and "computed again" in messages[0]
 
 
 def test_predictions_are_the_models_own_in_every_kind_of_file(command):
@@ -217,12 +217,12 @@ def test_predictions_are_the_models_own_in_every_kind_of_file(command):
         done = command(f"predict own x.npy --out p.{ending} --batch 4")
         assert done.returncode == 0, done.stderr
     with torch.no_grad():
-        wanted = torch.softmax(model(torch.from_numpy(x)).double(), 1).numpy()
-    names = [description.classes[n] for n in wanted.argmax(1)]
+        expected = torch.softmax(model(torch.from_numpy(x)).double(), 1).numpy()
+    names = [description.classes[n] for n in expected.argmax(1)]
     table = [line.split(",") for line in Path("p.csv").read_text().splitlines()]
     assert table[0] == ["sample", "class", *description.classes]
     assert [row[:2] for row in table[1:]] == [[str(n), name] for n, name in enumerate(names)]
-    assert np.array([row[2:] for row in table[1:]], float) == pytest.approx(wanted, rel=1e-6)
+    assert np.array([row[2:] for row in table[1:]], float) == pytest.approx(expected, rel=1e-6)
     lines = [json.loads(line) for line in Path("p.jsonl").read_text().splitlines()]
     assert [line["class"] for line in lines] == names
     assert [list(line["probabilities"].values()) for line in lines] == [list(map(float, row[2:])) for row in table[1:]]
@@ -232,32 +232,34 @@ def test_predictions_are_the_models_own_in_every_kind_of_file(command):
 
     task, _ = load_task("text")
     x, y = map(torch.from_numpy, open_dataset("text", sequence=8).read(np.arange(3)))
-    with torch.no_grad(), np.load("t.npz") as found:
-        wanted = [-8 * float(task.loss(task.module(x[n : n + 1]), y[n : n + 1])) for n in range(3)]
-        assert found["log_probability"][:3] == pytest.approx(wanted, rel=1e-5) and set(found["tokens"]) == {8}
+    with torch.no_grad(), np.load("t.npz") as arrays:
+        expected = [-8 * float(task.loss(task.module(x[n : n + 1]), y[n : n + 1])) for n in range(3)]
+        assert arrays["log_probability"][:3] == pytest.approx(expected, rel=1e-5) and set(arrays["tokens"]) == {8}
 
 
 def test_a_table_is_made_into_x_as_that_of_the_training_was(command, place):
-    """Texts become the training's categories and gaps its fill, whatever else stands in the table, in any order."""
+    """Texts become the categories of the training and gaps its fill value, for any order of rows and columns."""
     (place / "new.csv").write_text("colour,note,age\nred,a,40\ngreen,b,\n")
     model, description = load_model("people"), load_task("people")[1]
     fill = description.columns[0].fill
     assert description.columns[1].categories == ("green", "red") and 28 < fill < 31.5
     with torch.no_grad():
-        wanted = torch.softmax(model(torch.tensor([[40.0, 0, 1], [fill, 1, 0]])).double(), 1).numpy()
+        expected = torch.softmax(model(torch.tensor([[40.0, 0, 1], [fill, 1, 0]])).double(), 1).numpy()
     done = command("predict people new.csv --out new.npz")
     assert done.returncode == 0, done.stderr
-    with np.load("new.npz") as found:
-        assert found["probabilities"] == pytest.approx(wanted, rel=1e-6)
-        assert list(found["classes"]) == ["no", "yes"]
+    with np.load("new.npz") as predictions:
+        assert predictions["probabilities"] == pytest.approx(expected, rel=1e-6)
+        assert list(predictions["classes"]) == ["no", "yes"]
     (place / "odd.csv").write_text("colour,age\nblue,40\nred,40\ngreen,old\ngreen,\n")
     one_line(command("predict people odd.csv --out q.csv"), "line 2, column colour", "'blue' is none of", "'green'")
     done = command("predict people odd.csv --skip-bad --batch 1 --out odd.jsonl")
-    told = "left out 2 rows that do not fit, such as odd.csv, line 2, column colour: 'blue' is none of"
-    assert done.returncode == 0 and told in done.stderr and "2 samples in odd.jsonl" in done.stderr
-    found = [json.loads(line) for line in (place / "odd.jsonl").read_text().splitlines()]
-    assert [line["sample"] for line in found] == [1, 3]
-    assert [list(line["probabilities"].values()) for line in found] == [pytest.approx(row, rel=1e-6) for row in wanted]
+    message = "left out 2 rows that do not fit, such as odd.csv, line 2, column colour: 'blue' is none of"
+    assert done.returncode == 0 and message in done.stderr and "2 samples in odd.jsonl" in done.stderr
+    predictions = [json.loads(line) for line in (place / "odd.jsonl").read_text().splitlines()]
+    assert [line["sample"] for line in predictions] == [1, 3]
+    assert [list(line["probabilities"].values()) for line in predictions] == [
+        pytest.approx(row, rel=1e-6) for row in expected
+    ]
     (place / "ragged.csv").write_text("id,colour,age\nx1,red,40\nx2,green\nx3,blue,40\nx4,green,\n")
     one_line(command("predict people ragged.csv --out q.csv"), "line 3: 2 columns where", "--skip-bad")
     for out in ("kept.csv", "kept.jsonl", "kept.npz"):
@@ -267,7 +269,7 @@ def test_a_table_is_made_into_x_as_that_of_the_training_was(command, place):
     assert rows == [["sample", "id"], ["0", "x1"], ["3", "x4"]]
     assert [json.loads(line)["id"] for line in (place / "kept.jsonl").read_text().splitlines()] == ["x1", "x4"]
     with np.load("kept.npz") as arrays:
-        assert arrays["id"].tolist() == ["x1", "x4"] and arrays["probabilities"] == pytest.approx(wanted, rel=1e-6)
+        assert arrays["id"].tolist() == ["x1", "x4"] and arrays["probabilities"] == pytest.approx(expected, rel=1e-6)
     one_line(command("predict people ragged.csv --skip-bad --keep size --out q.csv"), "no column size, which --keep")
     one_line(command("predict people --keep id new.npz --out q.csv"), "--keep id is for columns of a table")
     (place / "odder.csv").write_text("colour,age\nblue,40\n")
@@ -287,8 +289,8 @@ def test_images_become_x_as_in_training_and_broken_ones_are_left_out_where_that_
 
     assert command(f"predict seen pictures --out {tmp_path / 'files.csv'}").returncode == 0
     assert command(f"predict seen pixels --out {tmp_path / 'set.csv'}").returncode == 0
-    found, names = rows("files.csv", named=True)
-    np.testing.assert_allclose(found, rows("set.csv", named=False)[0], rtol=1e-5)
+    values, names = rows("files.csv", named=True)
+    np.testing.assert_allclose(values, rows("set.csv", named=False)[0], rtol=1e-5)
     (place / "pictures/dogs/0.png").write_bytes((place / "pictures/dogs/1.png").read_bytes()[:60])
     one_line(command(f"predict seen pictures --out {tmp_path / 'again.csv'}"), "dogs/0.png cannot be decoded")
     read: list[Path] = []
@@ -296,17 +298,17 @@ def test_images_become_x_as_in_training_and_broken_ones_are_left_out_where_that_
     done = command(f"predict seen pictures --skip-bad --batch 5 --out {tmp_path / 'again.csv'}")
     assert len(read) == len(set(read)) == 13
     assert done.returncode == 0 and "left out 1 images that cannot be read, such as pictures/dogs/0.png" in done.stderr
-    again, of = rows("again.csv", named=True)
-    assert of == names and names[0] == "cats/0.png"
-    np.testing.assert_allclose(again, found, rtol=1e-5)  # batches of other sizes are rounded otherwise
+    again, again_names = rows("again.csv", named=True)
+    assert again_names == names and names[0] == "cats/0.png"
+    np.testing.assert_allclose(again, values, rtol=1e-5)  # batches of other sizes are rounded otherwise
 
 
 def test_the_best_checkpoint_is_taken_where_it_is_asked_for(command, place, tmp_path):
     run = shutil.copytree(place / "people", tmp_path / "run", symlinks=True)
     (run / "checkpoints/best").write_text("step-00000001\n")
-    wanted = load_model(run / "checkpoints/step-00000001").state_dict()
-    assert all(torch.equal(tensor, wanted[name]) for name, tensor in load_model(run, best=True).state_dict().items())
-    assert not torch.equal(load_model(run).state_dict()["head.weight"], wanted["head.weight"])
+    expected = load_model(run / "checkpoints/step-00000001").state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in load_model(run, best=True).state_dict().items())
+    assert not torch.equal(load_model(run).state_dict()["head.weight"], expected["head.weight"])
     for name, words in (("best", f"{run} table --best"), ("first", f"{run}/checkpoints/step-00000001 table")):
         assert command(f"predict {words} --out {tmp_path}/{name}.jsonl").returncode == 0
     assert (tmp_path / "best.jsonl").read_text() == (tmp_path / "first.jsonl").read_text()
@@ -326,13 +328,13 @@ def test_texts_cost_what_the_loss_says_and_a_prompt_costs_nothing(command, place
 
     done = command("predict text lines.txt --out lines.npz")
     assert done.returncode == 0, done.stderr
-    with np.load("lines.npz") as found:
-        assert found["log_probability"] == pytest.approx([cost("All happy", 1), cost("are", 1)], rel=1e-5)
-        assert list(found["tokens"]) == [8, 2]
+    with np.load("lines.npz") as arrays:
+        assert arrays["log_probability"] == pytest.approx([cost("All happy", 1), cost("are", 1)], rel=1e-5)
+        assert list(arrays["tokens"]) == [8, 2]
     done = command("predict text pairs.jsonl --prompt question --out pairs.npz")
     assert done.returncode == 0, done.stderr
-    with np.load("pairs.npz") as found:
-        assert (found["log_probability"][0], found["tokens"][0]) == (pytest.approx(cost("All happ", 3), rel=1e-5), 5)
+    with np.load("pairs.npz") as arrays:
+        assert (arrays["log_probability"][0], arrays["tokens"][0]) == (pytest.approx(cost("All happ", 3), rel=1e-5), 5)
 
 
 def test_a_checkpoint_with_more_tensors_than_the_model_has_is_refused(place, tmp_path):
@@ -378,7 +380,7 @@ def test_what_cannot_be_done_is_told_in_one_line_and_leaves_no_file(command, pla
 
 
 def hostile(place: Path, run: Path, factory: str) -> Path:
-    """A run of tokens that names code which came with it and says that it ran, in its manifests and its settings."""
+    """Write a run whose manifests and settings name code in its folder; the code prints a line if it runs."""
     task = read_manifest(place / "running/checkpoints/step-00000002").values[TASK]
     older(place / "running", run, **{TASK: task | {"model": task["model"] | {"factory": factory}}})
     settings = run / "config.toml"
@@ -418,9 +420,9 @@ def test_what_only_looks_at_a_run_or_trains_on_from_it_imports_nothing_that_it_n
     for words in (f"show {run}", f"verify {run}", f"export {run} {tmp_path}/w.pt", f"ls {run}"):
         done = forked.run("checkpoint", *words.split(), cwd=run)
         assert done.returncode == 0 and "evil ran" not in done.stdout, done.stderr
-    own = f"--data.path {place}/text --model.factory own_models:running --model.sequence 8 --train.batch 4"
+    settings = f"--data.path {place}/text --model.factory own_models:running --model.sequence 8 --train.batch 4"
     more = f"--run.dir {tmp_path}/on --train.steps 3 --checkpoint.resume {run}/checkpoints/step-00000002"
-    done = forked.run("train", *f"{own} {more}".split(), cwd=run, PYTHONPATH=str(place))
+    done = forked.run("train", *f"{settings} {more}".split(), cwd=run, PYTHONPATH=str(place))
     assert done.returncode == 0 and "evil ran" not in done.stdout, done.stderr
 
 

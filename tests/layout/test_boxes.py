@@ -1,4 +1,4 @@
-"""Who owns what: pieces of tensors, and finding one layout's elements in another's."""
+"""Ownership of tensors: pieces, and the elements of one layout in another."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def test_shares_give_every_element_to_exactly_one_rank(sizes, parts, multiple):
 
 @st.composite
 def _layout(draw, shape):
-    """Pieces that together are a tensor: the cells of a grid, which cuts any number of dimensions, cut into stretches.
+    """Return pieces that make up a tensor: cells of a grid over any of its dimensions, cut into stretches.
 
-    Dimensions may be seen as one with that before them, as in a fused layer.
+    A dimension may be merged with the one before it, as in a fused layer.
     """
     view = list(shape)
     for d in reversed(range(1, len(view))):
@@ -59,13 +59,13 @@ def test_any_layout_finds_all_its_elements_in_any_other(shape, data):
         return piece.box.of(whole).reshape(-1)[piece.lo : piece.hi]
 
     source, target = data.draw(_layout(shape)), data.draw(_layout(shape))
-    for wanted in target:
-        got = np.full(wanted.numel, -1)
-        for have in source:
-            for at, to, length in zip(*stretches(have, wanted), strict=True):
-                assert (got[to : to + length] == -1).all()
-                got[to : to + length] = content(have)[at : at + length]
-        assert (got == content(wanted)).all()
+    for target_piece in target:
+        values = np.full(target_piece.numel, -1)
+        for source_piece in source:
+            for at, to, length in zip(*stretches(source_piece, target_piece), strict=True):
+                assert (values[to : to + length] == -1).all()
+                values[to : to + length] = content(source_piece)[at : at + length]
+        assert (values == content(target_piece)).all()
 
 
 @settings(max_examples=200, deadline=None)
@@ -96,7 +96,7 @@ def test_the_same_part_of_a_tensor_is_the_same_box():
 
 @st.composite
 def _slab(draw, shape):
-    """A part of a tensor along any of its dimensions, and the same as slices."""
+    """Return a box of a tensor along any of its dimensions, and its slices."""
     ranges = [sorted(draw(st.lists(st.integers(0, n), min_size=2, max_size=2, unique=True))) for n in shape]
     start, stop = tuple(lo for lo, _ in ranges), tuple(hi for _, hi in ranges)
     return Box(tuple(shape), start, stop), tuple(map(slice, start, stop))
@@ -107,11 +107,11 @@ def _slab(draw, shape):
 def test_a_part_of_a_part_is_what_slicing_twice_gives(shape, data):
     whole = np.arange(np.prod(shape)).reshape(shape)
     outer, outer_slices = data.draw(_slab(shape))
-    own = whole[outer_slices]
-    inner, inner_slices = data.draw(_slab(own.shape))
-    part = compose(Slice(tuple(shape), (outer,)), Slice(own.shape, (inner,)))
+    outer_part = whole[outer_slices]
+    inner, inner_slices = data.draw(_slab(outer_part.shape))
+    part = compose(Slice(tuple(shape), (outer,)), Slice(outer_part.shape, (inner,)))
     [box] = part.boxes
     assert part.shape == tuple(shape)
-    assert (box.of(whole).reshape(-1) == own[inner_slices].reshape(-1)).all()
+    assert (box.of(whole).reshape(-1) == outer_part[inner_slices].reshape(-1)).all()
     ranges = [(a.start + b.start, a.start + b.stop) for a, b in zip(outer_slices, inner_slices, strict=True)]
     assert box == Box(tuple(shape), *zip(*ranges, strict=True))

@@ -1,4 +1,4 @@
-"""The mesh: who is where, one communicator per axis, and shapes that do not fit."""
+"""The mesh: coordinates of the ranks, one communicator per axis, and shapes that do not fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Of all copies of a tensor one acts, and each element that an axis divides has one rank."""
+"""Ownership: one of the copies of a tensor is active, and each element of a divided tensor has one rank."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def along(rank: int, size: int, name: str = "rows") -> Axis:
 
 
 def part(rank: int, size: int) -> nn.Module:
-    """A rank's part of a linear layer with a norm behind it, whose statistics are a buffer."""
+    """Return a rank's part of a linear layer, and a batch norm behind it, whose statistics are buffers."""
     whole = nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6))
     whole[0].weight = part_of(whole[0].weight, 0, Features((6,)), along(rank, size))
     whole[0].bias = part_of(whole[0].bias, 0, Features((6,)), along(rank, size))
@@ -55,7 +55,7 @@ def test_a_module_that_nobody_divided_is_this_ranks_own():
 
 def test_two_axes_divide_two_dimensions_and_each_element_has_one_acting_rank():
     whole = nn.Parameter(torch.arange(35.0).view(5, 7))
-    seen = torch.zeros(5, 7)
+    counts = torch.zeros(5, 7)
     for row in range(2):
         for column in range(3):
             half = part_of(whole, 0, Features((5,)), along(row, 2))
@@ -67,8 +67,8 @@ def test_two_axes_divide_two_dimensions_and_each_element_has_one_acting_rank():
             assert Ownership.of(cell, ranks).first and Ownership.of(cell, ranks).leads == (row == column == 0)
             assert Ownership.of(half, ranks).first == (column == 0)
             assert Ownership.of(whole, ranks).first == (row == column == 0)
-            box.of(seen)[...] += 1
-    assert (seen == 1).all()
+            box.of(counts)[...] += 1
+    assert (counts == 1).all()
 
 
 def test_what_cuts_across_a_fused_layers_sections_is_refused():

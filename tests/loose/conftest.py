@@ -1,4 +1,4 @@
-"""The data that is trained on here, and where."""
+"""The data and the folders of training in these tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What parallel.mode local is to compute, in one process: a model for each group, and the averages as papers say."""
+"""A reference for parallel.mode local in one process: a model for each group, averaged as in the papers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mpitrain.trainer.optimizing import make_optimizer
 
 
 class Replicas:
-    """Groups that train apart, each with whole batches of its own part; losses: of the steps, over all groups."""
+    """Groups that train separately, each on its part of every batch; losses: one per step, over all groups."""
 
     def __init__(self, sections, groups):
         self.config = config = Config.from_dict(sections)
@@ -67,7 +67,7 @@ class Replicas:
             optimizer.step()
 
     def train(self):
-        """All steps; afterwards the parameters that all share."""
+        """Train all steps and return the averaged parameters."""
         parallel, steps = self.config.parallel, self.config.train.steps
         anchor, before, outer = None, None, None
         with batches(self.config, lambda size: (0, size), self.data, 0) as loader:

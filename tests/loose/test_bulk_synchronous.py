@@ -1,4 +1,4 @@
-"""parallel.mode server at staleness 0: the steps of an all-reduce over the workers, whoever keeps the parameters."""
+"""parallel.mode server at staleness 0: the steps of an all-reduce over the workers, for any number of servers."""
 
 from __future__ import annotations
 
@@ -22,26 +22,30 @@ ALL = pytest.mark.ranks(1, 2, 3)
 
 
 def settings(text, *, servers=0, **sections):
-    """A training of a parameter server; servers None: of an all-reduce."""
+    """Return settings of training with a parameter server, or with an all-reduce if `servers` is None."""
     parallel = {} if servers is None else {"mode": "server", "servers": servers}
-    given = {"data": {"path": text, "record_ids": True}, "model": GPT, "train": TRAIN, "parallel": parallel}
-    given |= {"checkpoint": {"every": 0}, "optim": {"warmup": 2, "schedule": "constant"}, "comm": {"bucket_mb": 0.02}}
-    return {name: given.get(name, {}) | sections.get(name, {}) for name in given | sections}
+    defaults = {"data": {"path": text, "record_ids": True}, "model": GPT, "train": TRAIN, "parallel": parallel}
+    defaults |= {
+        "checkpoint": {"every": 0},
+        "optim": {"warmup": 2, "schedule": "constant"},
+        "comm": {"bucket_mb": 0.02},
+    }
+    return {name: defaults.get(name, {}) | sections.get(name, {}) for name in defaults | sections}
 
 
 def same(lines, wanted, tolerance=1e-5):
-    """Two trainings went alike, as their metrics tell."""
+    """Check that two runs have the same metrics."""
     assert [m["step"] for m in lines] == [m["step"] for m in wanted]
     assert [m["loss"] for m in lines] == pytest.approx([m["loss"] for m in wanted], rel=tolerance)
     assert [m["grad_norm"] for m in lines] == pytest.approx([m["grad_norm"] for m in wanted], rel=10 * tolerance)
     assert [m["lr"] for m in lines] == [m["lr"] for m in wanted]
     assert [m.get("ids") for m in lines] == [m.get("ids") for m in wanted]
-    found, expected = ([m["held_out_loss"] for m in of if "held_out_loss" in m] for of in (lines, wanted))
-    assert found == pytest.approx(expected, rel=tolerance) and len(found) == len(expected)
+    losses, expected = ([m["held_out_loss"] for m in metrics if "held_out_loss" in m] for metrics in (lines, wanted))
+    assert losses == pytest.approx(expected, rel=tolerance) and len(losses) == len(expected)
 
 
 class AllReduce:
-    """Trainings in mode sync by the first ranks, each made once: what servers are held against."""
+    """Reference runs in mode sync on the first ranks, each trained once, with which servers are compared."""
 
     def __init__(self, world, place):
         self._world, self._place, self._made = world, place, {}
@@ -65,7 +69,7 @@ def all_reduce(world, place):
 
 
 def how_many_serve(world):
-    """Values of parallel.servers that leave a worker."""
+    """Return the values of parallel.servers that leave at least one worker."""
     return {1: [0], 2: [0, 1], 3: [0, 1, 2]}[world.size]
 
 
@@ -125,10 +129,10 @@ def test_a_resumed_run_has_the_bits_of_one_never_interrupted(world, place, text,
         assert trainer.train() == EXIT_REQUEUE
     assert 3 <= trainer.step < 6
     resumed = run(world, stopped, **sections)
-    wanted = run(world, whole, **sections)
-    kept = ("step", "loss", "lr", "grad_norm", "ids")
-    assert [[m[k] for k in kept] for m in resumed] == [[m[k] for k in kept] for m in wanted]
-    assert resumed[-1]["held_out_loss"] == wanted[-1]["held_out_loss"]
+    reference = run(world, whole, **sections)
+    keys = ("step", "loss", "lr", "grad_norm", "ids")
+    assert [[m[k] for k in keys] for m in resumed] == [[m[k] for k in keys] for m in reference]
+    assert resumed[-1]["held_out_loss"] == reference[-1]["held_out_loss"]
     mine, theirs = (read_manifest(folder / "checkpoints/step-00000008") for folder in (stopped, whole))
     assert [extent.hashes for extent in mine.extents] == [extent.hashes for extent in theirs.extents] != []
 
@@ -153,7 +157,7 @@ def test_checkpoints_of_one_mode_are_read_in_the_other_and_hold_the_model(world,
 
 @pytest.mark.ranks(3)
 def test_all_workers_evaluate_with_the_statistics_of_batches_that_are_saved(world, folder):
-    """Each worker normalizes its part of a batch; the first one's running statistics are the model's."""
+    """Each worker normalizes its part of a batch; the model has the running statistics of the first worker."""
     if world.rank == 0:
         generator, y = np.random.default_rng(0), np.arange(90) % 3
         source = folder / "source"
@@ -170,8 +174,8 @@ def test_all_workers_evaluate_with_the_statistics_of_batches_that_are_saved(worl
         shutil.rmtree(folder / "resumed/checkpoints/step-00000008")
     world.barrier()
     resumed = run(world, folder / "resumed", **sections)
-    kept = ("loss", "grad_norm", "held_out_loss")
-    assert [[m.get(k) for k in kept] for m in resumed] == [[m.get(k) for k in kept] for m in whole]
+    keys = ("loss", "grad_norm", "held_out_loss")
+    assert [[m.get(k) for k in keys] for m in resumed] == [[m.get(k) for k in keys] for m in whole]
 
 
 @ALL
@@ -179,7 +183,7 @@ def test_all_workers_evaluate_with_the_statistics_of_batches_that_are_saved(worl
 def test_a_parameter_that_no_worker_used_in_a_step_is_as_with_an_all_reduce_not_updated(
     world, place, text, letters, monkeypatch
 ):
-    """Neither decayed nor its step counted; also after a checkpoint, which each mode reads of the other."""
+    """It is not decayed and its step is not counted, also after a checkpoint of the other mode."""
     if letters:
         monkeypatch.setattr(arena, "_shared_window", lambda *_: None)
     for servers in how_many_serve(world):
@@ -201,7 +205,7 @@ def test_a_parameter_that_no_worker_used_in_a_step_is_as_with_an_all_reduce_not_
                     tensors.append({key: np.asarray(file[key]) for key in file})
         if some is not None:
             some.free()
-        for found in tensors[1:]:
-            assert found.keys() == tensors[0].keys() != set()
-            for key, tensor in found.items():
+        for parameters in tensors[1:]:
+            assert parameters.keys() == tensors[0].keys() != set()
+            for key, tensor in parameters.items():
                 assert np.allclose(tensor, tensors[0][key], rtol=1e-4, atol=1e-5), (servers, key)

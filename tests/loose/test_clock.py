@@ -1,4 +1,4 @@
-"""The rules of the parameter server without ranks: who works on which samples, and how far they may be apart."""
+"""The rules of the parameter server, without ranks: which worker gets which samples, and how stale it may be."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from mpitrain.loose.clock import Applied, Clock, Portion
 
 
 class Workers:
-    """Workers that ask a clock as ranks ask the first server, in random order, and take randomly long.
+    """Workers that ask a clock for parts, as ranks ask the first server, in random order and at random times.
 
-    The clock's rules are looked at after everything that happens.
+    The rules of the clock are checked after each event.
     """
 
     def __init__(self, chance: random.Random, workers: int, staleness: int | None, done: int) -> None:
@@ -26,9 +26,10 @@ class Workers:
         self.met: set[int] = set()  # the steps after which a worker was told that there are no more
 
     def meet(self, limit: int, *, stop_after: int | None = None, dies_after: int | None = None) -> int:
-        """Work up to a step; the first asks to stop when so many parts were given. Returns the step they meet at.
+        """Work up to step `limit` and return the step at which the workers meet.
 
-        dies_after: some of several workers die when so many parts were applied.
+        stop_after: the first worker requests a stop when this many more parts were handed out.
+        dies_after: some of several workers die when this many parts were applied.
         """
         clock, working = self.clock, set(self.numbers)
         self.met, self.stop_at = set(), None if stop_after is None else len(self.given) + stop_after
@@ -47,7 +48,7 @@ class Workers:
         return clock.limit
 
     def bury(self, dead: int) -> None:
-        """The rest goes on without some workers, by what is known to have been applied."""
+        """Continue without `dead` of the workers, from the parts that are known to be applied."""
         applied = self.clock.applied
         for worker in self.chance.sample(self.numbers, dead):
             self.numbers.remove(worker)
@@ -57,7 +58,7 @@ class Workers:
         self.clock = Clock(before, self.numbers, self.staleness)
 
     def _asks(self, worker: int, limit: int, working: set[int]) -> bool:
-        """Whether something came of it: a part, or that there are no more."""
+        """Ask for a part; return True if there is one, or if there are no more."""
         if self.chance.random() < 0.3 and self.holds:
             return False  # it is not yet so far
         clock = self.clock
@@ -110,8 +111,8 @@ def test_a_stop_ends_after_the_steps_that_were_begun_and_after_one_at_least(chan
     crowd = Workers(chance, workers, staleness, 0)
     if first:
         crowd.meet(first)
-    asked = chance.randrange(0, workers * length)
-    last = crowd.meet(first + length, stop_after=asked)
+    stop_after = chance.randrange(0, workers * length)
+    last = crowd.meet(first + length, stop_after=stop_after)
     assert first + 1 <= last <= first + length and crowd.clock.applied.completed == last
     assert sorted(crowd.given) == [Portion(step, part) for step in range(1, last + 1) for part in range(workers)]
 

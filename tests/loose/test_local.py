@@ -1,4 +1,4 @@
-"""parallel.mode local computes what its papers say, whatever else the run does, and goes on as if not stopped."""
+"""parallel.mode local computes what its papers say, with all other settings, also after a restart."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mpitrain.monitor import read_metrics
 
 
 def settings(text, folder, *, steps=8, batch=5, **sections):
-    given = {
+    defaults = {
         "run": {"dir": str(folder)},
         "data": {"path": text},
         "model": {"layers": 2, "width": 16, "heads": 2, "sequence": 16},
@@ -24,7 +24,7 @@ def settings(text, folder, *, steps=8, batch=5, **sections):
         "checkpoint": {"every": 0},
         "optim": {"name": "adamw", "lr": 0.01},
     }
-    return {name: given.get(name, {}) | sections.get(name, {}) for name in given | sections}
+    return {name: defaults.get(name, {}) | sections.get(name, {}) for name in defaults | sections}
 
 
 def local(**keys):
@@ -32,7 +32,7 @@ def local(**keys):
 
 
 def fit(world, sections, *callbacks):
-    """Train; returns the trainer and the lines of its metrics."""
+    """Train and return the trainer, the lines of its metrics and the exit code."""
     trainer = mt.Trainer(sections, callbacks, world=world)
     with trainer.working():
         code = trainer.train()
@@ -51,12 +51,12 @@ def test_averaging_after_each_step_is_synchronous_training(world, folder, text):
     model = {"layers": 1, "width": 16, "heads": 2, "sequence": 16, "dropout": 0.2}
     plain, expected, _ = fit(world, settings(text, folder / "sync", model=model))
     parallel = local(local_steps=1)
-    averaged, found, _ = fit(world, settings(text, folder / "local", model=model, parallel=parallel))
-    assert losses(found) == pytest.approx(losses(expected), rel=1e-5)
-    assert [m["grad_norm"] for m in found] == pytest.approx([m["grad_norm"] for m in expected], rel=1e-4)
-    assert found[-1]["held_out_loss"] == pytest.approx(expected[-1]["held_out_loss"], rel=1e-5)
-    want, got = plain.engine.state_dict(), averaged.engine.state_dict()
-    assert all(torch.allclose(want[name], got[name], rtol=1e-4, atol=1e-5) for name in want)
+    averaged, averaged_lines, _ = fit(world, settings(text, folder / "local", model=model, parallel=parallel))
+    assert losses(averaged_lines) == pytest.approx(losses(expected), rel=1e-5)
+    assert [m["grad_norm"] for m in averaged_lines] == pytest.approx([m["grad_norm"] for m in expected], rel=1e-4)
+    assert averaged_lines[-1]["held_out_loss"] == pytest.approx(expected[-1]["held_out_loss"], rel=1e-5)
+    reference, averaged_state = plain.engine.state_dict(), averaged.engine.state_dict()
+    assert all(torch.allclose(reference[name], averaged_state[name], rtol=1e-4, atol=1e-5) for name in reference)
 
 
 CASES = {
@@ -72,7 +72,7 @@ CASES = {
 
 
 def check(world, sections, groups):
-    """Train on ranks what one process trains with as many replicas."""
+    """Train, check the losses against replicas in one process, and return the trainer and the replicas' parameters."""
     trainer, lines, _ = fit(world, sections)
     replicas = Replicas(sections, groups)
     shared = replicas.train()
@@ -87,8 +87,8 @@ def test_groups_average_what_they_trained_apart(world, folder, text, name):
     trainer, shared = check(
         world, settings(text, folder / "r", parallel=local(**parallel), optim=optim), groups=world.size
     )
-    found = parameters_to_vector(trainer.engine.module.parameters()).detach()
-    assert torch.allclose(found, shared, rtol=1e-4, atol=2e-5)
+    parameters = parameters_to_vector(trainer.engine.module.parameters()).detach()
+    assert torch.allclose(parameters, shared, rtol=1e-4, atol=2e-5)
 
 
 @pytest.mark.ranks(4)
@@ -148,7 +148,7 @@ def test_a_checkpoint_serves_other_groups_and_synchronous_training(world, folder
     trained, _, _ = fit(
         world, settings(text, folder / "r", steps=4, parallel=local(local_steps=2, outer="nesterov", overlap=True))
     )
-    want = trained.engine.state_dict()
+    trained_state = trained.engine.state_dict()
     for number, parallel in enumerate([{}, local(local_steps=2), local(local_steps=2, outer="nesterov")]):
         more = {"parallel": parallel, "checkpoint": {"resume": str(folder / "r")}}
         again = mt.Trainer(settings(text, folder / str(number), steps=6, **more), world=world)
@@ -161,21 +161,21 @@ def test_a_checkpoint_serves_other_groups_and_synchronous_training(world, folder
         )
         with loaded.working():
             loaded.train()
-        got = loaded.engine.state_dict()
-        assert all(torch.equal(want[name], got[name]) for name in want)
+        loaded_state = loaded.engine.state_dict()
+        assert all(torch.equal(trained_state[name], loaded_state[name]) for name in trained_state)
         alone.free()
 
 
 @pytest.mark.ranks(2)
 def test_differences_may_be_rounded_on_their_way(world, folder, text):
-    of = {}
+    metrics = {}
     for kind in ("none", "fp16"):
         parallel = local(local_steps=2, local_compression=kind)
-        of[kind] = fit(world, settings(text, folder / kind, parallel=parallel))[1]
-    assert losses(of["fp16"]) == pytest.approx(losses(of["none"]), rel=1e-3) and losses(of["fp16"]) != losses(
-        of["none"]
-    )
-    sent = [[line.get("between_groups_bytes") for line in lines] for lines in of.values()]
+        metrics[kind] = fit(world, settings(text, folder / kind, parallel=parallel))[1]
+    assert losses(metrics["fp16"]) == pytest.approx(losses(metrics["none"]), rel=1e-3) and losses(
+        metrics["fp16"]
+    ) != losses(metrics["none"])
+    sent = [[line.get("between_groups_bytes") for line in lines] for lines in metrics.values()]
     assert sent[0][0] is None and sent[0][1] == pytest.approx(2 * sent[1][1], rel=0.01)
 
 

@@ -1,4 +1,4 @@
-"""parallel.mode server as a person runs it: what it refuses, kills, and the pretend accelerator."""
+"""parallel.mode server as a user runs it: errors, kills, and the pretend accelerator."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def test_settings_that_do_not_go_with_servers_are_refused_on_all_ranks_in_a_line
 
 
 def test_more_servers_than_ranks_are_one_line_and_exit_code_2(tmp_path, forked):
-    given = ("--parallel.mode", "server", "--parallel.servers", 1, "--run.dir", tmp_path / "r")
-    one_line(forked.run("train", *given, cwd=tmp_path), "parallel.servers 1 leaves no worker of 1 ranks")
+    options = ("--parallel.mode", "server", "--parallel.servers", 1, "--run.dir", tmp_path / "r")
+    one_line(forked.run("train", *options, cwd=tmp_path), "parallel.servers 1 leaves no worker of 1 ranks")
     one_line(forked.run("train", "--parallel.staleness", 2, "--run.dir", tmp_path / "r", cwd=tmp_path), "mode server")
 
 
@@ -81,9 +81,9 @@ def test_a_killed_run_goes_on_with_the_same_bits(tmp_path, servers):
         process.kill()
     resumed = job(3, train_command("--run.dir", killed, *arguments))
     assert resumed.returncode == 0 and "resumed from" in resumed.stdout, resumed.stderr
-    kept = ("step", "loss", "lr", "grad_norm", "ids", "held_out_loss")
-    found, wanted = ([[m.get(k) for k in kept] for m in read_metrics(folder)] for folder in (killed, whole))
-    assert found == wanted and len(found) == 150
+    keys = ("step", "loss", "lr", "grad_norm", "ids", "held_out_loss")
+    lines, reference = ([[m.get(k) for k in keys] for m in read_metrics(folder)] for folder in (killed, whole))
+    assert lines == reference and len(lines) == 150
     mine, theirs = (read_manifest(folder / "checkpoints/step-00000150") for folder in (killed, whole))
     assert [extent.hashes for extent in mine.extents] == [extent.hashes for extent in theirs.extents] != []
 
@@ -94,13 +94,13 @@ def test_a_killed_run_goes_on_with_the_same_bits(tmp_path, servers):
 def test_losses_on_a_device_are_those_of_the_cpu(world, place: Path, text, device):
     with sdpa_kernel(SDPBackend.MATH):
         for servers, staleness in ((0, 0), (1, 0), (0, 2)):
-            made = settings(text, servers=servers, model={"dropout": 0.0}, parallel={"staleness": staleness})
+            sections = settings(text, servers=servers, model={"dropout": 0.0}, parallel={"staleness": staleness})
             places = {kind: place / f"{kind}-{servers}-{staleness}" for kind in ("cpu", device.type)}
-            cpu, there = (
-                run(world, folder, **made | {"run": {"dir": str(folder), "device": kind}})
+            cpu, on_device = (
+                run(world, folder, **sections | {"run": {"dir": str(folder), "device": kind}})
                 for kind, folder in places.items()
             )
             if staleness:
-                assert there[-1]["loss"] == pytest.approx(cpu[-1]["loss"], rel=0.05)
+                assert on_device[-1]["loss"] == pytest.approx(cpu[-1]["loss"], rel=0.05)
             else:
-                same(there, cpu)
+                same(on_device, cpu)

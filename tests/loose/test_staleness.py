@@ -1,8 +1,8 @@
-"""parallel.mode server with staleness: recorded runs in which workers and servers take randomly long.
+"""parallel.mode server with staleness: recorded runs with random delays of workers and servers.
 
-What is recorded: which steps each server had applied when it sent the parameters that a part was computed with, and in
-which order each server applied the parts. The bound is that of Ho et al. 2013: a part of step t has been computed with
-all updates of the steps up to t - 1 - s.
+A run records which steps each server had applied when it sent the parameters for a part, and the order in which each
+server applied the parts. The bound is that of Ho et al. 2013: a part of step t has been computed with all updates of
+the steps up to t - 1 - s.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ STEPS = 6
 
 @dataclass
 class Recording:
-    """What happened on one rank."""
+    """Events on one rank."""
 
     computed: list[tuple[int, int, list[tuple[int, int]]]] = field(default_factory=list)
-    """Of each part: step, number, and (server, steps it had completed) for every bucket that came for it."""
+    """Step and number of each part, and (server, its completed steps) for every bucket received for it."""
     applied: list[tuple[int, int, int]] = field(default_factory=list)
-    """By this rank's server, in order: step and number of the part, and the steps complete before."""
+    """Parts applied by this rank's server, in order: step, number, and the steps completed before."""
     ids: list[int] = field(default_factory=list)
-    """Of the samples that it trained on."""
+    """Numbers of the samples that the rank trained on."""
     came: list[tuple[int, int]] = field(default_factory=list)
-    """Of the part under way, as in `computed`; also what came before ranks met, as a run's last parameters do."""
+    """Buckets received for the current part, as in `computed`; also a run's last parameters."""
 
 
 @pytest.fixture
 def recording(monkeypatch):
-    """Notes of what this rank's worker and server do, from now on; both take randomly long: `.chance` says how."""
+    """Record this rank's worker and server from now on, and delay both at random, drawn from `.chance`."""
     notes = Recording()
     came = notes.came
     notes.chance = random.Random(0)
@@ -78,7 +78,7 @@ def recording(monkeypatch):
 
 
 class Uneven(mt.Trainer):
-    """Takes randomly long for each part."""
+    """A trainer with random delays in each part."""
 
     notes: Recording
 
@@ -95,7 +95,7 @@ class Uneven(mt.Trainer):
 
 
 def sections(text, folder, staleness, servers, **more):
-    given = {
+    defaults = {
         "run": {"dir": str(folder)},
         "data": {"path": text, "record_ids": True},
         "model": {**GPT, "layers": 1, "width": 16},
@@ -105,33 +105,33 @@ def sections(text, folder, staleness, servers, **more):
         "checkpoint": {"every": 0},
         "comm": {"bucket_mb": 0.01},
     }
-    return {name: given.get(name, {}) | more.get(name, {}) for name in given | more}
+    return {name: defaults.get(name, {}) | more.get(name, {}) for name in defaults | more}
 
 
 def trained(world, notes, settings, seed=0, kind=Uneven):
-    """Metrics of a training in which `notes` were taken, and the notes of all ranks."""
+    """Train while recording to `notes`; return the trainer, its metrics and the recordings of all ranks."""
     notes.chance = random.Random(1000 * seed + world.rank)
-    for kept in (notes.computed, notes.applied, notes.ids, notes.came):
-        kept.clear()
+    for record in (notes.computed, notes.applied, notes.ids, notes.came):
+        record.clear()
     world.barrier()
     trainer = kind(settings, world=world)
     trainer.notes = notes
     with trainer.working():
         assert trainer.train() == 0
-    told = world.all_gather_object([notes.computed, notes.applied, notes.ids])
-    return trainer, read_metrics(trainer.folder.path), [Recording(*each) for each in told]
+    all_notes = world.all_gather_object([notes.computed, notes.applied, notes.ids])
+    return trainer, read_metrics(trainer.folder.path), [Recording(*each) for each in all_notes]
 
 
 def holds(trainer, lines, recorded, workers, servers, staleness):
-    """Every part was computed and applied once, and none with older parameters than the bound allows."""
+    """Check that every part was computed and applied once, with parameters no older than the bound allows."""
     parts = {(step, part) for step in range(1, STEPS + 1) for part in range(workers)}
-    computed = [each for of in recorded for each in of.computed]
+    computed = [each for notes in recorded for each in notes.computed]
     assert len(computed) == len(parts) and {(step, part) for step, part, _ in computed} == parts
-    serving = [of.applied for of in recorded if of.applied]
+    serving = [notes.applied for notes in recorded if notes.applied]
     assert len(serving) == servers
     for applied in serving:
         assert len(applied) == len(parts) and {(step, part) for step, part, _ in applied} == parts
-    ids = Counter(number for of in recorded for number in of.ids)
+    ids = Counter(number for notes in recorded for number in notes.ids)
     assert ids == Counter(number for m in lines for number in m["ids"]) and len(lines) == STEPS
     order = SampleOrder(len(trainer.data), trainer.config.run.seed)
     assert [number for m in lines for number in m["ids"]] == order.ids(0, 13 * STEPS).tolist()
@@ -179,7 +179,7 @@ def test_the_bound_holds_also_where_ranks_share_no_memory(world, text, folder, r
 
 
 class Sleepy(mt.Trainer):
-    """Of two workers the second sleeps in its first part; both note parameters and gradients of each of theirs."""
+    """A trainer whose second worker sleeps in its first part; workers record parameters and gradients of parts."""
 
     notes: Recording
 
@@ -190,14 +190,14 @@ class Sleepy(mt.Trainer):
         step = super().train_step(batch)
         flats = self.engine.sharding.flats
         weight = len(batch.ids) / self.config.train.batch
-        state = [torch.cat([arena.tensor for arena in of]) for of in (flats.parameters, flats.gradients)]
+        state = [torch.cat([arena.tensor for arena in arenas]) for arenas in (flats.parameters, flats.gradients)]
         self.seen = [*getattr(self, "seen", []), (state[0], state[1] / weight, step.lr, weight)]
         return step
 
 
 @pytest.fixture
 def rates(monkeypatch):
-    """Updates of this rank's server: the learning rate used, and (lr, weight, staleness) of each part."""
+    """Record for each update of this rank's server its learning rate, and (lr, weight, staleness) of each part."""
     rates, apply_commits, apply = [], Server._apply_commits, ShareUpdate.apply
 
     def noted(server):
@@ -223,8 +223,9 @@ def test_a_worker_sees_its_own_updates_and_staleness_lr_slows_down_late_ones(
     settings = sections(text, folder / "r", "none", 1, **plain)
     settings["parallel"]["staleness_lr"] = True
     trainer, lines, recorded = trained(world, recording, settings, kind=Sleepy)
-    by = [len(of.computed) for of in recorded]
-    assert by[2] == 0 and by[0] + by[1] == 2 * STEPS and by[0] > by[1] >= 1  # who is slow gets fewer parts
+    counts = [len(notes.computed) for notes in recorded]
+    # the slow worker gets fewer parts
+    assert counts[2] == 0 and counts[0] + counts[1] == 2 * STEPS and counts[0] > counts[1] >= 1
     if world.rank == 0:
         first, second, third = trainer.seen[:3]  # while the other sleeps
         for (x, gradient, lr, weight), (after, *_) in ((first, second), (second, third)):
@@ -237,8 +238,8 @@ def test_a_worker_sees_its_own_updates_and_staleness_lr_slows_down_late_ones(
     if world.rank == 0:
         capsys.readouterr()
         assert report.main([str(folder / "r")]) == 0
-        told = capsys.readouterr().out
-        assert f"{lines[-1]['loss']:.4f}" in told and "steps ahead of the slowest" in told
+        output = capsys.readouterr().out
+        assert f"{lines[-1]['loss']:.4f}" in output and "steps ahead of the slowest" in output
 
 
 @pytest.mark.ranks(2)

@@ -1,4 +1,4 @@
-"""What a server makes of the gradients that workers have committed, with figures that are made up."""
+"""The update that a server computes from the gradients of workers, with made-up numbers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LR, WEIGHTS = 0.5, (0.5, 0.25, 0.25)
 
 
 class Flats:
-    """Gradients of three workers, whose memory the server sees."""
+    """Gradients of three workers in memory that the server can access."""
 
     def __init__(self, buckets, gradients):
         self.buckets, self._gradients = buckets, gradients
@@ -30,7 +30,7 @@ class Flats:
 
 
 class Box:
-    """Keeps what is posted."""
+    """A mailbox that keeps the posted messages."""
 
     rank, size = 0, 1
 
@@ -43,7 +43,7 @@ class Box:
 
 @pytest.fixture
 def served(world):
-    """The server of a small model, what it posts, and the gradients that it finds: of each worker, of each bucket."""
+    """Yield a maker of servers, their mailbox, the gradients [worker][bucket], and a function for the parameters."""
     torch.manual_seed(1)
     module = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3))
     optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
@@ -77,7 +77,7 @@ def test_the_learning_rate_of_each_update_is_divided_by_its_staleness_where_that
     server._apply_commits()
     factors = (1.0, 0.1, 0.25 if corrected else 1.0)  # Zhang et al. 2016: 1 / staleness, and never more than 1
     for b, (old, new) in enumerate(zip(before, values(), strict=True)):
-        gradient = sum(factor * of[b] for factor, of in zip(factors, gradients, strict=True))
+        gradient = sum(factor * buckets[b] for factor, buckets in zip(factors, gradients, strict=True))
         assert torch.allclose(new, old - LR * gradient, rtol=1e-5, atol=1e-6)
     assert server.progress == 10.5 and server.applied.completed == 5
     (words,) = box.posted

@@ -1,4 +1,4 @@
-"""Layouts as text and as settings; those of an axis from outside of the package are planned as any other."""
+"""Layouts as text and as settings; axes defined outside the package are planned like any other."""
 
 from __future__ import annotations
 
@@ -112,9 +112,9 @@ def test_an_axis_that_only_averages_takes_as_long_and_as_much_as_data_parallel(l
 
 def test_all_layouts_have_the_axes_that_the_configuration_names():
     model, rules, nodes = MadeUpModel(), rules_of(CONFIG), Nodes(2, 4)
-    found = list(candidates(model, nodes, rules))
-    assert found and all(each.axes == REPLICA and each.ranks == 8 for each in found)
-    half = {replace(each, axes=()) for each in found}
+    layouts = list(candidates(model, nodes, rules))
+    assert layouts and all(each.axes == REPLICA and each.ranks == 8 for each in layouts)
+    half = {replace(each, axes=()) for each in layouts}
     assert {(each.data, each.pipeline, each.tensor) for each in half} == {
         (each.data, each.pipeline, each.tensor) for each in candidates(model, Nodes(1, 4))
     }
@@ -124,7 +124,7 @@ def test_all_layouts_have_the_axes_that_the_configuration_names():
 
 
 def test_an_axis_that_divides_samples_is_planned_with_what_it_exchanges():
-    """Its own code divides the model and the samples; what it does with a communicator is noted."""
+    """Code of the axis divides the model and the samples; its calls of a communicator are recorded."""
     axes = {"train.height_axis:Height": 2}
     images = Description("arrays", "train", 1000, (13, 8), FLOAT, (), INT, None, tuple("012"), "x")
     config = Config.from_dict(
@@ -133,8 +133,8 @@ def test_an_axis_that_divides_samples_is_planned_with_what_it_exchanges():
     machine = read_machine("cpu-128")
     profile = profile_of(config, images, machine, measure=False)
     predictor = Predictor(profile, machine, 1, 4)
-    [found] = best(predictor, rules_of(config), 1).found
-    assert found.layout.axes == tuple(axes.items()) and found.parts["tensor"] > 0
-    whole, half = (profile.blocks(6, each.divided) for each in (ParallelLayout(2), found.layout))
+    [prediction] = best(predictor, rules_of(config), 1).found
+    assert prediction.layout.axes == tuple(axes.items()) and prediction.parts["tensor"] > 0
+    whole, half = (profile.blocks(6, each.divided) for each in (ParallelLayout(2), prediction.layout))
     assert {each.axis for block in half for each in block.forwards} == {"height", REPLICAS}
     assert sum(block.kept for block in half) < 0.8 * sum(block.kept for block in whole)

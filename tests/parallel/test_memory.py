@@ -1,4 +1,4 @@
-"""Bytes that a rank has of a model."""
+"""Bytes of a model on each rank."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def test_gradients_of_a_pipeline_that_are_not_in_flat_memory_are_counted():
 
     def apart(rank, **changes):
         layout = ParallelLayout(2, 2, microbatch=4, cut=(2, 2), **changes)
-        flow, held = predictor.flow(layout), predictor.held(layout, predictor.places(layout), rank)
-        return _gradients_apart(layout, held, flow.shape, rank)
+        flow, share = predictor.flow(layout), predictor.held(layout, predictor.places(layout), rank)
+        return _gradients_apart(layout, share, flow.shape, rank)
 
     first, last = 64 * 48 + 48, 48 * 10 + 10
     assert apart(0) == apart(0, schedule="zero-bubble") == 4 * 64 * 48  # the largest, until it is copied

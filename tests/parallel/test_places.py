@@ -1,4 +1,4 @@
-"""Where the ranks of a layout are: as the mesh numbers them."""
+"""Nodes of the ranks of a layout, in the numbering of the mesh."""
 
 from __future__ import annotations
 

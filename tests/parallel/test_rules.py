@@ -1,4 +1,4 @@
-"""What does not go together, by the one list of rules that jobs, loops of the user's and the planner ask."""
+"""Incompatible settings, by the list of rules that jobs, users' loops and the planner share."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_plan_is_for_ranks_that_train_in_step(mode):
 
 
 class Odd(MeshAxis):
-    """Goes with nothing."""
+    """An axis that is incompatible with everything."""
 
     name, divides = "odd", SAMPLES
 

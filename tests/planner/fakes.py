@@ -1,4 +1,4 @@
-"""A model profile with made-up costs, for tests of what reckons with them."""
+"""A model profile with made-up costs, for tests of code that computes with them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from mpitrain.parallel.costs import AxisExchange, BlockCost, Divided, ModelProfi
 
 
 class FakeModel(ModelProfile):
-    """An embedding, equal blocks and a head that is tied to the embedding; seconds are proportional to samples."""
+    """A model of an embedding, equal blocks and a tied head; its seconds are proportional to the samples."""
 
     def __init__(self, layers: int = 4, batch: int = 16, numel: int = 1 << 16, seconds: float = 0.01) -> None:
         self.batch, self.precision, self.moments, self.sample_bytes = batch, "fp32", 2, 1024

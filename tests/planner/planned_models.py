@@ -1,4 +1,4 @@
-"""Models that the planner is asked about and that are none of the built-in ones."""
+"""Models that are not built in, for tests of the planner."""
 
 import torch
 from torch import nn
@@ -8,7 +8,7 @@ from mpitrain.models.gpt import GPT
 
 
 class Whole(nn.Module):
-    """Lists no blocks, and computes on what its data say."""
+    """A model that lists no blocks; with `asks`, its computation depends on the values of its data."""
 
     def __init__(self, asks):
         super().__init__()
@@ -34,7 +34,7 @@ def sequential(description):
 
 
 def counting(description):
-    """A GPT that, as models of transformers do, counts positions in what sequence parallelism would divide."""
+    """Return a GPT that, like models of transformers, counts positions along the dimension of sequence parallelism."""
     model = GPT(layers=2, width=16, heads=4, vocabulary=description.vocabulary, max_positions=32)
     model.counts_positions = True
     return model, model.criterion

@@ -1,4 +1,4 @@
-"""A model and a machine with made-up costs, and a predictor of them that needs no simulation."""
+"""A model with made-up costs, and a predictor that needs no simulation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def block(seconds: float, kept: int = 0, given: int = 0, numel: int = 0, name: s
 
 
 class MadeUpModel(ModelProfile):
-    """An embedding, blocks of two pairs of layers each, and a head, of which every layer can be divided."""
+    """A model of an embedding, blocks of two pairs of layers each, and a head; every layer can be divided."""
 
     def __init__(self, blocks: int = 8, batch: int = 64, rate: float = 1e10, vocabulary: int = 1000) -> None:
         self.batch, self.precision, self.moments, self.sample_bytes = batch, "fp32", 2, 8 * TOKENS
@@ -42,7 +42,7 @@ class MadeUpModel(ModelProfile):
         pairs = {"embedding": [""], "head": [""]}.get(name, ["attention", "mlp"])
         size = self.vocabulary * WIDTH if pairs == [""] else 8 * WIDTH * WIDTH
         tokens = samples * TOKENS // divided.slices
-        vector, seconds, weights, exchanges, kept = tokens * WIDTH * WORD, 2e-4, [], [], 0
+        vector, seconds, weights, exchanges, activation_bytes = tokens * WIDTH * WORD, 2e-4, [], [], 0
         for pair in pairs:
             layers = [f"{name}.{pair}.{side}" for side in ("up", "down")] if pair else [name]
             chosen = [any(fnmatchcase(layer, pattern) for pattern in divided.whole) for layer in layers]
@@ -50,15 +50,17 @@ class MadeUpModel(ModelProfile):
                 raise refusal(f"{layers} are a pair")
             ranks = 1 if all(chosen) else divided.tensor
             seconds += 2 * tokens * size / ranks / self.rate
-            kept += 2 * vector // ranks
+            activation_bytes += 2 * vector // ranks
             weights += [Weight(f"{layer}.weight", size // len(layers) // ranks, ranks == 1) for layer in layers]
             exchanges += [AxisExchange("all_reduce", vector)] if ranks > 1 else []
         again = tuple(exchanges)
-        return BlockCost(name, seconds, seconds, seconds, kept, vector, vector, vector, tuple(weights), again, again)
+        return BlockCost(
+            name, seconds, seconds, seconds, activation_bytes, vector, vector, vector, tuple(weights), again, again
+        )
 
 
 class MadeUpPredictor:
-    """Seconds and bytes by short formulas."""
+    """A predictor of seconds and bytes by short formulas."""
 
     def __init__(self, model: ModelProfile, room: float, layouts: Sequence[ParallelLayout] = ()) -> None:
         self.model, self._room, self.asked = model, room, 0
@@ -89,10 +91,10 @@ class MadeUpPredictor:
     def memory(self, layout: ParallelLayout) -> Mapping[str, float]:
         blocks = self.model.blocks(layout.microbatch, Divided(layout.tensor, layout.sequence, layout.whole))
         numel = sum(weight.numel for each in blocks for weight in each.weights) / layout.pipeline
-        kept = sum(each.taken if layout.recompute else each.kept for each in blocks)
+        activations = sum(each.taken if layout.recompute else each.kept for each in blocks)
         states = 0 if layout.offload else 8 * numel / (layout.data if layout.zero else 1)
         gradients = 4 * numel / (layout.data if layout.zero > 1 else 1)
-        return {"parameters": 4 * numel, "gradients": gradients, "states": states, "activations": float(kept)}
+        return {"parameters": 4 * numel, "gradients": gradients, "states": states, "activations": float(activations)}
 
     def predict(self, layout: ParallelLayout) -> Prediction:
         self.asked += 1

@@ -1,4 +1,4 @@
-"""Bounds, beside what is predicted in full."""
+"""Bounds on the seconds and bytes of layouts, compared with the full prediction."""
 
 import random
 
@@ -40,11 +40,11 @@ def test_no_layout_is_faster_or_smaller_than_its_bound(model, name, nodes, each)
     for layout in random.Random(3).sample(layouts, 60 if model == "made up" else 24):
         for variant in dict.fromkeys(refine(layout)) if tried % 20 == 0 else [layout]:
             try:
-                found = bounds.predict(variant)
+                prediction = bounds.predict(variant)
             except InputError:
                 continue
             tried += 1
-            assert bounds.at_least(layout) <= found.seconds * (1 + 1e-9), variant
+            assert bounds.at_least(layout) <= prediction.seconds * (1 + 1e-9), variant
             if not variant.whole:
-                assert sum(bounds.least_memory(layout).values()) <= found.total_memory * (1 + 1e-9), variant
+                assert sum(bounds.least_memory(layout).values()) <= prediction.total_memory * (1 + 1e-9), variant
     assert tried > 12

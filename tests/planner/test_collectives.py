@@ -1,4 +1,4 @@
-"""Seconds of collectives are those of the simulated programs; shortcuts for many ranks stay close to them."""
+"""Predicted seconds of collectives equal the simulated programs; shortcuts for many ranks stay close to them."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ def test_a_power_of_two_is_simulated_itself(operation: str, nodes: tuple[int, ..
     block = nbytes // len(nodes) // 4 * 4
     setting = Setting(block * len(nodes), block * len(nodes) // 4, nodes, "arena", block=block)
     _, program = serving(operation, setting)
-    found = CollectiveTimes(LINKS).seconds(operation, nbytes, Group(nodes))
+    seconds = CollectiveTimes(LINKS).seconds(operation, nbytes, Group(nodes))
     if program is not None:
-        assert found == pytest.approx(simulate(program, [nbytes / program.chunks] * program.chunks, LINKS))
-    assert nbytes * (len(nodes) - 1) / len(nodes) / LINKS.bandwidth < found or set(nodes) == {0}
-    assert found < 1.0
+        assert seconds == pytest.approx(simulate(program, [nbytes / program.chunks] * program.chunks, LINKS))
+    assert nbytes * (len(nodes) - 1) / len(nodes) / LINKS.bandwidth < seconds or set(nodes) == {0}
+    assert seconds < 1.0
 
 
 def test_between_two_sizes_lies_between() -> None:
-    made, group = CollectiveTimes(LINKS), Group((0, 0, 1, 1))
-    low, middle, high = (made.seconds("all_reduce", n << 20, group) for n in (4, 6, 8))
+    times, group = CollectiveTimes(LINKS), Group((0, 0, 1, 1))
+    low, middle, high = (times.seconds("all_reduce", n << 20, group) for n in (4, 6, 8))
     assert middle == pytest.approx((low + high) / 2)
 
 
@@ -47,9 +47,9 @@ def test_any_number_of_ranks_has_a_time(operation: str, nodes: tuple[int, ...]) 
 
 
 def test_one_rank_and_nothing_take_no_time() -> None:
-    made = CollectiveTimes(LINKS)
-    assert made.seconds("all_reduce", 1 << 20, Group((0,))) == 0.0
-    assert made.seconds("all_gather", 0, Group((0, 1))) == 0.0
+    times = CollectiveTimes(LINKS)
+    assert times.seconds("all_reduce", 1 << 20, Group((0,))) == 0.0
+    assert times.seconds("all_gather", 0, Group((0, 1))) == 0.0
 
 
 def test_long_rings_are_extrapolated_truly() -> None:
@@ -65,9 +65,9 @@ def test_long_rings_are_extrapolated_truly() -> None:
 
 def test_a_long_message_between_nodes_is_announced_and_asked_for_before_it_goes() -> None:
     links = Machine(latency=1e-2, eager=1 << 16)
-    made = CollectiveTimes(links)
+    times = CollectiveTimes(links)
     for nbytes, flights in ((1 << 16, 1), (1 << 17, 3)):
-        assert made.message(nbytes, inside=False) == pytest.approx(flights * 1e-2 + nbytes / links.bandwidth)
-        assert made.message(nbytes, inside=True) < 1e-3
-    short, long = (made.seconds("all_gather", 2 * nbytes, Group((0, 1))) for nbytes in (1 << 16, 1 << 17))
+        assert times.message(nbytes, inside=False) == pytest.approx(flights * 1e-2 + nbytes / links.bandwidth)
+        assert times.message(nbytes, inside=True) < 1e-3
+    short, long = (times.seconds("all_gather", 2 * nbytes, Group((0, 1))) for nbytes in (1 << 16, 1 << 17))
     assert (short, long) == (pytest.approx(1e-2, rel=0.01), pytest.approx(3e-2, rel=0.01))

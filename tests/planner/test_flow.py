@@ -1,4 +1,4 @@
-"""Times and bytes of a pipeline's ranks, beside the simulation of every step of the whole schedule."""
+"""Times and bytes of pipeline ranks, compared with the simulation of each step of the schedule."""
 
 import random
 

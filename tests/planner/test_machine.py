@@ -1,4 +1,4 @@
-"""A machine's profile: as a file, merged of several, from a data sheet."""
+"""Machine profiles: read from a file, merged from several, written from a data sheet."""
 
 from __future__ import annotations
 
@@ -147,8 +147,8 @@ def test_what_is_wrong_with_a_file_is_said_in_one_line(text, words, sheet):
     sheet.write_text(text)
     with pytest.raises(InputError) as raised:
         read_machine(sheet)
-    told = str(raised.value)
-    assert raised.value.agreed and "\n" not in told and all(word in told for word in ["sheet.toml", *words]), told
+    error = str(raised.value)
+    assert raised.value.agreed and "\n" not in error and all(word in error for word in ["sheet.toml", *words]), error
 
 
 @pytest.mark.serial

@@ -1,4 +1,4 @@
-"""Every number that a machine file may have changes what is predicted, for the worse where the machine is worse."""
+"""Each number of a machine file changes the prediction, and a worse machine gives a worse prediction."""
 
 from __future__ import annotations
 
@@ -53,39 +53,39 @@ BIGGER_IS_WORSE = {
 
 
 def worse(machine: dict[str, Any], section: str, key: str) -> dict[str, Any]:
-    """The machine with less of a speed or a size, or with more of a time."""
+    """Return the machine with a lower speed, a smaller size or a longer time."""
     unit = SECTIONS[section][key].unit
     factor = 50.0 if unit is SECONDS or f"{section}.{key}" in BIGGER_IS_WORSE else 1 / 50
     factor = {"node.cores": 1 / 3, "node.seen_cores": 2.0, "device.count": 1 / 2}.get(f"{section}.{key}", factor)
     changed = copy.deepcopy(machine)
-    said = changed.setdefault(section, {})
+    entries = changed.setdefault(section, {})
     if SECTIONS[section][key].table:
-        said[key] = {name: {n: rate * factor for n, rate in table.items()} for name, table in said[key].items()}
+        entries[key] = {name: {n: rate * factor for n, rate in table.items()} for name, table in entries[key].items()}
     else:
-        said[key] = number(machine, section, key) * factor
+        entries[key] = number(machine, section, key) * factor
     return changed
 
 
 def number(machine: dict[str, Any], section: str, key: str) -> float:
-    """A number of a machine, given or derived, in the unit of its file."""
-    of, profile = SECTIONS[section][key], machine_of(machine, "a test")
-    holder, _, attribute = of.attribute.rpartition(".")
-    return float(getattr(getattr(profile, holder) if holder else profile, attribute)) / of.factor
+    """Return a number of a machine, set or derived, in the unit of its file."""
+    spec, profile = SECTIONS[section][key], machine_of(machine, "a test")
+    holder, _, attribute = spec.attribute.rpartition(".")
+    return float(getattr(getattr(profile, holder) if holder else profile, attribute)) / spec.factor
 
 
 def answers(values: dict[str, Any]) -> np.ndarray:
-    """Seconds of all layouts, the bytes of a process, and the bytes that a rank may take, as a negative number."""
+    """Return the seconds of all layouts, the bytes of a process, and minus the bytes that a rank may use."""
     machine = machine_of(values, "a test")
     model = copy.copy(observed())  # which counts the same operations by the speeds of this machine
     model._machine, model._made = machine, lru_cache(None)(model._make)
     predictor = Predictor(model, machine, 2, 2)
-    found = [predictor.predict(layouts.read(line)) for line in LAYOUTS]
-    return np.array([*(each.seconds for each in found), found[0].memory["process"], -predictor.room()])
+    predictions = [predictor.predict(layouts.read(line)) for line in LAYOUTS]
+    return np.array([*(each.seconds for each in predictions), predictions[0].memory["process"], -predictor.room()])
 
 
 @lru_cache
 def observed() -> BlockProfile:
-    """The model, whose operations are counted once for all machines."""
+    """Return the profile of the model; its operations are counted once for all machines."""
     config = Config.from_dict({"model": MODEL, "train": {"batch": 8, "precision": "bf16"}})
     return profile_of(config, TOKENS, machine_of(HOST, "a test"), measure=False)
 
@@ -97,7 +97,7 @@ def usual(name: str) -> np.ndarray:
 
 @pytest.mark.parametrize(("section", "key"), KEYS, ids=".".join)
 def test_a_machine_that_is_worse_in_one_thing_is_slower_or_smaller_somewhere_and_better_nowhere(section, key):
-    """Better by less than 2 % that is: reductions that a lack of cores keeps from overlapping are less cut up."""
+    """Up to 2 % better is allowed: reductions that cannot overlap for lack of cores are cut into fewer parts."""
     changed = False
     for name, machine in MACHINES.items():
         if section == "device" and (

@@ -1,4 +1,4 @@
-"""What the planner says of blocks, beside what the same blocks do."""
+"""The planner's profile of blocks, compared with the blocks themselves."""
 
 import numpy as np
 import pytest
@@ -88,19 +88,19 @@ def test_the_exchanges_of_a_block_are_those_of_its_pairs_of_layers():
 def test_batch_norms_of_several_ranks_sum_up_over_the_data_axis(monkeypatch):
     settings = config({"name": "resnet", "layers": 18, "width": 8})
     profile = profile_of(settings, IMAGES, measure=False)
-    alone, together = profile.blocks(2), profile.blocks(2, Divided(synchronized=True))
+    plain, synced = profile.blocks(2), profile.blocks(2, Divided(synchronized=True))
     forward, backward = (AxisExchange("all_reduce", n * 8, REPLICAS) for n in (2 * 8 + 1, 2 * 8))
-    at = [block.name for block in together].index("stages.0.0")
-    assert together[at].forwards == (forward,) * 2 and together[at].backwards == (backward,) * 2
-    assert not alone[at].forwards
-    assert together[at].forward > 1.2 * alone[at].forward and together[at].weights == alone[at].weights
+    at = [block.name for block in synced].index("stages.0.0")
+    assert synced[at].forwards == (forward,) * 2 and synced[at].backwards == (backward,) * 2
+    assert not plain[at].forwards
+    assert synced[at].forward > 1.2 * plain[at].forward and synced[at].weights == plain[at].weights
     assert profile.synchronous
 
     monkeypatch.setattr(measured, "_SECONDS", 0.0)
     cpu = torch.device("cpu")
     cut = Subject(settings, IMAGES, real=True).cut(Divided(synchronized=True), fake=False, device=cpu)
     timed = time_blocks(cut, 2, cpu)
-    assert len(timed) == len(together) and timed[at].forward > 0 < timed[at].backward
+    assert len(timed) == len(synced) and timed[at].forward > 0 < timed[at].backward
 
 
 def test_a_model_without_batch_norms_is_the_same_beside_other_ranks():

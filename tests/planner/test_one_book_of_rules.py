@@ -1,6 +1,6 @@
-"""What the planner offers, the start of a job accepts; what that refuses, the planner does not offer.
+"""The planner offers only layouts that a job accepts at its start.
 
-`start` asks what a job asks before its first step, in its order, on the whole model and without ranks.
+`start` makes the checks that a job makes before its first step, in the same order, on the whole model without ranks.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def profile(kind: str) -> BlockProfile:
 
 
 class Samples:
-    """Samples of the shapes that a model takes."""
+    """A data set of random samples in the shapes of a model's input."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
@@ -111,7 +111,7 @@ class Samples:
 
 
 def start(config: Config, kind: str, nodes: int, each: int, on_device: bool) -> None:
-    """Raise InputError where a job refuses a configuration at its start."""
+    """Raise InputError if a job refuses the configuration at its start."""
     parallel, ranks, task = config.parallel, nodes * each, task_of(kind)
     axes = axes_of(parallel)
     shape = shape_of(axes, ranks)
@@ -138,8 +138,8 @@ def start(config: Config, kind: str, nodes: int, each: int, on_device: bool) -> 
         costs = parameter_costs(blocks) if cut == "parameters" else None
         bounds = stage_bounds(blocks, schedule.stages, () if isinstance(cut, str) else cut, costs)
         for rank in range(pipeline):
-            own = [block for n in schedule.stages_of(rank) for _, block in blocks[bounds[n] : bounds[n + 1]]]
-            if not any(p.requires_grad for block in own for p in block.parameters()):
+            rank_blocks = [block for n in schedule.stages_of(rank) for _, block in blocks[bounds[n] : bounds[n + 1]]]
+            if not any(p.requires_grad for block in rank_blocks for p in block.parameters()):
                 raise refusal("no parameter to train")
     elif config.train.recompute:
         recompute_blocks(module)
@@ -155,7 +155,7 @@ def start(config: Config, kind: str, nodes: int, each: int, on_device: bool) -> 
 
 
 def placed(config: Config, shape: dict[str, int], each: int, on_device: bool) -> bool:
-    """Whether parameters are gathered, as `Sharding` decides for each of the data-parallel groups."""
+    """Return True if parameters are gathered, as `Sharding` decides for each data-parallel group."""
     parallel, (data, pipeline, tensor), gathers = config.parallel, shape.values(), False
     stage, offload = placement.STAGES[parallel.zero], parallel.offload_parameters
     for first in range(pipeline * tensor):
@@ -181,7 +181,7 @@ def placed(config: Config, shape: dict[str, int], each: int, on_device: bool) ->
 
 
 def drawn(rng: random.Random, kind: str) -> Config | None:
-    """A configuration with some of the settings given; None for one that is refused as it is read."""
+    """Return a random configuration with some settings set, or None if it is refused when it is read."""
     share = rng.choice([0.0, 0.1, 0.4])
     values: dict[str, dict[str, Any]] = {"model": dict(MODELS[kind][0]), "train": {"batch": rng.choice([8, 12])}}
     for key, choices in SETTINGS.items():
@@ -197,7 +197,7 @@ def drawn(rng: random.Random, kind: str) -> Config | None:
 
 @pytest.fixture
 def listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the candidates for a model, a batch and a world be listed once."""
+    """Cache the candidates for each model, batch and world."""
 
     @lru_cache(None)
     def once(batch: int, kind: Any, *rest: Any) -> list[Any]:
@@ -207,7 +207,7 @@ def listed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def any_layout(rng: random.Random, ranks: int, batch: int) -> ParallelLayout:
-    """Some layout of so many ranks, as the planner writes it, that may be impossible."""
+    """Return a random layout of `ranks` ranks in the planner's form; it may be impossible."""
     tensor = rng.choice([n for n in (1, 2, 4) if ranks % n == 0])
     pipeline = rng.choice([n for n in (1, 2, 4) if ranks // tensor % n == 0])
     data = ranks // tensor // pipeline
@@ -229,7 +229,7 @@ def any_layout(rng: random.Random, ranks: int, batch: int) -> ParallelLayout:
 
 
 def with_layout(config: Config, layout: ParallelLayout, wanted: dict[str, Any]) -> Config:
-    """The configuration that `parallel.auto` makes of a layout."""
+    """Return the configuration that `parallel.auto` derives from a layout."""
     values = config.to_dict()
     for section, keys in settings(layout, wanted).items():
         values[section].update(keys)
@@ -243,17 +243,17 @@ def test_the_planner_offers_what_a_job_takes_and_nothing_else(kind: str, listed:
         config, (nodes, each), machine = drawn(rng, kind), rng.choice(WORLDS), rng.choice(MACHINES)
         if config is None:
             continue
-        model, wanted = profile(kind), given(config)
+        model, requested = profile(kind), given(config)
         model.batch = config.train.batch
         predictor, device = Predictor(model, machine, nodes, each), machine.device is not None
-        found = offered(predictor, rules_of(config), wanted)
-        offered_some = rng.sample(list(found), min(3, len(found)))
+        layouts = offered(predictor, rules_of(config), requested)
+        offered_some = rng.sample(list(layouts), min(3, len(layouts)))
         for layout in [*offered_some, *(any_layout(rng, nodes * each, model.batch) for _ in range(3))]:
             try:
-                start(with_layout(config, layout, wanted), kind, nodes, each, device)
-                offers += layout in found
+                start(with_layout(config, layout, requested), kind, nodes, each, device)
+                offers += layout in layouts
             except InputError:
                 refusals += 1
-                if layout in found:  # then the search passes over it
+                if layout in layouts:  # then the search passes over it
                     with pytest.raises(InputError):
                         predictor.memory(layout)

@@ -1,4 +1,4 @@
-"""A model that does not fit as it is: the plan says how it does, and it trains within the bytes that were predicted."""
+"""A model that does not fit without sharding: the plan makes it fit, and it trains within the predicted bytes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_model_that_does_not_fit_trains_within_the_predicted_bytes(tmp_path: P
     assert most - least > 100 * MIB
     room = int((least + most) / 2)
     command = [sys.executable, "-m", "mpitrain.plan", *FLAGS, "--ranks-per-node", "2", "--memory", str(room)]
-    told = subprocess.run(
+    result = subprocess.run(
         [*command, "--counted", "--machine", "machine.toml"],
         cwd=tmp_path,
         env=clean_environment(),
@@ -44,8 +44,8 @@ def test_a_model_that_does_not_fit_trains_within_the_predicted_bytes(tmp_path: P
         text=True,
         timeout=90,
     )
-    assert told.returncode == 0, told.stdout + told.stderr
-    assert re.search(r"2x1x1 mb\d .*too much", told.stdout.replace("\n", " ")), told.stdout
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert re.search(r"2x1x1 mb\d .*too much", result.stdout.replace("\n", " ")), result.stdout
     layout = layout_of(Config.from_args([str(tmp_path / "plan.toml")]), 2)
     predicted = sum(predictor.memory(layout).values())
     assert predicted <= room
@@ -56,7 +56,7 @@ def test_a_model_that_does_not_fit_trains_within_the_predicted_bytes(tmp_path: P
 
 
 def _most_used(folder: Path) -> float:
-    """Train with the plan; the most bytes that a rank took: its own pages, and its part of those that ranks share."""
+    """Train with the plan and return the peak bytes of a rank: resident pages, with its part of shared memory."""
     command = [*launcher(2), sys.executable, "-m", "mpitrain.train", "plan.toml", "--run.dir", "run"]
     with subprocess.Popen(command, cwd=folder, env=clean_environment(), stdout=subprocess.DEVNULL) as job:
         most, end = 0.0, time.monotonic() + 90
@@ -70,13 +70,13 @@ def _most_used(folder: Path) -> float:
 
 
 def _ranks(launched: int) -> list[int]:
-    """The processes that a launcher has started."""
+    """Return the processes that a launcher has started."""
     listed = subprocess.run(["pgrep", "-P", str(launched)], capture_output=True, text=True).stdout.split()
     return [int(word) for word in listed]
 
 
 def _used(process: int) -> float:
-    """Bytes of a process: resident ones, of shared memory its part."""
+    """Return the resident bytes of a process, with its part of shared memory."""
     try:
         rows = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
         status = Path(f"/proc/{process}/status").read_text()

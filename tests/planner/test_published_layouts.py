@@ -1,4 +1,4 @@
-"""Language models on 16 nodes of 8 H100, beside the layouts published for models of their sizes (docs/planner.md)."""
+"""Layouts of language models on 16 nodes of 8 H100, compared with published ones (docs/planner.md)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SIZES = {
 
 
 def planned(size: str) -> LayoutPlan:
-    """The ten best layouts on 128 devices. Every rank builds the model: 8 of 70B need more than the host's 2 TiB."""
+    """Return the ten best layouts on 128 devices. Each rank builds the model: 8 times 70B needs more than 2 TiB."""
     machine = replace(read_machine("gpu-8x8"), memory=4 * 1024**4)
     config = Config.from_dict({"model": LLAMA | SIZES[size], "train": {"batch": 1024, "precision": "bf16"}})
     tokens = Description("tokens", "train", 10_000, (4096,), INT, (4096,), INT, 256, None, "x")
@@ -34,12 +34,12 @@ def planned(size: str) -> LayoutPlan:
 
 
 def sharded(layout: ParallelLayout) -> bool:
-    """Data parallel with sharded states: ZeRO, FSDP, Megatron's distributed optimizer."""
+    """Return True for data parallelism with sharded states: ZeRO, FSDP, Megatron's distributed optimizer."""
     return layout.data == 128 and layout.zero > 0
 
 
 def tensor_and_pipeline(layout: ParallelLayout) -> bool:
-    """Megatron's layout: tensor ranks inside a node, and a pipeline over nodes."""
+    """Return True for Megatron's layout: tensor ranks inside a node, and a pipeline over nodes."""
     return layout.tensor in (4, 8) and layout.pipeline >= 4
 
 

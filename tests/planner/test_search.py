@@ -1,4 +1,4 @@
-"""The search: what it finds is what trying everything finds."""
+"""The search for layouts finds the same ones as an exhaustive search."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ def every_cut(blocks, stages):
     recompute=st.booleans(),
 )
 def test_a_cut_into_stages_is_the_best_of_all(costs, stages, microbatches, chunks, room, recompute):
-    blocks = [block(seconds, kept, given, numel=1) for seconds, kept, given in costs]
-    held = held_at_most(stages, 1, microbatches, "1f1b")
-    limits = None if room is None else Limits(room, held, 1.0, recompute)
+    blocks = [block(seconds, kept_bytes, given_bytes, numel=1) for seconds, kept_bytes, given_bytes in costs]
+    in_flight = held_at_most(stages, 1, microbatches, "1f1b")
+    limits = None if room is None else Limits(room, in_flight, 1.0, recompute)
 
     def message(nbytes):
         return 0.25 * nbytes
@@ -79,12 +79,12 @@ def test_a_cut_into_stages_is_the_best_of_all(costs, stages, microbatches, chunk
         for bounds in every_cut(len(blocks), stages)
         if fits is None or all(fits[s][lo, hi] for s, (lo, hi) in enumerate(pairwise(bounds)))
     ]
-    found = best_cut(blocks, stages, microbatches, chunks, message, limits)
+    cut = best_cut(blocks, stages, microbatches, chunks, message, limits)
     if not possible:
-        assert found is None
+        assert cut is None
         return
-    assert found in possible
-    assert bound(found) == pytest.approx(min(map(bound, possible)), rel=1e-6)
+    assert cut in possible
+    assert bound(cut) == pytest.approx(min(map(bound, possible)), rel=1e-6)
 
 
 def test_a_cut_keeps_the_first_stage_small_where_it_holds_most():
@@ -107,11 +107,11 @@ def chosen_by_trying(pairs, limit):
 
 
 def agree(pairs, limit, *, lost=0.0):
-    exactly, found = chosen_by_trying(pairs, limit), choose(pairs, limit)
-    assert (found is None) == (exactly is None)
-    if exactly is not None and found is not None:
-        assert total(found, pairs, "nbytes") <= limit
-        assert total(found, pairs, "seconds") <= total(exactly, pairs, "seconds") + lost + 1e-12
+    optimum, choice = chosen_by_trying(pairs, limit), choose(pairs, limit)
+    assert (choice is None) == (optimum is None)
+    if optimum is not None and choice is not None:
+        assert total(choice, pairs, "nbytes") <= limit
+        assert total(choice, pairs, "seconds") <= total(optimum, pairs, "seconds") + lost + 1e-12
 
 
 @settings(max_examples=40, deadline=None)
@@ -199,17 +199,17 @@ def test_the_best_layouts_are_those_of_predicting_all(room, ranks_per_node):
 def test_equally_fast_layouts_are_in_order_of_simplicity():
     simple, zero, cut = ParallelLayout(4), ParallelLayout(4, zero=1), ParallelLayout(4, cut=(1, 2))
     predictor = MadeUpPredictor(MadeUpModel(), 1e12)
-    alike = [replace(predictor.predict(simple), layout=layout) for layout in (cut, zero, simple)]
-    assert [each.layout for each in ranked(alike)] == [simple, cut, zero]
+    predictions = [replace(predictor.predict(simple), layout=layout) for layout in (cut, zero, simple)]
+    assert [each.layout for each in ranked(predictions)] == [simple, cut, zero]
 
 
 def test_states_go_to_the_host_only_where_they_must():
     model = MadeUpModel()
     layouts = [ParallelLayout(4, microbatch=1), ParallelLayout(4, microbatch=1, offload="host")]
     numel = sum(weight.numel for each in model.blocks(1) for weight in each.weights)
-    for room, found in ((1e12, [""]), (11 * numel, ["host"])):
+    for room, offloads in ((1e12, [""]), (11 * numel, ["host"])):
         plan = best_of(MadeUpPredictor(model, room), layouts)
-        assert [each.layout.offload for each in plan.found] == found
+        assert [each.layout.offload for each in plan.found] == offloads
 
 
 def test_variants_are_looked_at_where_their_layout_is():
@@ -254,21 +254,21 @@ def test_a_cut_of_more_blocks_with_unequal_messages_is_the_best_of_all():
         each = [seconds[lo, hi] for lo, hi in pairwise(bounds)]
         return sum(each) + 5 * max(each)
 
-    found = best_cut(blocks, 4, 6, message=lambda nbytes: nbytes / 10)
-    assert bound(found) == pytest.approx(min(map(bound, every_cut(12, 4))))
+    cut = best_cut(blocks, 4, 6, message=lambda nbytes: nbytes / 10)
+    assert bound(cut) == pytest.approx(min(map(bound, every_cut(12, 4))))
 
 
 def real(machine, nodes, each, **model):
-    """A predictor of a small GPT on a machine that comes along, with costs that are counted."""
-    known = read_machine(machine)
+    """Return a predictor of a small GPT on a machine of the package, with counted costs."""
+    machine_profile = read_machine(machine)
     sections = {
         "model": {"name": "gpt", "heads": 4, "sequence": 32} | model,
         "train": {"batch": 16, "precision": "bf16"},
     }
     integers = np.dtype("int64")
     tokens = Description("tokens", "train", 1000, (32,), integers, (32,), integers, 256, None, "x")
-    profile = profile_of(Config.from_dict(sections), tokens, known, measure=False)
-    return Predictor(profile, known, nodes, each)
+    profile = profile_of(Config.from_dict(sections), tokens, machine_profile, measure=False)
+    return Predictor(profile, machine_profile, nodes, each)
 
 
 CASES = [
@@ -282,7 +282,7 @@ CASES = [
 
 
 def the_first_fifty_contain_the_best(machine, nodes, each, taken=lambda layout: True, **model):
-    """Simulate all variants of all layouts, and compare the best with that of a search that simulates fifty."""
+    """Compare the best of all variants of all layouts with the best of a search that simulates fifty."""
     predictor = real(machine, nodes, each, **model)
     bounds, refine = Bounds(predictor), Refinement(predictor)
     layouts = [each for each in candidates(predictor.model, predictor.at) if taken(each)]
@@ -327,8 +327,8 @@ def test_where_nothing_fits_the_layout_that_is_closest_to_fitting_is_told_with_i
     layouts = list(candidates(model, Nodes(2, 4)))
     predictor = MadeUpPredictor(model, 1.0)
     plan = best_of(predictor, layouts)
-    taken = {layout: sum(predictor.memory(layout).values()) for layout in layouts if layout.microbatch != 3}
+    totals = {layout: sum(predictor.memory(layout).values()) for layout in layouts if layout.microbatch != 3}
     least = plan.excess[0]
-    assert not plan.found and sum(least.memory.values()) == min(taken.values())
-    told = nothing_fits(plan)
-    assert notation.text(least.layout) in told and f"{least.missing:,.0f} bytes" in told and "\n" not in told
+    assert not plan.found and sum(least.memory.values()) == min(totals.values())
+    message = nothing_fits(plan)
+    assert notation.text(least.layout) in message and f"{least.missing:,.0f} bytes" in message and "\n" not in message

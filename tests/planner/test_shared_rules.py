@@ -1,4 +1,4 @@
-"""Rules that a job and the planner share: whichever number one of them is made with, both change together."""
+"""Rules shared by jobs and the planner: a change of a constant in a rule changes both."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def predictor() -> Predictor:
 
 
 def shares(layout: ParallelLayout, overlaps: bool = False) -> Any:
-    """The communicator of the ranks that shares are divided over."""
+    """Return a stand-in for the communicator of the ranks that share a layout's parameters."""
     within = layout.shard_within == "node"
     size, nodes = (EACH, 1) if within else (NODES * EACH, NODES)
     arena = SimpleNamespace(kind="shared")
@@ -52,12 +52,12 @@ def shares(layout: ParallelLayout, overlaps: bool = False) -> Any:
 
 
 def job_buckets(layout: ParallelLayout) -> list[int]:
-    """Bytes of the buckets that a job makes."""
+    """Return the sizes in bytes of a job's buckets."""
     module, shard = build_model(CONFIG.model, IMAGES).module, shares(layout)
     config, stage = config_of(zero=layout.zero), STAGES[layout.zero]
-    own = SimpleNamespace(config=config, parallel=config.parallel, shard=shard, stage=stage, _staged=False)
-    own._on_node = lambda groups: "one copy"
-    groups, _ = Sharding._place_parameters(cast(Any, own), in_backward_order(module))
+    sharding = SimpleNamespace(config=config, parallel=config.parallel, shard=shard, stage=stage, _staged=False)
+    sharding._on_node = lambda groups: "one copy"
+    groups, _ = Sharding._place_parameters(cast(Any, sharding), in_backward_order(module))
     return [4 * (hi - lo) for group in groups for lo, hi in pairwise(group.layout.bounds)]
 
 
@@ -98,10 +98,10 @@ def test_what_tensor_ranks_sum_whole_is_what_the_job_does(predictor, monkeypatch
     simulated = StepSimulation(predictor, predictor.places(layout))
 
     def job() -> bool:
-        made, taken = axis.Axis.__new__(axis.Axis), list[int]()
-        made.size, made.rank, made.comm = 4, 0, cast(Any, SimpleNamespace(all_reduce=lambda x: None))
-        monkeypatch.setattr(made, "_exchange", lambda *given: taken.append(given[-1]))
-        made.all_reduce(torch.zeros(1024))
+        tp_axis, taken = axis.Axis.__new__(axis.Axis), list[int]()
+        tp_axis.size, tp_axis.rank, tp_axis.comm = 4, 0, cast(Any, SimpleNamespace(all_reduce=lambda x: None))
+        monkeypatch.setattr(tp_axis, "_exchange", lambda *given: taken.append(given[-1]))
+        tp_axis.all_reduce(torch.zeros(1024))
         return taken[0] > 0
 
     def planned() -> float:
@@ -119,8 +119,8 @@ def test_the_default_number_of_microbatches_is_the_jobs(monkeypatch):
 
     def found() -> set[int]:
         loop = Config.from_dict({"train": {"batch": 96}, "parallel": {"pipeline": 4}})
-        own = from_config(loop, 8, own_optimizer=True).microbatch
-        return {layout_of(config, 8).microbatch, microbatch_size(config, cast(Any, mesh)), own}
+        loop_microbatch = from_config(loop, 8, own_optimizer=True).microbatch
+        return {layout_of(config, 8).microbatch, microbatch_size(config, cast(Any, mesh)), loop_microbatch}
 
     assert found() == {6}
     monkeypatch.setattr(schedule, "_PER_STAGE", 4)

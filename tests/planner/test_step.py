@@ -1,4 +1,4 @@
-"""Seconds and bytes of a step: sums that can be done by hand, and what overlaps what."""
+"""Seconds and bytes of a step: sums that can be checked by hand, and overlap of computing and exchanges."""
 
 from __future__ import annotations
 
@@ -26,19 +26,20 @@ NUMEL = 5 << 16  # of the fake model: four blocks and the embedding, to which th
 
 
 def once(model: FakeModel, samples: int) -> float:
-    """Seconds of one microbatch."""
+    """Return the seconds of one microbatch."""
     return sum(block.forward + block.input + block.weight for block in model.blocks(samples))
 
 
 def test_one_rank_computes_and_updates() -> None:
     model = FakeModel()
-    found = Predictor(model, TWO, 1, 1).predict(ParallelLayout(1, microbatch=4))
-    assert found.parts["compute"] == pytest.approx(4 * once(model, 4) / 2)  # a rank has both cores, for two threads
-    assert found.parts["gradients"] == found.parts["parameters"] == found.parts["pipeline"] == 0.0
-    assert found.seconds == pytest.approx(sum(found.parts.values()))
+    prediction = Predictor(model, TWO, 1, 1).predict(ParallelLayout(1, microbatch=4))
+    # a rank has both cores, for two threads
+    assert prediction.parts["compute"] == pytest.approx(4 * once(model, 4) / 2)
+    assert prediction.parts["gradients"] == prediction.parts["parameters"] == prediction.parts["pipeline"] == 0.0
+    assert prediction.seconds == pytest.approx(sum(prediction.parts.values()))
     again = Predictor(model, TWO, 1, 1).predict(ParallelLayout(1, microbatch=4, recompute=True))
     blocks = sum(block.forward for block in model.blocks(4)[1:-1])
-    assert again.parts["compute"] == pytest.approx(found.parts["compute"] + 4 * blocks / 2)
+    assert again.parts["compute"] == pytest.approx(prediction.parts["compute"] + 4 * blocks / 2)
 
 
 def test_gradients_come_after_backward_where_no_core_is_free_and_under_it_where_one_is() -> None:
@@ -78,7 +79,7 @@ def test_ranks_that_wait_for_the_last_ones_keep_their_cores() -> None:
     alone, sleeping, spinning = (
         Predictor(model, machine, 1, 2).predict(layout) for machine in (TWO, one, replace(one, seen_cores=2))
     )
-    inside = [found.parts["compute"] + found.parts["pipeline"] for found in (alone, sleeping, spinning)]
+    inside = [prediction.parts["compute"] + prediction.parts["pipeline"] for prediction in (alone, sleeping, spinning)]
     assert inside[0] < inside[1] < inside[2]  # who believes to have a core does not sleep while it waits
     assert inside[2] == pytest.approx(2 * inside[0], rel=1e-3)
 
@@ -86,7 +87,7 @@ def test_ranks_that_wait_for_the_last_ones_keep_their_cores() -> None:
 def test_a_pipeline_runs_its_schedule() -> None:
     model = FakeModel(layers=6, batch=16)
     layout = ParallelLayout(1, 2, microbatch=2, schedule="1f1b")
-    found = Predictor(model, TWO, 1, 2).predict(layout)
+    prediction = Predictor(model, TWO, 1, 2).predict(layout)
     blocks = model.blocks(2)
     stages = [blocks[:4], blocks[4:]]
     message = CollectiveTimes(LINKS).message(blocks[3].given, True)
@@ -97,9 +98,9 @@ def test_a_pipeline_runs_its_schedule() -> None:
         message,
     )
     expected = simulate(make_schedule("1f1b", 2, 8), costs)
-    parts = found.parts
+    parts = prediction.parts
     assert parts["compute"] + parts["pipeline"] == pytest.approx(expected.makespan, rel=1e-3)
-    assert Predictor(model, TWO, 1, 2).predict(replace(layout, cut=(3, 5))).seconds != found.seconds
+    assert Predictor(model, TWO, 1, 2).predict(replace(layout, cut=(3, 5))).seconds != prediction.seconds
     with pytest.raises(InputError, match=r"parallel.cut \[3, 4\] gives out 7 blocks"):
         Predictor(model, TWO, 1, 2).predict(replace(layout, cut=(3, 4)))
 

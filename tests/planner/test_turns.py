@@ -1,4 +1,4 @@
-"""Schedules on shared cores: as at full speed where there are enough, and no work is lost where there are not."""
+"""Schedules on shared cores: full speed with enough cores, and no work lost with too few."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ def test_enough_cores_are_full_speed(case: tuple[str, int, int, int]) -> None:
         [1.0 + s for s in stages], [0.5 + s / 2 for s in stages], [0.25 * (1 + s) for s in stages], message=0.125
     )
     expected = [runs[-1].end for runs in simulate(schedule, costs).runs]
-    found = ends_of(schedule, costs, [0] * schedule.ranks, schedule.ranks, lambda stage, to: 0.125)
-    assert found == pytest.approx(expected)
+    ends = ends_of(schedule, costs, [0] * schedule.ranks, schedule.ranks, lambda stage, to: 0.125)
+    assert ends == pytest.approx(expected)
 
 
 def test_one_core_does_all_the_work_one_after_the_other() -> None:
     schedule = make_schedule("1f1b", 4, 6, 1)
-    found = ends_of(schedule, Costs(1.0, 1.0, 1.0), [0] * 4, 1.0, lambda stage, to: 0.0)
-    assert max(found) == pytest.approx(4 * 6 * 3.0)  # the core is never idle
+    ends = ends_of(schedule, Costs(1.0, 1.0, 1.0), [0] * 4, 1.0, lambda stage, to: 0.0)
+    assert max(ends) == pytest.approx(4 * 6 * 3.0)  # the core is never idle
 
 
 def test_nodes_do_not_share_cores() -> None:
     schedule = make_schedule("gpipe", 2, 2, 1)
     costs = Costs(1.0, 1.0, 0.0)
-    apart = ends_of(schedule, costs, [0, 1], 1.0, lambda stage, to: 0.5)
-    assert max(apart) == pytest.approx(max(r[-1].end for r in simulate(schedule, Costs(1.0, 1.0, 0.0, 0.5)).runs))
-    together = ends_of(schedule, costs, [0, 0], 1.0, lambda stage, to: 0.5)
-    assert max(together) > max(apart)
+    two_nodes = ends_of(schedule, costs, [0, 1], 1.0, lambda stage, to: 0.5)
+    assert max(two_nodes) == pytest.approx(max(r[-1].end for r in simulate(schedule, Costs(1.0, 1.0, 0.0, 0.5)).runs))
+    one_node = ends_of(schedule, costs, [0, 0], 1.0, lambda stage, to: 0.5)
+    assert max(one_node) > max(two_nodes)
 
 
 def test_who_waits_for_ever_is_named() -> None:

@@ -1,4 +1,4 @@
-"""The data that jobs are trained on."""
+"""Data sets on which the tests train jobs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def text(world, tmp_path_factory) -> str:
 
 @pytest.fixture(scope="session")
 def sentence(tmp_path_factory) -> Path:
-    """A data set for jobs that a test starts: one sentence, again and again."""
+    """A data set for jobs started by a test: one sentence, repeated."""
     folder = tmp_path_factory.mktemp("sentence")
     source = folder / "a.txt"
     source.write_text("All happy families are alike; each unhappy family is unhappy in its own way.\n" * 400)

@@ -1,4 +1,4 @@
-"""An axis from outside of the package: its ranks have parts of the height of every image, and exchange rows."""
+"""A mesh axis defined outside the package: it divides images along their height, and its ranks exchange rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mpitrain.layout.mesh import PARTS, MeshAxis
 
 
 class Height(MeshAxis):
-    """parallel.axes = {"train.height_axis:Height" = 2}"""
+    """A mesh axis along the height of images, set by parallel.axes = {"train.height_axis:Height" = 2}."""
 
     name = "height"
     divides = PARTS
@@ -36,7 +36,7 @@ class Height(MeshAxis):
 
 
 class HaloConvolution(nn.Module):
-    """A convolution of stride 1 that takes the rows beyond its own from the ranks above and below."""
+    """A convolution of stride 1 that receives the rows beyond its part from the ranks above and below."""
 
     def __init__(self, whole: nn.Conv2d, group: Communicator) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class HaloConvolution(nn.Module):
 
 
 class _Halo(torch.autograd.Function):
-    """x [batch, channels, height, width] with `rows` more above and below: a neighbour's, or zeros at the border."""
+    """Pad x [batch, channels, height, width] with `rows` rows of each neighbour, or with zeros at the border."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, rows: int, group: Communicator) -> torch.Tensor:
@@ -58,24 +58,24 @@ class _Halo(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        rows, own = ctx.rows, grad[:, :, ctx.rows : -ctx.rows].clone()
+        rows, inner = ctx.rows, grad[:, :, ctx.rows : -ctx.rows].clone()
         above, below = _neighbours(grad[:, :, :rows], grad[:, :, -rows:], ctx.group)
-        own[:, :, :rows] += above
-        own[:, :, -rows:] += below
-        return own, None, None
+        inner[:, :, :rows] += above
+        inner[:, :, -rows:] += below
+        return inner, None, None
 
 
 def _neighbours(top: torch.Tensor, bottom: torch.Tensor, group: Communicator) -> tuple[torch.Tensor, torch.Tensor]:
-    """The bottom of the rank above and the top of the rank below; zeros where there is none."""
-    own = torch.stack([top, bottom])
-    edges = torch.empty(group.size, *own.shape)
-    group.all_gather(edges.view(-1), own.reshape(-1))
-    edges = pad(edges, [0] * (2 * own.dim()) + [1, 1])
+    """Return the bottom rows of the rank above and the top rows of the rank below; zeros at the border."""
+    local_edges = torch.stack([top, bottom])
+    edges = torch.empty(group.size, *local_edges.shape)
+    group.all_gather(edges.view(-1), local_edges.reshape(-1))
+    edges = pad(edges, [0] * (2 * local_edges.dim()) + [1, 1])
     return edges[group.rank, 1], edges[group.rank + 2, 0]
 
 
 class MeanOfImage(nn.Module):
-    """x [batch, channels, height, width] -> its mean [batch, channels], over the parts of all ranks."""
+    """The mean [batch, channels] of x [batch, channels, height, width] over the parts of all ranks."""
 
     group: Communicator | None = None
 
@@ -105,7 +105,7 @@ def _summed(x: torch.Tensor, group: Communicator) -> torch.Tensor:
 
 
 def network(description: Any) -> tuple[nn.Module, nn.Module]:
-    """Two convolutions with batch norms, for `model.factory`."""
+    """Return two convolutions with batch norms and their loss, for `model.factory`."""
     layers = [nn.Unflatten(1, (1, -1)), nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()]
     layers += [nn.Conv2d(8, 8, 5, padding=2), nn.BatchNorm2d(8), nn.ReLU(), MeanOfImage(), nn.Linear(8, 3)]
     return nn.Sequential(*layers), nn.CrossEntropyLoss()

@@ -1,4 +1,4 @@
-"""Tiny models of transformers with random weights, and how they train in plain torch."""
+"""Tiny models of transformers with random weights, and their training in plain torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SEQUENCE, VOCABULARY = 16, 260  # more than bytes have
 
 
 def save_tiny(family: str, folder: Path, **options) -> torch.nn.Module:
-    """Make a model, with weights that say something, and save it; returns it in evaluation mode."""
+    """Save a model with random weights large enough for distinct scores, and return it in evaluation mode."""
     import transformers
 
     torch.manual_seed(0)
@@ -41,7 +41,7 @@ def save_tiny(family: str, folder: Path, **options) -> torch.nn.Module:
 
 
 def trained_in_torch(model: torch.nn.Module, config: Config) -> list[float]:
-    """The losses of a model of transformers on the batches of a run, with AdamW; the model is trained in place."""
+    """Train a model of transformers in place on the batches of a run, with AdamW, and return the losses."""
     data = open_dataset(config.data.path, sequence=config.model.sequence)
     order = SampleOrder(len(data), config.run.seed)
     decayed = [p for p in model.parameters() if p.dim() >= 2], config.optim.weight_decay

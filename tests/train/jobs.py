@@ -1,4 +1,4 @@
-"""The main job inside a process group that exists already."""
+"""Training by the main job inside an existing process group."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ HELD_OUT = 7  # samples that a run is evaluated with, unless a test says how man
 
 
 def run(comm, folder, /, **sections):
-    """Train with a configuration; returns the lines of metrics.jsonl."""
+    """Train with a configuration and return the lines of metrics.jsonl."""
     train = {"evaluate_samples": HELD_OUT} | sections.get("train", {})
     config = Config.from_dict({"run": {"dir": str(folder)}} | sections | {"train": train})
     comm.barrier()

@@ -12,7 +12,7 @@ both = MetricCollection({"recall": MulticlassRecall(4), "precision": MulticlassP
 
 
 class spread(Metric):
-    """The variance of the largest scores, of lists that are not made one by the metric itself."""
+    """The variance of the largest scores; its state is a list that torchmetrics does not merge over ranks."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Models for `model.factory`: one whose blocks take unequally long, one that is not causal, one with buffers."""
+"""Unusual models for `model.factory`: with blocks of unequal cost, not causal, or with buffers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn import functional
 
 
 class Slow(nn.Module):
-    """Takes some time."""
+    """A linear layer that sleeps before it computes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -23,7 +23,7 @@ class Slow(nn.Module):
 
 
 class Mixes(nn.Module):
-    """Every position gets something of all others."""
+    """A layer that is not causal: it adds the mean over all positions to each."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + x.mean(1, keepdim=True)
@@ -50,7 +50,7 @@ def head(description):
 
 
 class Spoiled(nn.Linear):
-    """Its output is NaN in the passes `first` to `last` of training, which it counts; or only its gradient."""
+    """A layer whose output, or only its gradient, is NaN in the training passes `first` to `last`."""
 
     def __init__(self, width: int, first: int, last: int, gradient: bool) -> None:
         super().__init__(width, width)
@@ -74,13 +74,13 @@ def spoiled(description, first, last=1_000_000, gradient=False):
 
 
 def normalized(description):
-    """A classifier of vectors that normalizes over its samples."""
+    """Return a classifier of vectors with a batch norm."""
     parts = [nn.Linear(description.x_shape[0], 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, len(description.classes))]
     return nn.Sequential(*parts), functional.cross_entropy
 
 
 class Scores(nn.Module):
-    """A model of peft: tokens to scores."""
+    """A wrapper of a peft model that maps tokens to scores."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class Scores(nn.Module):
 
 
 def of_peft(description, family):
-    """One of transformers with adapters of peft, which begin as the generator draws them."""
+    """Return a transformers model with peft adapters that are initialized from torch's random generator."""
     import hugging_face
     import peft
 
@@ -101,7 +101,7 @@ def of_peft(description, family):
 
 
 class Sometimes(nn.Module):
-    """Two layers, of which samples that begin with some tokens alone use the second, and one that nobody uses."""
+    """A model with a layer that only some samples use (by their first token), and a layer that none uses."""
 
     def __init__(self, vocabulary: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Metrics of one's own, and models that measure themselves, as users write them."""
+"""Metrics, and models with metrics of their own, as users write them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 
 def margin(output, y):
-    """Of each sample: how far the best score is above the mean of all."""
+    """Return for each sample the distance of the best score from the mean score."""
     return (output.amax(-1) - output.mean(-1)).reshape(len(y), -1).mean(1)
 
 
@@ -48,6 +48,6 @@ class Measured(nn.Sequential):
 
 
 def measured(description, width=8):
-    """Lists its blocks as a sequence, so that a pipeline can cut it."""
+    """Return a `Measured` model; it is an `nn.Sequential`, so a pipeline can cut it."""
     numbers = math.prod(description.x_shape)
     return Measured(nn.Flatten(), nn.Linear(numbers, width), nn.ReLU(), nn.Linear(width, len(description.classes)))

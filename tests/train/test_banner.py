@@ -1,4 +1,4 @@
-"""What a run says first and last, of pretended runs."""
+"""The banner and the last lines that a run prints, tested with stand-ins for the trainer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mpitrain.trainer.stopping import Fruitless
 
 
 def run(*, step: int = 0, tokens: int = 128, held_out: bool = True, warm_up: str = "", stop: str = "") -> Any:
-    """As much of a run as its banner and its last lines look at."""
+    """Return a stand-in for a trainer, with the attributes that its banner and last lines use."""
     config = Config.from_dict({"train": {"batch": 32, "microbatch": 4, "steps": 300}, "data": {"path": "data/mine"}})
     return SimpleNamespace(
         config=config,
@@ -41,7 +41,7 @@ def run(*, step: int = 0, tokens: int = 128, held_out: bool = True, warm_up: str
 
 @pytest.fixture
 def last_lines(monkeypatch, capsys):
-    """The last lines of a run whose job began with a step, took so many seconds for its steps, and had such a loss."""
+    """Return a function that returns the last lines of a run, given its first step, its loss and its seconds."""
     monkeypatch.setattr(console, "peak_of_ranks", lambda trainer: 512_000_000)
     monkeypatch.setattr(console.time, "monotonic", lambda: 1000.0)
 

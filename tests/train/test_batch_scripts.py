@@ -1,10 +1,10 @@
-"""jobs/train.pbs as PBS would run it, on this host: bash, mpirun, the ranks and the training are real.
+"""jobs/train.pbs, run on this host as PBS would run it: bash, mpirun, the ranks and the training are real.
 
-There is no PBS to be had for this machine. So the tests give the script what PBS gives it (PBS_JOBID, PBS_NODEFILE,
-PBS_O_WORKDIR ...), and `qsub` and `qstat` on its PATH are scripts of the test: the one notes what it was asked for, in
-which environment, and the other prints a job as PBS prints it. Jobs that were submitted are then run from that note.
-What is not shown: that a PBS server takes these options, and several hosts. jobs/train.sbatch, which shares
-jobs/batch.sh, runs on a real Slurm cluster in tests/cluster; here only with devices, which that cluster pretends too.
+This machine has no PBS. So the tests set the variables that PBS sets (PBS_JOBID, PBS_NODEFILE, PBS_O_WORKDIR ...), and
+put their own `qsub` and `qstat` on the PATH of the script: `qsub` records its arguments and environment, and `qstat`
+prints a job as PBS prints it. The tests then run the submitted jobs from that record.
+Not tested: that a PBS server accepts these options, and jobs on several hosts. jobs/train.sbatch, which shares
+jobs/batch.sh, runs on a real Slurm cluster in tests/cluster; here only with devices, which that cluster pretends, too.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ printf '    Resource_List.select = {SELECT[:30]}\\n\\t{SELECT[30:]}\\n    Resour
 
 
 class Batch:
-    """A folder to work in, with the text, the model and the commands of a PBS."""
+    """A working directory with the text, the model and stand-ins for the commands of PBS."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.run, self.record = folder, folder / "run", folder / "record"
@@ -93,7 +93,7 @@ class Batch:
         return " ".join(f"--{name} {value}" for name, value in chosen.items())
 
     def start(self, number: int, variables: dict[str, str]) -> subprocess.Popen[str]:
-        """Run job `number` of the server as PBS does: a copy of the script, these variables, no arguments."""
+        """Start job `number` as PBS does: from a copy of the script, with these variables and without arguments."""
         copy = self.folder / f"{number}.SC"
         copy.write_bytes((ROOT / "jobs/train.pbs").read_bytes())
         environment = clean_environment(
@@ -122,7 +122,7 @@ class Batch:
         return (self.folder / f"out-{number}").read_text(errors="replace")
 
     def finish(self, number: int, variables: dict[str, str], seconds: float = 110) -> int:
-        """Run a job to its end; its exit code."""
+        """Run a job to its end and return its exit code."""
         return self.wait(self.start(number, variables), number, seconds)
 
     def wait(self, job: subprocess.Popen[str], number: int, seconds: float = 110) -> int:
@@ -142,15 +142,15 @@ class Batch:
         return int(sorted((self.run / "checkpoints").glob("step-*"))[-1].name.removeprefix("step-"))
 
     def submitted(self) -> list[tuple[list[str], dict[str, str]]]:
-        """What qsub was given each time: its arguments, and the variables that it would hand on."""
-        found = []
+        """Return for each call of qsub its arguments and the variables that it passes on to the job."""
+        submissions = []
         for path in sorted(self.record.iterdir()):
             words, _, environment = path.read_text().partition("\0\n")
             arguments = words.split("\0")
             values = dict(pair.split("=", 1) for pair in environment.split("\0") if "=" in pair)
             names = arguments[arguments.index("-v") + 1].split(",")
-            found.append((arguments, {name: values[name] for name in names}))
-        return found
+            submissions.append((arguments, {name: values[name] for name in names}))
+        return submissions
 
     def metrics(self) -> list[dict]:
         try:
@@ -160,7 +160,7 @@ class Batch:
 
 
 def delete(job: subprocess.Popen[str]) -> None:
-    """What `qdel` does first: TERM for every process of the job."""
+    """Send TERM to every process of the job, as `qdel` does first."""
     for path in Path("/proc").iterdir():
         with suppress(ProcessLookupError):
             if path.name.isdigit() and os.getsid(int(path.name)) == job.pid:
@@ -186,8 +186,8 @@ def test_a_job_that_is_asked_to_stop_submits_the_next_and_one_that_is_deleted_do
         "got USR1" in out and f"saved at step {step}, to be started again" in out and "next job is 1001.server" in out
     )
     [(arguments, variables)] = batch.submitted()
-    wanted = ["-W", "depend=afterany:1000.server", "-l", f"select={SELECT}", "-l", "walltime=10:00:00"]
-    assert arguments[:-3] == [*wanted, "-q", "night", "-A", "climate"]
+    options = ["-W", "depend=afterany:1000.server", "-l", f"select={SELECT}", "-l", "walltime=10:00:00"]
+    assert arguments[:-3] == [*options, "-q", "night", "-A", "climate"]
     assert arguments[-1] == str(ROOT / "jobs/train.pbs")
     assert variables["FIRST_JOB"] == "1000.server" and variables["ATTEMPTS"] == "5"
     assert variables["ARGUMENTS"] == first["ARGUMENTS"]
@@ -254,7 +254,7 @@ exec "$@"
 
 
 def with_devices(batch: Batch, **variables: str) -> str:
-    """Run jobs/train.sbatch on one node with two devices; what it printed."""
+    """Run jobs/train.sbatch on one node with two devices and return its output."""
     real, *options = launcher(2)
     arguments = batch.arguments(train__steps=2, model__factory="slow_model:quick").split()
     for name, content in (("scontrol", SCONTROL), ("mpirun", MPIRUN), ("srun", SRUN), ("step", STEP)):
@@ -329,19 +329,25 @@ esac
 
 
 def on_a_site(folder: Path, **variables: str) -> tuple[str, list[str]]:
-    """Run jobs/train.sbatch on one node of CPUS hardware threads and CORES cores; its output and what srun started."""
+    """Run jobs/train.sbatch on a node of CPUS threads and CORES cores; return its output and the srun record."""
     for name, content in SITE_OF.items():
         (folder / "bin").mkdir(exist_ok=True)
         (folder / "bin" / name).write_text(content)
         (folder / "bin" / name).chmod(0o755)
-    given = {"LIBRARY": "MPICH Version: 4.2.3", "DEFAULT": "none", "KINDS": "none pmi2", "CPUS": "8", "CORES": "8"}
-    given |= {"SLURM_CPUS_ON_NODE": variables.get("CPUS", "8"), "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1"}
-    given |= {"SLURM_SUBMIT_DIR": str(folder), "RECORD": str(folder / "record"), "VENV": "/nowhere"}
+    environment = {
+        "LIBRARY": "MPICH Version: 4.2.3",
+        "DEFAULT": "none",
+        "KINDS": "none pmi2",
+        "CPUS": "8",
+        "CORES": "8",
+    }
+    environment |= {"SLURM_CPUS_ON_NODE": variables.get("CPUS", "8"), "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1"}
+    environment |= {"SLURM_SUBMIT_DIR": str(folder), "RECORD": str(folder / "record"), "VENV": "/nowhere"}
     done = subprocess.run(
         ["bash", str(ROOT / "jobs/train.sbatch")],
         cwd=folder,
         env=clean_environment(PATH=f"{folder / 'bin'}:{Path(sys.prefix) / 'bin'}:{os.environ['PATH']}")
-        | given
+        | environment
         | variables,
         capture_output=True,
         text=True,
@@ -394,8 +400,8 @@ def test_open_mpi_finds_room_for_the_ranks_on_a_core_of_two_hardware_threads(tmp
     slots = {"PRTE_MCA_prte_default_hostfile": str(tmp_path / "hosts")}
     (tmp_path / "hosts").write_text("localhost slots=2\n")
     out, _ = on_a_site(tmp_path, **machine, **slots, **asked)
-    found = re.findall(r"Rank \d bound to package\[0\]\[(\w+):", out)
-    assert found[-len(bound) :] == bound and "more processes than the ppr" not in out, out
+    bindings = re.findall(r"Rank \d bound to package\[0\]\[(\w+):", out)
+    assert bindings[-len(bound) :] == bound and "more processes than the ppr" not in out, out
 
 
 def test_a_file_of_the_site_is_read_first_and_the_ranks_have_its_environment_also_after_export_none(tmp_path):

@@ -1,4 +1,4 @@
-"""train.batch_warmup: smaller batches first, of the same samples in the same order, on any ranks and after any stop."""
+"""train.batch_warmup: smaller batches first, with the same samples in the same order for any ranks and restarts."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ CLOCKS = ("time", "step_s", "tokens_per_s", "memory_bytes", "memory", "between_n
 
 
 def settings(text, **sections):
-    given = {"data": {"path": text, "record_ids": True}, "model": GPT, "train": TRAIN, "checkpoint": {"every": 0}}
-    return {name: given.get(name, {}) | sections.get(name, {}) for name in given | sections}
+    defaults = {"data": {"path": text, "record_ids": True}, "model": GPT, "train": TRAIN, "checkpoint": {"every": 0}}
+    return {name: defaults.get(name, {}) | sections.get(name, {}) for name in defaults | sections}
 
 
 def column(lines, name):
@@ -36,7 +36,7 @@ def column(lines, name):
 
 
 def told(lines):
-    """What does not depend on the machine."""
+    """Return the metrics without those that depend on the machine."""
     return [{name: value for name, value in line.items() if name not in CLOCKS} for line in lines]
 
 
@@ -80,26 +80,26 @@ def test_every_rank_reads_its_share_of_each_batch_from_any_step_on(tmp_path, mon
 def test_losses_and_samples_through_a_warm_up_are_those_of_one_rank(world, folder, text, parallel):
     least = {"batch_warmup": [[2, 3], *WARMUP[1:]]} if parallel.get("mode") else {}  # each worker needs a sample
     alone = world.subgroup([world.rank])
-    got = run(world, folder / "many", **settings(text, parallel=parallel, train=TRAIN | least))
-    wanted = run(alone, folder / f"alone-{world.rank}", **settings(text, train=TRAIN | least))
-    taken = [3, 3, *TAKEN[2:]] if least else TAKEN
-    assert column(got, "samples") == taken and column(got, "tokens") == [size * 32 for size in taken]
-    assert [len(ids) for ids in column(got, "ids")] == taken
-    in_order = open_dataset(text, sequence=32).order(Config().run.seed).ids(0, sum(taken)).tolist()
-    assert [number for ids in column(got, "ids") for number in ids] == in_order
-    assert column(got, "loss") == pytest.approx(column(wanted, "loss"), rel=1e-5)
-    assert column(got, "grad_norm") == pytest.approx(column(wanted, "grad_norm"), rel=1e-4)
-    assert got[-1]["held_out_loss"] == pytest.approx(wanted[-1]["held_out_loss"], rel=1e-5)
-    assert got[0]["tokens_per_s"] == pytest.approx(taken[0] * 32 / got[0]["step_s"])
+    lines = run(world, folder / "many", **settings(text, parallel=parallel, train=TRAIN | least))
+    reference = run(alone, folder / f"alone-{world.rank}", **settings(text, train=TRAIN | least))
+    sizes = [3, 3, *TAKEN[2:]] if least else TAKEN
+    assert column(lines, "samples") == sizes and column(lines, "tokens") == [size * 32 for size in sizes]
+    assert [len(ids) for ids in column(lines, "ids")] == sizes
+    in_order = open_dataset(text, sequence=32).order(Config().run.seed).ids(0, sum(sizes)).tolist()
+    assert [number for ids in column(lines, "ids") for number in ids] == in_order
+    assert column(lines, "loss") == pytest.approx(column(reference, "loss"), rel=1e-5)
+    assert column(lines, "grad_norm") == pytest.approx(column(reference, "grad_norm"), rel=1e-4)
+    assert lines[-1]["held_out_loss"] == pytest.approx(reference[-1]["held_out_loss"], rel=1e-5)
+    assert lines[0]["tokens_per_s"] == pytest.approx(sizes[0] * 32 / lines[0]["step_s"])
     alone.free()
 
 
 @pytest.mark.ranks(2)
 def test_pipelines_and_reproducible_runs_warm_up_alike(world, folder, text):
     alone = world.subgroup([world.rank])
-    wanted = run(alone, folder / f"alone-{world.rank}", **settings(text))
+    reference = run(alone, folder / f"alone-{world.rank}", **settings(text))
     staged = settings(text, parallel={"pipeline": 2}, train=TRAIN | {"microbatch": 0})
-    assert column(run(world, folder / "staged", **staged), "loss") == pytest.approx(column(wanted, "loss"), rel=1e-5)
+    assert column(run(world, folder / "staged", **staged), "loss") == pytest.approx(column(reference, "loss"), rel=1e-5)
     both = []
     for ranks, where in ((world, folder / "two"), (alone, folder / f"one-{world.rank}")):
         same = {"dir": str(where), "reproducible": True, "workers": 4}

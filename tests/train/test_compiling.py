@@ -1,4 +1,4 @@
-"""`model.compile`: the losses of the model as it is; what does not compile is refused at the start."""
+"""`model.compile` leaves the losses unchanged; a model that does not compile is refused at the start."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ GPT = {"layers": 1, "width": 32, "heads": 2, "sequence": 8}
 @pytest.mark.campaign
 @pytest.mark.ranks(1, 2)
 def test_compiled_blocks_give_the_losses_of_the_model_as_it_is(world, folder, text):
-    found = []
+    losses = []
     for compiled in (False, True):
         sections = {"data": {"path": text}, "model": GPT | {"dropout": 0.1, "compile": compiled}}
         sections["train"] = {"steps": 3, "batch": 4, "evaluate_samples": 4}
         sections["parallel"] = {"zero": 2}
-        found.append([m["loss"] for m in run(world, folder / str(compiled), **sections)])
-    assert found[1] == pytest.approx(found[0], rel=1e-5)
+        losses.append([m["loss"] for m in run(world, folder / str(compiled), **sections)])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
 @pytest.mark.ranks(2)

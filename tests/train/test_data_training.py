@@ -1,4 +1,4 @@
-"""Prompts that are not trained on, and mixes of data sets, train the same on any number of ranks and any mesh."""
+"""Masked prompts and mixes of data sets give the same training on any number of ranks and any mesh."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def pairs(world, place):
     """Pairs of very different lengths, so that a mean over tokens and one over samples differ."""
     if world.rank == 0:
         source = place / "pairs.jsonl"
-        made = [{"prompt": f"{i}+{i}=" + "?" * (i % 9), "completion": str(2 * i) * (1 + i % 3)} for i in range(300)]
-        source.write_text("".join(f"{json.dumps(each)}\n" for each in made))
+        records = [{"prompt": f"{i}+{i}=" + "?" * (i % 9), "completion": str(2 * i) * (1 + i % 3)} for i in range(300)]
+        source.write_text("".join(f"{json.dumps(each)}\n" for each in records))
         options = PrepareOptions(prompt="prompt", completion="completion", pack=24)
         prepare([str(source)], place / "pairs", options=options)
     world.barrier()
@@ -64,7 +64,7 @@ def settings(data, parallel=(), **train):
 
 
 def by_the_formula(config, data):
-    """Losses of plain torch: of each sample the mean over the targets that count, of these the mean."""
+    """Return the loss in plain torch: the mean over samples of each sample's mean over its unmasked targets."""
     torch.manual_seed(config.run.seed)
     model = build_model(config.model, data.description).module
     x, y = data.read(data.order(config.run.seed).ids(0, BATCH))
@@ -81,17 +81,17 @@ def by_the_formula(config, data):
 @pytest.mark.ranks(1, 2, 3)
 def test_masked_losses_are_those_of_the_formula_on_one_to_three_ranks(world, place, pairs):
     alone = world.subgroup([0])
-    wanted = run(alone, place / "alone", **settings({"path": pairs})) if alone is not None else None
-    wanted = world.broadcast_object(wanted)
+    reference = run(alone, place / "alone", **settings({"path": pairs})) if alone is not None else None
+    reference = world.broadcast_object(reference)
     config = Config.from_dict(settings({"path": pairs}))
     formula = by_the_formula(config, open_dataset(pairs, sequence=24))
-    assert wanted[0]["loss"] == pytest.approx(formula, rel=1e-5)
+    assert reference[0]["loss"] == pytest.approx(formula, rel=1e-5)
     for number, parallel in enumerate(CASES[world.size]):
         lines = run(world, place / f"masked-{world.size}-{number}", **settings({"path": pairs}, parallel))
         for key, rel in (("loss", 1e-5), ("grad_norm", 1e-4)):
-            found, right = ([line[key] for line in each] for each in (lines, wanted))
-            assert found == pytest.approx(right, rel=rel), (parallel, key)
-        assert lines[-1]["held_out_loss"] == pytest.approx(wanted[-1]["held_out_loss"], rel=1e-5)
+            values, expected = ([line[key] for line in each] for each in (lines, reference))
+            assert values == pytest.approx(expected, rel=rel), (parallel, key)
+        assert lines[-1]["held_out_loss"] == pytest.approx(reference[-1]["held_out_loss"], rel=1e-5)
 
 
 @pytest.mark.ranks(2)
@@ -103,30 +103,30 @@ def test_slices_of_masked_sequences_are_refused(world, place, pairs):
 @pytest.mark.ranks(1, 2, 3)
 def test_a_mix_trains_on_the_same_samples_on_one_to_three_ranks_and_through_restarts(world, place, text, pairs):
     exact = world.size != 3  # whose sums no other number of ranks can have
-    how = settings({"mix": {text: 0.7, pairs: 0.3}, "record_ids": True}) | {"optim": {"schedule": "constant"}}
+    options = settings({"mix": {text: 0.7, pairs: 0.3}, "record_ids": True}) | {"optim": {"schedule": "constant"}}
 
     def trained(comm, folder, steps, **data):
-        sections = how | {"train": how["train"] | {"steps": steps}, "data": how["data"] | data}
+        sections = options | {"train": options["train"] | {"steps": steps}, "data": options["data"] | data}
         sections["run"] = {"reproducible": exact, "workers": 4, "dir": str(place / folder)}
         return [[line["loss"], line["ids"]] for line in run(comm, place / folder, **sections)]
 
     alone = world.subgroup([0])
-    wanted = world.broadcast_object(trained(alone, "mix-alone", STEPS) if alone is not None else None)
+    reference = world.broadcast_object(trained(alone, "mix-alone", STEPS) if alone is not None else None)
     folder = f"mix-{world.size}"
     trained(world, folder, 2)
-    found = trained(world, folder, STEPS)
-    assert [ids for _, ids in found] == [ids for _, ids in wanted]
-    losses, right = ([loss for loss, _ in each] for each in (found, wanted))
-    assert losses == right if exact else losses == pytest.approx(right, rel=1e-5)
+    results = trained(world, folder, STEPS)
+    assert [ids for _, ids in results] == [ids for _, ids in reference]
+    losses, reference_losses = ([loss for loss, _ in each] for each in (results, reference))
+    assert losses == reference_losses if exact else losses == pytest.approx(reference_losses, rel=1e-5)
     first = len(open_dataset(text, sequence=24))
-    ids = np.concatenate([ids for _, ids in wanted])
+    ids = np.concatenate([ids for _, ids in reference])
     assert abs((ids < first).sum() - 0.7 * len(ids)) < 1
     with pytest.raises(InputError, match=r"was trained on another data set than data\.mix"):
         trained(world, folder, STEPS + 1, mix={text: 0.5, pairs: 0.5})
 
 
 class WithoutParts(Callback):
-    """Evaluates a mix once more as if it were one data set."""
+    """A callback that evaluates a mix again, as a single data set."""
 
     def on_evaluate(self, trainer, loss):
         parts, trainer.held_out.parts = trainer.held_out.parts, lambda chosen: {}
@@ -151,10 +151,10 @@ def test_each_data_set_of_a_mix_has_its_held_out_loss_and_that_of_all_is_the_sam
         task, _ = load_task(folder / str(number))
         places, first = np.arange(11), len(open_dataset(text, "held_out", sequence=24))
         x, y = map(torch.from_numpy, trainer.held_out.read(ids := trainer.held_out.spread(places, 11)))
-        for name, own in {text: ids < first, pairs: ids >= first}.items():
+        for name, mask in {text: ids < first, pairs: ids >= first}.items():
             with torch.no_grad():
-                wanted = task.loss(task.module(x[own]), y[own]).item()
-            assert 3 <= own.sum() <= 8 and line[f"held_out_loss of {name}"] == pytest.approx(wanted, rel=1e-5)
+                expected = task.loss(task.module(x[mask]), y[mask]).item()
+            assert 3 <= mask.sum() <= 8 and line[f"held_out_loss of {name}"] == pytest.approx(expected, rel=1e-5)
     assert f"held-out loss of {pairs}" in summary(folder / "0")
     assert f", loss of {text} " in figures_text(trainer.figures)
 

@@ -50,7 +50,7 @@ def train(comm, folder, kind, text, /, **sections):
 
 @pytest.fixture(scope="module")
 def wanted(world, place, text):
-    """Losses and norms on the CPU: one run for all cases, whose sums differ in their last digits alone."""
+    """Losses and norms of a run on the CPU, with which all cases are compared; only rounding differs."""
     return train(world, place / "cpu", "cpu", text)
 
 
@@ -91,14 +91,14 @@ def _same(lines, wanted):
 def test_a_step_whose_gradients_overflow_changes_nothing_though_the_host_does_not_know_yet(
     world, place, text, device, monkeypatch
 ):
-    """fp16 with the scale at first too large: the device leaves those steps out by itself."""
+    """Train in fp16 with a loss scale that is too large at first: the device skips those steps by itself."""
     monkeypatch.setattr(LossScale, "of", staticmethod(lambda precision: LossScale(2.0**22, dynamic=True)))
     half = {"train": {"precision": "fp16", "steps": 10}}
-    wanted = train(world, place / "half cpu", "cpu", text, **half)
+    reference = train(world, place / "half cpu", "cpu", text, **half)
     lines = train(world, place / "half device", device.type, text, **half)
     assert 2 < sum(bool(m.get("skipped")) for m in lines) < 8
-    assert [m.get("skipped") for m in lines] == [m.get("skipped") for m in wanted]
-    assert [m["loss"] for m in lines] == pytest.approx([m["loss"] for m in wanted], rel=1e-4)
+    assert [m.get("skipped") for m in lines] == [m.get("skipped") for m in reference]
+    assert [m["loss"] for m in lines] == pytest.approx([m["loss"] for m in reference], rel=1e-4)
 
 
 @ON_IT
@@ -174,10 +174,10 @@ def test_a_killed_run_on_a_device_goes_on_with_the_same_bits(device, sentence, t
         lines = map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
         return [(m["step"], m["loss"], m["grad_norm"]) for m in lines]
 
-    wanted = train("whole")
+    reference = train("whole")
     train("killed", None, DIES="yes")
     assert not (tmp_path / "killed/checkpoints/step-00000006").exists()
-    found = train("killed")
-    assert dict.fromkeys(found) == dict.fromkeys(wanted) and len(wanted) == 8
+    metrics = train("killed")
+    assert dict.fromkeys(metrics) == dict.fromkeys(reference) and len(reference) == 8
     whole, again = (read_manifest(tmp_path / name / "checkpoints/step-00000008") for name in ("whole", "killed"))
     assert [extent.hashes for extent in whole.extents] == [extent.hashes for extent in again.extents] != []

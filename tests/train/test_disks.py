@@ -1,4 +1,4 @@
-"""Disks as they are: without room, without quota, without locks. Told at the start, in one line."""
+"""Disks that are full, over quota or without locks: each gives a one-line error at the start."""
 
 from __future__ import annotations
 

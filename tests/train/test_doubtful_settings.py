@@ -1,4 +1,4 @@
-"""A run begins with a line for each setting that is hardly meant, and says nothing about the others."""
+"""A run starts with one warning line for each setting that is probably unintended, and none for the others."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from mpitrain.trainer.recording.console import doubtful_settings
     ],
 )
 def test_what_is_hardly_meant_is_told(sections, told):
-    found = doubtful_settings(Config.from_dict(sections), columns=4, on_cpu=True, flags=frozenset({"avx2"}))
-    assert len(found) == bool(told) and told in "".join(found)
+    lines = doubtful_settings(Config.from_dict(sections), columns=4, on_cpu=True, flags=frozenset({"avx2"}))
+    assert len(lines) == bool(told) and told in "".join(lines)
     if "on this CPU" in told:
         able = frozenset({"avx512_bf16", "avx512_fp16"})
         assert not doubtful_settings(Config.from_dict(sections), columns=4, on_cpu=True, flags=able)

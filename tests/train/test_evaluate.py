@@ -1,4 +1,4 @@
-"""python -m mpitrain.evaluate: a checkpoint's figures on any data and layout; the run's folder is only read."""
+"""python -m mpitrain.evaluate: metrics of a checkpoint on any data and layout; the run's folder is only read."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def figures(world, path, *arguments):
 
 
 def looks(folder):
-    """Everything in a folder: names, times and contents."""
+    """Return the names, times, modes and contents of all files in a folder."""
     return {
         path: (path.stat().st_mtime_ns, path.stat().st_mode, path.read_bytes() if path.is_file() else b"")
         for path in sorted([folder, *folder.rglob("*")])
@@ -81,17 +81,17 @@ LAYOUTS = {
 @pytest.mark.ranks(1, 2, 3, 4)
 def test_the_figures_are_those_of_the_run_on_seven_layouts(world, folder, runs):
     names = ("loss", "perplexity", "token_accuracy")
-    wanted = [read_metrics(runs["tokens"])[-1][f"held_out_{name}"] for name in names]
+    expected = [read_metrics(runs["tokens"])[-1][f"held_out_{name}"] for name in names]
     before = looks(runs["tokens"]) if world.rank == 0 else None
     top = None
     for number, layout in enumerate(LAYOUTS[world.size]):
-        found = figures(world, folder / f"{number}.json", runs["tokens"], "--samples", 11, *layout)
-        assert [found[name] for name in names] == pytest.approx(wanted, rel=1e-6), layout
-        assert found["samples"] == 11 and found["step"] == 3
-        assert top in (None, found["top5_accuracy"]) and found["token_accuracy"] <= found["top5_accuracy"] <= 1
-        top = found["top5_accuracy"]
+        result = figures(world, folder / f"{number}.json", runs["tokens"], "--samples", 11, *layout)
+        assert [result[name] for name in names] == pytest.approx(expected, rel=1e-6), layout
+        assert result["samples"] == 11 and result["step"] == 3
+        assert top in (None, result["top5_accuracy"]) and result["token_accuracy"] <= result["top5_accuracy"] <= 1
+        top = result["top5_accuracy"]
         if not layout:
-            assert [found[name] for name in names] == wanted
+            assert [result[name] for name in names] == expected
     few = figures(world, folder / "few.json", runs["tokens"], "--samples", 1, *LAYOUTS[world.size][-1])
     assert few["samples"] == 1
     assert world.rank or looks(runs["tokens"]) == before
@@ -101,17 +101,17 @@ def test_the_figures_are_those_of_the_run_on_seven_layouts(world, folder, runs):
 def test_classes_have_a_confusion_matrix_and_other_data_are_measured(world, folder, runs):
     from sklearn.metrics import confusion_matrix
 
-    found = figures(
+    result = figures(
         world, folder / "f.json", runs["classes"], "--data", runs["seven"], "--split", "train",
         "--confusion", folder / "c.csv",
     )  # fmt: skip
-    matrix, samples = np.array(found["confusion"]), found["samples"]
+    matrix, samples = np.array(result["confusion"]), result["samples"]
     assert matrix.sum() == samples == len(open_dataset(runs["seven"]))
-    assert found["accuracy"] == pytest.approx(matrix.trace() / samples)
+    assert result["accuracy"] == pytest.approx(matrix.trace() / samples)
     y = open_dataset(runs["seven"]).read(np.arange(samples))[1]
     assert matrix.sum(1).tolist() == confusion_matrix(y, y).diagonal().tolist()
     lines = (folder / "c.csv").read_text().splitlines()
-    assert lines[0].split(",")[1:] == found["classes"] and lines[3].split(",")[1:] == [str(n) for n in matrix[2]]
+    assert lines[0].split(",")[1:] == result["classes"] and lines[3].split(",")[1:] == [str(n) for n in matrix[2]]
 
 
 @pytest.mark.ranks(1)
@@ -124,8 +124,8 @@ def test_a_run_that_is_in_use_is_evaluated_at_any_of_its_checkpoints(world, fold
             ((runs["tokens"] / "checkpoints/step-00000001",), lines[0]),
             ((runs["tokens"], "--best"), best),
         ):
-            found = figures(world, folder / "f.json", *arguments, "--samples", 11)
-            assert (found["step"], found["loss"]) == (line["step"], line["held_out_loss"])
+            result = figures(world, folder / "f.json", *arguments, "--samples", 11)
+            assert (result["step"], result["loss"]) == (line["step"], line["held_out_loss"])
     newest = runs["tokens"] / "checkpoints/step-00000003/manifest.json"
     whole = newest.read_bytes()
     newest.write_bytes(b"torn")
@@ -148,12 +148,12 @@ def test_a_table_is_evaluated_with_its_columns_made_into_numbers_as_in_training(
     with pytest.raises(InputError, match="made numbers of its columns otherwise"):
         main([str(folder / "r"), "--data", str(folder / "new")], world)
     prepare([str(folder / "new.csv")], folder / "like", options=PrepareOptions(like=folder / "old"), held_out=0.2)
-    found = figures(world, folder / "f.json", folder / "r", "--data", folder / "like")
+    result = figures(world, folder / "f.json", folder / "r", "--data", folder / "like")
     held_out, mask = open_dataset(folder / "like", "held_out"), held_out_mask(0, 40, 0.2)
     trained = np.arange(20, 60)[~mask]
-    wanted = (np.arange(200, 240)[mask] - trained.mean()) / trained.std()
-    assert found["samples"] == len(held_out) == mask.sum() > 0
-    np.testing.assert_allclose(held_out.read(np.arange(len(held_out)))[0][:, 0], wanted, rtol=1e-5)
+    expected = (np.arange(200, 240)[mask] - trained.mean()) / trained.std()
+    assert result["samples"] == len(held_out) == mask.sum() > 0
+    np.testing.assert_allclose(held_out.read(np.arange(len(held_out)))[0][:, 0], expected, rtol=1e-5)
 
 
 @pytest.mark.ranks(1)

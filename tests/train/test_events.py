@@ -33,8 +33,8 @@ class Ends(mt.Callback):
 
 
 def fit(world, folder, text, parallel=None, **how):
-    given = SMALL | {"run": {"dir": str(folder)}, "data": {"path": text}, "parallel": parallel or {}}
-    trainer = mt.Trainer(given, [Ends(**how)], world=world)
+    settings = SMALL | {"run": {"dir": str(folder)}, "data": {"path": text}, "parallel": parallel or {}}
+    trainer = mt.Trainer(settings, [Ends(**how)], world=world)
     with trainer.working():
         return trainer.train()
 

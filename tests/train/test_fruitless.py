@@ -1,4 +1,4 @@
-"""Steps that teach nothing: they are shown, a run that ends in them fails, and what was learned before them is kept."""
+"""Steps that learn nothing: they are reported, a run that ends in them fails, and the last good checkpoint stays."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ def test_a_run_that_learns_nothing_any_more_fails_and_keeps_its_last_good_checkp
     each = 2 if "pipeline" in parallel else 1  # passes a step
     options = {"first": 6 * each + 1} | options
     runs = [(10, [10, 8, 6]), (10, [10, 8, 6]), (13, [13, 12, 6])]  # from the start, again, and on
-    for steps, kept in runs if parallel == {} else runs[::2]:
+    for steps, saved_steps in runs if parallel == {} else runs[::2]:
         with pytest.raises(NothingLearned, match=r"since step 7.*step-00000006") as caught:
             run(world, folder / "r", **sections(text, options, parallel, steps))
         assert caught.value.agreed and caught.value.exit_code == EXIT_FAILED
         world.barrier()
-        assert finished_steps(folder / "r/checkpoints") == kept
-    told = summary(folder / "r")
+        assert finished_steps(folder / "r/checkpoints") == saved_steps
+    summary_text = summary(folder / "r")
     world.barrier()  # what the others look at is pruned below
-    assert "7 of 13 steps, nothing learned since step 7" in told
+    assert "7 of 13 steps, nothing learned since step 7" in summary_text
     if world.rank == 0:
         assert main(["ls", str(folder / "r")]) == 0
         assert capsys.readouterr().out.count("whole, nothing learned since step 7") == 2
@@ -68,8 +68,8 @@ def test_a_run_that_learns_again_is_a_good_one(world, folder, text):
         ("fp16 three", {"precision": "fp16"}, {"first": 5, "last": 7, "gradient": True}, {6: 5, 7: 5}),
     ):
         lines = run(world, folder / name, **sections(text, options, parallel, 10, every=1, keep=20))
-        wanted = list(range(options["first"], options["last"] + 1))
-        assert [m["step"] for m in lines if m.get("skipped")] == wanted
+        skipped_steps = list(range(options["first"], options["last"] + 1))
+        assert [m["step"] for m in lines if m.get("skipped")] == skipped_steps
         for step in range(1, 11):
             manifest = read_manifest(folder / name / f"checkpoints/step-{step:08d}")
             assert manifest.values[FRUITLESS] == marks.get(step, 0)

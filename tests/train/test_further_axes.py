@@ -1,4 +1,4 @@
-"""Axes from outside of the package: one that only averages, and one along the height of images."""
+"""Mesh axes defined outside the package: one that only averages, and one along the height of images."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def of_text(path):
 
 @pytest.fixture(scope="module")
 def images(world, place):
-    """Sections of a run on images of 13 rows, so that parts have unequally many."""
+    """Configuration of a run on images of 13 rows, which ranks cannot divide equally."""
     if world.rank == 0:
         generator, y = np.random.default_rng(0), np.arange(90) % 3
         (place / "source").mkdir()
@@ -71,11 +71,11 @@ def check(lines, wanted):
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("zero", [0, 2])
 def test_an_axis_that_averages_trains_as_one_process(world, place, text, zero):
-    wanted = by_one(world, place / f"alone-{zero}", of_text(text))
+    reference = by_one(world, place / f"alone-{zero}", of_text(text))
     rest = {"pipeline": 2} if world.size == 4 else {}
     folder = place / f"replica-{zero}"
     lines = run(world, folder, **of_text(text), parallel={"zero": zero, "axes": {REPLICA: 2}, **rest})
-    check(lines, wanted)
+    check(lines, reference)
     records = read_rank_files(folder)
     for rank, record in records.items():
         expected = record.starts[0]["expected_bytes"]
@@ -91,12 +91,12 @@ def test_an_axis_that_averages_trains_as_one_process(world, place, text, zero):
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("zero", [0, 2])
 def test_an_axis_along_the_height_of_images_trains_as_one_process(world, place, images, zero):
-    wanted = by_one(world, place / f"whole-{zero}", images)
+    reference = by_one(world, place / f"whole-{zero}", images)
     height = 2 if world.size == 4 else world.size
     folder = place / f"height-{zero}"
     lines = run(world, folder, **images, parallel={"zero": zero, "axes": {HEIGHT: height}})
-    check(lines, wanted)
-    assert lines[-1]["held_out_accuracy"] == wanted[-1]["held_out_accuracy"]
+    check(lines, reference)
+    assert lines[-1]["held_out_accuracy"] == reference[-1]["held_out_accuracy"]
     record = read_rank_files(folder)[world.rank]
     sent = sum(row[4] + row[5] for row in record.lines[0]["sent"] if row[1] in ("height", "data+height"))
     expected = record.starts[0]["expected_bytes"]
@@ -127,8 +127,8 @@ def test_a_loop_of_ones_own_averages_along_a_further_axis(world, zero):
             model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1), config=config, comm=comm,
             loss=torch.nn.functional.mse_loss,
         )  # fmt: skip
-        own = slice(engine.data_rank, None, engine.data_size)
-        losses = [engine.train_batch(iter([(x[own], y[own])])) for _ in range(4)]
+        share = slice(engine.data_rank, None, engine.data_size)
+        losses = [engine.train_batch(iter([(x[share], y[share])])) for _ in range(4)]
         shape = dict(engine.mesh.shape)
         engine.close()
         return losses, shape
@@ -136,18 +136,18 @@ def test_a_loop_of_ones_own_averages_along_a_further_axis(world, zero):
     losses, shape = trained(world, zero=zero, axes={REPLICA: 2})
     assert shape == {"data": 1, "replica": 2, "pipeline": 1, "tensor": 1}
     alone = world.subgroup([0])
-    wanted = world.broadcast_object(None if alone is None else trained(alone)[0])
-    assert losses == pytest.approx(wanted, rel=1e-6)
+    expected = world.broadcast_object(None if alone is None else trained(alone)[0])
+    assert losses == pytest.approx(expected, rel=1e-6)
 
 
 class Twin(DataAxis):
-    """Has the name of another axis."""
+    """An axis with the name of another axis."""
 
 
 @pytest.mark.ranks(2)
 def test_what_is_no_axis_is_refused(world):
-    for path, told in (("extensions:Best", "no subclass"), ("train.test_further_axes:Twin", "'data' of another")):
-        with pytest.raises(InputError, match=told):
+    for path, message in (("extensions:Best", "no subclass"), ("train.test_further_axes:Twin", "'data' of another")):
+        with pytest.raises(InputError, match=message):
             Mesh.make(world, axes={path: 2})
     with pytest.raises(InputError, match=r"parallel.axes replica 3 x .* does not make 2 ranks"):
         Mesh.make(world, axes={REPLICA: 3})

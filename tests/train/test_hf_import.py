@@ -1,4 +1,4 @@
-"""Presets, and weights of transformers in and out: logits are the same, and what does not fit is one line at once."""
+"""Presets, and import and export of transformers weights: equal logits, and a one-line error for a misfit."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ LIKE_LLAMA = ("mistral", "qwen2", "qwen3")
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> dict[str, Path]:
-    """Folders of models, by family; each has a tokenizer, of which nothing but the bytes matters here."""
+    """Folders of models, by family; the content of their tokenizer.json does not matter here."""
     options = {"llama": {"attention_bias": True, "mlp_bias": True}, "mistral": {"sliding_window": None}}
-    made = {family: tmp_path_factory.mktemp(family) for family in (*FAMILIES, *LIKE_LLAMA)}
-    for family, folder in made.items():
+    folders = {family: tmp_path_factory.mktemp(family) for family in (*FAMILIES, *LIKE_LLAMA)}
+    for family, folder in folders.items():
         save_tiny(family, folder, **options.get(family, {}))
         (folder / "tokenizer.json").write_text("{}")
-    return made
+    return folders
 
 
 def loaded(run: Path) -> GPT:
-    """Our model, made from a run's settings and its newest checkpoint alone."""
+    """Return our model, built from a run's settings and its newest checkpoint alone."""
     section = Config.from_args([str(run / "config.toml")]).model
     assert section.preset == ""  # all that it said is there, and the folder need not be
     form = Form(**{key: getattr(section, key) for key in Form.__dataclass_fields__})
@@ -46,11 +46,11 @@ def loaded(run: Path) -> GPT:
 
 
 def refused(capsys, *arguments) -> str:
-    """The one line with which a command ends."""
+    """Return the one-line error with which a command is refused."""
     assert main([str(each) for each in arguments]) == 2
-    told = capsys.readouterr().err
-    assert told.count("\n") == 1
-    return told
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1
+    return message
 
 
 @pytest.mark.parametrize(
@@ -98,8 +98,8 @@ def test_a_model_of_fewer_positions_than_a_sequence_has_by_default_becomes_a_run
 
     source, run = tmp_path / "gpt2", tmp_path / "run"
     save_tiny("gpt2", source, n_positions=24)
-    told = refused(capsys, "import", source, run, "--format", "hf", "--model.sequence", "25")
-    assert "model.sequence 25 is longer than model.max_positions 24" in told and not (run / "config.toml").exists()
+    message = refused(capsys, "import", source, run, "--format", "hf", "--model.sequence", "25")
+    assert "model.sequence 25 is longer than model.max_positions 24" in message and not (run / "config.toml").exists()
     assert main(["import", str(source), str(run), "--format", "hf"]) == 0
     assert loaded(run)(torch.zeros(1, 24, dtype=torch.long)).shape == (1, 24, VOCABULARY)
     assert mt.load_model(run).positions.weight.shape[0] == 24
@@ -153,22 +153,22 @@ def test_a_preset_gives_way_to_what_is_said_beside_it(saved):
 
 def test_weights_that_are_not_of_the_model_are_refused_when_they_are_imported(saved, tmp_path, capsys):
     run = tmp_path / "run"
-    told = refused(capsys, "import", saved["llama"], run, "--format", "hf", "--model.layers", "3")
-    assert "'model.layers.3." in told and "is none of the model's" in told
-    told = refused(capsys, "import", saved["gpt2"], run, "--format", "hf", "--model.hidden", "80")
-    assert "transformer.h.0.mlp.c_fc.weight is [32, 72] and not [32, 80]" in told
-    told = refused(capsys, "import", tmp_path, run, "--format", "hf")
-    assert "config.json" in told
+    message = refused(capsys, "import", saved["llama"], run, "--format", "hf", "--model.layers", "3")
+    assert "'model.layers.3." in message and "is none of the model's" in message
+    message = refused(capsys, "import", saved["gpt2"], run, "--format", "hf", "--model.hidden", "80")
+    assert "transformer.h.0.mlp.c_fc.weight is [32, 72] and not [32, 80]" in message
+    message = refused(capsys, "import", tmp_path, run, "--format", "hf")
+    assert "config.json" in message
     plain = tmp_path / "plain.pt"
     torch.save(GPT(256, 1, 16, 2).state_dict(), plain)
-    told = refused(capsys, "import", plain, run, "--model.width", "32", "--model.layers", "1")
-    assert "embedding.weight is [256, 16] and not [256, 32]" in told and not (run / "config.toml").exists()
+    message = refused(capsys, "import", plain, run, "--model.width", "32", "--model.layers", "1")
+    assert "embedding.weight is [256, 16] and not [256, 32]" in message and not (run / "config.toml").exists()
     narrow = ["--model.width", "16", "--model.layers", "1", "--model.heads", "2"]
     assert main(["import", str(plain), str(run), *narrow]) == 0
     assert Config.from_args([str(run / "config.toml")]).model.width == 16
-    told = refused(capsys, "export", run, tmp_path / "out", "--format", "hf")
-    assert "layernorm, positions rotary, mlp gelu is neither" in told and not (tmp_path / "out").exists()
+    message = refused(capsys, "export", run, tmp_path / "out", "--format", "hf")
+    assert "layernorm, positions rotary, mlp gelu is neither" in message and not (tmp_path / "out").exists()
     (tmp_path / "known").mkdir()
     (tmp_path / "known/config.toml").write_text("model.width = 32\n")
-    told = refused(capsys, "import", plain, tmp_path / "known")
-    assert "blocks.1." in told or "is [256, 16] and not [256, 32]" in told
+    message = refused(capsys, "import", plain, tmp_path / "known")
+    assert "blocks.1." in message or "is [256, 16] and not [256, 32]" in message

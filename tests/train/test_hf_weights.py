@@ -1,4 +1,4 @@
-"""Models of transformers that go on as ours, by any layout, and come back."""
+"""Models of transformers imported as ours, trained in any layout, and exported again."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ LAYOUTS = {
 
 
 def imported(source: Path, folder: Path, text: str, *settings: str) -> Config:
-    """The settings of a run that was made of a model's folder."""
-    given = ["--data.path", text, "--model.sequence", str(SEQUENCE), "--train.steps", "10", "--train.batch", "6"]
-    given += ["--optim.schedule", "constant", "--optim.warmup", "0", "--train.clip", "0", "--optim.lr", "3e-3"]
-    given += ["--train.evaluate_samples", "2", "--checkpoint.every", "0"]
-    assert main(["import", str(source), str(folder), "--format", "hf", *given, *settings]) == 0
+    """Import a model's folder as a run and return the run's settings."""
+    arguments = ["--data.path", text, "--model.sequence", str(SEQUENCE), "--train.steps", "10", "--train.batch", "6"]
+    arguments += ["--optim.schedule", "constant", "--optim.warmup", "0", "--train.clip", "0", "--optim.lr", "3e-3"]
+    arguments += ["--train.evaluate_samples", "2", "--checkpoint.every", "0"]
+    assert main(["import", str(source), str(folder), "--format", "hf", *arguments, *settings]) == 0
     return Config.from_args([str(folder / "config.toml")])
 
 
@@ -53,25 +53,25 @@ def test_models_of_transformers_train_as_ours_by_any_layout_and_come_back(world,
     from transformers import AutoModelForCausalLM
 
     tokens = torch.randint(256, (2, SEQUENCE), generator=torch.Generator().manual_seed(1))
-    wanted, scores = [], torch.empty(0)
+    expected_losses, scores = [], torch.empty(0)
     for number, parallel in enumerate(LAYOUTS[layouts][family] if world.size > 1 else [{}]):
-        made, out = folder / f"run-{number}", folder / f"out-{number}"
+        run_folder, out = folder / f"run-{number}", folder / f"out-{number}"
         if world.rank == 0:
             model = save_tiny(family, folder / "source") if number == 0 else None
-            config = imported(folder / "source", made, text)
+            config = imported(folder / "source", run_folder, text)
             if model is not None:
-                wanted = trained_in_torch(model, config)
+                expected_losses = trained_in_torch(model, config)
                 scores = model(tokens).logits
         world.barrier()
-        sections = Config.from_args([str(made / "config.toml")]).model_dump(exclude={"run", "parallel"})
+        sections = Config.from_args([str(run_folder / "config.toml")]).model_dump(exclude={"run", "parallel"})
         if world.size == 1:
             other = sections["model"] | {"norm_eps": 0.1}
             with pytest.raises(InputError, match=r"with norm_eps .*, and model\.norm_eps is 0\.1; train wi"):
-                run(world, made, **(sections | {"model": other}))
-        lines = run(world, made, **sections, parallel=parallel)
+                run(world, run_folder, **(sections | {"model": other}))
+        lines = run(world, run_folder, **sections, parallel=parallel)
         if world.rank == 0:
-            assert [line["loss"] for line in lines] == pytest.approx(wanted, rel=1e-5, abs=1e-5), parallel
-            assert main(["export", str(made), str(out), "--format", "hf", "--shard-size", "40KB"]) == 0
+            assert [line["loss"] for line in lines] == pytest.approx(expected_losses, rel=1e-5, abs=1e-5), parallel
+            assert main(["export", str(run_folder), str(out), "--format", "hf", "--shard-size", "40KB"]) == 0
             assert json.loads((out / "config.json").read_text())["model_type"] == family
             back = AutoModelForCausalLM.from_pretrained(out).eval()
             torch.testing.assert_close(back(tokens).logits, scores, rtol=1e-3, atol=1e-3)  # ten steps of Adam apart
@@ -95,17 +95,17 @@ def test_a_model_of_transformers_that_was_trained_as_it_is_comes_back_as_a_folde
         world.barrier()
         model = {"factory": f"hf:{source}", "sequence": SEQUENCE}
         for number, parallel in enumerate(layouts):
-            made, out = folder / f"{family}-{number}", folder / f"{family}-{number}-out"
-            run(world, made, **sections, model=model, train=train, parallel=parallel)
+            run_folder, out = folder / f"{family}-{number}", folder / f"{family}-{number}-out"
+            run(world, run_folder, **sections, model=model, train=train, parallel=parallel)
             if world.rank == 0:
-                assert main(["export", str(made), str(out), "--format", "hf", "--shard-size", "40KB"]) == 0
+                assert main(["export", str(run_folder), str(out), "--format", "hf", "--shard-size", "40KB"]) == 0
                 assert (out / "model.safetensors.index.json").exists() and len(list(out.glob("*.safetensors"))) > 1
                 assert (out / "vocab.txt").read_text() == "words" and (out / "tokenizer_config.json").exists()
                 back = AutoModelForCausalLM.from_pretrained(out).eval()
-                wanted = load_model(made)(tokens)
-                assert torch.equal(back(tokens).logits, wanted) and back.config.use_cache
+                logits = load_model(run_folder)(tokens)
+                assert torch.equal(back(tokens).logits, logits) and back.config.use_cache
                 before = AutoModelForCausalLM.from_pretrained(source).eval()(tokens).logits
-                assert (wanted - before).abs().max() > 0.01  # it has learned something
+                assert (logits - before).abs().max() > 0.01  # it has learned something
                 assert not list(folder.glob(f"*{out.name}*tmp*"))
             world.barrier()
     if world.size == 1:

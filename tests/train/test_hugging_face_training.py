@@ -1,4 +1,4 @@
-"""`model.factory = hf:PATH` in the main job trains like transformers in plain torch, however the model is divided."""
+"""`model.factory = hf:PATH` in the main job trains like transformers in plain torch, for any division of the model."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def place(world, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def folders(world, place):
-    """A folder for each family."""
+    """Folders with one model of each family."""
     if world.rank == 0:
         for family in ALL:
             hugging_face.save(place / family, family)
@@ -55,7 +55,7 @@ def settings(text, folder, steps=STEPS, model=(), **parallel):
 
 
 class Batches(Callback):
-    """Keeps what each step trains on."""
+    """A callback that keeps the batch of each step."""
 
     def __init__(self):
         self.batches = []
@@ -66,17 +66,17 @@ class Batches(Callback):
 
 @pytest.fixture(scope="module")
 def batches(world, place, folders, text):
-    """The batches of a run's steps."""
-    alone, found = world.subgroup([0]), None
+    """Batches of a run's steps."""
+    alone, pairs = world.subgroup([0]), None
     if alone is not None:
         keeper = Batches()
         config = Config.from_dict({"run": {"dir": str(place / "batches")}} | settings(text, folders["gpt2"]))
         trainer = Trainer(config, [keeper], world=alone)
         with trainer.working():
             trainer.train()
-        found = [(x.tolist(), y.tolist()) for x, y in keeper.batches]
+        pairs = [(x.tolist(), y.tolist()) for x, y in keeper.batches]
         alone.free()
-    return [(torch.tensor(x), torch.tensor(y)) for x, y in world.broadcast_object(found)]
+    return [(torch.tensor(x), torch.tensor(y)) for x, y in world.broadcast_object(pairs)]
 
 
 def of_theirs(model, x, y):
@@ -84,7 +84,7 @@ def of_theirs(model, x, y):
 
 
 def plain(model, batches, lrs, loss_of=of_theirs):
-    """Losses and norms of a model in plain torch, with AdamW as the job's defaults have it."""
+    """Return losses and gradient norms of a model in plain torch, with AdamW and the job's default settings."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": 0.01},
@@ -106,14 +106,14 @@ def plain(model, batches, lrs, loss_of=of_theirs):
 
 @pytest.fixture(scope="module")
 def rates(text, folders):
-    """The learning rates of all steps."""
+    """Learning rates of all steps."""
     config = Config.from_dict(settings(text, folders["gpt2"]))
     return [LearningRate.of(config.optim, STEPS).rate(step) for step in range(STEPS)]
 
 
 @pytest.fixture(scope="module")
 def wanted(batches, rates):
-    """Of each family the losses and norms of transformers."""
+    """Losses and gradient norms of transformers, by family."""
     return {family: plain(hugging_face.language_model(family), batches, rates) for family in ALL}
 
 
@@ -138,7 +138,7 @@ LORA = {"lora": 4, "lora_alpha": 8.0}
 
 
 def with_peft(family, module):
-    """transformers' model with adapters of peft in the same layers, which begin as those of `module`."""
+    """Return the transformers model with peft adapters in the same layers and with the same values as in `module`."""
     import peft
 
     ours = adapted_layers(module)
@@ -193,8 +193,8 @@ def test_adapters_train_like_those_of_peft_and_are_saved_alone(
 @pytest.fixture(scope="module")
 def trained_gpt(world, place, text):
     """A run of the built-in gpt."""
-    own = {"layers": 2, "width": 16, "heads": 2, "norm": "rmsnorm"}
-    sections = settings(text, "", 3, own | {"factory": ""})
+    model = {"layers": 2, "width": 16, "heads": 2, "norm": "rmsnorm"}
+    sections = settings(text, "", 3, model | {"factory": ""})
     run(world, place / "gpt", **sections)
     return place / "gpt"
 
@@ -222,9 +222,9 @@ def test_adapters_of_a_run_of_ours_train_like_those_of_peft_on_its_weights(
     with torch.no_grad():
         for name, layer in ours.items():
             model.base_model.model.get_submodule(name).lora_A["default"].weight.copy_(layer.lora_a)
-    wanted, _ = plain(model, batches[:4], rates[:4], lambda model, x, y: theirs.loss(model(x), y))
+    expected, _ = plain(model, batches[:4], rates[:4], lambda model, x, y: theirs.loss(model(x), y))
     for each in losses:
-        assert each == pytest.approx(wanted, rel=1e-5)
+        assert each == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.ranks(2)

@@ -1,4 +1,4 @@
-"""Runs that end when they get no better, and checkpoints that are kept because they are the best."""
+"""Runs that stop when the held-out loss no longer improves, and the best checkpoint, which is kept."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mpitrain.trainer.stopping import Best
 
 
 class Told(mt.Trainer):
-    """Measures what it is told to, step by step; only rank 0 is told right."""
+    """A trainer with prescribed held-out losses, which are right on rank 0 only."""
 
     losses = (5.0, 4.0, 4.5, 3.0, 3.2, 2.95, 3.5, 4.0, 1.0, 1.0)
 
@@ -38,14 +38,14 @@ def sections(text, folder, train=(), checkpoint=()):
 
 @pytest.mark.ranks(1, 2)
 def test_a_run_ends_when_it_gets_no_better_and_again_when_it_is_started_again(world, folder, text):
-    given = sections(text, folder / "r", {"patience": 3, "min_delta": 0.1})
-    trainer = Told(given, world=world)
+    configuration = sections(text, folder / "r", {"patience": 3, "min_delta": 0.1})
+    trainer = Told(configuration, world=world)
     assert fit(trainer) == EXIT_DONE and trainer.step == 7 and trainer.done
-    (told,) = [line for line in trainer.lines if line.startswith("ending")]
-    assert told == (
+    (message,) = [line for line in trainer.lines if line.startswith("ending")]
+    assert message == (
         "ending after step 7: held-out loss no better in 3 evaluations, the best was held-out loss 3.0000 at step 4"
     )
-    again = Told(given, world=world)
+    again = Told(configuration, world=world)
     assert fit(again) == EXIT_DONE and again.step == 7
     assert any("set train.patience to more, or to 0, to go on" in line for line in again.lines)
     assert fit(Told(sections(text, folder / "r", {"patience": 5, "min_delta": 0.1}), world=world)) == EXIT_DONE
@@ -66,11 +66,11 @@ class StopAt(mt.Callback):
 
 @pytest.mark.ranks(2)
 def test_what_was_best_and_how_long_it_was_waited_survive_a_restart(world, folder, text):
-    given = sections(text, folder / "r", {"patience": 3, "min_delta": 0.1}, {"best": "held_out_loss"})
-    first = Told(given, [StopAt(5)], world=world)
+    configuration = sections(text, folder / "r", {"patience": 3, "min_delta": 0.1}, {"best": "held_out_loss"})
+    first = Told(configuration, [StopAt(5)], world=world)
     assert fit(first) == EXIT_REQUEUE and first.step == 5
     assert finished_steps(folder / "r" / "checkpoints") == [5, 4]
-    second = Told(given, world=world)
+    second = Told(configuration, world=world)
     assert fit(second) == EXIT_DONE and second.step == 7
     world.barrier()
     root = folder / "r" / "checkpoints"

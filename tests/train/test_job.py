@@ -1,4 +1,4 @@
-"""The main job as a person runs it: commands, exit codes, messages, kills."""
+"""The main job as a user runs it: commands, exit codes, messages, kills."""
 
 from __future__ import annotations
 
@@ -84,16 +84,16 @@ def test_digits_are_learned_and_a_killed_job_resumes_with_the_bits_of_one_never_
 def _content(folder: Path) -> dict[str, bytes]:
     import h5py
 
-    found: dict[str, bytes] = {}
+    arrays: dict[str, bytes] = {}
     for path in sorted(folder.glob("rank-*.h5")):
         with h5py.File(path) as file:
             file.visititems(
                 lambda name, item, path=path: (
-                    found.update({f"{path.name}/{name}": item[...].tobytes()}) if hasattr(item, "dtype") else None
+                    arrays.update({f"{path.name}/{name}": item[...].tobytes()}) if hasattr(item, "dtype") else None
                 )
             )
-    assert found
-    return found
+    assert arrays
+    return arrays
 
 
 def _process_of_rank(folder: Path, rank: int) -> int:
@@ -110,15 +110,15 @@ def _wait_for(condition, seconds: float, process: subprocess.Popen) -> None:
 
 
 def _ranks(folder: Path) -> list[Path]:
-    """/proc/PID of the ranks that train in a folder: those of its processes that have no others below them."""
-    found = {}
+    """Return /proc/PID of the ranks that train in a folder: its processes without child processes."""
+    parents = {}
     for process in Path("/proc").iterdir():
         try:
             if process.name.isdigit() and str(folder).encode() in (process / "cmdline").read_bytes():
-                found[process.name] = (process / "stat").read_text().rpartition(")")[2].split()[1]
+                parents[process.name] = (process / "stat").read_text().rpartition(")")[2].split()[1]
         except OSError:
             continue
-    return [Path("/proc") / name for name in found if name not in found.values()]
+    return [Path("/proc") / name for name in parents if name not in parents.values()]
 
 
 def _catches_usr1(process: Path) -> bool:
@@ -269,7 +269,7 @@ def test_bad_input_gets_one_clear_line_and_exit_code_2_and_leaves_no_run_folder(
 
 @pytest.mark.parametrize("name", [*(name for name in BAD if "folder" not in name), "nothing fits"])
 def test_a_job_that_is_refused_has_no_run_folder_at_any_time(tmp_path, forked, sentence, name):
-    """Where a file is in the way of runs/, a folder could not even be made for a moment."""
+    """A file named runs shows it: a run folder could not be created even for a moment."""
     (tmp_path / "runs").write_text("not a folder")
     (tmp_path / "tiny.toml").write_text(
         'node = { cores = 2, memory = "90 MiB", memory_bandwidth = "10 GB/s" }\ncore.matrix = { fp32 = "50 Gflop/s" }\n'
@@ -300,7 +300,7 @@ def test_what_ranks_said_before_they_had_a_run_folder_is_in_their_logs(tmp_path,
 
 
 def test_runs_without_a_name_get_folders_of_their_own_also_within_one_second(tmp_path, sentence):
-    """Folders of all times to come are there already, as if other jobs had begun then."""
+    """Folders for the next 100 seconds exist already, as if other jobs had started then."""
     wrong = ("--data.path", sentence, *SMALL, "--train.steps", 1, "--checkpoint.resume", "nowhere")
     one_line(warm.job(2, train_command(*wrong), cwd=tmp_path), "is no checkpoint", alone=False)
     assert not list(tmp_path.glob("runs/*"))
@@ -310,10 +310,10 @@ def test_runs_without_a_name_get_folders_of_their_own_also_within_one_second(tmp
         other.mkdir(parents=True)
     done = warm.job(2, train_command(*wrong[:-2]), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    (own,) = set((tmp_path / "runs").iterdir()) - set(others)
-    assert own.name.endswith("-2") and own.with_name(own.name[:-2]) in others and not any(map(os.listdir, others))
-    assert f'dir = "runs/{own.name}"' in (own / "config.toml").read_text() and f"runs/{own.name}" in done.stdout
-    assert (own / "checkpoints/step-00000001").is_dir() and (own / "logs/rank-00001.log").exists()
+    (run,) = set((tmp_path / "runs").iterdir()) - set(others)
+    assert run.name.endswith("-2") and run.with_name(run.name[:-2]) in others and not any(map(os.listdir, others))
+    assert f'dir = "runs/{run.name}"' in (run / "config.toml").read_text() and f"runs/{run.name}" in done.stdout
+    assert (run / "checkpoints/step-00000001").is_dir() and (run / "logs/rank-00001.log").exists()
 
 
 @pytest.mark.parametrize("kind", ["empty", "not hdf5"])
@@ -327,7 +327,7 @@ def test_damaged_data_get_one_clear_line(tmp_path, forked, sentence, kind):
 
 
 def test_odd_things_in_a_run_folder_get_one_clear_line(tmp_path, forked, sentence):
-    """Folders under the names of files, and a checkpoint whose manifest has the right hash and lacks what is needed."""
+    """Folders with the names of files, and a checkpoint whose manifest has a correct checksum but lacks values."""
     latest = tmp_path / "r/checkpoints/latest"
     latest.mkdir(parents=True)
 
@@ -350,8 +350,8 @@ def test_odd_things_in_a_run_folder_get_one_clear_line(tmp_path, forked, sentenc
     payload = json.loads((folder / "manifest.json").read_text())["payload"]
     for name in ("optimizer", "position"):
         values = {key: value for key, value in payload["values"].items() if key != name}
-        told = json.dumps(payload | {"values": values})
-        (folder / "manifest.json").write_text(f'{{"crc32": {zlib.crc32(told.encode())}, "payload": {told}}}\n')
+        text = json.dumps(payload | {"values": values})
+        (folder / "manifest.json").write_text(f'{{"crc32": {zlib.crc32(text.encode())}, "payload": {text}}}\n')
         code, [line] = go(2)
         assert code == 1 and f"has no '{name}' among its values" in line
 

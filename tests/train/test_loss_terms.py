@@ -1,4 +1,4 @@
-"""Means are over what was counted, and terms of a model's middle count as in one process, on every layout."""
+"""On every layout, means are over unmasked targets, and loss terms inside a model count as in one process."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CASES = {
 
 
 def by_token(description):
-    """A GPT whose loss is torch's own: the mean over targets that are not masked."""
+    """Return a GPT with torch's loss: the mean over the targets that are not masked."""
     torch.manual_seed(1)
     model = GPT(description.vocabulary, 2, 16, 2)
     model.criterion = TokenMean()
@@ -57,11 +57,11 @@ def place(world, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def pairs(world, place):
-    """Pairs of very different lengths; in some samples no target counts."""
+    """Pairs of very different lengths; in some samples all targets are masked."""
     if world.rank == 0:
         source = place / "pairs.jsonl"
-        made = [{"prompt": f"{i}" + "?" * (i % 60), "completion": str(2 * i) * (1 + i % 3)} for i in range(200)]
-        source.write_text("".join(f"{json.dumps(each)}\n" for each in made))
+        records = [{"prompt": f"{i}" + "?" * (i % 60), "completion": str(2 * i) * (1 + i % 3)} for i in range(200)]
+        source.write_text("".join(f"{json.dumps(each)}\n" for each in records))
         prepare(
             [str(source)], place / "pairs", options=PrepareOptions(prompt="prompt", completion="completion", pack=24)
         )
@@ -90,15 +90,15 @@ def formula(pairs):
 @pytest.mark.ranks(1, 2, 3, 4)
 def test_masked_targets_weigh_alike_on_every_layout(world, place, pairs):
     alone = world.subgroup([0])
-    wanted = run(alone, place / "alone", **settings(pairs)) if alone is not None else None
-    wanted = world.broadcast_object(wanted)
-    assert wanted[0]["loss"] == pytest.approx(formula(pairs), rel=1e-5)
+    reference = run(alone, place / "alone", **settings(pairs)) if alone is not None else None
+    reference = world.broadcast_object(reference)
+    assert reference[0]["loss"] == pytest.approx(formula(pairs), rel=1e-5)
     for number, parallel in enumerate(CASES[world.size]):
         lines = run(world, place / f"masked-{world.size}-{number}", **settings(pairs, parallel))
         for key, rel in (("loss", 1e-5), ("grad_norm", 1e-4)):
-            found, right = ([line[key] for line in each] for each in (lines, wanted))
-            assert found == pytest.approx(right, rel=rel), (parallel, key)
-        assert lines[-1]["held_out_loss"] == pytest.approx(wanted[-1]["held_out_loss"], rel=1e-5), parallel
+            values, expected = ([line[key] for line in each] for each in (lines, reference))
+            assert values == pytest.approx(expected, rel=rel), (parallel, key)
+        assert lines[-1]["held_out_loss"] == pytest.approx(reference[-1]["held_out_loss"], rel=1e-5), parallel
 
 
 @pytest.mark.ranks(2)
@@ -110,15 +110,15 @@ def test_masked_reproducible_runs_have_the_same_bits(world, place, pairs):
         return [line["loss"] for line in lines]
 
     alone = world.subgroup([0])
-    wanted = world.broadcast_object(losses(alone, "exact-alone") if alone is not None else None)
-    assert losses(world, "exact") == wanted
+    reference = world.broadcast_object(losses(alone, "exact-alone") if alone is not None else None)
+    assert losses(world, "exact") == reference
 
 
 # -- terms inside of a model
 
 
 class Penalized(nn.Module):
-    """A layer that adds how large its output is to the loss."""
+    """A layer that adds the mean square of its output to the loss."""
 
     def __init__(self, name, weight):
         super().__init__()
@@ -130,7 +130,7 @@ class Penalized(nn.Module):
 
 
 def penalized(description=None):
-    """First, middle and last third of it add terms, of which two have one name."""
+    """Return a model whose first, middle and last third add a loss term; two of the terms have the same name."""
     torch.manual_seed(2)
     inputs = 64 if description is not None else WIDTH
     blocks = [nn.Sequential(nn.Flatten(), nn.Linear(inputs, WIDTH)), Penalized("size", 0.5), nn.Linear(WIDTH, WIDTH)]
@@ -140,8 +140,8 @@ def penalized(description=None):
 
 def digits(parallel=(), **more):
     parallel = dict(parallel)
-    own = {key: parallel.pop(key) for key in ("microbatch", "recompute", "precision") if key in parallel}
-    train = {"steps": STEPS, "batch": 14, **own}
+    overrides = {key: parallel.pop(key) for key in ("microbatch", "recompute", "precision") if key in parallel}
+    train = {"steps": STEPS, "batch": 14, **overrides}
     model = {"factory": f"{__name__}:penalized"}
     return {"data": {"path": "digits"}, "model": model, "train": train, "parallel": parallel, **more}
 
@@ -164,16 +164,16 @@ TERMS = {
 @pytest.mark.ranks(1, 2, 3, 4)
 def test_terms_inside_of_a_model_count_as_in_one_process(world, place):
     alone = world.subgroup([0])
-    wanted = world.broadcast_object(run(alone, place / "terms-alone", **digits()) if alone is not None else None)
-    assert {"loss of size", "loss of other"} <= wanted[0].keys()
+    reference = world.broadcast_object(run(alone, place / "terms-alone", **digits()) if alone is not None else None)
+    assert {"loss of size", "loss of other"} <= reference[0].keys()
     keys = ("loss", "grad_norm", "loss of size", "loss of other")
     for number, parallel in enumerate(TERMS[world.size]):
         lines = run(world, place / f"terms-{world.size}-{number}", **digits(parallel))
         rel = 1e-2 if "precision" in parallel else 1e-4
         for key in keys:
-            found, right = ([line[key] for line in each] for each in (lines, wanted))
-            assert found == pytest.approx(right, rel=rel), (parallel, key)
-        assert lines[-1]["held_out_loss"] == pytest.approx(wanted[-1]["held_out_loss"], rel=rel), parallel
+            values, expected = ([line[key] for line in each] for each in (lines, reference))
+            assert values == pytest.approx(expected, rel=rel), (parallel, key)
+        assert lines[-1]["held_out_loss"] == pytest.approx(reference[-1]["held_out_loss"], rel=rel), parallel
 
 
 @pytest.mark.ranks(2)
@@ -184,15 +184,15 @@ def test_reproducible_terms_have_the_same_bits(world, place):
         return [[line[key] for key in ("loss", "loss of size", "grad_norm")] for line in lines]
 
     alone = world.subgroup([0])
-    wanted = world.broadcast_object(figures(alone, "terms-exact-alone") if alone is not None else None)
-    assert figures(world, "terms-exact") == wanted
+    reference = world.broadcast_object(figures(alone, "terms-exact-alone") if alone is not None else None)
+    assert figures(world, "terms-exact") == reference
 
 
 def test_a_term_has_the_gradient_of_a_sum_with_the_loss_in_plain_torch():
     model, loss = penalized()
     x, y = torch.randn(6, WIDTH), torch.randint(10, (6,))
     loss(model(x), y).backward()
-    found = [p.grad.clone() for p in model.parameters()]
+    gradients = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
     values, hidden = [], x
     for block in model:
@@ -202,7 +202,7 @@ def test_a_term_has_the_gradient_of_a_sum_with_the_loss_in_plain_torch():
         else:
             hidden = block(hidden)
     (loss(hidden, y) + sum(values)).backward()
-    torch.testing.assert_close(found, [p.grad for p in model.parameters()])
+    torch.testing.assert_close(gradients, [p.grad for p in model.parameters()])
 
 
 @pytest.mark.ranks(2)
@@ -273,12 +273,12 @@ def by_hand():
 
 @pytest.mark.ranks(1, 2, 3)
 def test_a_loop_of_ones_own_weighs_masked_targets_and_terms(world):
-    wanted, evaluated = by_hand()
+    expected_losses, expected_evaluation = by_hand()
     cases = {1: [{}], 2: [{}, {"zero": 2}, {"zero": 3}, {"pipeline": 2}], 3: [{}, {"pipeline": 3}]}
     for parallel in cases[world.size]:
-        losses, found = looped(world, **parallel)
-        torch.testing.assert_close(torch.tensor(losses), torch.tensor(wanted), rtol=1e-4, atol=1e-6)
-        assert found == pytest.approx(evaluated, rel=1e-4), parallel
+        losses, evaluation = looped(world, **parallel)
+        torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected_losses), rtol=1e-4, atol=1e-6)
+        assert evaluation == pytest.approx(expected_evaluation, rel=1e-4), parallel
 
 
 # -- what a mean is over

@@ -140,10 +140,10 @@ def test_a_job_plans_at_its_start_and_trains_with_the_layout_found(world, place,
     sections = settings(text, auto=True, machine=str(place / "two.toml"), tensor=1, schedule="gpipe")
     capsys.readouterr()
     lines = run(world, place / "planned", **sections)
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     chosen = Config.from_args([str(place / "planned/config.toml")]).parallel
     assert (chosen.auto, chosen.tensor, chosen.schedule) == (False, 1, "gpipe") and chosen.data in (1, 2)
-    assert world.rank or f"parallel.auto: {chosen.data}x{chosen.pipeline}x1" in told
+    assert world.rank or f"parallel.auto: {chosen.data}x{chosen.pipeline}x1" in output
     by_hand = settings(text, data=chosen.data, pipeline=chosen.pipeline, zero=chosen.zero, schedule="gpipe")
     assert [m["loss"] for m in lines] == [m["loss"] for m in run(world, place / "by-hand", **by_hand)]
     sections["parallel"]["zero"], sections["parallel"]["pipeline"] = 1, 2  # there is nothing to share out
@@ -162,7 +162,7 @@ SLOW = {"factory": "train.odd_models:slow_in_the_middle", "sequence": 16}
 
 
 def assembled(world, sections):
-    """The engine of a configuration, without its training."""
+    """Return the engine of a configuration, without training it."""
     config = Config.from_dict(sections)
     data = open_dataset(config.data.path, sequence=config.model.sequence)
     torch.manual_seed(config.run.seed)
@@ -180,7 +180,7 @@ def test_measured_stages_are_the_same_on_all_ranks_and_go_on_from_another_cut(wo
     engine.close()
     whole, first, then = place / "slow", place / "slow-uniform", place / "slow-measured"
     constant = {"model": SLOW, "optim": {"schedule": "constant"}}
-    wanted = run(world, whole, **settings(text) | constant)
+    reference = run(world, whole, **settings(text) | constant)
     part = settings(text, pipeline=2) | constant
     part["train"]["steps"] = 2
     run(world, first, **part)
@@ -188,7 +188,7 @@ def test_measured_stages_are_the_same_on_all_ranks_and_go_on_from_another_cut(wo
     measured["checkpoint"]["resume"] = str(first)
     lines = run(world, then, **measured)
     assert [m["step"] for m in lines] == [3, 4]
-    check(lines, wanted)
+    check(lines, reference)
 
 
 @pytest.fixture(scope="module")
@@ -215,10 +215,10 @@ def test_perceptrons_are_divided_over_tensor_ranks(world, place, numbers, layers
         return settings(numbers, **parallel) | {"model": {"name": "mlp", "layers": layers, "width": 18}}
 
     alone = world.subgroup([0])
-    wanted = run(alone, place / f"mlp-{layers}", **sections()) if alone is not None else None
-    wanted = world.broadcast_object(wanted)
+    reference = run(alone, place / f"mlp-{layers}", **sections()) if alone is not None else None
+    reference = world.broadcast_object(reference)
     lines = run(world, place / f"mlp-{layers}-mesh", **sections(tensor=2, pipeline=world.size // 2))
-    check(lines, wanted)
+    check(lines, reference)
 
 
 @pytest.mark.ranks(4)

@@ -1,4 +1,4 @@
-"""Metrics of held-out samples: scikit-learn's figures, each sample once, on any number of ranks in any layout."""
+"""Metrics of held-out samples equal scikit-learn's, count each sample once, on any ranks and layout."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def arrays(world, place):
 
 
 def trained(comm, folder, **sections):
-    """The trainer after its run."""
+    """Train and return the trainer."""
     trainer = Trainer(Config.from_dict({"run": {"dir": str(folder)}} | sections), world=comm)
     with trainer.working():
         assert trainer.train() == 0
@@ -62,20 +62,20 @@ def trained(comm, folder, **sections):
 
 
 def by_scikit_learn(scores, y, names):
-    """The figures of classes, by name."""
+    """Return the metrics of a classification by scikit-learn, by name."""
     from sklearn import metrics
 
-    guess, labels, found = scores.argmax(1), list(range(len(names))), {}
+    guess, labels, figures = scores.argmax(1), list(range(len(names))), {}
     kinds = {"f1": metrics.f1_score, "precision": metrics.precision_score, "recall": metrics.recall_score}
     for name, score in kinds.items():
-        found[name] = score(y, guess, average="macro", zero_division=0)
+        figures[name] = score(y, guess, average="macro", zero_division=0)
         each = score(y, guess, labels=labels, average=None, zero_division=0)
-        found |= {f"{name} of {of}": value for of, value in zip(names, each, strict=True)}
-    found["f1_macro"], found["f1_micro"] = found["f1"], metrics.f1_score(y, guess, average="micro")
+        figures |= {f"{name} of {class_name}": value for class_name, value in zip(names, each, strict=True)}
+    figures["f1_macro"], figures["f1_micro"] = figures["f1"], metrics.f1_score(y, guess, average="micro")
     chances = scores.double().softmax(1)
     areas = {n: metrics.roc_auc_score(y == n, chances[:, n]) for n in labels if 0 < (y == n).sum() < len(y)}
-    found |= {f"auroc of {names[n]}": area for n, area in areas.items() if len(names) > 2}
-    return found | {"auroc": sum(areas.values()) / len(areas) if len(names) > 2 else areas[1]}
+    figures |= {f"auroc of {names[n]}": area for n, area in areas.items() if len(names) > 2}
+    return figures | {"auroc": sum(areas.values()) / len(areas) if len(names) > 2 else areas[1]}
 
 
 def held(lines):
@@ -99,22 +99,22 @@ def test_figures_are_those_of_scikit_learn_for_all_samples_at_once(world, folder
     x, y = map(torch.from_numpy, data.read(np.arange(11) * len(data) // 11))
     with trainer.engine.sharding.parameters.whole(), torch.no_grad():
         output = trainer.engine.module.eval()(x)
-    found = trainer.figures
+    figures = trainer.figures
     if task == "classes":
-        assert found["accuracy"] == pytest.approx(accuracy_score(y, output.argmax(1)), abs=1e-12)
-        assert found["loss"] == pytest.approx(functional.cross_entropy(output, y).item(), rel=1e-6)
-        assert found["accuracy"] > 0.3
+        assert figures["accuracy"] == pytest.approx(accuracy_score(y, output.argmax(1)), abs=1e-12)
+        assert figures["loss"] == pytest.approx(functional.cross_entropy(output, y).item(), rel=1e-6)
+        assert figures["accuracy"] > 0.3
         names = open_dataset(arrays[task]).description.classes
         for name, value in by_scikit_learn(output, y, names).items():
-            assert found[name] == pytest.approx(value, abs=1e-12), name
+            assert figures[name] == pytest.approx(value, abs=1e-12), name
     else:
-        assert found["r2"] == pytest.approx(r2_score(y, output), rel=1e-5)
-        assert found["rmse"] == pytest.approx(root_mean_squared_error(y, output), rel=1e-5)
+        assert figures["r2"] == pytest.approx(r2_score(y, output), rel=1e-5)
+        assert figures["rmse"] == pytest.approx(root_mean_squared_error(y, output), rel=1e-5)
     margin = (output.amax(1) - output.mean(1)).mean().item()
-    assert found["margin"] == pytest.approx(margin, rel=1e-6) == found["mean_margin"]
+    assert figures["margin"] == pytest.approx(margin, rel=1e-6) == figures["mean_margin"]
     if world.rank == 0:
         (event,) = [e for e in read_events(folder / task) if e["event"] == "evaluate"]
-        assert {"loss": event["loss"], **event["metrics"]} == found
+        assert {"loss": event["loss"], **event["metrics"]} == figures
         ((start,), closing) = [e for e in read_events(folder / task) if e["event"] == "start"], capsys.readouterr().out
         assert start["loss_unit"] == {"classes": "nats", "numbers": "squared error"}[task]
         assert report.main([str(folder / task)]) == 0
@@ -148,14 +148,14 @@ def test_layouts_measure_what_one_rank_does(world, place, text, layouts):
         "checkpoint": {"every": 0},
     }
     alone = world.subgroup([0])
-    wanted = held(run(alone, place / "alone", **sections)) if alone is not None else None
-    wanted = world.broadcast_object(wanted)
-    assert set(wanted) == {"loss", "perplexity", "token_accuracy", "margin", "mean_margin"}
-    assert wanted["perplexity"] == pytest.approx(math.exp(wanted["loss"]), rel=1e-6)
+    reference = held(run(alone, place / "alone", **sections)) if alone is not None else None
+    reference = world.broadcast_object(reference)
+    assert set(reference) == {"loss", "perplexity", "token_accuracy", "margin", "mean_margin"}
+    assert reference["perplexity"] == pytest.approx(math.exp(reference["loss"]), rel=1e-6)
     for number, parallel in enumerate(layouts[world.size]):
         bulk = {"staleness": 0} if parallel.get("mode") == "server" else {}
         lines = run(world, place / f"layout-{number}", **sections, parallel=parallel | bulk)
-        assert held(lines) == pytest.approx(wanted, rel=1e-5), parallel
+        assert held(lines) == pytest.approx(reference, rel=1e-5), parallel
 
 
 @pytest.mark.ranks(2)
@@ -166,9 +166,9 @@ def test_a_model_measures_itself_also_where_a_pipeline_ends(world, folder, array
         "train": {"steps": 3, "batch": 3, "evaluate_samples": 9},
     }
     for pipeline in (1, 2):
-        found = held(run(world, folder / f"p{pipeline}", **sections, parallel={"pipeline": pipeline}))
-        assert set(found) == {"loss", "accuracy", "off", "largest"}
-        assert found["off"] == pytest.approx(1 - found["accuracy"], abs=1e-7)
+        figures = held(run(world, folder / f"p{pipeline}", **sections, parallel={"pipeline": pipeline}))
+        assert set(figures) == {"loss", "accuracy", "off", "largest"}
+        assert figures["off"] == pytest.approx(1 - figures["accuracy"], abs=1e-7)
 
 
 @pytest.mark.ranks(2)
@@ -178,14 +178,14 @@ def test_virtual_workers_give_the_same_bits_on_one_rank_and_on_two(world, folder
         "model": {"name": "mlp", "layers": 1, "width": 8},
         "train": {"steps": 2, "batch": 8, "evaluate_samples": 21},
     }
-    found = []
+    figures = []
     for name, comm in ((f"alone-{world.rank}", world.subgroup([world.rank])), ("all", world)):
-        own = {"dir": str(folder / name), "reproducible": True, "workers": 4}
-        trainer = Trainer(Config.from_dict(sections | {"run": own}), world=comm)
+        run_settings = {"dir": str(folder / name), "reproducible": True, "workers": 4}
+        trainer = Trainer(Config.from_dict(sections | {"run": run_settings}), world=comm)
         with trainer.working():
             assert trainer.train() == 0
-        found.append(trainer.figures)
-    assert found[0] == found[1] and set(found[0]) == {"loss", "r2"}
+        figures.append(trainer.figures)
+    assert figures[0] == figures[1] and set(figures[0]) == {"loss", "r2"}
 
 
 @pytest.mark.ranks(1, 2, 3)
@@ -195,11 +195,11 @@ def test_divided_scores_are_judged_as_whole_ones(world):
     y[1, 2] = -100
     bounds = axis.bounds(11)
     part = scores[..., bounds[world.rank] : bounds[world.rank + 1]]
-    wanted = judged(scores, y, top=True)
+    expected = judged(scores, y, top=True)
     nats, guess, above = judge(part, y, axis, 11, top=True)
-    counted = wanted.counted
-    assert torch.allclose(nats[counted].float(), wanted.nats[counted], atol=1e-6)
-    assert torch.equal(guess, wanted.guess) and torch.equal(above[counted], wanted.above[counted])
+    counted = expected.counted
+    assert torch.allclose(nats[counted].float(), expected.nats[counted], atol=1e-6)
+    assert torch.equal(guess, expected.guess) and torch.equal(above[counted], expected.above[counted])
     assert torch.equal(whole(part, axis, 11), scores)
     axis.free()
 
@@ -224,16 +224,16 @@ def test_sums_of_parts_come_to_the_formulas():
         scores = (torch.randn(40, classes, generator=draw) * 2).round()  # so that some are equal
         y = torch.randint(min(classes, 7), (40,), generator=draw)
         names = [f"class {number}" for number in range(classes)]
-        for name, wanted in by_scikit_learn(scores, y, names).items():
+        for name, expected in by_scikit_learn(scores, y, names).items():
             kind = name.partition(" of ")[0] if " of " not in name or name.startswith("auroc") else "per_class"
             metric = of_classes(kind, names, each=True)
             if kind == "auroc":
                 for lo in range(0, 40, 9):
                     metric.see(scores[lo : lo + 9], y[lo : lo + 9])
-                assert metric.figures(lambda own: [own])[name] == pytest.approx(wanted, abs=1e-12)
+                assert metric.figures(lambda own: [own])[name] == pytest.approx(expected, abs=1e-12)
             else:
                 sums = sum(metric.sums(scores[lo : lo + 9], y[lo : lo + 9]) for lo in range(0, 40, 9))
-                assert metric.figures(sums)[name] == pytest.approx(wanted, abs=1e-12), name
+                assert metric.figures(sums)[name] == pytest.approx(expected, abs=1e-12), name
     numbers = torch.randn(40, 3, generator=draw) + 100
     numbers[:, 2] = 4
     guesses = numbers + torch.randn(40, 3, generator=draw) * 0.3
@@ -284,12 +284,12 @@ def test_metrics_of_torchmetrics_are_exact_over_ranks_of_which_some_have_no_samp
         output = trainer.engine.module.eval()(x)
     functional_ones = torchmetrics.functional.classification
     each = functional_ones.multiclass_f1_score(output, y, 4, average=None).tolist()
-    wanted = {f"f1_of_each of {name}": value for name, value in zip(data.description.classes, each, strict=True)}
-    wanted["area"] = functional_ones.multiclass_auroc(output, y, 4).item()
-    wanted["both_recall"] = functional_ones.multiclass_recall(output, y, 4).item()
-    wanted["both_precision"] = functional_ones.multiclass_precision(output, y, 4).item()
-    wanted["spread"] = output.amax(1).var(correction=0).item()
-    assert {name: trainer.figures[name] for name in wanted} == pytest.approx(wanted, rel=1e-5)
+    expected = {f"f1_of_each of {name}": value for name, value in zip(data.description.classes, each, strict=True)}
+    expected["area"] = functional_ones.multiclass_auroc(output, y, 4).item()
+    expected["both_recall"] = functional_ones.multiclass_recall(output, y, 4).item()
+    expected["both_precision"] = functional_ones.multiclass_precision(output, y, 4).item()
+    expected["spread"] = output.amax(1).var(correction=0).item()
+    assert {name: trainer.figures[name] for name in expected} == pytest.approx(expected, rel=1e-5)
     assert trainer.meter.directions["area"] is True
 
 

@@ -50,7 +50,7 @@ def sections(text, optim, **parallel):
 
 
 def plainly(values, make):
-    """The losses of plain torch. make: the optimizers of a module, each of whose groups has its `ratio` of the rate."""
+    """Return the losses in plain torch; `make` returns a module's optimizers, with a `ratio` of the rate per group."""
     config = Config.from_dict(values)
     data = open_dataset(config.data.path, sequence=config.model.sequence)
     torch.manual_seed(config.run.seed)
@@ -73,7 +73,7 @@ def plainly(values, make):
 
 
 def by_hand(module):
-    """The optimizers that GROUPS describe."""
+    """Return the optimizers that GROUPS describe."""
     groups, table = {}, None
     for name, p in module.named_parameters():
         if name.startswith("embedding"):
@@ -86,8 +86,8 @@ def by_hand(module):
         {"params": ps, "weight_decay": decay, "betas": (0.8, 0.9) if first else (0.9, 0.999), "ratio": 0.1**first}
         for (first, decay), ps in groups.items()
     ]
-    own = [{"params": [table], "weight_decay": 0.1, "momentum": 0.9, "ratio": 5.0}]
-    return [torch.optim.AdamW(described), torch.optim.SGD(own)]
+    table_groups = [{"params": [table], "weight_decay": 0.1, "momentum": 0.9, "ratio": 5.0}]
+    return [torch.optim.AdamW(described), torch.optim.SGD(table_groups)]
 
 
 def muon_by_hand(module):
@@ -115,7 +115,7 @@ LARS = {"name": "lars", "no_decay": "nothing", "options": {"trust_coefficient": 
 
 
 class ByLayer(torch.optim.Optimizer):
-    """LAMB and LARS in the words of their papers, on whole parameters and in float64."""
+    """LAMB and LARS as in their papers, on whole parameters and in float64."""
 
     def __init__(self, module, kind):
         super().__init__([{"params": list(module.parameters()), "ratio": 1.0}], {"lr": 0.0})
@@ -162,16 +162,16 @@ def test_groups_and_named_optimizers_are_those_of_one_process_on_every_layout(wo
 
 def compare(world, folder, text, name, layouts):
     optim, make = OPTIMIZERS[name]
-    wanted = plainly(sections(text, optim), make)
+    expected = plainly(sections(text, optim), make)
     for number, parallel in enumerate(layouts):
         lines = run(world, folder / str(number), **sections(text, optim, **parallel))
-        assert [m["loss"] for m in lines] == pytest.approx(wanted, rel=1e-5), parallel
+        assert [m["loss"] for m in lines] == pytest.approx(expected, rel=1e-5), parallel
     again = sections(text, optim, **layouts[-1])  # from the checkpoint of another layout, and of its own
     for source in sorted({0, len(layouts) - 1}):
         again["checkpoint"]["resume"] = str(folder / f"{source}/checkpoints/step-00000002")
         resumed = run(world, folder / f"again-{source}", **again)
         assert [m["step"] for m in resumed] == [3, 4]
-        assert [m["loss"] for m in resumed] == pytest.approx(wanted[2:], rel=1e-5)
+        assert [m["loss"] for m in resumed] == pytest.approx(expected[2:], rel=1e-5)
         assert source < len(layouts) - 1 or [m["loss"] for m in resumed] == [m["loss"] for m in lines[2:]]
 
 
@@ -183,8 +183,8 @@ def test_groups_keep_their_rates_beside_a_server_and_among_replicas_and_muon_is_
         first, *_, last = [m["loss"] for m in lines]
         assert lines[1]["lr"] > 0 and last != first
         values = sections(text, frozen)
-        wanted = plainly(values, lambda module: [torch.optim.SGD([{"params": module.parameters(), "ratio": 0.0}])])
-        assert [m["loss"] for m in lines] == pytest.approx(wanted, rel=1e-5)
+        expected = plainly(values, lambda module: [torch.optim.SGD([{"params": module.parameters(), "ratio": 0.0}])])
+        assert [m["loss"] for m in lines] == pytest.approx(expected, rel=1e-5)
     with pytest.raises(InputError, match=r"Muon needs whole parameters, and servers have stretches"):
         run(world, folder / "refused", **sections(text, MUON, mode="server", servers=1))
 

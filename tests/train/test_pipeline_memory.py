@@ -1,4 +1,4 @@
-"""The activations that a pipeline's ranks tell of are those of the microbatches that its schedule keeps."""
+"""The activation memory that pipeline ranks report is that of the microbatches their schedule keeps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MICROBATCHES = 4
 
 
 def activations(world, folder, text, batch, **parallel):
-    """Bytes that each rank counted in training for a step of microbatches of two samples."""
+    """Return the activation bytes that each rank recorded in training with microbatches of two samples."""
     config = Config.from_dict(
         {
             "run": {"dir": str(folder)},
@@ -31,11 +31,11 @@ def activations(world, folder, text, batch, **parallel):
 @pytest.mark.ranks(2)
 def test_each_schedule_keeps_so_many_microbatches_of_activations(world, folder, text):
     (one, _) = activations(world, folder / "whole", text, 4)  # a microbatch of the whole model on each rank
-    kept = {
+    sizes = {
         schedule: activations(world, folder / schedule, text, 2 * MICROBATCHES, pipeline=2, schedule=schedule)
         for schedule in ("gpipe", "1f1b", "zero-bubble")
     }
-    first, last = (nbytes / MICROBATCHES for nbytes in kept["gpipe"])
+    first, last = (nbytes / MICROBATCHES for nbytes in sizes["gpipe"])
     assert first + last == pytest.approx(one, rel=0.01) and min(first, last) > one / 4
-    assert kept["1f1b"] == [2 * first, last]
-    assert kept["zero-bubble"][0] <= kept["gpipe"][0] and kept["zero-bubble"][1] >= last
+    assert sizes["1f1b"] == [2 * first, last]
+    assert sizes["zero-bubble"][0] <= sizes["gpipe"][0] and sizes["zero-bubble"][1] >= last

@@ -1,4 +1,4 @@
-"""What ranks record of a run: their files, and the timelines of some of its steps."""
+"""Records of a run: the files of its ranks, and the timelines of some steps."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ GPT = {"layers": 4, "width": 32, "heads": 4, "sequence": 16}
 
 
 def trained(world, folder, text, *, timeline="3:5", clock=None, trainer=mt.Trainer, **sections):
-    """Train; returns the lines of metrics.jsonl."""
-    given = {
+    """Train and return the lines of metrics.jsonl."""
+    defaults = {
         "run": {"dir": str(folder)},
         "data": {"path": text},
         "model": GPT,
@@ -37,13 +37,13 @@ def trained(world, folder, text, *, timeline="3:5", clock=None, trainer=mt.Train
         "checkpoint": {"every": 4},
         "monitor": {"timeline": timeline},
     }
-    config = Config.from_dict({name: given.get(name, {}) | sections.get(name, {}) for name in given | sections})
-    made = trainer(config, world=world)
+    config = Config.from_dict({name: defaults.get(name, {}) | sections.get(name, {}) for name in defaults | sections})
+    instance = trainer(config, world=world)
     if clock is not None:
-        assert isinstance(made.callbacks[-1], TimelineRecorder)
-        made.callbacks[-1] = TimelineRecorder(config, clock)
-    with made.working():
-        assert made.train() == 0
+        assert isinstance(instance.callbacks[-1], TimelineRecorder)
+        instance.callbacks[-1] = TimelineRecorder(config, clock)
+    with instance.working():
+        assert instance.train() == 0
     world.barrier()
     return read_metrics(folder)
 
@@ -57,7 +57,7 @@ def names(events, kind):
 
 
 def shifted(rank):
-    """A clock that is off by 1,000 s for each number of a rank, and runs away by 100 us in a second."""
+    """Return a rank's clock: offset by 1,000 s per rank, with a drift of 100 us per second and rank."""
     return lambda at: 1000.0 * (rank + 1) + at * (1.0 + 1e-4 * rank)
 
 
@@ -65,10 +65,10 @@ def shifted(rank):
 def test_clocks_that_are_set_and_run_otherwise_are_corrected_to_less_than_50_us(world, folder):
     from mpitrain.monitor.timeline.merging import corrected
 
-    own = shifted(world.rank)
+    local_clock = shifted(world.rank)
 
     def clock():
-        return own(time.perf_counter())
+        return local_clock(time.perf_counter())
 
     for _ in range(3):  # the machine may be busy with other things in one of them
         first = measure(world, clock)
@@ -76,11 +76,11 @@ def test_clocks_that_are_set_and_run_otherwise_are_corrected_to_less_than_50_us(
         now = time.perf_counter()  # of all ranks the same clock: they are on one machine
         last = measure(world, clock)
         line = corrected([[o.at, o.seconds, o.within] for o in (first, last)])
-        wrong = line(own(now)) - shifted(0)(now)
-        found = world.all_gather_object([wrong, first.within, last.within])
-        if good := all(abs(seconds) < 50e-6 for each in found for seconds in each):
+        wrong = line(local_clock(now)) - shifted(0)(now)
+        deviations = world.all_gather_object([wrong, first.within, last.within])
+        if good := all(abs(seconds) < 50e-6 for each in deviations for seconds in each):
             break
-    assert good, found
+    assert good, deviations
 
 
 @pytest.mark.parametrize(
@@ -119,19 +119,19 @@ def test_a_pipeline_has_its_actions_and_messages_in_the_trace(world, folder, tex
     assert [m["loss"] for m in lines] == [m["loss"] for m in plain]
     events = parse(folder / "run/timeline/steps-3-5/trace.json")
     actions = [e for e in events if e.get("cat") == "action"]
-    wanted = {"Forward", "Backward"} if schedule == "1f1b" else {"Forward", "BackwardInput", "BackwardWeight"}
-    assert {e["name"] for e in actions} == wanted
+    action_names = {"Forward", "Backward"} if schedule == "1f1b" else {"Forward", "BackwardInput", "BackwardWeight"}
+    assert {e["name"] for e in actions} == action_names
     steps = make_schedule(schedule, 2, 12 // world.size).steps  # of 12 samples, two in a microbatch
     for rank in range(world.size):
         mine = sorted((e for e in actions if e["pid"] == rank), key=lambda e: e["ts"])
-        seen = [(e["name"], e["args"]["stage"], e["args"]["microbatch"]) for e in mine]
-        assert seen == 3 * [(type(step).__name__, step.stage, step.microbatch) for step in steps[seen[0][1]]]
+        sequence = [(e["name"], e["args"]["stage"], e["args"]["microbatch"]) for e in mine]
+        assert sequence == 3 * [(type(step).__name__, step.stage, step.microbatch) for step in steps[sequence[0][1]]]
     assert {e["args"]["operation"] for e in events if e.get("cat") == "communication"} >= {"send", "recv"}
     assert kinds(events) >= {"forward", "backward", "action", "communication"}
 
 
 class Late(mt.Trainer):
-    """Whose rank 1 begins its passes late."""
+    """A trainer whose rank 1 starts each step 0.3 s late."""
 
     def train_step(self, batch):
         if self.world.rank == 1:
@@ -157,9 +157,9 @@ def test_what_one_rank_is_late_is_the_wait_of_the_others_and_it_is_named(world, 
 @pytest.mark.ranks(3)
 def test_rank_files_tell_of_each_step_where_its_time_went_and_what_memory_holds(world, folder, text):
     lines = trained(world, folder, text, timeline="", train={"steps": 30}, parallel={"zero": 1})
-    found = read_rank_files(folder)
-    assert set(found) == set(range(world.size))
-    for rank, record in found.items():
+    records = read_rank_files(folder)
+    assert set(records) == set(range(world.size))
+    for rank, record in records.items():
         (start,) = record.starts
         assert start["rank"] == rank and start["coordinates"] == [rank, 0, 0] and start["step"] == 0
         assert start["expected_memory"]["states"] > 0
@@ -174,8 +174,8 @@ def test_rank_files_tell_of_each_step_where_its_time_went_and_what_memory_holds(
         assert sum(row[3] for line in record.lines for row in line["sent"] if row[0] == "all_gather") > 0
         memory = [line["memory"] for line in record.lines if "memory" in line]
         assert memory[0]["parameters"] > 0 and memory[0]["other"] > 1 << 20 and memory[0]["device"] == 0
-        held = sum(memory[-1][k] for k in ("parameters", "gradients", "states", "activations", "buffers", "other"))
-        assert held == pytest.approx(memory[-1]["host"], rel=0.01)
+        total = sum(memory[-1][k] for k in ("parameters", "gradients", "states", "activations", "buffers", "other"))
+        assert total == pytest.approx(memory[-1]["host"], rel=0.01)
 
 
 @pytest.mark.ranks(2)
@@ -207,7 +207,7 @@ def test_where_ranks_meet_now_and_then_the_steps_between_meetings_are_recorded(w
 
 
 class Recorded:
-    """What a model's hooks tell, in order."""
+    """Calls of a model's hooks, in order."""
 
     def __init__(self):
         self.told = []
@@ -257,20 +257,20 @@ def test_hooks_on_modules_see_forward_and_backward_and_change_no_bit(way):
         loss.backward()
         return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
 
-    plain, told = step(), Recorded()
-    hooks = ModuleHooks([named for level in levels_of(model) for named in level], told)
+    plain, record = step(), Recorded()
+    hooks = ModuleHooks([named for level in levels_of(model) for named in level], record)
     watched = step()
     hooks.end_of_backward(time.perf_counter())
     hooks.remove()
-    seen = len(told.told)
-    assert all(map(torch.equal, plain, watched)) and all(map(torch.equal, plain, step())) and len(told.told) == seen
+    count = len(record.told)
+    assert all(map(torch.equal, plain, watched)) and all(map(torch.equal, plain, step())) and len(record.told) == count
     order = ["blocks.0", "blocks.1", "blocks.0" if way == "shared" else "blocks.2"]
-    assert [n for n in told.of("forward") if n.count(".") == 1 or n == "head"] == [*order, "head"]
-    assert [n for n in told.of("backward") if n.count(".") == 1 or n == "head"] == ["head", *order[::-1]]
+    assert [n for n in record.of("forward") if n.count(".") == 1 or n == "head"] == [*order, "head"]
+    assert [n for n in record.of("backward") if n.count(".") == 1 or n == "head"] == ["head", *order[::-1]]
     inner = ["blocks.1.second", "blocks.1.act", "blocks.1.first"]
     if way != "compiled":
-        assert [n for n in told.of("backward") if n.startswith("blocks.1.")] == inner
-    spans = sorted((b, -e) for _, _, b, e in told.told)
+        assert [n for n in record.of("backward") if n.startswith("blocks.1.")] == inner
+    spans = sorted((b, -e) for _, _, b, e in record.told)
     around = []
     for begin, negative in spans:
         while around and around[-1] <= begin:

@@ -1,4 +1,4 @@
-"""How often to save: against the published figures, the exact optimum and brute force."""
+"""The checkpoint interval, compared with published values, the exact optimum and brute force."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def test_dalys_own_examples_come_out(mtbf, minutes):
 
 
 def cost(save, mtbf, interval):
-    """Seconds that a second of training takes on average, by Daly's exponential model with restarts that take none."""
+    """Return the mean time per second of training, by Daly's exponential model with instant restarts."""
     return mtbf * np.expm1((interval + save) / mtbf) / interval
 
 
 def best_interval(save, mtbf):
-    """Where the derivative of `cost` is 0, that is (1 - x) exp(x) = exp(-save / mtbf) for x = interval / mtbf."""
+    """Return the interval at which d`cost` is 0: (1 - x) exp(x) = exp(-save / mtbf) for x = interval / mtbf."""
     low, high = 0.0, 1.0
     for _ in range(60):
         x = (low + high) / 2

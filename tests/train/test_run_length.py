@@ -1,4 +1,4 @@
-"""How long a run is and how its batches are divided, in the words of others: epochs, and accumulation of gradients."""
+"""The length of a run in epochs, and the division of its batches by gradient accumulation steps."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def table(world, tmp_path_factory) -> str:
 
 
 class StopAfter(Callback):
-    """Has the run save and stop after a step."""
+    """A callback that makes the run save and stop after a step."""
 
     def __init__(self, step: int) -> None:
         self._step = step
@@ -78,9 +78,9 @@ def test_epochs_are_passes_over_the_samples_and_a_run_goes_on_to_the_same_end(wo
 def test_gradient_accumulation_steps_are_microbatches_of_each_rank_within_the_global_batch(world, folder, table):
     sections = {"data": {"path": table}, "model": MODEL, "optim": OPTIM}
     steps = {"steps": 2, "batch": 8, "evaluate_samples": 2}
-    own = run(world, folder / "own", train=steps | {"microbatch": 8 // world.size // 2}, **sections)
+    ours = run(world, folder / "own", train=steps | {"microbatch": 8 // world.size // 2}, **sections)
     theirs = run(world, folder / "theirs", train=steps | {"gradient_accumulation_steps": 2}, **sections)
-    assert [line["loss"] for line in theirs] == [line["loss"] for line in own]
+    assert [line["loss"] for line in theirs] == [line["loss"] for line in ours]
     config = Config.from_dict({"train": steps | {"gradient_accumulation_steps": 2}, "run": {"dir": str(folder / "x")}})
     assert Trainer(config, world=world).config.train.microbatch == 4 // world.size
     assert "microbatch" not in Path(folder / "theirs/config.toml").read_text()

@@ -1,4 +1,4 @@
-"""When a run is saved: after so many steps, or when it costs least time; in every mode and on all ranks alike."""
+"""The steps at which a run is saved: at a fixed interval or at the cheapest one, in every mode and on all ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HOUR = 3600.0
 
 
 class Pretend:
-    """A trainer on a clock of its own."""
+    """A stand-in for a trainer with a simulated clock."""
 
     def __init__(self, monkeypatch, nodes=4, **checkpoint):
         self.config = Config.from_dict({"train": {"steps": 10**6}, "checkpoint": {"every": "auto"} | checkpoint})
@@ -35,7 +35,7 @@ class Pretend:
         self.schedule.on_fit_start(self)
 
     def until_saved(self, step_seconds, save_seconds):
-        """Take steps until one is saved; returns its number."""
+        """Take steps until one is saved and return its number."""
         while True:
             self.step += 1
             self.clock += step_seconds
@@ -123,16 +123,16 @@ def test_all_ranks_save_together_and_a_resumed_run_goes_on(world, folder, text, 
         "checkpoint": {"every": "auto", "node_mtbf": 1e-6, "background": parallel.pop("background", False)},
         "parallel": parallel,
     }
-    seen = []
+    saved_steps = []
     for steps in (70, 100):
         notes = Notes()
         sections["train"]["steps"] = steps
         trainer = mt.Trainer(sections, [notes], world=world)
         with trainer.working():
             assert trainer.train() == 0
-        seen.append(notes.saved)
-    assert world.all_gather_object(seen) == [seen] * 2
-    (start, second, *more), (again, after, *_) = seen
+        saved_steps.append(notes.saved)
+    assert world.all_gather_object(saved_steps) == [saved_steps] * 2
+    (start, second, *more), (again, after, *_) = saved_steps
     assert (start, second, more[-1], again) == (0, first, 70, 70)
     assert len(more) >= 2 or sections["checkpoint"]["background"]  # a slow disk may write one for that long
     assert after == (96 if first == 24 else 90)  # nothing is known at a new start

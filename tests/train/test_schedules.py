@@ -1,4 +1,4 @@
-"""The learning rate of each step is that of torch's and transformers' schedules, and of the papers' formulas."""
+"""The learning rate of each step equals that of torch, of transformers and of the papers' formulas."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def rates(**optim):
 
 def stepped(make):
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=LR)
-    scheduler, found = make(optimizer), []
+    scheduler, learning_rates = make(optimizer), []
     for _ in range(STEPS):
-        found.append(optimizer.param_groups[0]["lr"])
+        learning_rates.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         scheduler.step()
-    return found
+    return learning_rates
 
 
 def test_every_schedule_of_ours_is_that_of_transformers_after_the_warm_up():
@@ -51,9 +51,9 @@ def test_every_schedule_of_ours_is_that_of_transformers_after_the_warm_up():
             lambda o: theirs.get_wsd_schedule(o, WARMUP, 10, num_training_steps=STEPS, decay_type="linear"),
         ),
     ):
-        ours, wanted = rates(**optim), stepped(make)
-        assert ours[WARMUP:] == pytest.approx(wanted[WARMUP:], rel=1e-12), optim
-        assert ours[: WARMUP - 1] == pytest.approx(wanted[1:WARMUP], rel=1e-12)  # theirs trains one step at 0
+        ours, expected = rates(**optim), stepped(make)
+        assert ours[WARMUP:] == pytest.approx(expected[WARMUP:], rel=1e-12), optim
+        assert ours[: WARMUP - 1] == pytest.approx(expected[1:WARMUP], rel=1e-12)  # theirs trains one step at 0
         assert ours[WARMUP - 1] == pytest.approx(LR)
     assert rates(schedule="wsd", decay_steps=0.25) == rates(schedule="wsd", decay_steps=10)
     assert rates(schedule="wsd", lr_end=1e-3)[-1] == pytest.approx(1e-3 + (LR - 1e-3) / 8)
@@ -76,8 +76,8 @@ def test_every_schedule_of_torch_gives_torchs_rates():
         ("ConstantLR", {}, {}),
         ("PolynomialLR", {"total_iters": 30, "power": 2.0}, {}),
     ):
-        wanted = stepped(lambda o, n=name, k=options | more: getattr(lr_scheduler, n)(o, **k))
-        assert rates(schedule=name, schedule_options=options) == wanted, name
+        expected = stepped(lambda o, n=name, k=options | more: getattr(lr_scheduler, n)(o, **k))
+        assert rates(schedule=name, schedule_options=options) == expected, name
 
 
 @pytest.mark.parametrize(
@@ -113,14 +113,14 @@ def test_what_no_schedule_is_is_told_in_a_line(optim, told):
 
 
 def test_a_cycle_is_that_of_deepspeed_at_every_step():
-    """By its documentation: the share of the way up, in stairs where there are some; then the divisor that grows."""
+    """Formula of its documentation: up and down, in stairs if there are any, then divided by a growing number."""
     least, most = 0.001, 0.005
     options = {"cycle_min_lr": least, "cycle_max_lr": most, "cycle_first_step_size": 10, "cycle_second_step_size": 20}
     decay = {"decay_step_size": 4, "decay_lr_rate": 0.5, "decay_mom_rate": 0.01}
     momenta = {"cycle_momentum": True, "cycle_min_mom": 0.85, "cycle_max_mom": 0.95}
     for stairs in ({}, {"cycle_first_stair_count": 5}, {"cycle_first_stair_count": 4, "cycle_second_stair_count": 5}):
-        given = options | decay | momenta | stairs
-        section = Config.from_dict({"optim": {"schedule": "one-cycle", "schedule_options": given}}).optim
+        schedule_options = options | decay | momenta | stairs
+        section = Config.from_dict({"optim": {"schedule": "one-cycle", "schedule_options": schedule_options}}).optim
         schedule = schedule_of(section, STEPS)
         up = stairs.get("cycle_first_stair_count", 0)
         down = stairs.get("cycle_second_stair_count", up)
@@ -138,11 +138,11 @@ def test_a_cycle_is_that_of_deepspeed_at_every_step():
 
 def test_a_range_test_is_that_of_deepspeed_at_every_step():
     options = {"lr_range_test_min_lr": 1e-4, "lr_range_test_step_size": 8, "lr_range_test_step_rate": 5}
-    wanted = [1e-4 * (1 + 5 * step / 8) for step in range(STEPS)]
-    assert rates(schedule="range-test", schedule_options=options) == pytest.approx(wanted, rel=1e-12)
+    expected = [1e-4 * (1 + 5 * step / 8) for step in range(STEPS)]
+    assert rates(schedule="range-test", schedule_options=options) == pytest.approx(expected, rel=1e-12)
     options["lr_range_test_staircase"] = True
-    wanted = [1e-4 * (1 + 5 * (step // 8)) for step in range(STEPS)]
-    assert rates(schedule="range-test", schedule_options=options) == pytest.approx(wanted, rel=1e-12)
+    expected = [1e-4 * (1 + 5 * (step // 8)) for step in range(STEPS)]
+    assert rates(schedule="range-test", schedule_options=options) == pytest.approx(expected, rel=1e-12)
     whole = rates(schedule="range-test")
     assert whole[0] == pytest.approx(LR / 100) and whole[-1] == pytest.approx(LR)
 
@@ -186,9 +186,9 @@ def test_a_run_goes_on_in_the_middle_of_a_schedule_with_the_same_bits(world, fol
             shutil.rmtree(where / "checkpoints/step-00000004")
         world.barrier()
         again = run(world, where, **settings(optim))
-        kept = [(m["step"], m["lr"], m["loss"]) for m in whole[2:]]
-        assert [(m["step"], m["lr"], m["loss"]) for m in again[-2:]] == kept, optim
-        assert len({lr for _, lr, _ in kept}) == 2, optim
+        expected = [(m["step"], m["lr"], m["loss"]) for m in whole[2:]]
+        assert [(m["step"], m["lr"], m["loss"]) for m in again[-2:]] == expected, optim
+        assert len({lr for _, lr, _ in expected}) == 2, optim
     with pytest.raises(
         InputError, match=r"ReduceLROnPlateau follows the held-out loss, and train.evaluate_every 0 has"
     ):

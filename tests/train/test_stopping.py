@@ -1,4 +1,4 @@
-"""A run saves and stops when asked by a file or a signal, or when its time is up."""
+"""A run saves and stops when a file or a signal requests it, or when its time is up."""
 
 from __future__ import annotations
 

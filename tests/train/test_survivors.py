@@ -1,4 +1,4 @@
-"""Copies of the ranks' state: whose they are, when they are enough, and that nothing is lost in them."""
+"""Copies of the ranks' state: on which rank each lies, when they suffice, and that they are complete."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_copy_lies_with_another_rank_and_on_another_node_where_that_can_be(layout):
     nodes = LAYOUTS[layout]
-    found = partners(nodes)
-    assert sorted(found) == list(range(len(nodes)))
-    assert all(rank != partner for rank, partner in enumerate(found))
+    partner_ranks = partners(nodes)
+    assert sorted(partner_ranks) == list(range(len(nodes)))
+    assert all(rank != partner for rank, partner in enumerate(partner_ranks))
     largest = max(nodes.count(node) for node in nodes)
     if 2 * largest <= len(nodes):
-        assert all(nodes[rank] != nodes[partner] for rank, partner in enumerate(found))
+        assert all(nodes[rank] != nodes[partner] for rank, partner in enumerate(partner_ranks))
 
 
 def test_a_set_is_whole_only_when_every_owners_copy_is_there():
@@ -81,8 +81,8 @@ def test_of_two_parts_that_were_cut_apart_only_one_goes_on():
 
 
 def test_shrinking_is_refused_at_start_where_ranks_cannot_die_alone(tmp_path, forked):
-    told = one_line(forked.run("train", "--elastic.mode", "shrink", "--run.dir", tmp_path / "r", cwd=tmp_path))
-    assert "--with-ft ulfm" in told or "Open MPI 5" in told
+    message = one_line(forked.run("train", "--elastic.mode", "shrink", "--run.dir", tmp_path / "r", cwd=tmp_path))
+    assert "--with-ft ulfm" in message or "Open MPI 5" in message
 
 
 def _engine(comm, zero, device="cpu"):
@@ -94,7 +94,7 @@ def _engine(comm, zero, device="cpu"):
 
 
 def _step(engine, number, device="cpu"):
-    """The same samples on every rank, so that the same state gives the same step on any number of ranks."""
+    """Train a step on samples that are equal on all ranks, so that it does not depend on the number of ranks."""
     torch.manual_seed(number)
     x, y = torch.randn(8, 5).to(device), torch.randn(8, 3).to(device)
     engine.forward_backward([[(x, y)]], 8 * engine.comm.size)
@@ -113,21 +113,21 @@ def test_the_ranks_that_are_left_hold_all_of_the_state(world, zero, lost, device
     copies.take(world, engine, 3, {"position": 30})
     expected = {name: value.cpu().clone() for name, value in engine.state_dict().items()}
     _step(engine, 99, device)  # what nobody has a copy of
-    left = world.split(None if world.rank == victim else 0, world.rank)
-    if left is not None:
-        after = _engine(left, zero, device)
-        manifest = copies.restore(left, after)
+    survivors = world.split(None if world.rank == victim else 0, world.rank)
+    if survivors is not None:
+        after = _engine(survivors, zero, device)
+        manifest = copies.restore(survivors, after)
         assert manifest is not None and (manifest.step, manifest.values["position"]) == (3, 30)
-        found = after.state_dict()
-        assert all(torch.equal(found[name].cpu(), value) for name, value in expected.items())
+        state = after.state_dict()
+        assert all(torch.equal(state[name].cpu(), value) for name, value in expected.items())
         states = [s for s in after.optimizer.state.values() if s]
         assert states and all(float(s["step"]) == 3 for s in states)
-        copies.take(left, after, 3, {"position": 30})
-        again = _engine(left, zero, device)
-        manifest = copies.restore(left, again)
-        assert manifest is not None and manifest.values["data_ranks"] == left.size
+        copies.take(survivors, after, 3, {"position": 30})
+        again = _engine(survivors, zero, device)
+        manifest = copies.restore(survivors, again)
+        assert manifest is not None and manifest.values["data_ranks"] == survivors.size
         assert all(p.device.type == device.type for p in again.module.parameters())
-        assert all(torch.equal(found[name].cpu(), value.cpu()) for name, value in again.state_dict().items())
+        assert all(torch.equal(state[name].cpu(), value.cpu()) for name, value in again.state_dict().items())
     world.barrier()
 
 
@@ -138,21 +138,21 @@ def test_a_rank_lost_with_its_partner_leaves_a_whole_state_only_where_each_rank_
     copies.take(world, engine, 1, {"position": 10})
     _step(engine, 1)
     expected = copy.deepcopy(engine.state_dict())
-    gone = {1, partners(world.nodes)[1]}
-    left = world.split(None if world.rank in gone else 0, world.rank)
-    if left is not None:
-        assert copies.restore(left, _engine(left, zero)) is None
-        assert copies.parts(left) is None
+    lost_ranks = {1, partners(world.nodes)[1]}
+    survivors = world.split(None if world.rank in lost_ranks else 0, world.rank)
+    if survivors is not None:
+        assert copies.restore(survivors, _engine(survivors, zero)) is None
+        assert copies.parts(survivors) is None
         if zero == 0:
             copies.take_alone(engine, Key(2, world.size, 0), {"position": 20}, world.rank, columns=1)
-            after = _engine(left, zero)
-            manifest = copies.restore(left, after)
+            after = _engine(survivors, zero)
+            manifest = copies.restore(survivors, after)
             assert manifest is not None and (manifest.step, manifest.values["position"]) == (2, 20)
-            found = after.state_dict()
-            assert all(torch.equal(found[name], value) for name, value in expected.items())
+            state = after.state_dict()
+            assert all(torch.equal(state[name], value) for name, value in expected.items())
             assert all(float(s["step"]) == 1 for s in after.optimizer.state.values() if s)
-            copies._alone = copies._alone._replace(crc=left.rank)  # what should be the same is not
-            assert copies.restore(left, _engine(left, zero)) is None
+            copies._alone = copies._alone._replace(crc=survivors.rank)  # what should be the same is not
+            assert copies.restore(survivors, _engine(survivors, zero)) is None
     world.barrier()
 
 
@@ -163,21 +163,21 @@ def test_a_copy_becomes_a_checkpoint_like_any_other(world, folder, zero):
     _step(engine, 1)
     copies.take(world, engine, 1, {"position": 10, "data": "same"})
     expected = copy.deepcopy(engine.state_dict())
-    left = world.split(None if world.rank == 0 else 0, world.rank)
-    if left is not None:
-        step, parts, values = copies.parts(left)
-        with Store(folder / "c", left, keep=1) as store:
+    survivors = world.split(None if world.rank == 0 else 0, world.rank)
+    if survivors is not None:
+        step, parts, values = copies.parts(survivors)
+        with Store(folder / "c", survivors, keep=1) as store:
             store.prepare(set_aside=False)
             path = store.save(step, parts, values)
-            after = _engine(left, zero)
+            after = _engine(survivors, zero)
             manifest = store.load(path, after.parts_to_load)
         after.finish_load(manifest)
         assert (manifest.step, manifest.values["position"], manifest.values["data"]) == (1, 10, "same")
-        found = after.state_dict()
-        assert all(torch.equal(found[name], value) for name, value in expected.items())
+        state = after.state_dict()
+        assert all(torch.equal(state[name], value) for name, value in expected.items())
         assert all(float(s["step"]) == 1 for s in after.optimizer.state.values() if s)
         assert len(manifest.extents) == len({extent.piece for extent in manifest.extents})  # each piece once
-        if left.rank == 0:
+        if survivors.rank == 0:
             assert not any(damages(path))
     world.barrier()
 
@@ -187,8 +187,8 @@ def test_a_copy_becomes_a_checkpoint_like_any_other(world, folder, zero):
 def test_the_state_is_copied_at_the_start_and_after_each_copy_every_steps(
     world, folder, text, monkeypatch, every, steps
 ):
-    taken, take = [], Copies.take
-    monkeypatch.setattr(Copies, "take", lambda copies, *args: (taken.append(args[2]), take(copies, *args)))
+    taken_steps, take = [], Copies.take
+    monkeypatch.setattr(Copies, "take", lambda copies, *args: (taken_steps.append(args[2]), take(copies, *args)))
     sections = {
         "run": {"dir": str(folder / "r")},
         "data": {"path": text},
@@ -201,6 +201,6 @@ def test_the_state_is_copied_at_the_start_and_after_each_copy_every_steps(
     trainer.callbacks += [survivors, CopyOften(survivors)]
     with trainer.working():
         assert trainer.train() == 0
-    assert taken == steps
+    assert taken_steps == steps
     manifest = survivors.restore(trainer)
     assert manifest is not None and manifest.step == 6

@@ -1,4 +1,4 @@
-"""Batch norms over the ranks are those of torch over the whole batch, however it is divided."""
+"""Batch norms over all ranks equal those of torch over the whole batch, for any division of it."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ def test_parts_of_a_batch_are_normalized_as_the_whole(world, shape, mean, precis
     whole = kind(FEATURES)
     torch.nn.init.normal_(whole.weight)
     torch.nn.init.normal_(whole.bias)
-    own = SyncBatchNorm.convert(kind(FEATURES), world)
-    own.load_state_dict(whole.state_dict())
-    wanted_x = x.double().requires_grad_()
-    wanted = whole.double()(wanted_x)
-    wanted.backward(grad.double())
+    layer = SyncBatchNorm.convert(kind(FEATURES), world)
+    layer.load_state_dict(whole.state_dict())
+    whole_x = x.double().requires_grad_()
+    expected = whole.double()(whole_x)
+    expected.backward(grad.double())
     begin = sum(sizes[: world.rank])
     mine = slice(begin, begin + sizes[world.rank])
-    own_x = x[mine].clone().requires_grad_()
-    found = own(own_x)
-    found.backward(grad[mine])
+    part_x = x[mine].clone().requires_grad_()
+    output = layer(part_x)
+    output.backward(grad[mine])
 
     def close(one, other):
         other = other.detach()
         largest = float(other.abs().max()) if other.numel() else 0.0
         torch.testing.assert_close(one.double(), other, rtol=precise, atol=precise * largest)
 
-    close(found.detach(), wanted[mine])
-    close(own_x.grad, wanted_x.grad[mine])
+    close(output.detach(), expected[mine])
+    close(part_x.grad, whole_x.grad[mine])
     for name in ("weight", "bias"):
-        gradient = getattr(own, name).grad
+        gradient = getattr(layer, name).grad
         world.all_reduce(gradient)
         close(gradient, getattr(whole, name).grad)
-    close(own.running_mean, whole.running_mean)
-    close(own.running_var, whole.running_var)
+    close(layer.running_mean, whole.running_mean)
+    close(layer.running_var, whole.running_var)

@@ -1,4 +1,4 @@
-"""What the journal counts in real training is what the formulas say, for each axis and stage of ZeRO."""
+"""The traffic that the journal counts in real training agrees with the formulas, for each axis and ZeRO stage."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SMALL = 700  # bytes a step: the norm, the loss, which parameters were used, hea
 
 
 class Counted(mt.Callback):
-    """Bytes that a rank sends in a step, by axis: of those after the first, without evaluations and checkpoints."""
+    """A callback that counts the bytes that a rank sends, by axis, without evaluations and checkpoints."""
 
     def __init__(self) -> None:
         self.totals: list[dict[str, int]] = []
@@ -35,12 +35,12 @@ class Counted(mt.Callback):
         self.expected = expected_bytes(trainer, trainer.samples)
 
     def a_step(self, axis: str) -> float:
-        """What was sent along an axis, of each step but the first."""
+        """Return the mean bytes sent along an axis per step, without the first step."""
         return (self.totals[-1][axis] - self.totals[0].get(axis, 0)) / (STEPS - 1)
 
 
 def trained(world, text, folder, *, train=None, **parallel) -> Counted:
-    """The bytes of a short run."""
+    """Return the bytes counted in a short run."""
     counted = Counted()
     settings = {
         "data": {"path": text},
@@ -57,27 +57,27 @@ def trained(world, text, folder, *, train=None, **parallel) -> Counted:
 
 
 def assert_as_expected(counted: Counted, *axes: str) -> None:
-    """The formula tells every axis, and what was counted differs by 1 percent and SMALL at most."""
+    """Check that the formula covers these axes, and that counts differ from it by at most 1 percent plus SMALL."""
     assert set(counted.expected) == set(axes)
     for axis in axes:
-        sent, wanted = counted.a_step(axis), counted.expected[axis]
-        assert abs(sent - wanted) <= 0.01 * wanted + SMALL, (axis, sent, wanted, counted.operations)
+        sent, expected = counted.a_step(axis), counted.expected[axis]
+        assert abs(sent - expected) <= 0.01 * expected + SMALL, (axis, sent, expected, counted.operations)
 
 
 @pytest.mark.ranks(3, 4)
 def test_data_parallel_runs_send_what_the_formulas_say(world, text, folder):
-    n, found = world.size, {}
+    n, sent = world.size, {}
     cases = [(0, True), (1, True), (1, False), (2, False), (3, False)] if n < 4 else [(1, False), (3, True)]
     for zero, share in cases:
         counted = trained(world, text, folder / f"{zero}{share}", zero=zero, share_node=share)
         assert_as_expected(counted, "data")
-        found[zero, share] = counted.a_step("data")
+        sent[zero, share] = counted.a_step("data")
     if n < 4:
         rounds = -(-BATCH // n // 2)
-        assert found[1, False] == pytest.approx(found[0, True], rel=0.02)  # the same, in two parts
-        assert found[1, True] == pytest.approx(found[0, True] / 2, rel=0.02)  # the node has the parameters once
-        assert found[2, False] == pytest.approx((rounds + 1) / 2 * found[0, True], rel=0.02)
-        assert found[3, False] == pytest.approx(1.5 * rounds * found[0, True], rel=0.05)  # the root is gathered once
+        assert sent[1, False] == pytest.approx(sent[0, True], rel=0.02)  # the same, in two parts
+        assert sent[1, True] == pytest.approx(sent[0, True] / 2, rel=0.02)  # the node has the parameters once
+        assert sent[2, False] == pytest.approx((rounds + 1) / 2 * sent[0, True], rel=0.02)
+        assert sent[3, False] == pytest.approx(1.5 * rounds * sent[0, True], rel=0.05)  # the root is gathered once
 
 
 @pytest.mark.ranks(2, 4)

@@ -13,14 +13,14 @@ from mpitrain.monitor import read_metrics
 
 
 def settings(text, folder, **sections):
-    given = {
+    defaults = {
         "run": {"dir": str(folder)},
         "data": {"path": text},
         "model": {"layers": 1, "width": 16, "heads": 2, "sequence": 16},
         "train": {"steps": 4, "batch": 5, "evaluate_samples": 8},
         "checkpoint": {"every": 2},
     }
-    return {name: given.get(name, {}) | sections.get(name, {}) for name in given | sections}
+    return {name: defaults.get(name, {}) | sections.get(name, {}) for name in defaults | sections}
 
 
 def fit(trainer):
@@ -29,7 +29,7 @@ def fit(trainer):
 
 
 class Notes(mt.Callback):
-    """Writes down what it is called for, and keeps a number in checkpoints."""
+    """A callback that lists its calls and keeps a number in checkpoints."""
 
     def __init__(self):
         self.events, self.seen = [], 0
@@ -97,8 +97,8 @@ def test_one_rank_may_ask_all_to_stop_and_the_run_goes_on_later_as_if_it_had_not
     assert fit(mt.Trainer(settings(text, folder / "r"), world=world)) == EXIT_DONE
     assert fit(mt.Trainer(settings(text, folder / "whole"), world=world)) == EXIT_DONE
     world.barrier()
-    of = [[(m["step"], m["loss"]) for m in read_metrics(folder / name)] for name in ("r", "whole")]
-    assert of[0] == of[1]
+    metrics = [[(m["step"], m["loss"]) for m in read_metrics(folder / name)] for name in ("r", "whole")]
+    assert metrics[0] == metrics[1]
 
 
 @pytest.mark.ranks(2)

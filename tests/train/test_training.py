@@ -15,7 +15,7 @@ GPT = {"layers": 2, "width": 32, "heads": 2, "sequence": 32}
 
 
 def by_one_rank(world, folder, /, **sections):
-    """What `run` returns when rank 0 trains alone, on every rank."""
+    """Train on rank 0 alone and return the result of `run` on every rank."""
     alone, lines = world.subgroup([0]), None
     if alone is not None:
         lines = run(alone, folder / "alone", **sections)
@@ -33,15 +33,15 @@ def test_losses_of_twenty_steps_are_those_of_one_rank(world, folder, text, micro
         "train": {"steps": 20, "batch": 10, "microbatch": microbatch, "evaluate_every": 10, "evaluate_samples": 13},
         "checkpoint": {"every": 0},
     }
-    got = run(world, folder / "many", **sections)
-    wanted = by_one_rank(world, folder, **sections)
-    assert len(got) == 20
-    for mine, theirs in zip(got, wanted, strict=True):
+    lines = run(world, folder / "many", **sections)
+    reference = by_one_rank(world, folder, **sections)
+    assert len(lines) == 20
+    for mine, theirs in zip(lines, reference, strict=True):
         assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
         assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
         assert mine["ids"] == theirs["ids"] and len(mine["ids"]) == 10
-    assert got[-1]["held_out_loss"] == pytest.approx(wanted[-1]["held_out_loss"], rel=1e-5)
-    assert got[-1]["loss"] < got[0]["loss"] - 0.3
+    assert lines[-1]["held_out_loss"] == pytest.approx(reference[-1]["held_out_loss"], rel=1e-5)
+    assert lines[-1]["loss"] < lines[0]["loss"] - 0.3
 
 
 @pytest.mark.parametrize(
@@ -69,18 +69,18 @@ def test_classifiers_train_alike_with_batch_statistics_of_all_ranks(world, folde
         "optim": {"name": "sgd", "lr": 0.05, "warmup": 0},
         "checkpoint": {"every": 0},
     }
-    got = run(world, folder / "many", **sections)
-    wanted = by_one_rank(world, folder, **sections)
-    assert [m["loss"] for m in got] == pytest.approx([m["loss"] for m in wanted], rel=2e-5)
-    assert min(m["loss"] for m in got) < got[0]["loss"]
+    lines = run(world, folder / "many", **sections)
+    reference = by_one_rank(world, folder, **sections)
+    assert [m["loss"] for m in lines] == pytest.approx([m["loss"] for m in reference], rel=2e-5)
+    assert min(m["loss"] for m in lines) < lines[0]["loss"]
 
 
 @pytest.mark.ranks(3)
 def test_a_batch_smaller_than_the_ranks_leaves_some_idle(world, folder, text):
     sections = {"data": {"path": text}, "model": GPT, "checkpoint": {"every": 0}}
-    got = run(world, folder / "many", train={"steps": 5, "batch": 2}, **sections)
-    wanted = by_one_rank(world, folder, train={"steps": 5, "batch": 2}, **sections)
-    assert [m["loss"] for m in got] == pytest.approx([m["loss"] for m in wanted], rel=1e-5)
+    lines = run(world, folder / "many", train={"steps": 5, "batch": 2}, **sections)
+    reference = by_one_rank(world, folder, train={"steps": 5, "batch": 2}, **sections)
+    assert [m["loss"] for m in lines] == pytest.approx([m["loss"] for m in reference], rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -162,21 +162,21 @@ def test_a_reproducible_run_has_the_bits_of_one_rank(world, folder, text):
             run(comm, where, run={"dir": str(where), **reproducible}, **sections)
             for comm, where in ((world, folder / f"many-{zero}"), (alone, folder / f"alone-{zero}-{world.rank}"))
         ]
-        kept = [[(m["loss"], m["grad_norm"], m.get("held_out_loss")) for m in ms] for ms in lines]
-        assert kept[0] == kept[1]
+        figures = [[(m["loss"], m["grad_norm"], m.get("held_out_loss")) for m in ms] for ms in lines]
+        assert figures[0] == figures[1]
     alone.free()
 
 
 def _content(path):
     import h5py
 
-    found = {}
+    arrays = {}
     with h5py.File(path) as file:
         file.visititems(
-            lambda name, item: found.update({name: item[...].tobytes()}) if hasattr(item, "dtype") else None
+            lambda name, item: arrays.update({name: item[...].tobytes()}) if hasattr(item, "dtype") else None
         )
-    assert found
-    return found
+    assert arrays
+    return arrays
 
 
 @pytest.mark.ranks(2)
