@@ -42,8 +42,8 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
         return None
     marks = re.findall(r"\bmark\.ranks\(([^)]*)\)", collection_path.read_text(encoding="utf-8"))
     numbers = [[part.strip() for part in mark.split(",")] for mark in marks]
-    told = all(part.isdigit() for parts in numbers for part in parts if part)
-    return True if told and not any(str(RANKS) in parts for parts in numbers) else None
+    is_numeric = all(part.isdigit() for parts in numbers for part in parts if part)
+    return True if is_numeric and not any(str(RANKS) in parts for parts in numbers) else None
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -64,10 +64,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             here = here and (RANKS in ON_PRETEND or not set(sizes.args) & set(ON_PRETEND))
         only_full = item.get_closest_marker("full") is not None
         is_long = only_full or item.get_closest_marker("campaign") is not None
-        wanted = (only_full and in_slice(item.nodeid, part)) if part else is_long == long and (full or not only_full)
-        if wanted and long and sizes is not None:
+        requested = (only_full and in_slice(item.nodeid, part)) if part else is_long == long and (full or not only_full)
+        if requested and long and sizes is not None:
             elsewhere.update(sizes.args)
-        (chosen if wanted and here else dropped).append(item)
+        (chosen if requested and here else dropped).append(item)
     if elsewhere and not RANKS and LABEL:
         (FOLDER / f"long-sizes-{LABEL}").write_text("".join(f"{size}\n" for size in sorted(elsewhere)))
     items[:] = chosen

@@ -33,10 +33,10 @@ def lines_of_numbers() -> Kind:
         )
 
         def blocks(held_out):
-            kept = round(len(x) * (1 - held_out))
-            yield "train", (x[:kept], y[:kept])
-            if kept < len(x):
-                yield "held_out", (x[kept:], y[kept:])
+            train_rows = round(len(x) * (1 - held_out))
+            yield "train", (x[:train_rows], y[:train_rows])
+            if train_rows < len(x):
+                yield "held_out", (x[train_rows:], y[train_rows:])
 
         return Source("arrays", fields, blocks, files=len(found))
 

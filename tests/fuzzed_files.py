@@ -160,11 +160,11 @@ def _megatron() -> dict[str, bytes]:
 
 
 def _run(folder: Path) -> list[Path]:
-    made = make_run(folder / "run", Story(ranks=2, steps=10, killed_at=0, save_every=5))
-    (made / "logs").mkdir()
-    (made / "logs/rank-00000.log").write_text("2026-01-31T23:59:59.123 rank 0 WARNING it is slow\n")
+    run = make_run(folder / "run", Story(ranks=2, steps=10, killed_at=0, save_every=5))
+    (run / "logs").mkdir()
+    (run / "logs/rank-00000.log").write_text("2026-01-31T23:59:59.123 rank 0 WARNING it is slow\n")
     files = ("metrics.jsonl", "events.jsonl", "ranks/rank-00001.jsonl", "config.toml", "logs/rank-00000.log")
-    return [made / name for name in files]
+    return [run / name for name in files]
 
 
 def _each(*reads: Callable[[], Any]) -> list[str]:

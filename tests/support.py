@@ -60,8 +60,8 @@ def environment_with(mpi: str) -> Path:
 def clean_environment(**extra: str) -> dict[str, str]:
     """The environment without what a launcher or a batch system left in it."""
     prefixes = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "SLURM_", "PBS_", "MPITRAIN_")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(prefixes)}
-    return kept | {"OMP_NUM_THREADS": "1"} | extra
+    remaining = {name: value for name, value in os.environ.items() if not name.startswith(prefixes)}
+    return remaining | {"OMP_NUM_THREADS": "1"} | extra
 
 
 def pretend_environment(*, visible: str | None = None, late_ms: int = -1) -> dict[str, str]:
@@ -124,20 +124,20 @@ def one_line(
     ended: the process, or its exit code and what it said on stderr. alone: nothing else may stand there; False under
     mpirun, which says more.
     """
-    found, errors = ended if isinstance(ended, tuple) else (ended.returncode, ended.stderr)
-    assert found == code, errors
+    exit_code, errors = ended if isinstance(ended, tuple) else (ended.returncode, ended.stderr)
+    assert exit_code == code, errors
     assert "Traceback" not in errors and "Logging error" not in errors, errors
-    (told,) = [line for line in errors.splitlines() if alone or line.startswith(("mpitrain: ", "error: "))]
-    assert told.startswith(("mpitrain: ", "error: ")) and len(told) < 1000, told
-    assert all(word in told for word in words), (told, words)
-    return told
+    (message,) = [line for line in errors.splitlines() if alone or line.startswith(("mpitrain: ", "error: "))]
+    assert message.startswith(("mpitrain: ", "error: ")) and len(message) < 1000, message
+    assert all(word in message for word in words), (message, words)
+    return message
 
 
 def next_handle(world: Communicator) -> int:
     """The number that MPI gives the next communicator. Where all are freed again it stays among a few. Collective."""
-    made = world._comm.Dup()
-    number = made.py2f()
-    made.Free()
+    duplicate = world._comm.Dup()
+    number = duplicate.py2f()
+    duplicate.Free()
     return number
 
 

@@ -86,8 +86,8 @@ def test_a_model_brings_its_own_defaults_which_help_and_the_resolved_file_show(t
     assert (adam.optim.lr, adam.optim.options, adam.model.layers) == (Config().optim.lr, {}, 18)
     rate = Config.from_args(["--model.name=resnet", "--optim.lr=0.2"]).optim
     assert (rate.name, rate.lr) == ("sgd", 0.2)
-    own = Config.from_args(["--model.name=resnet", "--model.factory=a:b"])
-    assert (own.model.layers, own.optim) == (Config().model.layers, Config().optim)
+    with_factory = Config.from_args(["--model.name=resnet", "--model.factory=a:b"])
+    assert (with_factory.model.layers, with_factory.optim) == (Config().model.layers, Config().optim)
     assert "[2; resnet: 18]" in help_text("mpitrain.train")
 
 

@@ -47,9 +47,9 @@ def outcome(kind, folder, right):
         problem = ""
         try:
             with little_memory(MEMORY), np.errstate(all="ignore"):
-                found = str(kind.read(folder))
-            if kind.exact and found != right:
-                problem = f"read as something else: {found:.300}"
+                content = str(kind.read(folder))
+            if kind.exact and content != right:
+                problem = f"read as something else: {content:.300}"
         except MpitrainError as error:
             text = message_of(error)
             if "\n" in text or not 10 < len(text) < 4100:

@@ -55,8 +55,8 @@ def test_a_lease_is_held_by_one_process_and_given_back(lock):
     try:
         with pytest.raises(locks.LockHeld):
             locks.take(lock)
-        held = lock.with_name("lock.held")
-        held.write_text(held.read_text().replace('["', '["another machine ', 1))  # whose processes nobody sees here
+        lease = lock.with_name("lock.held")
+        lease.write_text(lease.read_text().replace('["', '["another machine ', 1))  # whose processes nobody sees here
         with pytest.raises(locks.LockHeld):
             locks.take(lock)
         holder.kill()

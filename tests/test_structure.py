@@ -75,11 +75,11 @@ def test_a_class_name_stands_for_one_class():
 
 
 def test_one_file_knows_kinds_of_devices():
-    told = []
+    places = []
     for path, tree in trees():
         if path.relative_to(ROOT).as_posix() not in KNOWS_KINDS:
-            told += [f"{path.relative_to(ROOT)}:{line}: {what}" for line, what in _kinds_in(tree)]
-    assert not told, "ask mpitrain.comm.memory.device instead:\n" + "\n".join(told)
+            places += [f"{path.relative_to(ROOT)}:{line}: {what}" for line, what in _kinds_in(tree)]
+    assert not places, "ask mpitrain.comm.memory.device instead:\n" + "\n".join(places)
 
 
 def test_what_asks_for_a_kind_of_device_is_found():
@@ -173,5 +173,5 @@ def test_what_plans_a_run_loads_no_mpi():
 def test_the_documentation_names_files_that_are_there():
     for page in (*(ROOT / "docs").glob("*.md"), ROOT / "CONTRIBUTING.md", ROOT / "README.md"):
         for name in re.findall(r"`([\w/]+\.(?:py|sh|md|cfg))`", page.read_text(encoding="utf-8")):
-            found = (ROOT / name).exists() or (PACKAGE / name).exists() or any(PACKAGE.rglob(name))
-            assert found, f"{page.name} names {name}"
+            exists = (ROOT / name).exists() or (PACKAGE / name).exists() or any(PACKAGE.rglob(name))
+            assert exists, f"{page.name} names {name}"

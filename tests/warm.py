@@ -67,12 +67,12 @@ class Warm:
         with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err, open(os.devnull) as nothing:
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as place:
                 place.connect(self._place)
-                told = [words, str(cwd or Path.cwd()), clean_environment(**environment), timeout, []]
-                socket.send_fds(place, [json.dumps(told).encode()], [nothing.fileno(), out.fileno(), err.fileno()])
+                request = [words, str(cwd or Path.cwd()), clean_environment(**environment), timeout, []]
+                socket.send_fds(place, [json.dumps(request).encode()], [nothing.fileno(), out.fileno(), err.fileno()])
                 place.recv(64)  # its number
                 code = int(place.recv(64))
-            said = [file.seek(0) or file.read().decode(errors="replace") for file in (out, err)]
-        return subprocess.CompletedProcess(words, code, *said)
+            outputs = [file.seek(0) or file.read().decode(errors="replace") for file in (out, err)]
+        return subprocess.CompletedProcess(words, code, *outputs)
 
     def launched(self, ranks: int, command: Sequence[str]) -> list[str]:
         """What starts a command of Python on ranks that are forked."""
@@ -88,9 +88,9 @@ class Warm:
 @functools.cache
 def shared() -> Warm:
     """The one of this process, which lives as long."""
-    made = Warm()
-    atexit.register(made.close)
-    return made
+    warm = Warm()
+    atexit.register(warm.close)
+    return warm
 
 
 def command(
@@ -118,9 +118,9 @@ def _become(
     words: list[str], cwd: str, environment: dict[str, str], timeout: float, cores: list[int], outputs: list[int]
 ) -> None:
     """The rest of the forked process."""
-    for descriptor, given in enumerate(outputs):
-        os.dup2(given, descriptor)
-        os.close(given)
+    for descriptor, output_descriptor in enumerate(outputs):
+        os.dup2(output_descriptor, descriptor)
+        os.close(output_descriptor)
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
@@ -133,9 +133,9 @@ def _become(
         words = ["-c", sys.stdin.read(), *words[1:]]
     kind, name, *arguments = words if words[0].startswith("-") else ["", *words]
     first = cwd if kind else str(Path(cwd, name).parent)
-    given = [place for place in environment.get("PYTHONPATH", "").split(os.pathsep) if place]
-    sys.path[:1] = [first, *given]
-    for place in given:
+    python_path = [place for place in environment.get("PYTHONPATH", "").split(os.pathsep) if place]
+    sys.path[:1] = [first, *python_path]
+    for place in python_path:
         if Path(place, "sitecustomize.py").exists():
             runpy.run_path(f"{place}/sitecustomize.py")
     sys.argv = [kind or name, *arguments]
@@ -191,11 +191,11 @@ def _serve(listener: socket.socket) -> None:
 
 def _fork(asking: socket.socket) -> int:
     """The number of a process that does what it is asked for."""
-    told, outputs, _, _ = socket.recv_fds(asking, MOST, 3)
+    request, outputs, _, _ = socket.recv_fds(asking, MOST, 3)
     child = os.fork()
     if child == 0:
         asking.close()
-        _become(*json.loads(told), outputs)
+        _become(*json.loads(request), outputs)
     for descriptor in outputs:
         os.close(descriptor)
     return child

@@ -17,12 +17,12 @@ def some_tensors(prefix="", seed=3):
     """Every dtype and number of dimensions that matters; the largest have more than one hash."""
     generator = torch.Generator().manual_seed(seed)
     shapes = [(), (1,), (5, 7), (0, 3), (300, 41), (1_100_000,)]
-    made = {}
+    tensors = {}
     for number, shape in enumerate(shapes):
         dtype = DTYPES[number % len(DTYPES)]
-        made[f"{prefix}t{number}.weight"] = (torch.rand(shape, generator=generator) * 100).to(dtype)
-    made[f"{prefix}last"] = torch.arange(2_500_000, dtype=torch.float32) + seed
-    return made
+        tensors[f"{prefix}t{number}.weight"] = (torch.rand(shape, generator=generator) * 100).to(dtype)
+    tensors[f"{prefix}last"] = torch.arange(2_500_000, dtype=torch.float32) + seed
+    return tensors
 
 
 def small_tensors(prefix="model/", seed=3):

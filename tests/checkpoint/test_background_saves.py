@@ -17,9 +17,9 @@ from mpitrain.errors import MpitrainError
 
 @pytest.fixture
 def store(world, folder):
-    made = Store(folder / "c", world, keep=2)
-    made.prepare(set_aside=False)
-    return made
+    empty_store = Store(folder / "c", world, keep=2)
+    empty_store.prepare(set_aside=False)
+    return empty_store
 
 
 def _check(store):
@@ -38,14 +38,14 @@ def test_a_background_save_holds_the_state_at_its_call(world, store, device):
         for step in (1, 2, 3):
             for each in parts:
                 each.data.copy_(each.data + 1 if each.data.dtype != torch.bool else each.data)
-            kept = [p.data.clone() for p in parts]
+            originals = [p.data.clone() for p in parts]
             store.save(step, parts, {"position": step}, background=True)
             for each in parts:
                 each.data.zero_()
             numbers = torch.full((4,), world.rank + 1.0)
             world.all_reduce(numbers)  # the training goes on
             assert numbers[0] == world.size * (world.size + 1) / 2
-            for each, data in zip(parts, kept, strict=True):
+            for each, data in zip(parts, originals, strict=True):
                 each.data.copy_(data)
     parts = [replace(part, data=part.data.cpu()) for part in parts]
     filled = empty(parts)

@@ -29,8 +29,8 @@ NAMES = ["", "/", ".", "..", "a/../../b", "/a", "a//b", "a\0b", "a\nb", "x" * 50
 def refused(capsys, arguments, code=2):
     """The one line that a command ends with."""
     with little_memory():
-        found = main([str(a) for a in arguments])
-    return one_line((found, capsys.readouterr().err), code=code)
+        exit_code = main([str(a) for a in arguments])
+    return one_line((exit_code, capsys.readouterr().err), code=code)
 
 
 # -- weights to import

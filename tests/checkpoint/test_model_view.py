@@ -37,9 +37,9 @@ def test_every_parameter_is_seen_whole_under_its_name(world, folder, files):
                     if name.startswith("model/"):
                         shown = file[name.removeprefix("model/")]
                         assert shown.shape == tuple(tensor.shape)
-                        wanted = tensor.float() if tensor.dtype == torch.bfloat16 else tensor
-                        assert shown[()].dtype == wanted.numpy().dtype, name
-                        assert np.array_equal(shown[()], wanted.numpy()), (layout, name)
+                        expected = tensor.float() if tensor.dtype == torch.bfloat16 else tensor
+                        assert shown[()].dtype == expected.numpy().dtype, name
+                        assert np.array_equal(shown[()], expected.numpy()), (layout, name)
                 assert np.array_equal(file["head.weight"][()], tensors["model/a.weight"].numpy())
             if number == 0:
                 (moved / ("rank-00000.h5" if files == "rank" else "node-00000.h5")).unlink()
@@ -89,14 +89,14 @@ def test_a_piece_is_cut_into_rectangles_that_hold_its_elements_in_order(data):
     lo = data.draw(st.integers(0, box.numel))
     piece = Piece("x", box, lo, data.draw(st.integers(lo, box.numel)))
     tensor = torch.arange(numel).reshape(shape)
-    wanted = part("x", tensor, piece.lo, piece.hi, box).data
-    found, place = [], 0
+    elements = part("x", tensor, piece.lo, piece.hi, box).data
+    blocks, place = [], 0
     for first, size, at in rectangles(piece, shape):
         assert at == place
         chosen = tensor[tuple(slice(f, f + s) for f, s in zip(first, size, strict=True))].reshape(-1)
-        found.append(chosen)
+        blocks.append(chosen)
         place += len(chosen)
-    assert torch.equal(torch.cat(found) if found else torch.empty(0, dtype=torch.int64), wanted)
+    assert torch.equal(torch.cat(blocks) if blocks else torch.empty(0, dtype=torch.int64), elements)
     assert kind == "merged" or box.ranges(shape) is not None
     if kind == "whole":
-        assert len(found) <= 2 * len(shape) - 1
+        assert len(blocks) <= 2 * len(shape) - 1

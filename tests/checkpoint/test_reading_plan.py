@@ -39,12 +39,12 @@ def test_stretches_are_what_two_pieces_have_in_common(data):
     x = part("x", tensor, a.lo, a.hi, a.box).data.tolist()
     y = part("x", tensor, b.lo, b.hi, b.box).data.tolist()
     seen = []
-    found = list(zip(*(each.tolist() for each in stretches(a, b)), strict=True))
-    for source, target, length in found:
+    common = list(zip(*(each.tolist() for each in stretches(a, b)), strict=True))
+    for source, target, length in common:
         assert x[source : source + length] == y[target : target + length]
         seen += x[source : source + length]
     assert seen == sorted(set(x) & set(y))
-    for (s, t, n), (s2, t2, _) in pairwise(found):  # no two that are one
+    for (s, t, n), (s2, t2, _) in pairwise(common):  # no two that are one
         assert s + n < s2 or t + n < t2
     assert covered([a, b]) == len(set(x) | set(y))
 
@@ -78,8 +78,8 @@ def test_whole_blocks_go_straight_to_their_place_and_columns_are_read_block_by_b
     rows_of_last = rows - 2 * HASHED // (4 * columns)
     assert [len(block.uses[0].lengths) for block in blocks] == [1024, 1024, rows_of_last]
     few = Piece("x", Box.whole(rows * columns), 5, 9)  # only the block that holds the elements is read
-    wanted = part("x", torch.zeros(rows, columns), few.lo, few.hi)
-    assert [block.number for block in plan(tmp_path, manifest, [wanted])] == [0]
+    target = part("x", torch.zeros(rows, columns), few.lo, few.hi)
+    assert [block.number for block in plan(tmp_path, manifest, [target])] == [0]
 
 
 @given(st.binary(max_size=3000), st.integers(0, 2**32 - 1))

@@ -49,11 +49,11 @@ def saved(world, folder):
 @pytest.mark.parametrize("layout", [in_boxes, copies])
 def test_a_node_reads_each_byte_once(world, saved, layout):
     store, tensors, path = saved
-    wanted = layout(tensors, world.rank, world.size)
-    filled = empty(wanted)
+    expected = layout(tensors, world.rank, world.size)
+    filled = empty(expected)
     before = bytes_read()
     store.load(path, lambda manifest: filled)
-    assert same(filled, wanted)
+    assert same(filled, expected)
     read = torch.tensor([bytes_read() - before])
     world.all_reduce(read)
     stored = sum(tensor.nbytes for tensor in tensors.values())
@@ -78,11 +78,11 @@ def test_what_one_rank_finds_damaged_no_rank_takes(world, saved):
         if world.rank == 0:
             damage(file, extent.offset + 5)  # as it was
         world.barrier()
-    wanted = in_boxes(tensors, world.rank, world.size)
+    expected = in_boxes(tensors, world.rank, world.size)
     for folder in (path, good):
-        filled = empty(wanted)
+        filled = empty(expected)
         store.load(folder, lambda manifest, filled=filled: filled)
-        assert same(filled, wanted)
+        assert same(filled, expected)
 
 
 def damage(file: Path, offset: int) -> None:

@@ -69,10 +69,10 @@ def refused(command, tmp_path):
     def run(*arguments, out=None):
         target = out or tmp_path / "refused"
         code, _, message = command("prepare", *arguments, "--out", target)
-        told = one_line((code, message))
+        refusal = one_line((code, message))
         if out is None:
             assert not [path for path in tmp_path.iterdir() if "refused" in path.name]
-        return told
+        return refusal
 
     return run
 

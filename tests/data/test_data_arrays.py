@@ -102,10 +102,10 @@ def test_held_out_rows_have_every_class_sorted_or_in_turn(arrays_set, labels):
     classes = np.repeat(np.arange(10), 200) if labels == "sorted" else np.arange(2000) % 10
     rows = np.arange(2000.0)[:, None]
     folder = arrays_set(rows, classes, held_out=0.05)
-    train, held = read_manifest(folder).splits["train"], read_manifest(folder).splits["held_out"]
-    assert held.rows == 100
+    train, held_out = read_manifest(folder).splits["train"], read_manifest(folder).splits["held_out"]
+    assert held_out.rows == 100
     assert train.rows == 1900
-    assert min(held.class_counts) >= 3
+    assert min(held_out.class_counts) >= 3
     both = np.concatenate([everything(folder)[0], everything(folder, "held_out")[0]])
     assert np.array_equal(np.sort(both[:, 0]), rows[:, 0])
 

@@ -353,9 +353,9 @@ def test_digits_are_made_once(tmp_path):
     before = (folder / MANIFEST).stat().st_mtime_ns
     assert resolve("digits", tmp_path) == folder == tmp_path / "digits"
     assert (folder / MANIFEST).stat().st_mtime_ns == before
-    train, held = open_dataset(folder), open_dataset(folder, "held_out")
-    assert len(train) + len(held) == 1797
-    assert len(held) == 180
+    train, held_out = open_dataset(folder), open_dataset(folder, "held_out")
+    assert len(train) + len(held_out) == 1797
+    assert len(held_out) == 180
     assert train.description.x_shape == (1, 8, 8)
     assert train.description.classes == tuple("0123456789")
     assert min(read_manifest(folder).splits["held_out"].class_counts) >= 8
@@ -408,8 +408,8 @@ def test_the_lock_survives_that_its_file_is_removed_meanwhile(root, monkeypatch)
             (root / ".made.lock").touch()
 
     monkeypatch.setattr(fcntl, "flock", removed_once)
-    with locks.waiting(root / ".made.lock") as held:
-        assert held
+    with locks.waiting(root / ".made.lock") as is_locked:
+        assert is_locked
         assert (root / ".made.lock").stat().st_ino == opened[-1]
     assert len(opened) == 2
     assert not (root / ".made.lock").exists()

@@ -172,17 +172,17 @@ def test_evaluation_is_spread_evenly_with_a_ragged_last_batch(tokens, ranks, sam
         for rank in range(ranks)
     ]
     assert {len(part) for part in parts} == {len(sizes)}
-    found = []
+    ids = []
     for step, size in enumerate(sizes):
         batches = [part[step] for part in parts]
         assert sum(len(one.ids) for one in batches) == size
         assert {one.position for one in batches} == {sum(sizes[:step])}
         for one in batches:
-            found += one.ids.tolist()
+            ids += one.ids.tolist()
             for i, x in zip(one.ids, one.x, strict=True):
                 assert np.array_equal(x, content[10 * i : 10 * i + 10])
     chosen = min(samples, len(data))
-    assert found == [place * len(data) // chosen for place in range(chosen)]
+    assert ids == [place * len(data) // chosen for place in range(chosen)]
 
 
 def test_loading_costs_the_training_thread_little(tokens_set):
@@ -201,15 +201,15 @@ def test_loading_costs_the_training_thread_little(tokens_set):
 def test_a_device_gets_the_samples_that_the_host_reads(tokens, device, workers):
     """Nothing is computed with before it has come."""
     data, _ = tokens
-    sums, wanted = [], []
-    for where, kept in ((device, sums), (torch.device("cpu"), wanted)):
+    sums, expected = [], []
+    for where, results in ((device, sums), (torch.device("cpu"), expected)):
         order = SampleOrder(len(data), 5)
         with Loader(data, order, batch=32, share=ALL, workers=workers, finish=partial(pin, to=where)) as loader:
             for batch, _ in zip(on_device(loader, where), range(12), strict=False):
                 assert batch.x.device == batch.y.device == where
-                kept.append((batch.ids.tolist(), (batch.x * 3 + batch.y).double().sum()))
-    assert [ids for ids, _ in sums] == [ids for ids, _ in wanted]
-    assert [float(each) for _, each in sums] == [float(each) for _, each in wanted]
+                results.append((batch.ids.tolist(), (batch.x * 3 + batch.y).double().sum()))
+    assert [ids for ids, _ in sums] == [ids for ids, _ in expected]
+    assert [float(each) for _, each in sums] == [float(each) for _, each in expected]
 
 
 @pytest.mark.parametrize("device", ["pretend"], indirect=True)

@@ -60,10 +60,10 @@ def test_neighbours_are_torn_apart():
 
 
 def test_every_permutation_of_few_samples_is_about_equally_likely():
-    found = Counter(tuple(SampleOrder(4, seed).ids(0, 4)) for seed in range(2400))
-    assert len(found) == 24  # 100 of each on average
-    assert min(found.values()) > 60
-    assert max(found.values()) < 145
+    frequencies = Counter(tuple(SampleOrder(4, seed).ids(0, 4)) for seed in range(2400))
+    assert len(frequencies) == 24  # 100 of each on average
+    assert min(frequencies.values()) > 60
+    assert max(frequencies.values()) < 145
 
 
 def test_the_largest_sizes_and_positions_do_not_overflow():

@@ -110,9 +110,9 @@ class TestRefused:
         source.write_text("\n".join([*lines[:3], "1,2,3", *lines[3:], "1,2,3,4,5"]) + "\n")
         for options in ([], ["--missing", "mean", "--scale", "standard"]):
             out = tmp_path / f"set{len(options)}"
-            code, told, _ = command("prepare", source, "--out", out, "--held-out", 0, "--skip-bad", *options)
+            code, output, _ = command("prepare", source, "--out", out, "--held-out", 0, "--skip-bad", *options)
             assert code == 0 and len(everything(out)[0]) == len(lines) - 1
-            assert f"left out 2 rows with other columns, such as {source}, line 4: 3 columns where the" in told
+            assert f"left out 2 rows with other columns, such as {source}, line 4: 3 columns where the" in output
 
     def test_no_such_label(self, tmp_path, refused):
         source = write(tmp_path / "a.csv", KINDS, header=list("pqrs"))

@@ -35,18 +35,18 @@ def test_one_file_holds_out_its_end_after_a_line(tmp_path, command):
     code, out, _ = command("prepare", tmp_path / "a.txt", "--out", tmp_path / "set")
     assert code == 0
     assert "tokens (bytes)" in out
-    train, held = stream(tmp_path / "set").tobytes(), stream(tmp_path / "set", "held_out").tobytes()
-    assert train + held == lines
+    train, held_out = stream(tmp_path / "set").tobytes(), stream(tmp_path / "set", "held_out").tobytes()
+    assert train + held_out == lines
     assert train.endswith(b"\n")
-    assert abs(len(held) / len(lines) - 0.05) < 0.002
+    assert abs(len(held_out) / len(lines) - 0.05) < 0.002
 
 
 def test_several_files_are_held_out_whole(tmp_path, command):
     contents = texts(tmp_path / "texts", 60)
     assert command("prepare", tmp_path / "texts", "--out", tmp_path / "set", "--held-out", 0.1)[0] == 0
-    held = stream(tmp_path / "set", "held_out").tobytes()
+    held_out = stream(tmp_path / "set", "held_out").tobytes()
     train = stream(tmp_path / "set").tobytes()
-    pieces = [held[i : i + 400] for i in range(0, len(held), 400)]
+    pieces = [held_out[i : i + 400] for i in range(0, len(held_out), 400)]
     assert len(pieces) == 6
     assert train == b"".join(content for content in contents if content not in pieces)
     assert set(pieces) <= set(contents)
@@ -99,8 +99,8 @@ def test_a_shard_takes_many_blocks(tokens_set):
 @pytest.mark.parametrize("fraction", [0.02, 0.05, 0.3])
 def test_whole_files_come_near_the_fraction(fraction):
     sizes = np.random.default_rng(1).integers(1, 10_000, 500)
-    held = held_out_files(sizes.tolist(), fraction)
-    assert sizes[held].sum() / sizes.sum() == pytest.approx(fraction, rel=0.1)
+    held_out = held_out_files(sizes.tolist(), fraction)
+    assert sizes[held_out].sum() / sizes.sum() == pytest.approx(fraction, rel=0.1)
 
 
 @pytest.fixture
@@ -239,8 +239,8 @@ def test_a_stream_without_ends_is_written_as_it_was_before_documents_had_any(tok
     folder, _ = tokens_set(5000)
     content = json.loads((folder / "dataset.json").read_text())
     assert not {"document_end", "pack"} & set(content)
-    told = [content["kind"], content["fields"], content["splits"]]
-    canonical = json.dumps(told, sort_keys=True, separators=(",", ":")).encode()
+    identified = [content["kind"], content["fields"], content["splits"]]
+    canonical = json.dumps(identified, sort_keys=True, separators=(",", ":")).encode()
     assert read_manifest(folder).identity == f"{zlib.crc32(canonical):08x}"
     manifest = read_manifest(folder)
     write_manifest(folder, manifest.model_copy(update={"pack": 8}))

@@ -77,8 +77,8 @@ def test_megatrons_documents_are_held_out_whole_and_their_end_is_found(tmp_path,
             for all_ in [stream(out, split)]
         }
         assert len(cut["held_out"]) == 20
-        found = sorted(each.tolist() for each in [*cut["train"], *cut["held_out"]])
-        assert found == sorted([int(token) for token in document] for document in documents)
+        all_documents = sorted(each.tolist() for each in [*cut["train"], *cut["held_out"]])
+        assert all_documents == sorted([int(token) for token in document] for document in documents)
 
 
 def test_an_end_is_put_where_megatrons_documents_have_none(tmp_path, command):

@@ -67,9 +67,9 @@ def test_slices_blocks_and_the_whole_model_give_the_same_scores(form, apart):
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_documents_kept_apart_are_scored_as_if_each_were_alone(form):
-    apart, joined, tokens = made(form, END), made(form), texts()
-    assert apart.state_dict().keys() == joined.state_dict().keys()
-    scores = apart(tokens)
+    separate, joined, tokens = made(form, END), made(form), texts()
+    assert separate.state_dict().keys() == joined.state_dict().keys()
+    scores = separate(tokens)
     for row, bounds in zip(range(2), ((0, 3, 5, 6, 12), (0, 1, 8, 12)), strict=True):
         for lo, hi in pairwise(bounds):
             alone = joined(tokens[row : row + 1, lo:hi])[0]

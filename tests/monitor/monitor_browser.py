@@ -20,12 +20,12 @@ NAMES = ("chromium", "chromium-browser", "google-chrome")
 
 def require_browser() -> str:
     """The path of a browser. Skips the test where there is none, except in CI, where tests/cluster/install.sh ran."""
-    found = next(filter(None, map(shutil.which, NAMES)), None)
-    if found is None:
-        say = "no chromium on the path; tests/cluster/install.sh installs it on Debian"
-        wanted = os.environ.get("CI") == "true" and "browser" not in os.environ.get("MPITRAIN_CANNOT", "").split()
-        (pytest.fail if wanted else pytest.skip)(say)
-    return str(found)
+    path = next(filter(None, map(shutil.which, NAMES)), None)
+    if path is None:
+        reason = "no chromium on the path; tests/cluster/install.sh installs it on Debian"
+        required = os.environ.get("CI") == "true" and "browser" not in os.environ.get("MPITRAIN_CANNOT", "").split()
+        (pytest.fail if required else pytest.skip)(reason)
+    return str(path)
 
 
 class Browser:
@@ -50,19 +50,19 @@ class Browser:
                 return dict(message["result"])
 
     def _note(self, message: dict[str, Any]) -> None:
-        method, given = message.get("method"), message.get("params", {})
+        method, event = message.get("method"), message.get("params", {})
         if method in ("Runtime.consoleAPICalled", "Log.entryAdded", "Runtime.exceptionThrown", "Network.loadingFailed"):
             self.complaints.append(
-                " ".join([str(a.get("value")) for a in given["args"]] if "args" in given else [json.dumps(given)])[:400]
+                " ".join([str(a.get("value")) for a in event["args"]] if "args" in event else [json.dumps(event)])[:400]
             )
         elif method == "Network.requestWillBeSent":
-            self.requests.append(given["request"]["url"][:200])
+            self.requests.append(event["request"]["url"][:200])
 
     def value(self, expression: str) -> Any:
         """What a JavaScript expression is."""
-        told = self.ask("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
-        assert "exceptionDetails" not in told, told
-        return told["result"].get("value")
+        answer = self.ask("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in answer, answer
+        return answer["result"].get("value")
 
     def wait_for(self, expression: str, seconds: float = 30.0) -> None:
         """Wait until an expression is true."""
@@ -131,8 +131,8 @@ def _page_address(port: str) -> str:
     """Where the browser's page listens."""
     from urllib.request import ProxyHandler, build_opener
 
-    with build_opener(ProxyHandler({})).open(f"http://127.0.0.1:{port}/json/list", timeout=20) as told:
-        pages = [page for page in json.load(told) if page["type"] == "page"]
+    with build_opener(ProxyHandler({})).open(f"http://127.0.0.1:{port}/json/list", timeout=20) as response:
+        pages = [page for page in json.load(response) if page["type"] == "page"]
     return str(pages[0]["webSocketDebuggerUrl"])
 
 

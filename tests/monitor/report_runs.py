@@ -102,8 +102,8 @@ def _job(
                 "token_accuracy": 0.6 - 0.5 * math.exp(-step / 110),
                 "perplexity": math.exp(line["held_out_loss"]),
             }
-            told = {"loss": line["held_out_loss"], "metrics": measured}
-            events.append({"time": time + seconds, "event": "evaluate", "step": step} | told)
+            evaluation = {"loss": line["held_out_loss"], "metrics": measured}
+            events.append({"time": time + seconds, "event": "evaluate", "step": step} | evaluation)
         if saved:
             seconds += 0.2
             folder = f"step-{step:08d}"

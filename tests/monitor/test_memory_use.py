@@ -58,8 +58,8 @@ def test_without_proc_the_peak_comes_from_getrusage_in_bytes(monkeypatch, tmp_pa
 
 
 def test_a_cpu_device_counts_host_memory():
-    held = memory_bytes()  # first: reading it takes memory too
-    assert peak_memory_bytes(torch.device("cpu")) >= held > 20 * MIB
+    bytes_in_use = memory_bytes()  # first: reading it takes memory too
+    assert peak_memory_bytes(torch.device("cpu")) >= bytes_in_use > 20 * MIB
 
 
 @pytest.mark.cuda

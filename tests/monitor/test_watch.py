@@ -178,8 +178,8 @@ def test_the_view_of_a_run_that_ended_has_its_exit_code(made, outcome, code):
     assert _once(folder)[0] == 0
     lock.close()
     events.write("end", 40, outcome=outcome, message="SIGTERM" if code else "", seconds=1.0)
-    found, text = _once(folder)
-    assert found == code and text.split()[0] == outcome and ("SIGTERM" in text) == bool(code)
+    exit_code, text = _once(folder)
+    assert exit_code == code and text.split()[0] == outcome and ("SIGTERM" in text) == bool(code)
     assert "1 step, for gradients that were not finite" in text and "not finite" in text
 
 

@@ -83,10 +83,10 @@ def descend(module: nn.Module, rate: float = 0.3) -> None:
 
 def largest_error(pipeline: Pipeline, alone: nn.Module) -> float:
     """Of this rank's gradients against one process's, relative to the largest of each parameter."""
-    wanted = dict(alone.named_parameters(remove_duplicate=False))
+    parameters = dict(alone.named_parameters(remove_duplicate=False))
     errors = [0.0]
     for name, p in pipeline.module.named_parameters():
-        expected = wanted[name].grad
+        expected = parameters[name].grad
         errors.append(float((p.grad.cpu() - expected).abs().max() / expected.abs().max().clamp_min(1e-12)))
     return max(errors)
 
@@ -95,19 +95,19 @@ def train_both(
     world: Communicator, model_of, loss_of, options: dict, batches: Sequence[Microbatches], device=None
 ) -> tuple[Pipeline, nn.Module, list[tuple[float, float, float]]]:
     """(loss in the pipeline, alone, largest error of gradients) of a step on each of the batches."""
-    alone, made = model_of(), model_of()
-    pipeline = Pipeline(made, loss_of(made), world, microbatches=max(map(len, batches)), device=device, **options)
-    told = []
+    alone, divided = model_of(), model_of()
+    pipeline = Pipeline(divided, loss_of(divided), world, microbatches=max(map(len, batches)), device=device, **options)
+    results = []
     for microbatches in batches:
         weights = even(len(microbatches))
         expected = step_alone(alone, loss_of(alone), microbatches, weights)
         pipeline.module.zero_grad()
-        found = pipeline.forward_backward([(x.to(device), y.to(device)) for x, y in microbatches], weights)
+        loss = pipeline.forward_backward([(x.to(device), y.to(device)) for x, y in microbatches], weights)
         pipeline.synchronize_tied()
-        told.append((found, expected, largest_error(pipeline, alone)))
+        results.append((loss, expected, largest_error(pipeline, alone)))
         descend(alone)
         descend(pipeline.module)
-    return pipeline, alone, told
+    return pipeline, alone, results
 
 
 class Late(torch.autograd.Function):

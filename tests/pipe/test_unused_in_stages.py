@@ -56,11 +56,11 @@ def optimizer(module):
 
 def samples(step, replica):
     draw = torch.Generator().manual_seed(10 * step + replica)
-    found = []
+    microbatches = []
     for bits in STEPS[step][replica]:
         x, y = torch.randn(3, 4, generator=draw), torch.randn(3, 4, generator=draw)
-        found.append((torch.cat([torch.full((3, 1), float(bits)), x], 1), y))
-    return found
+        microbatches.append((torch.cat([torch.full((3, 1), float(bits)), x], 1), y))
+    return microbatches
 
 
 @pytest.mark.ranks(2, 3, 4)
@@ -73,8 +73,8 @@ def test_what_no_microbatch_of_a_step_uses_is_neither_decayed_nor_counted(world,
     mesh = Mesh.make(world, pipeline=2 if world.size == 4 else world.size)
     settings = config_of(pipeline=mesh.pipeline.size, zero=zero, recompute=recompute, **SCHEDULES[kind])
     divided = divide(ModelPart(model(), settings.parallel, lambda: loss_of), mesh)
-    made = optimizer(divided.module)
-    engine = Engine(divided.module, loss_of, made, mesh.data, settings, division=divided.division)
+    stage_optimizer = optimizer(divided.module)
+    engine = Engine(divided.module, loss_of, stage_optimizer, mesh.data, settings, division=divided.division)
     whole, replicas = model(), mesh.data.size
     plain = optimizer(whole)
     for step in range(len(STEPS)):
@@ -85,7 +85,7 @@ def test_what_no_microbatch_of_a_step_uses_is_neither_decayed_nor_counted(world,
             for x, y in samples(step, replica):
                 (loss_of(whole(x), y) / (2 * replicas)).backward()
         plain.step()
-        wanted = whole.state_dict()
+        expected = whole.state_dict()
         for name, value in engine.state_dict().items():
-            assert torch.allclose(value, wanted[name], rtol=1e-5, atol=1e-6), (step, name)
+            assert torch.allclose(value, expected[name], rtol=1e-5, atol=1e-6), (step, name)
     engine.close()

@@ -27,8 +27,8 @@ class DeviceProperties:
 def _number(device: _Device) -> int:
     if isinstance(device, int):
         return device
-    found = torch.device(device) if device is not None else None
-    return current_device() if found is None or found.index is None else found.index
+    parsed = torch.device(device) if device is not None else None
+    return current_device() if parsed is None or parsed.index is None else parsed.index
 
 
 # -- which devices there are

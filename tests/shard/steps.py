@@ -94,5 +94,5 @@ def steps_of(
 
 
 def engine_of(model, comm, optimizer="adamw", *, clip=0.5, reduce_dtype=None, **settings) -> Engine:
-    made = OPTIMIZERS[optimizer](model.parameters())
-    return Engine(model, model.loss, made, comm, config_of(clip=clip, **settings), reduce_dtype=reduce_dtype)
+    torch_optimizer = OPTIMIZERS[optimizer](model.parameters())
+    return Engine(model, model.loss, torch_optimizer, comm, config_of(clip=clip, **settings), reduce_dtype=reduce_dtype)

@@ -163,11 +163,11 @@ def test_ranks_with_fewer_batches_join_the_steps_of_the_others(world, divide_by_
             optimizer.zero_grad()
             model(torch.ones(1, 2)).sum().backward()
             optimizer.step()
-    wanted = start.clone()
+    expected = start.clone()
     for step in range(world.size):
         training = world.size - step  # ranks that still have a batch
-        wanted -= 0.1 * (training / world.size if divide_by_all else 1.0)
-    torch.testing.assert_close(model.module.weight.detach(), wanted)
+        expected -= 0.1 * (training / world.size if divide_by_all else 1.0)
+    torch.testing.assert_close(model.module.weight.detach(), expected)
 
 
 @MANY

@@ -181,7 +181,7 @@ def test_an_optimizer_or_a_scheduler_given_twice_is_refused(world):
 
 @pytest.mark.parametrize(
     ("said", "clip"),
-    [({}, 1.0), *(({"gradient_clipping": given}, clip) for given, clip in ((0, 0.0), (2, 2.0), (-1, 0.0)))],
+    [({}, 1.0), *(({"gradient_clipping": value}, clip) for value, clip in ((0, 0.0), (2, 2.0), (-1, 0.0)))],
 )
 def test_gradients_are_clipped_at_one_where_a_deepspeed_configuration_says_nothing_and_never_reversed(said, clip):
     assert read_deepspeed({"train_batch_size": 4, **said}, 2).config.train.clip == clip

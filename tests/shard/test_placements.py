@@ -22,7 +22,7 @@ def test_nothing_asks_which_placement_it_has():
     }
     assert len(placements) >= 8
     package = Path(mpitrain.__file__).parent
-    found = [
+    places = [
         f"{path.relative_to(package)}:{node.lineno}"
         for path in sorted(package.rglob("*.py"))
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
@@ -31,7 +31,7 @@ def test_nothing_asks_which_placement_it_has():
         and node.func.id in ("isinstance", "issubclass", "type")
         and placements & {name.id for part in node.args[1:] for name in ast.walk(part) if isinstance(name, ast.Name)}
     ]
-    assert found == []
+    assert places == []
 
 
 def test_replicated_parameters_give_stretches_of_the_module_itself():

@@ -107,15 +107,15 @@ def test_parameters_of_stage_3_kept_on_the_host_train_as_those_on_the_device(wor
     with sdpa_kernel(SDPBackend.MATH):
         for comm in (world, alone):
             losses = {}
-            for number, kept in enumerate(("", "host", str(tmp_path / "parameters"))):
-                options = {"zero": 3, "offload_parameters": kept, "offload": "host", "bucket_mb": 0.004}
+            for number, offload in enumerate(("", "host", str(tmp_path / "parameters"))):
+                options = {"zero": 3, "offload_parameters": offload, "offload": "host", "bucket_mb": 0.004}
                 options |= {"offload": ""} if number == 2 else {}
                 engine = engine_of(gpt().to(device), comm, "fused", precision=precision, **options)
                 losses[number] = steps_of(engine, comm, on(device, tokens), steps=3, microbatches=2)
                 account = engine.memory()
                 first, last = engine.sharding.groups[0].layout.share(0, comm.rank)
-                assert engine.sharding.parameters.own(0, first, last).is_cpu == bool(kept)
-                assert not kept or account.host >= account.parameters + account.states > 0
+                assert engine.sharding.parameters.own(0, first, last).is_cpu == bool(offload)
+                assert not offload or account.host >= account.parameters + account.states > 0
                 assert all(p.device == device for p in engine.module.parameters())
                 engine.close()
             assert losses[1] == losses[0] and losses[2] == losses[0]
@@ -131,11 +131,11 @@ def test_the_update_on_the_host_skips_and_goes_on_as_the_devices_does(world, pla
     for offload in ("", "host"):
         engine = engine_of(gpt().to(device), world, "fused", precision="fp16", offload=offload, **PLACEMENTS[placement])
         engine.scale.value = 2.0**60  # the first steps overflow
-        data, found = on(device, tokens), []
+        data, step_losses = on(device, tokens), []
         for step in range(4):
             engine.scale.value = 1024.0 if step % 2 else 2.0**60
-            found += steps_of(engine, world, data, first=step, steps=1)
-        losses[offload] = found
+            step_losses += steps_of(engine, world, data, first=step, steps=1)
+        losses[offload] = step_losses
         engine.close()
     assert losses["host"] == pytest.approx(losses[""], rel=1e-3) and losses[""][-1] != losses[""][0]
 
@@ -154,12 +154,12 @@ def test_norms_of_whole_parameters_that_lamb_and_lars_need_are_those_of_one_proc
     """Shares end in the middle of matrices, and gradients are clipped."""
     for kind, options in ((Lamb, {"lr": 0.01}), (Lars, {"lr": 0.1, "trust_coefficient": 0.1, "weight_decay": 0.1})):
         whole, model = gpt(), gpt()
-        wanted = alone(whole, whole.loss, kind(whole.parameters(), **options), tokens, steps=3)
-        made = kind(model.parameters(), **options)
+        single_process = alone(whole, whole.loss, kind(whole.parameters(), **options), tokens, steps=3)
+        optimizer = kind(model.parameters(), **options)
         placed = config_of(bucket_mb=0.004, clip=0.5, **PLACEMENTS[placement])
-        engine = Engine(model, model.loss, made, world, placed)
-        assert steps_of(engine, world, tokens, steps=3) == pytest.approx(wanted[0], rel=1e-5)
-        close(engine, wanted[1])
+        engine = Engine(model, model.loss, optimizer, world, placed)
+        assert steps_of(engine, world, tokens, steps=3) == pytest.approx(single_process[0], rel=1e-5)
+        close(engine, single_process[1])
         engine.close()
     model = gpt()
     with pytest.raises(InputError, match="lamb and lars add up squares in an order that depends"):
@@ -346,15 +346,15 @@ def test_steps_that_a_parameter_missed_are_saved_and_read_at_every_stage(world, 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("placement", "files"), [("zero1", False), ("zero2", True), ("zero3-units", False)])
 def test_copies_in_fp32_of_parameters_that_missed_steps_are_updated_as_at_stage_0(world, placement, files, folder):
-    found = []
+    states = []
     for options in ({}, PLACEMENTS[placement] | ({"offload": str(folder / "states")} if files else {})):
         sometimes = Sometimes(world, "AdamW")
         engine = sometimes.engine(precision="bf16", **options)
         sometimes.train(engine, ((), (0,), (), (0,), (0, 1), ()), plain=False)
-        found.append(engine.state_dict())
+        states.append(engine.state_dict())
         engine.close()
-    for name, value in found[0].items():
-        torch.testing.assert_close(found[1][name], value, rtol=0.0, atol=1e-4)
+    for name, value in states[0].items():
+        torch.testing.assert_close(states[1][name], value, rtol=0.0, atol=1e-4)
 
 
 @pytest.mark.ranks(2)
@@ -393,14 +393,14 @@ def test_reproducible_runs_on_devices_have_the_same_bits_at_any_number_of_ranks(
 def test_reproducible_runs_have_the_same_bits_at_any_number_of_ranks(world, placement):
     options = {**PLACEMENTS[placement], "reproducible": True, "bucket_mb": 0.004}
     single = world.subgroup([world.rank])
-    wanted = engine_of(gpt(), single, **options)
-    losses = steps_of(wanted, single, tokens, steps=3, workers=8)
+    single_engine = engine_of(gpt(), single, **options)
+    losses = steps_of(single_engine, single, tokens, steps=3, workers=8)
     engine = engine_of(gpt(), world, **options)
     assert steps_of(engine, world, tokens, steps=3, workers=8) == losses
-    mine, theirs = engine.state_dict(), wanted.state_dict()
+    mine, theirs = engine.state_dict(), single_engine.state_dict()
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
     engine.close()
-    wanted.close()
+    single_engine.close()
     single.free()
 
 
@@ -408,12 +408,12 @@ def test_reproducible_runs_have_the_same_bits_at_any_number_of_ranks(world, plac
 @pytest.mark.parametrize("placement", ["ddp", "zero3-units"])
 def test_a_resnet_with_batch_statistics_of_all_ranks_trains_like_one_process(world, placement):
     model = resnet()
-    wanted, _ = alone(model, model.loss, torch.optim.SGD(model.parameters(), lr=0.02), images, steps=4)
+    single_losses, _ = alone(model, model.loss, torch.optim.SGD(model.parameters(), lr=0.02), images, steps=4)
     model = SyncBatchNorm.convert(resnet(), world)
     engine = engine_of(model, world, "sgd", **PLACEMENTS[placement])
     for settings in engine.optimizer.param_groups:
         settings.update(lr=0.02, momentum=0.0)
-    assert steps_of(engine, world, images, steps=4) == pytest.approx(wanted, rel=2e-5)
+    assert steps_of(engine, world, images, steps=4) == pytest.approx(single_losses, rel=2e-5)
     engine.close()
 
 
@@ -484,9 +484,9 @@ def test_frozen_parameters_stay_and_the_others_train(world, placement):
     model = frozen()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     trained = [p for p in model.parameters() if p.requires_grad]
-    wanted, parameters = alone(model, model.loss, OPTIMIZERS["adamw"](trained), tokens, steps=4)
+    single_losses, parameters = alone(model, model.loss, OPTIMIZERS["adamw"](trained), tokens, steps=4)
     engine = engine_of(frozen(), world, bucket_mb=0.004, **PLACEMENTS[placement])
-    assert steps_of(engine, world, tokens, steps=4) == pytest.approx(wanted, rel=1e-5)
+    assert steps_of(engine, world, tokens, steps=4) == pytest.approx(single_losses, rel=1e-5)
     close(engine, parameters)
     state = engine.state_dict()
     assert torch.equal(state["blocks.0.mlp.up.weight"], before["blocks.0.mlp.up.weight"])
