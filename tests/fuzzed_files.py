@@ -1,4 +1,4 @@
-"""Valid files of every kind that is read, their readers, and what damages them: for `test_fuzzed_files`."""
+"""Valid files of every kind that the package reads, their readers, and their damage, for `test_fuzzed_files`."""
 
 from __future__ import annotations
 
@@ -79,12 +79,12 @@ def damaged(data: bytes, chance: random.Random) -> bytes:
 
 @dataclass(frozen=True)
 class FileKind:
-    """A kind of file.
+    """Kind of file.
 
     Attributes:
-        make: Writes valid files into an empty folder, and returns those that are damaged, one at a time.
-        read: Reads them all from that folder; returns something whose text says what was read.
-        exact: Whether what is read from damaged files is what was written, or it is refused: there are hashes.
+        make: Function that writes valid files into an empty folder, and returns those to be damaged, one at a time.
+        read: Function that reads them all from that folder; the text of its result shows what was read.
+        exact: True if damaged files are read right or refused, because the kind has hashes.
     """
 
     make: Callable[[Path], list[Path]]
@@ -168,7 +168,7 @@ def _run(folder: Path) -> list[Path]:
 
 
 def _each(*reads: Callable[[], Any]) -> list[str]:
-    """What each reader says; one that refuses leaves the others their turn."""
+    """Return each reader's result as text, or its refusal."""
     said = []
     for read in reads:
         try:
@@ -221,7 +221,7 @@ def _dataset(folder: Path) -> list[Path]:
 
 @contextmanager
 def without_pictures() -> Iterator[None]:
-    """As if matplotlib were not installed: a picture takes seconds."""
+    """Hide matplotlib in this context: a picture takes seconds."""
     with patch.dict(sys.modules, {"matplotlib.figure": None}):
         yield
 

@@ -1,4 +1,4 @@
-"""The names that settings choose among are those that are implemented, and each means something of its own."""
+"""Choices of settings: each name is implemented, and no two mean the same."""
 
 from __future__ import annotations
 
@@ -70,5 +70,5 @@ def test_every_all_reduce_algorithm_sums_and_no_other_one_is_there(world):
 
 
 def _listed(message: str) -> set[str]:
-    """The names that a refusal lists at its end: use a, b, c."""
+    """Return the names that a refusal lists at its end: use a, b, c."""
     return set(re.findall(r"[\w-]+", re.split(r"use (?:one of )?", message)[-1]))

@@ -1,4 +1,4 @@
-"""The configuration: what is wrong is named, with the mend."""
+"""The configuration: errors name the wrong setting and its fix."""
 
 from __future__ import annotations
 

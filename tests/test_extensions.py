@@ -1,4 +1,4 @@
-"""A schedule, a kind of data, an optimizer and a callback from outside of the package (`extensions.py`), in runs."""
+"""Runs with a user's schedule, kind of data, optimizer and callback (`extensions.py`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What data sets and checkpoints share: positioned writes and reads, hashes of extents, folders that are whole."""
+"""Storage functions of data sets and checkpoints: positioned reads and writes, extent hashes, atomic folders."""
 
 from __future__ import annotations
 

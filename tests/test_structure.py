@@ -1,4 +1,4 @@
-"""The house: arrows between rooms point one way, a file is read in one sitting, a name means one thing."""
+"""Structure of the code: one-way imports between rooms, short files, and one meaning per name."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def trees() -> list[tuple[Path, ast.Module]]:
 
 
 def test_arrows_between_rooms_point_one_way():
-    """The contracts are in setup.cfg, [importlinter:...]."""
+    """Check the contracts in setup.cfg, [importlinter:...]."""
     done = subprocess.run(
         [Path(sys.executable).with_name("lint-imports"), "--no-cache"],
         cwd=ROOT,
@@ -41,13 +41,13 @@ def test_arrows_between_rooms_point_one_way():
 
 
 def test_the_picture_of_the_rooms_shows_those_there_are():
-    """docs/rooms.py draws it from these contracts."""
+    """Compare the picture with the one that docs/rooms.py draws from the contracts."""
     drawn = runpy.run_path(str(ROOT / "docs/rooms.py"))["drawn"]()
     assert (ROOT / "docs/rooms.svg").read_text(encoding="utf-8") == drawn, "run python docs/rooms.py"
 
 
 def test_no_circle_of_files():
-    """Imports for type annotations count. Those inside functions, which load a module when it is needed, do not."""
+    """Check imports at module level, those for type annotations included. Imports inside functions do not count."""
     imports = {name: set(_imports(path, tree)) for path, tree in trees() for name in [_module(path)]}
     left = dict(imports)
     while free := [name for name, of in left.items() if not (of & left.keys()) - {name}]:
@@ -90,7 +90,7 @@ def test_what_asks_for_a_kind_of_device_is_found():
 
 
 def _kinds_in(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Lines and places that name a kind of accelerator: attributes, imports, and strings that are nothing else."""
+    """Yield lines and expressions that name a kind of accelerator: attributes, imports, and strings."""
     for node in ast.walk(tree):
         names: list[str] = []
         if isinstance(node, ast.Attribute):
@@ -114,7 +114,7 @@ def _module(path: Path) -> str:
 
 
 def _imports(path: Path, tree: ast.Module) -> Iterator[str]:
-    """The modules that a file imports at its top, for type annotations too."""
+    """Yield the modules that a file imports at its top, those for type annotations included."""
     for node in _outside_functions(tree.body, types=not _module(path).startswith(TYPES_IN_CIRCLES)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -141,7 +141,7 @@ WITHOUT_MPI = """
 
 
 def test_ranks_are_asked_for_by_role_not_by_the_name_of_an_axis():
-    """A mesh has mesh.data, mesh.pipeline and mesh.tensor for users."""
+    """Check that our code does not use mesh.data, mesh.pipeline and mesh.tensor, which are for users."""
     for path, tree in trees():
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and node.attr in {"data", "pipeline", "tensor"}:
@@ -151,7 +151,7 @@ def test_ranks_are_asked_for_by_role_not_by_the_name_of_an_axis():
 
 
 def test_what_plans_a_run_loads_no_mpi():
-    """Nor does what it plans with; .*: all files of a room."""
+    """Import the planner and its dependencies without mpi4py; `.*` stands for all files of a room."""
     code = f"""
         import sys
         sys.modules["mpi4py"] = None  # to import it fails

@@ -1,4 +1,4 @@
-"""The Python of a rank whose work a process does that is forked from a warm one; `warm.py` writes that one's PLACE."""
+"""Stand-in for a rank's Python: a fork of a warm process does its work; `warm.py` fills in that process' PLACE."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The collectives benchmark runs, writes what it promises, and its tuning is used by later jobs."""
+"""The collectives benchmark: its files, its targets, and the tuning that later jobs use."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_inside_a_node_moving_and_adding_take_turns_and_between_nodes_they_overl
 
 
 def test_ranks_without_a_core_wait_only_for_those_that_work():
-    """On one core the tree's one pair of ranks at a time is not slowed by six that wait; a ring's eight all work."""
+    """On one core, six waiting ranks do not slow the tree's working pair, while all eight ranks of a ring work."""
     size, nbytes = 8, 1 << 20
     roomy = Machine(latency=0, local_latency=0, step=0, local_bandwidth=1e9, reduce_rate=1e9, fence=0, cores=8)
     narrow = replace(roomy, cores=1)

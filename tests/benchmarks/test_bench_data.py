@@ -1,4 +1,4 @@
-"""The data benchmark runs, compares loaders that give the same samples, and judges what it measured."""
+"""The data benchmark: loaders that give the same samples, and targets for what it measured."""
 
 from __future__ import annotations
 

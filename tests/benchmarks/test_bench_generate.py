@@ -1,4 +1,4 @@
-"""The benchmark of generation compares the same tokens of the same weights."""
+"""The generation benchmark, which compares the same tokens from the same weights."""
 
 from __future__ import annotations
 

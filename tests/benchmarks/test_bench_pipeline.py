@@ -1,4 +1,4 @@
-"""The benchmark of pipelines runs and says what it found."""
+"""The pipeline benchmark and its results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark of the planner: what it measures is what was predicted, and how it judges the two."""
+"""The planner benchmark: predictions beside measurements, and their comparison."""
 
 from __future__ import annotations
 

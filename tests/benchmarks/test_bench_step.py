@@ -1,4 +1,4 @@
-"""The step benchmark runs, compares what trains alike, and judges what it measured."""
+"""The step benchmark: contenders that train identically, and targets for what it measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark of strategies trains the same by all of them, and tells of each what its name promises."""
+"""The strategies benchmark: the same training by each strategy, with its time, memory and traffic."""
 
 from __future__ import annotations
 

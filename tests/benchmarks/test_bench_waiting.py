@@ -1,4 +1,4 @@
-"""The benchmark of a slow rank slows just that one, by what it says, and judges what it measured."""
+"""The slow-rank benchmark: it slows one rank by the stated factor, and compares the ways to train with targets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run under mpirun by the campaign: damages checkpoints in every way and restores, as the main job would.
+"""Script that the campaign runs under mpirun: it damages checkpoints and restores them, as the main job would.
 
     damage_cases.py damage FOLDER SEED CASES     files of checkpoints truncated, flipped, removed, swapped, ...
     damage_cases.py full FOLDER                  FOLDER is a small file system that fills up
@@ -29,7 +29,7 @@ def state(step):
 
 
 def damage(kind, file, other, random):
-    """Returns False where nothing changed."""
+    """Damage a file; return False if nothing changed."""
     before = file.read_bytes()
     data = bytearray(before)
     at = random.randrange(len(data))

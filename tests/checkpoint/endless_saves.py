@@ -1,4 +1,4 @@
-"""Run by the campaign, and killed: goes on from the newest checkpoint and saves until it is dead.
+"""Script that the campaign runs and kills: it resumes from the newest checkpoint and saves until it is killed.
 
 endless_saves.py FOLDER SEED: the state of a step follows from the step. Writes FOLDER/pids and, once it saves,
 FOLDER/saving.

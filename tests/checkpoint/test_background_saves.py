@@ -1,4 +1,4 @@
-"""Saves from a thread: what was saved is the state at the call, and what goes wrong is told to all ranks."""
+"""Saves in a background thread: the state at the call is saved, and every rank learns of errors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def store(world, folder):
 
 
 def _check(store):
-    """Raise on every rank what a save in the background has raised on any, as a trainer does at each step."""
+    """Raise a background save's error on every rank if any rank had one, as a trainer does at each step."""
     failing = torch.tensor([int(store.failing)])
     store.comm.all_reduce(failing, "max")
     if failing:

@@ -1,4 +1,4 @@
-"""Any layout writes, any layout reads; one file per rank or per node; pieces that several ranks have."""
+"""Checkpoints between layouts: any layout reads what any other wrote, from one file per rank or per node."""
 
 from __future__ import annotations
 

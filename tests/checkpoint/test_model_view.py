@@ -1,4 +1,4 @@
-"""model.h5: any HDF5 tool sees the whole parameters."""
+"""The file model.h5, in which any HDF5 tool sees the whole parameters."""
 
 from __future__ import annotations
 

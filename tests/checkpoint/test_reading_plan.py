@@ -1,4 +1,4 @@
-"""Which bytes a rank reads: the pure part of restoring."""
+"""The reading plan: the bytes that each rank reads when it restores a checkpoint."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_union_counts_every_element_once():
 
 @given(st.lists(st.tuples(st.integers(1, 2), st.integers(0, 1), st.integers(0, 1)), max_size=12))
 def test_rows_of_matrices_are_the_stretches_that_they_were_made_of(drawn):
-    """Each stretch: its length, the gap after it where it comes from, and that where it goes."""
+    """Draw for each stretch its length and the gaps that follow it in the source and in the target."""
     lengths, *gaps = np.array(drawn, dtype=np.int64).reshape(-1, 3).T
     firsts, places = (np.cumsum(lengths + gap) - lengths - gap for gap in gaps)
     seen = []

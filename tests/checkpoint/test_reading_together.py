@@ -1,4 +1,4 @@
-"""Blocks that several ranks of a node need are read and checked by one of them."""
+"""Shared reading: one rank of a node reads and checks the blocks that several of its ranks need."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def copies(tensors, rank, size):
 
 @pytest.fixture
 def saved(world, folder):
-    """A store, the tensors in it, and the folder of a checkpoint in which each rank has a flat slice of each."""
+    """Return a store, its tensors, and a checkpoint's folder in which each rank has a flat slice of each tensor."""
     generator = torch.Generator().manual_seed(5)
     tensors = {f"model/w{n}": torch.rand(1500, 1024, generator=generator) for n in range(5)}  # 6 MB each
     store = Store(folder / "c", world, keep=2)
@@ -86,7 +86,7 @@ def test_what_one_rank_finds_damaged_no_rank_takes(world, saved):
 
 
 def damage(file: Path, offset: int) -> None:
-    """Flip a bit."""
+    """Flip a bit of a file."""
     with open(file, "r+b") as opened:
         opened.seek(offset)
         byte = opened.read(1)[0]
@@ -95,6 +95,6 @@ def damage(file: Path, offset: int) -> None:
 
 
 def bytes_read() -> int:
-    """Bytes that this process has had from read calls so far."""
+    """Return the number of bytes that this process has read so far."""
     counters = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(counters["rchar"])

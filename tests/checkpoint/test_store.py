@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not at all, readable by any layout, and never wrong in silence."""
+"""Checkpoints: saved whole or not at all, readable in any layout, and never silently wrong."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _spec(name, tensor):
 
 
 def _shared_out(tensors, comm):
-    """Each rank its share of the elements, as a replicated model is written."""
+    """Give each rank its share of the elements, as when a replicated model is written."""
     names = list(tensors)
     parts = []
     for number, lo, hi in shares([tensors[n].numel() for n in names], comm.size, comm.rank):
@@ -118,7 +118,7 @@ def test_only_the_newest_are_kept_and_leftovers_of_killed_saves_removed(world, f
 
 
 def _theirs(root):
-    """Things of somebody else under names like ours, and their content."""
+    """Create somebody else's files under names like ours; return their contents by name."""
     contents = {
         "my.tmp-files/thesis.tex": "chapter 1",
         "step-00000001.tmp-backup/thesis.tex": "chapter 2",

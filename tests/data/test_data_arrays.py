@@ -1,4 +1,4 @@
-"""NumPy arrays and their split into train and held out."""
+"""NumPy arrays as data sets, and their split into train and held out."""
 
 import io
 import zipfile
@@ -128,7 +128,7 @@ def test_who_is_held_out_does_not_depend_on_the_blocks(total, fraction, cuts):
 
 
 def test_memory_stays_small_for_large_arrays(tmp_path, python):
-    """64 MB of rows are prepared within 40 MB on top of the bare start (a mapped file counts only as cache)."""
+    """Prepare 64 MB of rows within 40 MB above the bare start (a mapped file counts only as cache)."""
     shape = (16_000, 1000)
     np.lib.format.open_memmap(tmp_path / "x.npy", "w+", np.float32, shape)
     np.save(tmp_path / "y.npy", np.zeros(shape[0], np.int64))

@@ -1,4 +1,4 @@
-"""Images that are shifted and mirrored in training: what comes out, and that it follows from the sample alone."""
+"""Augmented images: cropped and mirrored in a way that depends on seed, epoch and sample alone."""
 
 import numpy as np
 import pytest
@@ -39,7 +39,7 @@ def test_what_is_drawn_follows_from_seed_epoch_and_sample_alone(arrays_set):
     config = Config.from_dict(sections)
 
     def stream(ranks, position=0, config=config):
-        """{running position: image} of ten batches, over the shares of all ranks."""
+        """Return {running position: image} of ten batches, over the shares of all ranks."""
         images = {}
         for rank in range(ranks):
             share = lambda n, rank=rank: (n * rank // ranks, n * (rank + 1) // ranks)  # noqa: E731

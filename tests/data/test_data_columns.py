@@ -1,4 +1,4 @@
-"""Columns of tables: which are used, what becomes of texts and of missing values, and of the same columns elsewhere."""
+"""Table columns: selection, texts, missing values, and the same columns in another table."""
 
 import gzip
 

@@ -1,4 +1,4 @@
-"""A data set folder is whole or not there: makers that race, die, meet a full disk, or may not write."""
+"""Atomic data set folders: makers that race, are killed, meet a full disk, or may not write."""
 
 import errno
 import fcntl
@@ -26,7 +26,7 @@ from mpitrain.storage.disk import MARK
 
 @pytest.fixture
 def fill(tmp_path):
-    """Fills a folder with a small data set of two splits and three shards."""
+    """Return a function that fills a folder with a small data set of two splits and three shards."""
     text = tmp_path / "source.txt"
     text.write_text("some text\n" * 200)
 
@@ -114,7 +114,7 @@ def test_four_processes_may_ask_for_the_default_at_once(tmp_path, python):
 
 @pytest.mark.parametrize("call", ["pwrite", "fsync", "rename", "unlink"])
 def test_a_kill_at_any_call_leaves_nothing_half_made(root, fill, call):
-    """SIGKILL just before and just after the first, second, ... of these calls, until a run has no more of them."""
+    """Send SIGKILL just before and just after each of these calls, in one run after the other."""
     for before in (True, False):
         count = 0
         while True:
@@ -226,7 +226,7 @@ def test_the_manifest_is_the_last_file_and_all_is_durable_before_the_rename(root
 
 @pytest.fixture
 def tiny_disk(tmp_path):
-    """Mounts a file system of a given size; skips where that is not allowed."""
+    """Return a function that mounts a file system of a given size; it skips the test where that is not allowed."""
     mounted = []
 
     def mount(kib):
@@ -395,7 +395,7 @@ def test_python_files_are_the_library_alone_in_a_fixed_order(tmp_path):
 
 
 def test_the_lock_survives_that_its_file_is_removed_meanwhile(root, monkeypatch):
-    """A waiter that gets a lock on a file which the holder removed tries again on the new file."""
+    """Check that a process that locks a file which the holder has removed tries again on the new file."""
     opened = []
     flock = fcntl.flock
 

@@ -1,4 +1,4 @@
-"""JSON lines, parquet and compressed text become documents with an end, and prompts are masked."""
+"""Documents with an end, from JSON lines, parquet and compressed text, and masked prompts."""
 
 import bz2
 import gzip
@@ -30,7 +30,7 @@ def write_parquet(path, **columns):
 
 
 def documents(folder, split="train"):
-    """The documents of a stream, read by h5py alone and cut at their ends."""
+    """Return the documents of a stream, read with h5py alone and cut at their ends."""
     end = read_manifest(folder).document_end
     tokens = np.concatenate([h5py.File(path)["tokens"][...] for path in sorted(folder.glob(f"{split}-*.h5"))])
     assert tokens[-1] == end

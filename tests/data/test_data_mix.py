@@ -1,4 +1,4 @@
-"""Data sets mixed by weight: exact shares at every step, each in its own order, the same on any ranks, at any step."""
+"""Data sets mixed by weight: exact shares at every step, each in its own order, on any number of ranks."""
 
 from functools import partial
 from pathlib import Path
@@ -50,7 +50,7 @@ def test_each_data_set_comes_in_the_order_it_has_by_itself_and_small_ones_begin_
 
 @pytest.fixture
 def two(tokens_set):
-    """Two data sets of 10 tokens a sample, 90 samples and 15 of them, with a part held out."""
+    """Return two data sets of 10 tokens a sample, with 90 and 15 samples, some held out."""
     return tokens_set(901 + 100, held_out=0.1, name="large")[0], tokens_set(170, held_out=0.12, name="small")[0]
 
 
@@ -68,7 +68,7 @@ def test_batches_are_the_same_on_any_ranks_and_from_any_step(two):
         return size * rank // ranks, size * (rank + 1) // ranks
 
     def read(ranks, position, steps):
-        """(ids, x, y) of global batches of 13."""
+        """Return (ids, x, y) of global batches of 13."""
         batches = []
         loaders = [
             Loader(

@@ -1,4 +1,4 @@
-"""The order of samples: a permutation per epoch, the same on any number of ranks, for ever."""
+"""The order of samples: one permutation per epoch, the same on any number of ranks and in any version."""
 
 from collections import Counter
 

@@ -1,4 +1,4 @@
-"""Reading: right rows across shards, bounded files, threads, and no damaged byte ever taken for a good one."""
+"""Reading of data sets: rows across shards, a bounded number of open files, threads, and damaged bytes."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Copies of a data set on a node's own disk: whole and checked or not there, made once, used again."""
+"""Staged copies on a node's local disk: complete and checked or absent, made once and reused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text and folders of text become one stream of bytes or tokens."""
+"""Text files and folders as one stream of bytes or tokens."""
 
 import json
 import zlib
@@ -14,13 +14,13 @@ from mpitrain.errors import InputError
 
 
 def stream(folder, split="train"):
-    """All tokens of a split, read by h5py alone."""
+    """Return all tokens of a split, read with h5py alone."""
     parts = [h5py.File(path)["tokens"][...] for path in sorted(folder.glob(f"{split}-*.h5"))]
     return np.concatenate(parts)
 
 
 def texts(folder, count, size=400):
-    """Files of random letters, all different; gives their bytes in the order of their names."""
+    """Write files of random letters, all different; return their bytes in the order of the file names."""
     folder.mkdir()
     random = np.random.default_rng(count)
     contents = [bytes(random.choice(list(b"abcdefg \n"), size).astype(np.uint8)) for _ in range(count)]
@@ -105,7 +105,7 @@ def test_whole_files_come_near_the_fraction(fraction):
 
 @pytest.fixture
 def tokenizer(tmp_path):
-    """A real byte-level BPE tokenizer file, with a truncation that must not cut our text."""
+    """Write a real byte-level BPE tokenizer file, with a truncation that must not cut our text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     bpe = Tokenizer(models.BPE())

@@ -1,4 +1,4 @@
-"""Whether collectives work here, and which algorithm is fastest: what a user measures, and later jobs choose by."""
+"""Checks of collectives, and the tuning by which later jobs choose algorithms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`mpitrain.plan --measure`: the planner's profile of a machine."""
+"""The planner's machine profile, measured by `mpitrain.plan --measure`."""
 
 from __future__ import annotations
 

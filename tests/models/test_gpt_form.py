@@ -1,4 +1,4 @@
-"""The built-in GPT with other norms, positions, MLPs and heads, and with documents that are kept apart."""
+"""The built-in GPT with other norms, positions, MLPs and heads, and with separated documents."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def made(form: dict, apart: int | None = None, tied: bool = False, dropout: floa
 
 
 def texts() -> torch.Tensor:
-    """Documents of other lengths in each sample; the last one of the first sample has no end."""
+    """Return samples with documents of different lengths; the last one of the first sample has no end."""
     return torch.tensor([[1, 2, END, 4, END, END, 7, 8, 9, 10, 11, 12], [END, 3, 3, 3, 3, 3, 1, END, 2, 2, 6, END]])
 
 

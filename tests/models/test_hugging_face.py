@@ -1,4 +1,4 @@
-"""Models of Hugging Face from folders: which one it is, what its blocks are, and what is refused, without a network."""
+"""Hugging Face models from folders, without a network: detection, blocks, and refusals."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ SOURCE = """
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A folder of the user's, as the current directory."""
+    """Return a user's folder, which is the current directory."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
     package = tmp_path / "users_package"

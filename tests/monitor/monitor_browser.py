@@ -1,4 +1,4 @@
-"""A real browser without a window, driven through the DevTools protocol."""
+"""A headless browser, driven through the DevTools protocol."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NAMES = ("chromium", "chromium-browser", "google-chrome")
 
 
 def require_browser() -> str:
-    """The path of a browser. Skips the test where there is none, except in CI, where tests/cluster/install.sh ran."""
+    """Return a browser's path; without one, skip the test, or fail it in CI, where tests/cluster/install.sh ran."""
     path = next(filter(None, map(shutil.which, NAMES)), None)
     if path is None:
         reason = "no chromium on the path; tests/cluster/install.sh installs it on Debian"
@@ -29,7 +29,7 @@ def require_browser() -> str:
 
 
 class Browser:
-    """One page of a browser. complaints: what it said on its console, errors, and failed or foreign loads."""
+    """One page of a browser. complaints: its console messages, errors, and failed or foreign loads."""
 
     def __init__(self, socket: Any) -> None:
         self._socket, self._number = socket, 0
@@ -59,7 +59,7 @@ class Browser:
             self.requests.append(event["request"]["url"][:200])
 
     def value(self, expression: str) -> Any:
-        """What a JavaScript expression is."""
+        """Return the value of a JavaScript expression."""
         answer = self.ask("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
@@ -78,7 +78,7 @@ class Browser:
         self.drawn()
 
     def prefer(self, scheme: str) -> None:
-        """Be a browser of a person who likes light or dark pages."""
+        """Emulate the preference for light or dark pages."""
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         self.ask("Emulation.setEmulatedMedia", features=features)
 
@@ -87,7 +87,7 @@ class Browser:
         self.wait_for("document.body && document.body.dataset.drawn === 'yes'")
 
     def picture(self, path: Path) -> None:
-        """Write what the whole page looks like, as PNG."""
+        """Write a screenshot of the whole page as PNG."""
         size = self.ask("Page.getLayoutMetrics")["cssContentSize"]
         clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
         shot = self.ask("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=clip)
@@ -96,7 +96,7 @@ class Browser:
 
 @contextmanager
 def browser(program: str, folder: Path, width: int = 1280) -> Iterator[Browser]:
-    """Start a browser with an empty page; it ends with this."""
+    """Start a browser with an empty page, and end it with the context."""
     import websocket
 
     command = [
@@ -128,7 +128,7 @@ def browser(program: str, folder: Path, width: int = 1280) -> Iterator[Browser]:
 
 
 def _page_address(port: str) -> str:
-    """Where the browser's page listens."""
+    """Return the WebSocket address of the browser's first page."""
     from urllib.request import ProxyHandler, build_opener
 
     with build_opener(ProxyHandler({})).open(f"http://127.0.0.1:{port}/json/list", timeout=20) as response:
@@ -137,7 +137,7 @@ def _page_address(port: str) -> str:
 
 
 def counted_marks(page: Browser) -> dict[str, int]:
-    """How many shapes with a size each chart of an open page has."""
+    """Return the number of visible shapes in each chart of an open page."""
     return dict(
         page.value(
             "Object.fromEntries([...document.querySelectorAll('.chart')].map(c => [c.id, [...c.querySelectorAll("

@@ -1,4 +1,4 @@
-"""The report as a page and as pictures: every chart with its data and units, nothing loaded, old and damaged runs."""
+"""The report as a page and as pictures: data and units of every chart, no network loads, old and damaged runs."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ SEVERAL = (ONE - {"parts_over_time"}) | {"held_out_loss"}
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Two runs of eight ranks: DDP, killed and started again, and ZeRO-3."""
+    """Return two runs of eight ranks: DDP, killed and restarted, and ZeRO-3."""
     folder = tmp_path_factory.mktemp("runs")
     return {"ddp": make_run(folder / "ddp"), "zero3": make_run(folder / "zero3", Story(zero=3, killed_at=0))}
 
 
 @pytest.fixture(scope="module")
 def pages(runs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The page of one run, and that of both."""
+    """Return the page of one run and the page of both."""
     folder = tmp_path_factory.mktemp("pages")
     assert report.main([str(runs["ddp"]), "--out", str(folder / "one.html")]) == 0
     assert report.main([*map(str, runs.values()), "--out", str(folder / "both.html")]) == 0
@@ -67,7 +67,7 @@ def specs_in(page: Path) -> dict[str, dict[str, Any]]:
 
 
 def parts_of(node: Any) -> list[dict[str, Any]]:
-    """Every object in a chart."""
+    """Return every object in a chart's specification."""
     if isinstance(node, list):
         return [part for inner in node for part in parts_of(inner)]
     if not isinstance(node, dict):
@@ -319,7 +319,7 @@ sys.exit(report.main([{str(runs["ddp"])!r}, "--out", {str(tmp_path / "x.html")!r
 
 
 def pixels(path: Path) -> bytes:
-    """The uncompressed data of a PNG file."""
+    """Return the uncompressed data of a PNG file."""
     data, at, packed = path.read_bytes(), 8, b""
     assert data.startswith(b"\x89PNG\r\n")
     while at < len(data):

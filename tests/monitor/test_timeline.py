@@ -1,4 +1,4 @@
-"""Timelines without ranks: the parts of a step, the files, and what is made of them."""
+"""Timelines, tested without MPI: the parts of a step, the rank files, and the traces made of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mpitrain.monitor.timeline.spans import write_rank
 
 
 class Hands:
-    """A clock that is set by hand."""
+    """Clock that is set by hand."""
 
     def __init__(self):
         self.now = self.waited = 0.0
@@ -82,7 +82,7 @@ def test_a_rank_file_is_read_as_the_run_went_with_torn_lines_and_restarts(tmp_pa
 
 
 def recorded(rank, **more):
-    """What a rank has recorded whose clock is 100 s late for each number, and runs away by 1e-4."""
+    """Return a rank's recording; its clock is off by 100 s times its rank and drifts by 1e-4 times its rank."""
 
     def own(at):
         return at * (1 + 1e-4 * rank) + 100 * rank

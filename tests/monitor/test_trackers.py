@@ -1,4 +1,4 @@
-"""TensorBoard, W&B, MLflow and trackers of one's own: the real packages, without a network, read back from files."""
+"""TensorBoard, W&B, MLflow and custom trackers: the real packages, offline, read back from their files."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ ctypes.CDLL(None).unshare(0x40000000)  # CLONE_NEWNET
 
 
 def wandb_records(path):
-    """The records of a .wandb file: a header of 7 bytes, then LevelDB's log of blocks of 32 KiB."""
+    """Return the records of a .wandb file: a header of 7 bytes, then LevelDB's log of blocks of 32 KiB."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     data, at, parts, records = path.read_bytes(), 7, b"", []

@@ -1,4 +1,4 @@
-"""`python -m mpitrain.report --watch RUN`: what a person sees of a run that begins, is killed, goes on and ends."""
+"""The view `python -m mpitrain.report --watch RUN` of a run that starts, is killed, resumes and ends."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def watch(folder, *options):
 
 
 class Screen:
-    """A command on a terminal of its own, whose frames are kept."""
+    """Command on its own terminal, with a record of all frames."""
 
     def __init__(self, command, columns):
         self._ours, theirs = pty.openpty()
@@ -58,7 +58,7 @@ class Screen:
         fcntl.ioctl(self._ours, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
 
     def until(self, *words, seconds=100):
-        """The first frame from now on that has all the words."""
+        """Return the first frame from now on that has all the words."""
         deadline, seen = time.monotonic() + seconds, len(self.frames())
         while time.monotonic() < deadline:
             if select.select([self._ours], [], [], 0.2)[0] and not self._read():
@@ -153,7 +153,7 @@ def test_a_run_is_seen_from_before_it_begins_through_a_kill_and_a_restart_to_its
 
 @pytest.fixture
 def made(tmp_path):
-    """A run folder as a job on this machine leaves it, without the job."""
+    """Return a run folder like that of a job on this machine, without running one."""
     folder = tmp_path / "r"
     folder.mkdir()
     events, metrics = EventLog(folder), MetricsWriter(folder)

@@ -1,4 +1,4 @@
-"""Cutting a model into stages."""
+"""Partition of a model into stages."""
 
 from __future__ import annotations
 

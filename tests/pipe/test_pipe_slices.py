@@ -1,4 +1,4 @@
-"""Which models can be taken slice by slice of their sequences, found out by trying."""
+"""Sequence slices: a trial run shows whether a model can process its sequences slice by slice."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def samples(length: int = 7) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Looking(nn.Module):
-    """Adds a projection of the mean over positions: of all, or of those so far. The projection starts at zero."""
+    """Layer that adds a projection of the mean over all or over past positions. The projection starts at zero."""
 
     def __init__(self, causal: bool) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Looking(nn.Module):
 
 
 class Table(nn.Module):
-    """Learned positions, which begin anew in every slice."""
+    """Learned positions that restart in every slice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Norm(nn.Module):
 
 
 class Fixed(nn.Module):
-    """Takes sequences of seven positions alone."""
+    """Layer that accepts only sequences of seven positions."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Training through a pipeline equals training in one process."""
+"""Parity of training through a pipeline with training in one process."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_random_delays_change_nothing(world, kind):
 
 
 class Fork(nn.Module):
-    """A tensor -> features that need a gradient, whole numbers, features that need none."""
+    """Layer from a tensor to features that need a gradient, integers, and features that need none."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ class Middle(nn.Module):
 
 
 class Join(nn.Module):
-    """Leaves one of its inputs unused."""
+    """Layer that leaves one of its inputs unused."""
 
     def forward(self, parts):
         x, index, _ = parts
@@ -318,7 +318,7 @@ def test_shapes_that_differ_where_they_should_not_are_named():
 
 
 def test_dropping_the_last_step_leaves_nothing_behind():
-    """A batch that fails does not poison the next."""
+    """Check that a failed batch does not affect the next one."""
     import mpitrain
 
     fails = [True]

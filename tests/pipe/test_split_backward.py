@@ -1,4 +1,4 @@
-"""Backward in two halves gives what backward gives, for any module."""
+"""Backward in two halves: the gradients of a whole backward, for any module."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mpitrain.pipe.stage import Stage
 
 
 class SharedTwice(nn.Module):
-    """One weight and one bias used by two layers, one of them also elementwise."""
+    """Two layers with the same weight and bias, and an elementwise scale that is used twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class SharedTwice(nn.Module):
 
 
 class ManyOutputs(nn.Module):
-    """Two outputs that need a gradient, one that does not, and a parameter that is itself an output."""
+    """Module with two outputs that need a gradient, one that does not, and a parameter that is an output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ def inputs(name: str) -> torch.Tensor:
 
 
 def run(name: str, how: str, *, recompute: bool, first: bool = False, cut: bool = False) -> tuple[list, dict, dict]:
-    """Gradients of input and parameters; two microbatches, into memory set beforehand."""
+    """Run two microbatches; return the gradients of the input and of the parameters, added to preset memory."""
     torch.manual_seed(3)
     module = MODULES[name]()
     stage = Stage(list(module) if cut else [module], first=first, recompute=recompute, halves=how == "split")

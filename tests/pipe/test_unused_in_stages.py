@@ -1,4 +1,4 @@
-"""Parameters that a step does not use are left alone in a pipeline as in one process: neither decayed nor counted."""
+"""Parameters that a step does not use: a pipeline, like one process, neither decays them nor counts the step."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STEPS = (  # of each replica, of each microbatch, the blocks whose second layer 
 
 
 class Block(nn.Module):
-    """A layer, and a second one that a bit of the samples' first number switches on."""
+    """Block whose second layer is switched on by a bit of the sample's first number."""
 
     def __init__(self, number):
         super().__init__()
@@ -69,7 +69,7 @@ def samples(step, replica):
     [("1f1b", 0, False), ("1f1b", 1, True), ("zb-h1", 2, False), ("zb-v", 1, False), ("interleaved", 0, False)],
 )
 def test_what_no_microbatch_of_a_step_uses_is_neither_decayed_nor_counted(world, kind, zero, recompute):
-    """On one stage, on tied copies of two, and with replicas of the stages of which one alone uses it."""
+    """Test parameters on one stage, tied ones on two stages, and stage replicas of which only one uses them."""
     mesh = Mesh.make(world, pipeline=2 if world.size == 4 else world.size)
     settings = config_of(pipeline=mesh.pipeline.size, zero=zero, recompute=recompute, **SCHEDULES[kind])
     divided = divide(ModelPart(model(), settings.parallel, lambda: loss_of), mesh)

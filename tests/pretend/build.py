@@ -2,7 +2,7 @@
 
     python -m pretend       build it, where that was not done before; needs `tests` on PYTHONPATH
 
-It lies in `.pretend/` of the checkout. Processes that want it at the same time wait for the one that builds it.
+It is in `.pretend/` of the checkout. Processes that need it at the same time wait for the one that builds it.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class BuildError(Exception):
 
 
 def missing() -> str:
-    """Why there is no pretend accelerator on this machine; "" where there is one."""
+    """Return why this machine has no pretend accelerator; "" if it has one."""
     if sys.platform != "linux":
         return "the pretend accelerator needs Linux"
     return "" if _compiler() else "the pretend accelerator needs a C++ compiler: g++, c++ or clang++, or CXX"
 
 
 def library() -> Path:
-    """The library, built first where that was not done before.
+    """Return the library's path; build it first if needed.
 
     Raises:
         BuildError: There is no compiler, or it fails.
@@ -78,7 +78,7 @@ def _key() -> str:
 
 
 def _build(built: Path) -> None:
-    """Compile, as much at once as there are cores, and link; what others see appears whole."""
+    """Compile in parallel on all cores and link; other processes see only the complete library."""
     folder = CACHE / "building"  # only one process has the lock; what a killed one left is removed
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
@@ -100,7 +100,7 @@ def _build(built: Path) -> None:
 
 
 def _units(folder: Path) -> list[Path]:
-    """What is compiled at once, the longest first: reading PyTorch's headers takes nearly all of the time."""
+    """Return the compilation units, the longest first; reading PyTorch's headers takes nearly all of the time."""
     small_sources = [path for path in sorted(SOURCES.glob("*.cpp")) if path.name != "autocast.cpp"]
     small_unit = folder / "rest.cpp"
     small_unit.write_text("".join(f'#include "{path}"\n' for path in small_sources))

@@ -1,4 +1,4 @@
-"""The pretend accelerator itself: it computes what the CPU computes, and shows what real devices let pass."""
+"""The pretend accelerator itself: it computes what the CPU computes, and exposes errors that real devices let pass."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_freed_memory_is_nothing_once_all_streams_got_there(device):
 
 
 def in_child(do) -> int:
-    """The signal that ends a forked child which does something; 0 if it comes back."""
+    """Call `do` in a forked child; return the signal that ended it, or 0."""
     child = os.fork()
     if child == 0:
         faulthandler.disable()
@@ -206,7 +206,7 @@ def test_hidden_it_changes_nothing_on_the_cpu(device):
 
 
 def test_stages_of_a_pipeline_overlap(device):
-    """Four chunks to the device and back, 20 ms for each copy: 8 copies after each other, or 5 where they overlap."""
+    """Copy four chunks to the device and back, 20 ms each: 8 copies in sequence, or 5 where they overlap."""
     torch.pretend.set_late_ms(0)
     torch.pretend.set_copy_bandwidth(1e6)
     torch.pretend.set_kernel_ms(1)
@@ -237,7 +237,7 @@ def test_stages_of_a_pipeline_overlap(device):
 
 
 def losses(device, model, inputs, **autocast):
-    """Of 20 steps on as many batches, all moved to the device."""
+    """Train a step on each batch, moved to the device; return the losses."""
     torch.manual_seed(0)
     model = copy.deepcopy(model).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -1,4 +1,4 @@
-"""DistributedDataParallel does what users of torch's class of that name rely on."""
+"""`DistributedDataParallel`: the behaviour that users of torch's class of that name rely on."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def net() -> nn.Sequential:
 
 
 def samples(world, each=4):
-    """(this rank's, everybody's) inputs."""
+    """Return this rank's inputs and those of all ranks."""
     x = torch.randn(each * world.size, 6, generator=torch.Generator().manual_seed(1))
     return x[each * world.rank : each * (world.rank + 1)], x
 
@@ -75,7 +75,7 @@ def test_no_sync_accumulates_and_the_next_backward_reduces_all(world, static_gra
 
 
 class Named(nn.Linear):
-    """A module with what users of it look for."""
+    """Module with attributes and methods that its users access through the wrapper."""
 
     limit = 7
 
@@ -108,7 +108,7 @@ def test_attributes_and_methods_of_the_module_are_there(world):
 
 
 class Branches(nn.Module):
-    """Uses branch 0 or 1."""
+    """Module of several branches, of which a pass uses one."""
 
     def __init__(self) -> None:
         super().__init__()

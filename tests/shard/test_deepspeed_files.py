@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration: files of public repositories as they are, and what cannot be done told at once."""
+"""DeepSpeed configurations: files of public repositories, and one error that lists everything unsupported."""
 
 import io
 import json
@@ -22,7 +22,7 @@ from mpitrain.trainer.options import from_deepspeed
 
 
 def asked(read, key):
-    """What a configuration asks for, by the names of these files' expectations."""
+    """Return what a configuration requests under a key of `deepspeed_files`."""
     train, parallel, optim = read.config.train, read.config.parallel, read.config.optim
     if key in ("microbatch", "accumulate"):
         settings = from_deepspeed(read, 2)
@@ -77,7 +77,7 @@ def test_comments_and_commas_at_an_end_are_read_as_deepspeed_reads_them(tmp_path
 
 
 def test_optimizers_that_torch_lacks_are_those_of_their_papers():
-    """Lion against its algorithm; AdamW without correction against torch's with rates that undo it."""
+    """Compare Lion with its algorithm, and AdamW without bias correction with torch's at rates that undo it."""
     torch.manual_seed(0)
     gradients, begin = torch.randn(5, 7), torch.randn(7)
     p, momentum, mine = begin.clone(), torch.zeros(7), nn.Parameter(begin.clone())
@@ -109,7 +109,7 @@ def test_optimizers_that_torch_lacks_are_those_of_their_papers():
 
 @pytest.mark.parametrize("correct", [True, False])
 def test_lamb_is_that_of_deepspeeds_kernel(correct):
-    """Its default bounds of the ratio, of which here the lower, the upper and none count; also without correction."""
+    """Compare where the lower, the upper or none of the default ratio bounds applies, and without bias correction."""
     values = {"optimizer": {"type": "Lamb", "params": {"lr": 0.1, "bias_correction": correct, "weight_decay": 0.01}}}
     kind, options = asked(read_deepspeed(values, ranks=1), "optimizer")
     torch.manual_seed(0)
@@ -131,7 +131,7 @@ def test_lamb_is_that_of_deepspeeds_kernel(correct):
 
 
 def by_deepspeeds_formula(name, update, *, low, high, warmup, steps, log, ratio=0.0, floor=0.0):
-    """Written down from its lr_schedules.py: update 0 has the first rate, update n that of batch n - 1."""
+    """Return the rate by DeepSpeed's lr_schedules.py: update 0 has the first rate, update n that of batch n - 1."""
     batch = update - 1
     if batch < 0:
         return 0.0 if name == "WarmupCosineLR" else low
@@ -147,7 +147,7 @@ def by_deepspeeds_formula(name, update, *, low, high, warmup, steps, log, ratio=
 
 
 def test_a_warm_up_has_deepspeeds_rate_at_every_update():
-    """One cycle and the range test: tests/train/test_schedules.py."""
+    """Compare the warm-up schedules; tests/train/test_schedules.py has one cycle and the range test."""
     for name, warmup, kind in product(("WarmupLR", "WarmupDecayLR", "WarmupCosineLR"), (1, 2, 7), ("log", "linear")):
         params = {"warmup_num_steps": warmup, "warmup_type": kind}
         ratios = {"warmup_min_ratio": 0.2, "cos_min_ratio": 0.05} if name == "WarmupCosineLR" else {}
@@ -180,7 +180,7 @@ def test_a_schedule_starts_from_each_groups_own_rate_and_passes_over_updates_tha
 
 @pytest.mark.ranks(2)
 def test_every_such_file_trains(world, tmp_path):
-    """Whatever it asks for: a step is made, and rank 0 says what stands for "auto" and what means nothing here."""
+    """Train one step with each file; rank 0 reports the values used for "auto" and the keys without effect."""
     for name, (values, ours, _) in FILES.items():
         values = json.loads(json.dumps(values).replace("/disk/", f"{tmp_path}/"))
         torch.manual_seed(0)

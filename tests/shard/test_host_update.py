@@ -1,4 +1,4 @@
-"""What is updated on the host: gradients leave once they are ready, parameters return when nobody reads."""
+"""Updates on the host: gradients leave the device once ready, and parameters return when no kernel reads them."""
 
 from __future__ import annotations
 

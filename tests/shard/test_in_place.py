@@ -1,4 +1,4 @@
-"""Weight gradients computed where they are reduced: the same bits as torch's, without a copy, only where it is safe."""
+"""Weight gradients computed in the memory that is reduced: torch's bits, without a copy, only where it is safe."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class OnePlace:
 
 @pytest.fixture
 def pair():
-    """A layer as torch has it; the same one with a place for its gradient; the place."""
+    """Return a plain layer, the same layer with memory for its gradient, and that memory."""
     torch.manual_seed(0)
     plain = nn.Linear(WIDTH, WIDTH)
     layer = copy.deepcopy(plain)
@@ -149,7 +149,7 @@ def test_small_tied_and_derived_layers_are_left_alone():
 
 
 class Wide(nn.Module):
-    """One layer is used twice in a pass, one is tied to an embedding; each block has small parameters as well."""
+    """Model with a layer used twice in a pass, one tied to an embedding, and small parameters in each block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -178,7 +178,7 @@ LARGE = 5  # weights of `Wide` that have a place: of the blocks, and of `twice`,
 
 @pytest.fixture
 def given(monkeypatch):
-    """The parameters whose places were given away, in order."""
+    """Return a list of the parameters whose memory was handed out, in order."""
     parameters: list[nn.Parameter] = []
     for kind in (WholeGradients, ShardedGradients):
         original = kind.place
@@ -194,7 +194,7 @@ def given(monkeypatch):
 
 
 def trained(comm, **options):
-    """Parameters after two steps of two microbatches."""
+    """Train two steps of two microbatches; return the parameters."""
     model = Wide()
     engine = Engine(model, model.loss, torch.optim.AdamW(model.parameters(), lr=1e-3), comm, config_of(**options))
     generator = torch.Generator().manual_seed(comm.rank)

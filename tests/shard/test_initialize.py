@@ -1,4 +1,4 @@
-"""`mpitrain.initialize` trains a loop of one's own, from our settings or from a DeepSpeed configuration."""
+"""`mpitrain.initialize` in a user's training loop, with our settings or with a DeepSpeed configuration."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ADAM = {"type": "Adam", "params": {"lr": 3e-3, "betas": [0.9, 0.95]}}
 
 
 def train(engine, world, steps, first=0, accumulate=1):
-    """Steps over this rank's part of the batch; returns the averaged losses."""
+    """Train on this rank's part of each batch; return the averaged losses."""
     losses = []
     for step in range(first, first + steps):
         total = torch.zeros(())

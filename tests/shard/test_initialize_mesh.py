@@ -1,4 +1,4 @@
-"""`mpitrain.initialize` on a mesh: a loop of one's own over stages and divided layers trains like one process."""
+"""`mpitrain.initialize` on a mesh: a user's loop over stages and divided layers trains like one process."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Blocks in an order that only its forward pass says, and a first and a last layer that share a parameter."""
+    """Model whose block order only its forward pass shows, and whose first and last layer share a parameter."""
 
     def __init__(self, dropout=0.0):
         super().__init__()
@@ -62,7 +62,7 @@ def batch(step):
 
 
 def microbatches(engine, first=0):
-    """This rank's microbatches from a step on."""
+    """Yield this rank's microbatches from a step on."""
     for step in itertools.count(first):
         x, y = (t[engine.data_rank :: engine.data_size] for t in batch(step))
         yield from zip(x.split(engine.settings.microbatch), y.split(engine.settings.microbatch), strict=True)
@@ -101,7 +101,7 @@ def close(found, wanted):
 
 
 def alone(optimizer_of, steps, scheduler_of=lambda optimizer: None):
-    """Losses and norms of plain torch in one process, the losses of two evaluations, and its parameters."""
+    """Train with plain torch in one process; return losses and norms, an evaluation loss, and the parameters."""
     model = net()
     optimizer = optimizer_of(model)
     scheduler = scheduler_of(optimizer)
@@ -122,7 +122,7 @@ def alone(optimizer_of, steps, scheduler_of=lambda optimizer: None):
 
 
 def grouped(model):
-    """An optimizer whose groups one can only make of the whole model, by name."""
+    """Return an optimizer whose groups depend on the names in the whole model."""
     norms = [p for name, p in model.named_parameters() if "norm" in name]
     others = [p for name, p in model.named_parameters() if "norm" not in name]
     return torch.optim.AdamW([{"params": norms, "lr": 3e-2, "weight_decay": 0.0}, {"params": others}], lr=1e-2)
@@ -188,7 +188,7 @@ def test_stages_may_have_other_groups_of_the_configurations_optimizer_and_go_on_
 
 
 def drawn(world):
-    """Of each generator a number, which has to be the same where a run goes on."""
+    """Draw a number from each random generator; a resumed run must draw the same ones."""
     return [random.random(), float(np.random.rand()), float(np.random.randn()), torch.rand(1).item()]
 
 

@@ -1,4 +1,4 @@
-"""Recompute and tiles take less memory and change no result."""
+"""Recompute and tiles: less memory, the same results."""
 
 from __future__ import annotations
 

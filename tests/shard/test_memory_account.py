@@ -1,4 +1,4 @@
-"""Bytes of parameters, gradients and optimizer states are those of the ZeRO paper's formulas."""
+"""Memory account: bytes of parameters, gradients and optimizer states match the ZeRO paper's formulas."""
 
 from __future__ import annotations
 

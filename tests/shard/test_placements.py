@@ -1,4 +1,4 @@
-"""Placements of parameters and gradients: nobody has to ask which one it has."""
+"""Placements of parameters and gradients: no code asks for the kind of placement."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A checkpoint of any stage and number of ranks loads at any other, and training goes on as if nothing had been."""
+"""Checkpoints between ZeRO stages and numbers of ranks: training goes on without a difference."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def load(engine, comm, folder):
     "optimizer", [pytest.param("sgd", marks=pytest.mark.ranks(2)), pytest.param("adamw", marks=pytest.mark.ranks(3))]
 )
 def test_any_stage_goes_on_from_any_other(world, folder, optimizer):
-    """Also on one rank: what N ranks wrote at a stage, one rank reads at another."""
+    """Resume at another stage on all ranks, and on a single rank."""
     alone = world.subgroup([world.rank])
     whole = engine_of(gpt(), world, optimizer, bucket_mb=0.004)
     expected = steps_of(whole, world, tokens, steps=6)

@@ -1,4 +1,4 @@
-"""The same seed and data give the steps of torch's own DDP and FSDP2, which run over gloo beside us."""
+"""Parity with torch: with the same seed and data, our steps match those of DDP and FSDP2 over gloo."""
 
 from __future__ import annotations
 

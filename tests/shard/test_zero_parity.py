@@ -1,4 +1,4 @@
-"""Every stage of sharding trains like one process."""
+"""Parity of every ZeRO stage with training in one process."""
 
 from __future__ import annotations
 
@@ -34,26 +34,26 @@ PLACEMENTS = {
 
 @pytest.fixture(scope="module")
 def expected():
-    """Losses and parameters of one process, by optimizer."""
+    """Return losses and parameters of one process, by optimizer."""
     return {name: alone(m := gpt(), m.loss, OPTIMIZERS[name](m.parameters()), tokens) for name in ("adamw", "sgd")}
 
 
 @pytest.fixture(scope="module")
 def few():
-    """Losses and parameters of one process after four steps."""
+    """Return losses and parameters of one process after four steps."""
     return alone(m := gpt(), m.loss, OPTIMIZERS["adamw"](m.parameters()), tokens, steps=4)
 
 
 @pytest.fixture(scope="module")
 def eight():
-    """Losses and parameters of one process after eight steps, with the attention that devices have."""
+    """Return losses and parameters of one process after eight steps, with the attention kernel that devices use."""
     with sdpa_kernel(SDPBackend.MATH):
         return alone(m := gpt(), m.loss, OPTIMIZERS["adamw"](m.parameters()), tokens, steps=8)
 
 
 @pytest.fixture(scope="module")
 def last_of_forty():
-    """The loss of one process in its 40th step."""
+    """Return the loss of one process in its 40th step."""
     return alone(m := gpt(), m.loss, OPTIMIZERS["adamw"](m.parameters()), tokens, steps=40)[0][-1]
 
 
@@ -84,7 +84,7 @@ def test_steps_of_many_ranks_with_a_sample_or_two_each_are_those_of_one_process(
 @pytest.mark.parametrize("offload", ["", "host"])
 @pytest.mark.parametrize("placement", ["ddp", "zero1", "zero2", "zero3"])
 def test_steps_on_a_device_are_those_on_the_cpu(world, eight, placement, offload, device):
-    """Parameters never share memory there; what the host updates is told apart in the account."""
+    """Compare losses and parameters, and check that the account lists the states on the host separately."""
     with sdpa_kernel(SDPBackend.MATH):
         options = PLACEMENTS[placement] | {"bucket_mb": 0.004, "offload": offload}
         engine = engine_of(gpt().to(device), world, "fused", **options)
@@ -102,7 +102,7 @@ def test_steps_on_a_device_are_those_on_the_cpu(world, eight, placement, offload
 @pytest.mark.parametrize("device", ["pretend"], indirect=True)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_parameters_of_stage_3_kept_on_the_host_train_as_those_on_the_device(world, precision, device, tmp_path):
-    """On the host, and in files; one rank's too, and updated there whatever offload says."""
+    """Keep parameters on the host or in files, on all ranks and on one; they are updated there with any offload."""
     alone = world.split(world.rank)
     with sdpa_kernel(SDPBackend.MATH):
         for comm in (world, alone):
@@ -126,7 +126,7 @@ def test_parameters_of_stage_3_kept_on_the_host_train_as_those_on_the_device(wor
 @pytest.mark.parametrize("device", ["pretend"], indirect=True)
 @pytest.mark.parametrize("placement", ["zero1", "zero3"])
 def test_the_update_on_the_host_skips_and_goes_on_as_the_devices_does(world, placement, device):
-    """16-bit; an update that is left out leaves no gradients behind for the next one."""
+    """Train in 16 bits; a skipped update leaves no gradients behind for the next one."""
     losses = {}
     for offload in ("", "host"):
         engine = engine_of(gpt().to(device), world, "fused", precision="fp16", offload=offload, **PLACEMENTS[placement])
@@ -151,7 +151,7 @@ def take_steps(world, wanted, optimizer, microbatches, steps=10, **options):
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("placement", ["zero1", "zero2-private", "zero3", "zero3-units"])
 def test_norms_of_whole_parameters_that_lamb_and_lars_need_are_those_of_one_process(world, placement):
-    """Shares end in the middle of matrices, and gradients are clipped."""
+    """Use shares that end in the middle of matrices, and clipped gradients."""
     for kind, options in ((Lamb, {"lr": 0.01}), (Lars, {"lr": 0.1, "trust_coefficient": 0.1, "weight_decay": 0.1})):
         whole, model = gpt(), gpt()
         single_process = alone(whole, whole.loss, kind(whole.parameters(), **options), tokens, steps=3)
@@ -203,7 +203,7 @@ def test_what_goes_on_beside_backward_where_a_core_is_free_changes_nothing(world
 
 
 class Branches(nn.Module):
-    """Of two layers the second is used by some batches only: y says so."""
+    """Model of two layers; the second is used only by batches whose y is nonzero."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -251,7 +251,7 @@ KINDS = {
 
 
 class Sometimes:
-    """Training of a layer that is never used and one that some ranks use in some steps, beside that of one process."""
+    """Training of a never used layer and of one that some ranks use in some steps, compared with one process."""
 
     def __init__(self, world, kind):
         self.world, self.kind, self.step = world, kind, 0
@@ -278,7 +278,7 @@ class Sometimes:
         return Engine(model, model.loss, self.optimizer(model), self.world, config_of(**settings))
 
     def train(self, engine, whos, plain=True):
-        """Take a step for each of `whos`, the ranks that use the second layer. plain: compare with one process."""
+        """Take a step per entry of `whos`, the ranks that use the second layer. plain: compare with one process."""
         size, device = self.world.size, engine.device
         for who in whos:
             samples = torch.randn(size, 2, 5, generator=torch.Generator().manual_seed(self.step))
@@ -313,7 +313,7 @@ class Sometimes:
     ],
 )
 def test_a_parameter_that_no_rank_used_in_a_step_is_as_in_torch_not_updated(world, placement, kind):
-    """Neither decayed, nor its states changed, nor its steps counted, by which Adam corrects its averages."""
+    """Check that weight decay, states and the step count, by which Adam corrects its averages, leave it alone."""
     sometimes = Sometimes(world, kind)
     engine = sometimes.engine(**PLACEMENTS[placement])
     sometimes.train(engine, ((), (0,), (), (0,), range(world.size), (), (1,)))

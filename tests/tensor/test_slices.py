@@ -1,4 +1,4 @@
-"""Which elements of a logical tensor a rank's parameter is: every element on exactly one rank, any shape."""
+"""Slices of logical tensors: each element belongs to exactly one rank, for any shape."""
 
 from types import SimpleNamespace
 from typing import cast

@@ -1,4 +1,4 @@
-"""The exchange of activations: sizes that grow, every type, memory that is not shared, and ranks that differ."""
+"""Exchange of activations: growing sizes, every dtype, ranks without shared memory, and ranks that differ."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A whole model: trained like in one process, in 16 bits, with dropout, along the sequence."""
+"""Tensor-parallel GPT: parity with one process, 16 bits, dropout, and division along the sequence."""
 
 import copy
 from dataclasses import replace
@@ -26,7 +26,7 @@ def gpt(ranks, dropout=0.0, vocabulary=257):
 
 
 def pair(world, sequence=False, **options):
-    """(parallel, whole)"""
+    """Return the divided and the whole model."""
     whole = gpt(world.size, **options)
     model = copy.deepcopy(whole)
     return parallelize(model, world, plan_for(model), sequence), whole
@@ -218,7 +218,7 @@ def test_recomputed_blocks_give_the_same_gradients(world, sequence):
 
 
 class Recorder(nn.Module):
-    """Says which elements of a tensor of ones the dropout kept."""
+    """Layer that records which elements of a tensor of ones the dropout kept."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Each layer and function against one process: output, gradient of the input, gradients of the weights."""
+"""Tensor-parallel layers and functions against one process: outputs and the gradients of inputs and weights."""
 
 import copy
 
@@ -270,7 +270,7 @@ def test_a_replicated_parameter_is_told_from_a_part(axis):
 
 
 class Counting(Axis):
-    """Counts the exchanges of each kind."""
+    """Axis that counts the exchanges of each kind."""
 
     def __init__(self, comm):
         super().__init__(comm)
