@@ -55,7 +55,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     part = config.getoption("--slice")
     full = config.getoption("--full") or part
     long = bool(full or config.getoption("--campaign"))
-    chosen, dropped = [], []
+    selected, dropped = [], []
     elsewhere: set[int] = set()  # the sizes at which there are long tests of ranks
     for item in items:
         sizes = item.get_closest_marker("ranks")
@@ -67,10 +67,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         requested = (only_full and in_slice(item.nodeid, part)) if part else is_long == long and (full or not only_full)
         if requested and long and sizes is not None:
             elsewhere.update(sizes.args)
-        (chosen if requested and here else dropped).append(item)
+        (selected if requested and here else dropped).append(item)
     if elsewhere and not RANKS and LABEL:
         (FOLDER / f"long-sizes-{LABEL}").write_text("".join(f"{size}\n" for size in sorted(elsewhere)))
-    items[:] = chosen
+    items[:] = selected
     config.hook.pytest_deselected(items=dropped)
 
 

@@ -169,13 +169,13 @@ def _run(folder: Path) -> list[Path]:
 
 def _each(*reads: Callable[[], Any]) -> list[str]:
     """Return each reader's result as text, or its refusal."""
-    said = []
+    results = []
     for read in reads:
         try:
-            said.append(str(read()))
+            results.append(str(read()))
         except InputError as error:
-            said.append(f"refused: {error}")
-    return said
+            results.append(f"refused: {error}")
+    return results
 
 
 def _watch(folder: Path) -> str:

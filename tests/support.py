@@ -33,10 +33,10 @@ def config_of(**settings: object) -> Config:
     """Return a configuration from settings without sections, as `zero=1, bucket_mb=0.004`; no clipping by default."""
     from mpitrain.config.settings import Config, sections
 
-    known = {key: section for section in ("comm", "run", "train", "parallel") for key in sections()[section]}
+    section_of = {key: section for section in ("comm", "run", "train", "parallel") for key in sections()[section]}
     values: dict[str, dict[str, object]] = {}
     for key, value in {"clip": 0.0, **settings}.items():
-        values.setdefault(known[key], {})[key] = value
+        values.setdefault(section_of[key], {})[key] = value
     return Config.from_dict(values)
 
 

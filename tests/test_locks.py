@@ -62,9 +62,9 @@ def test_a_lease_is_held_by_one_process_and_given_back(lock):
         holder.kill()
         holder.wait()
         began = time.monotonic()
-        taken = locks.take(lock)  # once it was not touched for STALE seconds
+        taken_over = locks.take(lock)  # once it was not touched for STALE seconds
         assert time.monotonic() - began > 1
-        taken.close()
+        taken_over.close()
     finally:
         holder.kill()
         holder.communicate()

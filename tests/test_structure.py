@@ -49,11 +49,11 @@ def test_the_picture_of_the_rooms_shows_those_there_are():
 def test_no_circle_of_files():
     """Check imports at module level, those for type annotations included. Imports inside functions do not count."""
     imports = {name: set(_imports(path, tree)) for path, tree in trees() for name in [_module(path)]}
-    left = dict(imports)
-    while free := [name for name, of in left.items() if not (of & left.keys()) - {name}]:
+    remaining = dict(imports)
+    while free := [name for name, imported in remaining.items() if not (imported & remaining.keys()) - {name}]:
         for name in free:
-            del left[name]
-    assert not left, f"circles among {sorted(left)}"
+            del remaining[name]
+    assert not remaining, f"circles among {sorted(remaining)}"
 
 
 def test_every_file_and_function_is_read_in_one_sitting():
@@ -121,8 +121,8 @@ def _imports(path: Path, tree: ast.Module) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
             for alias in node.names:
                 inner = ROOT.joinpath(*node.module.split("."), alias.name)
-                whole = inner.with_suffix(".py").exists() or inner.is_dir()
-                yield f"{node.module}.{alias.name}" if whole else node.module
+                is_module = inner.with_suffix(".py").exists() or inner.is_dir()
+                yield f"{node.module}.{alias.name}" if is_module else node.module
 
 
 def _outside_functions(body: list[ast.stmt], types: bool) -> Iterator[ast.stmt]:
@@ -145,8 +145,8 @@ def test_ranks_are_asked_for_by_role_not_by_the_name_of_an_axis():
     for path, tree in trees():
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and node.attr in {"data", "pipeline", "tensor"}:
-                of = node.value
-                name = of.attr if isinstance(of, ast.Attribute) else of.id if isinstance(of, ast.Name) else ""
+                base = node.value
+                name = base.attr if isinstance(base, ast.Attribute) else base.id if isinstance(base, ast.Name) else ""
                 assert name != "mesh", f"{path.relative_to(ROOT)}:{node.lineno} asks the mesh for an axis by its name"
 
 

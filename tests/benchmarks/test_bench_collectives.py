@@ -62,7 +62,7 @@ def test_on_a_device_each_way_stands_beside_the_copies_and_the_host(device, tmp_
         for times in result[operation].values():
             assert set(times) == {"staged", "peer", "copies", "host"}
             assert all(0 < t["best"] <= t["median"] < 60 for t in times.values())
-    times = {name: of["median"] for name, of in result["all_reduce"][str(MIB)].items()}
+    times = {name: figures["median"] for name, figures in result["all_reduce"][str(MIB)].items()}
     ratio = times["staged"] / max(times["copies"], times["host"])
     [target] = values["targets"]
     assert float(target["measured"]) == pytest.approx(ratio, abs=0.006) and target["met"] is None

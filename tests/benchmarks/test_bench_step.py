@@ -53,8 +53,8 @@ def test_a_step_on_a_device_is_told_in_tokens_a_second(device, tmp_path):
     values = json.loads((tmp_path / "BENCH-step.json").read_text())
     result = values["results"]["2"]
     assert result["devices"] == 2 and result["backend"] == "mpitrain"
-    for of in result["found"].values():
-        assert of["tokens"] == pytest.approx(2 * 2 * 32 / of["step"]) and of["share"] is None
+    for figures in result["found"].values():
+        assert figures["tokens"] == pytest.approx(2 * 2 * 32 / figures["step"]) and figures["share"] is None
     assert result["found"]["DDP"]["loss"] == pytest.approx(result["found"]["torch DDP"]["loss"], rel=0.03)
     assert [target["met"] for target in values["targets"]] == [None]
 
@@ -68,9 +68,9 @@ def test_operations_of_a_token_are_those_of_its_matrix_products_forwards_and_twi
 
 def test_an_unknown_contender_is_named_with_those_there_are(capsys):
     assert parser().parse(["--only", "ZeRO-2, torch DDP"]).only == ["ZeRO-2", "torch DDP"]
-    with pytest.raises(SystemExit) as left:
+    with pytest.raises(SystemExit) as error:
         main(["--only", "ZeRO-4"])
-    assert left.value.code == 2
+    assert error.value.code == 2
     message = capsys.readouterr().err
     assert "'ZeRO-4'" in message and "ZeRO-3 gathered" in message
 
@@ -149,8 +149,8 @@ def test_memory_of_ones_own_counts_whole_and_shared_memory_once_per_node(world):
         time.sleep(0.1)  # several readings
         private_memory.sum()
         world.barrier()
-    taken = world.all_gather_object(memory.taken)
-    assert sum(taken) / MIB == pytest.approx((16 + 48) * world.size, rel=0.15)
+    bytes_by_rank = world.all_gather_object(memory.taken)
+    assert sum(bytes_by_rank) / MIB == pytest.approx((16 + 48) * world.size, rel=0.15)
     shared.free()
 
 

@@ -98,7 +98,7 @@ def test_tokens_of_complete_steps_after_the_first_and_seconds_to_the_loss_all_re
 
 def test_an_unknown_contender_is_named_with_those_there_are(capsys):
     assert parser().parse(["--only", "sync; local, 16 steps"]).only == ["sync", "local, 16 steps"]
-    with pytest.raises(SystemExit) as left:
+    with pytest.raises(SystemExit) as error:
         main(["--only", "gossip"])
-    assert left.value.code == 2
+    assert error.value.code == 2
     assert "'gossip'" in capsys.readouterr().err

@@ -60,8 +60,8 @@ def test_h5dump_reads_the_view(world, folder):
             out = folder / f"{name}.txt"
             command = ["h5dump", "-y", "-w", "0", "-m", "%.9g", "-d", name, "-o", out, path / "model.h5"]
             subprocess.run(command, check=True, capture_output=True, timeout=30)
-            seen = np.array(out.read_text().replace(",", " ").split(), dtype=np.float32)
-            assert np.array_equal(seen, tensors[f"model/{name}"].float().reshape(-1).numpy())
+            dumped = np.array(out.read_text().replace(",", " ").split(), dtype=np.float32)
+            assert np.array_equal(dumped, tensors[f"model/{name}"].float().reshape(-1).numpy())
         header = subprocess.run(["h5dump", "-H", path / "model.h5"], check=True, capture_output=True, text=True).stdout
         assert '"d.table"' in header and "( 40, 2, 3, 2 )" in header
     world.barrier()
@@ -93,9 +93,9 @@ def test_a_piece_is_cut_into_rectangles_that_hold_its_elements_in_order(data):
     blocks, place = [], 0
     for first, size, at in rectangles(piece, shape):
         assert at == place
-        chosen = tensor[tuple(slice(f, f + s) for f, s in zip(first, size, strict=True))].reshape(-1)
-        blocks.append(chosen)
-        place += len(chosen)
+        block = tensor[tuple(slice(f, f + s) for f, s in zip(first, size, strict=True))].reshape(-1)
+        blocks.append(block)
+        place += len(block)
     assert torch.equal(torch.cat(blocks) if blocks else torch.empty(0, dtype=torch.int64), elements)
     assert kind == "merged" or box.ranges(shape) is not None
     if kind == "whole":

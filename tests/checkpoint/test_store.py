@@ -194,8 +194,8 @@ def test_remains_of_a_damaged_checkpoint_are_kept_under_another_name_and_other_t
         (folder / "c/step-00000003/manifest.json").unlink()
     world.barrier()
     assert store.make_way(3) == []
-    (said,) = store.make_way(2)
-    assert "step-00000003 has no manifest any more; kept as" in said and said.endswith("step-00000003.1")
+    (message,) = store.make_way(2)
+    assert "step-00000003 has no manifest any more; kept as" in message and message.endswith("step-00000003.1")
     store.save(3, parts, {})
     if world.rank == 0:
         (folder / "c/step-00000004").mkdir()

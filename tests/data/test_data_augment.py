@@ -24,12 +24,12 @@ def test_every_image_is_a_crop_of_the_padded_one_perhaps_mirrored(layout):
     turned = {"channels first": lambda t: t, "channels last": lambda t: t.movedim(-1, 1), "grey": lambda t: t[:, None]}
     got = turned[layout](out).expand_as(x)
     padded = functional.pad(x, (2, 2, 2, 2))
-    seen = set()
+    crop_keys = set()
     for image, whole in zip(got, padded, strict=True):
         crops = {(r, c, f): whole[:, r : r + 8, c : c + 6].flip(-1) if f else whole[:, r : r + 8, c : c + 6]
                  for r in range(5) for c in range(5) for f in (False, True)}  # fmt: skip
-        seen.update(key for key, crop in crops.items() if torch.equal(crop, image))
-    assert len(seen) == 50  # each of the 5 x 5 places, mirrored and not, comes in 400 images
+        crop_keys.update(key for key, crop in crops.items() if torch.equal(crop, image))
+    assert len(crop_keys) == 50  # each of the 5 x 5 places, mirrored and not, comes in 400 images
 
 
 def test_what_is_drawn_follows_from_seed_epoch_and_sample_alone(arrays_set):

@@ -110,14 +110,14 @@ def test_a_table_that_is_prepared_like_another_has_its_numbers_and_classes(tmp_p
     data = open_dataset(tmp_path / "new", "train")
     assert data.read(np.arange(2))[1].tolist() == [1, 1]
     assert command("prepare", tmp_path / "new.csv", "--out", tmp_path / "c", *like, "--scale", "standard")[0] == 2
-    for text, said in {
+    for text, message in {
         "kind,colour,age\nperhaps,red,1\n": "'perhaps' is none of the classes of --like ('no', 'yes')",
         "kind,colour,age\nyes,pink,1\n": "line 2, column colour: 'pink' is none of the column's values",
         "kind,age\nyes,1\n": "has no column colour, which the data set of --like has",
     }.items():
         (tmp_path / "new.csv").write_text(text)
         code, _, error = command("prepare", tmp_path / "new.csv", "--out", tmp_path / "wrong", *like)
-        assert code == 2 and said in error and error.count("\n") == 1, error
+        assert code == 2 and message in error and error.count("\n") == 1, error
 
 
 def test_other_ways_with_gaps_and_texts(tmp_path, command):

@@ -141,14 +141,14 @@ def test_a_kill_at_any_call_leaves_nothing_half_made(root, fill, call):
 
 
 def _die_at(name, count, before):
-    original, left = getattr(os, name), [count]
+    original, countdown = getattr(os, name), [count]
 
     def call(*arguments, **how):
-        left[0] -= 1
-        if left[0] == 0 and before:
+        countdown[0] -= 1
+        if countdown[0] == 0 and before:
             os.kill(os.getpid(), signal.SIGKILL)
         result = original(*arguments, **how)
-        if left[0] == 0:
+        if countdown[0] == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         return result
 
@@ -302,10 +302,10 @@ def test_places_where_nothing_can_be_written(open_folder, python):
     for line in lines[:3]:
         assert line.endswith("cannot be written: no permission; ask its owner for access, or use another place")
     assert lines[3].endswith("a.txt/set cannot be written: a file lies where a folder is needed; use another place")
-    rest = out.split("start\n")[1].splitlines()
-    assert rest[:4] == ["2"] * 4
-    assert "python-source cannot be written: no permission" in rest[4]
-    assert rest[5] == str(open_folder / "digits")
+    last_lines = out.split("start\n")[1].splitlines()
+    assert last_lines[:4] == ["2"] * 4
+    assert "python-source cannot be written: no permission" in last_lines[4]
+    assert last_lines[5] == str(open_folder / "digits")
 
 
 def test_a_source_without_permission_is_named(open_folder, python):

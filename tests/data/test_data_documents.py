@@ -89,7 +89,7 @@ def test_files_named_train_and_validation_are_the_splits(tmp_path, command):
 def test_a_tokenizers_own_end_comes_after_each_document_and_each_file(tmp_path, command, tokenizer):
     from tokenizers import Tokenizer
 
-    known = Tokenizer.from_file(str(tokenizer))
+    reference = Tokenizer.from_file(str(tokenizer))
     write_lines(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
     (tmp_path / "texts").mkdir()
     for number, text in enumerate(TEXTS):
@@ -98,8 +98,8 @@ def test_a_tokenizers_own_end_comes_after_each_document_and_each_file(tmp_path, 
         out = tmp_path / f"set-{source}"
         flags = ("--tokenizer", tokenizer, "--out", out, "--held-out", 0)
         assert command("prepare", tmp_path / source, *flags)[0] == 0
-        assert read_manifest(out).document_end == known.token_to_id("<|endoftext|>") == 0
-        assert [known.decode(each.tolist()) for each in documents(out)] == TEXTS
+        assert read_manifest(out).document_end == reference.token_to_id("<|endoftext|>") == 0
+        assert [reference.decode(each.tolist()) for each in documents(out)] == TEXTS
     assert (
         command(
             "prepare", tmp_path / "texts", "--tokenizer", tokenizer, "--end-token", "none", "--out", tmp_path / "joined"
@@ -255,11 +255,11 @@ def test_a_tokenizer_is_the_same_each_time_and_decodes_what_it_encodes(tmp_path,
         assert "tokens" in output
     files = [(tmp_path / out).read_bytes() for out in ("1.json", "2.json", "3.json")]
     assert files[0] == files[1] == files[2]
-    known = Tokenizer.from_file(str(tmp_path / "1.json"))
-    assert known.token_to_id("<|endoftext|>") == 0
+    reference = Tokenizer.from_file(str(tmp_path / "1.json"))
+    assert reference.token_to_id("<|endoftext|>") == 0
     odd = "ünseen ✓ \x00 text \t\n"
-    assert known.decode(known.encode(odd).ids) == odd
-    assert len(known.encode("document straße").ids) < 8
+    assert reference.decode(reference.encode(odd).ids) == odd
+    assert len(reference.encode("document straße").ids) < 8
 
 
 class TestRefused:

@@ -67,7 +67,7 @@ def test_batches_hold_the_samples_of_their_ids_in_the_order_of_the_seed(tokens, 
 def test_stops_and_other_numbers_of_ranks_lose_and_repeat_nothing(tokens, legs, batch, seed):
     """Run some steps on some number of ranks, and pass only the position on to the next number of ranks."""
     data, _ = tokens
-    order, position, seen = SampleOrder(len(data), seed), 0, []
+    order, position, ids = SampleOrder(len(data), seed), 0, []
     for ranks, steps in legs:
         loaders = [
             Loader(data, order, batch=batch, share=share_of(rank, ranks), position=position, workers=rank % 2)
@@ -77,15 +77,15 @@ def test_stops_and_other_numbers_of_ranks_lose_and_repeat_nothing(tokens, legs, 
             for loader in loaders:
                 got = next(loader)
                 assert got.position == position
-                seen += got.ids.tolist()
+                ids += got.ids.tolist()
             position += batch
         for loader in loaders:
             loader.close()
-    assert len(seen) == position
-    epochs, rest = divmod(position, len(data))
+    assert len(ids) == position
+    epochs, remainder = divmod(position, len(data))
     for epoch in range(epochs):
-        assert sorted(seen[epoch * len(data) : (epoch + 1) * len(data)]) == list(range(len(data)))
-    assert len(set(seen[epochs * len(data) :])) == rest
+        assert sorted(ids[epoch * len(data) : (epoch + 1) * len(data)]) == list(range(len(data)))
+    assert len(set(ids[epochs * len(data) :])) == remainder
 
 
 def test_slow_reads_come_in_order(tokens):
@@ -181,8 +181,8 @@ def test_evaluation_is_spread_evenly_with_a_ragged_last_batch(tokens, ranks, sam
             ids += one.ids.tolist()
             for i, x in zip(one.ids, one.x, strict=True):
                 assert np.array_equal(x, content[10 * i : 10 * i + 10])
-    chosen = min(samples, len(data))
-    assert ids == [place * len(data) // chosen for place in range(chosen)]
+    count = min(samples, len(data))
+    assert ids == [place * len(data) // count for place in range(count)]
 
 
 def test_loading_costs_the_training_thread_little(tokens_set):
@@ -214,18 +214,18 @@ def test_a_device_gets_the_samples_that_the_host_reads(tokens, device, workers):
 
 @pytest.mark.parametrize("device", ["pretend"], indirect=True)
 def test_batches_of_any_form_go_to_a_device_ahead_and_an_error_comes_in_its_turn(device):
-    asked = []
+    drawn = []
 
     def batches():
         for number in range(4):
-            asked.append(number)
+            drawn.append(number)
             yield {"x": torch.full((3,), float(number)), "of": [(torch.tensor(number), "name")]}
         raise InputError("no more")
 
     coming = on_device(batches(), device, ahead=2)
     for number in range(4):
         batch = next(coming)
-        assert len(asked) == min(number + 3, 4)
+        assert len(drawn) == min(number + 3, 4)
         ((label, name),) = batch["of"]
         assert batch["x"].tolist() == [number] * 3 and (int(label), name) == (number, "name")
     with pytest.raises(InputError, match="no more"):

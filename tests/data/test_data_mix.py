@@ -20,10 +20,10 @@ def test_every_prefix_has_each_data_set_by_its_weight_to_within_one_sample(parts
     weights = Weights([float(part) for part in parts])
     pattern = weights.pattern
     for number, part in enumerate(weights.parts):
-        taken = np.cumsum(pattern == number)
-        owed = np.arange(1, len(pattern) + 1) * part
-        assert (abs(taken * weights.period - owed) < weights.period).all()
-        assert taken[-1] == part
+        counts = np.cumsum(pattern == number)
+        targets = np.arange(1, len(pattern) + 1) * part
+        assert (abs(counts * weights.period - targets) < weights.period).all()
+        assert counts[-1] == part
 
 
 def test_weights_mean_what_is_written():

@@ -29,14 +29,14 @@ def test_any_epoch_of_any_size_is_a_permutation(samples, seed, epoch):
 @given(samples=st.integers(1, 50), batch=st.integers(1, 70), ranks=st.integers(1, 9), seed=SEEDS)
 def test_each_sample_comes_once_per_epoch_whatever_the_batch_and_the_ranks(samples, batch, ranks, seed):
     order, epochs = SampleOrder(samples, seed), 4
-    seen = []
+    ids = []
     for position in range(0, epochs * samples, batch):
         for rank in range(ranks):
             start, stop = batch * rank // ranks, batch * (rank + 1) // ranks
-            seen += order.ids(position + start, stop - start).tolist()
+            ids += order.ids(position + start, stop - start).tolist()
     for epoch in range(epochs):
-        assert sorted(seen[epoch * samples : (epoch + 1) * samples]) == list(range(samples))
-    assert seen == order.ids(0, len(seen)).tolist()
+        assert sorted(ids[epoch * samples : (epoch + 1) * samples]) == list(range(samples))
+    assert ids == order.ids(0, len(ids)).tolist()
 
 
 def test_the_order_never_changes_between_versions():

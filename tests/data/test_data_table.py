@@ -61,8 +61,8 @@ def test_fractions_are_numbers_to_predict(tmp_path, command):
 )
 def test_the_label_column_by_name_and_number(tmp_path, command, header, label):
     source = write(tmp_path / "a.csv", KINDS, header=header, at=0)
-    chosen = ["--label", label] if label else []
-    code, out, _ = command("prepare", source, "--out", tmp_path / "set", "--held-out", 0, *chosen)
+    label_options = ["--label", label] if label else []
+    code, out, _ = command("prepare", source, "--out", tmp_path / "set", "--held-out", 0, *label_options)
     assert code == 0
     assert f"label: column {header[0] if header else 1}" in out
     np.testing.assert_allclose(everything(tmp_path / "set")[0], ROWS, rtol=1e-6)

@@ -131,13 +131,13 @@ def test_a_repetition_lasts_from_the_first_start_to_the_last_end(world):
 
 @pytest.mark.ranks(2, 3)
 def test_contenders_take_turns_and_all_ranks_get_the_same_times(world):
-    seen: list[str] = []
+    calls: list[str] = []
     contenders = {
-        "a": Contender(lambda: seen.append("a"), lambda: seen.append("prepare"), single=True),
-        "b": Contender(lambda: seen.append("b"), single=True),
+        "a": Contender(lambda: calls.append("a"), lambda: calls.append("prepare"), single=True),
+        "b": Contender(lambda: calls.append("b"), single=True),
     }
     times = interleaved(world, contenders, repeats=4)
-    assert seen == ["prepare", "a", "b"] * 6  # two rounds to warm up
+    assert calls == ["prepare", "a", "b"] * 6  # two rounds to warm up
     times_by_rank = world.all_gather_object([list(times["a"].all), list(times["b"].all)])
     assert all(one == times_by_rank[0] for one in times_by_rank) and len(times_by_rank[0][0]) == 4
 

@@ -50,10 +50,10 @@ def test_a_small_process_started_by_a_large_one_does_not_inherit_its_peak():
 
 
 def test_without_proc_the_peak_comes_from_getrusage_in_bytes(monkeypatch, tmp_path):
-    known = peak_memory_bytes()
+    peak = peak_memory_bytes()
     monkeypatch.setattr(proc, "PROC", tmp_path)
     # the process that started this one may have been larger, never smaller by a unit's factor
-    assert 0.8 * known < peak_memory_bytes() < 100 * known
+    assert 0.8 * peak < peak_memory_bytes() < 100 * peak
     assert memory_bytes() == peak_memory_bytes()
 
 

@@ -220,7 +220,7 @@ def test_a_run_without_a_step_says_why(tmp_path, capsys):
 
 def test_step_times_of_several_runs_are_counted_in_the_same_bins():
     fast, slow = np.linspace(0.9, 1.1, 90), np.append(np.linspace(1.9, 2.1, 89), 500.0)
-    (_, edges, _), (shares, same, more) = (histogram(of, among=[fast, slow]) for of in (fast, slow))
+    (_, edges, _), (shares, same, more) = (histogram(times, among=[fast, slow]) for times in (fast, slow))
     assert np.array_equal(edges, same) and edges[0] == 0.9 and edges[-1] <= 5 * 2.1
     assert more == 1 and shares.sum() == pytest.approx(89 / 90)
 

@@ -90,9 +90,9 @@ def test_offline_every_tracker_has_the_figures_of_each_step_once_also_after_a_re
     prepare([str(tmp_path / "a.txt")], tmp_path / "text")
     (tmp_path / "own.py").write_text(OWN)
     (tmp_path / "sitecustomize.py").write_text(WITHOUT_NETWORK)
-    run, asked = tmp_path / "r", ["--monitor.tracker", "own:Own", "--monitor.project", "families"]
-    asked += [word for tool in ("wandb", "mlflow", "tensorboard") for word in (f"--monitor.{tool}", "true")]
-    arguments = ("--run.dir", run, "--data.path", tmp_path / "text", *SMALL, *asked)
+    run, tracker_flags = tmp_path / "r", ["--monitor.tracker", "own:Own", "--monitor.project", "families"]
+    tracker_flags += [word for tool in ("wandb", "mlflow", "tensorboard") for word in (f"--monitor.{tool}", "true")]
+    arguments = ("--run.dir", run, "--data.path", tmp_path / "text", *SMALL, *tracker_flags)
     home = {"HOME": str(tmp_path), "NETRC": str(tmp_path / "none"), "PYTHONPATH": str(tmp_path)}
     for name in [name for name in os.environ if name.startswith(("WANDB_", "MLFLOW_"))]:
         monkeypatch.delenv(name)
@@ -100,10 +100,10 @@ def test_offline_every_tracker_has_the_figures_of_each_step_once_also_after_a_re
         all_arguments = (*arguments, "--train.steps", steps, "--optim.warmup", 2)
         ended = forked.run("train", *all_arguments, cwd=tmp_path, timeout=100, **home)
         assert ended.returncode == 0, ended.stderr
-        said = (ended.stdout + ended.stderr).lower()
-        assert "wandb:" not in said and "mlflow " not in said and "warning" not in said, said
+        output = (ended.stdout + ended.stderr).lower()
+        assert "wandb:" not in output and "mlflow " not in output and "warning" not in output, output
         failed = "tracker own failed and is left out from step 3 on: runtimeerror: no more (own.py:"
-        assert said.count(failed) == (steps == 4)
+        assert output.count(failed) == (steps == 4)
     assert not (tmp_path / "network").exists()
 
     losses = [(line["step"], line["loss"]) for line in read_metrics(run)]
@@ -172,12 +172,12 @@ def test_one_that_fails_is_told_once_and_the_others_go_on():
         def close(self):
             raise ValueError("closed twice")
 
-    said, keeps = [], Keeps()
-    tracking = Tracking([Fails(), keeps], said.append)
+    messages, keeps = [], Keeps()
+    tracking = Tracking([Fails(), keeps], messages.append)
     for step in (1, 2):
         tracking.log(step, {"time": 1.0, "loss": 0.5, "samples": 4, "skipped": True, "ids": [1], "grad_norm": None})
     tracking.close()
     assert keeps.seen == [(1, {"loss": 0.5, "samples": 4}), (2, {"loss": 0.5, "samples": 4})]
-    assert [text.split(":")[0] for text in said] == [
+    assert [text.split(":")[0] for text in messages] == [
         "tracker Fails failed and is left out from step 1 on", "tracker Keeps failed as it ended",
     ]  # fmt: skip

@@ -59,11 +59,11 @@ class Screen:
 
     def until(self, *words, seconds=100):
         """Return the first frame from now on that has all the words."""
-        deadline, seen = time.monotonic() + seconds, len(self.frames())
+        deadline, count = time.monotonic() + seconds, len(self.frames())
         while time.monotonic() < deadline:
             if select.select([self._ours], [], [], 0.2)[0] and not self._read():
                 break
-            for frame in self.frames()[max(0, seen - 1) :]:
+            for frame in self.frames()[max(0, count - 1) :]:
                 if all(word in frame for word in words):
                     return frame
         raise AssertionError(f"no frame with {words}; the last: {self.frames()[-1]}")

@@ -260,16 +260,16 @@ def test_names_are_those_of_the_whole_model(world):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", SCHEDULES)
 def test_who_watches_sees_every_step_in_the_order_of_the_schedule(world, kind):
-    options, model, seen = SCHEDULES[kind], gpt(), []
+    options, model, recorded = SCHEDULES[kind], gpt(), []
 
     def watched(step, call):
-        return lambda: (seen.append(step), call())
+        return lambda: (recorded.append(step), call())
 
     pipeline = Pipeline(model, model.loss, world, **options)
     pipeline.watched = watched
     pipeline.forward_backward(tokens(4), even(4))
     schedule = make_schedule(options["schedule"], 2, 4, options.get("chunks", 1), options.get("slices", 1))
-    assert tuple(step for step in seen if isinstance(step, Compute)) == schedule.steps[world.rank]
+    assert tuple(step for step in recorded if isinstance(step, Compute)) == schedule.steps[world.rank]
 
 
 @pytest.mark.ranks(2)

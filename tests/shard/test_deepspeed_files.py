@@ -35,8 +35,8 @@ def asked(read, key):
         return tuple(read.trackers)
     if key == "bucket_mb":
         return read.config.comm.bucket_mb
-    of = next((section for section in (train, parallel) if hasattr(section, key)), read)
-    return getattr(read if key == "schedule" else of, key)
+    holder = next((section for section in (train, parallel) if hasattr(section, key)), read)
+    return getattr(read if key == "schedule" else holder, key)
 
 
 @pytest.mark.parametrize("name", [*FILES, *READ])

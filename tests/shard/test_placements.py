@@ -17,8 +17,8 @@ from mpitrain.shard.parameters import Parameters, ReplicatedParameters, ShardedP
 def test_nothing_asks_which_placement_it_has():
     placements = {
         kind.__name__
-        for of in (Parameters, Gradients)
-        for kind in (of, *of.__subclasses__(), ShardedParameters, ShardedGradients, WholeGradients)
+        for base in (Parameters, Gradients)
+        for kind in (base, *base.__subclasses__(), ShardedParameters, ShardedGradients, WholeGradients)
     }
     assert len(placements) >= 8
     package = Path(mpitrain.__file__).parent

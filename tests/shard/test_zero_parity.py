@@ -92,7 +92,7 @@ def test_steps_on_a_device_are_those_on_the_cpu(world, eight, placement, offload
     assert losses == pytest.approx(eight[0], rel=0, abs=2e-6)
     close(engine, eight[1])
     account = engine.memory()
-    states = [t for of in engine.optimizer.state.values() for t in of.values() if t.numel() > 1]
+    states = [t for state in engine.optimizer.state.values() for t in state.values() if t.numel() > 1]
     assert {t.is_cpu for t in states} == {bool(offload)}
     assert (account.host >= account.states > 0) if offload else account.host == 0
     engine.close()
@@ -335,10 +335,10 @@ def test_steps_that_a_parameter_missed_are_saved_and_read_at_every_stage(world, 
             engine = sometimes.engine(**PLACEMENTS[name])
             manifest = store.load(saved, engine.parts_to_load)
             engine.finish_load(manifest)
-        assert not any("never" in of for of in manifest.tensors if of.startswith("optimizer/"))
+        assert not any("never" in key for key in manifest.tensors if key.startswith("optimizer/"))
     sometimes.train(engine, ((0,), (), range(world.size)))
     counts = sorted({float(state["step"]) for state in engine.optimizer.state.values() if state})
-    counts = sorted({count for of in world.all_gather_object(counts) for count in of})
+    counts = sorted({count for of_rank in world.all_gather_object(counts) for count in of_rank})
     assert len(counts) == 2 and counts[-1] == sometimes.step
     engine.close()
 

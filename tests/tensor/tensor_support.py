@@ -21,17 +21,17 @@ def assemble(world, parameter: torch.Tensor, values: torch.Tensor) -> torch.Tens
     """Return the whole model's tensor from every rank's `values`; `parameter` says where they belong."""
     part = logical_of(parameter)
     whole = torch.zeros(part.shape, dtype=torch.float64).view(-1)
-    seen = torch.zeros_like(whole)
+    copies = torch.zeros_like(whole)
     flat = values.detach().contiguous().view(-1).double()
     assert flat.numel() == part.numel
     for place, piece in part.pieces("it", 0, flat.numel()):
         for start, length, at in zip(*(runs.tolist() for runs in piece.runs()), strict=True):
             whole[start : start + length] = flat[place + at : place + at + length]
-            seen[start : start + length] += 1
+            copies[start : start + length] += 1
     world.all_reduce(whole)
-    world.all_reduce(seen)
-    assert (seen == (world.size if is_replicated(parameter) else 1)).all()
-    return (whole / seen).view(part.shape).to(values.dtype)
+    world.all_reduce(copies)
+    assert (copies == (world.size if is_replicated(parameter) else 1)).all()
+    return (whole / copies).view(part.shape).to(values.dtype)
 
 
 def check_gradients(world, model: nn.Module, whole: nn.Module, **close: float) -> None:

@@ -30,13 +30,13 @@ def test_every_element_is_on_one_rank_where_the_slice_says(shape, dim, features,
     assembled = torch.full_like(whole, -1).view(-1)
     for rank in range(size):
         part = part_of(whole, dim, features, cast(Axis, SimpleNamespace(rank=rank, size=size, names=("tensor",))))
-        said = logical_of(part)
-        assert said.shape == shape and said.numel == part.numel() and not is_replicated(part)
+        logical = logical_of(part)
+        assert logical.shape == shape and logical.numel == part.numel() and not is_replicated(part)
         flat = part.detach().view(-1)
         half = flat.numel() // 2  # a sharded optimizer has some elements of a rank's part
         for lo, hi in ((0, half), (half, flat.numel())):
             stretch = flat[lo:hi]
-            for place, piece in said.pieces("w", lo, hi):
+            for place, piece in logical.pieces("w", lo, hi):
                 for at, to, length in zip(*stretches(piece, Piece.whole("w", whole.numel())), strict=True):
                     target = assembled[to : to + length]
                     assert (target == -1).all()
