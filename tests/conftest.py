@@ -1,4 +1,4 @@
-"""How the suite runs under mpirun: which tests at which size, and one outcome for all ranks.
+"""Test collection and outcomes under mpirun: the tests of each world size, and one outcome for all ranks.
 
 A test marked `ranks(1, 2, 3)` runs at those world sizes only, on every rank at once. At its end the ranks agree on
 the outcome, so a failure on one rank is a failure on all and nobody is left waiting. Unmarked tests run once, in one
@@ -37,13 +37,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """Under mpirun, files without a test of this size are not even imported: with many ranks that takes long."""
+    """Skip importing files that have no test of this world size: with many ranks, imports take long."""
     if not RANKS or not collection_path.name.startswith("test_"):
         return None
     marks = re.findall(r"\bmark\.ranks\(([^)]*)\)", collection_path.read_text(encoding="utf-8"))
     numbers = [[part.strip() for part in mark.split(",")] for mark in marks]
-    told = all(part.isdigit() for parts in numbers for part in parts if part)
-    return True if told and not any(str(RANKS) in parts for parts in numbers) else None
+    is_numeric = all(part.isdigit() for parts in numbers for part in parts if part)
+    return True if is_numeric and not any(str(RANKS) in parts for parts in numbers) else None
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -55,7 +55,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     part = config.getoption("--slice")
     full = config.getoption("--full") or part
     long = bool(full or config.getoption("--campaign"))
-    chosen, dropped = [], []
+    selected, dropped = [], []
     elsewhere: set[int] = set()  # the sizes at which there are long tests of ranks
     for item in items:
         sizes = item.get_closest_marker("ranks")
@@ -64,18 +64,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             here = here and (RANKS in ON_PRETEND or not set(sizes.args) & set(ON_PRETEND))
         only_full = item.get_closest_marker("full") is not None
         is_long = only_full or item.get_closest_marker("campaign") is not None
-        wanted = (only_full and in_slice(item.nodeid, part)) if part else is_long == long and (full or not only_full)
-        if wanted and long and sizes is not None:
+        requested = (only_full and in_slice(item.nodeid, part)) if part else is_long == long and (full or not only_full)
+        if requested and long and sizes is not None:
             elsewhere.update(sizes.args)
-        (chosen if wanted and here else dropped).append(item)
+        (selected if requested and here else dropped).append(item)
     if elsewhere and not RANKS and LABEL:
         (FOLDER / f"long-sizes-{LABEL}").write_text("".join(f"{size}\n" for size in sorted(elsewhere)))
-    items[:] = chosen
+    items[:] = selected
     config.hook.pytest_deselected(items=dropped)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """The pretend accelerator is loaded, but not shown, before anything computes gradients: see pretend.load."""
+    """Load the pretend accelerator, still hidden, before anything computes gradients: see `pretend.load`."""
     if any(map(_is_on_pretend, session.items)):
         import pretend
 
@@ -84,7 +84,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def _is_on_pretend(item: pytest.Item) -> bool:
-    """Whether a test works on the pretend accelerator: on that device, or by a way of carrying device memory."""
+    """Return whether a test uses the pretend accelerator, as its device or to transport device memory."""
     called = getattr(item, "callspec", None)
     params = called.params if called is not None else {}
     return params.get("device") == "pretend" or params.get("way", "cpu") != "cpu"
@@ -92,13 +92,13 @@ def _is_on_pretend(item: pytest.Item) -> bool:
 
 @pytest.fixture(params=["cpu", "pretend"])
 def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
-    """The CPU; and, in a second test, the pretend accelerator's device of this rank.
+    """Return the CPU and, in a second test, this rank's device of the pretend accelerator.
 
-    Its work runs only when something waits for it. A test for the accelerator alone:
+    Work on the accelerator runs only when something waits for it. For a test on the accelerator alone:
 
         @pytest.mark.parametrize("device", ["pretend"], indirect=True)
 
-    One that starts jobs passes the kind on: `support.job(…, device=device.type)`.
+    A test that starts jobs passes the kind on: `support.job(…, device=device.type)`.
     """
     import torch
 
@@ -114,7 +114,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
 
 @pytest.fixture(scope="session")
 def world():
-    """The communicator over all ranks, in debug mode: ranks that diverge get an error, not a hang."""
+    """Return the communicator over all ranks, in debug mode: ranks that diverge get an error instead of hanging."""
     import mpitrain
 
     return mpitrain.init(timeout=OPERATION_TIMEOUT, debug=True)
@@ -122,13 +122,13 @@ def world():
 
 @pytest.fixture
 def folder(world, mpi_tmp_path) -> Path:
-    """An empty folder, the same on all ranks."""
+    """Return an empty folder, the same on all ranks."""
     return Path(world.broadcast_object(str(mpi_tmp_path)))
 
 
 @pytest.fixture(scope="session")
 def forked() -> Warm:
-    """Runs commands in processes of their own that need not import torch."""
+    """Return a runner of commands in forked processes, which need not import torch."""
     from warm import shared
 
     return shared()
@@ -153,18 +153,18 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):
 
 
 def _record_failure(report: pytest.TestReport) -> None:
-    """Write the end of a failure to a file at once: the other ranks may hang, and nobody gets to pytest's summary."""
+    """Write the end of a failure to a file at once: if other ranks hang, pytest never prints its summary."""
     with (FOLDER / f"{LABEL}-{RANKS}-rank-{RANK}.failed").open("a", encoding="utf-8") as file:
         file.write(f"-- {report.nodeid} ({report.when}) failed on rank {RANK} of {RANKS or 1}, {LABEL}:\n")
         file.write(f"{str(report.longrepr)[-3000:]}\n")
 
 
 def _agree(report: pytest.TestReport, failure: str | None) -> None:
-    """Fail on every rank what failed on any.
+    """Fail a test on every rank if it failed on any.
 
     Args:
-        report: The last report of a test.
-        failure: The end of what failed on this rank, in any phase.
+        report: Last report of a test.
+        failure: End of the failure on this rank, in any phase.
     """
     import mpitrain
     from mpitrain.errors import CommunicationError
@@ -185,7 +185,7 @@ def _agree(report: pytest.TestReport, failure: str | None) -> None:
 
 
 class _Counts:
-    """Tests passed, failed and skipped."""
+    """Numbers of tests passed, failed and skipped."""
 
     def __init__(self) -> None:
         self.passed = self.failed = self.skipped = 0

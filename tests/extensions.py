@@ -1,4 +1,4 @@
-"""What a user adds from outside of the package: each of these is all that it takes."""
+"""User extensions outside of the package; each is complete as it stands."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def lines_of_numbers() -> Kind:
         )
 
         def blocks(held_out):
-            kept = round(len(x) * (1 - held_out))
-            yield "train", (x[:kept], y[:kept])
-            if kept < len(x):
-                yield "held_out", (x[kept:], y[kept:])
+            train_rows = round(len(x) * (1 - held_out))
+            yield "train", (x[:train_rows], y[:train_rows])
+            if train_rows < len(x):
+                yield "held_out", (x[train_rows:], y[train_rows:])
 
         return Source("arrays", fields, blocks, files=len(found))
 
@@ -73,7 +73,7 @@ class Best(mt.Callback):
 
 
 def write_numbers(path: Path, rows: int = 64) -> None:
-    """Points on either side of a line."""
+    """Write points on either side of a line."""
     points = np.random.default_rng(1).normal(size=(rows, 3))
     path.write_text("".join(f"{a:.4f} {b:.4f} {c:.4f} {int(a + b > c)}\n" for a, b, c in points))
 

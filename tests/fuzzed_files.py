@@ -1,4 +1,4 @@
-"""Valid files of every kind that is read, their readers, and what damages them: for `test_fuzzed_files`."""
+"""Valid files of every kind that the package reads, their readers, and their damage, for `test_fuzzed_files`."""
 
 from __future__ import annotations
 
@@ -79,12 +79,12 @@ def damaged(data: bytes, chance: random.Random) -> bytes:
 
 @dataclass(frozen=True)
 class FileKind:
-    """A kind of file.
+    """Kind of file.
 
     Attributes:
-        make: Writes valid files into an empty folder, and returns those that are damaged, one at a time.
-        read: Reads them all from that folder; returns something whose text says what was read.
-        exact: Whether what is read from damaged files is what was written, or it is refused: there are hashes.
+        make: Function that writes valid files into an empty folder, and returns those to be damaged, one at a time.
+        read: Function that reads them all from that folder; the text of its result shows what was read.
+        exact: True if damaged files are read right or refused, because the kind has hashes.
     """
 
     make: Callable[[Path], list[Path]]
@@ -160,22 +160,22 @@ def _megatron() -> dict[str, bytes]:
 
 
 def _run(folder: Path) -> list[Path]:
-    made = make_run(folder / "run", Story(ranks=2, steps=10, killed_at=0, save_every=5))
-    (made / "logs").mkdir()
-    (made / "logs/rank-00000.log").write_text("2026-01-31T23:59:59.123 rank 0 WARNING it is slow\n")
+    run = make_run(folder / "run", Story(ranks=2, steps=10, killed_at=0, save_every=5))
+    (run / "logs").mkdir()
+    (run / "logs/rank-00000.log").write_text("2026-01-31T23:59:59.123 rank 0 WARNING it is slow\n")
     files = ("metrics.jsonl", "events.jsonl", "ranks/rank-00001.jsonl", "config.toml", "logs/rank-00000.log")
-    return [made / name for name in files]
+    return [run / name for name in files]
 
 
 def _each(*reads: Callable[[], Any]) -> list[str]:
-    """What each reader says; one that refuses leaves the others their turn."""
-    said = []
+    """Return each reader's result as text, or its refusal."""
+    results = []
     for read in reads:
         try:
-            said.append(str(read()))
+            results.append(str(read()))
         except InputError as error:
-            said.append(f"refused: {error}")
-    return said
+            results.append(f"refused: {error}")
+    return results
 
 
 def _watch(folder: Path) -> str:
@@ -221,7 +221,7 @@ def _dataset(folder: Path) -> list[Path]:
 
 @contextmanager
 def without_pictures() -> Iterator[None]:
-    """As if matplotlib were not installed: a picture takes seconds."""
+    """Hide matplotlib in this context: a picture takes seconds."""
     with patch.dict(sys.modules, {"matplotlib.figure": None}):
         yield
 

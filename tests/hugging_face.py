@@ -1,4 +1,4 @@
-"""Tiny models of transformers in folders, as `save_pretrained` writes them."""
+"""Tiny transformers models in folders, as `save_pretrained` writes them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROTARY = {
 
 
 def configuration(family: str, **changes):
-    """A small configuration of a family of causal language models, without dropout."""
+    """Return a small configuration of a family of causal language models, without dropout."""
     import transformers
 
     if family == "gpt2":
@@ -32,7 +32,7 @@ def configuration(family: str, **changes):
 
 
 def language_model(family: str, **changes):
-    """A model with random weights, the same at each call, none of which is 0 or 1."""
+    """Return a model with random weights, the same at each call, none of which is 0 or 1."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(7)
@@ -45,6 +45,6 @@ def language_model(family: str, **changes):
 
 
 def save(folder: Path, family: str, **changes) -> Path:
-    """A folder with config.json and model.safetensors."""
+    """Write a folder with config.json and model.safetensors."""
     language_model(family, **changes).save_pretrained(folder)
     return folder

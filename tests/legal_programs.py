@@ -1,4 +1,4 @@
-"""Random programs of messages and collectives that cannot deadlock, whatever their ranks wait for when.
+"""Random programs of messages and collectives that cannot deadlock, in whatever order their ranks wait.
 
 All events of a program are in one order. Every rank posts its part of them in that order, and waits for what it has
 begun at a random later place:
@@ -34,17 +34,17 @@ LIMIT = 50.0  # seconds
 
 @dataclass(frozen=True)
 class Event:
-    """A message or a collective.
+    """Message or collective.
 
     Attributes:
-        number: Its place in the order of the program.
-        kind: "message" or the name of a collective.
+        number: Position in the order of the program.
+        kind: "message", or the name of a collective.
         group: Number of the group.
-        ranks: The ranks of the world that take part: of a message, its source and destination.
+        ranks: World ranks that take part; for a message, source and destination.
         numel, dtype: Elements of a message, or of one rank's block.
         root: Rank in the group, of a collective that has one.
-        any_source: Whether the destination does not name the source.
-        later: Ranks that begin it and wait later; of a collective all of them or none.
+        any_source: True if the destination does not name the source.
+        later: Ranks that begin it and wait later; for a collective, all or none.
     """
 
     number: int
@@ -60,7 +60,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Step:
-    """What a rank does: it posts an event, or waits for one ("wait", "limit" or "poll") that it has posted."""
+    """Action of a rank: to post an event, or to wait ("wait", "limit" or "poll") for one that it has posted."""
 
     act: str
     event: Event
@@ -68,7 +68,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Program:
-    """The groups, as ranks of the world, and the steps of each rank."""
+    """Groups, as world ranks, and the steps of each rank."""
 
     groups: tuple[tuple[int, ...], ...]
     steps: tuple[tuple[Step, ...], ...]
@@ -118,13 +118,13 @@ def _steps(chance: random.Random, rank: int, order: Sequence[Event]) -> tuple[St
 
 
 def values(event: Event, rank: int, blocks: int = 1) -> torch.Tensor:
-    """Return what a rank of the event contributes: small numbers, so that sums are exact in every type."""
+    """Return a rank's contribution to the event: small numbers, so that sums are exact in every type."""
     places = torch.arange(event.numel * blocks, dtype=torch.int64)
     return ((7 * places + 5 * rank + 13 * event.number) % 11).to(event.dtype)
 
 
 def wanted(event: Event, rank: int) -> torch.Tensor | None:
-    """Return what a rank of the event ends with; None for nothing."""
+    """Return a rank's result of the event, or None if it has none."""
     ranks, n = event.ranks, event.numel
     if event.kind == "message":
         return values(event, ranks[0]) if rank == ranks[1] else None
@@ -143,14 +143,14 @@ def wanted(event: Event, rank: int) -> torch.Tensor | None:
 
 
 class OverCommunicators:
-    """Performs steps with mpitrain's communicators."""
+    """Steps performed with mpitrain's communicators."""
 
     def __init__(self, world, groups):
         self.rank = world.rank
         self.comms = [world.subgroup(ranks) for ranks in groups]
 
     def post(self, event: Event, later: bool):
-        """Returns the handle, None if the event is complete, and the tensor that holds the result."""
+        """Post the event; return its handle, None if it is complete, and the tensor that holds the result."""
         comm, kind, ranks = self.comms[event.group], event.kind, event.ranks
         if kind == "message":
             return self._message(comm, event, later)
@@ -179,7 +179,7 @@ class OverCommunicators:
         return list(self.comms[event.group].world_ranks).index(rank)
 
     def wait(self, work, how: str) -> None:
-        """Return when it is complete."""
+        """Wait until the event is complete."""
         if how == "poll":
             deadline = time.monotonic() + LIMIT
             while not work.done():
@@ -196,14 +196,14 @@ class OverCommunicators:
 
 
 class OverTorch:
-    """Performs steps with torch.distributed, whatever its backend is."""
+    """Steps performed with torch.distributed and any of its backends."""
 
     def __init__(self, groups):
         self.rank = dist.get_rank()
         self.groups = [dist.new_group(list(ranks)) for ranks in groups]
 
     def post(self, event: Event, later: bool):
-        """Returns the handle, None if the event is complete, and the tensor that holds the result."""
+        """Post the event; return its handle, None if it is complete, and the tensor that holds the result."""
         group, kind, ranks = self.groups[event.group], event.kind, event.ranks
         if kind == "message":
             return self._message(group, event, later)
@@ -229,7 +229,7 @@ class OverTorch:
         return (dist.irecv if later else dist.recv)(x, None if event.any_source else source, **how), x
 
     def wait(self, work, how: str) -> None:
-        """Return when it is complete."""
+        """Wait until the event is complete."""
         if how == "poll":
             deadline = time.monotonic() + LIMIT
             while not work.is_completed():
@@ -239,7 +239,7 @@ class OverTorch:
 
 
 def perform(program: Program, over) -> None:
-    """Perform this rank's steps, and compare what every event ends with."""
+    """Perform this rank's steps, and compare the result of every event."""
     under_way = {}
     for step in program.steps[over.rank]:
         event = step.event

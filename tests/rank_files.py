@@ -1,4 +1,4 @@
-"""Reads RUN/ranks/rank-00003.jsonl apart from what the report reads it with."""
+"""Reader of RUN/ranks/rank-00003.jsonl, independent of the report's reader."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any
 
 @dataclass
 class RankRecord:
-    """starts: the header of each start of the job. lines: of the steps, in their order, each of which stands once."""
+    """Records of a rank. starts: the header of each start of the job. lines: the steps' lines, in order, once each."""
 
     starts: list[dict[str, Any]] = field(default_factory=list)
     lines: list[dict[str, Any]] = field(default_factory=list)
 
     def keep(self, step: int) -> None:
-        """Drop the lines of later steps, which were taken again."""
+        """Drop the lines of later steps, which the run repeated."""
         self.lines = [line for line in self.lines if line["step"] <= step]
 
 
 def read_rank_files(folder: Path) -> dict[int, RankRecord]:
-    """What all ranks of a run wrote, by rank. A rank that a later start had no more keeps what it did before that."""
+    """Return the records of all ranks. A rank that a later start lacks keeps its lines from before that start."""
     records: dict[int, RankRecord] = {}
     for path in sorted((folder / "ranks").glob("rank-*.jsonl")):
         record = records[int(path.stem.split("-")[1])] = RankRecord()

@@ -1,4 +1,4 @@
-"""Starting jobs from tests: real mpirun, real ranks, always with a time limit."""
+"""Helpers that start jobs from tests: real mpirun, real ranks, always with a time limit."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ fp32 = { 256 = "50 Gflop/s" }
 
 
 def config_of(**settings: object) -> Config:
-    """A configuration from settings by key alone, as `zero=1, bucket_mb=0.004`; no clipping unless asked."""
+    """Return a configuration from settings without sections, as `zero=1, bucket_mb=0.004`; no clipping by default."""
     from mpitrain.config.settings import Config, sections
 
-    known = {key: section for section in ("comm", "run", "train", "parallel") for key in sections()[section]}
+    section_of = {key: section for section in ("comm", "run", "train", "parallel") for key in sections()[section]}
     values: dict[str, dict[str, object]] = {}
     for key, value in {"clip": 0.0, **settings}.items():
-        values.setdefault(known[key], {})[key] = value
+        values.setdefault(section_of[key], {})[key] = value
     return Config.from_dict(values)
 
 
 def launcher(ranks: int) -> list[str]:
-    """The command that starts `ranks` ranks of this environment's MPI on this machine."""
+    """Return the command that starts `ranks` ranks of this environment's MPI on this machine."""
     prefix = Path(sys.prefix) / "bin"
     if (prefix / "ompi_info").exists():
         root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
@@ -50,7 +50,7 @@ def launcher(ranks: int) -> list[str]:
 
 
 def environment_with(mpi: str) -> Path:
-    """The environment that has this MPI, "openmpi" or "mpich": this one, or a second one, made where it is missing."""
+    """Return the environment with this MPI, "openmpi" or "mpich": this one or a second one, created if missing."""
     if (Path(sys.prefix) / "bin/ompi_info").exists() == (mpi == "openmpi"):
         return Path(sys.prefix)
     subprocess.run([str(ROOT / "tests/second_mpi.sh"), mpi], check=True, timeout=100)
@@ -58,18 +58,18 @@ def environment_with(mpi: str) -> Path:
 
 
 def clean_environment(**extra: str) -> dict[str, str]:
-    """The environment without what a launcher or a batch system left in it."""
+    """Return the environment without the variables of launchers and batch systems."""
     prefixes = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "SLURM_", "PBS_", "MPITRAIN_")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(prefixes)}
-    return kept | {"OMP_NUM_THREADS": "1"} | extra
+    remaining = {name: value for name, value in os.environ.items() if not name.startswith(prefixes)}
+    return remaining | {"OMP_NUM_THREADS": "1"} | extra
 
 
 def pretend_environment(*, visible: str | None = None, late_ms: int = -1) -> dict[str, str]:
-    """What a child process needs to have the pretend accelerator from `import torch` on.
+    """Return the variables that give a child process the pretend accelerator from `import torch` on.
 
     Args:
-        visible: The numbers of the devices that it sees, "1,0" for instance; all (two) if it is None.
-        late_ms: How late work runs that nothing waits for; -1: never.
+        visible: Numbers of the visible devices, such as "1,0"; None for all (two).
+        late_ms: Delay of work that nothing waits for, in milliseconds; -1: it never runs.
     """
     path = [str(ROOT / "tests/pretend/autoload"), *filter(None, [os.environ.get("PYTHONPATH")])]
     shown = {} if visible is None else {"PRETEND_VISIBLE_DEVICES": visible}
@@ -78,7 +78,7 @@ def pretend_environment(*, visible: str | None = None, late_ms: int = -1) -> dic
 
 
 def require_pretend() -> None:
-    """Skip the test, with the reason, where the pretend accelerator cannot be built; CI has what that takes."""
+    """Skip the test where the pretend accelerator cannot be built; CI has the required compiler."""
     import pretend
     import pytest
 
@@ -99,9 +99,9 @@ def job(
     device: str = "cpu",
     **environment: str,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command on `ranks` ranks (0: plainly, without a launcher) and capture what it says.
+    """Run a command on `ranks` ranks (0: without a launcher) and capture its output.
 
-    device: "pretend": its processes have the pretend accelerator (it must be asked for all the same: run.device).
+    device: "pretend" gives its processes the pretend accelerator; the job must still select it with run.device.
     """
     if device == "pretend":
         environment = pretend_environment() | environment
@@ -119,31 +119,31 @@ def job(
 def one_line(
     ended: subprocess.CompletedProcess[str] | tuple[int, str], *words: str, code: int = 2, alone: bool = True
 ) -> str:
-    """The one line with which a command refuses its input, which has all these words in it.
+    """Return the one line with which a command refused its input; check that it has all these words.
 
-    ended: the process, or its exit code and what it said on stderr. alone: nothing else may stand there; False under
-    mpirun, which says more.
+    ended: the process, or its exit code and stderr. alone: stderr has no other line; False under mpirun, which writes
+    more.
     """
-    found, errors = ended if isinstance(ended, tuple) else (ended.returncode, ended.stderr)
-    assert found == code, errors
+    exit_code, errors = ended if isinstance(ended, tuple) else (ended.returncode, ended.stderr)
+    assert exit_code == code, errors
     assert "Traceback" not in errors and "Logging error" not in errors, errors
-    (told,) = [line for line in errors.splitlines() if alone or line.startswith(("mpitrain: ", "error: "))]
-    assert told.startswith(("mpitrain: ", "error: ")) and len(told) < 1000, told
-    assert all(word in told for word in words), (told, words)
-    return told
+    (message,) = [line for line in errors.splitlines() if alone or line.startswith(("mpitrain: ", "error: "))]
+    assert message.startswith(("mpitrain: ", "error: ")) and len(message) < 1000, message
+    assert all(word in message for word in words), (message, words)
+    return message
 
 
 def next_handle(world: Communicator) -> int:
-    """The number that MPI gives the next communicator. Where all are freed again it stays among a few. Collective."""
-    made = world._comm.Dup()
-    number = made.py2f()
-    made.Free()
+    """Return MPI's number of the next communicator (collective). It stays small if all communicators are freed."""
+    duplicate = world._comm.Dup()
+    number = duplicate.py2f()
+    duplicate.Free()
     return number
 
 
 @contextmanager
 def little_memory(extra: int = 2 << 30) -> Iterator[None]:
-    """Whoever asks for terabytes gets a MemoryError, and the machine survives. extra: bytes beyond what is in use."""
+    """Limit this process' memory, so that huge requests raise MemoryError. extra: bytes beyond those in use."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     resource.setrlimit(resource.RLIMIT_AS, (used + extra, hard))
@@ -155,7 +155,7 @@ def little_memory(extra: int = 2 << 30) -> Iterator[None]:
 
 @contextmanager
 def small_disk(folder: Path, size: str) -> Iterator[Path]:
-    """A file system of this size, as 700k, in a new folder; skips the test where mounting one is not allowed."""
+    """Mount a file system of this size, such as 700k, in a new folder; skip the test where that is not allowed."""
     import pytest
 
     folder.mkdir()

@@ -1,4 +1,4 @@
-"""The names that settings choose among are those that are implemented, and each means something of its own."""
+"""Choices of settings: each name is implemented, and no two mean the same."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def test_every_model_every_depth_every_schedule_and_every_precision_is_implement
 
 def test_every_augmentation_changes_images_in_a_way_of_its_own():
     x, ids = torch.rand(64, 3, 9, 9), np.arange(64)
-    made = [Augment((name,), 2, seed=1)(x, ids, ids * 0) for name in get_args(choices.Augmentation)]
-    assert all(not torch.equal(one, other) for one, other in zip(made, [*made[1:], x], strict=True))
+    augmented = [Augment((name,), 2, seed=1)(x, ids, ids * 0) for name in get_args(choices.Augmentation)]
+    assert all(not torch.equal(one, other) for one, other in zip(augmented, [*augmented[1:], x], strict=True))
 
 
 def test_every_mode_has_a_strategy():
@@ -70,5 +70,5 @@ def test_every_all_reduce_algorithm_sums_and_no_other_one_is_there(world):
 
 
 def _listed(message: str) -> set[str]:
-    """The names that a refusal lists at its end: use a, b, c."""
+    """Return the names that a refusal lists at its end: use a, b, c."""
     return set(re.findall(r"[\w-]+", re.split(r"use (?:one of )?", message)[-1]))

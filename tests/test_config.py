@@ -1,4 +1,4 @@
-"""The configuration: what is wrong is named, with the mend."""
+"""The configuration: errors name the wrong setting and its fix."""
 
 from __future__ import annotations
 
@@ -86,8 +86,8 @@ def test_a_model_brings_its_own_defaults_which_help_and_the_resolved_file_show(t
     assert (adam.optim.lr, adam.optim.options, adam.model.layers) == (Config().optim.lr, {}, 18)
     rate = Config.from_args(["--model.name=resnet", "--optim.lr=0.2"]).optim
     assert (rate.name, rate.lr) == ("sgd", 0.2)
-    own = Config.from_args(["--model.name=resnet", "--model.factory=a:b"])
-    assert (own.model.layers, own.optim) == (Config().model.layers, Config().optim)
+    with_factory = Config.from_args(["--model.name=resnet", "--model.factory=a:b"])
+    assert (with_factory.model.layers, with_factory.optim) == (Config().model.layers, Config().optim)
     assert "[2; resnet: 18]" in help_text("mpitrain.train")
 
 
@@ -108,7 +108,7 @@ ALIASES = {
 
 def test_names_of_other_tools_that_mean_the_same_are_accepted_and_ours_is_said_once(tmp_path, monkeypatch):
     for theirs, (ours, value) in ALIASES.items():
-        (section, key), (of, name) = theirs.split("."), ours.split(".")
+        (section, key), (our_section, name) = theirs.split("."), ours.split(".")
         file = tmp_path / "my.toml"
         file.write_text(f"[{section}]\n{key} = {json.dumps(value)}\n")
         for origin, read in (
@@ -116,11 +116,11 @@ def test_names_of_other_tools_that_mean_the_same_are_accepted_and_ours_is_said_o
             (str(file), lambda file=file: Config.from_args([str(file)])),
             ("config", lambda section=section, key=key, value=value: Config.from_dict({section: {key: value}})),
         ):
-            said: list[str] = []
-            monkeypatch.setattr("mpitrain.early.say", said.append)
+            messages: list[str] = []
+            monkeypatch.setattr("mpitrain.early.say", messages.append)
             config = read()
-            assert getattr(getattr(config, of), name) == value
-            assert said == [f"{origin}: {theirs} is called {ours} here"]
+            assert getattr(getattr(config, our_section), name) == value
+            assert messages == [f"{origin}: {theirs} is called {ours} here"]
     Config.from_args([str(file), "--model.width", "32"])  # flags win over a file, whatever its words
     with pytest.raises(InputError, match=r"train.num_epochs and train.epochs are the same setting; give one"):
         Config.from_dict({"train": {"epochs": 1, "num_epochs": 2}})
@@ -198,10 +198,10 @@ def test_names_that_are_none_are_refused_in_one_line(values):
 
 def test_a_setting_that_is_gone_is_answered_with_what_replaces_it(tmp_path, monkeypatch):
     file = tmp_path / "my.toml"
-    known = sections()
+    keys = sections()
     for name, (empty, instead) in REMOVED.items():
         section, _, key = name.partition(".")
-        assert key not in known[section] and re.search(r"\b\w+\.\w+\b", instead)
+        assert key not in keys[section] and re.search(r"\b\w+\.\w+\b", instead)
         file.write_text(f'[{section}]\n{key} = "steps.json"\n')
         dotted = tmp_path / "dotted.toml"
         dotted.write_text(f'"{name}" = "steps.json"\n')
@@ -213,9 +213,9 @@ def test_a_setting_that_is_gone_is_answered_with_what_replaces_it(tmp_path, monk
         }.items():
             with pytest.raises(InputError, match=f"^{re.escape(f'{origin}: {name} is gone: {instead}')}$"):
                 read()
-        said: list[str] = []  # the resolved settings of earlier runs name it
-        monkeypatch.setattr("mpitrain.early.say", said.append)
-        assert Config.from_dict({section: {key: empty}}) == Config() and not said
+        messages: list[str] = []  # the resolved settings of earlier runs name it
+        monkeypatch.setattr("mpitrain.early.say", messages.append)
+        assert Config.from_dict({section: {key: empty}}) == Config() and not messages
 
 
 def test_what_other_tools_call_a_setting_is_no_key_of_ours_and_stands_for_one_setting():

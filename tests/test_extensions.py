@@ -1,4 +1,4 @@
-"""A schedule, a kind of data, an optimizer and a callback from outside of the package (`extensions.py`), in runs."""
+"""Runs with a user's schedule, kind of data, optimizer and callback (`extensions.py`)."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def test_data_optimizer_schedule_and_callback_of_ones_own_train_a_model(world, f
     best = extensions.Best()
     trainer = fit(world, config, [best])
     assert isinstance(trainer.engine.optimizer, extensions.SignDescent)
-    wanted = [line["loss"] for line in read_metrics(folder / "r")]
-    assert wanted[-1] < wanted[0] and best.best == min(
+    first_losses = [line["loss"] for line in read_metrics(folder / "r")]
+    assert first_losses[-1] < first_losses[0] and best.best == min(
         line["held_out_loss"] for line in read_metrics(folder / "r") if "held_out_loss" in line
     )
     again = extensions.Best()
@@ -53,7 +53,7 @@ def test_data_optimizer_schedule_and_callback_of_ones_own_train_a_model(world, f
     piped["parallel"] = {"pipeline": 2, "zero": 0, "schedule": "extensions:one_by_one"}
     fit(world, piped)
     losses = [line["loss"] for line in read_metrics(folder / "p")]
-    assert losses[0] == pytest.approx(wanted[0], rel=1e-5) and losses[-1] < losses[0]
+    assert losses[0] == pytest.approx(first_losses[0], rel=1e-5) and losses[-1] < losses[0]
 
 
 def test_the_schedule_is_proved_like_any_other():
@@ -63,8 +63,8 @@ def test_the_schedule_is_proved_like_any_other():
 
 
 def test_each_of_them_takes_less_than_thirty_lines():
-    for made in (extensions.one_by_one, extensions.lines_of_numbers, extensions.SignDescent, extensions.Best):
-        assert len(inspect.getsource(made).splitlines()) < 30
+    for extension in (extensions.one_by_one, extensions.lines_of_numbers, extensions.SignDescent, extensions.Best):
+        assert len(inspect.getsource(extension).splitlines()) < 30
 
 
 def test_what_is_not_there_is_one_line(tmp_path, forked):

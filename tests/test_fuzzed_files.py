@@ -34,7 +34,7 @@ SEED = 27
 
 
 def outcome(kind, folder, right):
-    """What is wrong with how a process of its own reads a folder, forked from this one; empty where nothing is."""
+    """Read a folder in a forked process; return what went wrong, or an empty string."""
     hear, say = os.pipe()
     child = os.fork()
     if child == 0:
@@ -47,9 +47,9 @@ def outcome(kind, folder, right):
         problem = ""
         try:
             with little_memory(MEMORY), np.errstate(all="ignore"):
-                found = str(kind.read(folder))
-            if kind.exact and found != right:
-                problem = f"read as something else: {found:.300}"
+                content = str(kind.read(folder))
+            if kind.exact and content != right:
+                problem = f"read as something else: {content:.300}"
         except MpitrainError as error:
             text = message_of(error)
             if "\n" in text or not 10 < len(text) < 4100:
@@ -66,7 +66,7 @@ def outcome(kind, folder, right):
 
 
 def run(folder: Path, cases: int, names) -> dict[str, str]:
-    """The problems of so many damaged files, by case."""
+    """Read `cases` damaged files; return the problems by case."""
     problems: dict[str, str] = {}
     count = Counter()
     for number, name in enumerate(names):
@@ -109,7 +109,7 @@ MIB = 1 << 20
 
 
 def packed(start: bytes, filling: bytes, mib: int) -> bytes:
-    """A gzip file of so many MiB of filling after the start, made at once: its members follow one another."""
+    """Return a gzip file of `start` and `mib` MiB of filling, built quickly by repeating a compressed member."""
     return gzip.compress(start) + gzip.compress(filling * (MIB // len(filling))) * mib
 
 
@@ -197,7 +197,7 @@ BOMBS = {
 
 @pytest.mark.parametrize("case", BOMBS)
 def test_a_small_file_takes_neither_memory_nor_time(tmp_path, case):
-    """Each is refused: `right` is what none of them is."""
+    r"""Check that each file is refused: none reads as "\0"."""
     assert not outcome(BOMBS[case], tmp_path, "\0")
 
 

@@ -1,4 +1,4 @@
-"""Locks where the file system has none: a lease that is kept alive, and taken over from holders that are dead."""
+"""Locks on file systems without flock: leases that are renewed, and taken over from dead holders."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HOLD = (
 
 @pytest.fixture
 def lock(tmp_path, monkeypatch):
-    """A lock file on a file system without flock; in processes that are started here too."""
+    """Return a lock file on a file system without flock, for this process and those that it starts."""
     (tmp_path / "sitecustomize.py").write_text(
         "import fcntl, errno\ndef flock(*_): raise OSError(errno.ENOLCK, 'no locks')\nfcntl.flock = flock\n"
         "from mpitrain.storage import locks\nlocks.BEAT = 0.1\n"
@@ -55,16 +55,16 @@ def test_a_lease_is_held_by_one_process_and_given_back(lock):
     try:
         with pytest.raises(locks.LockHeld):
             locks.take(lock)
-        held = lock.with_name("lock.held")
-        held.write_text(held.read_text().replace('["', '["another machine ', 1))  # whose processes nobody sees here
+        lease = lock.with_name("lock.held")
+        lease.write_text(lease.read_text().replace('["', '["another machine ', 1))  # whose processes nobody sees here
         with pytest.raises(locks.LockHeld):
             locks.take(lock)
         holder.kill()
         holder.wait()
         began = time.monotonic()
-        taken = locks.take(lock)  # once it was not touched for STALE seconds
+        taken_over = locks.take(lock)  # once it was not touched for STALE seconds
         assert time.monotonic() - began > 1
-        taken.close()
+        taken_over.close()
     finally:
         holder.kill()
         holder.communicate()

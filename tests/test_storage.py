@@ -1,4 +1,4 @@
-"""What data sets and checkpoints share: positioned writes and reads, hashes of extents, folders that are whole."""
+"""Storage functions of data sets and checkpoints: positioned reads and writes, extent hashes, atomic folders."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def test_requests_that_the_system_meets_in_parts_are_met_whole(descriptor, monke
     monkeypatch.setattr(os, "preadv", lambda file, into, offset: preadv(file, [into[0][:2]], offset))
     values = np.arange(10, dtype="<u4").reshape(5, 2)
     write_at(descriptor, bytes_of_array(values), 7)
-    found = np.zeros_like(values)
-    assert read_at(descriptor, bytes_of_array(found), 7) == values.nbytes
-    assert (found == values).all()
+    read = np.zeros_like(values)
+    assert read_at(descriptor, bytes_of_array(read), 7) == values.nbytes
+    assert (read == values).all()
     assert read_at(descriptor, memoryview(bytearray(50)), 40) == 7  # where the file ends
     assert read_at(descriptor, memoryview(bytearray(0)), 0) == 0
 
@@ -47,8 +47,8 @@ def test_the_hashes_of_extents_do_not_depend_on_the_pieces_they_come_in(pieces, 
         by_rows.update(rows[done : done + count])
         by_bytes.update(bytes_of_array(rows[done : done + count]))
         done += count
-    wanted = [zlib.crc32(rows[lo : lo + length].tobytes()) for lo in range(0, 23, length)]
-    assert by_rows.hashes() == by_bytes.hashes() == wanted
+    expected = [zlib.crc32(rows[lo : lo + length].tobytes()) for lo in range(0, 23, length)]
+    assert by_rows.hashes() == by_bytes.hashes() == expected
     assert ExtentHasher(length).hashes() == []
 
 
@@ -73,8 +73,8 @@ def test_only_what_is_unfinished_or_known_as_ours_is_a_leftover(tmp_path):
         end_folder(tmp_path / name)
     (tmp_path / "link.tmp-1").symlink_to("a.tmp-1")
     assert not (tmp_path / "b.tmp-1" / MARK).exists()
-    found = leftovers(tmp_path, re.compile(r"\w\.tmp-1"), lambda folder: folder.name.startswith("c"))
-    assert sorted(path.name for path in found) == ["a.tmp-1", "c.tmp-1", "d.tmp-1"]
+    removable = leftovers(tmp_path, re.compile(r"\w\.tmp-1"), lambda folder: folder.name.startswith("c"))
+    assert sorted(path.name for path in removable) == ["a.tmp-1", "c.tmp-1", "d.tmp-1"]
 
 
 def test_a_folder_gets_its_name_when_it_is_filled_and_is_gone_where_that_fails(tmp_path):

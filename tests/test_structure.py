@@ -1,4 +1,4 @@
-"""The house: arrows between rooms point one way, a file is read in one sitting, a name means one thing."""
+"""Structure of the code: one-way imports between rooms, short files, and one meaning per name."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def trees() -> list[tuple[Path, ast.Module]]:
 
 
 def test_arrows_between_rooms_point_one_way():
-    """The contracts are in setup.cfg, [importlinter:...]."""
+    """Check the contracts in setup.cfg, [importlinter:...]."""
     done = subprocess.run(
         [Path(sys.executable).with_name("lint-imports"), "--no-cache"],
         cwd=ROOT,
@@ -41,19 +41,19 @@ def test_arrows_between_rooms_point_one_way():
 
 
 def test_the_picture_of_the_rooms_shows_those_there_are():
-    """docs/rooms.py draws it from these contracts."""
+    """Compare the picture with the one that docs/rooms.py draws from the contracts."""
     drawn = runpy.run_path(str(ROOT / "docs/rooms.py"))["drawn"]()
     assert (ROOT / "docs/rooms.svg").read_text(encoding="utf-8") == drawn, "run python docs/rooms.py"
 
 
 def test_no_circle_of_files():
-    """Imports for type annotations count. Those inside functions, which load a module when it is needed, do not."""
+    """Check imports at module level, those for type annotations included. Imports inside functions do not count."""
     imports = {name: set(_imports(path, tree)) for path, tree in trees() for name in [_module(path)]}
-    left = dict(imports)
-    while free := [name for name, of in left.items() if not (of & left.keys()) - {name}]:
+    remaining = dict(imports)
+    while free := [name for name, imported in remaining.items() if not (imported & remaining.keys()) - {name}]:
         for name in free:
-            del left[name]
-    assert not left, f"circles among {sorted(left)}"
+            del remaining[name]
+    assert not remaining, f"circles among {sorted(remaining)}"
 
 
 def test_every_file_and_function_is_read_in_one_sitting():
@@ -75,11 +75,11 @@ def test_a_class_name_stands_for_one_class():
 
 
 def test_one_file_knows_kinds_of_devices():
-    told = []
+    places = []
     for path, tree in trees():
         if path.relative_to(ROOT).as_posix() not in KNOWS_KINDS:
-            told += [f"{path.relative_to(ROOT)}:{line}: {what}" for line, what in _kinds_in(tree)]
-    assert not told, "ask mpitrain.comm.memory.device instead:\n" + "\n".join(told)
+            places += [f"{path.relative_to(ROOT)}:{line}: {what}" for line, what in _kinds_in(tree)]
+    assert not places, "ask mpitrain.comm.memory.device instead:\n" + "\n".join(places)
 
 
 def test_what_asks_for_a_kind_of_device_is_found():
@@ -90,7 +90,7 @@ def test_what_asks_for_a_kind_of_device_is_found():
 
 
 def _kinds_in(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Lines and places that name a kind of accelerator: attributes, imports, and strings that are nothing else."""
+    """Yield lines and expressions that name a kind of accelerator: attributes, imports, and strings."""
     for node in ast.walk(tree):
         names: list[str] = []
         if isinstance(node, ast.Attribute):
@@ -114,15 +114,15 @@ def _module(path: Path) -> str:
 
 
 def _imports(path: Path, tree: ast.Module) -> Iterator[str]:
-    """The modules that a file imports at its top, for type annotations too."""
+    """Yield the modules that a file imports at its top, those for type annotations included."""
     for node in _outside_functions(tree.body, types=not _module(path).startswith(TYPES_IN_CIRCLES)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
             for alias in node.names:
                 inner = ROOT.joinpath(*node.module.split("."), alias.name)
-                whole = inner.with_suffix(".py").exists() or inner.is_dir()
-                yield f"{node.module}.{alias.name}" if whole else node.module
+                is_module = inner.with_suffix(".py").exists() or inner.is_dir()
+                yield f"{node.module}.{alias.name}" if is_module else node.module
 
 
 def _outside_functions(body: list[ast.stmt], types: bool) -> Iterator[ast.stmt]:
@@ -141,17 +141,17 @@ WITHOUT_MPI = """
 
 
 def test_ranks_are_asked_for_by_role_not_by_the_name_of_an_axis():
-    """A mesh has mesh.data, mesh.pipeline and mesh.tensor for users."""
+    """Check that our code does not use mesh.data, mesh.pipeline and mesh.tensor, which are for users."""
     for path, tree in trees():
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and node.attr in {"data", "pipeline", "tensor"}:
-                of = node.value
-                name = of.attr if isinstance(of, ast.Attribute) else of.id if isinstance(of, ast.Name) else ""
+                base = node.value
+                name = base.attr if isinstance(base, ast.Attribute) else base.id if isinstance(base, ast.Name) else ""
                 assert name != "mesh", f"{path.relative_to(ROOT)}:{node.lineno} asks the mesh for an axis by its name"
 
 
 def test_what_plans_a_run_loads_no_mpi():
-    """Nor does what it plans with; .*: all files of a room."""
+    """Import the planner and its dependencies without mpi4py; `.*` stands for all files of a room."""
     code = f"""
         import sys
         sys.modules["mpi4py"] = None  # to import it fails
@@ -173,5 +173,5 @@ def test_what_plans_a_run_loads_no_mpi():
 def test_the_documentation_names_files_that_are_there():
     for page in (*(ROOT / "docs").glob("*.md"), ROOT / "CONTRIBUTING.md", ROOT / "README.md"):
         for name in re.findall(r"`([\w/]+\.(?:py|sh|md|cfg))`", page.read_text(encoding="utf-8")):
-            found = (ROOT / name).exists() or (PACKAGE / name).exists() or any(PACKAGE.rglob(name))
-            assert found, f"{page.name} names {name}"
+            exists = (ROOT / name).exists() or (PACKAGE / name).exists() or any(PACKAGE.rglob(name))
+            assert exists, f"{page.name} names {name}"

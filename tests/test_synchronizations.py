@@ -1,6 +1,6 @@
-"""Each wait of one stream, or of the host, for another is needed: without it some test fails.
+"""Synchronizations between streams and the host: each is needed, since without it some test fails.
 
-The package is copied, one wait is taken away, and the tests that are to find it run on the copy at two ranks.
+The test copies the package, removes one wait, and runs the tests that must notice it on the copy at two ranks.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(copy: Path, *tests: str) -> subprocess.CompletedProcess[str]:
-    """The tests, at two ranks unless they are serial ones."""
+    """Run the tests, at two ranks unless they are serial."""
     command = [sys.executable, "-c", ON_THE_COPY, *tests]
     environment = {"PYTHONPATH": str(copy)}
     ranks = 1

@@ -1,4 +1,4 @@
-"""Ranks that are forked from a warm process end as others do."""
+"""Ranks that are forked from a warm process, and how they end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def test_a_rank_that_is_signalled_while_its_work_ends_prints_no_traceback(forked):
-    """As mpirun does it: ranks that fail at the same time end within the moment in which it signals them."""
+    """Signal a rank while it ends, as mpirun does when several ranks fail at the same time."""
     work = "import os; print(os.getpid(), flush=True); input(); os._exit(3)"
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     rank = subprocess.Popen([forked.python, "-c", work], **pipes)

@@ -1,4 +1,4 @@
-"""Commands and ranks in processes of their own that need not import torch: they are forked from one that has.
+"""Commands and ranks in new processes that need not import torch: they are forked from one that has.
 
 `python -m mpitrain.train` takes seconds until it reads its arguments, nearly all of them for imports. Here a process
 imports torch once, without MPI, and forks a child for each command. From there on the child does what `python -m` does,
@@ -33,10 +33,10 @@ FORKS = (Path(sys.prefix) / "bin/ompi_info").exists()  # another MPI hands a ran
 
 
 class Warm:
-    """A process with torch, and its forks.
+    """Process that has imported torch, and its forks.
 
     Args:
-        before: What is put before the command that starts it.
+        before: Words before the command that starts it.
     """
 
     def __init__(self, before: Sequence[str] = ()) -> None:
@@ -58,24 +58,24 @@ class Warm:
     def run(
         self, name: str, *arguments: object, cwd: Path | None = None, timeout: float = 60, **environment: str
     ) -> subprocess.CompletedProcess[str]:
-        """What `python -m mpitrain.NAME ARGUMENTS` says, and its exit code. name: or benchmarks, or -c and code.
+        """Run `python -m mpitrain.NAME ARGUMENTS`. name: or "benchmarks", or "-c", followed by code.
 
-        timeout: seconds, then it is killed.
+        timeout: seconds after which it is killed.
         """
         module = name if name == "benchmarks" else f"mpitrain.{name}"
         words = [*(["-c"] if name == "-c" else ["-m", module]), *map(str, arguments)]
         with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err, open(os.devnull) as nothing:
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as place:
                 place.connect(self._place)
-                told = [words, str(cwd or Path.cwd()), clean_environment(**environment), timeout, []]
-                socket.send_fds(place, [json.dumps(told).encode()], [nothing.fileno(), out.fileno(), err.fileno()])
+                request = [words, str(cwd or Path.cwd()), clean_environment(**environment), timeout, []]
+                socket.send_fds(place, [json.dumps(request).encode()], [nothing.fileno(), out.fileno(), err.fileno()])
                 place.recv(64)  # its number
                 code = int(place.recv(64))
-            said = [file.seek(0) or file.read().decode(errors="replace") for file in (out, err)]
-        return subprocess.CompletedProcess(words, code, *said)
+            outputs = [file.seek(0) or file.read().decode(errors="replace") for file in (out, err)]
+        return subprocess.CompletedProcess(words, code, *outputs)
 
     def launched(self, ranks: int, command: Sequence[str]) -> list[str]:
-        """What starts a command of Python on ranks that are forked."""
+        """Return the command line that runs a Python command on forked ranks."""
         assert command[0] == sys.executable, command
         return [*launcher(ranks), str(self.python) if FORKS else command[0], *command[1:]]
 
@@ -87,40 +87,40 @@ class Warm:
 
 @functools.cache
 def shared() -> Warm:
-    """The one of this process, which lives as long."""
-    made = Warm()
-    atexit.register(made.close)
-    return made
+    """Return this process' `Warm`, which ends with it."""
+    warm = Warm()
+    atexit.register(warm.close)
+    return warm
 
 
 def command(
     name: str, *arguments: object, timeout: float = 100, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """What `python -m mpitrain.NAME` says that starts ranks itself, and its exit code; the ranks are forked as well."""
+    """Run `python -m mpitrain.NAME`, which starts ranks itself; the ranks are forked as well."""
     path = f"{Path(sys.prefix, 'bin')}:{os.environ['PATH']}"  # there mpirun is
     ranks = {"WARM_PYTHON": str(shared().python), "PATH": path} if FORKS else {}
     return shared().run(name, *arguments, timeout=timeout, **ranks, **environment)
 
 
 def bench(*arguments: object, timeout: float = 100, **environment: str) -> subprocess.CompletedProcess[str]:
-    """What `python -m benchmarks` says, and its exit code."""
+    """Run `python -m benchmarks`."""
     return command("benchmarks", *arguments, timeout=timeout, **environment)
 
 
 def job(
     ranks: int, command: Sequence[str], *, timeout: float = 90, cwd: Path | None = None, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """`support.job` of a command of Python, whose ranks are forked."""
+    """Run a Python command like `support.job`, but with forked ranks."""
     return support.job(0, shared().launched(ranks, command), timeout=timeout, cwd=cwd, **environment)
 
 
 def _become(
     words: list[str], cwd: str, environment: dict[str, str], timeout: float, cores: list[int], outputs: list[int]
 ) -> None:
-    """The rest of the forked process."""
-    for descriptor, given in enumerate(outputs):
-        os.dup2(given, descriptor)
-        os.close(given)
+    """Run the command in the forked process, and exit."""
+    for descriptor, output_descriptor in enumerate(outputs):
+        os.dup2(output_descriptor, descriptor)
+        os.close(output_descriptor)
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
@@ -133,9 +133,9 @@ def _become(
         words = ["-c", sys.stdin.read(), *words[1:]]
     kind, name, *arguments = words if words[0].startswith("-") else ["", *words]
     first = cwd if kind else str(Path(cwd, name).parent)
-    given = [place for place in environment.get("PYTHONPATH", "").split(os.pathsep) if place]
-    sys.path[:1] = [first, *given]
-    for place in given:
+    python_path = [place for place in environment.get("PYTHONPATH", "").split(os.pathsep) if place]
+    sys.path[:1] = [first, *python_path]
+    for place in python_path:
         if Path(place, "sitecustomize.py").exists():
             runpy.run_path(f"{place}/sitecustomize.py")
     sys.argv = [kind or name, *arguments]
@@ -190,12 +190,12 @@ def _serve(listener: socket.socket) -> None:
 
 
 def _fork(asking: socket.socket) -> int:
-    """The number of a process that does what it is asked for."""
-    told, outputs, _, _ = socket.recv_fds(asking, MOST, 3)
+    """Fork a process that runs the requested command; return its process id."""
+    request, outputs, _, _ = socket.recv_fds(asking, MOST, 3)
     child = os.fork()
     if child == 0:
         asking.close()
-        _become(*json.loads(told), outputs)
+        _become(*json.loads(request), outputs)
     for descriptor in outputs:
         os.close(descriptor)
     return child

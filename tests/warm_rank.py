@@ -1,4 +1,4 @@
-"""The Python of a rank whose work a process does that is forked from a warm one; `warm.py` writes that one's PLACE."""
+"""Stand-in for a rank's Python: a fork of a warm process does its work; `warm.py` fills in that process' PLACE."""
 
 import json
 import os
@@ -15,8 +15,8 @@ def hand_on(number, _):
 
 with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as place:
     place.connect("PLACE")
-    told = [sys.argv[1:], os.getcwd(), dict(os.environ), 0, sorted(os.sched_getaffinity(0))]
-    socket.send_fds(place, [json.dumps(told).encode()], [0, 1, 2])
+    request = [sys.argv[1:], os.getcwd(), dict(os.environ), 0, sorted(os.sched_getaffinity(0))]
+    socket.send_fds(place, [json.dumps(request).encode()], [0, 1, 2])
     worker = int(place.recv(64))
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT):
         signal.signal(number, hand_on)

@@ -1,7 +1,7 @@
-"""`python without_ptrace.py COMMAND...`: runs a command that may not touch the memory of other processes.
+"""Script `without_ptrace.py COMMAND...`: runs a command that may not access the memory of other processes.
 
-So it is in many containers, and where the kernel's ptrace_scope is strict: process_vm_readv(2) and process_vm_writev(2)
-end with EPERM. A seccomp filter (prctl(2), PR_SET_SECCOMP) does that here for the command and all it starts.
+This is so in many containers and with a strict ptrace_scope: process_vm_readv(2) and process_vm_writev(2)
+fail with EPERM. Here a seccomp filter (prctl(2), PR_SET_SECCOMP) does that for the command and all it starts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class _Program(ctypes.Structure):
 
 
 def forbid(numbers: tuple[int, int]) -> None:
-    """These system calls end with EPERM from here on, in this process and its children."""
+    """Make these system calls fail with EPERM from now on, in this process and its children."""
     rows = [
         (_LOAD, 0, 0, 0),  # the call's number
         (_JUMP_EQUAL, 1, 0, numbers[0]),

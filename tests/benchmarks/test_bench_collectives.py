@@ -1,4 +1,4 @@
-"""The collectives benchmark runs, writes what it promises, and its tuning is used by later jobs."""
+"""The collectives benchmark: its files, its targets, and the tuning that later jobs use."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_on_a_device_each_way_stands_beside_the_copies_and_the_host(device, tmp_
         for times in result[operation].values():
             assert set(times) == {"staged", "peer", "copies", "host"}
             assert all(0 < t["best"] <= t["median"] < 60 for t in times.values())
-    times = {name: of["median"] for name, of in result["all_reduce"][str(MIB)].items()}
+    times = {name: figures["median"] for name, figures in result["all_reduce"][str(MIB)].items()}
     ratio = times["staged"] / max(times["copies"], times["host"])
     [target] = values["targets"]
     assert float(target["measured"]) == pytest.approx(ratio, abs=0.006) and target["met"] is None
@@ -90,12 +90,12 @@ def test_inside_a_node_moving_and_adding_take_turns_and_between_nodes_they_overl
     chunks = [block / segments] * (size * segments)
     moved, added = 2 * (size - 1) * block / 1e9, (size - 1) * block / 1e9
     assert simulate(ring_all_reduce(size, segments), chunks, machine) == pytest.approx(moved + added)
-    apart = simulate(ring_all_reduce(size, segments, tuple(range(size))), chunks, machine)
-    assert moved < apart < moved + added / 2
+    between_nodes = simulate(ring_all_reduce(size, segments, tuple(range(size))), chunks, machine)
+    assert moved < between_nodes < moved + added / 2
 
 
 def test_ranks_without_a_core_wait_only_for_those_that_work():
-    """On one core the tree's one pair of ranks at a time is not slowed by six that wait; a ring's eight all work."""
+    """On one core, six waiting ranks do not slow the tree's working pair, while all eight ranks of a ring work."""
     size, nbytes = 8, 1 << 20
     roomy = Machine(latency=0, local_latency=0, step=0, local_bandwidth=1e9, reduce_rate=1e9, fence=0, cores=8)
     narrow = replace(roomy, cores=1)
@@ -140,8 +140,8 @@ def test_targets_are_judged_by_what_was_measured():
         "reduce_scatter": {size: times(arena=1.0, library=2.5)},
         "all_gather": {size: times(arena=1.0, library=1.5)},
     }
-    made = report({2: result}, argparse.Namespace(device="cpu"))
-    verdicts = {target.what.removeprefix("2 ranks: "): target.met for target in made.targets}
+    summary = report({2: result}, argparse.Namespace(device="cpu"))
+    verdicts = {target.what.removeprefix("2 ranks: "): target.met for target in summary.targets}
     assert verdicts == {
         "all_reduce in an arena, library / ours, from 256 KiB": True,
         "all_reduce in an arena, gloo / ours, from 256 KiB": False,
@@ -158,9 +158,9 @@ def test_targets_are_judged_by_what_was_measured():
 
 def test_a_missed_target_is_shown():
     facts = {"machine": "m", "cores": 2, "nodes": 1, "MPI": "x", "torch": "t", "threads": 1, "python": "p", "date": "d"}
-    made = Report(
+    summary = Report(
         "T", [ReportTable("t", ("a", "b"), [["x", 1234.5], ["y", None]])], [ReportTarget("speed", "≥ 3", "2.0", False)]
     )
-    text = markdown(made, {2: facts | {"load": 0.0, "tuning": "built-in"}}, quick=False)
+    text = markdown(summary, {2: facts | {"load": 0.0, "tuning": "built-in"}}, quick=False)
     assert "| speed | ≥ 3 | 2.0 | MISSED |" in text
     assert "| x | 1,234 |" in text and "| y | - |" in text

@@ -1,4 +1,4 @@
-"""The data benchmark runs, compares loaders that give the same samples, and judges what it measured."""
+"""The data benchmark: loaders that give the same samples, and targets for what it measured."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def test_a_quick_run_writes_samples_and_shares_of_a_step(tmp_path):
     result = json.loads((tmp_path / "BENCH-data.json").read_text())["results"]["2"]
     assert result["loading"]["samples"] == ((1 << 20) - 1) // 128 // 16 * 16  # whole batches of 8 on 2 ranks
     assert len(result["loading"]["seconds"]) == 5
-    for found in result["steps"]["default GPT"].values():
-        assert 0 < found["waiting"] < found["step"]
+    for times in result["steps"]["default GPT"].values():
+        assert 0 < times["waiting"] < times["step"]
     text = (tmp_path / "BENCH-data.md").read_text()
     for words in ("quick run", "mpitrain, workers 1, first epoch", "≤ 2%"):
         assert words in text, words
@@ -39,7 +39,7 @@ def test_a_share_over_two_percent_and_a_loader_slower_than_plain_are_missed():
     steps = {"default GPT": {"workers 0": {"step": 1.0, "waiting": 0.03, "share": 0.03}}}
     steps["default GPT"]["workers 1"] = {"step": 1.0, "waiting": 0.01, "share": 0.01}
     result = {1: {"loading": {"samples": 110, "seconds": seconds}, "steps": steps}}
-    found = report(result, argparse.Namespace(quick=False, batch=8))
-    assert [target.met for target in found.targets] == [False, True, False]
-    assert [row[2] for row in found.tables[0].rows] == pytest.approx([1.0, 0.5])
-    assert found.tables[0].rows[0][1] == pytest.approx(100.0)
+    summary = report(result, argparse.Namespace(quick=False, batch=8))
+    assert [target.met for target in summary.targets] == [False, True, False]
+    assert [row[2] for row in summary.tables[0].rows] == pytest.approx([1.0, 0.5])
+    assert summary.tables[0].rows[0][1] == pytest.approx(100.0)

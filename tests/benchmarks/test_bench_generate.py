@@ -1,4 +1,4 @@
-"""The benchmark of generation compares the same tokens of the same weights."""
+"""The generation benchmark, which compares the same tokens from the same weights."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ def test_a_quick_run_makes_the_tokens_of_transformers_and_tells_the_ratio(world)
     pytest.importorskip("transformers")
     options = argparse.Namespace(quick=True, repeats=3, seconds=5.0)
     result = measure(world, options)
-    made = report({1: result}, options)
-    assert [row[:2] for row in made.tables[0].rows] == [(family, count) for family in FAMILIES for count in PROMPTS]
-    for family, count, ours, theirs, ratio in made.tables[0].rows:
+    summary = report({1: result}, options)
+    assert [row[:2] for row in summary.tables[0].rows] == [(family, count) for family in FAMILIES for count in PROMPTS]
+    for family, count, ours, theirs, ratio in summary.tables[0].rows:
         seconds = result["seconds"][family][str(count)]
         assert ours == pytest.approx(count * 16 / seconds["mpitrain"]["median"])
         assert ratio == pytest.approx(ours / theirs)
     header = {1: dict.fromkeys(("machine", "cores", "nodes", "MPI", "torch", "threads", "python", "date", "load"), 1)}
     header[1]["tuning"] = "x"
-    assert "2 layers of width 128" in markdown(made, header, quick=True)
+    assert "2 layers of width 128" in markdown(summary, header, quick=True)

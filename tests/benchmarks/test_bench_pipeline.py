@@ -1,4 +1,4 @@
-"""The benchmark of pipelines runs and says what it found."""
+"""The pipeline benchmark and its results."""
 
 from __future__ import annotations
 
@@ -18,6 +18,6 @@ def test_the_benchmark_compares_every_schedule(tmp_path):
     results = json.loads((tmp_path / "BENCH-pipeline.json").read_text())["results"]["2"]
     for size in ("small", "large"):
         assert set(results[size]) == {"gpipe", "1f1b", "interleaved", "zero-bubble"}
-        for found in results[size].values():
-            assert found["mpitrain"]["median"] > 0 and found["torch"]["median"] > 0
-            assert 0 <= found["idle"]["measured"] < 1 and 0 < found["idle"]["predicted"] < 1
+        for figures in results[size].values():
+            assert figures["mpitrain"]["median"] > 0 and figures["torch"]["median"] > 0
+            assert 0 <= figures["idle"]["measured"] < 1 and 0 < figures["idle"]["predicted"] < 1

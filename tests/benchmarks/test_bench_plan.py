@@ -1,4 +1,4 @@
-"""The benchmark of the planner: what it measures is what was predicted, and how it judges the two."""
+"""The planner benchmark: predictions beside measurements, and their comparison."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_a_quick_run_puts_what_was_predicted_beside_what_was_measured(tmp_path):
     assert len(rows) >= 12 and {row["choice"] for row in rows} >= {-1, 0}
     for row in rows:
         assert layouts.text(layouts.read(row["layout"])) == row["layout"]
-        assert [len(found) for found in row["measured"]["seconds"]] == [3] and min(row["measured"]["seconds"][0]) > 0
+        assert [len(times) for times in row["measured"]["seconds"]] == [3] and min(row["measured"]["seconds"][0]) > 0
         assert sum(row["parts"].values()) == pytest.approx(row["seconds"])
         predicted, counted = row["memory"], row["measured"]["account"]
         for kind in ("parameters", "gradients", "states", "activations"):  # as rank 0 of the training counts them

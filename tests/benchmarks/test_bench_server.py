@@ -1,4 +1,4 @@
-"""The benchmark of a rank that serves runs, and each way carries what it says."""
+"""The parameter server benchmark: times of pushes and pulls in each mode."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The step benchmark runs, compares what trains alike, and judges what it measured."""
+"""The step benchmark: contenders that train identically, and targets for what it measured."""
 
 from __future__ import annotations
 
@@ -29,12 +29,14 @@ def test_a_quick_run_writes_times_memory_bytes_and_targets(tmp_path):
     done = job(0, [*command, "--out", str(tmp_path)], timeout=110)
     assert done.returncode == 0, done.stdout + done.stderr
     values = json.loads((tmp_path / "BENCH-step.json").read_text())
-    [found] = values["results"]["2"]["sizes"].values()
-    of = found["communication-heavy"]
-    assert set(of) == {ALONE, "ZeRO-2"}
-    assert all(0 < v["best"] <= v["median"] < 60 and v["memory"]["node"] > v["memory"]["rank"] / 2 for v in of.values())
-    assert of["ZeRO-2"]["account"]["states"] == 2 * of["ZeRO-2"]["account"]["gradients"] > 0
-    assert of["ZeRO-2"]["loss"] == pytest.approx(of[ALONE]["loss"], rel=1e-2)  # few steps: nearly the same yet
+    [sizes] = values["results"]["2"]["sizes"].values()
+    runs = sizes["communication-heavy"]
+    assert set(runs) == {ALONE, "ZeRO-2"}
+    assert all(
+        0 < v["best"] <= v["median"] < 60 and v["memory"]["node"] > v["memory"]["rank"] / 2 for v in runs.values()
+    )
+    assert runs["ZeRO-2"]["account"]["states"] == 2 * runs["ZeRO-2"]["account"]["gradients"] > 0
+    assert runs["ZeRO-2"]["loss"] == pytest.approx(runs[ALONE]["loss"], rel=1e-2)  # few steps: nearly the same yet
     text = (tmp_path / "BENCH-step.md").read_text()
     for words in ("quick run", "/ one process", "not computing ms", "a node, MiB", "activations"):
         assert words in text, words
@@ -51,8 +53,8 @@ def test_a_step_on_a_device_is_told_in_tokens_a_second(device, tmp_path):
     values = json.loads((tmp_path / "BENCH-step.json").read_text())
     result = values["results"]["2"]
     assert result["devices"] == 2 and result["backend"] == "mpitrain"
-    for of in result["found"].values():
-        assert of["tokens"] == pytest.approx(2 * 2 * 32 / of["step"]) and of["share"] is None
+    for figures in result["found"].values():
+        assert figures["tokens"] == pytest.approx(2 * 2 * 32 / figures["step"]) and figures["share"] is None
     assert result["found"]["DDP"]["loss"] == pytest.approx(result["found"]["torch DDP"]["loss"], rel=0.03)
     assert [target["met"] for target in values["targets"]] == [None]
 
@@ -66,11 +68,11 @@ def test_operations_of_a_token_are_those_of_its_matrix_products_forwards_and_twi
 
 def test_an_unknown_contender_is_named_with_those_there_are(capsys):
     assert parser().parse(["--only", "ZeRO-2, torch DDP"]).only == ["ZeRO-2", "torch DDP"]
-    with pytest.raises(SystemExit) as left:
+    with pytest.raises(SystemExit) as error:
         main(["--only", "ZeRO-4"])
-    assert left.value.code == 2
-    told = capsys.readouterr().err
-    assert "'ZeRO-4'" in told and "ZeRO-3 gathered" in told
+    assert error.value.code == 2
+    message = capsys.readouterr().err
+    assert "'ZeRO-4'" in message and "ZeRO-3 gathered" in message
 
 
 # -- the contenders ------------------------------------------------------------------------------------------
@@ -80,16 +82,16 @@ def test_an_unknown_contender_is_named_with_those_there_are(capsys):
 def test_all_contenders_train_alike_on_the_same_batches(world):
     with gloo(world):
         trainees = {}
-        for name, made in contenders().items():
-            if isinstance(made, str) or "DeepSpeed" in name:
+        for name, make in contenders().items():
+            if isinstance(make, str) or "DeepSpeed" in name:
                 continue  # DeepSpeed builds an operator when first used: minutes
             trainees[name] = contender(name, world, SMALL, 2)
         for _ in range(2):
             for trainee in trainees.values():
                 trainee.prepare()
                 trainee.step()
-        found = mean_losses(world, trainees, 2e-4)
-        assert len(found) >= 8 and len({round(loss, 3) for name, loss in found.items() if name != ALONE}) == 1
+        losses = mean_losses(world, trainees, 2e-4)
+        assert len(losses) >= 8 and len({round(loss, 3) for name, loss in losses.items() if name != ALONE}) == 1
         for trainee in trainees.values():
             trainee.close()
 
@@ -137,7 +139,7 @@ def test_contenders_that_do_not_fit_together_run_in_groups_with_one_process_in_e
 def test_memory_of_ones_own_counts_whole_and_shared_memory_once_per_node(world):
     memory = PeakMemory(world)
     with memory.training():
-        own = np.ones(16 * MIB, dtype=np.uint8)
+        private_memory = np.ones(16 * MIB, dtype=np.uint8)
         shared = world.arena(12 * MIB)
         node = shared.peer(world.world_ranks[0])  # 48 MiB that each rank of the node touches
         for _ in range(2):
@@ -145,10 +147,10 @@ def test_memory_of_ones_own_counts_whole_and_shared_memory_once_per_node(world):
             world.barrier()
         shared.tensor.zero_()
         time.sleep(0.1)  # several readings
-        own.sum()
+        private_memory.sum()
         world.barrier()
-    taken = world.all_gather_object(memory.taken)
-    assert sum(taken) / MIB == pytest.approx((16 + 48) * world.size, rel=0.15)
+    bytes_by_rank = world.all_gather_object(memory.taken)
+    assert sum(bytes_by_rank) / MIB == pytest.approx((16 + 48) * world.size, rel=0.15)
     shared.free()
 
 
@@ -164,7 +166,7 @@ def one(seconds: float, relative: float, rank: int) -> dict[str, object]:
 
 
 def test_targets_are_met_missed_or_unknown_by_what_was_measured():
-    found = {
+    figures = {
         ALONE: one(1.0, 1.0, 100),
         "DDP": one(1.05, 1.05, 90),
         "ZeRO-1": one(1.01, 1.01, 60),
@@ -173,9 +175,9 @@ def test_targets_are_met_missed_or_unknown_by_what_was_measured():
         "FSDP2": one(2.9, 2.9, 30),
         "DeepSpeed ZeRO-3": {"why": "not installed"},
     }
-    results = {2: {"nodes": 1, "sizes": {"20000000": {"communication-heavy": found}}}}
-    made = report(results, parser().parse([]))
-    met = {target.what.removeprefix("2 ranks: "): target.met for target in made.targets}
+    results = {2: {"nodes": 1, "sizes": {"20000000": {"communication-heavy": figures}}}}
+    summary = report(results, parser().parse([]))
+    met = {target.what.removeprefix("2 ranks: "): target.met for target in summary.targets}
     assert met["a step by DDP / one process'"] is True and met["a step by ZeRO-1 / one process'"] is False
     assert met["a step by ZeRO-2 / one process'"] is None
     assert met["a step by torch DDP / DDP"] is True and met["a step by FSDP2 / ZeRO-3"] is False
@@ -183,5 +185,5 @@ def test_targets_are_met_missed_or_unknown_by_what_was_measured():
     assert met["memory per rank, DDP / torch DDP"] is True and met["memory per node, ZeRO-3 / FSDP2"] is False
     header = {2: {"machine": "m", "cores": 2, "nodes": 1, "MPI": "x", "torch": "t", "threads": 1, "python": "p",
                   "date": "d", "tuning": "built-in", "load": 0.0}}  # fmt: skip
-    text = markdown(made, header, quick=False)
+    text = markdown(summary, header, quick=False)
     assert "DeepSpeed ZeRO-3 (not installed)" in text and "MISSED" in text

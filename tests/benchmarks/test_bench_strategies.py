@@ -1,4 +1,4 @@
-"""The benchmark of strategies trains the same by all of them, and tells of each what its name promises."""
+"""The strategies benchmark: the same training by each strategy, with its time, memory and traffic."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ def test_a_quick_run_tells_time_memory_and_bytes_of_each_strategy(tmp_path):
     done = job(0, [*command, "--only", "; ".join(only)], timeout=220)
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads((tmp_path / "BENCH-strategies.json").read_text())["results"]["4"]
-    found = {name: of for name, of in result["found"].items() if "why" not in of}
-    assert {"DDP", *only} == set(found)
-    whole = found["DDP"]["largest"]
+    runs = {name: figures for name, figures in result["found"].items() if "why" not in figures}
+    assert {"DDP", *only} == set(runs)
+    whole = runs["DDP"]["largest"]
     assert whole["states"] == pytest.approx(2 * whole["parameters"]) and whole["gradients"] == whole["parameters"]
     for kind in ("parameters", "gradients", "states"):
         for name in ("ZeRO-3", "ZeRO-3 gathered", "FSDP2"):
-            assert found[name]["largest"][kind] == pytest.approx(whole[kind] / 4, rel=0.05), (name, kind)
-        assert found["torch DDP"]["largest"][kind] == pytest.approx(whole[kind], rel=0.01)
-    assert found["DDP, recompute"]["largest"]["activations"] < 0.5 * whole["activations"]
-    for name, of in found.items():
-        assert of["sent"]["between"] == 0
-        assert of["sent"]["inside"] > 0 or of["sent"]["loopback"] > 1e5, name
-    assert found["ZeRO-3 gathered"]["sent"]["inside"] > found["ZeRO-3"]["sent"]["inside"]
-    assert found["torch DDP"]["sent"]["loopback"] == pytest.approx(1.5 * whole["parameters"], rel=0.2)  # 2 (N - 1) / N
+            assert runs[name]["largest"][kind] == pytest.approx(whole[kind] / 4, rel=0.05), (name, kind)
+        assert runs["torch DDP"]["largest"][kind] == pytest.approx(whole[kind], rel=0.01)
+    assert runs["DDP, recompute"]["largest"]["activations"] < 0.5 * whole["activations"]
+    for name, figures in runs.items():
+        assert figures["sent"]["between"] == 0
+        assert figures["sent"]["inside"] > 0 or figures["sent"]["loopback"] > 1e5, name
+    assert runs["ZeRO-3 gathered"]["sent"]["inside"] > runs["ZeRO-3"]["sent"]["inside"]
+    assert runs["torch DDP"]["sent"]["loopback"] == pytest.approx(1.5 * whole["parameters"], rel=0.2)  # 2 (N - 1) / N
     text = (tmp_path / "BENCH-strategies.md").read_text()
     assert "| data 2 x pipeline 2 |" in text and "GPT of layers 2" in text
     assert (tmp_path / "BENCH-strategies.png").read_bytes().startswith(b"\x89PNG")
@@ -53,17 +53,17 @@ def test_strategies_use_all_ranks_and_fit_the_model(ranks):
 
 def test_the_report_tells_peers_that_are_missing_and_compares_with_ddp():
     kinds = dict.fromkeys(("parameters", "gradients", "states", "activations", "buffers"), float(1 << 20))
-    own = {"inside": 2e6, "between": 1e6, "rows": [["all_reduce", "data", "ring", 1.0, 2e6, 1e6]], "loopback": None}
-    peer = {"inside": 0.0, "between": 0.0, "rows": [], "loopback": 3e6}
+    ours = {"inside": 2e6, "between": 1e6, "rows": [["all_reduce", "data", "ring", 1.0, 2e6, 1e6]], "loopback": None}
+    theirs = {"inside": 0.0, "between": 0.0, "rows": [], "loopback": 3e6}
     common = {"memory": 2.0 * (1 << 20), "largest": kinds, "losses": [3.0, 2.0, 1.0]}
-    found = {
-        "DDP": {"seconds": [[0.2] * 3, [0.1] * 3], "sent": own, **common},
-        "torch DDP": {"seconds": [[0.15] * 3], "sent": peer, **common},
+    runs = {
+        "DDP": {"seconds": [[0.2] * 3, [0.1] * 3], "sent": ours, **common},
+        "torch DDP": {"seconds": [[0.15] * 3], "sent": theirs, **common},
         "DeepSpeed ZeRO-1": {"why": "not installed"},
     }
-    made = report({2: {"nodes": 1, "model": MODEL, "batch": 8, "found": found}}, argparse.Namespace())
-    first, second, third = made.tables[0].rows
+    summary = report({2: {"nodes": 1, "model": MODEL, "batch": 8, "found": runs}}, argparse.Namespace())
+    first, second, third = summary.tables[0].rows
     assert first[1:4] == [100.0, 1.0, 2.0] and first[-3:] == [2.0, 1.0, "1.00000"]
     assert second[2] == pytest.approx(1.5) and second[-3:] == [3.0, 0.0, "1.00000"]
-    assert third[0] == "DeepSpeed ZeRO-1 (not installed)" and len(third) == len(first) == len(made.tables[0].columns)
-    assert made.tables[1].rows == [["DDP", "all_reduce", "data", "ring", 1.0, 2.0, 1.0]]
+    assert third[0] == "DeepSpeed ZeRO-1 (not installed)" and len(third) == len(first) == len(summary.tables[0].columns)
+    assert summary.tables[1].rows == [["DDP", "all_reduce", "data", "ring", 1.0, 2.0, 1.0]]

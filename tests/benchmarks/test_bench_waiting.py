@@ -1,4 +1,4 @@
-"""The benchmark of a slow rank slows just that one, by what it says, and judges what it measured."""
+"""The slow-rank benchmark: it slows one rank by the stated factor, and compares the ways to train with targets."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def test_a_quick_run_writes_tokens_times_and_a_picture(tmp_path):
     done = job(0, [*command, "--only", only, "--out", str(tmp_path)], timeout=110)
     assert done.returncode == 0, done.stdout + done.stderr
     values = json.loads((tmp_path / "BENCH-waiting.json").read_text())
-    found = values["results"]["3"]
-    assert {"sync", "server, staleness 4", "server, asynchronous, apart"} <= set(found)
-    for of in found.values():
-        assert len(of["loss"]) == len(of["seconds"]) == 12 and of["tokens"] == 2 * 4 * 32
-        assert 3 < of["loss"][-1] < of["loss"][0] < 6 and 3 < of["held_out_loss"] < 6
+    ways = values["results"]["3"]
+    assert {"sync", "server, staleness 4", "server, asynchronous, apart"} <= set(ways)
+    for figures in ways.values():
+        assert len(figures["loss"]) == len(figures["seconds"]) == 12 and figures["tokens"] == 2 * 4 * 32
+        assert 3 < figures["loss"][-1] < figures["loss"][0] < 6 and 3 < figures["held_out_loss"] < 6
     text = (tmp_path / "BENCH-waiting.md").read_text()
     for words in ("quick run", "2 workers, rank 1 slowed 3 times", "/ sync", "held-out loss"):
         assert words in text, words
@@ -59,9 +59,9 @@ def test_the_slow_rank_sleeps_twice_what_its_passes_took_before_others_get_its_l
     def train_step(batch):
         began.append(time.perf_counter())
         before = len(slept)
-        found = step(batch)
+        result = step(batch)
         counted.append(len(slept) - before)
-        return found
+        return result
 
     def sleep(seconds):
         if sys._getframe(1).f_code.co_name == "_came":  # not the naps of those who wait
@@ -87,9 +87,9 @@ def test_tokens_of_complete_steps_after_the_first_and_seconds_to_the_loss_all_re
     assert median_run([sync, fast, fast | {"tokens": 90}])["tokens"] == 90
     assert seconds_to(fast, 0.0) is None
     results = {5: {"sync": sync, "server, asynchronous": fast, "server, staleness 4": fast | {"tokens": 89}}}
-    found = report(results, argparse.Namespace(slowed=3.0))
-    assert [target.met for target in found.targets] == [True, False]
-    [table] = found.tables
+    summary = report(results, argparse.Namespace(slowed=3.0))
+    assert [target.met for target in summary.targets] == [True, False]
+    [table] = summary.tables
     assert [row[2] for row in table.rows] == pytest.approx([1.0, 2.0, 1.78])
     assert table.rows[1][3] == pytest.approx(9.0 + 19.0)  # the loss that the slower learner has at the end
     assert table.rows[0][3] < 9.0 + 2 * 19.0
@@ -98,7 +98,7 @@ def test_tokens_of_complete_steps_after_the_first_and_seconds_to_the_loss_all_re
 
 def test_an_unknown_contender_is_named_with_those_there_are(capsys):
     assert parser().parse(["--only", "sync; local, 16 steps"]).only == ["sync", "local, 16 steps"]
-    with pytest.raises(SystemExit) as left:
+    with pytest.raises(SystemExit) as error:
         main(["--only", "gossip"])
-    assert left.value.code == 2
+    assert error.value.code == 2
     assert "'gossip'" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""States to save, and ways to share them out among ranks."""
+"""States to save, and ways to divide them among ranks."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float16,
 
 
 def some_tensors(prefix="", seed=3):
-    """Every dtype and number of dimensions that matters; the largest have more than one hash."""
+    """Return tensors of every relevant dtype and number of dimensions; the largest have more than one hash."""
     generator = torch.Generator().manual_seed(seed)
     shapes = [(), (1,), (5, 7), (0, 3), (300, 41), (1_100_000,)]
-    made = {}
+    tensors = {}
     for number, shape in enumerate(shapes):
         dtype = DTYPES[number % len(DTYPES)]
-        made[f"{prefix}t{number}.weight"] = (torch.rand(shape, generator=generator) * 100).to(dtype)
-    made[f"{prefix}last"] = torch.arange(2_500_000, dtype=torch.float32) + seed
-    return made
+        tensors[f"{prefix}t{number}.weight"] = (torch.rand(shape, generator=generator) * 100).to(dtype)
+    tensors[f"{prefix}last"] = torch.arange(2_500_000, dtype=torch.float32) + seed
+    return tensors
 
 
 def small_tensors(prefix="model/", seed=3):
-    """A few kilobytes in several dimensions and dtypes."""
+    """Return a few kilobytes of tensors of several shapes and dtypes."""
     generator = torch.Generator().manual_seed(seed)
     shapes = {"a.weight": (11, 7), "b.weight": (3, 5, 6), "c.bias": (13,), "d.table": (40, 2, 3, 2), "n": ()}
     dtypes = [torch.float32, torch.bfloat16, torch.float64, torch.float32, torch.int64]
@@ -41,7 +41,7 @@ def spec(name, tensor):
 
 
 def part(name, tensor, lo, hi, box=None):
-    """Elements [lo, hi) of a tensor, or of a box of it."""
+    """Return elements [lo, hi) of a tensor, or of a box inside it, as a `Part`."""
     within = box or Box.whole(tensor.numel())
     piece = Piece(name, within, lo, hi)
     data = within.of(tensor).reshape(-1)[lo:hi].clone()
@@ -49,7 +49,7 @@ def part(name, tensor, lo, hi, box=None):
 
 
 def in_shares(tensors, rank, size):
-    """Each rank its share of the elements, as a replicated model is written."""
+    """Give each rank its share of the elements, as when a replicated model is written."""
     names = list(tensors)
     stretches = shares([tensors[n].numel() for n in names], size, rank, multiple=4)
     parts = [part(names[number], tensors[names[number]], lo, hi) for number, lo, hi in stretches]
@@ -57,12 +57,12 @@ def in_shares(tensors, rank, size):
 
 
 def in_slices(tensors, rank, size):
-    """Each rank a flat slice of each tensor: ZeRO."""
+    """Give each rank a flat slice of each tensor, as ZeRO does."""
     return [part(n, t, *split(t.numel(), size)[rank : rank + 2]) for n, t in tensors.items()]
 
 
 def in_boxes(tensors, rank, size):
-    """Each rank a slice of each tensor along its second dimension, or a copy of the whole: tensor parallel."""
+    """Give each rank a slice along the second dimension, or a copy of the whole tensor, as tensor parallelism does."""
     parts = []
     for name, tensor in tensors.items():
         box = None
@@ -73,7 +73,7 @@ def in_boxes(tensors, rank, size):
 
 
 def in_grid(tensors, rank, size):
-    """Each rank one column of cells of a grid: two axes divide the first and the last dimension of each tensor."""
+    """Give each rank one column of a grid of cells: two axes divide each tensor's first and last dimension."""
     parts = []
     for name, tensor in tensors.items():
         if tensor.dim() < 2 or min(tensor.shape) == 0:
@@ -88,7 +88,7 @@ def in_grid(tensors, rank, size):
 
 
 def empty(parts):
-    """The same parts, to be filled."""
+    """Return parts like these, with memory to load into."""
     return [Part(p.spec, p.piece, torch.zeros_like(p.data)) for p in parts]
 
 
@@ -97,7 +97,7 @@ def whole_parts(tensors):
 
 
 def same(parts, others):
-    """Bitwise."""
+    """Return whether both lists of parts have the same bits."""
     return len(parts) == len(others) and all(
         torch.equal(a.data.view(torch.uint8), b.data.view(torch.uint8)) if a.data.numel() else a.piece == b.piece
         for a, b in zip(parts, others, strict=True)

@@ -1,4 +1,4 @@
-"""Run under mpirun by the campaign: damages checkpoints in every way and restores, as the main job would.
+"""Script that the campaign runs under mpirun: it damages checkpoints and restores them, as the main job would.
 
     damage_cases.py damage FOLDER SEED CASES     files of checkpoints truncated, flipped, removed, swapped, ...
     damage_cases.py full FOLDER                  FOLDER is a small file system that fills up
@@ -29,7 +29,7 @@ def state(step):
 
 
 def damage(kind, file, other, random):
-    """Returns False where nothing changed."""
+    """Damage a file; return False if nothing changed."""
     before = file.read_bytes()
     data = bytearray(before)
     at = random.randrange(len(data))
@@ -63,7 +63,7 @@ def damaged(world, folder, seed, cases):
             write = LAYOUTS[step % 3]
             store.save(step, write(state(step), world.rank, world.size), {"position": step})
         store.finish()
-    told = set()
+    outcomes = set()
     for number in range(cases):
         chance = random.Random(seed * 100_003 + number)  # the same on all ranks
         files = chance.choice(["rank", "node"])
@@ -93,18 +93,18 @@ def damaged(world, folder, seed, cases):
                 continue
             break
         case = f"case {number}: {kind} {name} of {files} files: {reasons}"
-        wanted = LAYOUTS[number % 3](state(loaded.step), world.rank, world.size)
-        assert same(filled, wanted) and loaded.values == {"position": loaded.step}, f"WRONG LOAD, {case}"
+        expected = LAYOUTS[number % 3](state(loaded.step), world.rank, world.size)
+        assert same(filled, expected) and loaded.values == {"position": loaded.step}, f"WRONG LOAD, {case}"
         if loaded.step == 3:  # what was damaged is not restored from
             assert not reasons, case
-            found = world.on_root(lambda work=work: list(damages(work / "step-00000003")))
-            assert bool(found) == changed and all(name in text for text in found), f"{case}: {found}"
+            messages = world.on_root(lambda work=work: list(damages(work / "step-00000003")))
+            assert bool(messages) == changed and all(name in text for text in messages), f"{case}: {messages}"
         else:
             assert loaded.step == 2 and changed and len(reasons) == 1 and name in reasons[0], case
-        told.add((name, kind, loaded.step))
+        outcomes.add((name, kind, loaded.step))
         assert world.on_root(lambda work=work: not list(work.glob("*.tmp-*"))), f"leftovers, {case}"
     if world.rank == 0:
-        print(f"{cases} cases, {len(told)} different")
+        print(f"{cases} cases, {len(outcomes)} different")
 
 
 def full(world, folder):

@@ -1,4 +1,4 @@
-"""Run by the campaign, and killed: goes on from the newest checkpoint and saves until it is dead.
+"""Script that the campaign runs and kills: it resumes from the newest checkpoint and saves until it is killed.
 
 endless_saves.py FOLDER SEED: the state of a step follows from the step. Writes FOLDER/pids and, once it saves,
 FOLDER/saving.
@@ -34,10 +34,10 @@ if __name__ == "__main__":
     assert comm.on_root(lambda: not list((folder / "c").glob("*.tmp-*")))
     at = 0
     for path in store.newest_first():
-        wanted = layout(state(int(path.name[5:])), comm.rank, comm.size)
-        filled = empty(wanted)
+        expected = layout(state(int(path.name[5:])), comm.rank, comm.size)
+        filled = empty(expected)
         at = store.load(path, lambda manifest, filled=filled: filled).step
-        assert same(filled, wanted)
+        assert same(filled, expected)
         break
     comm.on_root(lambda: (folder / "pids").write_text(" ".join(map(str, pids))) and None)
     while True:

@@ -1,4 +1,4 @@
-"""Saves from a thread: what was saved is the state at the call, and what goes wrong is told to all ranks."""
+"""Saves in a background thread: the state at the call is saved, and every rank learns of errors."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from mpitrain.errors import MpitrainError
 
 @pytest.fixture
 def store(world, folder):
-    made = Store(folder / "c", world, keep=2)
-    made.prepare(set_aside=False)
-    return made
+    empty_store = Store(folder / "c", world, keep=2)
+    empty_store.prepare(set_aside=False)
+    return empty_store
 
 
 def _check(store):
-    """Raise on every rank what a save in the background has raised on any, as a trainer does at each step."""
+    """Raise a background save's error on every rank if any rank had one, as a trainer does at each step."""
     failing = torch.tensor([int(store.failing)])
     store.comm.all_reduce(failing, "max")
     if failing:
@@ -38,14 +38,14 @@ def test_a_background_save_holds_the_state_at_its_call(world, store, device):
         for step in (1, 2, 3):
             for each in parts:
                 each.data.copy_(each.data + 1 if each.data.dtype != torch.bool else each.data)
-            kept = [p.data.clone() for p in parts]
+            originals = [p.data.clone() for p in parts]
             store.save(step, parts, {"position": step}, background=True)
             for each in parts:
                 each.data.zero_()
             numbers = torch.full((4,), world.rank + 1.0)
             world.all_reduce(numbers)  # the training goes on
             assert numbers[0] == world.size * (world.size + 1) / 2
-            for each, data in zip(parts, kept, strict=True):
+            for each, data in zip(parts, originals, strict=True):
                 each.data.copy_(data)
     parts = [replace(part, data=part.data.cpu()) for part in parts]
     filled = empty(parts)

@@ -1,4 +1,4 @@
-"""Long: checkpoints damaged in every way, disks that fill up, saves killed at any moment."""
+"""Long tests: damaged checkpoints, full disks, and saves killed at any moment."""
 
 from __future__ import annotations
 

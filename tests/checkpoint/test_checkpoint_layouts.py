@@ -1,4 +1,4 @@
-"""Any layout writes, any layout reads; one file per rank or per node; pieces that several ranks have."""
+"""Checkpoints between layouts: any layout reads what any other wrote, from one file per rank or per node."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def test_every_layout_reads_what_every_layout_wrote(world, folder, files):
         path = store.save(1, write(tensors, world.rank, world.size), {})
         expected = {"rank": world.size, "node": len(set(nodes))}[files]
         assert len(list(path.glob(f"{files}-*.h5"))) == expected
-        wanted = (
+        manifest_format = (
             NEWER if write is in_grid and world.size > 1 else FORMAT
         )  # only where boxes have ranges of two dimensions
-        assert f'"format": "{wanted}"' in (path / "manifest.json").read_text()
+        assert f'"format": "{manifest_format}"' in (path / "manifest.json").read_text()
         for read in layouts:
             parts = read(tensors, world.rank, world.size)
             filled = empty(parts)

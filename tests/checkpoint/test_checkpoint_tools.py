@@ -1,4 +1,4 @@
-"""python -m mpitrain.checkpoint: what people do with checkpoints, without MPI."""
+"""The command `python -m mpitrain.checkpoint`, which needs no MPI."""
 
 from __future__ import annotations
 

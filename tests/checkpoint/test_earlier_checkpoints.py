@@ -1,4 +1,4 @@
-"""Runs that earlier versions began are continued with the losses that those versions had.
+"""Runs that earlier versions started: the current version resumes them and gets the same losses.
 
 `earlier.tar.xz` has a run folder for each layout, as commit e84fd78 of November 2026 wrote it: two ranks, a GPT of two
 blocks on the text that `_TEXT` is, a checkpoint after step 4, and the metrics of all 8 steps.

@@ -1,4 +1,4 @@
-"""Files that are odd, or made to do harm: one line, nothing read elsewhere, no memory taken on their word."""
+"""Odd or malicious files: each is refused in one line, without reading other files or allocating claimed sizes."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ NAMES = ["", "/", ".", "..", "a/../../b", "/a", "a//b", "a\0b", "a\nb", "x" * 50
 
 
 def refused(capsys, arguments, code=2):
-    """The one line that a command ends with."""
+    """Run a command that must fail, and return its one-line error."""
     with little_memory():
-        found = main([str(a) for a in arguments])
-    return one_line((found, capsys.readouterr().err), code=code)
+        exit_code = main([str(a) for a in arguments])
+    return one_line((exit_code, capsys.readouterr().err), code=code)
 
 
 # -- weights to import
@@ -99,7 +99,7 @@ class _Storage:
 
 
 def torch_file(path, claimed, shape, stride, offset=0, compression=zipfile.ZIP_STORED, stored=4):
-    """A torch.save file whose tensor says of itself what it likes; its storage has `stored` numbers."""
+    """Write a torch.save file whose tensor claims any size and strides; its storage has `stored` numbers."""
 
     class Pickler(pickle.Pickler):
         def persistent_id(self, value):
@@ -160,7 +160,7 @@ def test_what_is_no_file_is_refused_in_one_line(tmp_path, capsys, ending):
 
 
 def test_odd_but_honest_weights_come_in_and_go_out(tmp_path):
-    """Names that are a group and a data set of HDF5 at once, or look like ours; empty, conjugated, shared tensors."""
+    """Test names that are both HDF5 group and data set, names like ours, and empty, conjugated and shared tensors."""
     shared = torch.rand(3, 4)
     tensors = {
         "a": torch.rand(2), "a/b": torch.rand(3), "a#0": torch.rand(4), "a/b/c": torch.rand(5), "a b": torch.rand(1),
@@ -180,7 +180,7 @@ def test_odd_but_honest_weights_come_in_and_go_out(tmp_path):
 
 @pytest.fixture(scope="module")
 def imported(tmp_path_factory):
-    """A checkpoint of two tensors, one of them with two names."""
+    """Return a checkpoint of two tensors, one of which has two names."""
     place = tmp_path_factory.mktemp("imported")
     weight = torch.rand(6, 5)
     torch.save({"a.weight": weight, "b": torch.rand(3).bfloat16(), "head": weight}, place / "w.pt")
@@ -196,13 +196,13 @@ def payload_of(folder):
 
 
 def put(folder, payload):
-    """Write it as a manifest with the right hash."""
+    """Write the content as a manifest with the right hash."""
     text = payload if isinstance(payload, str) else json.dumps(payload)
     (folder / MANIFEST).write_text(f'{{"crc32": {zlib.crc32(text.encode())}, "payload": {text}}}\n')
 
 
 def places(value, path=()):
-    """The path of every value in nested lists and dictionaries."""
+    """Yield the path of every value in nested lists and dictionaries."""
     yield path
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, below in items:
@@ -221,7 +221,7 @@ def changed(payload, path, change):
 
 
 def use(folder, out):
-    """Everything that reads a manifest; returns the first refusal."""
+    """Call everything that reads a manifest; return the first refusal."""
     try:
         manifest = read_manifest(folder)
         list(damages(folder))
@@ -291,7 +291,7 @@ def test_no_file_outside_of_the_folder_is_read(tmp_path, capsys, imported):
 
 
 def test_a_size_is_believed_only_after_it_was_compared_with_the_files(tmp_path, capsys, imported):
-    """A tensor of 275 GB in 10^9 rows, by a manifest that contradicts itself nowhere, and by one that does."""
+    """Test a claimed tensor of 275 GB in 10^9 rows, in a consistent manifest and in one that contradicts itself."""
     folder = tmp_path / imported.name
     folder.mkdir()
     os.link(imported / "rank-00000.h5", folder / "rank-00000.h5")

@@ -1,6 +1,6 @@
-"""Checkpoints on node-local disks: a node that is lost loses nothing.
+"""Checkpoints on node-local disks: the loss of a node loses no data.
 
-All ranks are on one machine here, so the nodes are given, each with a folder of its own.
+All ranks run on one machine here, so the tests assign the nodes and give each its own folder.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NODES = {2: (0, 1), 3: (0, 1, 2), 4: (0, 0, 1, 2), 8: (0, 0, 0, 1, 1, 2, 2, 2)}
 
 
 def _store(world, folder, redundancy, *, nodes=None, places=None, files="rank", flush_every=100):
-    """places: the folder number of each node."""
+    """Return a store on folders that stand for nodes. places: the folder number of each node."""
     nodes = nodes or NODES[world.size]
     number = nodes[world.rank] if places is None else places[nodes[world.rank]]
     local = str(folder / f"node-{number}")
@@ -137,7 +137,7 @@ def test_local_folders_that_protect_nothing_are_refused(world, folder):
 
 
 def _flip(world, path, *ranks):
-    """Flip a bit in each tensor of these ranks' copies of a file."""
+    """Flip a bit in each tensor of the copies of a file that `ranks` hold."""
     if world.rank in ranks:
         data = bytearray(path.read_bytes())
         for extent in read_manifest(path.parent).extents:
@@ -152,7 +152,7 @@ def _flip(world, path, *ranks):
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("redundancy", ["none", "partner", "xor"])
 def test_flipped_bits_are_repaired_from_what_other_nodes_have_or_refused(world, folder, redundancy):
-    """Rank 1's file; of it, rank 2 has the copy, or ranks 0 and 2 the parities."""
+    """Damage rank 1's file, which rank 2 has a copy of, or ranks 0 and 2 the parities."""
     parts = in_slices(small_tensors(), world.rank, world.size)
     store = _store(world, folder, redundancy)
     store.prepare(set_aside=False)

@@ -1,4 +1,4 @@
-"""Formats of a manifest: that of before wherever it has room for the boxes, the next one where it has not."""
+"""Manifest formats: the older one wherever it can express the boxes, the newer one otherwise."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mpitrain.layout.boxes import Box, Piece
 
 
 def _manifest(*pieces: Piece) -> Manifest:
-    """A manifest of float32 tensors [4, 6], each of which lies whole in a file, and of further pieces of them."""
+    """Return a manifest of float32 tensors [4, 6], each stored whole in a file, and of these further pieces."""
     names = sorted({piece.name for piece in pieces})
     every = [*(Piece.whole(name, 24) for name in names), *pieces]
     extents = tuple(Extent(piece, "rank-00000.h5", 96 * n, (n,)) for n, piece in enumerate(every))

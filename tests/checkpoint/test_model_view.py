@@ -1,4 +1,4 @@
-"""model.h5: any HDF5 tool sees the whole parameters."""
+"""The file model.h5, in which any HDF5 tool sees the whole parameters."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def test_every_parameter_is_seen_whole_under_its_name(world, folder, files):
                     if name.startswith("model/"):
                         shown = file[name.removeprefix("model/")]
                         assert shown.shape == tuple(tensor.shape)
-                        wanted = tensor.float() if tensor.dtype == torch.bfloat16 else tensor
-                        assert shown[()].dtype == wanted.numpy().dtype, name
-                        assert np.array_equal(shown[()], wanted.numpy()), (layout, name)
+                        expected = tensor.float() if tensor.dtype == torch.bfloat16 else tensor
+                        assert shown[()].dtype == expected.numpy().dtype, name
+                        assert np.array_equal(shown[()], expected.numpy()), (layout, name)
                 assert np.array_equal(file["head.weight"][()], tensors["model/a.weight"].numpy())
             if number == 0:
                 (moved / ("rank-00000.h5" if files == "rank" else "node-00000.h5")).unlink()
@@ -60,8 +60,8 @@ def test_h5dump_reads_the_view(world, folder):
             out = folder / f"{name}.txt"
             command = ["h5dump", "-y", "-w", "0", "-m", "%.9g", "-d", name, "-o", out, path / "model.h5"]
             subprocess.run(command, check=True, capture_output=True, timeout=30)
-            seen = np.array(out.read_text().replace(",", " ").split(), dtype=np.float32)
-            assert np.array_equal(seen, tensors[f"model/{name}"].float().reshape(-1).numpy())
+            dumped = np.array(out.read_text().replace(",", " ").split(), dtype=np.float32)
+            assert np.array_equal(dumped, tensors[f"model/{name}"].float().reshape(-1).numpy())
         header = subprocess.run(["h5dump", "-H", path / "model.h5"], check=True, capture_output=True, text=True).stdout
         assert '"d.table"' in header and "( 40, 2, 3, 2 )" in header
     world.barrier()
@@ -89,14 +89,14 @@ def test_a_piece_is_cut_into_rectangles_that_hold_its_elements_in_order(data):
     lo = data.draw(st.integers(0, box.numel))
     piece = Piece("x", box, lo, data.draw(st.integers(lo, box.numel)))
     tensor = torch.arange(numel).reshape(shape)
-    wanted = part("x", tensor, piece.lo, piece.hi, box).data
-    found, place = [], 0
+    elements = part("x", tensor, piece.lo, piece.hi, box).data
+    blocks, place = [], 0
     for first, size, at in rectangles(piece, shape):
         assert at == place
-        chosen = tensor[tuple(slice(f, f + s) for f, s in zip(first, size, strict=True))].reshape(-1)
-        found.append(chosen)
-        place += len(chosen)
-    assert torch.equal(torch.cat(found) if found else torch.empty(0, dtype=torch.int64), wanted)
+        block = tensor[tuple(slice(f, f + s) for f, s in zip(first, size, strict=True))].reshape(-1)
+        blocks.append(block)
+        place += len(block)
+    assert torch.equal(torch.cat(blocks) if blocks else torch.empty(0, dtype=torch.int64), elements)
     assert kind == "merged" or box.ranges(shape) is not None
     if kind == "whole":
-        assert len(found) <= 2 * len(shape) - 1
+        assert len(blocks) <= 2 * len(shape) - 1

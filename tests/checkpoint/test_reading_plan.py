@@ -1,4 +1,4 @@
-"""Which bytes a rank reads: the pure part of restoring."""
+"""The reading plan: the bytes that each rank reads when it restores a checkpoint."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def test_stretches_are_what_two_pieces_have_in_common(data):
     tensor = torch.arange(prod(shape)).reshape(shape)
     x = part("x", tensor, a.lo, a.hi, a.box).data.tolist()
     y = part("x", tensor, b.lo, b.hi, b.box).data.tolist()
-    seen = []
-    found = list(zip(*(each.tolist() for each in stretches(a, b)), strict=True))
-    for source, target, length in found:
+    elements = []
+    common = list(zip(*(each.tolist() for each in stretches(a, b)), strict=True))
+    for source, target, length in common:
         assert x[source : source + length] == y[target : target + length]
-        seen += x[source : source + length]
-    assert seen == sorted(set(x) & set(y))
-    for (s, t, n), (s2, t2, _) in pairwise(found):  # no two that are one
+        elements += x[source : source + length]
+    assert elements == sorted(set(x) & set(y))
+    for (s, t, n), (s2, t2, _) in pairwise(common):  # no two that are one
         assert s + n < s2 or t + n < t2
     assert covered([a, b]) == len(set(x) | set(y))
 
@@ -56,13 +56,13 @@ def test_union_counts_every_element_once():
 
 @given(st.lists(st.tuples(st.integers(1, 2), st.integers(0, 1), st.integers(0, 1)), max_size=12))
 def test_rows_of_matrices_are_the_stretches_that_they_were_made_of(drawn):
-    """Each stretch: its length, the gap after it where it comes from, and that where it goes."""
+    """Draw for each stretch its length and the gaps that follow it in the source and in the target."""
     lengths, *gaps = np.array(drawn, dtype=np.int64).reshape(-1, 3).T
     firsts, places = (np.cumsum(lengths + gap) - lengths - gap for gap in gaps)
-    seen = []
+    result = []
     for first, place, rows, width, from_step, to_step in evenly(firsts, places, lengths):
-        seen += [(first + row * from_step, place + row * to_step, width) for row in range(rows)]
-    assert seen == list(zip(firsts.tolist(), places.tolist(), lengths.tolist(), strict=True))
+        result += [(first + row * from_step, place + row * to_step, width) for row in range(rows)]
+    assert result == list(zip(firsts.tolist(), places.tolist(), lengths.tolist(), strict=True))
 
 
 def test_whole_blocks_go_straight_to_their_place_and_columns_are_read_block_by_block(tmp_path):
@@ -78,8 +78,8 @@ def test_whole_blocks_go_straight_to_their_place_and_columns_are_read_block_by_b
     rows_of_last = rows - 2 * HASHED // (4 * columns)
     assert [len(block.uses[0].lengths) for block in blocks] == [1024, 1024, rows_of_last]
     few = Piece("x", Box.whole(rows * columns), 5, 9)  # only the block that holds the elements is read
-    wanted = part("x", torch.zeros(rows, columns), few.lo, few.hi)
-    assert [block.number for block in plan(tmp_path, manifest, [wanted])] == [0]
+    target = part("x", torch.zeros(rows, columns), few.lo, few.hi)
+    assert [block.number for block in plan(tmp_path, manifest, [target])] == [0]
 
 
 @given(st.binary(max_size=3000), st.integers(0, 2**32 - 1))

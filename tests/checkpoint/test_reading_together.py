@@ -1,4 +1,4 @@
-"""Blocks that several ranks of a node need are read and checked by one of them."""
+"""Shared reading: one rank of a node reads and checks the blocks that several of its ranks need."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def copies(tensors, rank, size):
 
 @pytest.fixture
 def saved(world, folder):
-    """A store, the tensors in it, and the folder of a checkpoint in which each rank has a flat slice of each."""
+    """Return a store, its tensors, and a checkpoint's folder in which each rank has a flat slice of each tensor."""
     generator = torch.Generator().manual_seed(5)
     tensors = {f"model/w{n}": torch.rand(1500, 1024, generator=generator) for n in range(5)}  # 6 MB each
     store = Store(folder / "c", world, keep=2)
@@ -49,11 +49,11 @@ def saved(world, folder):
 @pytest.mark.parametrize("layout", [in_boxes, copies])
 def test_a_node_reads_each_byte_once(world, saved, layout):
     store, tensors, path = saved
-    wanted = layout(tensors, world.rank, world.size)
-    filled = empty(wanted)
+    expected = layout(tensors, world.rank, world.size)
+    filled = empty(expected)
     before = bytes_read()
     store.load(path, lambda manifest: filled)
-    assert same(filled, wanted)
+    assert same(filled, expected)
     read = torch.tensor([bytes_read() - before])
     world.all_reduce(read)
     stored = sum(tensor.nbytes for tensor in tensors.values())
@@ -78,15 +78,15 @@ def test_what_one_rank_finds_damaged_no_rank_takes(world, saved):
         if world.rank == 0:
             damage(file, extent.offset + 5)  # as it was
         world.barrier()
-    wanted = in_boxes(tensors, world.rank, world.size)
+    expected = in_boxes(tensors, world.rank, world.size)
     for folder in (path, good):
-        filled = empty(wanted)
+        filled = empty(expected)
         store.load(folder, lambda manifest, filled=filled: filled)
-        assert same(filled, wanted)
+        assert same(filled, expected)
 
 
 def damage(file: Path, offset: int) -> None:
-    """Flip a bit."""
+    """Flip a bit of a file."""
     with open(file, "r+b") as opened:
         opened.seek(offset)
         byte = opened.read(1)[0]
@@ -95,6 +95,6 @@ def damage(file: Path, offset: int) -> None:
 
 
 def bytes_read() -> int:
-    """Bytes that this process has had from read calls so far."""
+    """Return the number of bytes that this process has read so far."""
     counters = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(counters["rchar"])

@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not at all, readable by any layout, and never wrong in silence."""
+"""Checkpoints: saved whole or not at all, readable in any layout, and never silently wrong."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float16,
 def _tensors():
     generator = torch.Generator().manual_seed(3)
     shapes = [(), (1,), (5, 7), (0, 3), (300, 41), (1_100_000,)]  # the last: more than one hash
-    made = {}
+    tensors = {}
     for number, shape in enumerate(shapes):
         dtype = DTYPES[number % len(DTYPES)]
-        made[f"t{number}.weight"] = (torch.rand(shape, generator=generator) * 100).to(dtype)
-    made["last"] = torch.arange(2_500_000, dtype=torch.float32)
-    return made
+        tensors[f"t{number}.weight"] = (torch.rand(shape, generator=generator) * 100).to(dtype)
+    tensors["last"] = torch.arange(2_500_000, dtype=torch.float32)
+    return tensors
 
 
 def _spec(name, tensor):
@@ -33,7 +33,7 @@ def _spec(name, tensor):
 
 
 def _shared_out(tensors, comm):
-    """Each rank its share of the elements, as a replicated model is written."""
+    """Give each rank its share of the elements, as when a replicated model is written."""
     names = list(tensors)
     parts = []
     for number, lo, hi in shares([tensors[n].numel() for n in names], comm.size, comm.rank):
@@ -80,17 +80,17 @@ def test_files_are_hdf5_with_every_tensor_under_its_name(world, folder):
     store = Store(folder / "c", world, keep=2)
     store.prepare(set_aside=False)
     path = store.save(1, _shared_out(tensors, world), {})
-    found = {}
+    stored = {}
     for rank in range(2):
         with h5py.File(path / f"rank-{rank:05d}.h5") as file:
             for name in file:
                 lo, _ = file[name].attrs["elements"]
                 assert tuple(file[name].attrs["shape"]) == tuple(tensors[name].shape)
-                found.setdefault(name, []).append(
+                stored.setdefault(name, []).append(
                     (lo, file[name][...] if tensors[name].dtype != torch.bfloat16 else None)
                 )
-    assert set(found) == set(tensors)
-    pieces = [torch.from_numpy(data) for _, data in sorted(found["last"], key=lambda item: item[0])]
+    assert set(stored) == set(tensors)
+    pieces = [torch.from_numpy(data) for _, data in sorted(stored["last"], key=lambda item: item[0])]
     assert torch.equal(torch.cat(pieces), tensors["last"])
 
 
@@ -118,8 +118,8 @@ def test_only_the_newest_are_kept_and_leftovers_of_killed_saves_removed(world, f
 
 
 def _theirs(root):
-    """Things of somebody else under names like ours, and their content."""
-    made = {
+    """Create somebody else's files under names like ours; return their contents by name."""
+    contents = {
         "my.tmp-files/thesis.tex": "chapter 1",
         "step-00000001.tmp-backup/thesis.tex": "chapter 2",
         "step-00000007.tmp-0123abcd/thesis.tex": "chapter 3",
@@ -127,10 +127,10 @@ def _theirs(root):
         "notes.tmp-1": "to do",
         "step-00000002/thesis.tex": "chapter 4",
     }
-    for name, text in made.items():
+    for name, text in contents.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
-    return made
+    return contents
 
 
 def _untouched(root, made):
@@ -142,7 +142,7 @@ def _untouched(root, made):
 def test_what_is_not_ours_is_neither_removed_nor_replaced(world, folder, background):
     parts = _shared_out({"x": torch.arange(9.0)}, world)
     root = folder / "c"
-    made = world.on_root(lambda: _theirs(root))
+    theirs = world.on_root(lambda: _theirs(root))
     store = Store(root, world, keep=1)
     store.prepare(set_aside=False)
     before = sorted(os.listdir(root))
@@ -152,7 +152,7 @@ def test_what_is_not_ours_is_neither_removed_nor_replaced(world, folder, backgro
         store.finish()
     assert caught.value.agreed and "\n" not in str(caught.value)
     assert sorted(os.listdir(root)) == before
-    _untouched(root, made)
+    _untouched(root, theirs)
     world.barrier()  # before there is anything else to list
     for step in (3, 4):  # keeps one: what has no manifest is not pruned
         store.save(step, parts, {}, background=background)
@@ -166,7 +166,7 @@ def test_what_is_not_ours_is_neither_removed_nor_replaced(world, folder, backgro
     world.barrier()
     assert (root / "step-00000004.1/mine.txt").exists() and len(os.listdir(root / "step-00000004.1")) == 1
     assert not (root / "step-00000003").exists() and not (root / "step-00000004").exists()
-    _untouched(root, made)
+    _untouched(root, theirs)
     for content in ("yesterday's\n", None):
         if world.rank == 0:
             (root / "latest").unlink()
@@ -180,7 +180,7 @@ def test_what_is_not_ours_is_neither_removed_nor_replaced(world, folder, backgro
             assert (root / "latest").read_text() == content
             (root / "latest").write_text("step-00000005\n")
         world.barrier()
-        _untouched(root, made)
+        _untouched(root, theirs)
 
 
 @pytest.mark.ranks(2)
@@ -194,8 +194,8 @@ def test_remains_of_a_damaged_checkpoint_are_kept_under_another_name_and_other_t
         (folder / "c/step-00000003/manifest.json").unlink()
     world.barrier()
     assert store.make_way(3) == []
-    (said,) = store.make_way(2)
-    assert "step-00000003 has no manifest any more; kept as" in said and said.endswith("step-00000003.1")
+    (message,) = store.make_way(2)
+    assert "step-00000003 has no manifest any more; kept as" in message and message.endswith("step-00000003.1")
     store.save(3, parts, {})
     if world.rank == 0:
         (folder / "c/step-00000004").mkdir()

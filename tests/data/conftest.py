@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def tokens_set(tmp_path):
-    """Makes a data set of bytes 0 1 2 ... (modulo 251), with shards of `shard` bytes; gives folder and bytes."""
+    """Return a maker of data sets of bytes 0 1 2 ... (modulo 251) in shards of `shard` bytes: (folder, bytes)."""
 
     def make(size, shard=1 << 20, held_out=0.0, name="tokens"):
         content = (np.arange(size) % 251 + 1).astype(np.uint8)
@@ -32,7 +32,7 @@ def tokens_set(tmp_path):
 
 @pytest.fixture
 def arrays_set(tmp_path):
-    """Makes a data set of the arrays x and y; gives its folder."""
+    """Return a function that makes a data set of the arrays x and y and returns its folder."""
 
     def make(x, y, name="arrays", **how):
         source = tmp_path / f"{name}-source"
@@ -48,7 +48,7 @@ def arrays_set(tmp_path):
 
 @pytest.fixture
 def command(capsys):
-    """Runs `python -m mpitrain.data ...` in this process: (exit code, stdout, stderr)."""
+    """Return a function that runs `python -m mpitrain.data ...` in this process: (exit code, stdout, stderr)."""
 
     def run(*arguments):
         capsys.readouterr()
@@ -64,22 +64,22 @@ def command(capsys):
 
 @pytest.fixture
 def refused(command, tmp_path):
-    """Runs `prepare` on what must be refused; gives the one line, and checks that nothing is left behind."""
+    """Return a function that runs `prepare` on bad input, checks that no file is left, and returns the error line."""
 
     def run(*arguments, out=None):
         target = out or tmp_path / "refused"
         code, _, message = command("prepare", *arguments, "--out", target)
-        told = one_line((code, message))
+        refusal = one_line((code, message))
         if out is None:
             assert not [path for path in tmp_path.iterdir() if "refused" in path.name]
-        return told
+        return refusal
 
     return run
 
 
 @pytest.fixture
 def python():
-    """Starts Python on a piece of code in a process of its own."""
+    """Return a function that starts Python on a piece of code in a new process."""
 
     def start(code, *arguments, **how):
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -97,7 +97,7 @@ def python():
 
 @pytest.fixture
 def open_folder():
-    """A folder that any user may enter, unlike tmp_path."""
+    """Return a folder that any user may enter, unlike tmp_path."""
     folder = Path(tempfile.mkdtemp())
     folder.chmod(0o755)
     yield folder

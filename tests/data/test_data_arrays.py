@@ -1,4 +1,4 @@
-"""NumPy arrays and their split into train and held out."""
+"""NumPy arrays as data sets, and their split into train and held out."""
 
 import io
 import zipfile
@@ -102,10 +102,10 @@ def test_held_out_rows_have_every_class_sorted_or_in_turn(arrays_set, labels):
     classes = np.repeat(np.arange(10), 200) if labels == "sorted" else np.arange(2000) % 10
     rows = np.arange(2000.0)[:, None]
     folder = arrays_set(rows, classes, held_out=0.05)
-    train, held = read_manifest(folder).splits["train"], read_manifest(folder).splits["held_out"]
-    assert held.rows == 100
+    train, held_out = read_manifest(folder).splits["train"], read_manifest(folder).splits["held_out"]
+    assert held_out.rows == 100
     assert train.rows == 1900
-    assert min(held.class_counts) >= 3
+    assert min(held_out.class_counts) >= 3
     both = np.concatenate([everything(folder)[0], everything(folder, "held_out")[0]])
     assert np.array_equal(np.sort(both[:, 0]), rows[:, 0])
 
@@ -128,7 +128,7 @@ def test_who_is_held_out_does_not_depend_on_the_blocks(total, fraction, cuts):
 
 
 def test_memory_stays_small_for_large_arrays(tmp_path, python):
-    """64 MB of rows are prepared within 40 MB on top of the bare start (a mapped file counts only as cache)."""
+    """Prepare 64 MB of rows within 40 MB above the bare start (a mapped file counts only as cache)."""
     shape = (16_000, 1000)
     np.lib.format.open_memmap(tmp_path / "x.npy", "w+", np.float32, shape)
     np.save(tmp_path / "y.npy", np.zeros(shape[0], np.int64))

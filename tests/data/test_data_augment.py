@@ -1,4 +1,4 @@
-"""Images that are shifted and mirrored in training: what comes out, and that it follows from the sample alone."""
+"""Augmented images: cropped and mirrored in a way that depends on seed, epoch and sample alone."""
 
 import numpy as np
 import pytest
@@ -18,18 +18,18 @@ IMAGES = np.random.default_rng(0).integers(1, 256, (50, 3, 8, 6)).astype(np.uint
 def test_every_image_is_a_crop_of_the_padded_one_perhaps_mirrored(layout):
     ids = np.arange(400)
     x = torch.arange(1.0, 400 * 1 * 8 * 6 + 1).reshape(400, 1, 8, 6).expand(-1, 3, -1, -1).contiguous()
-    given = {"channels first": x, "channels last": x.movedim(1, -1).contiguous(), "grey": x[:, 0].contiguous()}[layout]
-    out = Augment(("crop", "flip"), 2, seed=3)(given, ids, ids * 0)
-    assert out.shape == given.shape
+    images = {"channels first": x, "channels last": x.movedim(1, -1).contiguous(), "grey": x[:, 0].contiguous()}[layout]
+    out = Augment(("crop", "flip"), 2, seed=3)(images, ids, ids * 0)
+    assert out.shape == images.shape
     turned = {"channels first": lambda t: t, "channels last": lambda t: t.movedim(-1, 1), "grey": lambda t: t[:, None]}
     got = turned[layout](out).expand_as(x)
     padded = functional.pad(x, (2, 2, 2, 2))
-    seen = set()
+    crop_keys = set()
     for image, whole in zip(got, padded, strict=True):
         crops = {(r, c, f): whole[:, r : r + 8, c : c + 6].flip(-1) if f else whole[:, r : r + 8, c : c + 6]
                  for r in range(5) for c in range(5) for f in (False, True)}  # fmt: skip
-        seen.update(key for key, crop in crops.items() if torch.equal(crop, image))
-    assert len(seen) == 50  # each of the 5 x 5 places, mirrored and not, comes in 400 images
+        crop_keys.update(key for key, crop in crops.items() if torch.equal(crop, image))
+    assert len(crop_keys) == 50  # each of the 5 x 5 places, mirrored and not, comes in 400 images
 
 
 def test_what_is_drawn_follows_from_seed_epoch_and_sample_alone(arrays_set):
@@ -39,15 +39,15 @@ def test_what_is_drawn_follows_from_seed_epoch_and_sample_alone(arrays_set):
     config = Config.from_dict(sections)
 
     def stream(ranks, position=0, config=config):
-        """{running position: image} of ten batches, over the shares of all ranks."""
-        found = {}
+        """Return {running position: image} of ten batches, over the shares of all ranks."""
+        images = {}
         for rank in range(ranks):
             share = lambda n, rank=rank: (n * rank // ranks, n * (rank + 1) // ranks)  # noqa: E731
             with batches(config, share, data, position) as loader:
                 for _ in range(10):
                     batch = next(loader)
-                    found |= {batch.position + share(12)[0] + i: (int(batch.ids[i]), x) for i, x in enumerate(batch.x)}
-        return found
+                    images |= {batch.position + share(12)[0] + i: (int(batch.ids[i]), x) for i, x in enumerate(batch.x)}
+        return images
 
     alone = stream(1)
     for other in (stream(3), stream(5, position=24), stream(1, position=36)):

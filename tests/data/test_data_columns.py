@@ -1,4 +1,4 @@
-"""Columns of tables: which are used, what becomes of texts and of missing values, and of the same columns elsewhere."""
+"""Table columns: selection, texts, missing values, and the same columns in another table."""
 
 import gzip
 
@@ -50,18 +50,18 @@ def test_gaps_and_texts_become_what_the_manifest_says_also_in_another_table(tmp_
     options = ["--drop", "city", "--missing", "mean", "--categories", "onehot", "--held-out", 0.2]
     code, out, error = command("prepare", source, "--out", tmp_path / "set", *options)
     assert code == 0, error
-    held = held_out_mask(0, ROWS, 0.2)
+    held_out = held_out_mask(0, ROWS, 0.2)
     age = np.array(AGE, float)
-    mean = np.nanmean(age[~held])  # of the rows that train alone
+    mean = np.nanmean(age[~held_out])  # of the rows that train alone
     names = ["", "blue", "green", "red"]
-    wanted = np.array(
+    expected = np.array(
         [
             [mean if np.isnan(a) else a, *(float((c or "") == n) for n in names)]
             for a, c in zip(age, COLOUR, strict=True)
         ]
     )
-    np.testing.assert_allclose(x_of(tmp_path / "set"), wanted[~held], rtol=1e-6)
-    np.testing.assert_allclose(x_of(tmp_path / "set", "held_out"), wanted[held], rtol=1e-6)
+    np.testing.assert_allclose(x_of(tmp_path / "set"), expected[~held_out], rtol=1e-6)
+    np.testing.assert_allclose(x_of(tmp_path / "set", "held_out"), expected[held_out], rtol=1e-6)
     manifest = read_manifest(tmp_path / "set")
     assert manifest.classes == ("no", "yes")
     assert f"column age: missing values are mean {mean:g}" in out and "column colour: 4 texts as one number each" in out
@@ -86,9 +86,9 @@ def test_standardised_numbers_have_mean_0_and_deviation_1_where_they_train_also_
     raw = x_of(tmp_path / "raw").astype(np.float64)
     mean, deviation = raw[:, 0].mean(), raw[:, 0].std()
     for split in ("train", "held_out"):
-        wanted = x_of(tmp_path / "raw", split)
-        wanted[:, 0] = (wanted[:, 0] - mean) / deviation
-        np.testing.assert_allclose(x_of(tmp_path / "set", split), wanted, rtol=1e-5, atol=1e-6)
+        expected = x_of(tmp_path / "raw", split)
+        expected[:, 0] = (expected[:, 0] - mean) / deviation
+        np.testing.assert_allclose(x_of(tmp_path / "set", split), expected, rtol=1e-5, atol=1e-6)
     (tmp_path / "new.csv").write_text("colour,age\nred,\nblue,3\n")
     (again,) = rows_of_table(tmp_path / "new.csv", read_manifest(tmp_path / "set").columns)
     median = np.nanmedian(np.array(AGE, float)[~held_out_mask(0, ROWS, 0.2)])
@@ -105,19 +105,19 @@ def test_a_table_that_is_prepared_like_another_has_its_numbers_and_classes(tmp_p
     assert code == 0 and "4 texts as one number each" in out, error
     old, new = (read_manifest(tmp_path / name) for name in ("set", "new"))
     assert new.columns == old.columns and new.classes == old.classes == ("no", "yes")
-    (wanted,) = rows_of_table(tmp_path / "new.csv", old.columns)
-    np.testing.assert_array_equal(x_of(tmp_path / "new"), wanted)
+    (expected,) = rows_of_table(tmp_path / "new.csv", old.columns)
+    np.testing.assert_array_equal(x_of(tmp_path / "new"), expected)
     data = open_dataset(tmp_path / "new", "train")
     assert data.read(np.arange(2))[1].tolist() == [1, 1]
     assert command("prepare", tmp_path / "new.csv", "--out", tmp_path / "c", *like, "--scale", "standard")[0] == 2
-    for text, said in {
+    for text, message in {
         "kind,colour,age\nperhaps,red,1\n": "'perhaps' is none of the classes of --like ('no', 'yes')",
         "kind,colour,age\nyes,pink,1\n": "line 2, column colour: 'pink' is none of the column's values",
         "kind,age\nyes,1\n": "has no column colour, which the data set of --like has",
     }.items():
         (tmp_path / "new.csv").write_text(text)
         code, _, error = command("prepare", tmp_path / "new.csv", "--out", tmp_path / "wrong", *like)
-        assert code == 2 and said in error and error.count("\n") == 1, error
+        assert code == 2 and message in error and error.count("\n") == 1, error
 
 
 def test_other_ways_with_gaps_and_texts(tmp_path, command):
@@ -128,10 +128,10 @@ def test_other_ways_with_gaps_and_texts(tmp_path, command):
         x = x_of(out)
         assert x.shape == (ROWS, 2) and x[:4, 1].tolist() == [3, 2, 1, 0]
         assert x[2, 0] == pytest.approx(fill) and x[1, 0] == 21.5
-    code, told, _ = command(
+    code, output, _ = command(
         "prepare", source, "--out", tmp_path / "less", "--columns", 1, "--missing", "drop", "--held-out", 0
     )
-    assert code == 0 and "left out 6 rows with missing values" in told
+    assert code == 0 and "left out 6 rows with missing values" in output
     assert x_of(tmp_path / "less")[:, 0].tolist() == pytest.approx([age for age in AGE if age is not None])
 
 

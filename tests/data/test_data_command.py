@@ -52,8 +52,8 @@ def test_the_command_that_prepare_suggests_trains_on_tables_images_and_text(tmp_
     (tmp_path / "words.txt").write_text("some words to learn from\n" * 400)
     for source, name in (("table.csv", "mlp"), ("images.npz", "resnet"), ("words.txt", "gpt")):
         code, out, _ = command("prepare", tmp_path / source, "--out", tmp_path / f"the {name} set")
-        (told,) = [line for line in out.splitlines() if line.startswith("train on it: ")]
-        words = shlex.split(told)
+        (suggestion,) = [line for line in out.splitlines() if line.startswith("train on it: ")]
+        words = shlex.split(suggestion)
         config = Config.from_args(words[words.index("mpitrain.train") + 1 :])
         assert (code, config.model.name) == (0, name)
         build_model(config.model, description_of(config))  # which looks at the batch, too

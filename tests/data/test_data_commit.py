@@ -1,4 +1,4 @@
-"""A data set folder is whole or not there: makers that race, die, meet a full disk, or may not write."""
+"""Atomic data set folders: makers that race, are killed, meet a full disk, or may not write."""
 
 import errno
 import fcntl
@@ -26,7 +26,7 @@ from mpitrain.storage.disk import MARK
 
 @pytest.fixture
 def fill(tmp_path):
-    """Fills a folder with a small data set of two splits and three shards."""
+    """Return a function that fills a folder with a small data set of two splits and three shards."""
     text = tmp_path / "source.txt"
     text.write_text("some text\n" * 200)
 
@@ -114,7 +114,7 @@ def test_four_processes_may_ask_for_the_default_at_once(tmp_path, python):
 
 @pytest.mark.parametrize("call", ["pwrite", "fsync", "rename", "unlink"])
 def test_a_kill_at_any_call_leaves_nothing_half_made(root, fill, call):
-    """SIGKILL just before and just after the first, second, ... of these calls, until a run has no more of them."""
+    """Send SIGKILL just before and just after each of these calls, in one run after the other."""
     for before in (True, False):
         count = 0
         while True:
@@ -141,14 +141,14 @@ def test_a_kill_at_any_call_leaves_nothing_half_made(root, fill, call):
 
 
 def _die_at(name, count, before):
-    original, left = getattr(os, name), [count]
+    original, countdown = getattr(os, name), [count]
 
     def call(*arguments, **how):
-        left[0] -= 1
-        if left[0] == 0 and before:
+        countdown[0] -= 1
+        if countdown[0] == 0 and before:
             os.kill(os.getpid(), signal.SIGKILL)
         result = original(*arguments, **how)
-        if left[0] == 0:
+        if countdown[0] == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         return result
 
@@ -226,7 +226,7 @@ def test_the_manifest_is_the_last_file_and_all_is_durable_before_the_rename(root
 
 @pytest.fixture
 def tiny_disk(tmp_path):
-    """Mounts a file system of a given size; skips where that is not allowed."""
+    """Return a function that mounts a file system of a given size; it skips the test where that is not allowed."""
     mounted = []
 
     def mount(kib):
@@ -302,10 +302,10 @@ def test_places_where_nothing_can_be_written(open_folder, python):
     for line in lines[:3]:
         assert line.endswith("cannot be written: no permission; ask its owner for access, or use another place")
     assert lines[3].endswith("a.txt/set cannot be written: a file lies where a folder is needed; use another place")
-    rest = out.split("start\n")[1].splitlines()
-    assert rest[:4] == ["2"] * 4
-    assert "python-source cannot be written: no permission" in rest[4]
-    assert rest[5] == str(open_folder / "digits")
+    last_lines = out.split("start\n")[1].splitlines()
+    assert last_lines[:4] == ["2"] * 4
+    assert "python-source cannot be written: no permission" in last_lines[4]
+    assert last_lines[5] == str(open_folder / "digits")
 
 
 def test_a_source_without_permission_is_named(open_folder, python):
@@ -353,9 +353,9 @@ def test_digits_are_made_once(tmp_path):
     before = (folder / MANIFEST).stat().st_mtime_ns
     assert resolve("digits", tmp_path) == folder == tmp_path / "digits"
     assert (folder / MANIFEST).stat().st_mtime_ns == before
-    train, held = open_dataset(folder), open_dataset(folder, "held_out")
-    assert len(train) + len(held) == 1797
-    assert len(held) == 180
+    train, held_out = open_dataset(folder), open_dataset(folder, "held_out")
+    assert len(train) + len(held_out) == 1797
+    assert len(held_out) == 180
     assert train.description.x_shape == (1, 8, 8)
     assert train.description.classes == tuple("0123456789")
     assert min(read_manifest(folder).splits["held_out"].class_counts) >= 8
@@ -395,7 +395,7 @@ def test_python_files_are_the_library_alone_in_a_fixed_order(tmp_path):
 
 
 def test_the_lock_survives_that_its_file_is_removed_meanwhile(root, monkeypatch):
-    """A waiter that gets a lock on a file which the holder removed tries again on the new file."""
+    """Check that a process that locks a file which the holder has removed tries again on the new file."""
     opened = []
     flock = fcntl.flock
 
@@ -408,8 +408,8 @@ def test_the_lock_survives_that_its_file_is_removed_meanwhile(root, monkeypatch)
             (root / ".made.lock").touch()
 
     monkeypatch.setattr(fcntl, "flock", removed_once)
-    with locks.waiting(root / ".made.lock") as held:
-        assert held
+    with locks.waiting(root / ".made.lock") as is_locked:
+        assert is_locked
         assert (root / ".made.lock").stat().st_ino == opened[-1]
     assert len(opened) == 2
     assert not (root / ".made.lock").exists()

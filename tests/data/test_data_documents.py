@@ -1,4 +1,4 @@
-"""JSON lines, parquet and compressed text become documents with an end, and prompts are masked."""
+"""Documents with an end, from JSON lines, parquet and compressed text, and masked prompts."""
 
 import bz2
 import gzip
@@ -30,7 +30,7 @@ def write_parquet(path, **columns):
 
 
 def documents(folder, split="train"):
-    """The documents of a stream, read by h5py alone and cut at their ends."""
+    """Return the documents of a stream, read with h5py alone and cut at their ends."""
     end = read_manifest(folder).document_end
     tokens = np.concatenate([h5py.File(path)["tokens"][...] for path in sorted(folder.glob(f"{split}-*.h5"))])
     assert tokens[-1] == end
@@ -68,10 +68,10 @@ def test_each_line_or_row_is_a_document_that_ends(tmp_path, command, kind, monke
     code, out, _ = command("prepare", source, "--out", tmp_path / "set", "--held-out", 0.1)
     assert code == 0
     assert "token 256 ends each of them" in out
-    train, held = spoken(tmp_path / "set"), spoken(tmp_path / "set", "held_out")
-    assert len(held) == 6
-    assert sorted(train + held) == sorted(TEXTS)
-    assert train == [text for text in TEXTS if text not in held]  # in their order
+    train, held_out = spoken(tmp_path / "set"), spoken(tmp_path / "set", "held_out")
+    assert len(held_out) == 6
+    assert sorted(train + held_out) == sorted(TEXTS)
+    assert train == [text for text in TEXTS if text not in held_out]  # in their order
     facts = open_dataset(tmp_path / "set", sequence=8).description
     assert (facts.vocabulary, facts.document_end, facts.masked, facts.apart) == (257, 256, False, None)
     assert open_dataset(tmp_path / "set", sequence=8, apart=True).description.apart == 256
@@ -89,7 +89,7 @@ def test_files_named_train_and_validation_are_the_splits(tmp_path, command):
 def test_a_tokenizers_own_end_comes_after_each_document_and_each_file(tmp_path, command, tokenizer):
     from tokenizers import Tokenizer
 
-    known = Tokenizer.from_file(str(tokenizer))
+    reference = Tokenizer.from_file(str(tokenizer))
     write_lines(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
     (tmp_path / "texts").mkdir()
     for number, text in enumerate(TEXTS):
@@ -98,8 +98,8 @@ def test_a_tokenizers_own_end_comes_after_each_document_and_each_file(tmp_path, 
         out = tmp_path / f"set-{source}"
         flags = ("--tokenizer", tokenizer, "--out", out, "--held-out", 0)
         assert command("prepare", tmp_path / source, *flags)[0] == 0
-        assert read_manifest(out).document_end == known.token_to_id("<|endoftext|>") == 0
-        assert [known.decode(each.tolist()) for each in documents(out)] == TEXTS
+        assert read_manifest(out).document_end == reference.token_to_id("<|endoftext|>") == 0
+        assert [reference.decode(each.tolist()) for each in documents(out)] == TEXTS
     assert (
         command(
             "prepare", tmp_path / "texts", "--tokenizer", tokenizer, "--end-token", "none", "--out", tmp_path / "joined"
@@ -135,17 +135,17 @@ def test_tokens_of_prompts_are_not_trained_on_and_pairs_stay_whole(tmp_path, com
     data = open_dataset(tmp_path / "set", sequence=60)
     assert data.description.masked
     x, y = data.read(np.arange(len(data)))
-    found = []
+    answers = []
     for inputs, targets in zip(x, y, strict=True):
         whole = [*inputs.tolist(), None]
         for place, target in enumerate(targets.tolist()):
             assert target in (-100, whole[place + 1] if place < 59 else target)
         taught = targets[targets != -100]
         for answer in np.split(taught, np.flatnonzero(taught == 256) + 1)[:-1]:
-            found.append(bytes(answer[:-1].astype(np.uint8)).decode())
+            answers.append(bytes(answer[:-1].astype(np.uint8)).decode())
         questions = np.concatenate([inputs, targets[-1:]])
         assert taught.tolist() == [] or questions[0] == ord("w")  # a sample begins with a whole prompt
-    assert sorted(found) == sorted(answer for _, answer in pairs)
+    assert sorted(answers) == sorted(answer for _, answer in pairs)
     used = sum(len(q) + len(a) + 1 for q, a in pairs) / (len(data) * 61)
     assert used > 0.85
 
@@ -157,10 +157,10 @@ def test_packed_text_holds_each_document_once_and_cuts_only_what_is_too_long(tmp
     assert command("prepare", tmp_path / "a.jsonl", *flags)[0] == 0
     with h5py.File(tmp_path / "set" / "train-00000.h5") as shard:
         tokens, mask = shard["tokens"][...], shard["mask"][...]
-    wanted = np.bincount(np.frombuffer("".join(texts).encode(), np.uint8), minlength=257)
-    wanted[256] = len(texts)
+    expected = np.bincount(np.frombuffer("".join(texts).encode(), np.uint8), minlength=257)
+    expected[256] = len(texts)
     assert (
-        np.bincount(tokens[mask == 1], minlength=257).tolist() == wanted.tolist()
+        np.bincount(tokens[mask == 1], minlength=257).tolist() == expected.tolist()
     )  # each token once, overlaps not twice
     for sample in tokens.reshape(-1, 33):
         ends = np.flatnonzero(sample == 256)
@@ -192,22 +192,22 @@ def test_text_files_are_packed_as_the_same_documents_in_json_lines_are(tmp_path,
                 assert command("prepare", tmp_path / source, *more, *pack, *where)[0] == 0
     for out in ("packed", "stream") if blank_lines else ("packed",):
         for split in ("train", "held_out"):
-            found = [open_dataset(tmp_path / f"{s}-{out}", split, sequence=32) for s in ("text", "a.jsonl")]
-            ours, theirs = (data.read(np.arange(len(data))) for data in found)
-            assert len(found[0]) == len(found[1]) > 0
+            datasets = [open_dataset(tmp_path / f"{s}-{out}", split, sequence=32) for s in ("text", "a.jsonl")]
+            ours, theirs = (data.read(np.arange(len(data))) for data in datasets)
+            assert len(datasets[0]) == len(datasets[1]) > 0
             assert (ours[0] == theirs[0]).all() and (ours[1] == theirs[1]).all()
 
 
 def test_a_packed_sample_is_filled_by_the_first_documents_that_fit():
     packer = Packer(4, 9, "uint8", whole=False)
-    made = packer.add(
+    sample = packer.add(
         [(np.array(each, np.uint8), untrained) for each, untrained in (([1, 1, 9], 1), ([2, 2, 2, 9], 0), ([3, 9], 1))]
     )
-    rest = packer.finish()
-    assert made[0].tolist() == [1, 1, 9, 3, 9]
-    assert made[1].tolist() == [0, 1, 1, 0, 1]
-    assert rest[0].tolist() == [2, 2, 2, 9, 9]
-    assert rest[1].tolist() == [1, 1, 1, 1, 0]
+    last_sample = packer.finish()
+    assert sample[0].tolist() == [1, 1, 9, 3, 9]
+    assert sample[1].tolist() == [0, 1, 1, 0, 1]
+    assert last_sample[0].tolist() == [2, 2, 2, 9, 9]
+    assert last_sample[1].tolist() == [1, 1, 1, 1, 0]
     long = Packer(4, 9, "uint8", whole=False)
     pieces = [*long.add([(np.arange(8, dtype=np.uint8), 0)]), *long.finish()]
     assert pieces[0].tolist() == [0, 1, 2, 3, 4]
@@ -250,16 +250,16 @@ def test_a_tokenizer_is_the_same_each_time_and_decodes_what_it_encodes(tmp_path,
     write_parquet(tmp_path / "b.parquet", text=TEXTS * 5)
     for source, out in (("a.jsonl", "1.json"), ("a.jsonl", "2.json"), ("b.parquet", "3.json")):
         flags = ("--vocabulary", 400, "--out", tmp_path / out)
-        code, told, _ = command("tokenizer", tmp_path / source, *flags)
+        code, output, _ = command("tokenizer", tmp_path / source, *flags)
         assert code == 0
-        assert "tokens" in told
+        assert "tokens" in output
     files = [(tmp_path / out).read_bytes() for out in ("1.json", "2.json", "3.json")]
     assert files[0] == files[1] == files[2]
-    known = Tokenizer.from_file(str(tmp_path / "1.json"))
-    assert known.token_to_id("<|endoftext|>") == 0
+    reference = Tokenizer.from_file(str(tmp_path / "1.json"))
+    assert reference.token_to_id("<|endoftext|>") == 0
     odd = "ünseen ✓ \x00 text \t\n"
-    assert known.decode(known.encode(odd).ids) == odd
-    assert len(known.encode("document straße").ids) < 8
+    assert reference.decode(reference.encode(odd).ids) == odd
+    assert len(reference.encode("document straße").ids) < 8
 
 
 class TestRefused:

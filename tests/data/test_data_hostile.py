@@ -1,4 +1,4 @@
-"""Inputs and data sets that are odd, or made to do harm: one line, and no memory taken on their word."""
+"""Odd or malicious inputs and data sets: each is refused in one line, without allocating claimed sizes."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_a_size_that_takes_all_memory_is_refused(tmp_path, command):
 
 
 def put(folder, content):
-    """Write it as a manifest with the right hash."""
+    """Write the content as a manifest with the right hash."""
     content = {name: value for name, value in content.items() if name != "crc32"}
     (folder / MANIFEST).write_text(json.dumps(content | {"crc32": zlib.crc32(_canonical(content))}))
 
@@ -155,7 +155,7 @@ def places(value, path=()):
 
 
 def use(folder):
-    """Everything that reads a data set; returns the first refusal."""
+    """Call everything that reads a data set; return the first refusal."""
     try:
         manifest = read_manifest(folder)
         for problem in verify(folder, manifest):
@@ -266,7 +266,7 @@ def _text(file, outside):
     "change", [_huge, _huge_table, _filled, _external, _external_table, _link, _soft, _group, _text]
 )
 def test_a_shard_is_read_only_where_its_bytes_are(tokens_set, tmp_path, change):
-    """Other HDF5 files, links into them, and values that HDF5 would make up are refused."""
+    """Refuse other HDF5 files, links into them, and fill values that HDF5 supplies."""
     folder, _ = tokens_set(300)
     shard = folder / "train-00000.h5"
     outside = tmp_path / "outside.h5"

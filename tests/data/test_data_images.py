@@ -18,7 +18,7 @@ def everything(folder, split="train"):
 
 
 def picture(path, height=6, width=4, seed=0, mode="RGB"):
-    """A PNG of random pixels; gives them as uint8 [height, width, 3]."""
+    """Write a PNG of random pixels; return them as uint8 [height, width, 3]."""
     path.parent.mkdir(parents=True, exist_ok=True)
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3)).astype(np.uint8)
     Image.fromarray(pixels).convert(mode).save(path)
@@ -151,7 +151,7 @@ def idx(path, array):
 
 
 def mnist(folder, packed=True, rows=300):
-    """Files under MNIST's names; gives train images and labels."""
+    """Write files under MNIST's names; return the train images and labels."""
     folder.mkdir()
     random = np.random.default_rng(0)
     for name, count in (("t10k", rows // 3), ("train", rows)):

@@ -1,4 +1,4 @@
-"""Batches: every rank's share in order, read ahead by threads, from any position, errors and ends included."""
+"""The data loader: each rank's share of each batch, read ahead by threads, from any position, with errors and ends."""
 
 import threading
 import time
@@ -29,7 +29,7 @@ def tokens(tokens_set):
 
 
 class Slow:
-    """A data set whose reads take a while, and which counts them."""
+    """Data set with slow reads, which it counts."""
 
     def __init__(self, data, seconds):
         self.data, self.seconds, self.reads = data, seconds, []
@@ -65,9 +65,9 @@ def test_batches_hold_the_samples_of_their_ids_in_the_order_of_the_seed(tokens, 
     seed=st.integers(0, 100),
 )
 def test_stops_and_other_numbers_of_ranks_lose_and_repeat_nothing(tokens, legs, batch, seed):
-    """Each leg runs some steps on some ranks and hands only the position to the next."""
+    """Run some steps on some number of ranks, and pass only the position on to the next number of ranks."""
     data, _ = tokens
-    order, position, seen = SampleOrder(len(data), seed), 0, []
+    order, position, ids = SampleOrder(len(data), seed), 0, []
     for ranks, steps in legs:
         loaders = [
             Loader(data, order, batch=batch, share=share_of(rank, ranks), position=position, workers=rank % 2)
@@ -77,15 +77,15 @@ def test_stops_and_other_numbers_of_ranks_lose_and_repeat_nothing(tokens, legs, 
             for loader in loaders:
                 got = next(loader)
                 assert got.position == position
-                seen += got.ids.tolist()
+                ids += got.ids.tolist()
             position += batch
         for loader in loaders:
             loader.close()
-    assert len(seen) == position
-    epochs, rest = divmod(position, len(data))
+    assert len(ids) == position
+    epochs, remainder = divmod(position, len(data))
     for epoch in range(epochs):
-        assert sorted(seen[epoch * len(data) : (epoch + 1) * len(data)]) == list(range(len(data)))
-    assert len(set(seen[epochs * len(data) :])) == rest
+        assert sorted(ids[epoch * len(data) : (epoch + 1) * len(data)]) == list(range(len(data)))
+    assert len(set(ids[epochs * len(data) :])) == remainder
 
 
 def test_slow_reads_come_in_order(tokens):
@@ -172,21 +172,21 @@ def test_evaluation_is_spread_evenly_with_a_ragged_last_batch(tokens, ranks, sam
         for rank in range(ranks)
     ]
     assert {len(part) for part in parts} == {len(sizes)}
-    found = []
+    ids = []
     for step, size in enumerate(sizes):
         batches = [part[step] for part in parts]
         assert sum(len(one.ids) for one in batches) == size
         assert {one.position for one in batches} == {sum(sizes[:step])}
         for one in batches:
-            found += one.ids.tolist()
+            ids += one.ids.tolist()
             for i, x in zip(one.ids, one.x, strict=True):
                 assert np.array_equal(x, content[10 * i : 10 * i + 10])
-    chosen = min(samples, len(data))
-    assert found == [place * len(data) // chosen for place in range(chosen)]
+    count = min(samples, len(data))
+    assert ids == [place * len(data) // count for place in range(count)]
 
 
 def test_loading_costs_the_training_thread_little(tokens_set):
-    """Under 1 ms of the training thread per batch of 32 samples of 128 tokens: 2 % of a step of 50 ms."""
+    """Check that a batch of 32 x 128 tokens costs the training thread under 1 ms, 2 % of a step of 50 ms."""
     folder, _ = tokens_set(2_000_000)
     data = open_dataset(folder, sequence=128)
     with Loader(data, SampleOrder(len(data), 1), batch=32, share=ALL, workers=1) as loader:
@@ -199,33 +199,33 @@ def test_loading_costs_the_training_thread_little(tokens_set):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_device_gets_the_samples_that_the_host_reads(tokens, device, workers):
-    """Nothing is computed with before it has come."""
+    """Check that no batch is used before it has arrived on the device."""
     data, _ = tokens
-    sums, wanted = [], []
-    for where, kept in ((device, sums), (torch.device("cpu"), wanted)):
+    sums, expected = [], []
+    for where, results in ((device, sums), (torch.device("cpu"), expected)):
         order = SampleOrder(len(data), 5)
         with Loader(data, order, batch=32, share=ALL, workers=workers, finish=partial(pin, to=where)) as loader:
             for batch, _ in zip(on_device(loader, where), range(12), strict=False):
                 assert batch.x.device == batch.y.device == where
-                kept.append((batch.ids.tolist(), (batch.x * 3 + batch.y).double().sum()))
-    assert [ids for ids, _ in sums] == [ids for ids, _ in wanted]
-    assert [float(each) for _, each in sums] == [float(each) for _, each in wanted]
+                results.append((batch.ids.tolist(), (batch.x * 3 + batch.y).double().sum()))
+    assert [ids for ids, _ in sums] == [ids for ids, _ in expected]
+    assert [float(each) for _, each in sums] == [float(each) for _, each in expected]
 
 
 @pytest.mark.parametrize("device", ["pretend"], indirect=True)
 def test_batches_of_any_form_go_to_a_device_ahead_and_an_error_comes_in_its_turn(device):
-    asked = []
+    drawn = []
 
     def batches():
         for number in range(4):
-            asked.append(number)
+            drawn.append(number)
             yield {"x": torch.full((3,), float(number)), "of": [(torch.tensor(number), "name")]}
         raise InputError("no more")
 
     coming = on_device(batches(), device, ahead=2)
     for number in range(4):
         batch = next(coming)
-        assert len(asked) == min(number + 3, 4)
+        assert len(drawn) == min(number + 3, 4)
         ((label, name),) = batch["of"]
         assert batch["x"].tolist() == [number] * 3 and (int(label), name) == (number, "name")
     with pytest.raises(InputError, match="no more"):

@@ -1,4 +1,4 @@
-"""Data sets mixed by weight: exact shares at every step, each in its own order, the same on any ranks, at any step."""
+"""Data sets mixed by weight: exact shares at every step, each in its own order, on any number of ranks."""
 
 from functools import partial
 from pathlib import Path
@@ -20,10 +20,10 @@ def test_every_prefix_has_each_data_set_by_its_weight_to_within_one_sample(parts
     weights = Weights([float(part) for part in parts])
     pattern = weights.pattern
     for number, part in enumerate(weights.parts):
-        taken = np.cumsum(pattern == number)
-        owed = np.arange(1, len(pattern) + 1) * part
-        assert (abs(taken * weights.period - owed) < weights.period).all()
-        assert taken[-1] == part
+        counts = np.cumsum(pattern == number)
+        targets = np.arange(1, len(pattern) + 1) * part
+        assert (abs(counts * weights.period - targets) < weights.period).all()
+        assert counts[-1] == part
 
 
 def test_weights_mean_what_is_written():
@@ -39,9 +39,9 @@ def test_each_data_set_comes_in_the_order_it_has_by_itself_and_small_ones_begin_
     order = MixedOrder(sizes, weights, seed=4)
     ids = order.ids(0, 1000)
     for number, (size, first) in enumerate(zip(sizes, (0, 100), strict=True)):
-        own = ids[(ids >= first) & (ids < first + size)] - first
-        assert len(own) == (700, 300)[number]
-        assert own.tolist() == SampleOrder(size, 4).ids(0, len(own)).tolist()
+        own_ids = ids[(ids >= first) & (ids < first + size)] - first
+        assert len(own_ids) == (700, 300)[number]
+        assert own_ids.tolist() == SampleOrder(size, 4).ids(0, len(own_ids)).tolist()
     pieces = [order.ids(start, 7) for start in range(0, 994, 7)]
     assert np.concatenate(pieces).tolist() == ids[:994].tolist()
     far = 10**12 + 3
@@ -50,7 +50,7 @@ def test_each_data_set_comes_in_the_order_it_has_by_itself_and_small_ones_begin_
 
 @pytest.fixture
 def two(tokens_set):
-    """Two data sets of 10 tokens a sample, 90 samples and 15 of them, with a part held out."""
+    """Return two data sets of 10 tokens a sample, with 90 and 15 samples, some held out."""
     return tokens_set(901 + 100, held_out=0.1, name="large")[0], tokens_set(170, held_out=0.12, name="small")[0]
 
 
@@ -68,8 +68,8 @@ def test_batches_are_the_same_on_any_ranks_and_from_any_step(two):
         return size * rank // ranks, size * (rank + 1) // ranks
 
     def read(ranks, position, steps):
-        """(ids, x, y) of global batches of 13."""
-        found = []
+        """Return (ids, x, y) of global batches of 13."""
+        batches = []
         loaders = [
             Loader(
                 data, data.order(3), batch=13, share=partial(share, rank, ranks), position=position, workers=rank % 2
@@ -78,10 +78,10 @@ def test_batches_are_the_same_on_any_ranks_and_from_any_step(two):
         ]
         for _ in range(steps):
             parts = [next(loader) for loader in loaders]
-            found.append([np.concatenate([getattr(part, key) for part in parts]) for key in ("ids", "x", "y")])
+            batches.append([np.concatenate([getattr(part, key) for part in parts]) for key in ("ids", "x", "y")])
         for loader in loaders:
             loader.close()
-        return found
+        return batches
 
     whole = read(1, 0, 12)
     for ranks in (2, 3):
@@ -96,13 +96,13 @@ def test_batches_are_the_same_on_any_ranks_and_from_any_step(two):
 
 
 def test_held_out_samples_are_of_each_data_set_by_its_weight(two):
-    held = mixed(two, "held_out")
+    held_out = mixed(two, "held_out")
     sizes = [len(open_dataset(folder, "held_out", sequence=10)) for folder in two]
     share = lambda size: (0, size)  # noqa: E731
-    ids = np.concatenate([b.ids for b in evaluation_batches(held, samples=5, batch=2, share=share)])
+    ids = np.concatenate([b.ids for b in evaluation_batches(held_out, samples=5, batch=2, share=share)])
     assert (ids < sizes[0]).sum() == 4
     assert len(set(ids.tolist())) == 5
-    every = np.concatenate([b.ids for b in evaluation_batches(held, samples=99, batch=4, share=share)])
+    every = np.concatenate([b.ids for b in evaluation_batches(held_out, samples=99, batch=4, share=share)])
     assert sorted(every.tolist()) == list(range(sum(sizes)))  # a small set that has no more gives way
 
 

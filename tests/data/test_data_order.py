@@ -1,4 +1,4 @@
-"""The order of samples: a permutation per epoch, the same on any number of ranks, for ever."""
+"""The order of samples: one permutation per epoch, the same on any number of ranks and in any version."""
 
 from collections import Counter
 
@@ -29,14 +29,14 @@ def test_any_epoch_of_any_size_is_a_permutation(samples, seed, epoch):
 @given(samples=st.integers(1, 50), batch=st.integers(1, 70), ranks=st.integers(1, 9), seed=SEEDS)
 def test_each_sample_comes_once_per_epoch_whatever_the_batch_and_the_ranks(samples, batch, ranks, seed):
     order, epochs = SampleOrder(samples, seed), 4
-    seen = []
+    ids = []
     for position in range(0, epochs * samples, batch):
         for rank in range(ranks):
             start, stop = batch * rank // ranks, batch * (rank + 1) // ranks
-            seen += order.ids(position + start, stop - start).tolist()
+            ids += order.ids(position + start, stop - start).tolist()
     for epoch in range(epochs):
-        assert sorted(seen[epoch * samples : (epoch + 1) * samples]) == list(range(samples))
-    assert seen == order.ids(0, len(seen)).tolist()
+        assert sorted(ids[epoch * samples : (epoch + 1) * samples]) == list(range(samples))
+    assert ids == order.ids(0, len(ids)).tolist()
 
 
 def test_the_order_never_changes_between_versions():
@@ -60,10 +60,10 @@ def test_neighbours_are_torn_apart():
 
 
 def test_every_permutation_of_few_samples_is_about_equally_likely():
-    found = Counter(tuple(SampleOrder(4, seed).ids(0, 4)) for seed in range(2400))
-    assert len(found) == 24  # 100 of each on average
-    assert min(found.values()) > 60
-    assert max(found.values()) < 145
+    frequencies = Counter(tuple(SampleOrder(4, seed).ids(0, 4)) for seed in range(2400))
+    assert len(frequencies) == 24  # 100 of each on average
+    assert min(frequencies.values()) > 60
+    assert max(frequencies.values()) < 145
 
 
 def test_the_largest_sizes_and_positions_do_not_overflow():

@@ -1,4 +1,4 @@
-"""Reading: right rows across shards, bounded files, threads, and no damaged byte ever taken for a good one."""
+"""Reading of data sets: rows across shards, a bounded number of open files, threads, and damaged bytes."""
 
 import json
 import os
@@ -155,19 +155,19 @@ def test_flipped_bits_throughout_a_shard_are_found(arrays_set):
     folder = arrays_set(x, y)
     path = folder / "train-00000.h5"
     whole = path.read_bytes()
-    found = 0
+    errors = 0
     for offset in range(0, len(whole), 11):
         flip(path, offset, bit=offset % 8)
         try:
             got_x, got_y = open_dataset(folder).read(np.arange(20))
         except InputError as error:
             assert "train-00000.h5" in str(error)
-            found += 1
+            errors += 1
         else:  # a byte that belongs to nothing
             assert np.array_equal(got_x, x)
             assert np.array_equal(got_y, y)
         path.write_bytes(whole)
-    assert found >= (x.nbytes + y.nbytes) // 11
+    assert errors >= (x.nbytes + y.nbytes) // 11
 
 
 def test_an_extent_is_checked_once(tokens_set, monkeypatch):

@@ -1,4 +1,4 @@
-"""Copies of a data set on a node's own disk: whole and checked or not there, made once, used again."""
+"""Staged copies on a node's local disk: complete and checked or absent, made once and reused."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def test_a_copy_has_the_same_files_and_is_used_again(tokens_set, tmp_path):
     copy = staged_folder(source, place)
     assert files_of(copy) == files_of(source) and len(files_of(copy)) > 5
     assert [path.name for path in place.iterdir()] == [copy.name]  # no temporary folder, no lock
-    made = {path.name: path.stat().st_ino for path in copy.iterdir()}
+    inodes = {path.name: path.stat().st_ino for path in copy.iterdir()}
     stage(source, place)
-    assert {path.name: path.stat().st_ino for path in copy.iterdir()} == made
+    assert {path.name: path.stat().st_ino for path in copy.iterdir()} == inodes
     dataset = open_dataset(copy, sequence=100)
     x, _ = dataset.read(np.array([0, len(dataset) - 1]))
     assert x[0].tolist() == content[:100].tolist()

@@ -61,8 +61,8 @@ def test_fractions_are_numbers_to_predict(tmp_path, command):
 )
 def test_the_label_column_by_name_and_number(tmp_path, command, header, label):
     source = write(tmp_path / "a.csv", KINDS, header=header, at=0)
-    chosen = ["--label", label] if label else []
-    code, out, _ = command("prepare", source, "--out", tmp_path / "set", "--held-out", 0, *chosen)
+    label_options = ["--label", label] if label else []
+    code, out, _ = command("prepare", source, "--out", tmp_path / "set", "--held-out", 0, *label_options)
     assert code == 0
     assert f"label: column {header[0] if header else 1}" in out
     np.testing.assert_allclose(everything(tmp_path / "set")[0], ROWS, rtol=1e-6)
@@ -110,9 +110,9 @@ class TestRefused:
         source.write_text("\n".join([*lines[:3], "1,2,3", *lines[3:], "1,2,3,4,5"]) + "\n")
         for options in ([], ["--missing", "mean", "--scale", "standard"]):
             out = tmp_path / f"set{len(options)}"
-            code, told, _ = command("prepare", source, "--out", out, "--held-out", 0, "--skip-bad", *options)
+            code, output, _ = command("prepare", source, "--out", out, "--held-out", 0, "--skip-bad", *options)
             assert code == 0 and len(everything(out)[0]) == len(lines) - 1
-            assert f"left out 2 rows with other columns, such as {source}, line 4: 3 columns where the" in told
+            assert f"left out 2 rows with other columns, such as {source}, line 4: 3 columns where the" in output
 
     def test_no_such_label(self, tmp_path, refused):
         source = write(tmp_path / "a.csv", KINDS, header=list("pqrs"))

@@ -1,4 +1,4 @@
-"""Text and folders of text become one stream of bytes or tokens."""
+"""Text files and folders as one stream of bytes or tokens."""
 
 import json
 import zlib
@@ -14,13 +14,13 @@ from mpitrain.errors import InputError
 
 
 def stream(folder, split="train"):
-    """All tokens of a split, read by h5py alone."""
+    """Return all tokens of a split, read with h5py alone."""
     parts = [h5py.File(path)["tokens"][...] for path in sorted(folder.glob(f"{split}-*.h5"))]
     return np.concatenate(parts)
 
 
 def texts(folder, count, size=400):
-    """Files of random letters, all different; gives their bytes in the order of their names."""
+    """Write files of random letters, all different; return their bytes in the order of the file names."""
     folder.mkdir()
     random = np.random.default_rng(count)
     contents = [bytes(random.choice(list(b"abcdefg \n"), size).astype(np.uint8)) for _ in range(count)]
@@ -35,18 +35,18 @@ def test_one_file_holds_out_its_end_after_a_line(tmp_path, command):
     code, out, _ = command("prepare", tmp_path / "a.txt", "--out", tmp_path / "set")
     assert code == 0
     assert "tokens (bytes)" in out
-    train, held = stream(tmp_path / "set").tobytes(), stream(tmp_path / "set", "held_out").tobytes()
-    assert train + held == lines
+    train, held_out = stream(tmp_path / "set").tobytes(), stream(tmp_path / "set", "held_out").tobytes()
+    assert train + held_out == lines
     assert train.endswith(b"\n")
-    assert abs(len(held) / len(lines) - 0.05) < 0.002
+    assert abs(len(held_out) / len(lines) - 0.05) < 0.002
 
 
 def test_several_files_are_held_out_whole(tmp_path, command):
     contents = texts(tmp_path / "texts", 60)
     assert command("prepare", tmp_path / "texts", "--out", tmp_path / "set", "--held-out", 0.1)[0] == 0
-    held = stream(tmp_path / "set", "held_out").tobytes()
+    held_out = stream(tmp_path / "set", "held_out").tobytes()
     train = stream(tmp_path / "set").tobytes()
-    pieces = [held[i : i + 400] for i in range(0, len(held), 400)]
+    pieces = [held_out[i : i + 400] for i in range(0, len(held_out), 400)]
     assert len(pieces) == 6
     assert train == b"".join(content for content in contents if content not in pieces)
     assert set(pieces) <= set(contents)
@@ -99,13 +99,13 @@ def test_a_shard_takes_many_blocks(tokens_set):
 @pytest.mark.parametrize("fraction", [0.02, 0.05, 0.3])
 def test_whole_files_come_near_the_fraction(fraction):
     sizes = np.random.default_rng(1).integers(1, 10_000, 500)
-    held = held_out_files(sizes.tolist(), fraction)
-    assert sizes[held].sum() / sizes.sum() == pytest.approx(fraction, rel=0.1)
+    held_out = held_out_files(sizes.tolist(), fraction)
+    assert sizes[held_out].sum() / sizes.sum() == pytest.approx(fraction, rel=0.1)
 
 
 @pytest.fixture
 def tokenizer(tmp_path):
-    """A real byte-level BPE tokenizer file, with a truncation that must not cut our text."""
+    """Write a real byte-level BPE tokenizer file, with a truncation that must not cut our text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     bpe = Tokenizer(models.BPE())
@@ -239,8 +239,8 @@ def test_a_stream_without_ends_is_written_as_it_was_before_documents_had_any(tok
     folder, _ = tokens_set(5000)
     content = json.loads((folder / "dataset.json").read_text())
     assert not {"document_end", "pack"} & set(content)
-    told = [content["kind"], content["fields"], content["splits"]]
-    canonical = json.dumps(told, sort_keys=True, separators=(",", ":")).encode()
+    identified = [content["kind"], content["fields"], content["splits"]]
+    canonical = json.dumps(identified, sort_keys=True, separators=(",", ":")).encode()
     assert read_manifest(folder).identity == f"{zlib.crc32(canonical):08x}"
     manifest = read_manifest(folder)
     write_manifest(folder, manifest.model_copy(update={"pack": 8}))

@@ -1,4 +1,4 @@
-"""Tokens that other tools made are read as they are: flat files, arrays, Megatron's pairs."""
+"""Tokens from other tools, read without conversion: flat files, arrays, Megatron's pairs of files."""
 
 import gzip
 import struct
@@ -18,7 +18,7 @@ def stream(folder, split="train"):
 
 
 def write_megatron(stem, documents, dtype=np.uint16, code=8, sequences=1, gap=0):
-    """A pair as Megatron-LM writes it; each document in so many sequences, and `gap` bytes between these."""
+    """Write a pair of files as Megatron-LM does, with `sequences` per document and `gap` bytes between them."""
     parts = [part for document in documents for part in np.array_split(np.array(document, dtype), sequences)]
     offsets = np.cumsum([0, *[part.nbytes + gap for part in parts]])[:-1]
     stem.with_suffix(".bin").write_bytes((b"?" * gap).join(part.tobytes() for part in parts))
@@ -77,8 +77,8 @@ def test_megatrons_documents_are_held_out_whole_and_their_end_is_found(tmp_path,
             for all_ in [stream(out, split)]
         }
         assert len(cut["held_out"]) == 20
-        found = sorted(each.tolist() for each in [*cut["train"], *cut["held_out"]])
-        assert found == sorted([int(token) for token in document] for document in documents)
+        all_documents = sorted(each.tolist() for each in [*cut["train"], *cut["held_out"]])
+        assert all_documents == sorted([int(token) for token in document] for document in documents)
 
 
 def test_an_end_is_put_where_megatrons_documents_have_none(tmp_path, command):

@@ -14,7 +14,7 @@ from mpitrain.data.format import read_manifest
 
 
 def picture(seed, form="PNG"):
-    """(uint8 [3, 5, 4], the content of its file)."""
+    """Return an image as uint8 [3, 5, 4] and the content of its file."""
     pixels = np.random.default_rng(seed).integers(0, 256, (5, 4, 3)).astype(np.uint8)
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, form)
@@ -22,7 +22,7 @@ def picture(seed, form="PNG"):
 
 
 def archive(path, members):
-    """members: (name, content), or a TarInfo of something else."""
+    """Write a tar archive. members: (name, content), or a TarInfo of another kind of entry."""
     with tarfile.open(path, "w") as file:
         for member in members:
             if isinstance(member, tarfile.TarInfo):

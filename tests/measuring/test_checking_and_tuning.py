@@ -1,4 +1,4 @@
-"""Whether collectives work here, and which algorithm is fastest: what a user measures, and later jobs choose by."""
+"""Checks of collectives, and the tuning by which later jobs choose algorithms."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ def test_a_collective_that_gives_something_wrong_is_named_with_the_place():
     assert right == (True, "ok (mpi, ring, tree, halving, shared, two_level)")
 
     def one_bit_off(world, elements, dtype, algorithm):
-        got, wanted = _all_reduce(world, elements, dtype, algorithm)
+        got, expected = _all_reduce(world, elements, dtype, algorithm)
         got[-1] += elements == 1001
-        return got, wanted
+        return got, expected
 
     wrong = judged(world, one_bit_off, ALL_REDUCE)
-    told = "failed: rank 0, algorithm auto, 1,001 x float32: element 1000 is 13.0 instead of 12.0"
-    assert wrong == (False, told)
+    message = "failed: rank 0, algorithm auto, 1,001 x float32: element 1000 is 13.0 instead of 12.0"
+    assert wrong == (False, message)
 
 
 def test_tuning_writes_a_table_that_later_jobs_choose_by(tmp_path):
@@ -72,9 +72,9 @@ def test_tuning_writes_a_table_that_later_jobs_choose_by(tmp_path):
     operations = ("all_reduce", "reduce", "reduce_scatter", "broadcast", "all_gather")
     places = {key.rpartition("/")[0].removesuffix(" oversubscribed") for key in written.measured}
     assert places == {f"{operation} {place}" for operation in operations for place in ("node arena", "node")}
-    told = warm.job(2, [sys.executable, "-m", "mpitrain.doctor"], **cache)
-    assert told.returncode == 0, told.stdout + told.stderr
-    lines = [line for line in told.stdout.splitlines() if " algorithms " in line]
+    doctor = warm.job(2, [sys.executable, "-m", "mpitrain.doctor"], **cache)
+    assert doctor.returncode == 0, doctor.stdout + doctor.stderr
+    lines = [line for line in doctor.stdout.splitlines() if " algorithms " in line]
     assert len(lines) == 2 and all("(measured " in line for line in lines)
     rules = [rules for key, rules in written.measured.items() if key.startswith("all_reduce")]
     assert len(rules) == 2 and all(any(describe_rules(rule) in line for line in lines) for rule in rules)
@@ -131,15 +131,15 @@ def test_a_repetition_lasts_from_the_first_start_to_the_last_end(world):
 
 @pytest.mark.ranks(2, 3)
 def test_contenders_take_turns_and_all_ranks_get_the_same_times(world):
-    seen: list[str] = []
+    calls: list[str] = []
     contenders = {
-        "a": Contender(lambda: seen.append("a"), lambda: seen.append("prepare"), single=True),
-        "b": Contender(lambda: seen.append("b"), single=True),
+        "a": Contender(lambda: calls.append("a"), lambda: calls.append("prepare"), single=True),
+        "b": Contender(lambda: calls.append("b"), single=True),
     }
     times = interleaved(world, contenders, repeats=4)
-    assert seen == ["prepare", "a", "b"] * 6  # two rounds to warm up
-    told = world.all_gather_object([list(times["a"].all), list(times["b"].all)])
-    assert all(one == told[0] for one in told) and len(told[0][0]) == 4
+    assert calls == ["prepare", "a", "b"] * 6  # two rounds to warm up
+    times_by_rank = world.all_gather_object([list(times["a"].all), list(times["b"].all)])
+    assert all(one == times_by_rank[0] for one in times_by_rank) and len(times_by_rank[0][0]) == 4
 
 
 # -- tuning --------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""`mpitrain.plan --measure`: the planner's profile of a machine."""
+"""The planner's machine profile, measured by `mpitrain.plan --measure`."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def test_a_job_that_plans_measures_its_machine_once(tmp_path, monkeypatch):
     for _ in range(2):
         done = job(2, [sys.executable, "-m", "mpitrain.train", *words, "--checkpoint.resume", "never"], timeout=100)
         assert done.returncode == 0 and "parallel.auto: " in done.stdout, done.stdout + done.stderr
-        (kept,) = (tmp_path / "mpitrain").glob("machine-*.toml")
-        written.append(kept.stat().st_mtime_ns)
-    machine = read_machine(kept)
+        (profile,) = (tmp_path / "mpitrain").glob("machine-*.toml")
+        written.append(profile.stat().st_mtime_ns)
+    machine = read_machine(profile)
     assert machine.origin.endswith("at the start of a job") and machine.links.local_latency > 0
     assert written[0] == written[1]
 

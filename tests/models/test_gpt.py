@@ -118,8 +118,8 @@ def test_blocks_in_order_equal_the_model_and_bear_their_names():
         assert model.get_submodule(name) is block
         x = block(x)
     torch.testing.assert_close(x, model(tokens), rtol=0, atol=0)
-    held = {id(parameter) for _, block in model.pipeline_blocks() for parameter in block.parameters()}
-    assert held == {id(parameter) for parameter in model.parameters()}
+    in_blocks = {id(parameter) for _, block in model.pipeline_blocks() for parameter in block.parameters()}
+    assert in_blocks == {id(parameter) for parameter in model.parameters()}
 
 
 def test_loss_before_training_is_that_of_a_guess():

@@ -1,4 +1,4 @@
-"""The built-in GPT with other norms, positions, MLPs and heads, and with documents that are kept apart."""
+"""The built-in GPT with other norms, positions, MLPs and heads, and with separated documents."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def made(form: dict, apart: int | None = None, tied: bool = False, dropout: floa
 
 
 def texts() -> torch.Tensor:
-    """Documents of other lengths in each sample; the last one of the first sample has no end."""
+    """Return samples with documents of different lengths; the last one of the first sample has no end."""
     return torch.tensor([[1, 2, END, 4, END, END, 7, 8, 9, 10, 11, 12], [END, 3, 3, 3, 3, 3, 1, END, 2, 2, 6, END]])
 
 
@@ -67,9 +67,9 @@ def test_slices_blocks_and_the_whole_model_give_the_same_scores(form, apart):
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_documents_kept_apart_are_scored_as_if_each_were_alone(form):
-    apart, joined, tokens = made(form, END), made(form), texts()
-    assert apart.state_dict().keys() == joined.state_dict().keys()
-    scores = apart(tokens)
+    separate, joined, tokens = made(form, END), made(form), texts()
+    assert separate.state_dict().keys() == joined.state_dict().keys()
+    scores = separate(tokens)
     for row, bounds in zip(range(2), ((0, 3, 5, 6, 12), (0, 1, 8, 12)), strict=True):
         for lo, hi in pairwise(bounds):
             alone = joined(tokens[row : row + 1, lo:hi])[0]

@@ -1,4 +1,4 @@
-"""Models of Hugging Face from folders: which one it is, what its blocks are, and what is refused, without a network."""
+"""Hugging Face models from folders, without a network: detection, blocks, and refusals."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def test_a_merged_layer_computes_what_the_layer_and_its_adapter_do():
         layer = LoraLinear(parts.weight, parts.bias, rank=2, alpha=3.0, transposed=parts.transposed)
         nn.init.normal_(layer.lora_b)
         x = torch.randn(4, 6)
-        wanted = plain(x) + 1.5 * x @ layer.lora_a.t() @ layer.lora_b.t()
-        torch.testing.assert_close(layer(x), wanted)
+        expected = plain(x) + 1.5 * x @ layer.lora_a.t() @ layer.lora_b.t()
+        torch.testing.assert_close(layer(x), expected)
         plain.weight = nn.Parameter(layer.merged())
-        torch.testing.assert_close(plain(x), wanted)
+        torch.testing.assert_close(plain(x), expected)

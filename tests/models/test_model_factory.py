@@ -63,7 +63,7 @@ SOURCE = """
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A folder of the user's, as the current directory."""
+    """Return a user's folder, which is the current directory."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
     package = tmp_path / "users_package"
@@ -113,8 +113,8 @@ def test_a_misspelt_function_or_module_gets_the_near_name(folder):
 def test_a_missing_function_is_not_answered_with_what_the_module_imports(folder):
     source = "from json import loads as builds, dumps as build_model\ndef network(d): ...\n"
     (folder / "users_package/borrowed.py").write_text(source)
-    said = refused("build", "users_package.borrowed")
-    assert said.endswith("has no function 'build'; define it there, or name one of network")
+    message = refused("build", "users_package.borrowed")
+    assert message.endswith("has no function 'build'; define it there, or name one of network")
 
 
 def test_what_fails_inside_is_told_with_its_own_message_and_place(folder):
@@ -123,7 +123,7 @@ def test_what_fails_inside_is_told_with_its_own_message_and_place(folder):
     assert "raised SystemExit: usage: ..." in refused("leaving")
     assert "unexpected keyword argument 'depht'" in refused("make_net", options={"depht": 2})
     assert "No module named 'a_package_nobody_has' (needy.py:1); install it" in refused("f", "users_package.needy")
-    assert "SyntaxError" in (said := refused("f", "users_package.broken")) and "(broken.py:1)" in said
+    assert "SyntaxError" in (message := refused("f", "users_package.broken")) and "(broken.py:1)" in message
     assert "raised SystemExit: no arguments (script.py:2)" in refused("f", "users_package.script")
 
 

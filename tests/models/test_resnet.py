@@ -34,11 +34,11 @@ def tiny(layers: int = 18, channels: int = 3, small: bool = True, channels_last:
 def test_sizes_shrink_where_the_paper_says(small, sides):
     model = tiny(small=small).eval()
     x = model.stem(torch.randn(1, 3, 32, 32))
-    seen = [x.shape[-1]]
+    sizes = [x.shape[-1]]
     for stage in model.stages:
         x = stage(x)
-        seen.append(x.shape[-1])
-    assert seen == sides
+        sizes.append(x.shape[-1])
+    assert sizes == sides
     assert x.shape[1] == 4 * 8  # basic blocks do not widen beyond 8 times the stem
 
 

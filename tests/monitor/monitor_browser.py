@@ -1,4 +1,4 @@
-"""A real browser without a window, driven through the DevTools protocol."""
+"""A headless browser, driven through the DevTools protocol."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ NAMES = ("chromium", "chromium-browser", "google-chrome")
 
 
 def require_browser() -> str:
-    """The path of a browser. Skips the test where there is none, except in CI, where tests/cluster/install.sh ran."""
-    found = next(filter(None, map(shutil.which, NAMES)), None)
-    if found is None:
-        say = "no chromium on the path; tests/cluster/install.sh installs it on Debian"
-        wanted = os.environ.get("CI") == "true" and "browser" not in os.environ.get("MPITRAIN_CANNOT", "").split()
-        (pytest.fail if wanted else pytest.skip)(say)
-    return str(found)
+    """Return a browser's path; without one, skip the test, or fail it in CI, where tests/cluster/install.sh ran."""
+    path = next(filter(None, map(shutil.which, NAMES)), None)
+    if path is None:
+        reason = "no chromium on the path; tests/cluster/install.sh installs it on Debian"
+        required = os.environ.get("CI") == "true" and "browser" not in os.environ.get("MPITRAIN_CANNOT", "").split()
+        (pytest.fail if required else pytest.skip)(reason)
+    return str(path)
 
 
 class Browser:
-    """One page of a browser. complaints: what it said on its console, errors, and failed or foreign loads."""
+    """One page of a browser. complaints: its console messages, errors, and failed or foreign loads."""
 
     def __init__(self, socket: Any) -> None:
         self._socket, self._number = socket, 0
@@ -50,19 +50,19 @@ class Browser:
                 return dict(message["result"])
 
     def _note(self, message: dict[str, Any]) -> None:
-        method, given = message.get("method"), message.get("params", {})
+        method, event = message.get("method"), message.get("params", {})
         if method in ("Runtime.consoleAPICalled", "Log.entryAdded", "Runtime.exceptionThrown", "Network.loadingFailed"):
             self.complaints.append(
-                " ".join([str(a.get("value")) for a in given["args"]] if "args" in given else [json.dumps(given)])[:400]
+                " ".join([str(a.get("value")) for a in event["args"]] if "args" in event else [json.dumps(event)])[:400]
             )
         elif method == "Network.requestWillBeSent":
-            self.requests.append(given["request"]["url"][:200])
+            self.requests.append(event["request"]["url"][:200])
 
     def value(self, expression: str) -> Any:
-        """What a JavaScript expression is."""
-        told = self.ask("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
-        assert "exceptionDetails" not in told, told
-        return told["result"].get("value")
+        """Return the value of a JavaScript expression."""
+        answer = self.ask("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in answer, answer
+        return answer["result"].get("value")
 
     def wait_for(self, expression: str, seconds: float = 30.0) -> None:
         """Wait until an expression is true."""
@@ -78,7 +78,7 @@ class Browser:
         self.drawn()
 
     def prefer(self, scheme: str) -> None:
-        """Be a browser of a person who likes light or dark pages."""
+        """Emulate the preference for light or dark pages."""
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         self.ask("Emulation.setEmulatedMedia", features=features)
 
@@ -87,7 +87,7 @@ class Browser:
         self.wait_for("document.body && document.body.dataset.drawn === 'yes'")
 
     def picture(self, path: Path) -> None:
-        """Write what the whole page looks like, as PNG."""
+        """Write a screenshot of the whole page as PNG."""
         size = self.ask("Page.getLayoutMetrics")["cssContentSize"]
         clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
         shot = self.ask("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=clip)
@@ -96,7 +96,7 @@ class Browser:
 
 @contextmanager
 def browser(program: str, folder: Path, width: int = 1280) -> Iterator[Browser]:
-    """Start a browser with an empty page; it ends with this."""
+    """Start a browser with an empty page, and end it with the context."""
     import websocket
 
     command = [
@@ -128,16 +128,16 @@ def browser(program: str, folder: Path, width: int = 1280) -> Iterator[Browser]:
 
 
 def _page_address(port: str) -> str:
-    """Where the browser's page listens."""
+    """Return the WebSocket address of the browser's first page."""
     from urllib.request import ProxyHandler, build_opener
 
-    with build_opener(ProxyHandler({})).open(f"http://127.0.0.1:{port}/json/list", timeout=20) as told:
-        pages = [page for page in json.load(told) if page["type"] == "page"]
+    with build_opener(ProxyHandler({})).open(f"http://127.0.0.1:{port}/json/list", timeout=20) as response:
+        pages = [page for page in json.load(response) if page["type"] == "page"]
     return str(pages[0]["webSocketDebuggerUrl"])
 
 
 def counted_marks(page: Browser) -> dict[str, int]:
-    """How many shapes with a size each chart of an open page has."""
+    """Return the number of visible shapes in each chart of an open page."""
     return dict(
         page.value(
             "Object.fromEntries([...document.querySelectorAll('.chart')].map(c => [c.id, [...c.querySelectorAll("

@@ -1,4 +1,4 @@
-"""Runs a command on a pseudo-terminal of a given width and gives back what it wrote there."""
+"""Commands on a pseudo-terminal of a given width, and their output."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def on_terminal(command: list[str], columns: int, executable: str | None = None, **environment: str) -> str:
-    """stdin, stdout and stderr of the command are the terminal."""
+    """Run a command whose stdin, stdout and stderr are the terminal; return its output."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     settings = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm", "PYTHONUTF8": "1", **environment}
@@ -41,7 +41,7 @@ def _read(descriptor: int) -> bytes:
 
 
 def shown(written: str) -> list[str]:
-    """The lines a person sees in the end, for the few sequences a bar needs; colours dropped."""
+    """Return the lines visible at the end, without colours; only the escape sequences of a progress bar are known."""
     import re
 
     lines, row, column = [""], 0, 0

@@ -1,4 +1,4 @@
-"""Run folders as runs leave them, made without running: for the tests of the report."""
+"""Run folders for the tests of the report, written without running a job."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ PART_SECONDS = {"data": 0.004, "forward": 0.030, "backward": 0.055, "communicati
 
 @dataclass(frozen=True)
 class Story:
-    """What a made run tells.
+    """Parameters of a simulated run.
 
     Attributes:
-        ranks: On two nodes, half of them each.
-        steps: In all.
-        killed_at: The step at which its job is killed, to be resumed from the last save; 0: never.
-        straggler: The rank whose backward takes 60 % longer; -1: none.
-        zero: The stage of ZeRO: 0 (DDP) or 3.
+        ranks: Number of ranks, half of them on each of two nodes.
+        steps: Number of steps of the whole run.
+        killed_at: Step at which the job is killed, to be resumed from the last save; 0: never.
+        straggler: Rank whose backward takes 60 % longer; -1: none.
+        zero: ZeRO stage, 0 (DDP) or 3.
         save_every: Steps between two saves.
-        loss_unit: As a start records it.
+        loss_unit: Unit of the loss in the start event.
     """
 
     ranks: int = 8
@@ -39,7 +39,7 @@ class Story:
 
 
 def make_run(folder: Path, story: Story = Story()) -> Path:
-    """Write all files of a run that went like this story."""
+    """Write all files of a run with these parameters."""
     dice = random.Random(story.zero * 1000 + story.ranks)
     (folder / "ranks").mkdir(parents=True)
     text = f'[run]\ndir = "{folder}"\n[train]\nsteps = {story.steps}\nbatch = 64\n[parallel]\nzero = {story.zero}\n'
@@ -102,8 +102,8 @@ def _job(
                 "token_accuracy": 0.6 - 0.5 * math.exp(-step / 110),
                 "perplexity": math.exp(line["held_out_loss"]),
             }
-            told = {"loss": line["held_out_loss"], "metrics": measured}
-            events.append({"time": time + seconds, "event": "evaluate", "step": step} | told)
+            evaluation = {"loss": line["held_out_loss"], "metrics": measured}
+            events.append({"time": time + seconds, "event": "evaluate", "step": step} | evaluation)
         if saved:
             seconds += 0.2
             folder = f"step-{step:08d}"
@@ -122,7 +122,7 @@ def _job(
 def _rank_lines(
     story: Story, dice: random.Random, rank: int, first: int, last: int, begin: float, times: list[float]
 ) -> list[dict[str, Any]]:
-    """A rank's header and lines of one job, of five steps each."""
+    """Return a rank's header and lines of one job; each line covers five steps."""
     share = story.ranks if story.zero == 3 else 1
     exact = {"parameters": BYTES // share, "gradients": BYTES // share, "states": 2 * BYTES // share}
     ring = (story.ranks - 1) / story.ranks * BYTES

@@ -1,4 +1,4 @@
-"""RUN/events.jsonl: whole lines, also after a kill, on a full disk, and for a reader."""
+"""The file RUN/events.jsonl: complete lines, also after a kill, on a full disk, and for a concurrent reader."""
 
 from __future__ import annotations
 

@@ -50,16 +50,16 @@ def test_a_small_process_started_by_a_large_one_does_not_inherit_its_peak():
 
 
 def test_without_proc_the_peak_comes_from_getrusage_in_bytes(monkeypatch, tmp_path):
-    known = peak_memory_bytes()
+    peak = peak_memory_bytes()
     monkeypatch.setattr(proc, "PROC", tmp_path)
     # the process that started this one may have been larger, never smaller by a unit's factor
-    assert 0.8 * known < peak_memory_bytes() < 100 * known
+    assert 0.8 * peak < peak_memory_bytes() < 100 * peak
     assert memory_bytes() == peak_memory_bytes()
 
 
 def test_a_cpu_device_counts_host_memory():
-    held = memory_bytes()  # first: reading it takes memory too
-    assert peak_memory_bytes(torch.device("cpu")) >= held > 20 * MIB
+    bytes_in_use = memory_bytes()  # first: reading it takes memory too
+    assert peak_memory_bytes(torch.device("cpu")) >= bytes_in_use > 20 * MIB
 
 
 @pytest.mark.cuda

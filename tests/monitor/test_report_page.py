@@ -1,4 +1,4 @@
-"""The report as a page and as pictures: every chart with its data and units, nothing loaded, old and damaged runs."""
+"""The report as a page and as pictures: data and units of every chart, no network loads, old and damaged runs."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ SEVERAL = (ONE - {"parts_over_time"}) | {"held_out_loss"}
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Two runs of eight ranks: DDP, killed and started again, and ZeRO-3."""
+    """Return two runs of eight ranks: DDP, killed and restarted, and ZeRO-3."""
     folder = tmp_path_factory.mktemp("runs")
     return {"ddp": make_run(folder / "ddp"), "zero3": make_run(folder / "zero3", Story(zero=3, killed_at=0))}
 
 
 @pytest.fixture(scope="module")
 def pages(runs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The page of one run, and that of both."""
+    """Return the page of one run and the page of both."""
     folder = tmp_path_factory.mktemp("pages")
     assert report.main([str(runs["ddp"]), "--out", str(folder / "one.html")]) == 0
     assert report.main([*map(str, runs.values()), "--out", str(folder / "both.html")]) == 0
@@ -67,7 +67,7 @@ def specs_in(page: Path) -> dict[str, dict[str, Any]]:
 
 
 def parts_of(node: Any) -> list[dict[str, Any]]:
-    """Every object in a chart."""
+    """Return every object in a chart's specification."""
     if isinstance(node, list):
         return [part for inner in node for part in parts_of(inner)]
     if not isinstance(node, dict):
@@ -106,10 +106,10 @@ def test_a_page_loads_nothing_and_holds_the_library_once(pages):
 
 
 def test_findings_name_the_kill_the_straggler_and_the_formula(runs):
-    told = "\n".join(findings(read_run(runs["ddp"])))
-    assert "Start 1 was killed, at step 290 or later; the next start went on from step 200." in told
-    assert re.search(r"Rank 5 on node1 is a straggler: .* most in backward", told), told
-    assert "the formula says 201.6 MB (+2.4%)" in told and "along data; the formula says 88.2 MB (+0.0%)" in told
+    text = "\n".join(findings(read_run(runs["ddp"])))
+    assert "Start 1 was killed, at step 290 or later; the next start went on from step 200." in text
+    assert re.search(r"Rank 5 on node1 is a straggler: .* most in backward", text), text
+    assert "the formula says 201.6 MB (+2.4%)" in text and "along data; the formula says 88.2 MB (+0.0%)" in text
     assert list(stragglers(read_run(runs["ddp"]))) == [5]
 
 
@@ -123,9 +123,9 @@ def test_lost_ranks_stops_and_failures_are_told_and_drawn(tmp_path):
     events.append({"time": end["time"] - 0.4, "event": "of a later version", "step": 20})
     events.append(end | {"outcome": "failed", "message": "rank 1: the disk is full"})
     path.write_text("".join(json.dumps(event) + "\n" for event in events))
-    told = findings(read_run(folder))
-    assert "Start 1 failed after step 20 (rank 1: the disk is full)." in told
-    assert "Ranks were lost at step 12: 3; the run went on after 3.2 s." in told
+    lines = findings(read_run(folder))
+    assert "Start 1 failed after step 20 (rank 1: the disk is full)." in lines
+    assert "Ranks were lost at step 12: 3; the run went on after 3.2 s." in lines
     assert report.main([str(folder), "--out", str(tmp_path / "page.html")]) == 0
     specs = specs_in(tmp_path / "page.html")
     for name, events_in in (("course", {"ranks lost", "stop"}), ("loss", {"ranks lost", "stop", "failure"})):
@@ -157,12 +157,12 @@ def test_metrics_of_held_out_samples_are_drawn_by_name_as_the_newest_job_measure
 
 
 def test_memory_of_ddp_and_zero_3_differs_as_the_formula_says(runs):
-    held, expected = [], []
+    measured, expected = [], []
     for folder in runs.values():
         use = memory_use(read_run(folder))[0]
-        held.append(sum(use.held[name] for name in use.expected))
+        measured.append(sum(use.held[name] for name in use.expected))
         expected.append(sum(use.expected.values()))
-    assert held[0] - held[1] == pytest.approx(expected[0] - expected[1], rel=0.05)
+    assert measured[0] - measured[1] == pytest.approx(expected[0] - expected[1], rel=0.05)
 
 
 def test_several_runs_are_compared_in_text(runs, capsys):
@@ -211,8 +211,8 @@ def test_a_run_of_one_step_shows_points_where_no_line_can_go(tmp_path):
 
 
 def test_a_run_without_a_step_says_why(tmp_path, capsys):
-    told = {"time": 1.0, "event": "end", "step": 0, "outcome": "failed", "message": "no module 'nothing'"}
-    (tmp_path / "events.jsonl").write_text(json.dumps(told) + "\n")
+    event = {"time": 1.0, "event": "end", "step": 0, "outcome": "failed", "message": "no module 'nothing'"}
+    (tmp_path / "events.jsonl").write_text(json.dumps(event) + "\n")
     for more in ([], ["--out", str(tmp_path / "page.html")]):
         code = report.main([str(tmp_path), *more])
         one_line((code, capsys.readouterr().err), "no finished step", "no module 'nothing'")
@@ -220,7 +220,7 @@ def test_a_run_without_a_step_says_why(tmp_path, capsys):
 
 def test_step_times_of_several_runs_are_counted_in_the_same_bins():
     fast, slow = np.linspace(0.9, 1.1, 90), np.append(np.linspace(1.9, 2.1, 89), 500.0)
-    (_, edges, _), (shares, same, more) = (histogram(of, among=[fast, slow]) for of in (fast, slow))
+    (_, edges, _), (shares, same, more) = (histogram(times, among=[fast, slow]) for times in (fast, slow))
     assert np.array_equal(edges, same) and edges[0] == 0.9 and edges[-1] <= 5 * 2.1
     assert more == 1 and shares.sum() == pytest.approx(89 / 90)
 
@@ -231,7 +231,7 @@ def test_what_tied_ranks_send_is_part_of_their_axis(tmp_path):
         path.write_text(path.read_text().replace('"data", "two_level"', '"data tied [0, 1]", "two_level"'))
     run = read_run(folder)
     assert sum(sent_along(run, "data")) == pytest.approx(expected_traffic(run)["data"])
-    assert any("along data" in told and "(+0.0%)" in told for told in findings(run))
+    assert any("along data" in finding and "(+0.0%)" in finding for finding in findings(run))
 
 
 def test_a_run_may_have_the_name_of_a_colour_and_losses_have_the_unit_that_their_run_recorded(tmp_path):
@@ -319,7 +319,7 @@ sys.exit(report.main([{str(runs["ddp"])!r}, "--out", {str(tmp_path / "x.html")!r
 
 
 def pixels(path: Path) -> bytes:
-    """The uncompressed data of a PNG file."""
+    """Return the uncompressed data of a PNG file."""
     data, at, packed = path.read_bytes(), 8, b""
     assert data.startswith(b"\x89PNG\r\n")
     while at < len(data):

@@ -1,4 +1,4 @@
-"""Timelines without ranks: the parts of a step, the files, and what is made of them."""
+"""Timelines, tested without MPI: the parts of a step, the rank files, and the traces made of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mpitrain.monitor.timeline.spans import write_rank
 
 
 class Hands:
-    """A clock that is set by hand."""
+    """Clock that is set by hand."""
 
     def __init__(self):
         self.now = self.waited = 0.0
@@ -76,13 +76,13 @@ def test_a_rank_file_is_read_as_the_run_went_with_torn_lines_and_restarts(tmp_pa
     again.write(5, 1)
     again.close()
     assert all(json.loads(line) for line in path.read_text().splitlines())  # the torn one is gone
-    found = read_rank_files(tmp_path)
-    assert [line["step"] for line in found[0].lines] == [1, 3, 5] and len(found[0].starts) == 2
-    assert [line["step"] for line in found[1].lines] == [1, 3]  # it was there up to the step of the restart
+    records = read_rank_files(tmp_path)
+    assert [line["step"] for line in records[0].lines] == [1, 3, 5] and len(records[0].starts) == 2
+    assert [line["step"] for line in records[1].lines] == [1, 3]  # it was there up to the step of the restart
 
 
 def recorded(rank, **more):
-    """What a rank has recorded whose clock is 100 s late for each number, and runs away by 1e-4."""
+    """Return a rank's recording; its clock is off by 100 s times its rank and drifts by 1e-4 times its rank."""
 
     def own(at):
         return at * (1 + 1e-4 * rank) + 100 * rank
@@ -110,9 +110,9 @@ def recorded(rank, **more):
 
 
 def test_clocks_are_corrected_by_the_line_through_both_offsets():
-    own = 7.0 * 1.0001 + 100
+    rank_time = 7.0 * 1.0001 + 100
     line = corrected([[10.0 * 1.0001 + 100, -100 - 10e-4, 0.0], [30.0 * 1.0001 + 100, -100 - 30e-4, 0.0]])
-    assert line(own) == pytest.approx(7.0, abs=1e-9)
+    assert line(rank_time) == pytest.approx(7.0, abs=1e-9)
     assert corrected([[3.0, 5.0, 0.0]])(4.0) == 9.0
 
 

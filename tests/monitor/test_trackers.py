@@ -1,4 +1,4 @@
-"""TensorBoard, W&B, MLflow and trackers of one's own: the real packages, without a network, read back from files."""
+"""TensorBoard, W&B, MLflow and custom trackers: the real packages, offline, read back from their files."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ ctypes.CDLL(None).unshare(0x40000000)  # CLONE_NEWNET
 
 
 def wandb_records(path):
-    """The records of a .wandb file: a header of 7 bytes, then LevelDB's log of blocks of 32 KiB."""
+    """Return the records of a .wandb file: a header of 7 bytes, then LevelDB's log of blocks of 32 KiB."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    data, at, parts, found = path.read_bytes(), 7, b"", []
+    data, at, parts, records = path.read_bytes(), 7, b"", []
     assert data[:4] == b":W&B"
     while at + 7 <= len(data):
         if (room := 32768 - at % 32768) < 7:
@@ -68,9 +68,9 @@ def wandb_records(path):
         parts += data[at + 7 : at + 7 + length]
         at += 7 + length
         if kind in (1, 4):  # whole, or the last part
-            found.append(Record.FromString(parts))
+            records.append(Record.FromString(parts))
             parts = b""
-    return found
+    return records
 
 
 def wandb_losses(path):
@@ -90,20 +90,20 @@ def test_offline_every_tracker_has_the_figures_of_each_step_once_also_after_a_re
     prepare([str(tmp_path / "a.txt")], tmp_path / "text")
     (tmp_path / "own.py").write_text(OWN)
     (tmp_path / "sitecustomize.py").write_text(WITHOUT_NETWORK)
-    run, asked = tmp_path / "r", ["--monitor.tracker", "own:Own", "--monitor.project", "families"]
-    asked += [word for tool in ("wandb", "mlflow", "tensorboard") for word in (f"--monitor.{tool}", "true")]
-    given = ("--run.dir", run, "--data.path", tmp_path / "text", *SMALL, *asked)
+    run, tracker_flags = tmp_path / "r", ["--monitor.tracker", "own:Own", "--monitor.project", "families"]
+    tracker_flags += [word for tool in ("wandb", "mlflow", "tensorboard") for word in (f"--monitor.{tool}", "true")]
+    arguments = ("--run.dir", run, "--data.path", tmp_path / "text", *SMALL, *tracker_flags)
     home = {"HOME": str(tmp_path), "NETRC": str(tmp_path / "none"), "PYTHONPATH": str(tmp_path)}
     for name in [name for name in os.environ if name.startswith(("WANDB_", "MLFLOW_"))]:
         monkeypatch.delenv(name)
     for steps in (4, 6):
-        given_now = (*given, "--train.steps", steps, "--optim.warmup", 2)
-        ended = forked.run("train", *given_now, cwd=tmp_path, timeout=100, **home)
+        all_arguments = (*arguments, "--train.steps", steps, "--optim.warmup", 2)
+        ended = forked.run("train", *all_arguments, cwd=tmp_path, timeout=100, **home)
         assert ended.returncode == 0, ended.stderr
-        said = (ended.stdout + ended.stderr).lower()
-        assert "wandb:" not in said and "mlflow " not in said and "warning" not in said, said
+        output = (ended.stdout + ended.stderr).lower()
+        assert "wandb:" not in output and "mlflow " not in output and "warning" not in output, output
         failed = "tracker own failed and is left out from step 3 on: runtimeerror: no more (own.py:"
-        assert said.count(failed) == (steps == 4)
+        assert output.count(failed) == (steps == 4)
     assert not (tmp_path / "network").exists()
 
     losses = [(line["step"], line["loss"]) for line in read_metrics(run)]
@@ -114,20 +114,20 @@ def test_offline_every_tracker_has_the_figures_of_each_step_once_also_after_a_re
     parts = sorted((run / "wandb").glob("offline-run-*/run-*.wandb"))
     assert len(parts) == 2 and parts[0].name == parts[1].name  # of one run
     assert wandb_losses(parts[0]) + wandb_losses(parts[1]) == losses
-    [told] = [record.run for record in wandb_records(parts[0]) if record.HasField("run")]
-    assert (told.project, told.display_name) == ("families", "r")
+    [wandb_run] = [record.run for record in wandb_records(parts[0]) if record.HasField("run")]
+    assert (wandb_run.project, wandb_run.display_name) == ("families", "r")
 
     os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     client = MlflowClient(tracking_uri=(run / "mlflow").as_uri())
-    [found] = client.search_runs([client.get_experiment_by_name("families").experiment_id])
-    assert [(m.step, m.value) for m in client.get_metric_history(found.info.run_id, "loss")] == losses
-    assert (found.info.run_name, found.info.status) == ("r", "FINISHED") and found.data.params["train.batch"] == "4"
+    [entry] = client.search_runs([client.get_experiment_by_name("families").experiment_id])
+    assert [(m.step, m.value) for m in client.get_metric_history(entry.info.run_id, "loss")] == losses
+    assert (entry.info.run_name, entry.info.status) == ("r", "FINISHED") and entry.data.params["train.batch"] == "4"
 
-    own = [json.loads(line) for line in (run / "own").read_text().splitlines()]
-    assert own[0] == ["families", None] and [row[0] for row in own[1:4]] == [1, 2, 3] and own[4] == "closed"
-    assert own[5] == ["families", 4] and [row[:2] for row in own[6:8]] == [list(pair) for pair in losses[4:]]
-    assert own[8] == "closed" and "ids" not in own[1][2] and {"lr", "step_s", "memory_bytes"} <= set(own[1][2])
+    rows = [json.loads(line) for line in (run / "own").read_text().splitlines()]
+    assert rows[0] == ["families", None] and [row[0] for row in rows[1:4]] == [1, 2, 3] and rows[4] == "closed"
+    assert rows[5] == ["families", 4] and [row[:2] for row in rows[6:8]] == [list(pair) for pair in losses[4:]]
+    assert rows[8] == "closed" and "ids" not in rows[1][2] and {"lr", "step_s", "memory_bytes"} <= set(rows[1][2])
 
 
 @pytest.mark.parametrize(("key", "extra", "package"), [
@@ -172,12 +172,12 @@ def test_one_that_fails_is_told_once_and_the_others_go_on():
         def close(self):
             raise ValueError("closed twice")
 
-    said, keeps = [], Keeps()
-    tracking = Tracking([Fails(), keeps], said.append)
+    messages, keeps = [], Keeps()
+    tracking = Tracking([Fails(), keeps], messages.append)
     for step in (1, 2):
         tracking.log(step, {"time": 1.0, "loss": 0.5, "samples": 4, "skipped": True, "ids": [1], "grad_norm": None})
     tracking.close()
     assert keeps.seen == [(1, {"loss": 0.5, "samples": 4}), (2, {"loss": 0.5, "samples": 4})]
-    assert [text.split(":")[0] for text in said] == [
+    assert [text.split(":")[0] for text in messages] == [
         "tracker Fails failed and is left out from step 1 on", "tracker Keeps failed as it ended",
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""`python -m mpitrain.report --watch RUN`: what a person sees of a run that begins, is killed, goes on and ends."""
+"""The view `python -m mpitrain.report --watch RUN` of a run that starts, is killed, resumes and ends."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def watch(folder, *options):
 
 
 class Screen:
-    """A command on a terminal of its own, whose frames are kept."""
+    """Command on its own terminal, with a record of all frames."""
 
     def __init__(self, command, columns):
         self._ours, theirs = pty.openpty()
@@ -58,12 +58,12 @@ class Screen:
         fcntl.ioctl(self._ours, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
 
     def until(self, *words, seconds=100):
-        """The first frame from now on that has all the words."""
-        deadline, seen = time.monotonic() + seconds, len(self.frames())
+        """Return the first frame from now on that has all the words."""
+        deadline, count = time.monotonic() + seconds, len(self.frames())
         while time.monotonic() < deadline:
             if select.select([self._ours], [], [], 0.2)[0] and not self._read():
                 break
-            for frame in self.frames()[max(0, seen - 1) :]:
+            for frame in self.frames()[max(0, count - 1) :]:
                 if all(word in frame for word in words):
                     return frame
         raise AssertionError(f"no frame with {words}; the last: {self.frames()[-1]}")
@@ -153,7 +153,7 @@ def test_a_run_is_seen_from_before_it_begins_through_a_kill_and_a_restart_to_its
 
 @pytest.fixture
 def made(tmp_path):
-    """A run folder as a job on this machine leaves it, without the job."""
+    """Return a run folder like that of a job on this machine, without running one."""
     folder = tmp_path / "r"
     folder.mkdir()
     events, metrics = EventLog(folder), MetricsWriter(folder)
@@ -178,8 +178,8 @@ def test_the_view_of_a_run_that_ended_has_its_exit_code(made, outcome, code):
     assert _once(folder)[0] == 0
     lock.close()
     events.write("end", 40, outcome=outcome, message="SIGTERM" if code else "", seconds=1.0)
-    found, text = _once(folder)
-    assert found == code and text.split()[0] == outcome and ("SIGTERM" in text) == bool(code)
+    exit_code, text = _once(folder)
+    assert exit_code == code and text.split()[0] == outcome and ("SIGTERM" in text) == bool(code)
     assert "1 step, for gradients that were not finite" in text and "not finite" in text
 
 

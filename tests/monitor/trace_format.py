@@ -1,4 +1,4 @@
-"""A strict parser of the Trace Event Format, as far as our traces use it."""
+"""Strict parser of the part of the Trace Event Format that our traces use."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _METADATA = {"process_name": "name", "thread_name": "name", "process_sort_index"
 
 
 def parse(path: Path) -> list[dict[str, Any]]:
-    """The events of a trace, all of which are as the format wants them; raises AssertionError where one is not."""
+    """Return the events of a trace; raise AssertionError if one violates the format."""
     trace = json.loads(path.read_text(), parse_constant=_refuse)
     assert set(trace) <= {"traceEvents", "displayTimeUnit", "otherData"} and trace["displayTimeUnit"] in ("ms", "ns")
     threads: dict[tuple[int, int], list[tuple[float, float, str]]] = defaultdict(list)
@@ -43,7 +43,7 @@ def parse(path: Path) -> list[dict[str, Any]]:
 
 
 def _check_nesting(spans: list[tuple[float, float, str]]) -> None:
-    """Complete events of a thread are inside of one another, or after."""
+    """Check that complete events of a thread are nested or follow one another."""
     around: list[tuple[float, float, str]] = []
     for begin, end, name in sorted(spans, key=lambda s: (s[0], -s[1])):
         while around and around[-1][1] <= begin:

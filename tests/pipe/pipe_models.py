@@ -1,4 +1,4 @@
-"""Small models for pipelines, and the same training in one process."""
+"""Small models for pipelines, and training in one process to compare with."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WHOLE = [kind for kind, options in SCHEDULES.items() if "slices" not in options]
 
 
 def gpt(layers: int = 5) -> GPT:
-    """Tied embedding; layers + 4 blocks."""
+    """Return a GPT with a tied embedding: layers + 4 blocks."""
     torch.manual_seed(0)
     return GPT(30, layers, 8, 2)
 
@@ -46,7 +46,7 @@ def tokens(count: int, samples: int = 2, sequence: int = 6) -> Microbatches:
 
 
 def layers(count: int = 8) -> nn.Sequential:
-    """Nothing tied."""
+    """Return a model without tied parameters."""
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Sequential(nn.Linear(5, 5), nn.Tanh()) for _ in range(count)))
 
@@ -65,7 +65,7 @@ def even(count: int) -> list[float]:
 
 
 def step_alone(model: nn.Module, loss, microbatches: Microbatches, weights: Sequence[float]) -> float:
-    """One process: the same loss and gradients without a pipeline."""
+    """Compute loss and gradients in one process, without a pipeline."""
     model.zero_grad()
     total = 0.0
     for (x, y), weight in zip(microbatches, weights, strict=True):
@@ -82,11 +82,11 @@ def descend(module: nn.Module, rate: float = 0.3) -> None:
 
 
 def largest_error(pipeline: Pipeline, alone: nn.Module) -> float:
-    """Of this rank's gradients against one process's, relative to the largest of each parameter."""
-    wanted = dict(alone.named_parameters(remove_duplicate=False))
+    """Return the largest gradient error against one process, relative to each parameter's largest gradient."""
+    parameters = dict(alone.named_parameters(remove_duplicate=False))
     errors = [0.0]
     for name, p in pipeline.module.named_parameters():
-        expected = wanted[name].grad
+        expected = parameters[name].grad
         errors.append(float((p.grad.cpu() - expected).abs().max() / expected.abs().max().clamp_min(1e-12)))
     return max(errors)
 
@@ -94,24 +94,24 @@ def largest_error(pipeline: Pipeline, alone: nn.Module) -> float:
 def train_both(
     world: Communicator, model_of, loss_of, options: dict, batches: Sequence[Microbatches], device=None
 ) -> tuple[Pipeline, nn.Module, list[tuple[float, float, float]]]:
-    """(loss in the pipeline, alone, largest error of gradients) of a step on each of the batches."""
-    alone, made = model_of(), model_of()
-    pipeline = Pipeline(made, loss_of(made), world, microbatches=max(map(len, batches)), device=device, **options)
-    told = []
+    """Take a step on each batch; return for each (pipeline loss, one process's loss, largest gradient error)."""
+    alone, divided = model_of(), model_of()
+    pipeline = Pipeline(divided, loss_of(divided), world, microbatches=max(map(len, batches)), device=device, **options)
+    results = []
     for microbatches in batches:
         weights = even(len(microbatches))
         expected = step_alone(alone, loss_of(alone), microbatches, weights)
         pipeline.module.zero_grad()
-        found = pipeline.forward_backward([(x.to(device), y.to(device)) for x, y in microbatches], weights)
+        loss = pipeline.forward_backward([(x.to(device), y.to(device)) for x, y in microbatches], weights)
         pipeline.synchronize_tied()
-        told.append((found, expected, largest_error(pipeline, alone)))
+        results.append((loss, expected, largest_error(pipeline, alone)))
         descend(alone)
         descend(pipeline.module)
-    return pipeline, alone, told
+    return pipeline, alone, results
 
 
 class Late(torch.autograd.Function):
-    """The identity, which sleeps some time forward and backward."""
+    """Identity that sleeps for some time in forward and backward."""
 
     @staticmethod
     def forward(ctx, x, delay):
@@ -126,7 +126,7 @@ class Late(torch.autograd.Function):
 
 
 class Delay(nn.Module):
-    """delay(): seconds, anew at each call."""
+    """Layer that delays forward and backward by `delay()` seconds, drawn anew at each call."""
 
     def __init__(self, delay) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Pictures of schedules, and the command that makes them."""
+"""Pictures of schedules, and the command that draws them."""
 
 from __future__ import annotations
 

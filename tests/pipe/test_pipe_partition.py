@@ -1,4 +1,4 @@
-"""Cutting a model into stages."""
+"""Partition of a model into stages."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from mpitrain.pipe.partition import (
 def test_no_other_cut_has_a_smaller_largest_part():
     costs = [3.0, 1.0, 4.0, 1.0, 5.0, 9.0, 2.0, 6.0, 5.0]
     for parts in range(1, len(costs) + 1):
-        found = partition(costs, parts)
-        assert found[0] == 0 and found[-1] == len(costs) and all(a < b for a, b in pairwise(found))
+        bounds = partition(costs, parts)
+        assert bounds[0] == 0 and bounds[-1] == len(costs) and all(a < b for a, b in pairwise(bounds))
         cuts = ([0, *inner, len(costs)] for inner in combinations(range(1, len(costs)), parts - 1))
         best = min(max(sum(costs[a:b]) for a, b in pairwise(cut)) for cut in cuts)
-        assert max(sum(costs[a:b]) for a, b in pairwise(found)) == best
+        assert max(sum(costs[a:b]) for a, b in pairwise(bounds)) == best
 
 
 def test_what_is_free_under_the_largest_part_is_even_too():
@@ -62,10 +62,10 @@ def test_measuring_blocks_changes_nothing_in_the_model():
     model = nn.Sequential(nn.BatchNorm1d(32), nn.Dropout(0.5), Slow(), nn.Linear(32, 32))
     before = {k: v.clone() for k, v in model.state_dict().items()}
     torch.manual_seed(0)
-    wanted = torch.rand(3)
+    expected = torch.rand(3)
     torch.manual_seed(0)
     costs = time_costs(listed_blocks(model), torch.randn(32, 32, generator=torch.Generator().manual_seed(1)))
-    assert torch.equal(torch.rand(3), wanted)
+    assert torch.equal(torch.rand(3), expected)
     assert max(costs) == costs[2]
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())

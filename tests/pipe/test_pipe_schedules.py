@@ -1,4 +1,4 @@
-"""Schedules without MPI: proofs, closed forms, and that a wrong schedule is found out."""
+"""Schedules, tested without MPI: proofs, closed forms, and detection of wrong schedules."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def uneven(stages: int, seed: int) -> Costs:
 
 
 def idle_of(schedule: Schedule) -> Fraction:
-    """With F = I = W = 1, where all times are whole numbers."""
+    """Return the idle fraction with F = I = W = 1, where all times are whole numbers."""
     result = simulate(schedule)
     whole = int(result.makespan) * schedule.ranks
     return Fraction(whole - int(result.busy), whole)
 
 
 def shapes(microbatches: Collection[int] = ()) -> Iterator[tuple[int, int]]:
-    """Numbers of ranks, and of microbatches: those given, and a few."""
+    """Yield numbers of ranks and of microbatches: those in `microbatches` and some others."""
     for p in range(1, 17):
         for m in range(1, 65):
             if m in microbatches or (p <= 5 and m <= 7) or m == (11 * p) % 17 + 1:
@@ -156,7 +156,7 @@ def test_leaving_out_or_repeating_any_step_is_found(kind):
 
 
 def test_sends_that_wait_for_each_other_are_found():
-    """Both ranks send before they receive: right with buffers, a deadlock without."""
+    """Let both ranks send before they receive: correct with buffers, a deadlock without."""
     program = with_messages(one_f_one_b(2, 3))
     first = list(program.steps[0])
     where = next(i for i, s in enumerate(first) if isinstance(s, Receive))
@@ -190,7 +190,7 @@ def test_a_step_on_the_wrong_rank_is_found():
 
 
 def test_every_backward_of_a_microbatch_accumulates_in_order():
-    """So that gradients are summed in the order in which one process sums them."""
+    """Check the order, so that gradients are summed as in one process."""
     for make in (gpipe, one_f_one_b, lambda p, m: interleaved(p, m, 2), zb_h1, zb_v):
         schedule = make(3, 7)
         for steps in schedule.steps:

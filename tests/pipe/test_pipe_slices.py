@@ -1,4 +1,4 @@
-"""Which models can be taken slice by slice of their sequences, found out by trying."""
+"""Sequence slices: a trial run shows whether a model can process its sequences slice by slice."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def samples(length: int = 7) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Looking(nn.Module):
-    """Adds a projection of the mean over positions: of all, or of those so far. The projection starts at zero."""
+    """Layer that adds a projection of the mean over all or over past positions. The projection starts at zero."""
 
     def __init__(self, causal: bool) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Looking(nn.Module):
 
 
 class Table(nn.Module):
-    """Learned positions, which begin anew in every slice."""
+    """Learned positions that restart in every slice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Norm(nn.Module):
 
 
 class Fixed(nn.Module):
-    """Takes sequences of seven positions alone."""
+    """Layer that accepts only sequences of seven positions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,11 +78,11 @@ def test_causal_models_pass_and_stay_as_they_were(make):
     model = make()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     torch.manual_seed(0)
-    wanted = torch.rand(2)
+    expected = torch.rand(2)
     torch.manual_seed(0)
     for slices in (2, 3, 7):
         check_slices(listed_blocks(model), *samples(), slices)
-    assert torch.equal(torch.rand(2), wanted)
+    assert torch.equal(torch.rand(2), expected)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(module.training for module in model.modules())
 
@@ -105,9 +105,9 @@ def test_a_block_that_needs_the_whole_sequence_is_refused_by_name(block, what):
 
 def test_a_sequence_shorter_than_the_slices_or_a_label_for_all_of_it_is_refused():
     x, y = samples(3)
-    for given in ((x, y, 4), (x, y[:, 0], 2), (x.float(), y[:, :2], 2)):
+    for arguments in ((x, y, 4), (x, y[:, 0], 2), (x.float(), y[:, :2], 2)):
         with pytest.raises(InputError, match="slices of the sequence"):
-            slice_sequences([given[:2]], [1.0], given[2])
+            slice_sequences([arguments[:2]], [1.0], arguments[2])
 
 
 def test_slices_are_weighted_by_their_length():

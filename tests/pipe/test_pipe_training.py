@@ -1,4 +1,4 @@
-"""Training through a pipeline equals training in one process."""
+"""Parity of training through a pipeline with training in one process."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ STEPS = (1, 2, 4, 7, 1, 7)  # microbatches of each
 @pytest.mark.parametrize("kind", SCHEDULES)
 def test_losses_and_gradients_of_a_tied_gpt_equal_one_process(world, kind):
     batches = [tokens(count) for count in STEPS]
-    pipeline, _, told = train_both(world, gpt, lambda m: m.loss, SCHEDULES[kind], batches)
-    for found, expected, error in told:
-        assert found == pytest.approx(expected, rel=1e-5)
+    pipeline, _, results = train_both(world, gpt, lambda m: m.loss, SCHEDULES[kind], batches)
+    for loss, expected, error in results:
+        assert loss == pytest.approx(expected, rel=1e-5)
         assert error < 1e-5
     assert pipeline.counted_elsewhere() == ({"head.weight"} if _has_second_copy(world, kind) else set())
 
@@ -51,9 +51,9 @@ def test_losses_and_gradients_of_a_tied_gpt_equal_one_process(world, kind):
 def test_stages_on_devices_train_like_one_process(world, options, device):
     with sdpa_kernel(SDPBackend.MATH):
         batches = [tokens(count) for count in STEPS[:5]]
-        _, _, told = train_both(world, gpt, lambda m: m.loss, options, batches, device)
-    for found, expected, error in told:
-        assert found == pytest.approx(expected, rel=0, abs=2e-6)
+        _, _, results = train_both(world, gpt, lambda m: m.loss, options, batches, device)
+    for loss, expected, error in results:
+        assert loss == pytest.approx(expected, rel=0, abs=2e-6)
         assert error < 1e-5
 
 
@@ -65,16 +65,16 @@ def _has_second_copy(world, kind: str) -> bool:
 @pytest.mark.parametrize("kind", WHOLE)
 def test_where_the_order_of_arithmetic_is_the_same_so_are_the_bits(world, kind):
     batches = [numbers(count) for count in STEPS]
-    _, _, told = train_both(world, layers, lambda m: mean_square, SCHEDULES[kind], batches)
-    assert [(found, error) for found, _, error in told] == [(expected, 0.0) for _, expected, _ in told]
+    _, _, results = train_both(world, layers, lambda m: mean_square, SCHEDULES[kind], batches)
+    assert [(loss, error) for loss, _, error in results] == [(expected, 0.0) for _, expected, _ in results]
 
 
 @pytest.mark.ranks(2, 3)
 def test_recomputing_changes_no_bit(world):
     for kind in ("1f1b", "zb-h1", "interleaved"):
         options = SCHEDULES[kind] | {"recompute": True}
-        _, _, told = train_both(world, layers, lambda m: mean_square, options, [numbers(4)] * 2)
-        assert [(found, error) for found, _, error in told] == [(expected, 0.0) for _, expected, _ in told]
+        _, _, results = train_both(world, layers, lambda m: mean_square, options, [numbers(4)] * 2)
+        assert [(loss, error) for loss, _, error in results] == [(expected, 0.0) for _, expected, _ in results]
 
 
 @pytest.mark.ranks(2, 3)
@@ -93,11 +93,11 @@ def test_copies_of_a_tied_parameter_stay_equal_to_the_bit(world):
 @pytest.mark.parametrize("kind", SCHEDULES)
 def test_microbatches_held_are_those_predicted(world, kind):
     options = SCHEDULES[kind]
-    model, made = (layers(), numbers) if kind in WHOLE else (gpt(), tokens)
+    model, samples_of = (layers(), numbers) if kind in WHOLE else (gpt(), tokens)
     pipeline = Pipeline(model, mean_square if kind in WHOLE else model.loss, world, **options)
     slices, chunks = options.get("slices", 1), options.get("chunks", 1)
     for count in (1, 2, 3, 9):
-        pipeline.forward_backward(made(count), even(count))
+        pipeline.forward_backward(samples_of(count), even(count))
         schedule = make_schedule(options["schedule"], world.size, count, chunks, slices)
         assert pipeline.peak_in_flight == simulate(schedule).peaks[world.rank] / chunks / slices
 
@@ -127,12 +127,12 @@ def test_random_delays_change_nothing(world, kind):
         late = [Delay(lambda: draw.choice((0, 0, 0.002))) for _ in model]
         return nn.Sequential(*(nn.Sequential(block, wait) for block, wait in zip(model, late, strict=True)))
 
-    _, _, told = train_both(world, with_delays, lambda m: mean_square, SCHEDULES[kind], [numbers(5)])
-    assert [(found, error) for found, _, error in told] == [(expected, 0.0) for _, expected, _ in told]
+    _, _, results = train_both(world, with_delays, lambda m: mean_square, SCHEDULES[kind], [numbers(5)])
+    assert [(loss, error) for loss, _, error in results] == [(expected, 0.0) for _, expected, _ in results]
 
 
 class Fork(nn.Module):
-    """A tensor -> features that need a gradient, whole numbers, features that need none."""
+    """Layer from a tensor to features that need a gradient, integers, and features that need none."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ class Middle(nn.Module):
 
 
 class Join(nn.Module):
-    """Leaves one of its inputs unused."""
+    """Layer that leaves one of its inputs unused."""
 
     def forward(self, parts):
         x, index, _ = parts
@@ -170,8 +170,8 @@ def test_several_tensors_pass_between_stages(world):
     for kind in ("1f1b", "zb-h1", "zb-v"):
         for recompute in (False, True):
             options = SCHEDULES[kind] | {"recompute": recompute}
-            _, _, told = train_both(world, forked, lambda m: mean_square, options, [numbers(3)] * 2)
-            assert [(found, error) for found, _, error in told] == [(expected, 0.0) for _, expected, _ in told]
+            _, _, results = train_both(world, forked, lambda m: mean_square, options, [numbers(3)] * 2)
+            assert [(loss, error) for loss, _, error in results] == [(expected, 0.0) for _, expected, _ in results]
 
 
 @pytest.mark.ranks(2, 3)
@@ -198,10 +198,10 @@ def test_evaluation_gives_the_same_loss_on_every_rank_and_leaves_no_trace(world)
         ((x, y),) = tokens(1, samples=5)
         with torch.no_grad():
             expected = float(alone.loss(alone(x), y))
-        found = pipeline.evaluate(x, y)
-        assert found == pytest.approx(expected, rel=1e-5), kind
+        loss = pipeline.evaluate(x, y)
+        assert loss == pytest.approx(expected, rel=1e-5), kind
         everyone = torch.empty(world.size, dtype=torch.float64)
-        world.all_gather(everyone, torch.tensor([found], dtype=torch.float64))
+        world.all_gather(everyone, torch.tensor([loss], dtype=torch.float64))
         assert len(set(everyone.tolist())) == 1
         assert pipeline.module.training
         assert all(p.grad is None for p in pipeline.module.parameters())
@@ -233,9 +233,9 @@ def test_half_precision_passes_between_stages(world):
     pipeline = Pipeline(model, model.loss, world, schedule="zero-bubble")
     with torch.autocast("cpu", torch.bfloat16):
         expected = step_alone(alone, alone.loss, tokens(4), even(4))
-        found = pipeline.forward_backward(tokens(4), even(4))
+        loss = pipeline.forward_backward(tokens(4), even(4))
     pipeline.synchronize_tied()
-    assert found == pytest.approx(expected, rel=1e-5)
+    assert loss == pytest.approx(expected, rel=1e-5)
     assert largest_error(pipeline, alone) < 2e-2
 
 
@@ -244,8 +244,8 @@ def test_named_cuts_train_alike(world):
     ((x, _),) = tokens(1)
     for cut in ("uniform", "parameters", "time"):
         options = {"schedule": "1f1b", "cut": cut, "sample": x}
-        pipeline, _, told = train_both(world, gpt, lambda m: m.loss, options, [tokens(2)])
-        assert told[0][2] < 1e-5
+        pipeline, _, results = train_both(world, gpt, lambda m: m.loss, options, [tokens(2)])
+        assert results[0][2] < 1e-5
         bounds = world.all_gather_object(list(pipeline.bounds))
         assert all(b == bounds[0] for b in bounds)
 
@@ -260,16 +260,16 @@ def test_names_are_those_of_the_whole_model(world):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", SCHEDULES)
 def test_who_watches_sees_every_step_in_the_order_of_the_schedule(world, kind):
-    options, model, seen = SCHEDULES[kind], gpt(), []
+    options, model, recorded = SCHEDULES[kind], gpt(), []
 
     def watched(step, call):
-        return lambda: (seen.append(step), call())
+        return lambda: (recorded.append(step), call())
 
     pipeline = Pipeline(model, model.loss, world, **options)
     pipeline.watched = watched
     pipeline.forward_backward(tokens(4), even(4))
     schedule = make_schedule(options["schedule"], 2, 4, options.get("chunks", 1), options.get("slices", 1))
-    assert tuple(step for step in seen if isinstance(step, Compute)) == schedule.steps[world.rank]
+    assert tuple(step for step in recorded if isinstance(step, Compute)) == schedule.steps[world.rank]
 
 
 @pytest.mark.ranks(2)
@@ -309,14 +309,16 @@ def test_shapes_that_differ_where_they_should_not_are_named():
     grows.wide = True
     with pytest.raises(InputError, match="static_shapes=False"):
         pipeline.forward_backward(numbers(1), [1.0])
-    told = Pipeline(model, lambda o, y: o.sum(), mpitrain.init(), schedule="zero-bubble", chunks=2, static_shapes=False)
-    told.forward_backward(numbers(1), [1.0])
+    dynamic = Pipeline(
+        model, lambda o, y: o.sum(), mpitrain.init(), schedule="zero-bubble", chunks=2, static_shapes=False
+    )
+    dynamic.forward_backward(numbers(1), [1.0])
     grows.wide = False
-    told.forward_backward(numbers(1), [1.0])
+    dynamic.forward_backward(numbers(1), [1.0])
 
 
 def test_dropping_the_last_step_leaves_nothing_behind():
-    """A batch that fails does not poison the next."""
+    """Check that a failed batch does not affect the next one."""
     import mpitrain
 
     fails = [True]

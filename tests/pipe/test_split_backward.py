@@ -1,4 +1,4 @@
-"""Backward in two halves gives what backward gives, for any module."""
+"""Backward in two halves: the gradients of a whole backward, for any module."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mpitrain.pipe.stage import Stage
 
 
 class SharedTwice(nn.Module):
-    """One weight and one bias used by two layers, one of them also elementwise."""
+    """Two layers with the same weight and bias, and an elementwise scale that is used twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class SharedTwice(nn.Module):
 
 
 class ManyOutputs(nn.Module):
-    """Two outputs that need a gradient, one that does not, and a parameter that is itself an output."""
+    """Module with two outputs that need a gradient, one that does not, and a parameter that is an output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ def inputs(name: str) -> torch.Tensor:
 
 
 def run(name: str, how: str, *, recompute: bool, first: bool = False, cut: bool = False) -> tuple[list, dict, dict]:
-    """Gradients of input and parameters; two microbatches, into memory set beforehand."""
+    """Run two microbatches; return the gradients of the input and of the parameters, added to preset memory."""
     torch.manual_seed(3)
     module = MODULES[name]()
     stage = Stage(list(module) if cut else [module], first=first, recompute=recompute, halves=how == "split")
@@ -98,25 +98,25 @@ def run(name: str, how: str, *, recompute: bool, first: bool = False, cut: bool 
     for key, p in module.named_parameters():
         p.grad = torch.full_like(p, 0.5)
         homes[key] = p.grad
-    kept, gradients, found = [], [], []
+    records, gradients, input_gradients = [], [], []
     for scale in (1.0, 2.0):
         x = (inputs(name) * scale).requires_grad_(not first)
-        output, k = stage.forward(x)
-        wanted = [t for t in (output if isinstance(output, tuple) else (output,)) if t.requires_grad]
+        output, record = stage.forward(x)
+        differentiable = [t for t in (output if isinstance(output, tuple) else (output,)) if t.requires_grad]
         torch.manual_seed(9)
-        kept.append(k)
-        gradients.append([torch.randn_like(t) for t in wanted])
+        records.append(record)
+        gradients.append([torch.randn_like(t) for t in differentiable])
     if how == "whole":
-        for k, g in zip(kept, gradients, strict=True):
-            found += stage.backward(k, g)
+        for record, output_gradients in zip(records, gradients, strict=True):
+            input_gradients += stage.backward(record, output_gradients)
     else:
-        for k, g in zip(kept, gradients, strict=True):
-            found += stage.backward_input(k, g)
-        for k in kept:
-            stage.backward_weight(k)
+        for record, output_gradients in zip(records, gradients, strict=True):
+            input_gradients += stage.backward_input(record, output_gradients)
+        for record in records:
+            stage.backward_weight(record)
     for key, p in module.named_parameters():
         assert p.grad is homes[key], "the gradient was replaced, not added to"
-    return found, homes, dict(module.named_buffers())
+    return input_gradients, homes, dict(module.named_buffers())
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -145,16 +145,16 @@ def test_a_stage_may_begin_by_overwriting_its_input():
     stage = Stage([nn.ReLU(inplace=True), nn.Linear(4, 4)], first=False, recompute=False)
     x = torch.randn(2, 4, requires_grad=True)
     before = x.detach().clone()
-    _, kept = stage.forward(x)
-    (found,) = stage.backward(kept, [torch.ones(2, 4)])
+    _, record = stage.forward(x)
+    (input_gradient,) = stage.backward(record, [torch.ones(2, 4)])
     assert torch.equal(x.detach(), before)
-    assert torch.equal(found == 0, before <= 0)
+    assert torch.equal(input_gradient == 0, before <= 0)
 
 
 def test_the_first_stage_does_everything_in_the_weight_half():
     _, whole, _ = run("linear", "whole", recompute=False, first=True)
-    found, split, _ = run("linear", "split", recompute=False, first=True)
-    assert found == []
+    input_gradients, split, _ = run("linear", "split", recompute=False, first=True)
+    assert input_gradients == []
     for key in whole:
         torch.testing.assert_close(whole[key], split[key], rtol=0, atol=0)
 
@@ -162,10 +162,10 @@ def test_the_first_stage_does_everything_in_the_weight_half():
 def test_the_input_half_leaves_the_weights_to_the_other():
     module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     stage = Stage([module], first=False, recompute=False)
-    _, kept = stage.forward(torch.randn(2, 4, requires_grad=True))
-    stage.backward_input(kept, [torch.ones(2, 4)])
+    _, record = stage.forward(torch.randn(2, 4, requires_grad=True))
+    stage.backward_input(record, [torch.ones(2, 4)])
     assert all(layer.weight.grad is None for layer in (module[0], module[2]))
-    stage.backward_weight(kept)
+    stage.backward_weight(record)
     assert all(p.grad is not None for p in module.parameters())
 
 
@@ -173,10 +173,10 @@ def test_frozen_parameters_get_no_gradient():
     module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     module[0].requires_grad_(False)
     stage = Stage([module], first=False, recompute=False)
-    _, kept = stage.forward(torch.randn(2, 4, requires_grad=True))
-    (found,) = stage.backward_input(kept, [torch.ones(2, 4)])
-    stage.backward_weight(kept)
-    assert found.abs().sum() > 0
+    _, record = stage.forward(torch.randn(2, 4, requires_grad=True))
+    (input_gradient,) = stage.backward_input(record, [torch.ones(2, 4)])
+    stage.backward_weight(record)
+    assert input_gradient.abs().sum() > 0
     assert module[0].weight.grad is None and module[1].weight.grad is not None
 
 
@@ -185,9 +185,9 @@ def test_recomputing_draws_the_same_dropout():
     module = nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.5))
     stage = Stage([module], first=False, recompute=True)
     x = torch.randn(4, 8, requires_grad=True)
-    output, kept = stage.forward(x)
+    output, record = stage.forward(x)
     torch.rand(10)  # the generator moves on before backward
-    stage.backward(kept, [torch.ones_like(output)])
+    stage.backward(record, [torch.ones_like(output)])
     assert torch.equal(module[0].bias.grad, 2.0 * (output != 0).sum(0))
 
 
@@ -200,6 +200,6 @@ def test_recomputing_keeps_nothing_but_the_input():
 
     stage = Stage([nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)], first=False, recompute=True)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        _, kept = stage.forward(torch.randn(4, 8, requires_grad=True))
+        _, record = stage.forward(torch.randn(4, 8, requires_grad=True))
     assert kept_bytes == []
-    assert kept.outputs == ()
+    assert record.outputs == ()

@@ -1,4 +1,4 @@
-"""Parameters that a step does not use are left alone in a pipeline as in one process: neither decayed nor counted."""
+"""Parameters that a step does not use: a pipeline, like one process, neither decays them nor counts the step."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STEPS = (  # of each replica, of each microbatch, the blocks whose second layer 
 
 
 class Block(nn.Module):
-    """A layer, and a second one that a bit of the samples' first number switches on."""
+    """Block whose second layer is switched on by a bit of the sample's first number."""
 
     def __init__(self, number):
         super().__init__()
@@ -56,11 +56,11 @@ def optimizer(module):
 
 def samples(step, replica):
     draw = torch.Generator().manual_seed(10 * step + replica)
-    found = []
+    microbatches = []
     for bits in STEPS[step][replica]:
         x, y = torch.randn(3, 4, generator=draw), torch.randn(3, 4, generator=draw)
-        found.append((torch.cat([torch.full((3, 1), float(bits)), x], 1), y))
-    return found
+        microbatches.append((torch.cat([torch.full((3, 1), float(bits)), x], 1), y))
+    return microbatches
 
 
 @pytest.mark.ranks(2, 3, 4)
@@ -69,12 +69,12 @@ def samples(step, replica):
     [("1f1b", 0, False), ("1f1b", 1, True), ("zb-h1", 2, False), ("zb-v", 1, False), ("interleaved", 0, False)],
 )
 def test_what_no_microbatch_of_a_step_uses_is_neither_decayed_nor_counted(world, kind, zero, recompute):
-    """On one stage, on tied copies of two, and with replicas of the stages of which one alone uses it."""
+    """Test parameters on one stage, tied ones on two stages, and stage replicas of which only one uses them."""
     mesh = Mesh.make(world, pipeline=2 if world.size == 4 else world.size)
     settings = config_of(pipeline=mesh.pipeline.size, zero=zero, recompute=recompute, **SCHEDULES[kind])
     divided = divide(ModelPart(model(), settings.parallel, lambda: loss_of), mesh)
-    made = optimizer(divided.module)
-    engine = Engine(divided.module, loss_of, made, mesh.data, settings, division=divided.division)
+    stage_optimizer = optimizer(divided.module)
+    engine = Engine(divided.module, loss_of, stage_optimizer, mesh.data, settings, division=divided.division)
     whole, replicas = model(), mesh.data.size
     plain = optimizer(whole)
     for step in range(len(STEPS)):
@@ -85,7 +85,7 @@ def test_what_no_microbatch_of_a_step_uses_is_neither_decayed_nor_counted(world,
             for x, y in samples(step, replica):
                 (loss_of(whole(x), y) / (2 * replicas)).backward()
         plain.step()
-        wanted = whole.state_dict()
+        expected = whole.state_dict()
         for name, value in engine.state_dict().items():
-            assert torch.allclose(value, wanted[name], rtol=1e-5, atol=1e-6), (step, name)
+            assert torch.allclose(value, expected[name], rtol=1e-5, atol=1e-6), (step, name)
     engine.close()

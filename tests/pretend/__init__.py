@@ -1,22 +1,22 @@
-"""A pretend accelerator for PyTorch: device code is tested on machines without a device.
+"""A pretend accelerator for PyTorch, which tests device code on machines without a device.
 
-`torch.device("pretend", 0)` and `("pretend", 1)` have what real accelerators have, and punish what those let
+`torch.device("pretend", 0)` and `("pretend", 1)` behave like real accelerators, and expose errors that those let
 pass:
 
 - The CPU cannot touch their memory: reading an address that a tensor has there ends the process (SIGSEGV; EFAULT in
   system calls). Fresh and freed memory is NaN.
-- Their streams run only when something waits for them, and copies to the host arrive only when the host waits. What
-  forgets to wait computes with wrong data every time.
+- Their streams run only when something waits for them, and copies to the host arrive only when the host waits. Code
+  that forgets to wait computes with wrong data every time.
 - They compute what the CPU computes, with its kernels.
 
-It is a library of C++ (`source/`), built once (`build.py`), and a device module (`device_module.py`), which is
+It consists of a C++ library (`source/`), built once (`build.py`), and a device module (`device_module.py`), which is
 `torch.pretend`. A process that loads it does not see it until `available(True)`:
 
     import pretend
     pretend.available(True)         # torch.accelerator.current_accelerator() is "pretend" from here on
     pretend.available(False)        # … and there is none again
 
-Child processes get it by their environment: `support.pretend_environment()`.
+Child processes get it through their environment: `support.pretend_environment()`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     python -m pretend       build it, where that was not done before; needs `tests` on PYTHONPATH
 
-It lies in `.pretend/` of the checkout. Processes that want it at the same time wait for the one that builds it.
+It is in `.pretend/` of the checkout. Processes that need it at the same time wait for the one that builds it.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class BuildError(Exception):
 
 
 def missing() -> str:
-    """Why there is no pretend accelerator on this machine; "" where there is one."""
+    """Return why this machine has no pretend accelerator; "" if it has one."""
     if sys.platform != "linux":
         return "the pretend accelerator needs Linux"
     return "" if _compiler() else "the pretend accelerator needs a C++ compiler: g++, c++ or clang++, or CXX"
 
 
 def library() -> Path:
-    """The library, built first where that was not done before.
+    """Return the library's path; build it first if needed.
 
     Raises:
         BuildError: There is no compiler, or it fails.
@@ -56,7 +56,7 @@ def library() -> Path:
 @functools.cache
 def _compiler() -> str:
     names = (os.environ["CXX"],) if os.environ.get("CXX") else ("g++", "c++", "clang++")
-    return next((found for name in names if (found := shutil.which(name))), "")
+    return next((path for name in names if (path := shutil.which(name))), "")
 
 
 def _flags() -> list[str]:
@@ -78,36 +78,38 @@ def _key() -> str:
 
 
 def _build(built: Path) -> None:
-    """Compile, as much at once as there are cores, and link; what others see appears whole."""
+    """Compile in parallel on all cores and link; other processes see only the complete library."""
     folder = CACHE / "building"  # only one process has the lock; what a killed one left is removed
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     try:
         sources = _units(folder)
         objects = [folder / f"{path.stem}.o" for path in sources]
-        commands = [[*_flags(), "-c", str(path), "-o", str(made)] for path, made in zip(sources, objects, strict=True)]
+        commands = [
+            [*_flags(), "-c", str(path), "-o", str(target)] for path, target in zip(sources, objects, strict=True)
+        ]
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
             list(pool.map(_compile, commands))
         libraries = Path(torch.__file__).parent / "lib"
-        found = [f"-L{libraries}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{libraries}", "-lpthread"]
-        whole = folder / "whole.so"
-        _compile(["-shared", *map(str, objects), "-o", str(whole), *found])
-        os.replace(whole, built)
+        link_options = [f"-L{libraries}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{libraries}", "-lpthread"]
+        library_file = folder / "whole.so"
+        _compile(["-shared", *map(str, objects), "-o", str(library_file), *link_options])
+        os.replace(library_file, built)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _units(folder: Path) -> list[Path]:
-    """What is compiled at once, the longest first: reading PyTorch's headers takes nearly all of the time."""
-    together = [path for path in sorted(SOURCES.glob("*.cpp")) if path.name != "autocast.cpp"]
-    rest = folder / "rest.cpp"
-    rest.write_text("".join(f'#include "{path}"\n' for path in together))
-    return [SOURCES / "autocast.cpp", rest]
+    """Return the compilation units, the longest first; reading PyTorch's headers takes nearly all of the time."""
+    small_sources = [path for path in sorted(SOURCES.glob("*.cpp")) if path.name != "autocast.cpp"]
+    small_unit = folder / "rest.cpp"
+    small_unit.write_text("".join(f'#include "{path}"\n' for path in small_sources))
+    return [SOURCES / "autocast.cpp", small_unit]
 
 
 def _compile(arguments: list[str]) -> None:
     done = subprocess.run([_compiler(), *arguments], capture_output=True, text=True, errors="replace", timeout=TIMEOUT)
     if done.returncode:
-        said = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()[-1:]
-        told = said[0].strip() if said else f"exit code {done.returncode}"
-        raise BuildError(f"building the pretend accelerator failed: {told}")
+        errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()[-1:]
+        reason = errors[0].strip() if errors else f"exit code {done.returncode}"
+        raise BuildError(f"building the pretend accelerator failed: {reason}")

@@ -1,6 +1,6 @@
-"""`torch.pretend`: what `torch.cuda` is for CUDA devices, as far as PyTorch and the package ask for it.
+"""The module `torch.pretend`, with the functions of `torch.cuda` that PyTorch and the package use.
 
-A device is given as a number, a torch.device or a name; None is the calling thread's current one.
+A device is a number, a torch.device or a name; None is the calling thread's current device.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _Device = torch.device | str | int | None
 
 @dataclass(frozen=True)
 class DeviceProperties:
-    """What a device is: `uuid` tells it from the others of the machine, whichever number it has in this process."""
+    """Properties of a device; `uuid` identifies it on the machine, whatever its number in this process."""
 
     name: str
     uuid: str
@@ -27,8 +27,8 @@ class DeviceProperties:
 def _number(device: _Device) -> int:
     if isinstance(device, int):
         return device
-    found = torch.device(device) if device is not None else None
-    return current_device() if found is None or found.index is None else found.index
+    parsed = torch.device(device) if device is not None else None
+    return current_device() if parsed is None or parsed.index is None else parsed.index
 
 
 # -- which devices there are
@@ -39,7 +39,7 @@ def is_available() -> bool:
 
 
 def device_count() -> int:
-    """How many devices PyTorch sees: none while they are hidden; else as PRETEND_VISIBLE_DEVICES says, or two."""
+    """Return the number of visible devices: 0 while hidden, else that of PRETEND_VISIBLE_DEVICES, or two."""
     return _library.device_count() if _library.is_shown() else 0
 
 
@@ -65,12 +65,12 @@ def set_device(device: _Device) -> None:
 
 
 def device(device: _Device = None) -> AbstractContextManager[object]:
-    """A context in which the device is the current one; `torch.load` uses it."""
+    """Make the device the current one within this context; `torch.load` uses it."""
     return torch.accelerator.device_index(_number(device))
 
 
 def get_device_name(device: _Device = None) -> str:
-    """ "Pretend N", N its number on the machine."""
+    """Return "Pretend N", where N is the device's number on the machine."""
     return f"Pretend {_library.physical_number(_number(device))}"
 
 
@@ -116,17 +116,17 @@ def get_amp_supported_dtype() -> list[torch.dtype]:
 
 
 def export_memory(storage: torch.UntypedStorage) -> list[int]:
-    """What `import_memory` needs in another process of this user and machine, in numbers that JSON can hold.
+    """Return the numbers that `import_memory` needs in another process of this user and machine; JSON can hold them.
 
-    It names this process' memory file by its entry in /proc, and the place therein. What is written to the memory must
-    be done (synchronized) before the other process is told to read; freed memory reads as NaN there, too.
+    They name this process' memory file by its entry in /proc, and the offset in it. Writes to the memory must be
+    complete (synchronized) before the other process reads; freed memory reads as NaN there, too.
     """
     number = _library.physical_number(storage.device.index)
     return [*_library.export_memory(storage.data_ptr(), storage.nbytes()), number]
 
 
 def import_memory(told: Sequence[int]) -> torch.UntypedStorage:
-    """Another process' storage, on the device that it lies on, else, where that is not visible, on the current one.
+    """Return another process' storage on its device, or on the current device if that one is not visible.
 
     It stays mapped until this process ends.
 
@@ -140,7 +140,7 @@ def import_memory(told: Sequence[int]) -> torch.UntypedStorage:
 
 
 def host_register(address: int, nbytes: int) -> None:
-    """Make memory of the host pinned: `is_pinned()`, and copied from and to while the host goes on."""
+    """Pin host memory: `is_pinned()` is true, and copies run while the host goes on."""
     _library.host_register(address, nbytes)
 
 
@@ -150,7 +150,7 @@ def host_unregister(address: int) -> None:
 
 
 def host_alias(address: int) -> int:
-    """The address at which the CPU may touch what a tensor has at `address`: for a library that takes device memory."""
+    """Return the address at which the CPU may access a tensor's `address`, for libraries that take device memory."""
     return _library.host_alias(address)
 
 
@@ -158,24 +158,24 @@ def host_alias(address: int) -> int:
 
 
 def set_late_ms(milliseconds: int) -> None:
-    """How late work runs that nothing waits for; -1: never. PRETEND_LATE_MS in the environment; -1 at first."""
+    """Set the delay of work that nothing waits for; -1: it never runs. Default: PRETEND_LATE_MS, or -1."""
     _library.set_late_ms(milliseconds)
 
 
 def set_copy_bandwidth(bytes_per_second: float) -> None:
-    """Copies between host and device take that long of their stream's time; 0: none. PRETEND_COPY_BANDWIDTH.
+    """Set the bandwidth of copies between host and device; 0: unlimited. Default: PRETEND_COPY_BANDWIDTH.
 
-    Streams pass their time beside each other and beside the host, which sleeps where it waits. With `set_late_ms(0)`
-    the copying itself is done in the background, too.
+    Copies take time on their streams, which run beside each other and the host. The host sleeps while it waits. With
+    `set_late_ms(0)` the copying itself runs in the background, too.
     """
     _library.set_copy_bandwidth(bytes_per_second)
 
 
 def set_kernel_ms(milliseconds: float) -> None:
-    """Each operation on the device takes that long of its stream's time. PRETEND_KERNEL_MS; 0 at first."""
+    """Set the time that each operation takes on its stream. Default: PRETEND_KERNEL_MS, or 0."""
     _library.set_kernel_ms(milliseconds)
 
 
 def unfinished(device: _Device = None) -> int:
-    """How many tasks the device's streams have not done, or the host has not waited for."""
+    """Return the number of tasks that the device's streams have not done or the host has not waited for."""
     return _library.unfinished(_number(device))

@@ -1,4 +1,4 @@
-"""The pretend accelerator itself: it computes what the CPU computes, and shows what real devices let pass."""
+"""The pretend accelerator itself: it computes what the CPU computes, and exposes errors that real devices let pass."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_freed_memory_is_nothing_once_all_streams_got_there(device):
 
 
 def in_child(do) -> int:
-    """The signal that ends a forked child which does something; 0 if it comes back."""
+    """Call `do` in a forked child; return the signal that ended it, or 0."""
     child = os.fork()
     if child == 0:
         faulthandler.disable()
@@ -154,9 +154,9 @@ def test_memory_of_another_process_and_the_devices_it_sees(device):
     with subprocess.Popen(
         [sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
     ) as child:
-        *there, told = json.loads(child.stdout.readline())
+        *there, handle = json.loads(child.stdout.readline())
         assert there == [1, "Pretend 1", "pretend-1"]
-        storage = torch.pretend.import_memory(told)
+        storage = torch.pretend.import_memory(handle)
         theirs = torch.empty(0, dtype=torch.float32, device=storage.device).set_(storage)
         assert theirs.shape == (1000,) and theirs.device.index == 1 and theirs.sum().item() == 499500
         theirs[0].sub_(1)  # queued: not there yet
@@ -168,7 +168,7 @@ def test_memory_of_another_process_and_the_devices_it_sees(device):
         assert child.stdout.readline().split() == ["-499499.0", "1.0"]
         child.stdin.close()
     with pytest.raises(RuntimeError, match="memory of process"):
-        torch.pretend.import_memory([told[0], told[1], told[2] + 1, 0, 8, 0])
+        torch.pretend.import_memory([handle[0], handle[1], handle[2] + 1, 0, 8, 0])
     assert theirs[1].item() == -1  # mapped still
 
 
@@ -206,7 +206,7 @@ def test_hidden_it_changes_nothing_on_the_cpu(device):
 
 
 def test_stages_of_a_pipeline_overlap(device):
-    """Four chunks to the device and back, 20 ms for each copy: 8 copies after each other, or 5 where they overlap."""
+    """Copy four chunks to the device and back, 20 ms each: 8 copies in sequence, or 5 where they overlap."""
     torch.pretend.set_late_ms(0)
     torch.pretend.set_copy_bandwidth(1e6)
     torch.pretend.set_kernel_ms(1)
@@ -237,11 +237,11 @@ def test_stages_of_a_pipeline_overlap(device):
 
 
 def losses(device, model, inputs, **autocast):
-    """Of 20 steps on as many batches, all moved to the device."""
+    """Train a step on each batch, moved to the device; return the losses."""
     torch.manual_seed(0)
     model = copy.deepcopy(model).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    found = []
+    values = []
     for x, y in inputs:
         with sdpa_kernel(SDPBackend.MATH), torch.autocast(device.type, enabled=bool(autocast), **autocast):
             loss = model.criterion(model(x.to(device, non_blocking=True)), y.to(device, non_blocking=True))
@@ -249,8 +249,8 @@ def losses(device, model, inputs, **autocast):
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        found.append(loss.item())
-    return torch.tensor(found)
+        values.append(loss.item())
+    return torch.tensor(values)
 
 
 def test_a_transformer_trains_as_on_the_cpu(device):

@@ -1,4 +1,4 @@
-"""Configuration files of public repositories, by their keys, with what each asks for.
+"""DeepSpeed configuration files of public repositories, with the settings that each requests.
 
     name: (the keys, what stands in our settings for "auto", what is read)
 

@@ -1,4 +1,4 @@
-"""Small models and the steps of one process that sharded training is compared with."""
+"""Small models, and training in one process to compare sharded training with."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 def gpt() -> GPT:
-    """Tied embeddings, odd sizes."""
+    """Return a GPT with tied embeddings and odd sizes."""
     torch.manual_seed(3)
     return GPT(vocabulary=VOCABULARY, layers=2, width=12, heads=2)
 
@@ -41,7 +41,7 @@ def tokens(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def on(device: torch.device, data: Callable[[int], tuple[torch.Tensor, torch.Tensor]]):
-    """The same data on a device."""
+    """Return a function that gives the same data on a device."""
 
     def moved(step: int) -> tuple[torch.Tensor, torch.Tensor]:
         x, y = data(step)
@@ -56,7 +56,7 @@ def images(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def alone(model, loss, optimizer, data, *, steps=STEPS, clip=0.5) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses and parameters of plain torch training in one process."""
+    """Train with plain torch in one process; return losses and parameters."""
     losses = []
     for step in range(steps):
         x, y = data(step)
@@ -72,7 +72,7 @@ def alone(model, loss, optimizer, data, *, steps=STEPS, clip=0.5) -> tuple[list[
 def steps_of(
     engine: Engine, comm, data, *, first=0, steps=STEPS, microbatches=1, workers=0, delay=lambda: None
 ) -> list[float]:
-    """The losses of training with an engine, every step's global batch cut over the ranks."""
+    """Train with an engine, each step's global batch divided among the ranks; return the losses."""
     division = VirtualWorkers.of(comm.size, bool(workers), workers, comm.rank)
     losses = []
     for step in range(first, first + steps):
@@ -94,5 +94,5 @@ def steps_of(
 
 
 def engine_of(model, comm, optimizer="adamw", *, clip=0.5, reduce_dtype=None, **settings) -> Engine:
-    made = OPTIMIZERS[optimizer](model.parameters())
-    return Engine(model, model.loss, made, comm, config_of(clip=clip, **settings), reduce_dtype=reduce_dtype)
+    torch_optimizer = OPTIMIZERS[optimizer](model.parameters())
+    return Engine(model, model.loss, torch_optimizer, comm, config_of(clip=clip, **settings), reduce_dtype=reduce_dtype)

@@ -1,4 +1,4 @@
-"""DistributedDataParallel does what users of torch's class of that name rely on."""
+"""`DistributedDataParallel`: the behaviour that users of torch's class of that name rely on."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def net() -> nn.Sequential:
 
 
 def samples(world, each=4):
-    """(this rank's, everybody's) inputs."""
+    """Return this rank's inputs and those of all ranks."""
     x = torch.randn(each * world.size, 6, generator=torch.Generator().manual_seed(1))
     return x[each * world.rank : each * (world.rank + 1)], x
 
@@ -75,7 +75,7 @@ def test_no_sync_accumulates_and_the_next_backward_reduces_all(world, static_gra
 
 
 class Named(nn.Linear):
-    """A module with what users of it look for."""
+    """Module with attributes and methods that its users access through the wrapper."""
 
     limit = 7
 
@@ -108,7 +108,7 @@ def test_attributes_and_methods_of_the_module_are_there(world):
 
 
 class Branches(nn.Module):
-    """Uses branch 0 or 1."""
+    """Module of several branches, of which a pass uses one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,11 +163,11 @@ def test_ranks_with_fewer_batches_join_the_steps_of_the_others(world, divide_by_
             optimizer.zero_grad()
             model(torch.ones(1, 2)).sum().backward()
             optimizer.step()
-    wanted = start.clone()
+    expected = start.clone()
     for step in range(world.size):
         training = world.size - step  # ranks that still have a batch
-        wanted -= 0.1 * (training / world.size if divide_by_all else 1.0)
-    torch.testing.assert_close(model.module.weight.detach(), wanted)
+        expected -= 0.1 * (training / world.size if divide_by_all else 1.0)
+    torch.testing.assert_close(model.module.weight.detach(), expected)
 
 
 @MANY

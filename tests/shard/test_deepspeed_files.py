@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration: files of public repositories as they are, and what cannot be done told at once."""
+"""DeepSpeed configurations: files of public repositories, and one error that lists everything unsupported."""
 
 import io
 import json
@@ -22,7 +22,7 @@ from mpitrain.trainer.options import from_deepspeed
 
 
 def asked(read, key):
-    """What a configuration asks for, by the names of these files' expectations."""
+    """Return what a configuration requests under a key of `deepspeed_files`."""
     train, parallel, optim = read.config.train, read.config.parallel, read.config.optim
     if key in ("microbatch", "accumulate"):
         settings = from_deepspeed(read, 2)
@@ -35,16 +35,16 @@ def asked(read, key):
         return tuple(read.trackers)
     if key == "bucket_mb":
         return read.config.comm.bucket_mb
-    of = next((section for section in (train, parallel) if hasattr(section, key)), read)
-    return getattr(read if key == "schedule" else of, key)
+    holder = next((section for section in (train, parallel) if hasattr(section, key)), read)
+    return getattr(read if key == "schedule" else holder, key)
 
 
 @pytest.mark.parametrize("name", [*FILES, *READ])
 def test_a_file_of_a_public_repository_asks_for_what_we_do(name):
-    values, ours, wanted = (FILES | READ)[name]
+    values, ours, expected = (FILES | READ)[name]
     read = read_deepspeed(values, ranks=2, auto=Config.from_dict(ours))
-    rates, momenta = wanted.get("rates", {}), wanted.get("momenta", {})
-    for key, value in wanted.items():
+    rates, momenta = expected.get("rates", {}), expected.get("momenta", {})
+    for key, value in expected.items():
         if key not in ("rates", "momenta"):
             if key == "optimizer" and value is not None:
                 value = (value[0], {"weight_decay": 0.0} | value[1])
@@ -52,9 +52,9 @@ def test_a_file_of_a_public_repository_asks_for_what_we_do(name):
     assert {step: pytest.approx(read.schedule.rate(step), abs=1e-12) for step in rates} == rates
     assert {step: pytest.approx(read.schedule.momentum(step), abs=1e-12) for step in momenta} == momenta
     assert all(isinstance(key, str) for key in read.without_effect)
-    given = [value for key, value in vars(read).items() if key != "config"]
-    given.append(read.config.model_dump(exclude_unset=True))
-    assert sum("auto" in str(value) for value in given) == ("auto" in str(read.without_effect))
+    settings = [value for key, value in vars(read).items() if key != "config"]
+    settings.append(read.config.model_dump(exclude_unset=True))
+    assert sum("auto" in str(value) for value in settings) == ("auto" in str(read.without_effect))
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -70,14 +70,14 @@ def test_comments_and_commas_at_an_end_are_read_as_deepspeed_reads_them(tmp_path
     file = tmp_path / "ds_config.json"
     file.write_text('{"bf16": {"enabled": true,},  // here\n"x": ["a, ]//#", 1,], # there\n/* and\n*/ "y": 2\n}')
     assert read_json(file) == {"bf16": {"enabled": True}, "x": ["a, ]//#", 1], "y": 2}
-    for text, told in (('{"a": 1, "a": 2}', "the key 'a' is there twice"), ('{"a": SIZE}', "line 1 column 7")):
+    for text, message in (('{"a": 1, "a": 2}', "the key 'a' is there twice"), ('{"a": SIZE}', "line 1 column 7")):
         file.write_text(text)
-        with pytest.raises(InputError, match=told):
+        with pytest.raises(InputError, match=message):
             read_json(file)
 
 
 def test_optimizers_that_torch_lacks_are_those_of_their_papers():
-    """Lion against its algorithm; AdamW without correction against torch's with rates that undo it."""
+    """Compare Lion with its algorithm, and AdamW without bias correction with torch's at rates that undo it."""
     torch.manual_seed(0)
     gradients, begin = torch.randn(5, 7), torch.randn(7)
     p, momentum, mine = begin.clone(), torch.zeros(7), nn.Parameter(begin.clone())
@@ -109,7 +109,7 @@ def test_optimizers_that_torch_lacks_are_those_of_their_papers():
 
 @pytest.mark.parametrize("correct", [True, False])
 def test_lamb_is_that_of_deepspeeds_kernel(correct):
-    """Its default bounds of the ratio, of which here the lower, the upper and none count; also without correction."""
+    """Compare where the lower, the upper or none of the default ratio bounds applies, and without bias correction."""
     values = {"optimizer": {"type": "Lamb", "params": {"lr": 0.1, "bias_correction": correct, "weight_decay": 0.01}}}
     kind, options = asked(read_deepspeed(values, ranks=1), "optimizer")
     torch.manual_seed(0)
@@ -131,7 +131,7 @@ def test_lamb_is_that_of_deepspeeds_kernel(correct):
 
 
 def by_deepspeeds_formula(name, update, *, low, high, warmup, steps, log, ratio=0.0, floor=0.0):
-    """Written down from its lr_schedules.py: update 0 has the first rate, update n that of batch n - 1."""
+    """Return the rate by DeepSpeed's lr_schedules.py: update 0 has the first rate, update n that of batch n - 1."""
     batch = update - 1
     if batch < 0:
         return 0.0 if name == "WarmupCosineLR" else low
@@ -147,7 +147,7 @@ def by_deepspeeds_formula(name, update, *, low, high, warmup, steps, log, ratio=
 
 
 def test_a_warm_up_has_deepspeeds_rate_at_every_update():
-    """One cycle and the range test: tests/train/test_schedules.py."""
+    """Compare the warm-up schedules; tests/train/test_schedules.py has one cycle and the range test."""
     for name, warmup, kind in product(("WarmupLR", "WarmupDecayLR", "WarmupCosineLR"), (1, 2, 7), ("log", "linear")):
         params = {"warmup_num_steps": warmup, "warmup_type": kind}
         ratios = {"warmup_min_ratio": 0.2, "cos_min_ratio": 0.05} if name == "WarmupCosineLR" else {}
@@ -155,10 +155,10 @@ def test_a_warm_up_has_deepspeeds_rate_at_every_update():
         params |= {} if name == "WarmupLR" else {"total_num_steps": 20}
         values = {"optimizer": {"type": "Adam", "params": {"lr": 2e-3}}, "scheduler": {"type": name, "params": params}}
         schedule = read_deepspeed(values, ranks=1).schedule
-        told = {"low": 1e-4, "high": 2e-3, "warmup": max(2, warmup), "steps": 20, "log": kind == "log"}
-        told |= {"ratio": 0.2, "floor": 0.05}
-        wanted = [by_deepspeeds_formula(name, update, **told) for update in range(30)]
-        assert [schedule.rate(update) for update in range(30)] == pytest.approx(wanted, rel=1e-12), params
+        warmup_settings = {"low": 1e-4, "high": 2e-3, "warmup": max(2, warmup), "steps": 20, "log": kind == "log"}
+        warmup_settings |= {"ratio": 0.2, "floor": 0.05}
+        expected = [by_deepspeeds_formula(name, update, **warmup_settings) for update in range(30)]
+        assert [schedule.rate(update) for update in range(30)] == pytest.approx(expected, rel=1e-12), params
 
 
 @pytest.mark.ranks(1)
@@ -168,19 +168,19 @@ def test_a_schedule_starts_from_each_groups_own_rate_and_passes_over_updates_tha
     scheduler = {"type": "WarmupLR", "params": {"warmup_num_steps": 2, "warmup_type": "linear", "warmup_min_lr": 0.002}}
     values = {"train_micro_batch_size_per_gpu": 3, "scheduler": scheduler}
     engine = mt.initialize(model, torch.optim.SGD(groups), values, loss=nn.functional.mse_loss)
-    found = []
+    rates = []
     for number in range(5):
         x = torch.full((3, 4), torch.inf if number == 1 else 1.0)
         engine.train_batch(iter([(x, torch.ones(3, 2))]))
-        found.append([group["lr"] for group in engine.optimizer.param_groups])
+        rates.append([group["lr"] for group in engine.optimizer.param_groups])
     assert engine.skipped == 1
-    assert found == [pytest.approx(e) for e in ([0.002] * 2, [0.002] * 2, [0.002] * 2, [0.011, 0.006], [0.02, 0.01])]
+    assert rates == [pytest.approx(e) for e in ([0.002] * 2, [0.002] * 2, [0.002] * 2, [0.011, 0.006], [0.02, 0.01])]
     engine.close()
 
 
 @pytest.mark.ranks(2)
 def test_every_such_file_trains(world, tmp_path):
-    """Whatever it asks for: a step is made, and rank 0 says what stands for "auto" and what means nothing here."""
+    """Train one step with each file; rank 0 reports the values used for "auto" and the keys without effect."""
     for name, (values, ours, _) in FILES.items():
         values = json.loads(json.dumps(values).replace("/disk/", f"{tmp_path}/"))
         torch.manual_seed(0)
@@ -220,8 +220,8 @@ def test_all_that_cannot_be_done_is_told_in_one_line_with_what_is_meant():
     }
     with pytest.raises(InputError) as caught:
         read_deepspeed(values, ranks=2, origin="ds_config.json")
-    told = str(caught.value)
-    assert "\n" not in told and told.startswith("ds_config.json: ")
+    message = str(caught.value)
+    assert "\n" not in message and message.startswith("ds_config.json: ")
     for part in (
         "zero_optimisation is unknown (did you mean 'zero_optimization'?)",
         'amp has no counterpart here (it is Apex, which is not used here; enable "bf16" or "fp16"',
@@ -234,7 +234,7 @@ def test_all_that_cannot_be_done_is_told_in_one_line_with_what_is_meant():
         "zero_optimization.mics_shard_size has no counterpart here (remove it, or share inside nodes with a conf",
         'elasticity is "auto", for which we have no setting (give a value)',
     ):
-        assert part in told, told
+        assert part in message, message
 
 
 def test_what_stands_for_auto_is_told_with_where_it_comes_from():

@@ -1,4 +1,4 @@
-"""What is updated on the host: gradients leave once they are ready, parameters return when nobody reads."""
+"""Updates on the host: gradients leave the device once ready, and parameters return when no kernel reads them."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ def test_both_ways_come_after_what_the_device_was_asked_before(device, dtype):
             last[0] = True
         host.begin()
         read = stored.clone()  # as a forward pass would, which the device may be late with
-        found = host.gradient(flat_parameter)
-        assert found is not None and found.dtype == torch.float32
-        assert found.tolist() == [float(step)] * 8
+        host_gradient = host.gradient(flat_parameter)
+        assert host_gradient is not None and host_gradient.dtype == torch.float32
+        assert host_gradient.tolist() == [float(step)] * 8
         host.before_update()
         with torch.no_grad():
-            value += found
+            value += host_gradient
         host.store(flat_parameter)
         host.end()
         if step == 2:
             assert stored.clone().tolist() == [float(sum(range(step + 1)))] * 8
         host.before_update()  # returns when the parameters have left
-        kept = value.detach().clone()
+        saved = value.detach().clone()
         value.detach().fill_(torch.nan)
         assert read.tolist() == [float(sum(range(step)))] * 8
         assert stored.tolist() == [float(sum(range(step + 1)))] * 8
-        value.detach().copy_(kept)
+        value.detach().copy_(saved)

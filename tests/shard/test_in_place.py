@@ -1,4 +1,4 @@
-"""Weight gradients computed where they are reduced: the same bits as torch's, without a copy, only where it is safe."""
+"""Weight gradients computed in the memory that is reduced: torch's bits, without a copy, only where it is safe."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class OnePlace:
 
 @pytest.fixture
 def pair():
-    """A layer as torch has it; the same one with a place for its gradient; the place."""
+    """Return a plain layer, the same layer with memory for its gradient, and that memory."""
     torch.manual_seed(0)
     plain = nn.Linear(WIDTH, WIDTH)
     layer = copy.deepcopy(plain)
@@ -65,13 +65,13 @@ def test_outputs_and_gradients_have_the_bits_of_torchs_own_layer(dtype, out, int
     layer = copy.deepcopy(plain)
     place = OnePlace(layer.weight.detach())
     hooked = InPlace(layer, layer.parameters(), place)
-    found = []
+    results = []
     for module in (plain, layer):
         x = torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(1), requires_grad=True)
         y = module(x * 1.5)
         y.square().sum().backward()
-        found.append([y, x.grad, *(p.grad for p in module.parameters())])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+        results.append([y, x.grad, *(p.grad for p in module.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
     assert place.holds(layer.weight.grad)
     hooked.remove()
 
@@ -89,26 +89,26 @@ def test_a_second_backward_pass_adds_to_the_first(pair):
 def test_results_of_torch_autograd_grad_are_the_callers(pair):
     plain, layer, place = pair
     x = torch.randn(5, WIDTH, requires_grad=True)
-    wanted = torch.autograd.grad(plain(x).square().sum(), [x, plain.weight, plain.bias])
-    found = torch.autograd.grad(layer(x).square().sum(), [x, layer.weight, layer.bias])
-    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    expected = torch.autograd.grad(plain(x).square().sum(), [x, plain.weight, plain.bias])
+    gradients = torch.autograd.grad(layer(x).square().sum(), [x, layer.weight, layer.bias])
+    assert all(torch.equal(a, b) for a, b in zip(gradients, expected, strict=True))
     assert place.given == 0
 
 
 def test_gradients_of_gradients_are_right(pair):
-    found = []
+    gradients = []
     for module in pair[:2]:
         x = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(1), requires_grad=True)
         (slope,) = torch.autograd.grad(module(x).square().sum(), x, create_graph=True)
         slope.square().sum().backward()
-        found.append((x.grad, module.weight.grad))
-    torch.testing.assert_close(found[1], found[0])
+        gradients.append((x.grad, module.weight.grad))
+    torch.testing.assert_close(gradients[1], gradients[0])
 
 
 @pytest.mark.parametrize("elsewhere", ["compiled", "torch.func", "autocast", "a copy", "frozen", "not contiguous"])
 def test_where_it_cannot_be_done_the_layer_computes_as_ever(pair, elsewhere):
     plain, layer, place = pair
-    found = []
+    results = []
     for module in (plain, layer):
         x = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(1), requires_grad=True)
         weight = module.weight
@@ -128,9 +128,9 @@ def test_where_it_cannot_be_done_the_layer_computes_as_ever(pair, elsewhere):
         else:
             y = module(x.t())
         y.sum().backward()
-        found.append([y, x.grad, weight.grad])
-    assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
-    assert elsewhere == "frozen" or torch.equal(found[0][2], found[1][2])
+        results.append([y, x.grad, weight.grad])
+    assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
+    assert elsewhere == "frozen" or torch.equal(results[0][2], results[1][2])
     assert place.given == 0
 
 
@@ -149,7 +149,7 @@ def test_small_tied_and_derived_layers_are_left_alone():
 
 
 class Wide(nn.Module):
-    """One layer is used twice in a pass, one is tied to an embedding; each block has small parameters as well."""
+    """Model with a layer used twice in a pass, one tied to an embedding, and small parameters in each block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -178,23 +178,23 @@ LARGE = 5  # weights of `Wide` that have a place: of the blocks, and of `twice`,
 
 @pytest.fixture
 def given(monkeypatch):
-    """The parameters whose places were given away, in order."""
-    found: list[nn.Parameter] = []
+    """Return a list of the parameters whose memory was handed out, in order."""
+    parameters: list[nn.Parameter] = []
     for kind in (WholeGradients, ShardedGradients):
         original = kind.place
 
         def place(self, parameter, original=original):
-            made = original(self, parameter)
-            if made is not None:
-                found.append(parameter)
-            return made
+            memory = original(self, parameter)
+            if memory is not None:
+                parameters.append(parameter)
+            return memory
 
         monkeypatch.setattr(kind, "place", place)
-    return found
+    return parameters
 
 
 def trained(comm, **options):
-    """Parameters after two steps of two microbatches."""
+    """Train two steps of two microbatches; return the parameters."""
     model = Wide()
     engine = Engine(model, model.loss, torch.optim.AdamW(model.parameters(), lr=1e-3), comm, config_of(**options))
     generator = torch.Generator().manual_seed(comm.rank)
@@ -202,10 +202,10 @@ def trained(comm, **options):
         x = torch.randint(WIDTH, (2, 8), generator=generator)
         engine.forward_backward([[(row, row + 1 - row // (WIDTH - 1)) for row in x]], 16 * comm.size)
         engine.step()
-    found = engine.state_dict()
+    state = engine.state_dict()
     engine.close()
     assert all(type(layer) is not Linear for layer in model.modules())
-    return found
+    return state
 
 
 @pytest.mark.ranks(1, 2, 3)
@@ -214,11 +214,11 @@ def trained(comm, **options):
 def test_training_has_the_same_bits_as_with_copies(world, options, spare_cores, given, monkeypatch):
     monkeypatch.setattr(world, "process", dataclasses.replace(world.process, spare_cores=spare_cores))
     comm = world.split(0)
-    found = trained(comm, bucket_mb=0.7, **options)
+    in_place_state = trained(comm, bucket_mb=0.7, **options)
     count = len(given)
     monkeypatch.setattr(in_place, "LEAST", 1 << 40)
-    wanted = trained(comm, bucket_mb=0.7, **options)
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    reference_state = trained(comm, bucket_mb=0.7, **options)
+    assert all(torch.equal(in_place_state[name], reference_state[name]) for name in reference_state)
     # the first microbatch of a step, or each of them where every one is reduced
     passes = 2 * (2 if options["zero"] >= 2 else 1)
     # a gathered model's root unit has the last bucket, but `twice`, which is in it, comes first

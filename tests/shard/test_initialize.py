@@ -1,4 +1,4 @@
-"""`mpitrain.initialize` trains a loop of one's own, from our settings or from a DeepSpeed configuration."""
+"""`mpitrain.initialize` in a user's training loop, with our settings or with a DeepSpeed configuration."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ADAM = {"type": "Adam", "params": {"lr": 3e-3, "betas": [0.9, 0.95]}}
 
 
 def train(engine, world, steps, first=0, accumulate=1):
-    """Steps over this rank's part of the batch; returns the averaged losses."""
+    """Train on this rank's part of each batch; return the averaged losses."""
     losses = []
     for step in range(first, first + steps):
         total = torch.zeros(())
@@ -57,7 +57,7 @@ def reference(steps):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("zero", [0, 2])
 def test_a_model_on_a_device_stays_there_and_batches_follow_it(world, device, zero):
-    found = {}
+    results = {}
     for where in ("moved", "there", "host"):
         model = gpt().to(device) if where == "there" else gpt()
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=where == "moved")
@@ -76,11 +76,11 @@ def test_a_model_on_a_device_stays_there_and_batches_follow_it(world, device, ze
         coming = batches()
         with sdpa_kernel(SDPBackend.MATH):
             losses = [engine.train_batch(coming) for _ in range(4)]
-        found[where] = losses, {name: value.cpu() for name, value in engine.state_dict().items()}
+        results[where] = losses, {name: value.cpu() for name, value in engine.state_dict().items()}
         engine.close()
     for where in ("moved", "there"):
-        assert found[where][0] == pytest.approx(found["host"][0], rel=2e-6)
-        torch.testing.assert_close(found[where][1], found["host"][1], rtol=1e-4, atol=2e-6)
+        assert results[where][0] == pytest.approx(results["host"][0], rel=2e-6)
+        torch.testing.assert_close(results[where][1], results["host"][1], rtol=1e-4, atol=2e-6)
 
 
 @pytest.mark.parametrize("device", ["pretend"], indirect=True)
@@ -170,12 +170,12 @@ def test_an_engine_goes_on_from_what_another_saved(world, folder):
     engine = made(1)
     train(engine, world, 3)
     saved = engine.save(folder / "run", {"epoch": 7})
-    wanted, rate = train(engine, world, 3, first=3), engine.lr
+    expected, rate = train(engine, world, 3, first=3), engine.lr
     engine.close()
     engine = made(3)
     assert engine.load(folder / "run") == {"epoch": 7}
     assert engine.steps == 3
-    assert train(engine, world, 3, first=3) == pytest.approx(wanted, rel=1e-6)
+    assert train(engine, world, 3, first=3) == pytest.approx(expected, rel=1e-6)
     assert engine.lr == rate
     with pytest.raises(InputError, match="there is no checkpoint in nowhere; give a folder that save has written into"):
         engine.load("nowhere")
@@ -217,12 +217,12 @@ def test_what_would_train_with_wrong_gradients_is_refused_in_a_line(world):
     ours, x = engine(loss=lambda output, y: output.sum()), torch.ones(2, 2)
     with pytest.raises(InputError, match=r"step was called without engine\.backward before it"):
         ours.step()
-    for wrong, told in (
+    for wrong, message in (
         (ours.module(x), r"shape \[2, 1\]; give its mean"),
         (1.5, "this is a float"),
         (x[0, 0], "no_grad"),
     ):
-        with pytest.raises(InputError, match=told):
+        with pytest.raises(InputError, match=message):
             ours.backward(wrong)
     ours.backward(ours(x, x))
     with pytest.raises(InputError, match="twice without a step between"):
@@ -263,7 +263,7 @@ def test_what_ranks_have_unlike_is_named_before_they_train_apart(world):
         optimizer = torch.optim.SGD(model.parameters(), lr=own, weight_decay=decay)
         return mt.initialize(model, (lambda p: torch.optim.SGD(p, lr=own)) if make else optimizer, config)
 
-    for values, told in (
+    for values, message in (
         (
             {"clip": (0.5, 1.0)},
             r"^train\.clip is 0.5 on rank 0 and 1 on rank 1; give mt.initialize the same on every rank$",
@@ -277,7 +277,7 @@ def test_what_ranks_have_unlike_is_named_before_they_train_apart(world):
         ({"width": (3, 4)}, r"^model\.0\.weight is float32 \[3, 2\] on rank 0 and float32 \[4, 2\] on rank 1;"),
         ({"frozen": (False, True)}, r"^model\.0\.bias is float32 \[2\] on rank 0 and float32 \[2\] frozen on rank 1;"),
     ):
-        with pytest.raises(InputError, match=told):
+        with pytest.raises(InputError, match=message):
             engine(**{name: each[world.rank] for name, each in values.items()})
     ours = engine(frozen=True)
     ours.module[0].bias.requires_grad_()
@@ -290,8 +290,8 @@ def test_what_ranks_have_unlike_is_named_before_they_train_apart(world):
 def test_states_of_another_optimizer_are_refused_and_those_of_the_same_are_not(world, folder):
     def engine(kind, **options):
         model = nn.Linear(2, 1)
-        made = kind(model.parameters(), lr=0.1, **options)
-        return mt.initialize(model, made, {"train": {"batch": 2}, "parallel": {"zero": 1}})
+        optimizer = kind(model.parameters(), lr=0.1, **options)
+        return mt.initialize(model, optimizer, {"train": {"batch": 2}, "parallel": {"zero": 1}})
 
     def saved(name, kind, **options):
         ours = engine(kind, **options)

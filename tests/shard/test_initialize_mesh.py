@@ -1,4 +1,4 @@
-"""`mpitrain.initialize` on a mesh: a loop of one's own over stages and divided layers trains like one process."""
+"""`mpitrain.initialize` on a mesh: a user's loop over stages and divided layers trains like one process."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Blocks in an order that only its forward pass says, and a first and a last layer that share a parameter."""
+    """Model whose block order only its forward pass shows, and whose first and last layer share a parameter."""
 
     def __init__(self, dropout=0.0):
         super().__init__()
@@ -62,7 +62,7 @@ def batch(step):
 
 
 def microbatches(engine, first=0):
-    """This rank's microbatches from a step on."""
+    """Yield this rank's microbatches from a step on."""
     for step in itertools.count(first):
         x, y = (t[engine.data_rank :: engine.data_size] for t in batch(step))
         yield from zip(x.split(engine.settings.microbatch), y.split(engine.settings.microbatch), strict=True)
@@ -101,11 +101,11 @@ def close(found, wanted):
 
 
 def alone(optimizer_of, steps, scheduler_of=lambda optimizer: None):
-    """Losses and norms of plain torch in one process, the losses of two evaluations, and its parameters."""
+    """Train with plain torch in one process; return losses and norms, an evaluation loss, and the parameters."""
     model = net()
     optimizer = optimizer_of(model)
     scheduler = scheduler_of(optimizer)
-    found = []
+    results = []
     for step in range(steps):
         x, y = batch(step)
         optimizer.zero_grad()
@@ -115,14 +115,14 @@ def alone(optimizer_of, steps, scheduler_of=lambda optimizer: None):
         optimizer.step()
         if scheduler is not None:
             scheduler.step()
-        found.append((loss.item(), float(norm)))
+        results.append((loss.item(), float(norm)))
     with torch.no_grad():
         evaluated = nn.functional.mse_loss(model(batch(99)[0]), batch(99)[1]).item()
-    return found, evaluated, model.state_dict()
+    return results, evaluated, model.state_dict()
 
 
 def grouped(model):
-    """An optimizer whose groups one can only make of the whole model, by name."""
+    """Return an optimizer whose groups depend on the names in the whole model."""
     norms = [p for name, p in model.named_parameters() if "norm" in name]
     others = [p for name, p in model.named_parameters() if "norm" not in name]
     return torch.optim.AdamW([{"params": norms, "lr": 3e-2, "weight_decay": 0.0}, {"params": others}], lr=1e-2)
@@ -141,21 +141,21 @@ MESHES = {
 @pytest.mark.parametrize("number", [0, 1, 2])
 def test_ten_steps_on_a_mesh_are_those_of_one_process(world, number):
     parallel = MESHES[world.size][number]
-    wanted, evaluated, state = alone(grouped, 10, halved)
+    expected, evaluated, state = alone(grouped, 10, halved)
     engine = made(grouped, scheduler=halved, **parallel)
     assert [*engine.mesh.shape.values()] == [engine.data_size, parallel.get("pipeline", 1), parallel.get("tensor", 1)]
     assert engine.settings.accumulate == BATCH // (MICRO * engine.data_size)
     ends = world.all_gather_object([engine.is_first_stage, engine.is_last_stage])
     stages = engine.mesh.pipeline.size
     assert [sum(each) for each in zip(*ends, strict=True)] == [world.size // stages] * 2
-    close(trained(engine, 10), wanted)
+    close(trained(engine, 10), expected)
     assert engine.lr == pytest.approx(3e-2 * 0.5**5)
     x, y = (t[engine.data_rank :: engine.data_size] for t in batch(99))
     assert engine.evaluate([(x[:3], y[:3]), (x[3:], y[3:])]) == pytest.approx(evaluated, rel=1e-5)
     assert engine.eval_batch(microbatches(engine, 99)) == pytest.approx(evaluated, rel=1e-5)
-    found = engine.state_dict()
-    assert list(found) == list(state)
-    torch.testing.assert_close(found, state, rtol=1e-4, atol=1e-5)
+    trained_state = engine.state_dict()
+    assert list(trained_state) == list(state)
+    torch.testing.assert_close(trained_state, state, rtol=1e-4, atol=1e-5)
     engine.close()
 
 
@@ -170,17 +170,17 @@ def test_an_optimizer_that_needs_whole_matrices_is_refused_where_tensor_ranks_ha
 def test_stages_may_have_other_groups_of_the_configurations_optimizer_and_go_on_with_their_rates(world, folder):
     optim = {**ADAMW, "groups": [{"match": "blocks.3.*", "lr_scale": 0.1}, {"match": "blocks.0.norm.*", "lr": 3e-2}]}
     whole = made(optim=optim, comm=world.split(world.rank))
-    wanted = trained(whole, 6)
+    expected = trained(whole, 6)
     whole.close()
     engine = made(optim=optim, pipeline=2)
     groups = world.all_gather_object([sorted({g.get("lr_scale", 1.0) for g in engine.optimizer.param_groups})])
     assert groups[0] != groups[1]
-    close(trained(engine, 3), wanted[:3])
+    close(trained(engine, 3), expected[:3])
     engine.save(folder / "c")
     engine.close()
     engine = made(optim=optim, pipeline=2)
     engine.load(folder / "c")
-    close(trained(engine, 3, first=3), wanted[3:])
+    close(trained(engine, 3, first=3), expected[3:])
     engine.close()
 
 
@@ -188,7 +188,7 @@ def test_stages_may_have_other_groups_of_the_configurations_optimizer_and_go_on_
 
 
 def drawn(world):
-    """Of each generator a number, which has to be the same where a run goes on."""
+    """Draw a number from each random generator; a resumed run must draw the same ones."""
     return [random.random(), float(np.random.rand()), float(np.random.randn()), torch.rand(1).item()]
 
 
@@ -209,12 +209,12 @@ def test_a_run_with_dropout_goes_on_to_the_bit(world, folder):
         np.random.randn()
         trained(engine, 3)
         engine.save(folder / f"{number}", {"epoch": 2})
-        wanted = trained(engine, 3, first=3), drawn(world)
+        expected = trained(engine, 3, first=3), drawn(world)
         engine.close()
         engine = made(optim=ADAMW, dropout=0.3, train={"recompute": number == 0}, **parallel)
         trained(engine, 2)
         assert engine.load(folder / f"{number}") == {"epoch": 2} and engine.steps == 3
-        assert (trained(engine, 3, first=3), drawn(world)) == wanted
+        assert (trained(engine, 3, first=3), drawn(world)) == expected
         engine.close()
 
 
@@ -230,14 +230,14 @@ def test_on_a_device_and_in_16_bits_a_divided_model_trains_and_goes_on_to_the_bi
         assert engine.device == device and {p.dtype for p in engine.module.parameters()} == {torch.bfloat16}
         first = trained(engine, 3)
         saved = engine.save(folder / str(parallel.get("tensor")))
-        wanted = trained(engine, 2, first=3), torch.rand(1, device=device).item()
-        assert wanted[0][-1][0] < first[0][0] and all(
+        expected = trained(engine, 2, first=3), torch.rand(1, device=device).item()
+        assert expected[0][-1][0] < first[0][0] and all(
             tensor.device == device for tensor in engine.state_dict().values()
         )
         engine.close()
         engine = begin(**parallel)
         engine.load(saved)
-        assert (trained(engine, 2, first=3), torch.rand(1, device=device).item()) == wanted
+        assert (trained(engine, 2, first=3), torch.rand(1, device=device).item()) == expected
         engine.close()
 
 
@@ -246,11 +246,11 @@ def test_a_divided_model_leaves_the_callers_generators_alone(world):
     for parallel in ({"pipeline": 2}, {"tensor": 2}):
         engine = made(optim=ADAMW, dropout=0.3, **parallel)
         torch.manual_seed(5)
-        wanted = torch.rand(1)
+        expected = torch.rand(1)
         torch.manual_seed(5)
         losses = world.all_gather_object(trained(engine, 2))
         assert losses[0] == losses[1]
-        assert torch.equal(torch.rand(1), wanted)  # with which a DataLoader shuffles alike on all ranks
+        assert torch.equal(torch.rand(1), expected)  # with which a DataLoader shuffles alike on all ranks
         engine.close()
 
 
@@ -260,14 +260,14 @@ def test_a_checkpoint_of_a_pipeline_fits_other_layouts_and_is_exported(world, fo
     trained(engine, 4)
     saved = engine.save(folder / "run")
     state = engine.state_dict()
-    wanted = trained(engine, 4, first=4)
+    expected = trained(engine, 4, first=4)
     engine.close()
     drawings = []
     for parallel in ({"tensor": 2}, {"zero": 2}, {"pipeline": 2, "zero": 1}):
         engine = made(optim=ADAMW, **parallel)
         engine.load(folder / "run")
         drawings.append(world.all_gather_object(drawn(world)))
-        close(trained(engine, 4, first=4), wanted)
+        close(trained(engine, 4, first=4), expected)
         engine.close()
     engine = made(optim=ADAMW, tensor=2)
     engine.load(folder / "run")
@@ -279,7 +279,7 @@ def test_a_checkpoint_of_a_pipeline_fits_other_layouts_and_is_exported(world, fo
         engine = made(optim=ADAMW, comm=one)
         engine.load(saved)
         assert drawn(world) == drawings[0][0]
-        close(trained(engine, 4, first=4), wanted)
+        close(trained(engine, 4, first=4), expected)
         engine.close()
         one.free()
         out = folder / "model.safetensors"
@@ -315,9 +315,9 @@ def test_a_function_makes_the_optimizer_of_each_ranks_part(world):
 
 
 def refused(world, message, call):
-    with pytest.raises(InputError, match=message) as told:
+    with pytest.raises(InputError, match=message) as error:
         call()
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(error.value)
     world.barrier()
 
 

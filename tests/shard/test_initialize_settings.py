@@ -1,4 +1,4 @@
-"""What configurations ask of `mpitrain.initialize`: keys that it takes, names, or refuses."""
+"""Configurations for `mpitrain.initialize`: keys that it applies, ignores with a message, or refuses."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_key_that_means_nothing_here_is_named(values, message):
 
 
 def test_a_configuration_as_people_have_it_is_taken_with_what_is_off_named():
-    """In the style of the files that are passed around, with all that is off or empty in them."""
+    """Use a typical configuration file, with all the keys that are off or empty in it."""
     off = {"enabled": False}
     settings = settings_of(
         {
@@ -181,7 +181,7 @@ def test_an_optimizer_or_a_scheduler_given_twice_is_refused(world):
 
 @pytest.mark.parametrize(
     ("said", "clip"),
-    [({}, 1.0), *(({"gradient_clipping": given}, clip) for given, clip in ((0, 0.0), (2, 2.0), (-1, 0.0)))],
+    [({}, 1.0), *(({"gradient_clipping": value}, clip) for value, clip in ((0, 0.0), (2, 2.0), (-1, 0.0)))],
 )
 def test_gradients_are_clipped_at_one_where_a_deepspeed_configuration_says_nothing_and_never_reversed(said, clip):
     assert read_deepspeed({"train_batch_size": 4, **said}, 2).config.train.clip == clip

@@ -1,4 +1,4 @@
-"""Recompute and tiles take less memory and change no result."""
+"""Recompute and tiles: less memory, the same results."""
 
 from __future__ import annotations
 
@@ -39,24 +39,24 @@ def test_units_are_blocks_and_tiles_and_tied_weights_are_in_the_root():
     model.blocks[0].mlp.up = TiledLinear.of(model.blocks[0].mlp.up, out_tiles=3)
     units = units_of(model)
     assert units == [model.blocks[0], *model.blocks[0].mlp.up.tiles, model.blocks[1]]
-    found = members(model, units)
-    assert [p.shape for p in found[1]] == [(16, 12), (16,)]
-    assert any(p is model.embedding.weight for p in found[-1])
-    assert sum(map(len, found)) == len(list(model.parameters()))
+    parameters = members(model, units)
+    assert [p.shape for p in parameters[1]] == [(16, 12), (16,)]
+    assert any(p is model.embedding.weight for p in parameters[-1])
+    assert sum(map(len, parameters)) == len(list(model.parameters()))
 
 
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("options", [{"zero": 0}, {"zero": 2}, {"zero": 3, "share_node": False}], ids=str)
 def test_recomputed_activations_and_tiles_train_like_one_process(world, options):
     model = gpt()
-    wanted, _ = alone(
+    expected, _ = alone(
         model, model.loss, torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1), tokens, steps=4
     )
     model = gpt()
     model.blocks[1].mlp.down = TiledLinear.of(model.blocks[1].mlp.down, in_tiles=2, out_tiles=2)
     assert recompute_blocks(model) == 2
     engine = engine_of(model, world, **options)
-    assert steps_of(engine, world, tokens, steps=4) == pytest.approx(wanted, rel=1e-5)
+    assert steps_of(engine, world, tokens, steps=4) == pytest.approx(expected, rel=1e-5)
     engine.close()
 
 
@@ -70,9 +70,9 @@ def test_recompute_keeps_fewer_activations_and_the_same_dropout(world):
         engine = engine_of(model, world)
         torch.manual_seed(7 + world.rank)
         losses = steps_of(engine, world, tokens, steps=3)
-        kept = engine.memory().activations
+        activations = engine.memory().activations
         engine.close()
-        return losses, kept
+        return losses, activations
 
     (plain, all_kept), (again, few_kept) = trained(False), trained(True)
     assert again == plain

@@ -1,4 +1,4 @@
-"""Bytes of parameters, gradients and optimizer states are those of the ZeRO paper's formulas."""
+"""Memory account: bytes of parameters, gradients and optimizer states match the ZeRO paper's formulas."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def test_bytes_are_the_formulas_without_sharing(world, zero):
         memory = engine.memory()
         assert memory.padding == 0
         assert memory.parameters + memory.gradients + memory.states == totals[zero]
-        found = {"parameters": memory.parameters, "gradients": memory.gradients, "states": memory.states}
-        assert found == memory.expected
+        measured = {"parameters": memory.parameters, "gradients": memory.gradients, "states": memory.states}
+        assert measured == memory.expected
         assert memory.activations > 0
         engine.close()
 
@@ -63,10 +63,10 @@ def test_padding_is_what_lies_above_the_formula(world, zero):
     engine = engine_of(gpt(), world, "adam", zero=zero, share_node=False, bucket_mb=0.004)
     steps_of(engine, world, tokens, steps=1)
     memory = engine.memory()
-    held = torch.tensor([memory.parameters + memory.gradients + memory.states, memory.padding], dtype=torch.float64)
-    world.all_reduce(held, "avg")
+    averages = torch.tensor([memory.parameters + memory.gradients + memory.states, memory.padding], dtype=torch.float64)
+    world.all_reduce(averages, "avg")
     formula_bytes = sum(memory.expected.values())
-    assert float(held[0]) == pytest.approx(formula_bytes + float(held[1]), rel=2e-3)
+    assert float(averages[0]) == pytest.approx(formula_bytes + float(averages[1]), rel=2e-3)
     engine.close()
 
 

@@ -1,4 +1,4 @@
-"""Placements of parameters and gradients: nobody has to ask which one it has."""
+"""Placements of parameters and gradients: no code asks for the kind of placement."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from mpitrain.shard.parameters import Parameters, ReplicatedParameters, ShardedP
 def test_nothing_asks_which_placement_it_has():
     placements = {
         kind.__name__
-        for of in (Parameters, Gradients)
-        for kind in (of, *of.__subclasses__(), ShardedParameters, ShardedGradients, WholeGradients)
+        for base in (Parameters, Gradients)
+        for kind in (base, *base.__subclasses__(), ShardedParameters, ShardedGradients, WholeGradients)
     }
     assert len(placements) >= 8
     package = Path(mpitrain.__file__).parent
-    found = [
+    places = [
         f"{path.relative_to(package)}:{node.lineno}"
         for path in sorted(package.rglob("*.py"))
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
@@ -31,7 +31,7 @@ def test_nothing_asks_which_placement_it_has():
         and node.func.id in ("isinstance", "issubclass", "type")
         and placements & {name.id for part in node.args[1:] for name in ast.walk(part) if isinstance(name, ast.Name)}
     ]
-    assert found == []
+    assert places == []
 
 
 def test_replicated_parameters_give_stretches_of_the_module_itself():

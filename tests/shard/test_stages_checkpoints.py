@@ -1,4 +1,4 @@
-"""A checkpoint of any stage and number of ranks loads at any other, and training goes on as if nothing had been."""
+"""Checkpoints between ZeRO stages and numbers of ranks: training goes on without a difference."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def load(engine, comm, folder):
     "optimizer", [pytest.param("sgd", marks=pytest.mark.ranks(2)), pytest.param("adamw", marks=pytest.mark.ranks(3))]
 )
 def test_any_stage_goes_on_from_any_other(world, folder, optimizer):
-    """Also on one rank: what N ranks wrote at a stage, one rank reads at another."""
+    """Resume at another stage on all ranks, and on a single rank."""
     alone = world.subgroup([world.rank])
     whole = engine_of(gpt(), world, optimizer, bucket_mb=0.004)
-    wanted = steps_of(whole, world, tokens, steps=6)
+    expected = steps_of(whole, world, tokens, steps=6)
     whole.close()
     saved = {}
     for name, placement in PLACEMENTS.items():
@@ -47,11 +47,11 @@ def test_any_stage_goes_on_from_any_other(world, folder, optimizer):
         saved[name] = save(engine, world, folder / name)
         engine.close()
     names = list(PLACEMENTS)
-    apart = (1,) if optimizer == "sgd" else (2, 3, 4)  # at two ranks some of the pairs, at three the others
-    for source, target in [(name, names[(at + by) % len(names)]) for at, name in enumerate(names) for by in apart]:
+    distances = (1,) if optimizer == "sgd" else (2, 3, 4)  # at two ranks some of the pairs, at three the others
+    for source, target in [(name, names[(at + by) % len(names)]) for at, name in enumerate(names) for by in distances]:
         engine = engine_of(gpt(), world, optimizer, bucket_mb=0.007, **PLACEMENTS[target])
         load(engine, world, saved[source])
-        assert steps_of(engine, world, tokens, first=3, steps=3) == pytest.approx(wanted[3:], rel=1e-5), (
+        assert steps_of(engine, world, tokens, first=3, steps=3) == pytest.approx(expected[3:], rel=1e-5), (
             source,
             target,
         )
@@ -59,7 +59,7 @@ def test_any_stage_goes_on_from_any_other(world, folder, optimizer):
     for name in names:
         engine = engine_of(gpt(), alone, optimizer, **PLACEMENTS[name])
         load(engine, alone, saved[name])
-        assert steps_of(engine, alone, tokens, first=3, steps=3) == pytest.approx(wanted[3:], rel=1e-5), name
+        assert steps_of(engine, alone, tokens, first=3, steps=3) == pytest.approx(expected[3:], rel=1e-5), name
         engine.close()
     alone.free()
 
@@ -73,12 +73,12 @@ def test_sixteen_bit_training_goes_on_with_the_same_bits(world, folder, placemen
     engine = engine_of(gpt(), world, precision=precision, **PLACEMENTS[placement])
     steps_of(engine, world, tokens, steps=3)
     saved = save(engine, world, folder / "a")
-    wanted = steps_of(engine, world, tokens, first=3, steps=3)
+    expected = steps_of(engine, world, tokens, first=3, steps=3)
     state = engine.state_dict()
     engine.close()
     engine = engine_of(gpt(), world, precision=precision, **PLACEMENTS[placement])
     load(engine, world, saved)
-    assert steps_of(engine, world, tokens, first=3, steps=3) == wanted
+    assert steps_of(engine, world, tokens, first=3, steps=3) == expected
     again = engine.state_dict()
     assert all(torch.equal(state[name], again[name]) for name in state)
     engine.close()
@@ -100,14 +100,14 @@ def test_training_on_a_device_goes_on_with_the_same_bits_and_on_the_cpu_too(worl
         engine = engine_of(gpt().to(there), world, "fused", precision=precision, bucket_mb=0.004, **source)
         steps_of(engine, world, on(there, tokens), steps=2)
         saved = save(engine, world, folder / f"{number}")
-        wanted = steps_of(engine, world, on(there, tokens), first=2, steps=3)
+        expected = steps_of(engine, world, on(there, tokens), first=2, steps=3)
         engine.close()
         engine = engine_of(gpt().to(here), world, "fused", precision=precision, bucket_mb=0.004, **target)
         load(engine, world, saved)
-        found = steps_of(engine, world, on(here, tokens), first=2, steps=3)
+        losses = steps_of(engine, world, on(here, tokens), first=2, steps=3)
         engine.close()
         near = 1e-2 if precision == "bf16" else 2e-6
-        assert found == (wanted if (source, there) == (target, here) else pytest.approx(wanted, rel=0, abs=near))
+        assert losses == (expected if (source, there) == (target, here) else pytest.approx(expected, rel=0, abs=near))
 
 
 @pytest.mark.ranks(2)
@@ -117,13 +117,13 @@ def test_a_checkpoint_of_one_precision_goes_on_in_another(world, folder):
         steps_of(engine, world, tokens, steps=3)
         saved = save(engine, world, folder / source / target)
         copies = {n: p.float() for n, p in engine.state_dict().items()}
-        wanted = steps_of(engine, world, tokens, first=3, steps=3)
+        expected = steps_of(engine, world, tokens, first=3, steps=3)
         engine.close()
         engine = engine_of(gpt(), world, precision=target, zero=2)
         load(engine, world, saved)
         for name, value in engine.state_dict().items():
             torch.testing.assert_close(value.float(), copies[name], rtol=0.01, atol=1e-3)
-        assert steps_of(engine, world, tokens, first=3, steps=3) == pytest.approx(wanted, rel=rel)
+        assert steps_of(engine, world, tokens, first=3, steps=3) == pytest.approx(expected, rel=rel)
         engine.close()
 
 
@@ -132,10 +132,10 @@ def test_states_in_mapped_files_train_the_same_bits(world, folder):
     for placement in ({"zero": 0}, {"zero": 2}, {"zero": 3, "offload_parameters": str(folder / "parameters")}):
         for precision in ("fp32", "bf16"):
             plain = engine_of(gpt(), world, precision=precision, **placement)
-            wanted = steps_of(plain, world, tokens, steps=3)
+            expected = steps_of(plain, world, tokens, steps=3)
             plain.close()
             engine = engine_of(gpt(), world, precision=precision, offload=str(folder / "states"), **placement)
-            assert steps_of(engine, world, tokens, steps=3) == wanted
+            assert steps_of(engine, world, tokens, steps=3) == expected
             moments = [t for state in engine.optimizer.state.values() for t in state.values() if t.numel() > 1]
             mapped = Path("/proc/self/maps").read_text()
             assert moments and str(folder / "states") in mapped

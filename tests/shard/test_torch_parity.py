@@ -1,4 +1,4 @@
-"""The same seed and data give the steps of torch's own DDP and FSDP2, which run over gloo beside us."""
+"""Parity with torch: with the same seed and data, our steps match those of DDP and FSDP2 over gloo."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ def test_ddp_and_fsdp2_over_gloo_take_the_same_steps(world, optimizer):
     make = OPTIMIZERS[optimizer]
     with gloo(world):
         theirs = nn.parallel.DistributedDataParallel(gpt())
-        wanted = train(world, theirs, gpt().loss, make(theirs.parameters()))
+        expected = train(world, theirs, gpt().loss, make(theirs.parameters()))
         sharded = gpt()
         for block in sharded.blocks:
             fully_shard(block)
         fully_shard(sharded)
-        assert train(world, sharded, sharded.loss, make(sharded.parameters())) == pytest.approx(wanted, rel=1e-5)
+        assert train(world, sharded, sharded.loss, make(sharded.parameters())) == pytest.approx(expected, rel=1e-5)
         whole = {n: p.full_tensor() if hasattr(p, "full_tensor") else p for n, p in sharded.named_parameters()}
         assert dist.get_world_size() == world.size
     ours = mt.DistributedDataParallel(gpt(), world)
-    assert train(world, ours, ours.module.loss, make(ours.parameters())) == pytest.approx(wanted, rel=1e-5)
+    assert train(world, ours, ours.module.loss, make(ours.parameters())) == pytest.approx(expected, rel=1e-5)
     for zero in (0, 1, 2, 3):
         engine = engine_of(gpt(), world, optimizer, zero=zero, clip=0.0)
         losses = []
@@ -61,7 +61,7 @@ def test_ddp_and_fsdp2_over_gloo_take_the_same_steps(world, optimizer):
             total = torch.tensor(parts)
             world.all_reduce(total)
             losses.append(float(total))
-        assert losses == pytest.approx(wanted, rel=1e-5)
+        assert losses == pytest.approx(expected, rel=1e-5)
         for name, value in engine.state_dict().items():
             if name in whole:
                 torch.testing.assert_close(value, whole[name].detach(), rtol=1e-5, atol=1e-6)

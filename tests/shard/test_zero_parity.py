@@ -1,4 +1,4 @@
-"""Every stage of sharding trains like one process."""
+"""Parity of every ZeRO stage with training in one process."""
 
 from __future__ import annotations
 
@@ -34,26 +34,26 @@ PLACEMENTS = {
 
 @pytest.fixture(scope="module")
 def expected():
-    """Losses and parameters of one process, by optimizer."""
+    """Return losses and parameters of one process, by optimizer."""
     return {name: alone(m := gpt(), m.loss, OPTIMIZERS[name](m.parameters()), tokens) for name in ("adamw", "sgd")}
 
 
 @pytest.fixture(scope="module")
 def few():
-    """Losses and parameters of one process after four steps."""
+    """Return losses and parameters of one process after four steps."""
     return alone(m := gpt(), m.loss, OPTIMIZERS["adamw"](m.parameters()), tokens, steps=4)
 
 
 @pytest.fixture(scope="module")
 def eight():
-    """Losses and parameters of one process after eight steps, with the attention that devices have."""
+    """Return losses and parameters of one process after eight steps, with the attention kernel that devices use."""
     with sdpa_kernel(SDPBackend.MATH):
         return alone(m := gpt(), m.loss, OPTIMIZERS["adamw"](m.parameters()), tokens, steps=8)
 
 
 @pytest.fixture(scope="module")
 def last_of_forty():
-    """The loss of one process in its 40th step."""
+    """Return the loss of one process in its 40th step."""
     return alone(m := gpt(), m.loss, OPTIMIZERS["adamw"](m.parameters()), tokens, steps=40)[0][-1]
 
 
@@ -84,7 +84,7 @@ def test_steps_of_many_ranks_with_a_sample_or_two_each_are_those_of_one_process(
 @pytest.mark.parametrize("offload", ["", "host"])
 @pytest.mark.parametrize("placement", ["ddp", "zero1", "zero2", "zero3"])
 def test_steps_on_a_device_are_those_on_the_cpu(world, eight, placement, offload, device):
-    """Parameters never share memory there; what the host updates is told apart in the account."""
+    """Compare losses and parameters, and check that the account lists the states on the host separately."""
     with sdpa_kernel(SDPBackend.MATH):
         options = PLACEMENTS[placement] | {"bucket_mb": 0.004, "offload": offload}
         engine = engine_of(gpt().to(device), world, "fused", **options)
@@ -92,7 +92,7 @@ def test_steps_on_a_device_are_those_on_the_cpu(world, eight, placement, offload
     assert losses == pytest.approx(eight[0], rel=0, abs=2e-6)
     close(engine, eight[1])
     account = engine.memory()
-    states = [t for of in engine.optimizer.state.values() for t in of.values() if t.numel() > 1]
+    states = [t for state in engine.optimizer.state.values() for t in state.values() if t.numel() > 1]
     assert {t.is_cpu for t in states} == {bool(offload)}
     assert (account.host >= account.states > 0) if offload else account.host == 0
     engine.close()
@@ -102,20 +102,20 @@ def test_steps_on_a_device_are_those_on_the_cpu(world, eight, placement, offload
 @pytest.mark.parametrize("device", ["pretend"], indirect=True)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_parameters_of_stage_3_kept_on_the_host_train_as_those_on_the_device(world, precision, device, tmp_path):
-    """On the host, and in files; one rank's too, and updated there whatever offload says."""
+    """Keep parameters on the host or in files, on all ranks and on one; they are updated there with any offload."""
     alone = world.split(world.rank)
     with sdpa_kernel(SDPBackend.MATH):
         for comm in (world, alone):
             losses = {}
-            for number, kept in enumerate(("", "host", str(tmp_path / "parameters"))):
-                options = {"zero": 3, "offload_parameters": kept, "offload": "host", "bucket_mb": 0.004}
+            for number, offload in enumerate(("", "host", str(tmp_path / "parameters"))):
+                options = {"zero": 3, "offload_parameters": offload, "offload": "host", "bucket_mb": 0.004}
                 options |= {"offload": ""} if number == 2 else {}
                 engine = engine_of(gpt().to(device), comm, "fused", precision=precision, **options)
                 losses[number] = steps_of(engine, comm, on(device, tokens), steps=3, microbatches=2)
                 account = engine.memory()
                 first, last = engine.sharding.groups[0].layout.share(0, comm.rank)
-                assert engine.sharding.parameters.own(0, first, last).is_cpu == bool(kept)
-                assert not kept or account.host >= account.parameters + account.states > 0
+                assert engine.sharding.parameters.own(0, first, last).is_cpu == bool(offload)
+                assert not offload or account.host >= account.parameters + account.states > 0
                 assert all(p.device == device for p in engine.module.parameters())
                 engine.close()
             assert losses[1] == losses[0] and losses[2] == losses[0]
@@ -126,16 +126,16 @@ def test_parameters_of_stage_3_kept_on_the_host_train_as_those_on_the_device(wor
 @pytest.mark.parametrize("device", ["pretend"], indirect=True)
 @pytest.mark.parametrize("placement", ["zero1", "zero3"])
 def test_the_update_on_the_host_skips_and_goes_on_as_the_devices_does(world, placement, device):
-    """16-bit; an update that is left out leaves no gradients behind for the next one."""
+    """Train in 16 bits; a skipped update leaves no gradients behind for the next one."""
     losses = {}
     for offload in ("", "host"):
         engine = engine_of(gpt().to(device), world, "fused", precision="fp16", offload=offload, **PLACEMENTS[placement])
         engine.scale.value = 2.0**60  # the first steps overflow
-        data, found = on(device, tokens), []
+        data, step_losses = on(device, tokens), []
         for step in range(4):
             engine.scale.value = 1024.0 if step % 2 else 2.0**60
-            found += steps_of(engine, world, data, first=step, steps=1)
-        losses[offload] = found
+            step_losses += steps_of(engine, world, data, first=step, steps=1)
+        losses[offload] = step_losses
         engine.close()
     assert losses["host"] == pytest.approx(losses[""], rel=1e-3) and losses[""][-1] != losses[""][0]
 
@@ -151,15 +151,15 @@ def take_steps(world, wanted, optimizer, microbatches, steps=10, **options):
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("placement", ["zero1", "zero2-private", "zero3", "zero3-units"])
 def test_norms_of_whole_parameters_that_lamb_and_lars_need_are_those_of_one_process(world, placement):
-    """Shares end in the middle of matrices, and gradients are clipped."""
+    """Use shares that end in the middle of matrices, and clipped gradients."""
     for kind, options in ((Lamb, {"lr": 0.01}), (Lars, {"lr": 0.1, "trust_coefficient": 0.1, "weight_decay": 0.1})):
         whole, model = gpt(), gpt()
-        wanted = alone(whole, whole.loss, kind(whole.parameters(), **options), tokens, steps=3)
-        made = kind(model.parameters(), **options)
+        single_process = alone(whole, whole.loss, kind(whole.parameters(), **options), tokens, steps=3)
+        optimizer = kind(model.parameters(), **options)
         placed = config_of(bucket_mb=0.004, clip=0.5, **PLACEMENTS[placement])
-        engine = Engine(model, model.loss, made, world, placed)
-        assert steps_of(engine, world, tokens, steps=3) == pytest.approx(wanted[0], rel=1e-5)
-        close(engine, wanted[1])
+        engine = Engine(model, model.loss, optimizer, world, placed)
+        assert steps_of(engine, world, tokens, steps=3) == pytest.approx(single_process[0], rel=1e-5)
+        close(engine, single_process[1])
         engine.close()
     model = gpt()
     with pytest.raises(InputError, match="lamb and lars add up squares in an order that depends"):
@@ -203,7 +203,7 @@ def test_what_goes_on_beside_backward_where_a_core_is_free_changes_nothing(world
 
 
 class Branches(nn.Module):
-    """Of two layers the second is used by some batches only: y says so."""
+    """Model of two layers; the second is used only by batches whose y is nonzero."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -251,7 +251,7 @@ KINDS = {
 
 
 class Sometimes:
-    """Training of a layer that is never used and one that some ranks use in some steps, beside that of one process."""
+    """Training of a never used layer and of one that some ranks use in some steps, compared with one process."""
 
     def __init__(self, world, kind):
         self.world, self.kind, self.step = world, kind, 0
@@ -278,7 +278,7 @@ class Sometimes:
         return Engine(model, model.loss, self.optimizer(model), self.world, config_of(**settings))
 
     def train(self, engine, whos, plain=True):
-        """Take a step for each of `whos`, the ranks that use the second layer. plain: compare with one process."""
+        """Take a step per entry of `whos`, the ranks that use the second layer. plain: compare with one process."""
         size, device = self.world.size, engine.device
         for who in whos:
             samples = torch.randn(size, 2, 5, generator=torch.Generator().manual_seed(self.step))
@@ -313,7 +313,7 @@ class Sometimes:
     ],
 )
 def test_a_parameter_that_no_rank_used_in_a_step_is_as_in_torch_not_updated(world, placement, kind):
-    """Neither decayed, nor its states changed, nor its steps counted, by which Adam corrects its averages."""
+    """Check that weight decay, states and the step count, by which Adam corrects its averages, leave it alone."""
     sometimes = Sometimes(world, kind)
     engine = sometimes.engine(**PLACEMENTS[placement])
     sometimes.train(engine, ((), (0,), (), (0,), range(world.size), (), (1,)))
@@ -335,10 +335,10 @@ def test_steps_that_a_parameter_missed_are_saved_and_read_at_every_stage(world, 
             engine = sometimes.engine(**PLACEMENTS[name])
             manifest = store.load(saved, engine.parts_to_load)
             engine.finish_load(manifest)
-        assert not any("never" in of for of in manifest.tensors if of.startswith("optimizer/"))
+        assert not any("never" in key for key in manifest.tensors if key.startswith("optimizer/"))
     sometimes.train(engine, ((0,), (), range(world.size)))
     counts = sorted({float(state["step"]) for state in engine.optimizer.state.values() if state})
-    counts = sorted({count for of in world.all_gather_object(counts) for count in of})
+    counts = sorted({count for of_rank in world.all_gather_object(counts) for count in of_rank})
     assert len(counts) == 2 and counts[-1] == sometimes.step
     engine.close()
 
@@ -346,15 +346,15 @@ def test_steps_that_a_parameter_missed_are_saved_and_read_at_every_stage(world, 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("placement", "files"), [("zero1", False), ("zero2", True), ("zero3-units", False)])
 def test_copies_in_fp32_of_parameters_that_missed_steps_are_updated_as_at_stage_0(world, placement, files, folder):
-    found = []
+    states = []
     for options in ({}, PLACEMENTS[placement] | ({"offload": str(folder / "states")} if files else {})):
         sometimes = Sometimes(world, "AdamW")
         engine = sometimes.engine(precision="bf16", **options)
         sometimes.train(engine, ((), (0,), (), (0,), (0, 1), ()), plain=False)
-        found.append(engine.state_dict())
+        states.append(engine.state_dict())
         engine.close()
-    for name, value in found[0].items():
-        torch.testing.assert_close(found[1][name], value, rtol=0.0, atol=1e-4)
+    for name, value in states[0].items():
+        torch.testing.assert_close(states[1][name], value, rtol=0.0, atol=1e-4)
 
 
 @pytest.mark.ranks(2)
@@ -393,14 +393,14 @@ def test_reproducible_runs_on_devices_have_the_same_bits_at_any_number_of_ranks(
 def test_reproducible_runs_have_the_same_bits_at_any_number_of_ranks(world, placement):
     options = {**PLACEMENTS[placement], "reproducible": True, "bucket_mb": 0.004}
     single = world.subgroup([world.rank])
-    wanted = engine_of(gpt(), single, **options)
-    losses = steps_of(wanted, single, tokens, steps=3, workers=8)
+    single_engine = engine_of(gpt(), single, **options)
+    losses = steps_of(single_engine, single, tokens, steps=3, workers=8)
     engine = engine_of(gpt(), world, **options)
     assert steps_of(engine, world, tokens, steps=3, workers=8) == losses
-    mine, theirs = engine.state_dict(), wanted.state_dict()
+    mine, theirs = engine.state_dict(), single_engine.state_dict()
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
     engine.close()
-    wanted.close()
+    single_engine.close()
     single.free()
 
 
@@ -408,12 +408,12 @@ def test_reproducible_runs_have_the_same_bits_at_any_number_of_ranks(world, plac
 @pytest.mark.parametrize("placement", ["ddp", "zero3-units"])
 def test_a_resnet_with_batch_statistics_of_all_ranks_trains_like_one_process(world, placement):
     model = resnet()
-    wanted, _ = alone(model, model.loss, torch.optim.SGD(model.parameters(), lr=0.02), images, steps=4)
+    single_losses, _ = alone(model, model.loss, torch.optim.SGD(model.parameters(), lr=0.02), images, steps=4)
     model = SyncBatchNorm.convert(resnet(), world)
     engine = engine_of(model, world, "sgd", **PLACEMENTS[placement])
     for settings in engine.optimizer.param_groups:
         settings.update(lr=0.02, momentum=0.0)
-    assert steps_of(engine, world, images, steps=4) == pytest.approx(wanted, rel=2e-5)
+    assert steps_of(engine, world, images, steps=4) == pytest.approx(single_losses, rel=2e-5)
     engine.close()
 
 
@@ -484,9 +484,9 @@ def test_frozen_parameters_stay_and_the_others_train(world, placement):
     model = frozen()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     trained = [p for p in model.parameters() if p.requires_grad]
-    wanted, parameters = alone(model, model.loss, OPTIMIZERS["adamw"](trained), tokens, steps=4)
+    single_losses, parameters = alone(model, model.loss, OPTIMIZERS["adamw"](trained), tokens, steps=4)
     engine = engine_of(frozen(), world, bucket_mb=0.004, **PLACEMENTS[placement])
-    assert steps_of(engine, world, tokens, steps=4) == pytest.approx(wanted, rel=1e-5)
+    assert steps_of(engine, world, tokens, steps=4) == pytest.approx(single_losses, rel=1e-5)
     close(engine, parameters)
     state = engine.state_dict()
     assert torch.equal(state["blocks.0.mlp.up.weight"], before["blocks.0.mlp.up.weight"])

@@ -1,4 +1,4 @@
-"""What the tests of the tensor room share: wholes put together from the ranks' parts, and training side by side."""
+"""Helpers of the tensor tests: assembly of whole tensors from the ranks' parts, and comparison of gradients."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 
 
 def same_on_all(world, x: torch.Tensor) -> bool:
-    """Whether every rank has the very same bits."""
+    """Return whether every rank has the same bits."""
     theirs = x.new_empty(world.size, *x.shape)
     world.all_gather(theirs, x.detach().contiguous())
     return all(torch.equal(each, x) for each in theirs)
 
 
 def assemble(world, parameter: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """The whole model's tensor, from every rank's `values`, of which `parameter` says where they belong."""
+    """Return the whole model's tensor from every rank's `values`; `parameter` says where they belong."""
     part = logical_of(parameter)
     whole = torch.zeros(part.shape, dtype=torch.float64).view(-1)
-    seen = torch.zeros_like(whole)
+    copies = torch.zeros_like(whole)
     flat = values.detach().contiguous().view(-1).double()
     assert flat.numel() == part.numel
     for place, piece in part.pieces("it", 0, flat.numel()):
         for start, length, at in zip(*(runs.tolist() for runs in piece.runs()), strict=True):
             whole[start : start + length] = flat[place + at : place + at + length]
-            seen[start : start + length] += 1
+            copies[start : start + length] += 1
     world.all_reduce(whole)
-    world.all_reduce(seen)
-    assert (seen == (world.size if is_replicated(parameter) else 1)).all()
-    return (whole / seen).view(part.shape).to(values.dtype)
+    world.all_reduce(copies)
+    assert (copies == (world.size if is_replicated(parameter) else 1)).all()
+    return (whole / copies).view(part.shape).to(values.dtype)
 
 
 def check_gradients(world, model: nn.Module, whole: nn.Module, **close: float) -> None:
-    """Gradients are those of the whole model in one process, and replicated ones the same bits on all ranks."""
+    """Check that gradients are those of one process, and that replicated ones have the same bits on all ranks."""
     expected = dict(whole.named_parameters())
     names = dict(model.named_parameters())
     assert list(names) == list(expected)

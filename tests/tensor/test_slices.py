@@ -1,4 +1,4 @@
-"""Which elements of a logical tensor a rank's parameter is: every element on exactly one rank, any shape."""
+"""Slices of logical tensors: each element belongs to exactly one rank, for any shape."""
 
 from types import SimpleNamespace
 from typing import cast
@@ -27,21 +27,21 @@ from mpitrain.tensor.linear import Features, part_of
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_every_element_is_on_one_rank_where_the_slice_says(shape, dim, features, size):
     whole = nn.Parameter(torch.arange(float(np.prod(shape))).view(shape))
-    found = torch.full_like(whole, -1).view(-1)
+    assembled = torch.full_like(whole, -1).view(-1)
     for rank in range(size):
         part = part_of(whole, dim, features, cast(Axis, SimpleNamespace(rank=rank, size=size, names=("tensor",))))
-        said = logical_of(part)
-        assert said.shape == shape and said.numel == part.numel() and not is_replicated(part)
+        logical = logical_of(part)
+        assert logical.shape == shape and logical.numel == part.numel() and not is_replicated(part)
         flat = part.detach().view(-1)
         half = flat.numel() // 2  # a sharded optimizer has some elements of a rank's part
         for lo, hi in ((0, half), (half, flat.numel())):
             stretch = flat[lo:hi]
-            for place, piece in said.pieces("w", lo, hi):
+            for place, piece in logical.pieces("w", lo, hi):
                 for at, to, length in zip(*stretches(piece, Piece.whole("w", whole.numel())), strict=True):
-                    target = found[to : to + length]
+                    target = assembled[to : to + length]
                     assert (target == -1).all()
                     target.copy_(stretch[place + at : place + at + length])
-    assert torch.equal(found.view(shape), whole.detach())
+    assert torch.equal(assembled.view(shape), whole.detach())
 
 
 def test_what_nobody_divided_is_whole_and_replicated():

@@ -1,4 +1,4 @@
-"""The exchange of activations: sizes that grow, every type, memory that is not shared, and ranks that differ."""
+"""Exchange of activations: growing sizes, every dtype, ranks without shared memory, and ranks that differ."""
 
 import pytest
 import torch
@@ -9,11 +9,11 @@ from mpitrain.tensor import Axis
 
 @pytest.fixture(params=["shared", "messages"])
 def axis(request, world):
-    made = Axis(world)
+    tensor_axis = Axis(world)
     if request.param == "messages":
-        made.free()  # as on an axis that spans nodes
-    yield made
-    made.free()
+        tensor_axis.free()  # as on an axis that spans nodes
+    yield tensor_axis
+    tensor_axis.free()
 
 
 def of(rank, *shape, dtype=torch.float32):
@@ -31,8 +31,8 @@ def test_results_hold_while_tensors_come_and_go_and_grow(axis):
         results.append((whole, torch.cat([of(r, r + 1, elements) for r in everyones])))
         results.append((axis.reduce_scatter(mine, 1), axis.own(sum(of(r, elements, 2) for r in everyones), 1)))
         assert lengths == [r + 1 for r in everyones]
-    for found, expected in results:
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    for result, expected in results:
+        torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.ranks(2, 3, 4)
@@ -40,9 +40,9 @@ def test_results_hold_while_tensors_come_and_go_and_grow(axis):
 def test_sums_of_16_bit_numbers_are_rounded_once(axis, dtype):
     for elements in (100, 40_000):
         expected = sum(of(r, elements, dtype=dtype).double() for r in range(axis.size)).to(dtype)
-        found = axis.all_reduce(of(axis.rank, elements, dtype=dtype))
-        assert found.dtype == dtype
-        off = (found.double() - expected.double()).abs()
+        result = axis.all_reduce(of(axis.rank, elements, dtype=dtype))
+        assert result.dtype == dtype
+        off = (result.double() - expected.double()).abs()
         assert off.max() <= torch.finfo(dtype).eps * 8
         # fp32 sums rounded once are nearly always the exact sum rounded once
         assert (off == 0).double().mean() > (0.98 if dtype != torch.float64 else 0.7)

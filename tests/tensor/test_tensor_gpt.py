@@ -1,4 +1,4 @@
-"""A whole model: trained like in one process, in 16 bits, with dropout, along the sequence."""
+"""Tensor-parallel GPT: parity with one process, 16 bits, dropout, and division along the sequence."""
 
 import copy
 from dataclasses import replace
@@ -26,7 +26,7 @@ def gpt(ranks, dropout=0.0, vocabulary=257):
 
 
 def pair(world, sequence=False, **options):
-    """(parallel, whole)"""
+    """Return the divided and the whole model."""
     whole = gpt(world.size, **options)
     model = copy.deepcopy(whole)
     return parallelize(model, world, plan_for(model), sequence), whole
@@ -144,8 +144,8 @@ def test_dropout_on_devices_is_recomputed_and_drawn_apart_and_alike(world, devic
     masks.watch(layers[3])
     torch.manual_seed(1)
     layers(torch.ones(8, 4, device=device))
-    apart, alike = (mask.byte().cpu() for mask in masks.seen)
-    assert same_on_all(world, alike) and not same_on_all(world, apart)
+    distinct_mask, shared_mask = (mask.byte().cpu() for mask in masks.seen)
+    assert same_on_all(world, shared_mask) and not same_on_all(world, distinct_mask)
 
 
 @pytest.mark.ranks(*SIZES)
@@ -153,16 +153,16 @@ def test_parameters_say_what_they_are_a_part_of(world):
     model, whole = pair(world)
     expected = dict(whole.named_parameters())
     assert list(dict(model.named_parameters())) == list(expected)
-    held = torch.zeros(1)
+    elements = torch.zeros(1)
     for name, parameter in model.named_parameters():
         part = logical_of(parameter)
         assert part.shape == tuple(expected[name].shape) and part.numel == parameter.numel()
         assert torch.equal(assemble(world, parameter, parameter), expected[name]), name
         assert is_replicated(parameter) == ("norm" in name or name.endswith(("out.bias", "down.bias")))
-        held += 0 if is_replicated(parameter) else parameter.numel()
-    world.all_reduce(held)
+        elements += 0 if is_replicated(parameter) else parameter.numel()
+    world.all_reduce(elements)
     sharded = sum(p.numel() for n, p in expected.items() if not is_replicated(dict(model.named_parameters())[n]))
-    assert int(held) == sharded
+    assert int(elements) == sharded
     assert model.head.weight is model.embedding.weight
 
 
@@ -194,8 +194,8 @@ def test_bf16_autocast_stays_near_one_process(world, sequence):
     for (name, parameter), expected in zip(model.named_parameters(), whole.parameters(), strict=True):
         if is_replicated(parameter):
             assert same_on_all(world, parameter.grad), name
-        found = assemble(world, parameter, parameter.grad)
-        assert (found - expected.grad).norm() < 0.03 * expected.grad.norm() + 1e-6, name
+        gradient = assemble(world, parameter, parameter.grad)
+        assert (gradient - expected.grad).norm() < 0.03 * expected.grad.norm() + 1e-6, name
 
 
 @pytest.mark.ranks(2, 3)
@@ -213,12 +213,12 @@ def test_recomputed_blocks_give_the_same_gradients(world, sequence):
                 h = checkpoint(block, h, use_reentrant=False) if recompute else block(h)
             model.loss(h, y).backward()
             gradients.append([p.grad.clone() for p in model.parameters()])
-        for found, expected in zip(*gradients, strict=True):
-            torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
+        for gradient, expected in zip(*gradients, strict=True):
+            torch.testing.assert_close(gradient, expected, rtol=1e-6, atol=1e-7)
 
 
 class Recorder(nn.Module):
-    """Says which elements of a tensor of ones the dropout kept."""
+    """Layer that records which elements of a tensor of ones the dropout kept."""
 
     def __init__(self):
         super().__init__()
@@ -243,10 +243,10 @@ def test_dropout_draws_alike_where_all_have_the_same_and_apart_where_each_has_it
         model(torch.ones(8, 4))
         assert same_on_all(world, y)
         assert same_on_all(world, torch.default_generator.get_state())
-    apart, alike = inner.seen, outer.seen
-    assert all(same_on_all(world, mask.byte()) for mask in alike)
-    assert not any(same_on_all(world, mask.byte()) for mask in apart)
-    for masks in (apart, alike):
+    distinct_masks, shared_masks = inner.seen, outer.seen
+    assert all(same_on_all(world, mask.byte()) for mask in shared_masks)
+    assert not any(same_on_all(world, mask.byte()) for mask in distinct_masks)
+    for masks in (distinct_masks, shared_masks):
         assert torch.equal(masks[0], masks[4]) and torch.equal(masks[1], masks[5])  # the seed of the step gives all
         assert not torch.equal(masks[0], masks[1]) and not torch.equal(masks[0], masks[2])
     model.eval()

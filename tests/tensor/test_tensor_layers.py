@@ -1,4 +1,4 @@
-"""Each layer and function against one process: output, gradient of the input, gradients of the weights."""
+"""Tensor-parallel layers and functions against one process: outputs and the gradients of inputs and weights."""
 
 import copy
 
@@ -24,9 +24,9 @@ SIZES = (1, 2, 3, 4)
 
 @pytest.fixture
 def axis(world):
-    made = Axis(world)
-    yield made
-    made.free()
+    tensor_axis = Axis(world)
+    yield tensor_axis
+    tensor_axis.free()
 
 
 def own(axis, length):
@@ -92,8 +92,8 @@ def test_row_parallel_sums_once_and_adds_the_bias_once(axis, world, inputs, scat
     assert same_on_all(world, y)
     (expected**2).sum().backward()
     (y**2).sum().backward()
-    wanted = x_whole.grad if scatter_input else x_whole.grad[..., own(axis, inputs)]
-    torch.testing.assert_close(x.grad, wanted, **CLOSE)
+    x_gradient = x_whole.grad if scatter_input else x_whole.grad[..., own(axis, inputs)]
+    torch.testing.assert_close(x.grad, x_gradient, **CLOSE)
     check_gradients(world, layer, whole)
 
 
@@ -133,10 +133,10 @@ def test_a_column_and_row_pair_along_the_sequence_equals_one_process(axis, world
 def test_along_the_sequence_only_the_own_part_is_kept_for_backward(axis):
     layer = ColumnParallelLinear(nn.Linear(16, 64), axis, sequence=True)
     x = torch.randn(1, 12 // axis.size, 16, requires_grad=True)
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+    sizes = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.numel()) or t, lambda t: t):
         y = layer(x)
-    assert 12 * 16 not in kept
+    assert 12 * 16 not in sizes
     y.sum().backward()
     expected = torch.cat([x.detach()] * axis.size, 1)  # every rank drew the same
     torch.testing.assert_close(layer.weight.grad, expected.sum((0, 1)).expand_as(layer.weight), **CLOSE)
@@ -270,7 +270,7 @@ def test_a_replicated_parameter_is_told_from_a_part(axis):
 
 
 class Counting(Axis):
-    """Counts the exchanges of each kind."""
+    """Axis that counts the exchanges of each kind."""
 
     def __init__(self, comm):
         super().__init__(comm)

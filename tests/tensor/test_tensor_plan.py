@@ -1,4 +1,4 @@
-"""Plans: a user's own models by module names, and what is wrong with a plan, told in one line."""
+"""Tensor plans for a user's own models, by module names, and one-line errors for wrong plans."""
 
 import copy
 
@@ -16,7 +16,7 @@ from mpitrain.tensor.styles import STYLES
 
 
 class Attention(nn.Module):
-    """Separate projections, grouped heads for keys and values; counts its heads."""
+    """Attention with separate projections and grouped heads for keys and values; counts its heads."""
 
     def __init__(self, width=24, heads=6, groups=6):
         super().__init__()
@@ -35,7 +35,7 @@ class Attention(nn.Module):
 
 
 class Fused(nn.Module):
-    """Heads first in the fused layer: [heads, 3, head_dim]."""
+    """Attention with a fused layer whose first dimension is the heads: [heads, 3, head_dim]."""
 
     def __init__(self, width=24, heads=6):
         super().__init__()
@@ -49,7 +49,7 @@ class Fused(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """Gate and value in one linear layer."""
+    """MLP with gate and value in one linear layer."""
 
     def __init__(self, width=24, hidden=10):
         super().__init__()
@@ -61,7 +61,7 @@ class GatedMLP(nn.Module):
 
 
 class Model(nn.Module):
-    """Learned positions, and a head of its own."""
+    """Model with learned positions and an untied head."""
 
     def __init__(self, attention=Attention, vocabulary=29):
         super().__init__()
