@@ -98,8 +98,8 @@ def main(arguments=None):
         raise mt.InputError("--resume goes on from a folder; give it with --save", agreed=True)
     engine = make_engine(world, args.zero, args.share_node)
     if args.resume:
-        told = engine.load(args.save)
-        say(f"going on after step {engine.steps}, where the loss was {told['loss']:.5f}")
+        extra = engine.load(args.save)
+        say(f"going on after step {engine.steps}, where the loss was {extra['loss']:.5f}")
     loss = None
     while engine.steps < args.steps:
         loss = train_step(engine, world)

@@ -47,11 +47,13 @@ def share_of(world):
 
 def train(world, data, steps, say=print):
     """Returns the model, and the losses of all steps."""
-    told = data.description
-    if told.kind != "arrays" or len(told.x_shape) != 3 or not told.classes:
-        raise mt.InputError(f"no images with classes, but {told.kind} of shape {told.x_shape}", agreed=True)
+    description = data.description
+    if description.kind != "arrays" or len(description.x_shape) != 3 or not description.classes:
+        raise mt.InputError(
+            f"no images with classes, but {description.kind} of shape {description.x_shape}", agreed=True
+        )
     torch.manual_seed(0)
-    model = mt.DistributedDataParallel(ConvolutionalNetwork(told.x_shape[0], len(told.classes)), world)
+    model = mt.DistributedDataParallel(ConvolutionalNetwork(description.x_shape[0], len(description.classes)), world)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, steps))
     losses = []

@@ -48,8 +48,8 @@ def test_groups_of_some_ranks(group, world):
 def test_destroyed_groups_can_be_made_again(group, world):
     from mpitrain.backend.process_group import place
 
-    made = place().made
-    before = len(made.get((0, 1), []))
+    communicators = place().made
+    before = len(communicators.get((0, 1), []))
     for _ in range(3):
         pair = group.new_group([0, 1])
         if world.rank < 2:
@@ -63,7 +63,7 @@ def test_destroyed_groups_can_be_made_again(group, world):
         group.all_reduce(x)
         assert x == world.size
     if world.rank < 2 < world.size:  # the communicator is used again
-        assert len(made[(0, 1)]) == max(before, 1)
+        assert len(communicators[(0, 1)]) == max(before, 1)
     numbers = set()
     for _ in range(30):  # also after messages, and more of them at once than are kept
         groups = [group.new_group(list(range(world.size))) for _ in range(2)]
@@ -80,10 +80,11 @@ def test_destroyed_groups_can_be_made_again(group, world):
     for each in many:
         group.destroy_process_group(each)
     group.new_group(list(range(world.size)))
-    assert len(place().left) <= 18 < 24 <= len([comm for comms in made.values() for comm in comms])
-    kept = group.new_group([0, 1])  # rank 0 destroys a group that rank 1 keeps: they agree on another communicator
+    assert len(place().left) <= 18 < 24 <= len([comm for comms in communicators.values() for comm in comms])
+    # rank 0 destroys a group that rank 1 keeps: they agree on another communicator
+    half_destroyed = group.new_group([0, 1])
     if world.rank == 0:
-        group.destroy_process_group(kept)
+        group.destroy_process_group(half_destroyed)
     again = group.new_group([0, 1])
     if world.rank < 2:
         x = torch.ones(1)
@@ -162,8 +163,8 @@ def test_functional_collectives_and_compiled_functions(group, world):
     assert root == 1
     if hasattr(torch.ops._c10d_functional, "all_gather_into_tensor_out"):  # of bucketed all-gathers in compiled code
         out = torch.empty(2 * size)
-        own = torch.full((2,), float(rank))
-        torch.ops._c10d_functional.all_gather_into_tensor_out(own, size, world_group.group_name, out=out)
+        block = torch.full((2,), float(rank))
+        torch.ops._c10d_functional.all_gather_into_tensor_out(block, size, world_group.group_name, out=out)
         assert torch.ops._c10d_functional.wait_tensor(out).tolist() == [r for r in range(size) for _ in range(2)]
 
     @torch.compile(backend="eager")
@@ -212,8 +213,8 @@ def test_collectives_are_seen_by_those_who_watch_the_dispatcher(group, world):
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
         assert torch.equal(operations(), expected)
     events = {event.key for event in profiled.key_averages()}
-    wanted = {"allreduce_", "barrier", *once} | ({"send"} if rank == 0 else {"recv_"} if rank == 1 else set())
-    assert {f"c10d::{name}" for name in wanted} <= events
+    names = {"allreduce_", "barrier", *once} | ({"send"} if rank == 0 else {"recv_"} if rank == 1 else set())
+    assert {f"c10d::{name}" for name in names} <= events
 
 
 @pytest.mark.ranks(2)
@@ -244,9 +245,9 @@ def test_a_rank_and_a_size_that_contradict_mpi_are_refused(world):
     import mpitrain.backend  # noqa: F401
 
     other = (world.rank + 1) % world.size
-    for given in ({"rank": world.rank, "world_size": world.size + 1}, {"rank": other, "world_size": world.size}):
+    for settings in ({"rank": world.rank, "world_size": world.size + 1}, {"rank": other, "world_size": world.size}):
         with pytest.raises(ValueError, match="but MPI says"):
-            dist.init_process_group("mpitrain", **given)
+            dist.init_process_group("mpitrain", **settings)
     dist.init_process_group("mpitrain", rank=world.rank, world_size=world.size)
     dist.destroy_process_group()
 
@@ -293,9 +294,9 @@ def test_a_checkpoint_of_four_ranks_loads_on_two(group, world, folder):
 
     def whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
         states = parts(model, optimizer)["optimizer"]["state"]
-        found = {f"{name} {what}": value for name, state in states.items() for what, value in state.items()}
-        found |= model.named_parameters()
-        return {n: (t.full_tensor() if hasattr(t, "full_tensor") else t).detach().clone() for n, t in found.items()}
+        tensors = {f"{name} {what}": value for name, state in states.items() for what, value in state.items()}
+        tensors |= model.named_parameters()
+        return {n: (t.full_tensor() if hasattr(t, "full_tensor") else t).detach().clone() for n, t in tensors.items()}
 
     saved = trained(1, group.group.WORLD)
     dcp.async_save(parts(*saved), checkpoint_id=folder).result()

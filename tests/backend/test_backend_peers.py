@@ -34,8 +34,8 @@ def test_processes_that_another_launcher_starts_under_mpirun_are_told_which_to_u
     }
     done = job(1, [sys.executable, "-m", *options[launcher], str(script)], PYTHONPATH=str(ROOT))
     assert done.returncode != 0 and "alive" not in done.stdout, done.stdout
-    told = [line for line in done.stderr.splitlines() if line.startswith("mpitrain: ")]
-    assert len(told) == 1 and "mpirun -n N python -m mpitrain.backend train.py" in told[0], done.stderr
+    messages = [line for line in done.stderr.splitlines() if line.startswith("mpitrain: ")]
+    assert len(messages) == 1 and "mpirun -n N python -m mpitrain.backend train.py" in messages[0], done.stderr
     assert "InputError" not in done.stderr
 
 

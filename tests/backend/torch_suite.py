@@ -60,10 +60,10 @@ def suite(ranks: int, name: str, only: str = "", without: Sequence[str] = (), li
 
     outcomes: list[Outcome] = []
     with tempfile.TemporaryDirectory() as folder:
-        told = Path(folder) / "told"
+        report = Path(folder) / "told"
         ended = time.monotonic() + limit
         while time.monotonic() < ended:
-            told.write_text("")
+            report.write_text("")
             command = [*launcher(ranks), sys.executable, str(HERE), "--rank", name, folder, only]
             done = [*without, *(outcome.name for outcome in outcomes)]
             (Path(folder) / "done").write_text("\n".join(done))
@@ -76,7 +76,7 @@ def suite(ranks: int, name: str, only: str = "", without: Sequence[str] = (), li
             process = subprocess.run(
                 command, env=environment, capture_output=True, text=True, errors="replace", timeout=limit
             )
-            lines = [json.loads(line) for line in told.read_text().splitlines()]
+            lines = [json.loads(line) for line in report.read_text().splitlines()]
             outcomes += [Outcome(*line[1:]) for line in lines if line[0] == "ended"]
             if process.returncode == 0:
                 return outcomes
@@ -151,15 +151,15 @@ def one_rank(name: str, folder: str, only: str) -> None:
     shared = Path(folder)
     for sub in ("barrier", "test_dir", "init_dir"):
         (shared / sub).mkdir(exist_ok=True)
-    told = (shared / "told").open("a") if world.rank == 0 else None
+    report = (shared / "told").open("a") if world.rank == 0 else None
     done = set((shared / "done").read_text().split())
     chosen = [test for test in sorted(dir(Suite)) if test.startswith("test_") and re.search(only, test)]
     meeting = Barriers(place().control)
 
     def tell(*what: Any) -> None:
-        if told is not None:
-            told.write(json.dumps(what) + "\n")
-            told.flush()
+        if report is not None:
+            report.write(json.dumps(what) + "\n")
+            report.flush()
 
     for test in chosen:
         if test in done:

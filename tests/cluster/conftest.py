@@ -31,8 +31,8 @@ def hosts() -> Iterator[Hosts]:
     """Three hosts in network namespaces; whatever a test leaves running there is killed."""
     if reason := why_not():
         impossible("namespaces", reason)
-    with Hosts(3) as made:
-        yield made
+    with Hosts(3) as cluster:
+        yield cluster
 
 
 @pytest.fixture
@@ -41,8 +41,8 @@ def linked_hosts() -> Iterator[Hosts]:
     link = Link(bits_per_second=1e9, seconds=0.010)
     if reason := why_not(link):
         impossible("namespaces", reason)
-    with Hosts(2, link) as made:
-        yield made
+    with Hosts(2, link) as cluster:
+        yield cluster
 
 
 @pytest.fixture

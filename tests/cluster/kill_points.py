@@ -153,8 +153,8 @@ class Kill:
 
 def job_arguments(folder: Path, kill: Kill | None) -> list[str]:
     """The command. folder: for what the ranks note."""
-    told = {"folder": str(folder)} | ({"kill": asdict(kill)} if kill is not None else {})
-    return [sys.executable, str(Path(__file__).resolve()), json.dumps(told)]
+    settings = {"folder": str(folder)} | ({"kill": asdict(kill)} if kill is not None else {})
+    return [sys.executable, str(Path(__file__).resolve()), json.dumps(settings)]
 
 
 def reached(folder: Path) -> Path:
@@ -275,8 +275,8 @@ class Killer:
 
 def _shared_files() -> list[str]:
     """Files with a name in shared memory that this process has mapped."""
-    found = re.findall(r"/dev/shm/.*", Path("/proc/self/maps").read_text())
-    return sorted({path for path in found if not path.endswith("(deleted)")})
+    paths = re.findall(r"/dev/shm/.*", Path("/proc/self/maps").read_text())
+    return sorted({path for path in paths if not path.endswith("(deleted)")})
 
 
 class Notes:
@@ -334,15 +334,15 @@ class Notes:
 
 
 def main() -> int:
-    told = json.loads(sys.argv[1])
+    settings = json.loads(sys.argv[1])
     sys.argv[1:2] = []
-    folder = Path(told["folder"])
+    folder = Path(settings["folder"])
     rank = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ.get("PMI_RANK") or 0)
     (folder / f"process-{rank}").write_text(str(os.getpid()))
     from mpitrain import train
 
-    if "kill" in told:
-        Killer(Kill(**told["kill"]), folder, rank).install()
+    if "kill" in settings:
+        Killer(Kill(**settings["kill"]), folder, rank).install()
     else:
         Notes(notes(folder, rank)).install()
     return train.main()

@@ -119,7 +119,7 @@ class StandIn:
 
 def _build(folder: Path) -> str:
     names = (os.environ["CC"],) if os.environ.get("CC") else ("cc", "gcc", "clang")
-    compiler = next((found for name in names if (found := shutil.which(name))), None)
+    compiler = next((path for name in names if (path := shutil.which(name))), None)
     if compiler is None:
         raise Impossible("this kernel has no `tc netem`, and its stand-in needs a C compiler: cc, gcc or clang, or CC")
     program = str(folder / "link_stand_in")

@@ -185,9 +185,9 @@ class Hosts:
 
     def environment(self, **more: str) -> dict[str, str]:
         """For `mpirun`: what enter_host.sh needs, and for peers of MPI that ask for an address and an interface."""
-        own = {"MPITRAIN_HOSTS": self.prefix, "MPITRAIN_FIRST_HOST": f"{NETWORK}1", "GLOO_SOCKET_IFNAME": "e0"}
-        own["MPITRAIN_MOUNT"] = self._mount("$(hostname)")
-        return clean_environment(**own, **more)
+        variables = {"MPITRAIN_HOSTS": self.prefix, "MPITRAIN_FIRST_HOST": f"{NETWORK}1", "GLOO_SOCKET_IFNAME": "e0"}
+        variables["MPITRAIN_MOUNT"] = self._mount("$(hostname)")
+        return clean_environment(**variables, **more)
 
     def run(
         self, command: Sequence[object], ranks: Sequence[int] = (2, 2, 2), timeout: float = 120, **environment: str

@@ -123,8 +123,8 @@ class SlurmCluster:
         key = folder / "munge.key"
         key.write_bytes(os.urandom(128))
         key.chmod(0o400)
-        own = [f"--{name}-file={folder}/munge.{name}" for name in ("key", "log", "seed", "pid")]
-        self._daemon("munged", "--foreground", "--force", f"--socket={folder}/munge.socket", *own)
+        options = [f"--{name}-file={folder}/munge.{name}" for name in ("key", "log", "seed", "pid")]
+        self._daemon("munged", "--foreground", "--force", f"--socket={folder}/munge.socket", *options)
         self._wait(lambda: (folder / "munge.socket").exists(), "munged does not start")
         self._daemon("slurmctld", "-D", "-f", self.configuration)
         for node in self.nodes:
@@ -148,9 +148,9 @@ class SlurmCluster:
 
     def environment(self) -> dict[str, str]:
         """For Slurm's commands, and through them for jobs: this test's Python comes first."""
-        own = {"SLURM_CONF": str(self.configuration), "PATH": f"{sys.prefix}/bin:{_PATH}", "PYTHONPATH": str(ROOT)}
+        settings = {"SLURM_CONF": str(self.configuration), "PATH": f"{sys.prefix}/bin:{_PATH}", "PYTHONPATH": str(ROOT)}
         # the nodes share the cores of this machine, which Open MPI cannot know: waiting ranks must give way
-        return clean_environment(**own, VENV=sys.prefix, OMPI_MCA_mpi_yield_when_idle="1") | self.variables
+        return clean_environment(**settings, VENV=sys.prefix, OMPI_MCA_mpi_yield_when_idle="1") | self.variables
 
     def call(self, *command: object, timeout: float = 30) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -275,14 +275,14 @@ _PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 
 def _free_ports(count: int) -> list[int]:
     """Ports that the daemons will find free: below those that the kernel gives to whoever connects."""
-    found: list[int] = []
+    ports: list[int] = []
     for port in random.sample(range(20000, 32000), 1000):
         with socket.socket() as one, suppress(OSError):
             one.bind(("", port))
-            found.append(port)
-        if len(found) == count:
+            ports.append(port)
+        if len(ports) == count:
             break
-    return found
+    return ports
 
 
 def _all_processes() -> list[int]:

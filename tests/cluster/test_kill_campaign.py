@@ -223,7 +223,7 @@ def _left_in_shared_memory(mapped: Sequence[str]) -> list[str]:
     """What is there still of the files that one rank had mapped, and of others of its job: Open MPI's names have the
     job's number in them, also those of files that other ranks had made and this one had not mapped yet.
     """
-    jobs = {found[1] for path in mapped if (found := re.search(r"/sm_segment\..+\.([0-9a-f]+)\.\d+$", path))}
+    jobs = {match[1] for path in mapped if (match := re.search(r"/sm_segment\..+\.([0-9a-f]+)\.\d+$", path))}
     of_job = {str(file) for job in jobs for file in Path("/dev/shm").glob(f"*.{job}.*")}
     return sorted({path for path in mapped if os.path.exists(path)} | of_job)
 
@@ -257,13 +257,13 @@ def _damage_newest(checkpoints: Path) -> Path:
 def _check_the_end(case: Case, run: Path, reference: Path) -> None:
     rows, theirs = read_metrics(run), read_metrics(reference)
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1)), f"{case}"
-    for row, wanted in zip(rows, theirs, strict=True):
+    for row, expected in zip(rows, theirs, strict=True):
         if case.then == case.ranks:
-            assert _chosen(row) == _chosen(wanted), f"{case}"
+            assert _chosen(row) == _chosen(expected), f"{case}"
         else:
-            assert sorted(row["ids"]) == sorted(wanted["ids"]), f"{case}: step {row['step']}"
-            for key in {"loss", "held_out_loss"} & wanted.keys():
-                assert row[key] == pytest.approx(wanted[key], rel=1e-5), f"{case}: step {row['step']}"
+            assert sorted(row["ids"]) == sorted(expected["ids"]), f"{case}: step {row['step']}"
+            for key in {"loss", "held_out_loss"} & expected.keys():
+                assert row[key] == pytest.approx(expected[key], rel=1e-5), f"{case}: step {row['step']}"
     ids = [number for row in rows for number in row["ids"]]
     for epoch in (ids[:SAMPLES], ids[SAMPLES : 2 * SAMPLES]):
         assert sorted(epoch) == list(range(SAMPLES)), f"{case}"
@@ -281,15 +281,15 @@ def test_the_moments_are_all_acts_of_a_save_in_their_order(jobs: Jobs) -> None:
     case = Case(0, 2, 2, "rank", False, 0, ())
     run = jobs.folder / "noted"
     assert jobs.train(case, 2, 3, run, steps=6).code == 0
-    told = [_told(run, rank) for rank in range(2)]
+    rank_notes = [_told(run, rank) for rank in range(2)]
     _damage_newest(run / "checkpoints")
     ended = jobs.train(replace(case, files="node", background=True), 2, 1, run, steps=10)
     assert ended.code == 0, ended
-    told = [first + _told(run, rank) for rank, first in enumerate(told)]
-    names = [[note["moment"] for note in notes if "moment" in note] for notes in told]
+    rank_notes = [first + _told(run, rank) for rank, first in enumerate(rank_notes)]
+    names = [[note["moment"] for note in notes if "moment" in note] for notes in rank_notes]
     assert set(names[0]) == set(MOMENTS)
     assert set(names[1]) >= {moment.name for moment in MOMENTS.values() if moment.who != "first"}
-    for note in told[0] + told[1]:
+    for note in rank_notes[0] + rank_notes[1]:
         if "act" in note and ("/checkpoints" in note["path"] or "/" not in note["path"]):
             assert set(note["inside"]) - {"save", "restored"}, f"no moment covers {note}"
             if note["act"] == "fsync":

@@ -33,14 +33,14 @@ def test_a_killed_host_and_flipped_bits_cost_nothing_that_other_hosts_have(hosts
     (tmp_path / "a.txt").write_text("All happy families are alike; each unhappy family is unhappy.\n" * 400)
     prepare([str(tmp_path / "a.txt")], tmp_path / "text")
     run, disks = tmp_path / "r", tmp_path / "disks"
-    own = hosts.disks(disks)
+    own_disk = hosts.disks(disks)
 
     def command(folder, steps, **more):
         options = {**SMALL, "data.path": tmp_path / "text", "run.dir": folder, "train.steps": steps, **more}
         return train_command(*(word for key, value in options.items() for word in (f"--{key}", value)))
 
     def across(steps):
-        more = {"checkpoint.every": 1, "checkpoint.local": own, "checkpoint.redundancy": redundancy}
+        more = {"checkpoint.every": 1, "checkpoint.local": own_disk, "checkpoint.redundancy": redundancy}
         return hosts.mpirun(command(run, steps, **more), (1, 1, 1))
 
     def until(more_steps, *killed):
@@ -70,12 +70,12 @@ def test_a_killed_host_and_flipped_bits_cost_nothing_that_other_hosts_have(hosts
     damage(max(disks.glob("h*"), key=lambda disk: finished_steps(next(disk.glob("mpitrain-*")))[0]))
     said = until(8, 2)
     assert "was damaged on a node's disk; repaired from other nodes" in said, said
-    assert f"resumed from {own}" in said, said
+    assert f"resumed from {own_disk}" in said, said
 
     for path in (disks / "h2").iterdir():  # the host comes back with an empty disk
         shutil.rmtree(path)
     said = until(8, 1, 2, 3)
-    assert f"resumed from {own}" in said, said
+    assert f"resumed from {own_disk}" in said, said
 
     damage(disks / "h2")
     damage(disks / "h3")
@@ -90,9 +90,9 @@ def test_a_killed_host_and_flipped_bits_cost_nothing_that_other_hosts_have(hosts
 
     plain = job(3, command(tmp_path / "plain", steps), timeout=240)
     assert plain.returncode == 0, plain.stderr
-    rows, wanted = read_metrics(run), read_metrics(tmp_path / "plain")
-    assert [row["step"] for row in rows] == [row["step"] for row in wanted]
-    assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in wanted], rel=1e-5)
+    rows, expected = read_metrics(run), read_metrics(tmp_path / "plain")
+    assert [row["step"] for row in rows] == [row["step"] for row in expected]
+    assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in expected], rel=1e-5)
 
 
 def damage(disk: Path) -> None:

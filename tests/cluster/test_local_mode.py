@@ -27,7 +27,7 @@ LOCAL = ["--parallel.mode", "local", "--parallel.local_group", "node", "--parall
 def test_nodes_that_average_now_and_then_train_faster_than_nodes_that_wait_at_each_step(tmp_path):
     if reason := why_not(LINK):
         impossible("namespaces", reason)
-    data, found = tmp_path / "text", {}
+    data, results = tmp_path / "text", {}
     prepare([str(Path(torch.__file__).with_name("functional.py"))], data)
     with Hosts(3, LINK) as hosts:
         for name, words in {"sync": [], "local": LOCAL}.items():
@@ -36,8 +36,8 @@ def test_nodes_that_average_now_and_then_train_faster_than_nodes_that_wait_at_ea
             assert done.returncode == 0, done.stderr
             lines = read_metrics(tmp_path / name)
             speed = median(line["tokens_per_s"] for line in lines[STEPS // 2 :])
-            found[name] = speed, lines[-1]["loss"], lines[-1]["held_out_loss"]
-    print({name: [round(figure, 4) for figure in figures] for name, figures in found.items()})
+            results[name] = speed, lines[-1]["loss"], lines[-1]["held_out_loss"]
+    print({name: [round(figure, 4) for figure in figures] for name, figures in results.items()})
     # all hosts compute on the same cores: the busier these are, the less of a step is spent on the link
-    assert found["local"][0] > 1.5 * found["sync"][0], found
-    assert found["local"][2] < found["sync"][2] + 0.3, found
+    assert results["local"][0] > 1.5 * results["sync"][0], results
+    assert results["local"][2] < results["sync"][2] + 0.3, results

@@ -50,17 +50,17 @@ def test_a_plan_for_hosts_that_a_slow_link_joins_keeps_tensor_ranks_together(tmp
         done = hosts.run([*measure, "--out", str(tmp_path)], timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     [rows] = json.loads((tmp_path / "BENCH-plan.json").read_text())["results"]["6"].values()
-    told = {row["layout"]: (row["seconds"], min(map(min, row["measured"]["seconds"]))) for row in rows}
-    print({layout: [round(seconds, 3) for seconds in both] for layout, both in told.items()})
+    times = {row["layout"]: (row["seconds"], min(map(min, row["measured"]["seconds"]))) for row in rows}
+    print({layout: [round(seconds, 3) for seconds in both] for layout, both in times.items()})
     chosen = next(row["layout"] for row in rows if row["choice"] == 0)
     assert re.match(r"\d+x\d+x[12]\b", chosen), chosen  # a host has two ranks; 3 and 6 were candidates, too
-    across = told.pop("1x1x6 mb24")
-    assert all(across[0] > 2 * predicted and across[1] > 2 * measured for predicted, measured in told.values()), told
-    assert told[chosen][1] < 1.5 * min(measured for _, measured in told.values()), told
+    across = times.pop("1x1x6 mb24")
+    assert all(across[0] > 2 * predicted and across[1] > 2 * measured for predicted, measured in times.values()), times
+    assert times[chosen][1] < 1.5 * min(measured for _, measured in times.values()), times
 
 
 def _done(command: list[str], folder: Path) -> None:
-    found = subprocess.run(
+    result = subprocess.run(
         command,
         cwd=folder,
         env=clean_environment(PYTHONPATH=str(ROOT)),
@@ -69,4 +69,4 @@ def _done(command: list[str], folder: Path) -> None:
         timeout=300,
         check=False,
     )
-    assert found.returncode == 0, found.stdout + found.stderr
+    assert result.returncode == 0, result.stdout + result.stderr

@@ -137,9 +137,11 @@ def test_a_rank_that_dies_while_the_others_recover_is_left_out_as_well(tmp_path,
         job.signal(5)
     finally:
         job.end()
-    found = job.recoveries()
-    assert sorted(rank for lost, *_ in found for rank in lost) == [3, 5]
-    assert found[-1][2] == 4 and all(step >= 14 for _, step, *_ in found) and all(s < 5 for *_, s in found)
+    recoveries = job.recoveries()
+    assert sorted(rank for lost, *_ in recoveries for rank in lost) == [3, 5]
+    assert (
+        recoveries[-1][2] == 4 and all(step >= 14 for _, step, *_ in recoveries) and all(s < 5 for *_, s in recoveries)
+    )
     same_run(tmp_path / "r", undisturbed)
 
 
@@ -181,13 +183,13 @@ def test_where_nothing_fits_the_newest_copy_is_saved_for_a_restart(tmp_path, arg
         job.signal(0)
     finally:
         job.end(75)
-    told = re.search(
+    message = re.search(
         r"1 rank is left, which does not fit: too few for .*; step (\d+) is saved; start the job", job.said
     )
-    assert told is not None and int(told[1]) >= 14
+    assert message is not None and int(message[1]) >= 14
     again = Job(tmp_path / "r", 2, arguments)
     again.end()
-    assert f"resumed from {tmp_path}/r/checkpoints/step-{int(told[1]):08d}" in again.printed
+    assert f"resumed from {tmp_path}/r/checkpoints/step-{int(message[1]):08d}" in again.printed
     same_run(tmp_path / "r", undisturbed)
 
 
@@ -212,10 +214,10 @@ def test_training_goes_on_without_a_host_whose_ranks_are_killed(tmp_path, across
         measured = job.time_to_recover(lambda: job.signal(*victims))
     finally:
         job.end()
-    found = job.recoveries()
-    assert sorted(rank for lost, *_ in found for rank in lost) == victims
-    assert found[-1][2] == 4 and all(step >= 14 and seconds < 5 for _, step, _, seconds in found)
-    assert "done at most" in job.said and job.is_told(found[-1][3], measured, at_most=True), (found, measured)
+    recoveries = job.recoveries()
+    assert sorted(rank for lost, *_ in recoveries for rank in lost) == victims
+    assert recoveries[-1][2] == 4 and all(step >= 14 and seconds < 5 for _, step, _, seconds in recoveries)
+    assert "done at most" in job.said and job.is_told(recoveries[-1][3], measured, at_most=True), (recoveries, measured)
     same_run(tmp_path / "r", undisturbed)
 
 

@@ -111,8 +111,9 @@ class Training:
 def test_a_job_trains_on_three_nodes(slurm, tmp_path):
     training = Training(tmp_path, slurm, steps=40, seconds=0)
     scripts = shutil.copytree(ROOT / "jobs", tmp_path / "jobs")
-    given = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in slurm.environment().items())
-    (scripts / "site.sh").write_text(f"echo the site has its say\n{given}")  # all that the job has: nothing is exported
+    exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in slurm.environment().items())
+    # site.sh is all that the job gets: --export=NONE exports nothing
+    (scripts / "site.sh").write_text(f"echo the site has its say\n{exports}")
     number = training.submit("--nodes=3", "--export=NONE", script=scripts / "train.sbatch")
     job = training.ended(number)
     assert job["JobState"] == "COMPLETED" and "the site has its say" in training.out, training.out
@@ -154,8 +155,8 @@ def test_a_job_goes_on_to_the_same_bits_whatever_asks_it_to_stop(slurm, tmp_path
     for step in saved:
         assert f"from step {step} with 4 ranks on 2 nodes" in training.out
     training.assert_every_sample_was_seen_once()
-    wanted, got = ([{k: m[k] for k in SAME} for m in run.metrics()] for run in (undisturbed, training))
-    assert got == wanted
+    expected, got = ([{k: m[k] for k in SAME} for m in run.metrics()] for run in (undisturbed, training))
+    assert got == expected
 
 
 @pytest.mark.parametrize("mpi", ["openmpi", "mpich"])  # under mpirun and under srun
@@ -248,6 +249,6 @@ def test_each_rank_of_a_job_has_a_device_of_its_own(slurm_with_devices, device, 
     slurm_with_devices.variables = shown
     job = training.ended(training.submit("--nodes=1", *options))
     assert job["JobState"] == "COMPLETED", training.out
-    told = "each rank has its own: 0 pretend:0 (pretend-0), 1 pretend:1 (pretend-1)"
+    message = "each rank has its own: 0 pretend:0 (pretend-0), 1 pretend:1 (pretend-1)"
     trained = training.out.partition(" to look at")[2]
-    assert told in training.out and "1 x Pretend 0, 1 x Pretend 1" in trained, training.out
+    assert message in training.out and "1 x Pretend 0, 1 x Pretend 1" in trained, training.out

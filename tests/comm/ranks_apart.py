@@ -56,9 +56,9 @@ def line(tmp_path: Path, text: str) -> str:
 
 def rows(report: str) -> dict[int, str]:
     """The table of a report: rank -> what is said of it. There must be one table."""
-    found = re.findall(r"^  rank (\d+)  (.*)$", report, flags=re.MULTILINE)
-    assert len(found) == len({rank for rank, _ in found}), report
-    return {int(rank): text for rank, text in found}
+    matches = re.findall(r"^  rank (\d+)  (.*)$", report, flags=re.MULTILINE)
+    assert len(matches) == len({rank for rank, _ in matches}), report
+    return {int(rank): text for rank, text in matches}
 
 
 def good_job(tmp_path: Path, ranks: int, program: str, *, debug: bool = False, **environment: str) -> None:

@@ -52,9 +52,9 @@ def test_the_communication_thread_sums_in_order_of_submission_while_the_caller_c
             works.append(group.all_reduce(buffer, async_op=True))
             works.append(group.all_reduce(chain, "sum" if i % 2 else "max", async_op=True))
         product = (matrix @ matrix).sum()  # while the thread is at work
-        own = torch.full((5,), float(group.rank))
-        group.all_reduce(own)  # a blocking one does not wait for them, nor disturb them
-        assert own.eq(1).all() and product == 200 * 200 * 50
+        vector = torch.full((5,), float(group.rank))
+        group.all_reduce(vector)  # a blocking one does not wait for them, nor disturb them
+        assert vector.eq(1).all() and product == 200 * 200 * 50
         works[-1].wait()
         assert all(work.done() for work in works)  # the last one is done: so are those before it
         assert all(b.eq(2 * (i + step) + 1).all() for i, b in enumerate(buffers))

@@ -35,13 +35,13 @@ def totals(comm: Communicator) -> dict[tuple[str, str], tuple[int, int, int]]:
         [r.operation, r.algorithm, r.calls, r.inside, r.between] for r in comm.journal.account() if r.axis == "axis"
     ]
     comm.journal.start()
-    found: dict[tuple[str, str], tuple[int, int, int]] = {}
+    traffic: dict[tuple[str, str], tuple[int, int, int]] = {}
     for rows in comm.all_gather_object(mine):
         for operation, algorithm, calls, inside, between in rows:
-            _, a, b = found.get((operation, algorithm), (0, 0, 0))
-            found[operation, algorithm] = calls, a + inside, b + between
+            _, a, b = traffic.get((operation, algorithm), (0, 0, 0))
+            traffic[operation, algorithm] = calls, a + inside, b + between
     comm.journal.start()
-    return found
+    return traffic
 
 
 @MANY
@@ -50,20 +50,20 @@ def test_bytes_of_every_operation_are_those_of_its_formula(plain, numel):
     n, rank, arena = plain.size, plain.rank, plain.arena(3 * 1001)
     x, whole = torch.zeros(numel), torch.zeros(numel * n)
     counts = [numel, 0, 2 * numel][:n]
-    uneven, own = torch.zeros(sum(counts)), torch.zeros(counts[rank])
+    uneven, block = torch.zeros(sum(counts)), torch.zeros(counts[rank])
     one, all_of_one = x.nbytes, whole.nbytes
-    wanted = {}
+    expected = {}
     for algorithm in ("mpi", "ring", "tree", "shared"):
         y = arena.tensor[:numel].zero_() if algorithm == "shared" else x
         for _ in range(3):  # the first, and those that are ready
             plain.all_reduce(y, algorithm=algorithm)
-        wanted["all_reduce", algorithm if numel else "none"] = 3, 3 * 2 * (n - 1) * one
-    assert totals(plain) == {k: (calls * (1 if numel else 4), total, 0) for k, (calls, total) in wanted.items()}
+        expected["all_reduce", algorithm if numel else "none"] = 3, 3 * 2 * (n - 1) * one
+    assert totals(plain) == {k: (calls * (1 if numel else 4), total, 0) for k, (calls, total) in expected.items()}
     for _ in range(2):
         plain.reduce_scatter(x, whole, algorithm="ring")
         plain.all_gather(whole, x, algorithm="mpi")
-        plain.reduce_scatter(own, uneven, counts=counts, algorithm="mpi")
-        plain.all_gather(uneven, own, counts=counts, algorithm="ring")
+        plain.reduce_scatter(block, uneven, counts=counts, algorithm="mpi")
+        plain.all_gather(uneven, block, counts=counts, algorithm="ring")
         plain.broadcast(x, 1, algorithm="mpi")
         plain.reduce(x, 1, algorithm="tree")
         plain.gather(whole if rank == 1 else None, x, 1)
@@ -127,9 +127,9 @@ def test_parts_of_an_operation_count_as_one_and_letters_by_their_content(plain):
     box.post(after, [1, 2, 3], x)
     letter = box.wait(range(plain.size), "test")
     letter.receive(x).wait()
-    found = totals(plain)
-    assert found["post", "letter"] == (1, plain.size * (x.nbytes + 5 * 8), 0)
-    assert found["letter", "letter"] == found["recv", "letter"] == (1, 0, 0)
+    traffic = totals(plain)
+    assert traffic["post", "letter"] == (1, plain.size * (x.nbytes + 5 * 8), 0)
+    assert traffic["letter", "letter"] == traffic["recv", "letter"] == (1, 0, 0)
     box.free()
     arena = plain.arena(300 * plain.size)
     out = torch.zeros(300)
@@ -179,15 +179,15 @@ def test_waits_for_other_ranks_count_and_computing_does_not(plain):
 
     def waited(act) -> list[float]:
         """What this rank waits in `act`, of a few times, when rank 0 comes late to it."""
-        found = []
+        waits = []
         for _ in range(3):  # the machine may be busy with other things in one of them
             plain.barrier()
             begin = journal.waited
             if rank == 0:
                 time.sleep(DELAY)
             act()
-            found.append(journal.waited - begin)
-        return found
+            waits.append(journal.waited - begin)
+        return waits
 
     def after_computing() -> None:
         nonlocal hidden

@@ -28,9 +28,9 @@ def fresh(world, device, monkeypatch) -> Iterator[Communicator]:
     for name, value in (("way", "auto"), ("device", None), ("mpi_reads", None)):
         monkeypatch.setattr(memory, name, value)
     monkeypatch.setattr(world.process.arenas, "maps_devices", True)
-    made = world.split(0)
-    yield made
-    made.free()
+    communicator = world.split(0)
+    yield communicator
+    communicator.free()
 
 
 @on_pretend
@@ -96,9 +96,9 @@ class Library:
         assert (self.comm.size, self.comm.rank) == (ranks, rank)
 
     def _on_host(self, tensor: torch.Tensor, stream: int) -> np.ndarray:
-        own = torch.accelerator.current_stream()
-        assert stream == own.native_handle
-        own.synchronize()
+        current = torch.accelerator.current_stream()
+        assert stream == current.native_handle
+        current.synchronize()
         return tensor.cpu().numpy()
 
     def allreduce(self, send: torch.Tensor, receive: torch.Tensor, op: str, *, stream: int) -> None:
@@ -166,9 +166,9 @@ def test_the_calls_of_nccl(fresh, device, monkeypatch):
     x, out = everyone[rank].to(device), torch.empty(numel * size, device=device)
     fresh.all_gather(out, x)
     assert_equal(out, torch.cat(everyone))
-    own = torch.empty(numel // size, device=device)
-    fresh.reduce_scatter(own, x)
-    assert_equal(own, reduced("sum", everyone).chunk(size)[rank], size)
+    block = torch.empty(numel // size, device=device)
+    fresh.reduce_scatter(block, x)
+    assert_equal(block, reduced("sum", everyone).chunk(size)[rank], size)
     fresh.reduce(x, 1)
     assert_equal(x, reduced("sum", everyone) if rank == 1 else everyone[rank], size)
     fresh.broadcast(x, 1)

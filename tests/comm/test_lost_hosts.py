@@ -113,9 +113,9 @@ def test_it_is_seen_whether_mpirun_looks_for_silent_hosts():
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ | environment
         ) as process:
             process.stdout.readline()  # it is that program by now
-            found = launcher.notices_silent_hosts(process.pid)
+            notices = launcher.notices_silent_hosts(process.pid)
             process.communicate(b"\n")
-        return found
+        return notices
 
     assert looks("-n", "4")
     assert looks("--prtemca", "oob_tcp_keepalive_time", "60")

@@ -20,9 +20,9 @@ SIZES = (0, 1, 5000, 3 << 20)  # bytes
 
 @pytest.fixture
 def box(world):
-    made = world.mailbox("test")
-    yield made
-    made.free()
+    mailbox = world.mailbox("test")
+    yield mailbox
+    mailbox.free()
 
 
 def data(nbytes: int, seed: int) -> torch.Tensor:
@@ -64,8 +64,8 @@ def test_what_a_letter_cannot_be_is_told(world, box):
     other = (world.rank + 1) % world.size
     posted = [box.post(other, [n], data(3 << 20, n)) for n in range(2)]
     letter = box.wait([other], "the wrong one")
-    told = rf"letter of rank {letter.source} carries 3145728 bytes where rank {world.rank} expects 400;"
-    with pytest.raises(CommunicationError, match=told):
+    message = rf"letter of rank {letter.source} carries 3145728 bytes where rank {world.rank} expects 400;"
+    with pytest.raises(CommunicationError, match=message):
         letter.receive(torch.empty(100))
     place = torch.empty(3 << 20, dtype=torch.uint8)
     box.wait([other], "the right one").receive(place).wait()

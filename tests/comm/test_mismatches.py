@@ -79,8 +79,8 @@ def test_different_places_in_an_arena_are_named(world):
     mine.fill_(world.rank + 1.0)
     world.all_reduce(mine, algorithm="ring")  # by messages: the places do not matter
     assert mine.eq(sum(range(1, world.size + 1))).all()
-    own = arena.view(100 * world.rank, (100,))  # a block in its own place is no mismatch
-    world.all_gather(arena.view(0, (100 * world.size,)), own)
+    block = arena.view(100 * world.rank, (100,))  # a block in its own place is no mismatch
+    world.all_gather(arena.view(0, (100 * world.size,)), block)
     arena.free()
 
 

@@ -23,8 +23,8 @@ def pair(world, monkeypatch, request):
     """Two groups of all ranks, whose operations in the background wait for no core or have one (`param`)."""
     spare = getattr(request, "param", 0)
     progress = ProgressEngine(lambda: world.process.watchdog.records)  # without the receives that other tests gave up
-    own = dataclasses.replace(world.process, spare_cores=spare, debug=False, progress=progress)
-    monkeypatch.setattr(world, "process", own)
+    process = dataclasses.replace(world.process, spare_cores=spare, debug=False, progress=progress)
+    monkeypatch.setattr(world, "process", process)
     groups = world.split(0), world.split(0)
     yield groups
     for group in groups:

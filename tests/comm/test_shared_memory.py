@@ -140,9 +140,9 @@ def other_shared_memory(small_shared_memory) -> Iterator[Callable[..., subproces
 @pytest.mark.timeout(240)
 @pytest.mark.skipif(shutil.which("nsenter") is None, reason="needs nsenter")
 def test_too_small_a_dev_shm_falls_back_to_private_memory_with_one_warning(tmp_path, other_shared_memory):
-    for number, (what, (size, wanted, count, left, late, kinds)) in enumerate(SMALL.items()):
+    for number, (what, (size, nbytes, count, free, late, kinds)) in enumerate(SMALL.items()):
         (tmp_path / str(number)).mkdir()
-        done = other_shared_memory(tmp_path / str(number), size, wanted, count, left, int(late))
+        done = other_shared_memory(tmp_path / str(number), size, nbytes, count, free, int(late))
         _assert_fell_back(done, kinds, what)
 
 
@@ -236,8 +236,8 @@ def test_vectors_and_messages_of_more_than_2_to_the_31_elements(tmp_path):
 @pytest.mark.ranks(2, 3)
 def test_what_is_bound_to_a_tensor_goes_with_its_memory_and_stays_as_long(world):
     bound = world.binder.cache.bound
-    kept = torch.ones(1 << 18)
-    view = kept[10:]
+    tensor = torch.ones(1 << 18)
+    view = tensor[10:]
     for algorithm in ("auto", "ring", "mpi"):
         world.all_reduce(view.detach(), algorithm=algorithm)
     entries = len(bound)
@@ -251,5 +251,5 @@ def test_what_is_bound_to_a_tensor_goes_with_its_memory_and_stays_as_long(world)
             assert bool((out == world.size).all())
     del x, out
     assert len(bound) == entries
-    del kept, view
+    del tensor, view
     assert len(bound) == entries - 3

@@ -135,10 +135,10 @@ def test_random_mismatches_where_memory_is_shared_write_nothing_outside_of_it(wo
         except CommunicationError as caught:
             error = str(caught)
         world.barrier()
-        told = world.all_gather_object([error, cases.outside()])
-        alike = len({arguments.what(world.size) for arguments in ranks}) == 1
-        assert {outside for _, outside in told} == {0}, (number, ranks, told)
-        assert len({text for text, _ in told}) == 1 and bool(error) != alike, (number, ranks, told)
+        outcomes = world.all_gather_object([error, cases.outside()])
+        identical = len({arguments.what(world.size) for arguments in ranks}) == 1
+        assert {outside for _, outside in outcomes} == {0}, (number, ranks, outcomes)
+        assert len({text for text, _ in outcomes}) == 1 and bool(error) != identical, (number, ranks, outcomes)
     cases.free()
 
 
@@ -187,24 +187,24 @@ def test_a_job_whose_ranks_differ_ends_with_their_arguments(tmp_path, script, ar
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(("ranks", "count"), [(2, 8), (3, 4)])
 def test_random_mismatches_of_all_operations_write_nothing_outside_of_buffers(tmp_path, ranks, count, full):
-    found = campaign(tmp_path, ranks, seed=2, count=count * (50 if full else 1))
-    assert any("different operations" in line["outcome"] for line in found)
-    assert any(line["outcome"] == "done" for line in found)
+    lines = campaign(tmp_path, ranks, seed=2, count=count * (50 if full else 1))
+    assert any("different operations" in line["outcome"] for line in lines)
+    assert any(line["outcome"] == "done" for line in lines)
 
 
 def campaign(folder: Path, ranks: int, seed: int, count: int) -> list[dict]:
     """All cases' outcomes, a line a case and rank; jobs that had to be left go on with the next case."""
-    first, found = 0, []
+    first, lines = 0, []
     while first < count:
         command = [sys.executable, str(Path(unequal.__file__)), *map(str, (seed, first, count, folder))]
         done = job(ranks, command, timeout=600)
         assert done.returncode in (0, unequal.LEFT), f"after case {first}: {done.stderr}"
         for rank in range(ranks):
             log = folder / f"rank-{rank}.jsonl"
-            found += [json.loads(line) for line in log.read_text().splitlines()]
+            lines += [json.loads(line) for line in log.read_text().splitlines()]
             log.unlink()
-        first = max(line["case"] for line in found) + 1
-    for line in found:
+        first = max(line["case"] for line in lines) + 1
+    for line in lines:
         number = line["case"]
         arguments = unequal.case(seed, number, ranks)
         assert line["outside"] == 0, (line, arguments)
@@ -212,5 +212,5 @@ def campaign(folder: Path, ranks: int, seed: int, count: int) -> list[dict]:
             assert line["outcome"] == "done", (line, arguments)
         elif all(a.meets for a in arguments):
             assert "ranks call different operations" in line["outcome"], (line, arguments)
-    assert {line["case"] for line in found} == set(range(count))
-    return found
+    assert {line["case"] for line in lines} == set(range(count))
+    return lines

@@ -56,13 +56,13 @@ class Job:
 
     def communicated(self) -> None:
         """Wait until both ranks have, and note which processes and files are the job's."""
-        told = [self.folder / str(rank) for rank in range(2)]
+        reports = [self.folder / str(rank) for rank in range(2)]
         deadline = time.monotonic() + 60
-        while not all(path.exists() and path.read_text() for path in told):
+        while not all(path.exists() and path.read_text() for path in reports):
             assert self.process.poll() is None, "the job ended too early"
             assert time.monotonic() < deadline, "the job did not start"
             time.sleep(0.02)
-        self.ranks = [int(path.read_text()) for path in told]
+        self.ranks = [int(path.read_text()) for path in reports]
         self.pids = _with_descendants(self.process.pid)
         assert set(self.ranks) < set(self.pids)
         maps = "".join(Path(f"/proc/{pid}/maps").read_text() for pid in self.ranks)
@@ -83,8 +83,8 @@ class Job:
 def of_nobody() -> set[str]:
     """What lies in /dev/shm and no live process has open or mapped."""
     there = list(SHM.iterdir())
-    held = held_by_processes()
-    return {path.name for path in there if not is_among(path, held)}
+    in_use = held_by_processes()
+    return {path.name for path in there if not is_among(path, in_use)}
 
 
 def _with_descendants(pid: int) -> list[int]:
@@ -203,10 +203,10 @@ def test_clean_takes_only_files_of_this_user_that_have_a_name_of_the_library(tmp
         with open(open_one):
             done = forked.run(*CLEAN, TMPDIR=str(tmp_path))
         assert done.returncode == 0, done.stderr
-        gone = [*mine, *((sessions[0], of_hosts[0] / "pid.4194305") if SEES_ALL else ())]
-        kept = [*not_the_librarys, open_one, *others, sessions[1], of_hosts[1] / "pid.4194305"]
-        assert [path.exists() for path in gone] == [False] * len(gone)
-        assert [path.exists() for path in kept] == [True] * len(kept)
+        removed = [*mine, *((sessions[0], of_hosts[0] / "pid.4194305") if SEES_ALL else ())]
+        remaining = [*not_the_librarys, open_one, *others, sessions[1], of_hosts[1] / "pid.4194305"]
+        assert [path.exists() for path in removed] == [False] * len(removed)
+        assert [path.exists() for path in remaining] == [True] * len(remaining)
         if SEES_ALL:
             assert "in use (1): they are of the host another-host; run it there" in done.stdout
     finally:
@@ -222,8 +222,8 @@ def test_clean_leaves_session_folders_that_other_hosts_may_share(tmp_path):
         pytest.skip(f"no file system to mount: {mounted.stderr!r}")
     try:
         (tmp_path / "ompi.4194305").mkdir()
-        [found] = candidates([tmp_path])
-        assert "(hugetlbfs) may be shared by other hosts" in found.unseen and not unused([found])
+        [candidate] = candidates([tmp_path])
+        assert "(hugetlbfs) may be shared by other hosts" in candidate.unseen and not unused([candidate])
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)
 

@@ -66,8 +66,8 @@ def test_my_text_becomes_a_model_that_transformers_writes_alike_with_and_that_ca
     assert theirs.config.model_type == "llama"
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "theirs/tokenizer.json"))
     tokens = tokenizer(prompt, return_tensors="pt").input_ids
-    made = theirs.generate(tokens, max_new_tokens=20, do_sample=False, pad_token_id=0)
-    assert ours == tokenizer.decode(made[0], skip_special_tokens=True) + "\n" and len(ours) > len(prompt) + 20
+    generated = theirs.generate(tokens, max_new_tokens=20, do_sample=False, pad_token_id=0)
+    assert ours == tokenizer.decode(generated[0], skip_special_tokens=True) + "\n" and len(ours) > len(prompt) + 20
     held_out = open_dataset(tmp_path / "data/mine", "held_out", sequence=SEQUENCE)
     x, y = map(torch.from_numpy, held_out.read(np.arange(len(held_out))))
     with torch.no_grad():
@@ -84,8 +84,8 @@ def test_my_text_becomes_a_model_that_transformers_writes_alike_with_and_that_ca
     typed("evaluate runs/tuned --split train --json tuned-figures.json")
     typed("predict runs/tuned data/pairs --out pairs.npz")
     count = len(open_dataset(tmp_path / "data/pairs", sequence=SEQUENCE))
-    with np.load(tmp_path / "pairs.npz") as found:  # a sample's loss is the mean over its completions' tokens
-        by_sample = -found["log_probability"][:count] / found["tokens"][:count]
+    with np.load(tmp_path / "pairs.npz") as predictions:  # a sample's loss is the mean over its completions' tokens
+        by_sample = -predictions["log_probability"][:count] / predictions["tokens"][:count]
     tuned = json.loads((tmp_path / "tuned-figures.json").read_text())
     assert tuned["loss"] == pytest.approx(by_sample.mean(), rel=1e-4) and tuned["samples"] == count
     typed("predict runs/tuned pairs.jsonl --prompt prompt --out answers.jsonl")

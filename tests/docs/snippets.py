@@ -53,8 +53,8 @@ class Snippet:
     @property
     def file(self) -> tuple[str, str]:
         """(the file that it is to be written to, the command that is run then), each empty where it has none."""
-        found = _NAMED.match(self.text.partition("\n")[0])
-        return (found[1], found[2] or "") if found else ("", "")
+        match = _NAMED.match(self.text.partition("\n")[0])
+        return (match[1], match[2] or "") if match else ("", "")
 
     @property
     def script(self) -> str:
@@ -111,16 +111,16 @@ def snippets(page: Path) -> Iterator[Snippet]:
 
 
 def _made(page: Path, number: int, language: str, text: str, marks: list[re.Match[str]]) -> Snippet:
-    told = {kind: [m[2] or "" for m in marks if m[1] == kind] for kind in ("skip", "quick", "with", "add")}
+    arguments = {kind: [m[2] or "" for m in marks if m[1] == kind] for kind in ("skip", "quick", "with", "add")}
     return Snippet(
         page,
         number + 1,
         language,
         text,
-        skip="".join(told["skip"]),
-        quick=bool(told["quick"]),
-        setups=tuple(told["with"]),
-        added=" ".join(told["add"]),
+        skip="".join(arguments["skip"]),
+        quick=bool(arguments["quick"]),
+        setups=tuple(arguments["with"]),
+        added=" ".join(arguments["add"]),
     )
 
 
@@ -131,9 +131,9 @@ def joined(text: str) -> list[str]:
 
 def without_comment(line: str) -> tuple[str, str, str]:
     """(the command of a line, the space behind it, the comment)."""
-    found = re.match(r"^(.*?)(\s*)((?:(?<=\s)#.*|^#.*)?)$", line)
-    assert found is not None
-    return found[1], found[2], found[3]
+    match = re.match(r"^(.*?)(\s*)((?:(?<=\s)#.*|^#.*)?)$", line)
+    assert match is not None
+    return match[1], match[2], match[3]
 
 
 def commands(snippet: Snippet) -> Iterator[tuple[str, list[str]]]:

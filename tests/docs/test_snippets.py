@@ -143,8 +143,8 @@ def test_a_block_that_stands_alone_runs(block: Snippet, tmp_path):
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_every_block_of_a_page_runs(page, tmp_path, data):
     (tmp_path / "data").mkdir()
-    for made in data:
-        (tmp_path / "data" / made.name).symlink_to(made)
+    for dataset in data:
+        (tmp_path / "data" / dataset.name).symlink_to(dataset)
     for name in ("jobs", "tests", "docs", "examples"):
         (tmp_path / name).symlink_to(ROOT / name)
     for block in snippets.snippets(page):

@@ -96,9 +96,9 @@ def test_the_engine_example_has_the_losses_of_one_rank(world, share_node):
     engine = load("engine")
 
     def steps(comm):
-        made = engine.make_engine(comm, 3, share_node)
-        losses = [engine.train_step(made, comm) for _ in range(4)]
-        made.close()
+        training_engine = engine.make_engine(comm, 3, share_node)
+        losses = [engine.train_step(training_engine, comm) for _ in range(4)]
+        training_engine.close()
         return losses
 
     assert steps(world) == pytest.approx(on_one_rank(world, steps), rel=1e-5)
@@ -214,9 +214,9 @@ def test_the_deepspeed_example_trains_and_has_the_losses_of_one_rank(world, fold
 
     def steps(comm):
         torch.manual_seed(0)
-        made = mt.initialize(script.Net(), config=EXAMPLES / "deepspeed_config/ds_config.json", comm=comm)
-        losses = script.train(made, comm, 25, silent)  # into the second epoch
-        made.close()
+        engine = mt.initialize(script.Net(), config=EXAMPLES / "deepspeed_config/ds_config.json", comm=comm)
+        losses = script.train(engine, comm, 25, silent)  # into the second epoch
+        engine.close()
         return losses
 
     assert steps(world) == pytest.approx(on_one_rank(world, steps), rel=1e-4)

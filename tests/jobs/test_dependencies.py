@@ -38,8 +38,8 @@ def requirements(*extras: str) -> list[Requirement]:
     declared.read(ROOT / "setup.cfg")
     texts = [declared["options"]["install_requires"], *(declared["options.extras_require"][name] for name in extras)]
     lines = [line.split("#")[0].strip() for text in texts for line in text.splitlines()]
-    found = [Requirement(line) for line in lines if line]
-    return [each for each in found if each.marker is None or each.marker.evaluate()]
+    candidates = [Requirement(line) for line in lines if line]
+    return [each for each in candidates if each.marker is None or each.marker.evaluate()]
 
 
 def extras() -> list[str]:
@@ -82,9 +82,9 @@ def test_the_core_of_the_suite_passes_with_the_lowest_versions(tmp_path):
     venv.create(tmp_path / "lowest", with_pip=True)
     python = tmp_path / "lowest/bin/python"
     tools = [each for each in requirements("test") if each.name in TOOLS]
-    wanted = {lowest(each) for each in [*requirements(*CORE), *tools] if each.name != "torch"}
-    wanted.add(f"torch==={lowest_torch(python)}")
-    installed = run(python, "-m", "pip", "install", "-q", "--no-cache-dir", *sorted(wanted), limit=900)
+    versions = {lowest(each) for each in [*requirements(*CORE), *tools] if each.name != "torch"}
+    versions.add(f"torch==={lowest_torch(python)}")
+    installed = run(python, "-m", "pip", "install", "-q", "--no-cache-dir", *sorted(versions), limit=900)
     assert installed.returncode == 0, installed.stderr[-3000:]
     done = run(python, "-m", "pytest", "-q", *SERIAL, limit=400)
     assert done.returncode == 0, done.stdout[-3000:]
@@ -100,8 +100,8 @@ def test_the_core_of_the_suite_passes_with_the_lowest_versions(tmp_path):
 def lowest_torch(python: Path) -> str:
     """The lowest version of torch for the CPU alone that is allowed and offered; skips where there is none."""
     (declared,) = [each for each in requirements() if each.name == "torch"]
-    told = run(python, "-m", "pip", "index", "versions", "torch", limit=100).stdout
-    offered = re.findall(r"[\d.]+\+cpu", told.partition("Available versions:")[2].partition("\n")[0])
+    listing = run(python, "-m", "pip", "index", "versions", "torch", limit=100).stdout
+    offered = re.findall(r"[\d.]+\+cpu", listing.partition("Available versions:")[2].partition("\n")[0])
     allowed = sorted((each for each in offered if Version(each) in declared.specifier), key=Version)
     if not allowed:
         pytest.skip("the package index offers no torch for the CPU alone")

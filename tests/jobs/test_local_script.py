@@ -25,9 +25,9 @@ LONG = 900  # seconds: torch with CUDA's libraries takes minutes to install
 
 def runs(python: Path, version: str = "") -> bool:
     """Whether it starts, and is of that version: "3.12", or else any from 3.10 on."""
-    told = "'%d.%d' % sys.version_info[:2]"
+    expression = "'%d.%d' % sys.version_info[:2]"
     try:
-        script = f"import sys; sys.exit({told} != '{version}' if '{version}' else sys.version_info < (3, 10))"
+        script = f"import sys; sys.exit({expression} != '{version}' if '{version}' else sys.version_info < (3, 10))"
         return subprocess.run([python, "-c", script], capture_output=True, timeout=20).returncode == 0
     except OSError:
         return False
