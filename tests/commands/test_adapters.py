@@ -88,12 +88,10 @@ def test_a_run_with_adapters_is_loaded_and_goes_on_from_prompts_as_transformers_
     tokens = torch.tensor([list(b"All happy")])
     with torch.no_grad():
         torch.testing.assert_close(load_model(run)(tokens), merged(tokens).logits)
-    expected = merged.generate(tokens, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)[
-        0
-    ].tolist()
+    target = merged.generate(tokens, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)[0].tolist()
     capfdbinary.readouterr()
     assert generate([str(run), "--prompt", "All happy", "--tokens", "12", "--temperature", "0"]) == 0
-    assert capfdbinary.readouterr().out.decode() == bytes(expected).decode("utf-8", "replace") + "\n"
+    assert capfdbinary.readouterr().out.decode() == bytes(target).decode("utf-8", "replace") + "\n"
     assert predict([str(run), str(place / "text"), "--out", str(tmp_path / "all.npz")]) == 0
 
 
