@@ -1,4 +1,4 @@
-"""What is built on torch.distributed works over this backend: groups, meshes, DTensor, pipelines, checkpoints."""
+"""Users of torch.distributed work over this backend: groups, meshes, DTensor, pipelines, checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors on a device over this backend: what is asked of the device before and after an operation stays in order.
+"""Tensors on a device over this backend: work queued before and after an operation stays in order.
 
 The pretend accelerator runs nothing until something waits for it, so that an event too few gives wrong numbers.
 """
@@ -19,7 +19,7 @@ in_thread = pytest.mark.parametrize("threaded", [False, True], ids=["caller", "t
 
 @pytest.fixture
 def group_of(world, monkeypatch, request) -> Callable[[bool], object]:
-    """Initializes torch.distributed, with or without a thread for communication."""
+    """Yield a function that initializes torch.distributed, with or without a communication thread."""
 
     def make(threaded: bool) -> object:
         monkeypatch.setattr(type(world), "overlaps", threaded)

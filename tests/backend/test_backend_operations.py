@@ -1,4 +1,4 @@
-"""Every operation of torch.distributed over this backend, against what one process computes."""
+"""Every operation of torch.distributed over this backend, compared with one process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def value(rank: int, dtype: torch.dtype, shape=(3, 5)) -> torch.Tensor:
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal bits: fp8 and the like have no equality of their own."""
+    """Return True where both have the same bits; types such as fp8 do not define equality."""
     return (
         a.shape == b.shape
         and a.dtype == b.dtype
@@ -397,7 +397,7 @@ def test_a_wrong_call_is_an_error_with_its_mend(group, world):
 
 
 class Float8(torch.Tensor):
-    """A tensor in 8 bits with its scale, made as those of torchao are."""
+    """An 8-bit tensor with its scale, built like torchao's."""
 
     @staticmethod
     def __new__(cls, data, scale):
@@ -419,7 +419,7 @@ class Float8(torch.Tensor):
 
 
 class Opaque(torch.Tensor):
-    """A wrapper that does not say what it wraps."""
+    """A wrapper that does not reveal the tensors it wraps."""
 
     @staticmethod
     def __new__(cls, data):

@@ -1,4 +1,4 @@
-"""Libraries that people train with, unchanged, over this backend. Each test needs its library installed."""
+"""Popular training libraries run unchanged over this backend. Each test needs its library installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every schedule of torch.distributed.pipelining runs over this backend, and keeps nothing of what it has passed on."""
+"""Every schedule of torch.distributed.pipelining runs over this backend, which keeps no tensor that it has sent."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class Layer(nn.Module):
         self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Add to x what two linear maps with a tanh between them make of it."""
+        """Return x plus two linear maps of it with a tanh between them."""
         return x + self.second(torch.tanh(self.first(x)))
 
 
 def stages_of(name: str, rank: int, size: int) -> list[int]:
-    """The numbers of the stages that a rank has under a schedule."""
+    """Return the numbers of the stages that a rank has under a schedule."""
     if name in ONE_STAGE:
         return [rank]
     return [rank, 2 * size - 1 - rank] if name in VEES else [rank, rank + size]

@@ -43,7 +43,7 @@ NOT_OURS = {  # tests that cannot apply, each with its reason
 
 @dataclass(frozen=True)
 class Outcome:
-    """kind: passed, failed or skipped; reason: of the latter two."""
+    """Outcome of one test. kind: passed, failed or skipped; reason: why, for failed and skipped tests."""
 
     name: str
     kind: str
@@ -55,7 +55,7 @@ PEER = "peer"  # gloo itself
 
 
 def suite(ranks: int, name: str, only: str = "", without: Sequence[str] = (), limit: float = 300) -> list[Outcome]:
-    """Run the tests on this many ranks, believing that the backend is called `name`. without: tests to leave out."""
+    """Run the tests on `ranks` ranks, with the backend under the name `name`. without: tests to leave out."""
     from support import clean_environment, launcher
 
     outcomes: list[Outcome] = []
@@ -146,7 +146,7 @@ def one_rank(name: str, folder: str, only: str) -> None:
         from torch.testing._internal.distributed import distributed_test as tests
 
     class Suite(tests.TestDistBackend, tests.DistributedTest._DistTestBase):
-        """The tests, each in this process as one of the ranks."""
+        """The tests, run in this process as one rank."""
 
     shared = Path(folder)
     for sub in ("barrier", "test_dir", "init_dir"):
@@ -193,7 +193,7 @@ def one_rank(name: str, folder: str, only: str) -> None:
 
 
 class _LikeGloo(str):
-    """A name that the tests take for "gloo" where they ask for that by name."""
+    """A backend name that compares equal to "gloo" where the tests check for it."""
 
     def __eq__(self, other: object) -> bool:
         return str(self) == other or other == "gloo"
@@ -214,7 +214,7 @@ def _enough(function: Any) -> Any:
 def _run(
     begin: Callable[[], None], suite: Any, test: str, rank: int, file: str, dist: Any, tests: Any, common: Any
 ) -> tuple[str, str]:
-    """One test on this rank: passed, skipped or failed, and why. begin: makes the default process group."""
+    """Run one test on this rank; return passed, skipped or failed, and why. begin: creates the default group."""
     import traceback
     import unittest
 

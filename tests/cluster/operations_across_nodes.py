@@ -1,4 +1,4 @@
-"""Every operation of the communicator across nodes; a rank ends with an AssertionError at a wrong result.
+"""Every operation of the communicator across nodes; a wrong result raises an AssertionError.
 
 Started by test_several_nodes.py on three hosts, or by hand: python tests/cluster/namespace_hosts.py python <this>
 """
@@ -87,7 +87,7 @@ def movements(world: mt.Communicator) -> None:
 
 
 def groups(world: mt.Communicator) -> None:
-    """A group within each node, and one across the nodes."""
+    """Check a group within each node, and one across the nodes."""
     for colors in (world.nodes, world.all_gather_object(world.local_rank)):
         group = world.split(colors[world.rank])
         members = [rank for rank in range(world.size) if colors[rank] == colors[world.rank]]

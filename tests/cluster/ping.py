@@ -1,4 +1,4 @@
-"""What a link does: the round trip of one byte, and the bandwidth of large messages, from rank 0 to rank 1.
+"""Measurement of a link from rank 0 to rank 1: the round trip of one byte, and the bandwidth of large messages.
 
     python tests/cluster/namespace_hosts.py --link 1e9,0.01 --ranks 1,1 python tests/cluster/ping.py [MIB]
 
@@ -19,7 +19,7 @@ ROUND_TRIPS, MESSAGES = 20, 4
 
 
 def round_trip(world: MPI.Comm, buffer: np.ndarray) -> float:
-    """Seconds until rank 1 has `buffer`, and rank 0 one byte in return."""
+    """Return the seconds until rank 1 has `buffer` and rank 0 has one byte in return."""
     answer = np.zeros(1, np.uint8)
     began = time.perf_counter()
     if world.rank == 0:

@@ -1,4 +1,4 @@
-"""A parameter server's workers and servers that die or stop, by real kills."""
+"""Workers and servers of a parameter server are killed or stopped by real signals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Long: training jobs killed at every moment of a save, a restart and a step, started again, and compared with jobs
+"""Long campaign: jobs killed at every moment of a save, a restart and a step, started again, and compared with jobs
 that nobody killed.
 
     pytest --campaign tests/cluster/test_kill_campaign.py                   14 cases
@@ -59,7 +59,7 @@ class Ended:
 
 
 class Jobs:
-    """Jobs on one data set, and those that nobody disturbs, each of them once."""
+    """Jobs on one data set; each undisturbed job runs only once."""
 
     def __init__(self, folder: Path, data: Path) -> None:
         self.folder, self._data = folder, data
@@ -67,8 +67,11 @@ class Jobs:
         self._lock = threading.Lock()
 
     def train(self, case: Case, ranks: int, keep: int, run: Path, kill: Kill | None = None, *, steps: int = 0) -> Ended:
-        """kill: where it is to die; what the ranks note is then beside `run`. steps: of a job that notes all it
-        comes by.
+        """Run a training job.
+
+        Args:
+            kill: Kill that ends the job; the ranks then write their notes beside `run`.
+            steps: Steps of a job that records all moments it passes; 0: records none.
         """
         options = {
             "run.dir": run,
@@ -98,7 +101,7 @@ class Jobs:
         return run_job(ranks, [*command, *arguments], run)
 
     def undisturbed(self, case: Case) -> Path:
-        """The run folder of a job like the case's, with all of its checkpoints."""
+        """Return the run folder of an undisturbed job like the case's, with all of its checkpoints."""
         key = (case.ranks, case.zero, case.dropout)
         with self._lock:
             mine = key not in self._undisturbed
@@ -115,7 +118,7 @@ class Jobs:
 
 
 def run_job(ranks: int, command: Sequence[str], run: Path) -> Ended:
-    """Run a job to its end, which must come in time. Its output goes into files beside its run folder."""
+    """Run a job, which must end in time. Its output goes into files beside its run folder."""
     out, err = _beside(run, ".out"), _beside(run, ".err")
     with open(out, "w") as to_out, open(err, "w") as to_err:
         process = subprocess.Popen(
@@ -168,7 +171,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Jobs:
 
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest, jobs: Jobs) -> Iterator[dict[int, Future[None]]]:
-    """The cases that were chosen, some at a time: most of a job is its start, which leaves cores idle now and then."""
+    """Yield futures of the selected cases, several of which run at once because a starting job leaves cores idle."""
     here = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
     chosen = [item.callspec.params["case"] for item in here]
     with ThreadPoolExecutor(TOGETHER) as pool:
@@ -220,8 +223,9 @@ def _check_the_kill(case: Case, kill: Kill, run: Path, ended: Ended) -> None:
 
 
 def _left_in_shared_memory(mapped: Sequence[str]) -> list[str]:
-    """What is there still of the files that one rank had mapped, and of others of its job: Open MPI's names have the
-    job's number in them, also those of files that other ranks had made and this one had not mapped yet.
+    """Return the remaining files among those that a rank had mapped, and other files of its job.
+
+    Open MPI's file names contain the job's number, also for files of other ranks that this rank had not mapped yet.
     """
     jobs = {match[1] for path in mapped if (match := re.search(r"/sm_segment\..+\.([0-9a-f]+)\.\d+$", path))}
     of_job = {str(file) for job in jobs for file in Path("/dev/shm").glob(f"*.{job}.*")}
@@ -229,7 +233,7 @@ def _left_in_shared_memory(mapped: Sequence[str]) -> list[str]:
 
 
 def _check_checkpoints(case: Case, run: Path, reference: Path, spoiled: Path | None) -> None:
-    """Each that has its final name is the one that the undisturbed job wrote at this step, bit by bit."""
+    """Check that every finished checkpoint has the bits of the undisturbed job's checkpoint of the same step."""
     for step in finished_steps(run / "checkpoints"):
         folder, theirs = _checkpoint(run, step), _checkpoint(reference, step)
         wrong = list(damages(folder))
@@ -242,7 +246,7 @@ def _check_checkpoints(case: Case, run: Path, reference: Path, spoiled: Path | N
 
 
 def _damage_newest(checkpoints: Path) -> Path:
-    """Flip a bit of a tensor."""
+    """Flip a bit of a tensor in the newest checkpoint."""
     folder = checkpoints / folder_name(finished_steps(checkpoints)[0])
     extent = read_manifest(folder).extents[-1]
     with open(folder / extent.file, "r+b") as file:
@@ -277,7 +281,7 @@ def _chosen(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_the_moments_are_all_acts_of_a_save_in_their_order(jobs: Jobs) -> None:
-    """Two jobs that come by all moments: one in the foreground; one in the background that replaces and removes."""
+    """Two jobs pass all moments: one saves in the foreground; the other in the background, replacing and removing."""
     case = Case(0, 2, 2, "rank", False, 0, ())
     run = jobs.folder / "noted"
     assert jobs.train(case, 2, 3, run, steps=6).code == 0

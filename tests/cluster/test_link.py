@@ -1,4 +1,4 @@
-"""A slow link between two nodes, which measurements of training across sites rely on, is what it says."""
+"""The slow link between two nodes has the bandwidth and delay it claims; measurements across sites rely on it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints on the disks of hosts that are killed, wiped and damaged: training goes on with the same losses."""
+"""Training goes on with the same losses when hosts with local checkpoints are killed, and disks wiped or damaged."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_killed_host_and_flipped_bits_cost_nothing_that_other_hosts_have(hosts
         return hosts.mpirun(command(run, steps, **more), (1, 1, 1))
 
     def until(more_steps, *killed):
-        """Run across the hosts for so many steps, then kill some; what it said until then."""
+        """Run `more_steps` steps across the hosts, kill the hosts `killed`, and return the output so far."""
         first = read_metrics(run)[-1]["step"]
         with open(tmp_path / "out", "w") as out:
             started = subprocess.Popen(across(ENDLESS), env=hosts.environment(), stdout=out, stderr=out)

@@ -1,4 +1,4 @@
-"""parallel.mode local between nodes that a slow link joins: 1 Gbit/s, 10 ms."""
+"""parallel.mode local between nodes with a slow link: 1 Gbit/s, 10 ms."""
 
 from __future__ import annotations
 

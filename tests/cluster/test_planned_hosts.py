@@ -1,7 +1,7 @@
-"""The planner for nodes that a slow link joins: what it says of layouts, beside what they take.
+"""The planner's predictions for nodes with a slow link, compared with measured times.
 
-All three hosts compute on the cores of this machine, which each of them takes for its own: the machine file says so
-(`node.cores`, `node.seen_cores`).
+All three hosts compute on the cores of this machine, which each of them believes to be its own. The machine file
+describes this with `node.cores` and `node.seen_cores`.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def arguments(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def undisturbed(arguments, tmp_path_factory):
-    """The rows of a run that nobody died in."""
+    """Return the metrics rows of a run in which no rank died."""
     folder = tmp_path_factory.mktemp("undisturbed") / "r"
     done = Job(folder, 2, arguments)
     done.end()
@@ -50,7 +50,7 @@ def undisturbed(arguments, tmp_path_factory):
 
 
 def same_run(folder: Path, undisturbed: list[dict]) -> None:
-    """Every step once, with the samples and the losses of the undisturbed run."""
+    """Assert that the run has every step once, with the samples and losses of the undisturbed run."""
     rows = read_metrics(folder)
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     assert [row["ids"] for row in rows] == [row["ids"] for row in undisturbed]
@@ -110,7 +110,7 @@ def test_a_mesh_goes_on_at_the_largest_size_that_fits_and_who_waits_takes_part_a
 
 
 def test_a_reproducible_run_goes_on_with_its_bits(tmp_path, arguments):
-    """On 4 of 7 ranks: run.workers is a multiple of no other number up to 7."""
+    """Only 4 of the 7 remaining ranks train, because run.workers is a multiple of no other number up to 7."""
     arguments = (*arguments, "--run.reproducible", "true")
     whole, job = Job(tmp_path / "whole", 2, arguments), Job(tmp_path / "r", 8, arguments)
     try:
@@ -161,7 +161,7 @@ def test_a_rank_that_dies_with_its_partner_costs_the_steps_since_the_last_checkp
 
 
 def test_a_rank_that_stops_is_named_and_ended_alone(tmp_path, arguments, undisturbed):
-    """The others notice one after the other; none may go by the numbers of the world before once it is left."""
+    """The other ranks notice at different times, and none may use rank numbers of the old world after leaving it."""
     job = Job(tmp_path / "r", 4, (*arguments, "--comm.timeout", 15))  # more than ranks need to start
     try:
         job.until(lambda: job.rows() >= 15)
@@ -195,7 +195,7 @@ def test_where_nothing_fits_the_newest_copy_is_saved_for_a_restart(tmp_path, arg
 
 @pytest.fixture
 def across(hosts, tmp_path, arguments):
-    """Starts a job across hosts, ranks[0] of them on the first, and so on."""
+    """Yield a function that starts a job across hosts, with ranks[0] ranks on the first host, and so on."""
 
     def start(*more: object, ranks: Sequence[int] = (2, 2, 2), options: Sequence[str] = ACROSS) -> Job:
         command = hosts.mpirun([], ranks, options)

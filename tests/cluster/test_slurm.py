@@ -1,5 +1,5 @@
-"""jobs/train.sbatch on a real Slurm cluster of three nodes: trains, is asked to stop, loses a node, goes on; ends for
-good where it is cancelled."""
+"""jobs/train.sbatch on a real Slurm cluster of three nodes: a job trains, is asked to stop, loses a node, and goes on;
+a cancelled job ends for good."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Training:
         self.set_pace(seconds)
 
     def set_pace(self, seconds: float) -> None:
-        """How long a step takes, of ranks that start from now on."""
+        """Set the duration of a step, for ranks that start from now on."""
         (self.folder / "slow_model.py").write_text(FACTORY.replace("SECONDS", str(seconds)))
 
     def submit(self, *options: str, script: Path = ROOT / "jobs/train.sbatch", more: tuple[object, ...] = ()) -> str:
@@ -239,7 +239,7 @@ def test_a_job_with_a_wrong_setting_ends_at_once(slurm, tmp_path):
 )
 @pytest.mark.parametrize("device", ["pretend"], indirect=True)
 def test_each_rank_of_a_job_has_a_device_of_its_own(slurm_with_devices, device, tmp_path, options):
-    """Slurm says by CUDA_VISIBLE_DEVICES what a process may have; the pretend accelerator is told the same."""
+    """Slurm assigns devices by CUDA_VISIBLE_DEVICES; the pretend accelerator is set to the same devices."""
     training = Training(tmp_path, slurm_with_devices, steps=2, seconds=0)
     (tmp_path / "sitecustomize.py").write_text(
         "import os\nos.environ['PRETEND_VISIBLE_DEVICES'] = os.environ.get('CUDA_VISIBLE_DEVICES', '')\n"

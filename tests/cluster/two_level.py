@@ -27,7 +27,7 @@ PORT, INTERFACE = 29517, "e0"
 
 
 def seconds(world: mt.Communicator, call: Callable[[], object]) -> float:
-    """Of one call, the mean of a few, on the slowest rank. Collective."""
+    """Return the seconds of one call: the mean of several on the slowest rank. Collective."""
     world.barrier()
     began = time.perf_counter()
     for _ in range(REPEATS):
@@ -38,13 +38,13 @@ def seconds(world: mt.Communicator, call: Callable[[], object]) -> float:
 
 
 def sent_by_this_host() -> int:
-    """Bytes so far."""
+    """Return the bytes that this host has sent so far."""
     lines = Path("/proc/self/net/dev").read_text().splitlines()
     return next(int(line.split()[9]) for line in lines if line.strip().startswith(f"{INTERFACE}:"))
 
 
 def sent(world: mt.Communicator, call: Callable[[], object]) -> int:
-    """Bytes that one call sends from the host that sends most. Collective."""
+    """Return the bytes that one call sends from the host that sends most. Collective."""
     world.barrier()
     began = sent_by_this_host()
     world.barrier()

@@ -1,4 +1,4 @@
-"""Ranks that do not come to the start, or leave while others wait for them: they are named within seconds."""
+"""Ranks that miss the start, or leave while others wait for them, are named within seconds."""
 
 from __future__ import annotations
 

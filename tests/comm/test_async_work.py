@@ -1,4 +1,4 @@
-"""Operations that go on while the caller computes: in order, with errors where they are waited for."""
+"""Asynchronous operations run in order while the caller computes, and raise their errors in `wait`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mpitrain.errors import CommunicationError, InputError
 
 @pytest.fixture
 def group(world, monkeypatch, request):
-    """All ranks, with a thread for communication (`spare` is a core for it, 0 or 1) and without the debug mode."""
+    """Yield a group of all ranks with a communication thread, without debug mode. `spare`: cores for the thread, 0 or 1."""
     spare = getattr(request, "param", 1)
     monkeypatch.setattr(world, "process", dataclasses.replace(world.process, spare_cores=spare, debug=False))
     comm = world.split(0)

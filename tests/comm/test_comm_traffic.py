@@ -1,4 +1,4 @@
-"""The journal counts what a rank sends, by the formulas of the operations, and its waits; off, it does nothing."""
+"""The journal counts the bytes that a rank sends, by each operation's formula, and its waits; off, it does nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DELAY = 0.2  # seconds
 
 @pytest.fixture
 def plain(world, monkeypatch):
-    """A communicator without the debug mode, in which nothing is ready, whose journal is on; with a thread."""
+    """Yield a communicator with a thread and its journal on, without debug mode and without prepared calls."""
     monkeypatch.setattr(world, "process", dataclasses.replace(world.process, debug=False, spare_cores=1))
     comm = world.split(0, label="axis")
     comm.journal.start()
@@ -30,7 +30,7 @@ def plain(world, monkeypatch):
 
 
 def totals(comm: Communicator) -> dict[tuple[str, str], tuple[int, int, int]]:
-    """Of each (operation, algorithm): calls of this rank, bytes inside and between nodes of all ranks."""
+    """Return, by (operation, algorithm), this rank's calls and all ranks' bytes inside and between nodes."""
     mine = [
         [r.operation, r.algorithm, r.calls, r.inside, r.between] for r in comm.journal.account() if r.axis == "axis"
     ]
@@ -178,7 +178,7 @@ def test_waits_for_other_ranks_count_and_computing_does_not(plain):
     journal, x, rank = plain.journal, torch.zeros(100), plain.rank
 
     def waited(act) -> list[float]:
-        """What this rank waits in `act`, of a few times, when rank 0 comes late to it."""
+        """Return the seconds this rank waits in each of three calls of `act` to which rank 0 comes late."""
         waits = []
         for _ in range(3):  # the machine may be busy with other things in one of them
             plain.barrier()
@@ -220,7 +220,7 @@ def test_nothing_is_counted_and_nothing_is_in_the_way_while_off(plain):
     journal, x = plain.journal, torch.zeros(16)
 
     def performed() -> list[str]:
-        """By what the repeated operation is performed."""
+        """Return the names of the classes that perform the repeated operation."""
         for _ in range(2):
             plain.all_reduce(x)
         return [ready.__qualname__.split(".")[0] for key, ready in plain.ready.items() if key[0] == "all_reduce"]

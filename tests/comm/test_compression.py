@@ -1,4 +1,4 @@
-"""Compressed all-reduces: what arrives, what is remembered, what travels."""
+"""Compressed all-reduces: their results, the errors they carry over, and the bytes they send."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def gradient(numel: int, rank: int, step: int = 0, dtype: torch.dtype = torch.fl
 
 
 def bucket_gradient(rank: int, step: int) -> torch.Tensor:
-    """Gradients of the parameters of SHAPES; the gaps stay zero."""
+    """Return gradients of the parameters in SHAPES; the gaps between them stay zero."""
     flat, whole = torch.zeros(NUMEL), gradient(NUMEL, rank, step)
     for lo, shape in SHAPES:
         flat[lo : lo + math.prod(shape)] = whole[lo : lo + math.prod(shape)]
@@ -41,7 +41,7 @@ def bucket_gradient(rank: int, step: int) -> torch.Tensor:
 
 
 def same_everywhere(world, x: torch.Tensor) -> bool:
-    """Whether all ranks have the same bits."""
+    """Return True where all ranks have the same bits."""
     mine = x.contiguous().view(-1).view(torch.uint8).clone()
     everyone = torch.empty(mine.numel() * world.size, dtype=torch.uint8)
     world.all_gather(everyone, mine)
@@ -200,7 +200,7 @@ def test_powersgd_of_full_rank_is_the_exact_reduction(world, shape, op):
 
 @MANY
 def test_powersgd_finds_the_best_approximation_of_a_fixed_average(world):
-    """Subspace iteration: with warm start it converges to the truncated singular value decomposition."""
+    """Warm-started subspace iteration converges to the truncated singular value decomposition."""
     decay = torch.tensor([10.0, 5.0, 2.0, 1.0, 0.5, 0.2]).diag()
 
     def matrix(r: int) -> torch.Tensor:
@@ -317,7 +317,7 @@ def test_asynchronous_compressed_sums_are_the_blocking_ones(world, kind):
 
 
 class _Counting:
-    """Passes collectives on and counts the bytes it is handed."""
+    """A communicator that forwards collectives and counts the bytes passed to it."""
 
     def __init__(self, comm) -> None:
         self.comm, self.size, self.nbytes = comm, comm.size, 0

@@ -1,4 +1,4 @@
-"""How many cores a rank has for itself, however the ranks are bound."""
+"""Cores that a rank has to itself under every binding of ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_cores_that_several_ranks_may_use_are_shared_and_others_are_not(binding)
 
 
 def machine(folder, cores, per_core):
-    """A folder with what Linux tells of a machine whose hardware thread t is one of core t modulo `cores`."""
+    """Write Linux's topology files of a machine whose hardware thread t belongs to core t modulo `cores`."""
     for thread in range(cores * per_core):
         place = folder / f"sys/devices/system/cpu/cpu{thread}/topology"
         place.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Operations between whose halves the caller acts: right however late ranks are, with memory written again at once."""
+"""Deferred operations are right however late a rank is, and even when their memory is written again at once."""
 
 from __future__ import annotations
 

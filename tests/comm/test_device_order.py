@@ -1,4 +1,4 @@
-"""What is asked of the device before and after an operation stays in order, by each way of carrying device memory.
+"""Device work queued before and after an operation stays in order, for each way of carrying device memory.
 
 The pretend accelerator runs nothing until something waits for it, so that a wait too few gives wrong numbers.
 `tests/test_synchronizations.py` takes each wait away in turn, and expects a test to fail.
@@ -22,7 +22,7 @@ MANY = 700_000  # elements: more pieces than there are slots
 
 
 def late(value: float, numel: int, device: torch.device, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """A tensor that is not computed yet."""
+    """Return a tensor that the device has not computed yet."""
     x = torch.full((numel,), value, dtype=dtype, device=device)
     return x.mul_(2).sub_(value)
 

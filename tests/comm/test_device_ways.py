@@ -1,4 +1,4 @@
-"""Which way of carrying device memory is taken, and NCCL's calls."""
+"""Choice of the way in which device memory is carried, and calls to NCCL."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ on_pretend = pytest.mark.parametrize("way", ["staged"], indirect=True)  # the de
 
 @pytest.fixture
 def fresh(world, device, monkeypatch) -> Iterator[Communicator]:
-    """All ranks, which have not carried any device memory."""
+    """Yield a communicator of all ranks that has not carried device memory yet."""
     memory = world.process.device_memory
     for name, value in (("way", "auto"), ("device", None), ("mpi_reads", None)):
         monkeypatch.setattr(memory, name, value)
@@ -51,7 +51,7 @@ def test_where_there_is_a_choice_it_is_measured_and_all_ranks_choose_alike(fresh
 @on_pretend
 @pytest.mark.ranks(2)
 def test_memory_that_turns_out_to_be_another_is_not_used(fresh, device, monkeypatch):
-    """As where a device has another number in another process."""
+    """The memory differs where a device has another number in another process."""
 
     def wrong(told: list[int]) -> torch.UntypedStorage:
         return torch.zeros(told[4], dtype=torch.uint8, device=device).untyped_storage()

@@ -1,4 +1,4 @@
-"""An algorithm, and a whole operation, added from outside the package: as CONTRIBUTING.md shows it."""
+"""An algorithm and a whole operation, added from outside the package as CONTRIBUTING.md shows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Long: thousands of saves and of groups, under both MPIs; MPICH has 2,048 communicators, Open MPI memory."""
+"""Long campaign of thousands of saves and groups: MPICH has only 2,048 communicators, Open MPI only its memory."""
 
 from __future__ import annotations
 

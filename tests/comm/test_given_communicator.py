@@ -1,4 +1,4 @@
-"""The world made of an mpi4py communicator of the caller's: half of a job, a coupled code."""
+"""A world built from the caller's mpi4py communicator, such as half of a job or one part of a coupled code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is done so that a host that falls silent is noticed, and so that mpirun ends without it."""
+"""Settings by which a silent host is noticed, and by which mpirun ends without it."""
 
 from __future__ import annotations
 

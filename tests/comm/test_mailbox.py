@@ -1,4 +1,4 @@
-"""Mailboxes: letters of any rank to any rank, taken by a thread that knows nothing of who posts next."""
+"""Mailboxes: letters from any rank to any rank, received by a thread that cannot know who posts next."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_what_a_letter_cannot_be_is_told(world, box):
 
 @MANY
 def test_threads_that_serve_lose_nothing_of_a_thousand_random_letters(world):
-    """Each rank asks random ranks, itself too, for sums of random payloads; a thread of each answers."""
+    """Each rank asks random ranks, itself included, for sums of random payloads, and a thread of that rank answers."""
     questions, answers = world.mailbox("questions"), world.mailbox("answers")
     asked, chance = 1000 // world.size, random.Random(world.rank)
     served: list[int] = []

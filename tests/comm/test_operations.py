@@ -1,4 +1,4 @@
-"""Every operation on every type, size and place of the data, against one process."""
+"""Every operation with data of every type, size and place, compared with one process."""
 
 from __future__ import annotations
 
@@ -429,7 +429,7 @@ class Foreign:
 
 
 class ForeignOnDevice(Foreign):
-    """An array as CuPy's, with both protocols; torch can use the first one with CUDA alone."""
+    """An array like CuPy's, with both protocols; torch can use the first one only with CUDA."""
 
     @property
     def __cuda_array_interface__(self) -> dict[str, object]:

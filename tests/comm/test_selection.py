@@ -1,4 +1,4 @@
-"""What is asked of a setting alone, without ranks, is what the operations themselves then run."""
+"""The program predicted from a setting, without ranks, is the one that the operation then runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KIB = 1 << 10
 
 
 def calls(comm, x):
-    """Every operation that has a table, on a vector of one block a rank."""
+    """Return a call of each operation that has a table of algorithms; `x` has one block for each rank."""
     own_block = x[: x.numel() // comm.size]
     return {
         "all_reduce": lambda: comm.all_reduce(x),

@@ -94,7 +94,7 @@ def two_ranks(
 
 @pytest.fixture
 def small_shared_memory() -> Callable[[str], list[str]]:
-    """What to put before a command so that it sees a /dev/shm of that size, in a mount namespace of its own."""
+    """Return a function of a size, which gives the command prefix for a mount namespace with a /dev/shm of that size."""
 
     def before(size: str) -> list[str]:
         return ["unshare", "-m", "bash", "-c", f'mount -t tmpfs -o size={size} tmpfs /dev/shm && exec "$@"', "bash"]
@@ -121,7 +121,7 @@ SMALL = {
 
 @pytest.fixture
 def other_shared_memory(small_shared_memory) -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
-    """Runs SCARCE on two ranks that see a /dev/shm of a size; a process that all are forked from may see others."""
+    """Yield a function that runs SCARCE on two ranks, forked from one warm process, with a /dev/shm of a given size."""
     place = Warm(small_shared_memory("1m"))
     enter = ["nsenter", f"--target={place.process.pid}", "--mount"]
 

@@ -1,4 +1,4 @@
-"""Ranks that pass different arguments get an error, and nothing is ever written outside of what was passed."""
+"""Ranks that pass different arguments get an error, and nothing is written outside of the buffers passed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MANY = pytest.mark.ranks(2, 3)
 
 @pytest.fixture
 def plain(world, monkeypatch):
-    """A communicator over all ranks without the debug mode, which would compare first."""
+    """Yield a communicator of all ranks without debug mode, which would compare the arguments first."""
     monkeypatch.setattr(world, "process", dataclasses.replace(world.process, debug=False))
     comm = world.split(0)
     yield comm
@@ -28,7 +28,7 @@ def plain(world, monkeypatch):
 
 
 def refused(world, call) -> str:
-    """The error that all ranks raise alike."""
+    """Return the text of the error, which all ranks must raise with the same words."""
     with pytest.raises(CommunicationError) as caught:
         call()
     texts = world.all_gather_object(str(caught.value))
@@ -193,7 +193,7 @@ def test_random_mismatches_of_all_operations_write_nothing_outside_of_buffers(tm
 
 
 def campaign(folder: Path, ranks: int, seed: int, count: int) -> list[dict]:
-    """All cases' outcomes, a line a case and rank; jobs that had to be left go on with the next case."""
+    """Run `count` cases and return one line for each case and rank; after an aborted job, go on with the next case."""
     first, lines = 0, []
     while first < count:
         command = [sys.executable, str(Path(unequal.__file__)), *map(str, (seed, first, count, folder))]

@@ -1,4 +1,4 @@
-"""Nothing hangs in silence: jobs that would are ended with a report of where every rank is."""
+"""Jobs that would hang are ended with a report of where every rank is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commands a person runs beside the job."""
+"""Commands that a person runs beside the job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What killed jobs leave in /dev/shm and /tmp, and `mpitrain.doctor --clean`."""
+"""Files that killed jobs leave in /dev/shm and /tmp, and `mpitrain.doctor --clean`, which removes them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ time.sleep(60)
 
 
 class Job:
-    """Two ranks that communicate and then wait. pids: of everything mpirun started, itself first."""
+    """A job of two ranks that communicate and then wait. pids: mpirun's, and those of all processes it started."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -55,7 +55,7 @@ class Job:
         )
 
     def communicated(self) -> None:
-        """Wait until both ranks have, and note which processes and files are the job's."""
+        """Wait until both ranks have communicated, and record the job's processes and files."""
         reports = [self.folder / str(rank) for rank in range(2)]
         deadline = time.monotonic() + 60
         while not all(path.exists() and path.read_text() for path in reports):
@@ -71,7 +71,7 @@ class Job:
         self.files |= {path for path in sessions if path.exists()}
 
     def kill(self) -> None:
-        """SIGKILL for mpirun, its daemons and the ranks, mpirun first so that it cannot tidy up."""
+        """Kill mpirun, its daemons and the ranks with SIGKILL, mpirun first so that it cannot clean up."""
         for pid in _with_descendants(self.process.pid):
             _kill(pid)
         for pid in getattr(self, "pids", ()):
@@ -81,7 +81,7 @@ class Job:
 
 
 def of_nobody() -> set[str]:
-    """What lies in /dev/shm and no live process has open or mapped."""
+    """Return the files in /dev/shm that no live process has open or mapped."""
     there = list(SHM.iterdir())
     in_use = held_by_processes()
     return {path.name for path in there if not is_among(path, in_use)}
@@ -117,7 +117,7 @@ def _wait_until(condition) -> None:
 
 @contextmanager
 def running(forked: Warm, *folders: Path) -> Iterator[list[Job]]:
-    """A job in each folder, started at once. Killed at the end, and what they left removed."""
+    """Start a job in each folder at once; at the end kill the jobs and remove their files."""
     jobs: list[Job] = []
     try:
         jobs.extend(map(Job, folders))
@@ -180,7 +180,7 @@ def _new_segment() -> set[Path]:
 
 
 def _assert_only_the_librarys(left: set[str]) -> None:
-    """What the library makes for itself (16 and 2 MiB of queues); our windows, which it makes as well, have others."""
+    """Assert that only MPI's own files (16 and 2 MiB of queues) are left; mpitrain's windows have other names."""
     others = {name for name in left if not re.fullmatch(r"sm_segment\..+|mpich_shm_.+", name)}
     assert not others, f"shared windows left: {others}"
 

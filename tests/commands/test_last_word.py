@@ -1,4 +1,4 @@
-"""What ended a job is the last thing on the screen, below what the launcher says."""
+"""The error that ended a job is the last thing on the screen, below the launcher's messages."""
 
 import os
 import pty

@@ -1,4 +1,4 @@
-"""From a person's JSON lines to a model in transformers, and from there to one that answers: each step a command.
+"""From JSON lines to a model in transformers, and from there to a model that answers prompts; each step is a command.
 
 JSON lines -> tokenizer -> data set -> training on four ranks -> evaluate -> generate -> export -> transformers
                                                               prompts with completions -> import -> train -> predict
@@ -29,7 +29,7 @@ TUNE = f"--data.path data/pairs --model.sequence {SEQUENCE} --train.steps 4 --tr
 
 @pytest.fixture
 def typed(forked, tmp_path):
-    """What a command of mpitrain says, which must do what it is asked for."""
+    """Return a function that runs a command of mpitrain, which must succeed, and returns its output."""
 
     def run(words: str) -> str:
         ended = forked.run(*shlex.split(words), cwd=tmp_path)
@@ -40,7 +40,7 @@ def typed(forked, tmp_path):
 
 
 def write_texts(folder):
-    """JSON lines with a text each, and others with a prompt and its completion."""
+    """Write a file of JSON lines with texts, and one with prompts and completions."""
     draw = np.random.default_rng(1)
     texts = [" ".join(WORDS[i] for i in draw.integers(0, len(WORDS), 12)) + "." for _ in range(300)]
     (folder / "mine.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))

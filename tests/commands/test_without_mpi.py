@@ -1,4 +1,4 @@
-"""What the commands do on a machine without mpi4py, without an MPI library that it could load, or without torch."""
+"""Commands on a machine without mpi4py, without an MPI library that mpi4py can load, or without torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the pages tell is so: their commands run, their keys and options exist, their links lead somewhere."""
+"""The pages are right: their commands run, their keys and options exist, their links lead somewhere."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_every_block_of_a_page_runs(page, tmp_path, data):
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """The data that come along, made once for all pages."""
+    """Return the folders of the bundled data sets, made once for all pages."""
     folder = tmp_path_factory.mktemp("data")
     return [resolve(word, folder) for word in ("", DIGITS)]
 

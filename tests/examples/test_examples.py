@@ -1,4 +1,4 @@
-"""Every example does what its first lines say: at several numbers of ranks, and from any working folder."""
+"""Every example does what its docstring promises, at several numbers of ranks and from any working folder."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ QUICK = {  # a few steps of each
 
 
 def load(name):
-    """An example as a module."""
+    """Load an example as a module."""
     spec = importlib.util.spec_from_file_location(f"example_{name.replace('/', '_')}", EXAMPLES / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -35,7 +35,7 @@ def load(name):
 
 
 def told(world, capsys, module, *arguments):
-    """What a run of the example prints, on every rank."""
+    """Run an example, and return its output on every rank."""
     capsys.readouterr()
     module.main([str(argument) for argument in arguments])
     mine = capsys.readouterr().out
@@ -44,12 +44,12 @@ def told(world, capsys, module, *arguments):
 
 
 def found(pattern, text):
-    """The numbers that a pattern finds, in order."""
+    """Return the numbers that a pattern matches, in order."""
     return [float(number.rstrip("%")) for number in re.findall(pattern, text)]
 
 
 def on_one_rank(world, act):
-    """What act(communicator of one rank) returns when rank 0 does it alone, on every rank."""
+    """Call act(communicator of one rank) on rank 0 alone, and return its result on every rank."""
     alone = world.subgroup([0])
     result = None
     if alone is not None:
@@ -105,7 +105,7 @@ def test_the_engine_example_has_the_losses_of_one_rank(world, share_node):
 
 
 def mesh_alone(mesh, steps):
-    """The losses of plain PyTorch in one process."""
+    """Return the losses of plain PyTorch in one process."""
     torch.manual_seed(0)
     model = mesh.Transformer()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -158,7 +158,7 @@ def test_the_images_example_tells_held_out_digits(world, folder, capsys, monkeyp
 
 
 def save_with_tokenizer(folder, text):
-    """A tiny GPT-2 in the format of Hugging Face, with a tokenizer that was trained on the text."""
+    """Save a tiny GPT-2 in the format of Hugging Face, with a tokenizer trained on the text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
@@ -249,7 +249,7 @@ def test_every_example_is_known_here():
 
 
 def start(forked, name, *arguments, cwd):
-    """`python examples/NAME ARGUMENTS` in some working folder, without mpirun."""
+    """Run `python examples/NAME ARGUMENTS` in the folder `cwd`, without mpirun."""
     path = EXAMPLES / name
     code = f"import runpy, sys; sys.argv[0] = {str(path)!r}; runpy.run_path(sys.argv[0], run_name='__main__')"
     return forked.run("-c", code, *arguments, cwd=cwd)
@@ -304,7 +304,7 @@ def test_the_page_has_every_example_and_its_commands_start_with_one():
 @pytest.mark.campaign
 @pytest.mark.timeout(900)
 def test_the_commands_of_the_page_print_what_it_shows(tmp_path):
-    """In order, in one folder. Numbers may differ with the machine and with the text, a module of Python; hashes do."""
+    """The commands run in order in one folder. Numbers may differ between machines and Python versions; hashes do."""
     for line, *said in RUNS:
         words = line.removeprefix("$ ").split()
         ranks = int(words[2]) if words[0] == "mpirun" else 0

@@ -1,7 +1,7 @@
-"""jobs/local.sh as people meet it who are not root, on every Python there is.
+"""jobs/local.sh for users who are not root, with every Python on this machine.
 
-A clone in a folder with a space in its name, a home that cannot be written, another working directory, and a system
-that lets no process read another's memory.
+The clone lies in a folder with a space in its name, the home cannot be written, the working directory is another one,
+and the system lets no process read another's memory.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LONG = 900  # seconds: torch with CUDA's libraries takes minutes to install
 
 
 def runs(python: Path, version: str = "") -> bool:
-    """Whether it starts, and is of that version: "3.12", or else any from 3.10 on."""
+    """Return True where `python` starts and has the version, such as "3.12"; by default 3.10 or newer."""
     expression = "'%d.%d' % sys.version_info[:2]"
     try:
         script = f"import sys; sys.exit({expression} != '{version}' if '{version}' else sys.version_info < (3, 10))"
@@ -34,7 +34,7 @@ def runs(python: Path, version: str = "") -> bool:
 
 
 def find_python(version: str, folders: Iterable[Path]) -> str:
-    """Skips the test where there is none."""
+    """Return the first Python of this version in the folders; skip the test without one."""
     for folder in folders:
         python = folder / f"python{version or 3}"
         if python.exists() and runs(python, version):  # the shim of a version manager may have nothing behind it
@@ -43,7 +43,7 @@ def find_python(version: str, folders: Iterable[Path]) -> str:
 
 
 class Newcomer:
-    """A clone, and somebody who has nothing but that. stranger: somebody without an account, a home and privileges."""
+    """A user who has only a clone. stranger: a user without an account, a home and privileges."""
 
     def __init__(self, folder: Path, *, stranger: bool) -> None:
         self.folder, self.clone = folder, folder / "a clone" / "mpitrain"
@@ -77,7 +77,7 @@ class Newcomer:
         assert not FLAWS.search(done.stdout + done.stderr), done.stdout + done.stderr
 
     def trains_with_closed_memory(self, **environment: str) -> None:
-        """Where no process may read another's memory."""
+        """Train where no process may read another's memory."""
         self.trains(self.clone / ".venv/bin/python", self.clone / "tests" / "without_ptrace.py", **environment)
 
 
