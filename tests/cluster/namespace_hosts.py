@@ -204,7 +204,7 @@ class Hosts:
 
 
 def why_not(link: Link | None = None) -> str:
-    """Return why Open MPI jobs across namespaces joined by `link` are impossible here; empty where they are possible."""
+    """Return why Open MPI jobs across namespaces joined by `link` are impossible here; empty if they are possible."""
     if not (Path(sys.prefix) / "bin/ompi_info").exists():
         return "hosts in network namespaces are for Open MPI, this environment has another MPI"
     try:

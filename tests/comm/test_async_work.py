@@ -13,7 +13,7 @@ from mpitrain.errors import CommunicationError, InputError
 
 @pytest.fixture
 def group(world, monkeypatch, request):
-    """Yield a group of all ranks with a communication thread, without debug mode. `spare`: cores for the thread, 0 or 1."""
+    """Yield a group of all ranks with a communication thread, which has `spare` cores (0 or 1), without debug mode."""
     spare = getattr(request, "param", 1)
     monkeypatch.setattr(world, "process", dataclasses.replace(world.process, spare_cores=spare, debug=False))
     comm = world.split(0)

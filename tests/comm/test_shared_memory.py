@@ -94,7 +94,7 @@ def two_ranks(
 
 @pytest.fixture
 def small_shared_memory() -> Callable[[str], list[str]]:
-    """Return a function of a size, which gives the command prefix for a mount namespace with a /dev/shm of that size."""
+    """Return a function that gives the command prefix for a mount namespace with a /dev/shm of a given size."""
 
     def before(size: str) -> list[str]:
         return ["unshare", "-m", "bash", "-c", f'mount -t tmpfs -o size={size} tmpfs /dev/shm && exec "$@"', "bash"]

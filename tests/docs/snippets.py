@@ -36,7 +36,7 @@ _TRAIN = "-m mpitrain.train"
 
 @dataclass(frozen=True)
 class Snippet:
-    """A fenced block. skip: reason why it is not run. quick, setups, added: its marks. line: number of its fence, from 1."""
+    """A fenced block. skip: why it is not run. quick, setups, added: its marks. line: of its fence, counted from 1."""
 
     page: Path
     line: int
