@@ -205,9 +205,9 @@ def test_collectives_are_seen_by_those_who_watch_the_dispatcher(group, world):
         return torch.cat([x, *swapped])
 
     expected = operations()
-    with CommDebugMode() as seen:
+    with CommDebugMode() as debug_mode:
         assert torch.equal(operations(), expected)
-    counts = {str(operation).rpartition(".")[2]: count for operation, count in seen.get_comm_counts().items()}
+    counts = {str(operation).rpartition(".")[2]: count for operation, count in debug_mode.get_comm_counts().items()}
     once = ("broadcast_", "_allgather_base_", "_reduce_scatter_base_", "allgather_", "scatter_", "gather_", "reduce_")
     assert counts == {"allreduce_": 2, "alltoall_": 1} | dict.fromkeys(once, 1)
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
@@ -317,9 +317,9 @@ def test_a_checkpoint_of_four_ranks_loads_on_two(group, world, folder):
 @pytest.mark.serial
 def test_an_unchanged_script_runs_over_mpi(tmp_path, forked):
     script = [sys.executable, "-m", "mpitrain.backend", str(SCRIPTS / "for_torchrun.py")]
-    done = job(2, [*script, "nccl", "--flag"], MASTER_ADDR="nowhere.invalid", MASTER_PORT="1")
-    assert done.returncode == 0, done.stderr
-    assert "rank 0 of 2 sum 3.0 over mpitrain with --flag" in done.stdout
+    result = job(2, [*script, "nccl", "--flag"], MASTER_ADDR="nowhere.invalid", MASTER_PORT="1")
+    assert result.returncode == 0, result.stderr
+    assert "rank 0 of 2 sum 3.0 over mpitrain with --flag" in result.stdout
     failed = job(2, [*script, "gloo", "--fail"], timeout=60)
     assert failed.returncode == 3
     assert "rank 0 of 2 sum 3.0 over mpitrain with --fail" in failed.stdout
@@ -354,10 +354,10 @@ def test_leaving_while_a_collective_that_was_given_up_is_under_way_ends_the_job(
         except RuntimeError as error:
             print("caught", error, flush=True)
         dist.destroy_process_group()"""
-    done = job(2, [sys.executable, "-c", code], timeout=40)
-    assert done.returncode != 0
-    assert "caught all_reduce of group 0 of ranks [0, 1]: timeout after 1 s; does every rank call it?" in done.stdout
-    assert "mpitrain: rank 0: left with all_reduce of group 0 of ranks [0, 1] not complete" in done.stderr
+    result = job(2, [sys.executable, "-c", code], timeout=40)
+    assert result.returncode != 0
+    assert "caught all_reduce of group 0 of ranks [0, 1]: timeout after 1 s; does every rank call it?" in result.stdout
+    assert "mpitrain: rank 0: left with all_reduce of group 0 of ranks [0, 1] not complete" in result.stderr
 
 
 LEAVES = """
@@ -388,10 +388,10 @@ def test_a_rank_that_ends_without_the_others_ends_the_job_within_seconds(tmp_pat
     script = tmp_path / "script.py"
     script.write_text(LEAVES.format(leaves=leaves, waits=waits))
     begun = time.monotonic()
-    done = job(3, [sys.executable, str(script)], timeout=60)
-    assert done.returncode != 0 and time.monotonic() - begun < 20
+    result = job(3, [sys.executable, str(script)], timeout=60)
+    assert result.returncode != 0 and time.monotonic() - begun < 20
     if "os." not in leaves:  # else the launcher sees it
-        assert done.stderr.count("mpitrain: rank 1 left: its interpreter ended") == 1
-        assert re.search(r"while rank [02] waits for it at script.py:8 in <module>", done.stderr)
+        assert result.stderr.count("mpitrain: rank 1 left: its interpreter ended") == 1
+        assert re.search(r"while rank [02] waits for it at script.py:8 in <module>", result.stderr)
     if leaves == "sys.exit(3)":
-        assert done.returncode == 3 and "ended with exit code 3" in done.stderr
+        assert result.returncode == 3 and "ended with exit code 3" in result.stderr

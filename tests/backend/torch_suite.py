@@ -65,8 +65,8 @@ def suite(ranks: int, name: str, only: str = "", without: Sequence[str] = (), li
         while time.monotonic() < ended:
             report.write_text("")
             command = [*launcher(ranks), sys.executable, str(HERE), "--rank", name, folder, only]
-            done = [*without, *(outcome.name for outcome in outcomes)]
-            (Path(folder) / "done").write_text("\n".join(done))
+            finished = [*without, *(outcome.name for outcome in outcomes)]
+            (Path(folder) / "done").write_text("\n".join(finished))
             environment = clean_environment(
                 BACKEND="gloo" if name == PEER else name,
                 WORLD_SIZE=str(ranks),
@@ -152,7 +152,7 @@ def one_rank(name: str, folder: str, only: str) -> None:
     for sub in ("barrier", "test_dir", "init_dir"):
         (shared / sub).mkdir(exist_ok=True)
     report = (shared / "told").open("a") if world.rank == 0 else None
-    done = set((shared / "done").read_text().split())
+    finished = set((shared / "done").read_text().split())
     chosen = [test for test in sorted(dir(Suite)) if test.startswith("test_") and re.search(only, test)]
     meeting = Barriers(place().control)
 
@@ -162,7 +162,7 @@ def one_rank(name: str, folder: str, only: str) -> None:
             report.flush()
 
     for test in chosen:
-        if test in done:
+        if test in finished:
             continue
         tell("begun", test)
         begun = time.monotonic()

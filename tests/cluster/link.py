@@ -70,8 +70,8 @@ def has_netem(namespace: str) -> bool:
     """Return True where this kernel has `tc netem`, tried on the loopback of a namespace."""
     if shutil.which("tc") is None:
         return False
-    asked = ["tc", "-n", namespace, "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms"]
-    if subprocess.run(asked, capture_output=True).returncode:
+    command = ["tc", "-n", namespace, "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms"]
+    if subprocess.run(command, capture_output=True).returncode:
         return False
     subprocess.run(["tc", "-n", namespace, "qdisc", "del", "dev", "lo", "root"], check=True, capture_output=True)
     return True
@@ -97,9 +97,9 @@ class StandIn:
             )
             assert self._process.stdout is not None and self._process.stderr is not None
             if self._process.stdout.readline() != "ready\n":
-                said = self._process.stderr.read().strip()
+                error = self._process.stderr.read().strip()
                 self.close()
-                raise Impossible(f"the stand-in for `tc netem` does not start: {said}")
+                raise Impossible(f"the stand-in for `tc netem` does not start: {error}")
 
     def tell(self, word: str, host: int) -> None:
         """Send a command for one host to the process. word: "cut" or "mend"."""
@@ -123,7 +123,9 @@ def _build(folder: Path) -> str:
     if compiler is None:
         raise Impossible("this kernel has no `tc netem`, and its stand-in needs a C compiler: cc, gcc or clang, or CC")
     program = str(folder / "link_stand_in")
-    done = subprocess.run([compiler, "-O2", "-o", program, str(SOURCE)], capture_output=True, text=True, timeout=60)
-    if done.returncode:
-        raise Impossible(f"building {SOURCE.name} failed: {(done.stderr.strip() or 'no reason given').splitlines()[0]}")
+    result = subprocess.run([compiler, "-O2", "-o", program, str(SOURCE)], capture_output=True, text=True, timeout=60)
+    if result.returncode:
+        raise Impossible(
+            f"building {SOURCE.name} failed: {(result.stderr.strip() or 'no reason given').splitlines()[0]}"
+        )
     return program

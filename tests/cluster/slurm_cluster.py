@@ -165,10 +165,10 @@ class SlurmCluster:
     def submit(self, *arguments: object, cwd: Path) -> str:
         """Submit a job with sbatch, and return its number."""
         command = ["sbatch", "--parsable", *map(str, arguments)]
-        done = subprocess.run(command, env=self.environment(), cwd=cwd, capture_output=True, text=True, timeout=30)
-        if done.returncode:
-            raise RuntimeError(f"sbatch failed: {done.stderr}")
-        return done.stdout.strip()
+        result = subprocess.run(command, env=self.environment(), cwd=cwd, capture_output=True, text=True, timeout=30)
+        if result.returncode:
+            raise RuntimeError(f"sbatch failed: {result.stderr}")
+        return result.stdout.strip()
 
     def preempt(self, number: str, folder: Path) -> None:
         """Have an urgent job take all nodes for a moment, and return when Slurm has begun to end job `number`."""

@@ -218,8 +218,8 @@ def _check_the_kill(case: Case, kill: Kill, run: Path, ended: Ended) -> None:
     assert ended.code != 0, f"{case}: the job survived {kill}: {ended}"
     left = _left_in_shared_memory(json.loads(note.read_text()))
     assert not left, f"{case}: left in shared memory: {left}"
-    said = {"exception": SAID, "exit": "sys.exit(3)"}.get(kill.how, "")
-    assert said in ended.err, f"{case}: nothing said of {kill}: {ended}"
+    message = {"exception": SAID, "exit": "sys.exit(3)"}.get(kill.how, "")
+    assert message in ended.err, f"{case}: nothing said of {kill}: {ended}"
 
 
 def _left_in_shared_memory(mapped: Sequence[str]) -> list[str]:

@@ -62,30 +62,30 @@ def test_a_killed_host_and_flipped_bits_cost_nothing_that_other_hosts_have(hosts
             started.wait(120)
         return (tmp_path / "out").read_text()
 
-    done = job(3, command(run, 3), timeout=240)
-    assert done.returncode == 0, done.stderr
+    result = job(3, command(run, 3), timeout=240)
+    assert result.returncode == 0, result.stderr
     assert "resumed from" in until(8, 1, 2, 3)
 
     # the kill may have come while a host had not finished the last one yet: damage one that has
     damage(max(disks.glob("h*"), key=lambda disk: finished_steps(next(disk.glob("mpitrain-*")))[0]))
-    said = until(8, 2)
-    assert "was damaged on a node's disk; repaired from other nodes" in said, said
-    assert f"resumed from {own_disk}" in said, said
+    output = until(8, 2)
+    assert "was damaged on a node's disk; repaired from other nodes" in output, output
+    assert f"resumed from {own_disk}" in output, output
 
     for path in (disks / "h2").iterdir():  # the host comes back with an empty disk
         shutil.rmtree(path)
-    said = until(8, 1, 2, 3)
-    assert f"resumed from {own_disk}" in said, said
+    output = until(8, 1, 2, 3)
+    assert f"resumed from {own_disk}" in output, output
 
     damage(disks / "h2")
     damage(disks / "h3")
     steps = read_metrics(run)[-1]["step"] + 3
-    done = subprocess.run(
+    result = subprocess.run(
         across(steps), env=hosts.environment(), capture_output=True, text=True, errors="replace", timeout=240
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "passed over" in done.stdout and "damaged on every node that has it" in done.stdout, done.stdout
-    assert f"resumed from {run / 'checkpoints' / folder_name(3)}" in done.stdout
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "passed over" in result.stdout and "damaged on every node that has it" in result.stdout, result.stdout
+    assert f"resumed from {run / 'checkpoints' / folder_name(3)}" in result.stdout
     assert not [path for host in ("h1", "h2", "h3") for path in (disks / host).iterdir()]  # it ended well
 
     plain = job(3, command(tmp_path / "plain", steps), timeout=240)

@@ -32,8 +32,8 @@ def test_nodes_that_average_now_and_then_train_faster_than_nodes_that_wait_at_ea
     with Hosts(3, LINK) as hosts:
         for name, words in {"sync": [], "local": LOCAL}.items():
             where = ["--data.path", str(data), "--run.dir", str(tmp_path / name)]
-            done = hosts.run(train_command(*MODEL, *RUN, *where, *words), timeout=180)
-            assert done.returncode == 0, done.stderr
+            result = hosts.run(train_command(*MODEL, *RUN, *where, *words), timeout=180)
+            assert result.returncode == 0, result.stderr
             lines = read_metrics(tmp_path / name)
             speed = median(line["tokens_per_s"] for line in lines[STEPS // 2 :])
             results[name] = speed, lines[-1]["loss"], lines[-1]["held_out_loss"]

@@ -47,8 +47,8 @@ def test_a_plan_for_hosts_that_a_slow_link_joins_keeps_tensor_ranks_together(tmp
     _done([*BENCH, "plan", *AT_SIX, *machine, "--layouts", LAYOUTS, "--predictions", "asked.json"], tmp_path)
     measure = [*BENCH, "plan", *AT_SIX, "--predictions", str(tmp_path / "asked.json"), "--rounds", "1", "--steps", "3"]
     with Hosts(3, LINK) as hosts:
-        done = hosts.run([*measure, "--out", str(tmp_path)], timeout=240)
-    assert done.returncode == 0, done.stdout + done.stderr
+        result = hosts.run([*measure, "--out", str(tmp_path)], timeout=240)
+    assert result.returncode == 0, result.stdout + result.stderr
     [rows] = json.loads((tmp_path / "BENCH-plan.json").read_text())["results"]["6"].values()
     times = {row["layout"]: (row["seconds"], min(map(min, row["measured"]["seconds"]))) for row in rows}
     print({layout: [round(seconds, 3) for seconds in both] for layout, both in times.items()})

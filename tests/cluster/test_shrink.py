@@ -44,8 +44,8 @@ def arguments(tmp_path_factory):
 def undisturbed(arguments, tmp_path_factory):
     """Return the metrics rows of a run in which no rank died."""
     folder = tmp_path_factory.mktemp("undisturbed") / "r"
-    done = Job(folder, 2, arguments)
-    done.end()
+    job = Job(folder, 2, arguments)
+    job.end()
     return read_metrics(folder)
 
 

@@ -138,7 +138,7 @@ def test_a_job_goes_on_to_the_same_bits_whatever_asks_it_to_stop(slurm, tmp_path
         "asking the job to save": lambda: slurm.call("scontrol", "update", f"JobId={number}", "TimeLimit=2"),
     }
     saved = [0]
-    for restarts, (said, ask) in enumerate(asks.items(), start=1):
+    for restarts, (message, ask) in enumerate(asks.items(), start=1):
         training.wait_for_step(saved[-1] + 10, number)
         before = training.out
         if restarts == len(asks):
@@ -149,7 +149,7 @@ def test_a_job_goes_on_to_the_same_bits_whatever_asks_it_to_stop(slurm, tmp_path
         slurm.wait_for_restart(number, restarts)
         saved.append(training.newest_step())
         assert saved[-2] + 10 <= saved[-1] < training.steps
-        assert said in training.out.removeprefix(before) and f"saved at step {saved[-1]}, to be" in training.out
+        assert message in training.out.removeprefix(before) and f"saved at step {saved[-1]}, to be" in training.out
     job = training.ended(number)
     assert job["JobState"] == "COMPLETED" and job["Restarts"] == "4", training.out
     for step in saved:

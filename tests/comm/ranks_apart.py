@@ -39,13 +39,13 @@ def failed_job(
 ) -> str:
     """Return the error output of a job that must fail within TIMEOUT + `limit` seconds, its start included."""
     begun = time.monotonic()
-    done = run(tmp_path, ranks, program, debug, environment)
-    assert done.returncode != 0, done.stdout + done.stderr
+    result = run(tmp_path, ranks, program, debug, environment)
+    assert result.returncode != 0, result.stdout + result.stderr
     assert time.monotonic() - begun < TIMEOUT + limit
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in result.stderr
     again = re.compile("^\0?the cause, from above: .*\n?", re.MULTILINE)  # below mpirun's lines, which may end with a 0
-    said = again.sub("", done.stderr)
-    return re.sub(r"\b[3-9] s\b", f"{TIMEOUT} s", said)  # a busy machine looks a little later
+    output = again.sub("", result.stderr)
+    return re.sub(r"\b[3-9] s\b", f"{TIMEOUT} s", output)  # a busy machine looks a little later
 
 
 def line(tmp_path: Path, text: str) -> str:
@@ -62,5 +62,5 @@ def rows(report: str) -> dict[int, str]:
 
 
 def good_job(tmp_path: Path, ranks: int, program: str, *, debug: bool = False, **environment: str) -> None:
-    done = run(tmp_path, ranks, program, debug, environment)
-    assert done.returncode == 0 and done.stdout.count("done") == ranks, done.stdout + done.stderr
+    result = run(tmp_path, ranks, program, debug, environment)
+    assert result.returncode == 0 and result.stdout.count("done") == ranks, result.stdout + result.stderr

@@ -155,21 +155,21 @@ def test_single_operations_are_the_same_on_all_ranks_and_the_background_is_told(
         plain.send(x, 1, 7)
     elif plain.rank == 1:
         plain.recv(x, 0, 7)
-    taken = journal.take()
+    records = journal.take()
     assert journal.take() == []
     journal.record(False)
     plain.barrier()
     assert journal.take() == []
-    assert [one.end for one in taken] == sorted(one.end for one in taken)
-    assert all(one.begin <= one.end for one in taken)
-    collective = [one for one in taken if one.operation not in ("send", "recv")]
+    assert [one.end for one in records] == sorted(one.end for one in records)
+    assert all(one.begin <= one.end for one in records)
+    collective = [one for one in records if one.operation not in ("send", "recv")]
     assert [one.operation for one in collective] == ["all_reduce"] * 3 + ["barrier"]
     assert [one.background for one in collective] == [False, False, True, False]
     same = [[one.operation, one.axis, one.algorithm, one.key, one.sequence] for one in collective]
     everyone = plain.all_gather_object(same)
     assert all(each == same for each in everyone)
     assert len({(key, number) for *_, key, number in same}) == 4
-    messages = plain.all_gather_object([[o.key, o.sequence] for o in taken if o.operation in ("send", "recv")])
+    messages = plain.all_gather_object([[o.key, o.sequence] for o in records if o.operation in ("send", "recv")])
     assert messages[0] == messages[1] and len(messages[0]) == 1
 
 

@@ -107,5 +107,5 @@ print(torch.get_num_threads(), world.process.spare_cores, flush=True)
 )
 def test_ranks_see_how_they_are_bound(forked, cores, seen):
     alone = len(cores) == 1
-    done = forked.run("-c", SEEN, *cores) if alone else job(len(cores), [sys.executable, "-c", SEEN, *cores])
-    assert done.returncode == 0 and set(done.stdout.splitlines()) == seen, done.stdout + done.stderr
+    result = forked.run("-c", SEEN, *cores) if alone else job(len(cores), [sys.executable, "-c", SEEN, *cores])
+    assert result.returncode == 0 and set(result.stdout.splitlines()) == seen, result.stdout + result.stderr

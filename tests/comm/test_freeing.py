@@ -143,11 +143,11 @@ def test_groups_of_ranks_that_died_are_freed_by_each_rank_alone(tmp_path):
     (tmp_path / "dying.py").write_text(DYING)
     mpirun, *command = warm.shared().launched(3, [sys.executable, str(tmp_path / "dying.py")])
     path = f"{ROOT}:{ROOT / 'tests'}"
-    done = job(
+    result = job(
         0,
         [mpirun, "--with-ft", "ulfm", *command],
         PYTHONPATH=path,
         MPITRAIN_SPARE_CORES="1",
         OMPI_MCA_mpi_yield_when_idle="1",
     )
-    assert done.stdout.count("went on") == 2, done.stdout + done.stderr
+    assert result.stdout.count("went on") == 2, result.stdout + result.stderr

@@ -89,9 +89,9 @@ world.barrier()
 def test_sockets_of_the_user_opened_before_and_after_mpi_started_are_not_touched(tmp_path):
     (tmp_path / "connected.py").write_text(CONNECTED)
     by_tcp = {"OMPI_MCA_btl": "tcp,self", "OMPI_MCA_pml": "ob1", "OMPI_MCA_btl_tcp_if_include": "lo"}
-    done = job(2, [sys.executable, str(tmp_path / "connected.py")], PYTHONPATH=str(ROOT), **by_tcp)
-    assert done.returncode == 0, done.stderr
-    assert [int(line.split()[1]) >= 1 for line in done.stdout.splitlines()] == [True] * 2, done.stdout
+    result = job(2, [sys.executable, str(tmp_path / "connected.py")], PYTHONPATH=str(ROOT), **by_tcp)
+    assert result.returncode == 0, result.stderr
+    assert [int(line.split()[1]) >= 1 for line in result.stdout.splitlines()] == [True] * 2, result.stdout
 
 
 def test_mpirun_is_ended_unless_a_rank_is_left(monkeypatch):

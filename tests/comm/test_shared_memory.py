@@ -142,8 +142,8 @@ def other_shared_memory(small_shared_memory) -> Iterator[Callable[..., subproces
 def test_too_small_a_dev_shm_falls_back_to_private_memory_with_one_warning(tmp_path, other_shared_memory):
     for number, (what, (size, nbytes, count, free, late, kinds)) in enumerate(SMALL.items()):
         (tmp_path / str(number)).mkdir()
-        done = other_shared_memory(tmp_path / str(number), size, nbytes, count, free, int(late))
-        _assert_fell_back(done, kinds, what)
+        result = other_shared_memory(tmp_path / str(number), size, nbytes, count, free, int(late))
+        _assert_fell_back(result, kinds, what)
 
 
 def _assert_fell_back(done: subprocess.CompletedProcess[str], kinds: list[str], what: str) -> None:
@@ -165,8 +165,8 @@ with open("/dev/shm/sparse", "w+b") as file:
 address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
 print(_fill_with_zeros(address, 1 << 20), _fill_with_zeros(address, 256 << 20))
 """
-    done = job(0, [*small_shared_memory("64m"), sys.executable, "-c", script])
-    assert done.stdout.split() == ["True", "False"], done.stderr
+    result = job(0, [*small_shared_memory("64m"), sys.executable, "-c", script])
+    assert result.stdout.split() == ["True", "False"], result.stderr
 
 
 UNREACHABLE = """
@@ -183,8 +183,8 @@ assert binder.neighbours() is None and binder.staging() is not None
 
 def test_sums_are_right_where_the_system_forbids_reading_other_processes(tmp_path):
     forbidden = [sys.executable, str(ROOT / "tests" / "without_ptrace.py")]
-    done = two_ranks(tmp_path, UNREACHABLE, before=forbidden)
-    assert done.returncode == 0, done.stderr
+    result = two_ranks(tmp_path, UNREACHABLE, before=forbidden)
+    assert result.returncode == 0, result.stderr
 
 
 LONG = """

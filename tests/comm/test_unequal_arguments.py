@@ -47,13 +47,15 @@ def test_a_mismatch_where_memory_is_shared_is_one_error_that_names_ranks_and_arg
     last = world.size - 1
 
     def text(call) -> str:
-        said = refused(world, call)
-        assert said.startswith("ranks call different operations: rank") and f"rank {last}: " in said
+        message = refused(world, call)
+        assert message.startswith("ranks call different operations: rank") and f"rank {last}: " in message
         assert bool((memory == 1).all())
-        return said
+        return message
 
-    said = text(lambda: plain.all_reduce(memory[: 2 * NUMEL if odd else NUMEL]))
-    assert "all_reduce of 300000 float32, sum" in said and f"rank {last}: all_reduce of 600000 float32, sum" in said
+    message = text(lambda: plain.all_reduce(memory[: 2 * NUMEL if odd else NUMEL]))
+    assert (
+        "all_reduce of 300000 float32, sum" in message and f"rank {last}: all_reduce of 600000 float32, sum" in message
+    )
     x = memory[:NUMEL].to(torch.int32) if odd else memory[:NUMEL]
     assert f"rank {last}: all_reduce of 300000 int32" in text(lambda: plain.all_reduce(x))
     assert "300000 float32, max" in text(lambda: plain.all_reduce(memory[:NUMEL], "max" if odd else "sum"))
@@ -97,7 +99,7 @@ def test_a_deferred_reduce_scatter_compares_what_it_sums(world, plain):
 def test_whoever_comes_to_another_operation_than_a_rank_before_says_so_and_stays_out(world, plain):
     plain.all_reduce(torch.ones(3))
     register = plain.binder._register
-    sign = {said: register.signature(said, meets=False, together=True) for said in ("this", "that", "next")}
+    sign = {name: register.signature(name, meets=False, together=True) for name in ("this", "that", "next")}
     if world.rank == 0:
         sign["this"]()
     world.barrier()
@@ -177,10 +179,10 @@ dist.all_reduce(x[: 1_000_000 * (dist.get_rank() + 1)])
 )
 def test_a_job_whose_ranks_differ_ends_with_their_arguments(tmp_path, script, arguments, named):
     (tmp_path / "main.py").write_text(script)
-    done = job(2, [sys.executable, str(tmp_path / "main.py"), *arguments], timeout=60)
-    assert done.returncode not in (0, 128 + signal.SIGBUS, 128 + signal.SIGSEGV), done.stderr
-    assert "ranks call different operations" in done.stderr
-    assert all(text in done.stderr for text in named), done.stderr
+    result = job(2, [sys.executable, str(tmp_path / "main.py"), *arguments], timeout=60)
+    assert result.returncode not in (0, 128 + signal.SIGBUS, 128 + signal.SIGSEGV), result.stderr
+    assert "ranks call different operations" in result.stderr
+    assert all(text in result.stderr for text in named), result.stderr
 
 
 @pytest.mark.campaign
@@ -197,8 +199,8 @@ def campaign(folder: Path, ranks: int, seed: int, count: int) -> list[dict]:
     first, lines = 0, []
     while first < count:
         command = [sys.executable, str(Path(unequal.__file__)), *map(str, (seed, first, count, folder))]
-        done = job(ranks, command, timeout=600)
-        assert done.returncode in (0, unequal.LEFT), f"after case {first}: {done.stderr}"
+        result = job(ranks, command, timeout=600)
+        assert result.returncode in (0, unequal.LEFT), f"after case {first}: {result.stderr}"
         for rank in range(ranks):
             log = folder / f"rank-{rank}.jsonl"
             lines += [json.loads(line) for line in log.read_text().splitlines()]

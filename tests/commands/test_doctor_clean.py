@@ -153,16 +153,16 @@ def test_clean_removes_what_killed_jobs_left_and_nothing_of_a_live_one(tmp_path,
             assert not any(path.exists() for path in left - sessions)  # of segments the kernel knows, everywhere
             left = {path for path in left if path.exists()} | _new_segment()
 
-        done = forked.run(*CLEAN)
-        assert done.returncode == 0, done.stderr
+        result = forked.run(*CLEAN)
+        assert result.returncode == 0, result.stderr
         if not SEES_ALL:
             left -= sessions
         assert not any(path.exists() for path in left)
         assert all(path.exists() for path in live.files)
         assert all(map(_runs, live.ranks))
-        listed = re.findall(r"^ *(\d+\.\d\d) MiB  (\S+)$", done.stdout, re.MULTILINE)
+        listed = re.findall(r"^ *(\d+\.\d\d) MiB  (\S+)$", result.stdout, re.MULTILINE)
         assert left <= {Path(path) for _, path in listed} and not live.files & {Path(path) for _, path in listed}
-        total = re.search(r"removed (\d+) of dead jobs, (\d+\.\d\d) MiB", done.stdout)
+        total = re.search(r"removed (\d+) of dead jobs, (\d+\.\d\d) MiB", result.stdout)
         assert int(total[1]) == len(listed)
         assert float(total[2]) == pytest.approx(sum(float(size) for size, _ in listed), abs=0.01 * len(listed))
 
@@ -201,14 +201,14 @@ def test_clean_takes_only_files_of_this_user_that_have_a_name_of_the_library(tmp
         os.chown(path, 12345, 12345)
     try:
         with open(open_one):
-            done = forked.run(*CLEAN, TMPDIR=str(tmp_path))
-        assert done.returncode == 0, done.stderr
+            result = forked.run(*CLEAN, TMPDIR=str(tmp_path))
+        assert result.returncode == 0, result.stderr
         removed = [*mine, *((sessions[0], of_hosts[0] / "pid.4194305") if SEES_ALL else ())]
         remaining = [*not_the_librarys, open_one, *others, sessions[1], of_hosts[1] / "pid.4194305"]
         assert [path.exists() for path in removed] == [False] * len(removed)
         assert [path.exists() for path in remaining] == [True] * len(remaining)
         if SEES_ALL:
-            assert "in use (1): they are of the host another-host; run it there" in done.stdout
+            assert "in use (1): they are of the host another-host; run it there" in result.stdout
     finally:
         for path in (*mine, not_the_librarys[0], open_one, *others):
             path.unlink(missing_ok=True)
@@ -229,5 +229,5 @@ def test_clean_leaves_session_folders_that_other_hosts_may_share(tmp_path):
 
 
 def test_doctor_refuses_what_it_does_not_know(forked):
-    done = forked.run(*CLEAN, "--all")
-    one_line(done, "mpitrain.doctor has no --all")
+    result = forked.run(*CLEAN, "--all")
+    one_line(result, "mpitrain.doctor has no --all")

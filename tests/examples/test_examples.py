@@ -257,16 +257,16 @@ def start(forked, name, *arguments, cwd):
 
 @pytest.mark.parametrize("name", QUICK)
 def test_an_example_starts_without_mpirun_in_another_folder(tmp_path, forked, name):
-    done = start(forked, name, *QUICK[name], cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-    assert len(found(r"step +\d+  loss ([\d.]+)", done.stdout)) >= 2, done.stdout
+    result = start(forked, name, *QUICK[name], cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+    assert len(found(r"step +\d+  loss ([\d.]+)", result.stdout)) >= 2, result.stdout
 
 
 def test_an_example_starts_under_mpirun_in_another_folder(tmp_path):
-    done = job(2, [sys.executable, str(EXAMPLES / "mesh.py"), "--pipeline", "2", *QUICK["mesh.py"]], cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "1 x 2 x 1 ranks" in done.stdout and "step    2  loss" in done.stdout
+    result = job(2, [sys.executable, str(EXAMPLES / "mesh.py"), "--pipeline", "2", *QUICK["mesh.py"]], cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "1 x 2 x 1 ranks" in result.stdout and "step    2  loss" in result.stdout
 
 
 def test_an_example_says_in_one_line_what_is_wrong(tmp_path, forked):
@@ -280,12 +280,12 @@ def test_an_example_says_in_one_line_what_is_wrong(tmp_path, forked):
     "name", [name if name in ("ddp.py", "mesh.py") else pytest.param(name, marks=pytest.mark.full) for name in QUICK]
 )
 def test_an_example_says_the_same_on_four_ranks_as_on_one(tmp_path, name):
-    said = []
+    outputs = []
     for n in (1, 4):
-        done = job(n, [sys.executable, str(EXAMPLES / name), *QUICK[name]], cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
-        said.append(found(r"loss ([\d.]+)", done.stdout))
-    assert said[0] == pytest.approx(said[1], rel=1e-4)
+        result = job(n, [sys.executable, str(EXAMPLES / name), *QUICK[name]], cwd=tmp_path)
+        assert result.returncode == 0, result.stderr
+        outputs.append(found(r"loss ([\d.]+)", result.stdout))
+    assert outputs[0] == pytest.approx(outputs[1], rel=1e-4)
 
 
 # -- docs/examples.md
@@ -297,25 +297,25 @@ RUNS = [block.strip().splitlines() for block in re.findall(r"```console\n(.*?)``
 def test_the_page_has_every_example_and_its_commands_start_with_one():
     assert all(f"`examples/{name}`" in PAGE for name in QUICK)
     assert len(RUNS) >= len(QUICK)
-    for line, *said in RUNS:
-        assert re.match(r"\$ (mpirun -n \d+ )?python examples/[\w/]+\.py", line) and said
+    for line, *output in RUNS:
+        assert re.match(r"\$ (mpirun -n \d+ )?python examples/[\w/]+\.py", line) and output
 
 
 @pytest.mark.campaign
 @pytest.mark.timeout(900)
 def test_the_commands_of_the_page_print_what_it_shows(tmp_path):
     """The commands run in order in one folder. Numbers may differ between machines and Python versions; hashes do."""
-    for line, *said in RUNS:
+    for line, *output in RUNS:
         words = line.removeprefix("$ ").split()
         ranks = int(words[2]) if words[0] == "mpirun" else 0
         words = words[words.index("python") + 1 :]
-        done = (job if ranks else support.job)(
+        result = (job if ranks else support.job)(
             ranks, [sys.executable, str(ROOT / words[0]), *words[1:]], cwd=tmp_path, timeout=200
         )
-        assert done.returncode == 0, done.stderr
-        printed = done.stdout.splitlines()
-        assert len(printed) == len(said), line
-        for theirs, ours in zip(said, printed, strict=True):
+        assert result.returncode == 0, result.stderr
+        printed = result.stdout.splitlines()
+        assert len(printed) == len(output), line
+        for theirs, ours in zip(output, printed, strict=True):
             if theirs.startswith("parameters "):
                 continue
             number = r"\d+(?:\.\d+)?"

@@ -86,15 +86,15 @@ def test_the_core_of_the_suite_passes_with_the_lowest_versions(tmp_path):
     versions.add(f"torch==={lowest_torch(python)}")
     installed = run(python, "-m", "pip", "install", "-q", "--no-cache-dir", *sorted(versions), limit=900)
     assert installed.returncode == 0, installed.stderr[-3000:]
-    done = run(python, "-m", "pytest", "-q", *SERIAL, limit=400)
-    assert done.returncode == 0, done.stdout[-3000:]
+    result = run(python, "-m", "pytest", "-q", *SERIAL, limit=400)
+    assert result.returncode == 0, result.stdout[-3000:]
     root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
     start = [tmp_path / "lowest/bin/mpirun", "--oversubscribe", *root, "-n", "2", python, "-m", "pytest", "-q", "-x"]
-    done = run(
+    result = run(
         *start, "--color=no", "--only-mpi", "-p", "no:hypothesispytest", *RANKS, limit=450, MPITRAIN_TEST_RANKS="2"
     )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert re.search(r"\b[1-9]\d+ passed", done.stdout)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    assert re.search(r"\b[1-9]\d+ passed", result.stdout)
 
 
 def lowest_torch(python: Path) -> str:
