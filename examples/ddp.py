@@ -4,7 +4,7 @@
     mpirun -n 4 python examples/ddp.py --steps 400    the same on four
 
 A small network learns which of two spirals a point belongs to. Rank 0 prints the loss every 50 steps, and at the end
-how many of all points are told right.
+the share of all points that are classified correctly.
 
 The losses are those of one rank at any number of ranks that divides 24, up to the rounding of sums:
 

@@ -4,13 +4,13 @@
     mpirun -n 2 python examples/engine.py --zero 2 --steps 20 --save kept   20 of them, and save
     mpirun -n 2 python examples/engine.py --zero 2 --save kept --resume     go on to step 40
 
-A network learns what another network computes. Rank 0 prints the loss, then the bytes of parameters, gradients and
-optimizer states on rank 0 as they are counted, beside the formula, and a hash of all parameters. The hash after the
-second and third command is that after the first: a run that goes on has the bits of one that was not interrupted.
+A network learns what another network computes. Rank 0 prints the loss, then the measured memory of parameters,
+gradients and optimizer states on rank 0 beside the formula's, and a hash of all parameters. The second and third
+command together give the same hash as the first: a resumed run has the bits of one that was not interrupted.
 A checkpoint also loads with another --zero and at another number of ranks; then the bits differ by rounding.
 
-With --share-node (what mpitrain does by itself) the ranks of a node keep one copy of the parameters together. Without
-it stages 1 and 2 have one on every rank, and stage 3 gathers each block as it computes: that is what the formula tells.
+With --share-node (mpitrain's default) the ranks of a node share one copy of the parameters. Without it, as the formula
+assumes, stages 1 and 2 have one copy on every rank, and stage 3 gathers each block as it computes.
 """
 
 import argparse

@@ -8,8 +8,8 @@
 A small transformer learns to go on with sequences in which each number is the sum of the two before it, modulo 16.
 Rank 0 prints the loss, which is that of one rank to 1e-5 on every mesh that divides the batch.
 
-The model knows of no ranks. It says what its blocks are, in order (`pipeline_blocks`), and PLAN says by names which
-layers are divided how. Every rank makes the same whole model, from the same seed, and keeps its part.
+The model does not know about ranks. `pipeline_blocks` returns its blocks in order, and PLAN says by name how layers
+are divided. Every rank makes the same whole model, from the same seed, and keeps its part.
 """
 
 import argparse

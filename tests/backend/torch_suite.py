@@ -2,11 +2,11 @@
 
     python tests/backend/torch_suite.py [--sizes 2 3 4] [--as mpitrain gloo mpi peer] [--only WORD]
 
-`--as mpitrain` registers the name with the tests as one that can do what gloo can; `--as gloo` and `--as mpi` let
-the tests that are written for those alone believe in them while every group is ours, as under `python -m
-mpitrain.backend`; `--as peer` is gloo itself, for comparison. The ranks
-of one mpirun do all tests one after the other, and agree on each outcome; when one is left alone in a test, the job
-ends and a new one goes on after it. Prints how many ran, passed, failed, and were skipped for what reason.
+`--as mpitrain` registers the backend with the tests as one that can do what gloo can. `--as gloo` and `--as mpi` run
+the tests written for those backends alone, while every group is ours, as under `python -m mpitrain.backend`.
+`--as peer` is gloo itself, for comparison. The ranks of one mpirun run all tests in turn and agree on each outcome.
+When a rank is left alone in a test, the job ends, and a new job goes on with the next test. Prints how many tests
+ran, passed, failed and were skipped, and the reasons for skipping.
 
 Needs `expecttest` and `torch` with its tests, nothing else.
 """

@@ -1,7 +1,7 @@
 """Moments at which a training job can be made to die, and the job that dies there.
 
     python kill_points.py '{"kill": {...}, "folder": F}' TRAIN-ARGUMENTS...     trains, and dies at one moment
-    python kill_points.py '{"folder": F}' TRAIN-ARGUMENTS...                    trains, and notes all it comes by
+    python kill_points.py '{"folder": F}' TRAIN-ARGUMENTS...                    trains, and records its moments
 
 The product knows nothing of this: its functions, and those of the system that it calls, are wrapped from outside, by
 name, before the job begins. A name that is gone ends the job with a traceback instead of a kill.

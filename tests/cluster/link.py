@@ -1,8 +1,8 @@
 """A slow link between hosts in namespaces: `tc netem` where the kernel has it, link_stand_in.c elsewhere.
 
-Both do the same. A host's packets leave it at no more than `bits_per_second` and arrive `seconds` later; what
-others send to it arrives at no more than `bits_per_second` either. A round trip thus takes twice `seconds`. TCP itself
-is the machine's: with cubic, Linux's default, a connection that was idle begins slowly again, with bbr it does not.
+Both do the same. A host sends and receives at most `bits_per_second` each way, and a packet arrives `seconds` after
+it was sent, so a round trip takes twice `seconds`. TCP itself is the machine's: with cubic, Linux's default, an idle
+connection starts slowly again; with bbr it does not.
 """
 
 from __future__ import annotations

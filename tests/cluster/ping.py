@@ -2,8 +2,8 @@
 
     python tests/cluster/namespace_hosts.py --link 1e9,0.01 --ranks 1,1 python tests/cluster/ping.py [MIB]
 
-Prints one JSON object: the shortest round trip in seconds, since what a busy machine adds is not the link's, and bytes
-per second of each message of MIB, one after the other: the first starts TCP, which finds its speed in the course of it.
+Prints one JSON object: the shortest round trip in seconds, because a busy machine adds time that is not the link's,
+and the bytes per second of each of several messages of MIB. TCP finds its speed during the first one.
 """
 
 from __future__ import annotations

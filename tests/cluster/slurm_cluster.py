@@ -70,15 +70,15 @@ class Impossible(Exception):
 class SlurmCluster:
     """Nodes n1 to n`count` of 2 cores. Use it in `with`.
 
-    Jobs of the partition "urgent" take the nodes away from all others: those of "main" are queued again, those of
-    "graceful" may go on for 30 s before, those of "lost" end.
+    Jobs of the partition "urgent" take the nodes away from all others: jobs of "main" are queued again, jobs of
+    "graceful" are queued again after 30 s, and jobs of "lost" end.
 
     Attributes:
-        variables: Of the environment, for Slurm's commands and jobs.
+        variables: Environment variables for Slurm's commands and jobs.
     """
 
     def __init__(self, folder: Path, count: int = 3, devices: int = 0) -> None:
-        """Set the sizes. devices: Devices of each node, which Slurm gives to jobs; they are copies of /dev/null."""
+        """Describe a cluster. devices: Devices of each node, copies of /dev/null, which Slurm gives to jobs."""
         self.folder, self.count, self.devices = folder, count, devices
         self.variables: dict[str, str] = {}
         self.configuration = folder / "slurm.conf"

@@ -2,9 +2,9 @@
 
     python tests/cluster/namespace_hosts.py python tests/cluster/two_level.py [MIB]
 
-Prints one JSON object: milliseconds of each, the best of rounds in which they take turns, of the slowest
-rank each time; how many times faster two_level is; and "sent": what leaves the host that sends most, in vectors.
-"arena": the vector lies in an arena; "plain": it does not.
+Prints one JSON object: the milliseconds of each on the slowest rank, the best of several rounds; how many times
+faster two_level is; and "sent": the vectors that leave the host that sends most. "arena": the vector lies in an
+arena; "plain": it does not.
 """
 
 from __future__ import annotations

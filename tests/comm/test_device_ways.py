@@ -85,7 +85,7 @@ class _Id(bytes):
 class Library:
     """NCCL's bindings (nccl4py) as far as they are called: the same signatures, carried by MPI.
 
-    What it cannot show is NCCL itself. It shows that calls are made with the right tensors, on the caller's stream.
+    It shows that calls are made with the right tensors on the caller's stream; it cannot test NCCL itself.
     """
 
     SUM, AVG, PROD, MIN, MAX = "sum", "avg", "product", "min", "max"

@@ -73,7 +73,7 @@ class Arguments:
         return self.algorithm == "shared" or (self.algorithm == "two_level" and not self.reproducible)
 
     def elements(self, size: int) -> int:
-        """Return `numel`, reduced to what fits into half an arena."""
+        """Return `numel`, limited in an arena to what fits into half of it."""
         return (
             self.numel if self.place == "guarded" else min(self.numel, ARENA // 2 // self.dtype.itemsize // size * size)
         )

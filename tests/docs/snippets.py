@@ -1,16 +1,16 @@
 """The fenced blocks of README.md, CONTRIBUTING.md and docs/, and how the tests run them.
 
-A block is run as it stands, in the order of its page, in one folder for the page. HTML comments right above it, which
-no reader sees, say what is otherwise:
+The blocks of a page are run unchanged and in order, in one folder for the page. Exceptions are marked by an HTML
+comment right above the block, which no reader sees:
 
-    <!-- test: skip because REASON -->     not run, for want of a cluster for instance; it is checked all the same
-    <!-- test: quick -->                   it needs nothing of the page and takes no time: run in the ordinary suite
-    <!-- test: with NAME -->               a function of `setups.py` makes what it needs before
-    <!-- test: add --train.steps 4 -->     appended to each training command in it
+    <!-- test: skip because REASON -->     not run, because it needs a cluster for instance; its syntax is checked
+    <!-- test: quick -->                   independent of the page and fast: run in the ordinary suite
+    <!-- test: with NAME -->               a function of `setups.py` prepares its folder
+    <!-- test: add --train.steps 4 -->     the words are appended to each of its training commands
 
-A block that begins with a comment `# NAME.py`, `# NAME.toml` or the like is written into that file; with a command
-behind it, `# NAME.py: mpirun -n 2 python NAME.py`, that is run. Commands stand in ```bash, what they print in ```text;
-in ```console the lines after a `$` are run, and the others are what they print.
+A block that begins with a comment such as `# NAME.py` or `# NAME.toml` is written into that file. A comment such as
+`# NAME.py: mpirun -n 2 python NAME.py` also runs the command. ```bash has commands, ```text has their output; in
+```console the lines after a `$` are run, and the others are their output.
 """
 
 from __future__ import annotations
