@@ -304,7 +304,7 @@ def test_the_page_has_every_example_and_its_commands_start_with_one():
 @pytest.mark.campaign
 @pytest.mark.timeout(900)
 def test_the_commands_of_the_page_print_what_it_shows(tmp_path):
-    """The commands run in order in one folder. Numbers may differ with machine and Python version, hashes are skipped."""
+    """The commands run in order in one folder. Numbers may differ with machine and Python; hashes are skipped."""
     for line, *output in RUNS:
         words = line.removeprefix("$ ").split()
         ranks = int(words[2]) if words[0] == "mpirun" else 0
