@@ -1,10 +1,10 @@
-"""A model of one's own with DistributedDataParallel, in a loop as one writes it for torch.
+"""Your own model with DistributedDataParallel, in a loop as you would write it for torch.
 
     python examples/ddp.py                            one rank
     mpirun -n 4 python examples/ddp.py --steps 400    the same on four
 
 A small network learns which of two spirals a point belongs to. Rank 0 prints the loss every 50 steps, and at the end
-how many of all points are told right.
+the share of all points that are classified correctly.
 
 The losses are those of one rank at any number of ranks that divides 24, up to the rounding of sums:
 
@@ -31,7 +31,7 @@ SAMPLES, MICROBATCH, ACCUMULATE = 960, 24, 2
 
 
 class Classifier(nn.Module):
-    """Points in the plane to the scores of two classes."""
+    """A network that maps points in the plane to the scores of two classes."""
 
     def __init__(self, width=64):
         super().__init__()
@@ -43,7 +43,7 @@ class Classifier(nn.Module):
 
 
 def spirals():
-    """Points on two spirals, and the number of the spiral of each; the same on every rank."""
+    """Return points on two spirals, and the spiral number of each point; the same on every rank."""
     draw = torch.Generator().manual_seed(1)
     y = torch.arange(SAMPLES) % 2
     angle = 0.5 + 5.5 * torch.rand(SAMPLES, generator=draw)
@@ -53,14 +53,14 @@ def spirals():
 
 
 def endless(loader, sampler):
-    """This rank's parts of the microbatches, epoch after epoch, each in another order."""
+    """Yield this rank's parts of the microbatches, epoch after epoch, each epoch in another order."""
     for epoch in count():
         sampler.set_epoch(epoch)
         yield from loader
 
 
 def train(world, steps, say=print):
-    """Returns the model and the losses of all steps, means over the ranks."""
+    """Train, and return the model and the loss of each step, averaged over the ranks."""
     if MICROBATCH % world.size:
         raise mt.InputError(f"{world.size} ranks do not divide {MICROBATCH}; take another number", agreed=True)
     data = TensorDataset(*spirals())

@@ -1,16 +1,16 @@
-"""A loop of one's own with the engine: ZeRO, checkpoints to go on from, and where the memory is.
+"""Your own training loop with the engine: ZeRO, checkpoints to resume from, and a table of the memory.
 
     mpirun -n 2 python examples/engine.py --zero 2                          train 40 steps
     mpirun -n 2 python examples/engine.py --zero 2 --steps 20 --save kept   20 of them, and save
     mpirun -n 2 python examples/engine.py --zero 2 --save kept --resume     go on to step 40
 
-A network learns what another network computes. Rank 0 prints the loss, then the bytes of parameters, gradients and
-optimizer states on rank 0 as they are counted, beside the formula, and a hash of all parameters. The hash after the
-second and third command is that after the first: a run that goes on has the bits of one that was not interrupted.
+A network learns what another network computes. Rank 0 prints the loss, then the measured memory of parameters,
+gradients and optimizer states on rank 0 beside the formula's, and a hash of all parameters. The second and third
+command together give the same hash as the first: a resumed run has the bits of one that was not interrupted.
 A checkpoint also loads with another --zero and at another number of ranks; then the bits differ by rounding.
 
-With --share-node (what mpitrain does by itself) the ranks of a node keep one copy of the parameters together. Without
-it stages 1 and 2 have one on every rank, and stage 3 gathers each block as it computes: that is what the formula tells.
+With --share-node (mpitrain's default) the ranks of a node share one copy of the parameters. Without it, as the formula
+assumes, stages 1 and 2 have one copy on every rank, and stage 3 gathers each block as it computes.
 """
 
 import argparse
@@ -26,7 +26,7 @@ BATCH, ACCUMULATE, WIDTH = 48, 2, 128
 
 
 class Block(nn.Module):
-    """[samples, WIDTH] -> the same."""
+    """A residual block: [samples, WIDTH] -> [samples, WIDTH]."""
 
     def __init__(self):
         super().__init__()
@@ -37,13 +37,13 @@ class Block(nn.Module):
 
 
 def make_model():
-    """Blocks in an nn.Sequential (or nn.ModuleList) are what stage 3 gathers one after the other."""
+    """Return a model of blocks in an nn.Sequential, which stage 3 gathers one at a time (as in an nn.ModuleList)."""
     torch.manual_seed(0)
     return nn.Sequential(*(Block() for _ in range(4)), nn.Linear(WIDTH, 8))
 
 
 def samples(step):
-    """The batch of a step, from its number alone: so there is no order of the data to be saved."""
+    """Return the batch of a step, computed from its number, so that no data order has to be saved."""
     teacher = torch.Generator().manual_seed(7)
     weight = torch.randn(WIDTH, 8, generator=teacher) / WIDTH**0.5
     x = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(1000 + step))
@@ -51,7 +51,7 @@ def samples(step):
 
 
 def make_engine(world, zero, share_node=False):
-    """The settings are those of a TOML file, whose path may be given instead."""
+    """Return an engine. Its settings are those of a TOML file, whose path may be given instead."""
     if BATCH % (ACCUMULATE * world.size):
         raise mt.InputError(f"{world.size} ranks do not divide {BATCH // ACCUMULATE}; take another", agreed=True)
     microbatch = BATCH // (ACCUMULATE * world.size)  # samples of one rank in one backward pass
@@ -64,7 +64,7 @@ def make_engine(world, zero, share_node=False):
 
 
 def train_step(engine, world):
-    """One update; returns the mean loss over microbatches and ranks. `engine.train_batch(iterator)` does the same."""
+    """Do one update, and return the loss averaged over microbatches and ranks, like `engine.train_batch(iterator)`."""
     x, y = (t[world.rank :: world.size] for t in samples(engine.steps))
     total = torch.zeros(())
     for part in zip(x.chunk(ACCUMULATE), y.chunk(ACCUMULATE), strict=True):
@@ -77,7 +77,7 @@ def train_step(engine, world):
 
 
 def memory_table(account):
-    """Bytes of a MemoryAccount beside what the formula of the stage expects."""
+    """Return a table of the KiB in a MemoryAccount beside the formula of the stage."""
     rows = [f"{'KiB on rank 0':>14} {'counted':>10} {'formula':>10}"]
     for kind, expected in account.expected.items():
         rows.append(f"{kind:>14} {getattr(account, kind) / 1024:10.1f} {expected / 1024:10.1f}")
@@ -98,8 +98,8 @@ def main(arguments=None):
         raise mt.InputError("--resume goes on from a folder; give it with --save", agreed=True)
     engine = make_engine(world, args.zero, args.share_node)
     if args.resume:
-        told = engine.load(args.save)
-        say(f"going on after step {engine.steps}, where the loss was {told['loss']:.5f}")
+        extra = engine.load(args.save)
+        say(f"going on after step {engine.steps}, where the loss was {extra['loss']:.5f}")
     loss = None
     while engine.steps < args.steps:
         loss = train_step(engine, world)

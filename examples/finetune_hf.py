@@ -23,14 +23,14 @@ BATCH, LENGTH, HELD_OUT = 12, 64, 0.1
 
 
 def tiny_gpt2():
-    """A GPT-2 over bytes, with random weights."""
+    """Return a GPT-2 over bytes, with random weights."""
     sizes = {"vocab_size": 256, "n_positions": LENGTH, "n_embd": 64, "n_layer": 2, "n_head": 4}
     off = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     return GPT2LMHeadModel(GPT2Config(**sizes, **off, bos_token_id=0, eos_token_id=0))
 
 
 def load(folder, text):
-    """(model, tokenizer or None, all tokens of the text) on this rank."""
+    """Return (model, tokenizer or None, all tokens of the text) on this rank."""
     torch.manual_seed(0)
     if folder is None:
         return tiny_gpt2(), None, torch.tensor(list(text.encode()))
@@ -43,13 +43,13 @@ def load(folder, text):
 
 
 def pieces(tokens, starts):
-    """[len(starts), LENGTH]: the tokens from each place on."""
+    """Return the LENGTH tokens from each start on, as [len(starts), LENGTH]."""
     return torch.stack([tokens[start : start + LENGTH] for start in starts.tolist()])
 
 
 @torch.no_grad()
 def held_out_loss(engine, world, tokens):
-    """The mean over at most 48 pieces, of which every rank computes as many: with ZeRO-3 the ranks need each other."""
+    """Return the mean loss of at most 48 pieces, equally many on each rank: with ZeRO-3 the ranks need each other."""
     starts = torch.arange(0, len(tokens) - LENGTH + 1, LENGTH)[:48]
     each = len(starts) // world.size
     x = pieces(tokens, starts[: each * world.size][world.rank :: world.size])
@@ -61,7 +61,7 @@ def held_out_loss(engine, world, tokens):
 
 
 def train(engine, world, tokens, steps, say):
-    """Returns the losses of all steps. The samples of a step follow from its number."""
+    """Train, and return the loss of each step. The samples of a step follow from its number."""
     losses = []
     for step in range(1, steps + 1):
         draw = torch.Generator().manual_seed(step)
@@ -79,7 +79,7 @@ def train(engine, world, tokens, steps, say):
 
 
 def save(engine, world, tokenizer, folder):
-    """Whole weights, written by rank 0. All ranks take part, because each has only its share."""
+    """Write the whole weights on rank 0. All ranks take part, because each has only its share."""
     state = engine.state_dict()
     if world.rank == 0:
         engine.module.save_pretrained(folder, state_dict=state)

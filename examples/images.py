@@ -24,7 +24,7 @@ BATCH = 64
 
 
 class ConvolutionalNetwork(nn.Module):
-    """[samples, channels, height, width] -> [samples, classes]. For images of any size."""
+    """A network for images of any size: [samples, channels, height, width] -> [samples, classes]."""
 
     def __init__(self, channels, classes, width=32):
         super().__init__()
@@ -41,17 +41,19 @@ class ConvolutionalNetwork(nn.Module):
 
 
 def share_of(world):
-    """Gives the part [start, stop) of a batch of `size` samples that is this rank's."""
+    """Return a function that gives this rank's part [start, stop) of a batch of `size` samples."""
     return lambda size: (size * world.rank // world.size, size * (world.rank + 1) // world.size)
 
 
 def train(world, data, steps, say=print):
-    """Returns the model, and the losses of all steps."""
-    told = data.description
-    if told.kind != "arrays" or len(told.x_shape) != 3 or not told.classes:
-        raise mt.InputError(f"no images with classes, but {told.kind} of shape {told.x_shape}", agreed=True)
+    """Train, and return the model and the loss of each step."""
+    description = data.description
+    if description.kind != "arrays" or len(description.x_shape) != 3 or not description.classes:
+        raise mt.InputError(
+            f"no images with classes, but {description.kind} of shape {description.x_shape}", agreed=True
+        )
     torch.manual_seed(0)
-    model = mt.DistributedDataParallel(ConvolutionalNetwork(told.x_shape[0], len(told.classes)), world)
+    model = mt.DistributedDataParallel(ConvolutionalNetwork(description.x_shape[0], len(description.classes)), world)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, steps))
     losses = []
@@ -74,7 +76,7 @@ def train(world, data, steps, say=print):
 
 @torch.no_grad()
 def accuracy(world, model, data):
-    """The part of all held-out samples whose class is told right, on every rank."""
+    """Return the fraction of held-out samples that are classified correctly, on every rank."""
     model.eval()
     right = torch.zeros(1)
     for batch in evaluation_batches(data, samples=len(data), batch=256, share=share_of(world)):

@@ -1,4 +1,4 @@
-"""Pipeline and tensor parallelism from one's own loop, with data parallel beside them.
+"""Pipeline, tensor and data parallelism in your own training loop.
 
     python examples/mesh.py                                          one rank
     mpirun -n 2 python examples/mesh.py --pipeline 2                 two stages of the model
@@ -8,8 +8,8 @@
 A small transformer learns to go on with sequences in which each number is the sum of the two before it, modulo 16.
 Rank 0 prints the loss, which is that of one rank to 1e-5 on every mesh that divides the batch.
 
-The model knows of no ranks. It says what its blocks are, in order (`pipeline_blocks`), and PLAN says by names which
-layers are divided how. Every rank makes the same whole model, from the same seed, and keeps its part.
+The model does not know about ranks. `pipeline_blocks` returns its blocks in order, and PLAN says by name how layers
+are divided. Every rank makes the same whole model, from the same seed, and keeps its part.
 """
 
 import argparse
@@ -32,7 +32,7 @@ PLAN = {
 
 
 class Positions(nn.Module):
-    """Adds what tells the positions apart."""
+    """A layer that adds a learned vector for each position."""
 
     def __init__(self):
         super().__init__()
@@ -43,7 +43,7 @@ class Positions(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and an MLP, each added to its input: [samples, length, WIDTH] -> the same."""
+    """Attention and an MLP, each added to its input: [samples, length, WIDTH] -> [samples, length, WIDTH]."""
 
     def __init__(self):
         super().__init__()
@@ -74,14 +74,14 @@ class Transformer(nn.Module):
         self.criterion = cross_entropy
 
     def pipeline_blocks(self):
-        """(name, module) in order; one after the other they are the model."""
+        """Return (name, module) of the blocks in the order in which they make up the model."""
         blocks = [(f"blocks.{number}", block) for number, block in enumerate(self.blocks)]
         return [("embedding", self.embedding), ("positions", self.positions), *blocks,
                 ("norm", self.norm), ("head", self.head)]  # fmt: skip
 
 
 def samples(step):
-    """The batch of a step, from its number alone."""
+    """Return the batch of a step, computed from its number."""
     numbers = torch.randint(VOCABULARY, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(step))
     for place in range(2, LENGTH + 1):
         numbers[:, place] = (numbers[:, place - 1] + numbers[:, place - 2]) % VOCABULARY
@@ -89,7 +89,7 @@ def samples(step):
 
 
 def train(mesh, steps, schedule="1f1b", say=print):
-    """Returns the losses of all steps."""
+    """Train, and return the loss of each step."""
     if BATCH % mesh.data.size:
         raise mt.InputError(f"{mesh.data.size} data parallel ranks do not divide {BATCH}; take others", agreed=True)
     torch.manual_seed(0)

@@ -30,14 +30,14 @@ class Net(nn.Module):
 
 
 def make_data():
-    """Points, and which of four directions each is nearest to."""
+    """Return points, and the nearest of four directions for each point."""
     draw = torch.Generator().manual_seed(3)
     x = torch.randn(960, 16, generator=draw)
     return TensorDataset(x, (x @ torch.randn(16, 4, generator=draw)).argmax(1))
 
 
 def train(model_engine, world, steps, say):
-    """Returns the losses of all steps, means over ranks and microbatches."""
+    """Train, and return the loss of each step, averaged over ranks and microbatches."""
     data = make_data()
     # DeepSpeed: deepspeed.initialize(training_data=...) makes the loader
     sampler = DistributedSampler(data, num_replicas=world.size, rank=world.rank, shuffle=True, seed=0)

@@ -1,4 +1,4 @@
-"""The process group of a test: made before it, destroyed after it."""
+"""Process group of a test, created before it and destroyed after it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 @pytest.fixture
 def group(world):
-    """torch.distributed, initialised with this backend over all ranks."""
+    """Yield torch.distributed, initialised with this backend over all ranks."""
     import torch.distributed as dist
 
     import mpitrain.backend  # noqa: F401

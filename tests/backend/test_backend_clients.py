@@ -1,4 +1,4 @@
-"""What is built on torch.distributed works over this backend: groups, meshes, DTensor, pipelines, checkpoints."""
+"""Users of torch.distributed work over this backend: groups, meshes, DTensor, pipelines, checkpoints."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def test_groups_of_some_ranks(group, world):
 def test_destroyed_groups_can_be_made_again(group, world):
     from mpitrain.backend.process_group import place
 
-    made = place().made
-    before = len(made.get((0, 1), []))
+    communicators = place().made
+    before = len(communicators.get((0, 1), []))
     for _ in range(3):
         pair = group.new_group([0, 1])
         if world.rank < 2:
@@ -63,7 +63,7 @@ def test_destroyed_groups_can_be_made_again(group, world):
         group.all_reduce(x)
         assert x == world.size
     if world.rank < 2 < world.size:  # the communicator is used again
-        assert len(made[(0, 1)]) == max(before, 1)
+        assert len(communicators[(0, 1)]) == max(before, 1)
     numbers = set()
     for _ in range(30):  # also after messages, and more of them at once than are kept
         groups = [group.new_group(list(range(world.size))) for _ in range(2)]
@@ -80,10 +80,11 @@ def test_destroyed_groups_can_be_made_again(group, world):
     for each in many:
         group.destroy_process_group(each)
     group.new_group(list(range(world.size)))
-    assert len(place().left) <= 18 < 24 <= len([comm for comms in made.values() for comm in comms])
-    kept = group.new_group([0, 1])  # rank 0 destroys a group that rank 1 keeps: they agree on another communicator
+    assert len(place().left) <= 18 < 24 <= len([comm for comms in communicators.values() for comm in comms])
+    # rank 0 destroys a group that rank 1 keeps: they agree on another communicator
+    half_destroyed = group.new_group([0, 1])
     if world.rank == 0:
-        group.destroy_process_group(kept)
+        group.destroy_process_group(half_destroyed)
     again = group.new_group([0, 1])
     if world.rank < 2:
         x = torch.ones(1)
@@ -162,8 +163,8 @@ def test_functional_collectives_and_compiled_functions(group, world):
     assert root == 1
     if hasattr(torch.ops._c10d_functional, "all_gather_into_tensor_out"):  # of bucketed all-gathers in compiled code
         out = torch.empty(2 * size)
-        own = torch.full((2,), float(rank))
-        torch.ops._c10d_functional.all_gather_into_tensor_out(own, size, world_group.group_name, out=out)
+        block = torch.full((2,), float(rank))
+        torch.ops._c10d_functional.all_gather_into_tensor_out(block, size, world_group.group_name, out=out)
         assert torch.ops._c10d_functional.wait_tensor(out).tolist() == [r for r in range(size) for _ in range(2)]
 
     @torch.compile(backend="eager")
@@ -204,16 +205,16 @@ def test_collectives_are_seen_by_those_who_watch_the_dispatcher(group, world):
         return torch.cat([x, *swapped])
 
     expected = operations()
-    with CommDebugMode() as seen:
+    with CommDebugMode() as debug_mode:
         assert torch.equal(operations(), expected)
-    counts = {str(operation).rpartition(".")[2]: count for operation, count in seen.get_comm_counts().items()}
+    counts = {str(operation).rpartition(".")[2]: count for operation, count in debug_mode.get_comm_counts().items()}
     once = ("broadcast_", "_allgather_base_", "_reduce_scatter_base_", "allgather_", "scatter_", "gather_", "reduce_")
     assert counts == {"allreduce_": 2, "alltoall_": 1} | dict.fromkeys(once, 1)
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
         assert torch.equal(operations(), expected)
     events = {event.key for event in profiled.key_averages()}
-    wanted = {"allreduce_", "barrier", *once} | ({"send"} if rank == 0 else {"recv_"} if rank == 1 else set())
-    assert {f"c10d::{name}" for name in wanted} <= events
+    names = {"allreduce_", "barrier", *once} | ({"send"} if rank == 0 else {"recv_"} if rank == 1 else set())
+    assert {f"c10d::{name}" for name in names} <= events
 
 
 @pytest.mark.ranks(2)
@@ -244,9 +245,9 @@ def test_a_rank_and_a_size_that_contradict_mpi_are_refused(world):
     import mpitrain.backend  # noqa: F401
 
     other = (world.rank + 1) % world.size
-    for given in ({"rank": world.rank, "world_size": world.size + 1}, {"rank": other, "world_size": world.size}):
+    for settings in ({"rank": world.rank, "world_size": world.size + 1}, {"rank": other, "world_size": world.size}):
         with pytest.raises(ValueError, match="but MPI says"):
-            dist.init_process_group("mpitrain", **given)
+            dist.init_process_group("mpitrain", **settings)
     dist.init_process_group("mpitrain", rank=world.rank, world_size=world.size)
     dist.destroy_process_group()
 
@@ -293,9 +294,9 @@ def test_a_checkpoint_of_four_ranks_loads_on_two(group, world, folder):
 
     def whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
         states = parts(model, optimizer)["optimizer"]["state"]
-        found = {f"{name} {what}": value for name, state in states.items() for what, value in state.items()}
-        found |= model.named_parameters()
-        return {n: (t.full_tensor() if hasattr(t, "full_tensor") else t).detach().clone() for n, t in found.items()}
+        tensors = {f"{name} {what}": value for name, state in states.items() for what, value in state.items()}
+        tensors |= model.named_parameters()
+        return {n: (t.full_tensor() if hasattr(t, "full_tensor") else t).detach().clone() for n, t in tensors.items()}
 
     saved = trained(1, group.group.WORLD)
     dcp.async_save(parts(*saved), checkpoint_id=folder).result()
@@ -316,9 +317,9 @@ def test_a_checkpoint_of_four_ranks_loads_on_two(group, world, folder):
 @pytest.mark.serial
 def test_an_unchanged_script_runs_over_mpi(tmp_path, forked):
     script = [sys.executable, "-m", "mpitrain.backend", str(SCRIPTS / "for_torchrun.py")]
-    done = job(2, [*script, "nccl", "--flag"], MASTER_ADDR="nowhere.invalid", MASTER_PORT="1")
-    assert done.returncode == 0, done.stderr
-    assert "rank 0 of 2 sum 3.0 over mpitrain with --flag" in done.stdout
+    result = job(2, [*script, "nccl", "--flag"], MASTER_ADDR="nowhere.invalid", MASTER_PORT="1")
+    assert result.returncode == 0, result.stderr
+    assert "rank 0 of 2 sum 3.0 over mpitrain with --flag" in result.stdout
     failed = job(2, [*script, "gloo", "--fail"], timeout=60)
     assert failed.returncode == 3
     assert "rank 0 of 2 sum 3.0 over mpitrain with --fail" in failed.stdout
@@ -353,10 +354,10 @@ def test_leaving_while_a_collective_that_was_given_up_is_under_way_ends_the_job(
         except RuntimeError as error:
             print("caught", error, flush=True)
         dist.destroy_process_group()"""
-    done = job(2, [sys.executable, "-c", code], timeout=40)
-    assert done.returncode != 0
-    assert "caught all_reduce of group 0 of ranks [0, 1]: timeout after 1 s; does every rank call it?" in done.stdout
-    assert "mpitrain: rank 0: left with all_reduce of group 0 of ranks [0, 1] not complete" in done.stderr
+    result = job(2, [sys.executable, "-c", code], timeout=40)
+    assert result.returncode != 0
+    assert "caught all_reduce of group 0 of ranks [0, 1]: timeout after 1 s; does every rank call it?" in result.stdout
+    assert "mpitrain: rank 0: left with all_reduce of group 0 of ranks [0, 1] not complete" in result.stderr
 
 
 LEAVES = """
@@ -387,10 +388,10 @@ def test_a_rank_that_ends_without_the_others_ends_the_job_within_seconds(tmp_pat
     script = tmp_path / "script.py"
     script.write_text(LEAVES.format(leaves=leaves, waits=waits))
     begun = time.monotonic()
-    done = job(3, [sys.executable, str(script)], timeout=60)
-    assert done.returncode != 0 and time.monotonic() - begun < 20
+    result = job(3, [sys.executable, str(script)], timeout=60)
+    assert result.returncode != 0 and time.monotonic() - begun < 20
     if "os." not in leaves:  # else the launcher sees it
-        assert done.stderr.count("mpitrain: rank 1 left: its interpreter ended") == 1
-        assert re.search(r"while rank [02] waits for it at script.py:8 in <module>", done.stderr)
+        assert result.stderr.count("mpitrain: rank 1 left: its interpreter ended") == 1
+        assert re.search(r"while rank [02] waits for it at script.py:8 in <module>", result.stderr)
     if leaves == "sys.exit(3)":
-        assert done.returncode == 3 and "ended with exit code 3" in done.stderr
+        assert result.returncode == 3 and "ended with exit code 3" in result.stderr

@@ -1,4 +1,4 @@
-"""Tensors on a device over this backend: what is asked of the device before and after an operation stays in order.
+"""Tensors on a device over this backend: work queued before and after an operation stays in order.
 
 The pretend accelerator runs nothing until something waits for it, so that an event too few gives wrong numbers.
 """
@@ -19,7 +19,7 @@ in_thread = pytest.mark.parametrize("threaded", [False, True], ids=["caller", "t
 
 @pytest.fixture
 def group_of(world, monkeypatch, request) -> Callable[[bool], object]:
-    """Initializes torch.distributed, with or without a thread for communication."""
+    """Yield a function that initializes torch.distributed, with or without a communication thread."""
 
     def make(threaded: bool) -> object:
         monkeypatch.setattr(type(world), "overlaps", threaded)
@@ -91,7 +91,7 @@ def test_memory_is_not_given_out_while_an_operation_may_use_it(world, device, gr
 @pytest.mark.parametrize("run", [plain, gradients_are_views, half_precision_hook], ids=lambda run: run.__name__)
 def test_training_on_a_device_is_what_it_is_on_the_cpu(world, device, group_of, threaded, run):
     group_of(threaded)
-    expected, found = run(world.rank), run(world.rank, device=device)
-    assert list(found) == list(expected)
+    expected, result = run(world.rank), run(world.rank, device=device)
+    assert list(result) == list(expected)
     for name, value in expected.items():
-        torch.testing.assert_close(found[name].cpu(), value, rtol=1e-5, atol=2e-6, msg=name)
+        torch.testing.assert_close(result[name].cpu(), value, rtol=1e-5, atol=2e-6, msg=name)

@@ -1,4 +1,4 @@
-"""Every operation of torch.distributed over this backend, against what one process computes."""
+"""Every operation of torch.distributed over this backend, compared with one process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def value(rank: int, dtype: torch.dtype, shape=(3, 5)) -> torch.Tensor:
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal bits: fp8 and the like have no equality of their own."""
+    """Return True where both have the same bits; types such as fp8 do not define equality."""
     return (
         a.shape == b.shape
         and a.dtype == b.dtype
@@ -86,13 +86,13 @@ def test_averages_of_integers_are_sums_divided_toward_zero_and_what_has_no_meani
     for dtype in (torch.int64, torch.int8):
         mine = torch.tensor([-7, -1, 0, 1, 7], dtype=dtype) + world.rank
         total = torch.tensor([-7, -1, 0, 1, 7], dtype=dtype) * size + size * (size - 1) // 2
-        wanted = torch.div(total, size, rounding_mode="trunc")
+        expected = torch.div(total, size, rounding_mode="trunc")
         x = mine.clone()
         group.all_reduce(x, op.AVG)
-        assert torch.equal(x, wanted)
+        assert torch.equal(x, expected)
         out, blocks = torch.empty_like(mine), mine.repeat(size)
         group.reduce_scatter_tensor(out, blocks, op.AVG)
-        assert torch.equal(out, wanted)
+        assert torch.equal(out, expected)
     sparse = torch.eye(2, dtype=torch.int64).mul(-3 - world.rank).to_sparse()
     group.all_reduce(sparse, op.AVG)
     total = -3 * size - size * (size - 1) // 2
@@ -311,9 +311,9 @@ def test_objects(group, world):
     everyone = [None] * world.size
     group.all_gather_object(everyone, {"rank": world.rank, "text": "x" * world.rank})
     assert everyone == [{"rank": r, "text": "x" * r} for r in range(world.size)]
-    told = [("a", 1), None] if world.rank == 0 else [None, None]
-    group.broadcast_object_list(told, 0)
-    assert told == [("a", 1), None]
+    objects = [("a", 1), None] if world.rank == 0 else [None, None]
+    group.broadcast_object_list(objects, 0)
+    assert objects == [("a", 1), None]
     mine = [None]
     group.scatter_object_list(mine, list(range(world.size)) if world.rank == 0 else None, 0)
     assert mine == [world.rank]
@@ -397,7 +397,7 @@ def test_a_wrong_call_is_an_error_with_its_mend(group, world):
 
 
 class Float8(torch.Tensor):
-    """A tensor in 8 bits with its scale, made as those of torchao are."""
+    """An 8-bit tensor with its scale, built like torchao's."""
 
     @staticmethod
     def __new__(cls, data, scale):
@@ -419,7 +419,7 @@ class Float8(torch.Tensor):
 
 
 class Opaque(torch.Tensor):
-    """A wrapper that does not say what it wraps."""
+    """A wrapper that does not reveal the tensors it wraps."""
 
     @staticmethod
     def __new__(cls, data):
@@ -456,7 +456,7 @@ def test_tensors_that_wrap_others_are_communicated_by_their_inner_tensors(group,
         assert equal(x, every[1].a, every[1].b)
     listed = [two(9, 3) for _ in range(size)]
     group.all_gather(listed, two(rank, 3))
-    assert all(equal(got, wanted.a, wanted.b) for got, wanted in zip(listed, every, strict=True))
+    assert all(equal(got, expected.a, expected.b) for got, expected in zip(listed, every, strict=True))
     for communicate in (group.all_gather_into_tensor, world.all_gather):
         whole = two(9, 3 * size)
         communicate(whole, two(rank, 3))

@@ -1,4 +1,4 @@
-"""Libraries that people train with, unchanged, over this backend. Each test needs its library installed."""
+"""Popular training libraries run unchanged over this backend. Each test needs its library installed."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ pytestmark = pytest.mark.campaign
 
 @pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed (pip install accelerate)")
 def test_accelerate_trains_and_gathers():
-    done = job(2, [sys.executable, "-m", "mpitrain.backend", str(SCRIPTS / "with_accelerate.py")])
-    assert done.returncode == 0, done.stderr
-    losses = re.findall(r"DistributedDataParallel MPIProcessGroup 64 ([0-9.]+)", done.stdout)
+    result = job(2, [sys.executable, "-m", "mpitrain.backend", str(SCRIPTS / "with_accelerate.py")])
+    assert result.returncode == 0, result.stderr
+    losses = re.findall(r"DistributedDataParallel MPIProcessGroup 64 ([0-9.]+)", result.stdout)
     assert len(losses) == 2
     assert all(float(loss) < 0.1 for loss in losses)
 
@@ -32,15 +32,15 @@ def test_processes_that_another_launcher_starts_under_mpirun_are_told_which_to_u
         "accelerate launch": ["accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"],
         "torchrun": ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
     }
-    done = job(1, [sys.executable, "-m", *options[launcher], str(script)], PYTHONPATH=str(ROOT))
-    assert done.returncode != 0 and "alive" not in done.stdout, done.stdout
-    told = [line for line in done.stderr.splitlines() if line.startswith("mpitrain: ")]
-    assert len(told) == 1 and "mpirun -n N python -m mpitrain.backend train.py" in told[0], done.stderr
-    assert "InputError" not in done.stderr
+    result = job(1, [sys.executable, "-m", *options[launcher], str(script)], PYTHONPATH=str(ROOT))
+    assert result.returncode != 0 and "alive" not in result.stdout, result.stdout
+    messages = [line for line in result.stderr.splitlines() if line.startswith("mpitrain: ")]
+    assert len(messages) == 1 and "mpirun -n N python -m mpitrain.backend train.py" in messages[0], result.stderr
+    assert "InputError" not in result.stderr
 
 
 @pytest.mark.skipif(find_spec("lightning") is None, reason="lightning is not installed (pip install lightning)")
 def test_lightning_trains_with_its_ddp_strategy():
-    done = job(2, [sys.executable, str(SCRIPTS / "with_lightning.py"), "2"])
-    assert done.returncode == 0, done.stderr
-    assert len(set(re.findall(r"2 ranks, 8 steps, loss ([0-9.]+) MPIProcessGroup", done.stdout))) == 1, done.stdout
+    result = job(2, [sys.executable, str(SCRIPTS / "with_lightning.py"), "2"])
+    assert result.returncode == 0, result.stderr
+    assert len(set(re.findall(r"2 ranks, 8 steps, loss ([0-9.]+) MPIProcessGroup", result.stdout))) == 1, result.stdout

@@ -1,4 +1,4 @@
-"""Every schedule of torch.distributed.pipelining runs over this backend, and keeps nothing of what it has passed on."""
+"""Every schedule of torch.distributed.pipelining runs over this backend, which keeps no tensor that it has sent."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class Layer(nn.Module):
         self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Add to x what two linear maps with a tanh between them make of it."""
+        """Return x plus two linear maps of it with a tanh between them."""
         return x + self.second(torch.tanh(self.first(x)))
 
 
 def stages_of(name: str, rank: int, size: int) -> list[int]:
-    """The numbers of the stages that a rank has under a schedule."""
+    """Return the numbers of the stages that a rank has under a schedule."""
     if name in ONE_STAGE:
         return [rank]
     return [rank, 2 * size - 1 - rank] if name in VEES else [rank, rank + size]
@@ -42,32 +42,32 @@ def stages_of(name: str, rank: int, size: int) -> list[int]:
 def test_gradients_of_a_schedule_are_those_of_one_process(group, world, name):
     from torch.testing._internal.common_utils import check_leaked_tensors
 
-    size, own = world.size, stages_of(name, world.rank, world.size)
-    number, microbatches = len(own) * size, 3 * size if name == "ScheduleDualPipeV" else 2 * size
+    size, own_stages = world.size, stages_of(name, world.rank, world.size)
+    number, microbatches = len(own_stages) * size, 3 * size if name == "ScheduleDualPipeV" else 2 * size
     torch.manual_seed(4)
     layers = [Layer() for _ in range(number)]
-    mine = [copy.deepcopy(layers[stage]) for stage in own]
+    mine = [copy.deepcopy(layers[stage]) for stage in own_stages]
     x, target = torch.randn(2, microbatches * ROWS, WIDTH)
     loss = nn.MSELoss(reduction="sum")
     total = loss(nn.Sequential(*layers)(x), target)
     total.backward()
 
     cpu = torch.device("cpu")
-    stages = [PipelineStage(layer, stage, number, cpu) for layer, stage in zip(mine, own, strict=True)]
-    made = getattr(schedules, name)
-    schedule = made(stages[0] if name in ONE_STAGE else stages, microbatches, loss_fn=loss, scale_grads=False)
+    stages = [PipelineStage(layer, stage, number, cpu) for layer, stage in zip(mine, own_stages, strict=True)]
+    schedule_class = getattr(schedules, name)
+    schedule = schedule_class(stages[0] if name in ONE_STAGE else stages, microbatches, loss_fn=loss, scale_grads=False)
     losses: list[torch.Tensor] = []
-    last = number - 1 in own
+    last = number - 1 in own_stages
     with check_leaked_tensors() as leaked:
         for _ in range(2):
             for layer in mine:
                 layer.zero_grad()
             losses.clear()
-            schedule.step(*([x] if 0 in own else []), **({"target": target, "losses": losses} if last else {}))
+            schedule.step(*([x] if 0 in own_stages else []), **({"target": target, "losses": losses} if last else {}))
     assert not leaked
-    for layer, stage in zip(mine, own, strict=True):
-        for got, wanted in zip(layer.parameters(), layers[stage].parameters(), strict=True):
-            torch.testing.assert_close(got.grad, wanted.grad, rtol=1e-4, atol=1e-4)
+    for layer, stage in zip(mine, own_stages, strict=True):
+        for got, expected in zip(layer.parameters(), layers[stage].parameters(), strict=True):
+            torch.testing.assert_close(got.grad, expected.grad, rtol=1e-4, atol=1e-4)
     if last:
         torch.testing.assert_close(torch.stack(losses).sum(), total.detach(), rtol=1e-5, atol=0.0)
 

@@ -2,11 +2,11 @@
 
     python tests/backend/torch_suite.py [--sizes 2 3 4] [--as mpitrain gloo mpi peer] [--only WORD]
 
-`--as mpitrain` registers the name with the tests as one that can do what gloo can; `--as gloo` and `--as mpi` let
-the tests that are written for those alone believe in them while every group is ours, as under `python -m
-mpitrain.backend`; `--as peer` is gloo itself, for comparison. The ranks
-of one mpirun do all tests one after the other, and agree on each outcome; when one is left alone in a test, the job
-ends and a new one goes on after it. Prints how many ran, passed, failed, and were skipped for what reason.
+`--as mpitrain` registers the backend with the tests as one that can do what gloo can. `--as gloo` and `--as mpi` run
+the tests written for those backends alone, while every group is ours, as under `python -m mpitrain.backend`.
+`--as peer` is gloo itself, for comparison. The ranks of one mpirun run all tests in turn and agree on each outcome.
+When a rank is left alone in a test, the job ends, and a new job goes on with the next test. Prints how many tests
+ran, passed, failed and were skipped, and the reasons for skipping.
 
 Needs `expecttest` and `torch` with its tests, nothing else.
 """
@@ -43,7 +43,7 @@ NOT_OURS = {  # tests that cannot apply, each with its reason
 
 @dataclass(frozen=True)
 class Outcome:
-    """kind: passed, failed or skipped; reason: of the latter two."""
+    """Outcome of one test. kind: passed, failed or skipped; reason: why, for failed and skipped tests."""
 
     name: str
     kind: str
@@ -55,18 +55,18 @@ PEER = "peer"  # gloo itself
 
 
 def suite(ranks: int, name: str, only: str = "", without: Sequence[str] = (), limit: float = 300) -> list[Outcome]:
-    """Run the tests on this many ranks, believing that the backend is called `name`. without: tests to leave out."""
+    """Run the tests on `ranks` ranks, with the backend under the name `name`. without: tests to leave out."""
     from support import clean_environment, launcher
 
     outcomes: list[Outcome] = []
     with tempfile.TemporaryDirectory() as folder:
-        told = Path(folder) / "told"
+        report = Path(folder) / "told"
         ended = time.monotonic() + limit
         while time.monotonic() < ended:
-            told.write_text("")
+            report.write_text("")
             command = [*launcher(ranks), sys.executable, str(HERE), "--rank", name, folder, only]
-            done = [*without, *(outcome.name for outcome in outcomes)]
-            (Path(folder) / "done").write_text("\n".join(done))
+            finished = [*without, *(outcome.name for outcome in outcomes)]
+            (Path(folder) / "done").write_text("\n".join(finished))
             environment = clean_environment(
                 BACKEND="gloo" if name == PEER else name,
                 WORLD_SIZE=str(ranks),
@@ -76,7 +76,7 @@ def suite(ranks: int, name: str, only: str = "", without: Sequence[str] = (), li
             process = subprocess.run(
                 command, env=environment, capture_output=True, text=True, errors="replace", timeout=limit
             )
-            lines = [json.loads(line) for line in told.read_text().splitlines()]
+            lines = [json.loads(line) for line in report.read_text().splitlines()]
             outcomes += [Outcome(*line[1:]) for line in lines if line[0] == "ended"]
             if process.returncode == 0:
                 return outcomes
@@ -146,23 +146,23 @@ def one_rank(name: str, folder: str, only: str) -> None:
         from torch.testing._internal.distributed import distributed_test as tests
 
     class Suite(tests.TestDistBackend, tests.DistributedTest._DistTestBase):
-        """The tests, each in this process as one of the ranks."""
+        """The tests, run in this process as one rank."""
 
     shared = Path(folder)
     for sub in ("barrier", "test_dir", "init_dir"):
         (shared / sub).mkdir(exist_ok=True)
-    told = (shared / "told").open("a") if world.rank == 0 else None
-    done = set((shared / "done").read_text().split())
+    report = (shared / "told").open("a") if world.rank == 0 else None
+    finished = set((shared / "done").read_text().split())
     chosen = [test for test in sorted(dir(Suite)) if test.startswith("test_") and re.search(only, test)]
     meeting = Barriers(place().control)
 
     def tell(*what: Any) -> None:
-        if told is not None:
-            told.write(json.dumps(what) + "\n")
-            told.flush()
+        if report is not None:
+            report.write(json.dumps(what) + "\n")
+            report.flush()
 
     for test in chosen:
-        if test in done:
+        if test in finished:
             continue
         tell("begun", test)
         begun = time.monotonic()
@@ -193,7 +193,7 @@ def one_rank(name: str, folder: str, only: str) -> None:
 
 
 class _LikeGloo(str):
-    """A name that the tests take for "gloo" where they ask for that by name."""
+    """A backend name that compares equal to "gloo" where the tests check for it."""
 
     def __eq__(self, other: object) -> bool:
         return str(self) == other or other == "gloo"
@@ -214,7 +214,7 @@ def _enough(function: Any) -> Any:
 def _run(
     begin: Callable[[], None], suite: Any, test: str, rank: int, file: str, dist: Any, tests: Any, common: Any
 ) -> tuple[str, str]:
-    """One test on this rank: passed, skipped or failed, and why. begin: makes the default process group."""
+    """Run one test on this rank; return passed, skipped or failed, and why. begin: creates the default group."""
     import traceback
     import unittest
 

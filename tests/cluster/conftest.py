@@ -1,7 +1,7 @@
 """Clusters on one machine, for tests marked `campaign`.
 
-Where there can be none their tests skip, but fail in CI (CI=true in the environment), which would else be green
-without them. MPITRAIN_CANNOT="slurm namespaces browser" names what a CI machine cannot do for good.
+Where a cluster is impossible its tests skip. In CI (CI=true in the environment) they fail instead, because CI would
+otherwise pass without them. MPITRAIN_CANNOT="slurm namespaces browser" names what a CI machine can never do.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from slurm_cluster import SlurmCluster
 
 
 def impossible(what: str, reason: str) -> None:
-    """End a test that needs what this machine has not. what: "slurm" or "namespaces"."""
+    """Skip or fail a test that needs something this machine lacks. what: "slurm" or "namespaces"."""
     if os.environ.get("CI") == "true" and what not in os.environ.get("MPITRAIN_CANNOT", "").split():
         pytest.fail(
             f'{reason}; a machine that cannot do this for good says so by MPITRAIN_CANNOT="{what}"', pytrace=False
@@ -28,32 +28,32 @@ def impossible(what: str, reason: str) -> None:
 
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[Hosts]:
-    """Three hosts in network namespaces; whatever a test leaves running there is killed."""
+    """Yield three hosts in network namespaces; processes that a test leaves running there are killed."""
     if reason := why_not():
         impossible("namespaces", reason)
-    with Hosts(3) as made:
-        yield made
+    with Hosts(3) as cluster:
+        yield cluster
 
 
 @pytest.fixture
 def linked_hosts() -> Iterator[Hosts]:
-    """Two hosts with 1 Gbit/s and 10 ms to each other."""
+    """Yield two hosts, joined by a link of 1 Gbit/s and 10 ms."""
     link = Link(bits_per_second=1e9, seconds=0.010)
     if reason := why_not(link):
         impossible("namespaces", reason)
-    with Hosts(2, link) as made:
-        yield made
+    with Hosts(2, link) as cluster:
+        yield cluster
 
 
 @pytest.fixture
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
-    """Three Slurm nodes of two cores each, idle."""
+    """Yield three idle Slurm nodes of two cores each."""
     yield from _cluster(SlurmCluster(tmp_path_factory.mktemp("slurm"), 3))
 
 
 @pytest.fixture
 def slurm_with_devices(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
-    """One Slurm node of two cores and two devices."""
+    """Yield one Slurm node of two cores and two devices."""
     yield from _cluster(SlurmCluster(tmp_path_factory.mktemp("slurm"), 1, devices=2))
 
 

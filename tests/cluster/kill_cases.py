@@ -1,7 +1,7 @@
-"""Which kills the campaign tries: every moment once at least, everything else by chance from a seed.
+"""Cases of the kill campaign: every moment at least once, everything else at random from a seed.
 
-The jobs take STEPS steps and save after every second one. A case is one kill or two in a row, each of a job in the
-same run folder, and the job that then goes on to the end.
+The jobs take STEPS steps and save after every second one. A case kills one job, or two in a row, in the same run
+folder, and then lets another job go on to the end.
 """
 
 from __future__ import annotations
@@ -25,8 +25,13 @@ _Point = tuple[Moment, str]
 
 @dataclass(frozen=True)
 class Case:
-    """ranks: of the jobs that are killed; then: of the last one. damaged: the newest checkpoint is, after the first
-    kill."""
+    """One or two kills, and the job that goes on to the end.
+
+    Attributes:
+        ranks: Ranks of the jobs that are killed.
+        then: Ranks of the last job.
+        damaged: True where the newest checkpoint is damaged after the first kill.
+    """
 
     number: int
     ranks: int
@@ -39,7 +44,7 @@ class Case:
 
     @property
     def dropout(self) -> float:
-        """None where sizes or kinds are compared: each rank draws its own."""
+        """Dropout rate: 0 where numbers of ranks or ZeRO stages are compared, because each rank draws its own."""
         return 0.1 if self.ranks == self.then == 2 and not self.zero else 0.0
 
     @property
@@ -55,7 +60,10 @@ class Case:
 
 
 def cases(count: int, seed: int, *, both_sides: bool) -> list[Case]:
-    """both_sides: every moment of a save is tried before and after it, also where that is before the next moment."""
+    """Return the first `count` cases of a seed.
+
+    both_sides: Kill before and after every moment of a save, even where "after" means just before the next moment.
+    """
     return list(itertools.islice(_cases(Random(seed), both_sides), count))
 
 
@@ -86,7 +94,7 @@ def _firsts(chance: Random, both_sides: bool) -> list[_Point]:
 
 
 def _seconds(chance: Random) -> list[_Point]:
-    """While restoring, in the first step or save after it."""
+    """Return points for a second kill: while restoring, or in the first step or save after it."""
     restoring = [(moment, _side(chance, moment)) for moment in RESTORING]
     training = [(moment, _side(chance, moment)) for moment in chance.sample(TRAINING, 3)]
     saving = [(moment, _side(chance, moment)) for moment in chance.sample((*COMMIT[1:], *PRUNING), 3)]
@@ -118,7 +126,7 @@ def _case(chance: Random, number: int, first: _Point, second: _Point | None) -> 
 
 
 def _first_round(chance: Random, moment: Moment, background: bool, damaged: bool, again: bool) -> int:
-    """again: there must be a checkpoint to go on from, and something left to do."""
+    """Return the round of the first kill. again: leave a checkpoint to resume from, and steps to do."""
     if moment in TRAINING:
         # two saves are there then where one is to be damaged; one in the background, when the next begins
         earliest = 5 if damaged or background else 3

@@ -1,7 +1,7 @@
-"""The moments at which a training job can be made to die, and the job that dies there.
+"""Moments at which a training job can be made to die, and the job that dies there.
 
     python kill_points.py '{"kill": {...}, "folder": F}' TRAIN-ARGUMENTS...     trains, and dies at one moment
-    python kill_points.py '{"folder": F}' TRAIN-ARGUMENTS...                    trains, and notes all it comes by
+    python kill_points.py '{"folder": F}' TRAIN-ARGUMENTS...                    trains, and records its moments
 
 The product knows nothing of this: its functions, and those of the system that it calls, are wrapped from outside, by
 name, before the job begins. A name that is gone ends the job with a traceback instead of a kill.
@@ -45,10 +45,14 @@ def _target(args: Sequence[Any]) -> str:
 
 @dataclass(frozen=True)
 class Moment:
-    """Calls of a function. target: module:name. like: of the path that `of` finds in the arguments.
+    """A moment of a job: calls of one function.
 
-    who: "every" rank comes by, or the "first" of the job, or the "owner" of a file. begins: calls of this begin a
-    round, in which the moment's calls are counted; empty: there is only one round.
+    Attributes:
+        target: Function, as module:name.
+        begins: Function whose calls begin a round, in which this moment's calls are counted; empty: one round only.
+        of: Function that returns a path from the arguments.
+        like: Pattern that the path must match for a call to count.
+        who: Ranks that reach the moment: "every" rank, the "first" of the job, or the "owner" of a file.
     """
 
     name: str
@@ -133,9 +137,11 @@ MOMENTS = {m.name: m for m in (*COMMIT, *PRUNING, *REPLACING, *TRAINING, *RESTOR
 
 @dataclass(frozen=True)
 class Kill:
-    """Where and how a job dies: at the count-th call in a round, before or after it, or in the midst ("inside").
+    """Place and manner of a job's death: before, after or inside the count-th call in a round.
 
-    rank: which one has to come by. victim: the rank that dies, which for a signal may be another.
+    Attributes:
+        rank: Rank that must reach the call.
+        victim: Rank that dies, which for a signal may be another one.
     """
 
     moment: str
@@ -152,13 +158,13 @@ class Kill:
 
 
 def job_arguments(folder: Path, kill: Kill | None) -> list[str]:
-    """The command. folder: for what the ranks note."""
-    told = {"folder": str(folder)} | ({"kill": asdict(kill)} if kill is not None else {})
-    return [sys.executable, str(Path(__file__).resolve()), json.dumps(told)]
+    """Return the command of a job whose ranks write their notes into `folder`."""
+    settings = {"folder": str(folder)} | ({"kill": asdict(kill)} if kill is not None else {})
+    return [sys.executable, str(Path(__file__).resolve()), json.dumps(settings)]
 
 
 def reached(folder: Path) -> Path:
-    """Written by the rank that comes by, just before the kill: the files in shared memory that it has mapped."""
+    """Return the file in which a rank lists its mapped shared-memory files just before the kill."""
     return folder / "reached"
 
 
@@ -167,7 +173,7 @@ def notes(folder: Path, rank: int) -> Path:
 
 
 def _find(target: str) -> tuple[Any, str]:
-    """What holds a name, and the name there."""
+    """Return the module or class that contains a function, and the function's name in it."""
     module, _, path = target.partition(":")
     holder: Any = importlib.import_module(module)
     *inner, name = path.split(".")
@@ -196,7 +202,7 @@ def _wrap(target: str, around: Around) -> None:
 
 
 def _halve_programs(inside: Callable[[], None]) -> None:
-    """Have every program of a collective stop by in its midst."""
+    """Insert a call of `inside` into the middle of every collective's program."""
     holder, _ = _find(_PERFORMED)
     original = holder.__init__
 
@@ -210,7 +216,7 @@ def _halve_programs(inside: Callable[[], None]) -> None:
 
 
 class Killer:
-    """Waits for the moment in this process."""
+    """Watcher that waits for the moment in this process, and kills there."""
 
     def __init__(self, kill: Kill, folder: Path, rank: int) -> None:
         self._kill, self._folder, self._rank = kill, folder, rank
@@ -274,13 +280,13 @@ class Killer:
 
 
 def _shared_files() -> list[str]:
-    """Files with a name in shared memory that this process has mapped."""
-    found = re.findall(r"/dev/shm/.*", Path("/proc/self/maps").read_text())
-    return sorted({path for path in found if not path.endswith("(deleted)")})
+    """Return the named shared-memory files that this process has mapped."""
+    paths = re.findall(r"/dev/shm/.*", Path("/proc/self/maps").read_text())
+    return sorted({path for path in paths if not path.endswith("(deleted)")})
 
 
 class Notes:
-    """What a job comes by, and what it does to its run folder meanwhile."""
+    """Record of the moments that a job passes, and of its file operations in the run folder."""
 
     def __init__(self, path: Path) -> None:
         self._notes = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -334,15 +340,15 @@ class Notes:
 
 
 def main() -> int:
-    told = json.loads(sys.argv[1])
+    settings = json.loads(sys.argv[1])
     sys.argv[1:2] = []
-    folder = Path(told["folder"])
+    folder = Path(settings["folder"])
     rank = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ.get("PMI_RANK") or 0)
     (folder / f"process-{rank}").write_text(str(os.getpid()))
     from mpitrain import train
 
-    if "kill" in told:
-        Killer(Kill(**told["kill"]), folder, rank).install()
+    if "kill" in settings:
+        Killer(Kill(**settings["kill"]), folder, rank).install()
     else:
         Notes(notes(folder, rank)).install()
     return train.main()

@@ -1,8 +1,8 @@
-"""A slow link between hosts in namespaces: `tc netem` where the kernel has it, link_stand_in.c where it has none.
+"""A slow link between hosts in namespaces: `tc netem` where the kernel has it, link_stand_in.c elsewhere.
 
-Both do the same. A host's packets leave it at no more than `bits_per_second` and arrive `seconds` later; what
-others send to it arrives at no more than `bits_per_second` either. A round trip thus takes twice `seconds`. TCP itself
-is the machine's: with cubic, Linux's default, a connection that was idle begins slowly again, with bbr it does not.
+Both do the same. A host sends and receives at most `bits_per_second` each way, and a packet arrives `seconds` after
+it was sent, so a round trip takes twice `seconds`. TCP itself is the machine's: with cubic, Linux's default, an idle
+connection starts slowly again; with bbr it does not.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ PIECE = 16384  # bytes: what TCP hands over at once with netem, which counts suc
 
 
 class Impossible(Exception):
-    """Why there cannot be such hosts, or such a link between them, here."""
+    """The reason why such hosts, or such a link between them, are impossible on this machine."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """What joins each host to the switch.
+    """The link between each host and the switch.
 
     Attributes:
-        bits_per_second: In each of the two directions, at once.
-        seconds: From a host to any other: what `tc netem delay` on the sender's interface takes.
+        bits_per_second: Bandwidth of each direction, both at once.
+        seconds: Delay from a host to any other, as `tc netem delay` on the sender's interface takes it.
     """
 
     bits_per_second: float
@@ -42,16 +42,16 @@ class Link:
 
     @classmethod
     def parse(cls, text: str) -> Link:
-        """ "1e9,0.01": bits per second, seconds.
+        """Return the link of a text such as "1e9,0.01": bits per second, seconds.
 
         Raises:
-            ValueError: It is no such text.
+            ValueError: The text has another form.
         """
         bits_per_second, seconds = map(float, text.split(","))
         return cls(bits_per_second, seconds)
 
     def netem(self) -> tuple[list[str], list[str]]:
-        """The words of `tc` for what leaves a host, and for what the switch sends to it."""
+        """Return the arguments of `tc` for the packets that leave a host, and for those that the switch sends to it."""
         rate = ["rate", f"{self.bits_per_second:.0f}"]
         per_second = self.bits_per_second / 8 / PIECE
         under_way, waiting = (str(int(per_second * time) + 100) for time in (self.seconds + QUEUE, QUEUE))
@@ -61,24 +61,24 @@ class Link:
         )
 
     def settings(self) -> dict[str, str]:
-        """What a host of such a network sets in /proc/sys/net/ipv4: buffers for what is under way and waits."""
+        """Return a host's settings in /proc/sys/net/ipv4: buffers for the data that is under way or waits."""
         most = str(max(4 << 20, int(4 * self.bits_per_second / 8 * (2 * self.seconds + QUEUE))))
         return {"tcp_rmem": f"4096 131072 {most}", "tcp_wmem": f"4096 65536 {most}"}
 
 
 def has_netem(namespace: str) -> bool:
-    """Whether this kernel has `tc netem`; asked at the loopback of a namespace."""
+    """Return True where this kernel has `tc netem`, tried on the loopback of a namespace."""
     if shutil.which("tc") is None:
         return False
-    asked = ["tc", "-n", namespace, "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms"]
-    if subprocess.run(asked, capture_output=True).returncode:
+    command = ["tc", "-n", namespace, "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms"]
+    if subprocess.run(command, capture_output=True).returncode:
         return False
     subprocess.run(["tc", "-n", namespace, "qdisc", "del", "dev", "lo", "root"], check=True, capture_output=True)
     return True
 
 
 class StandIn:
-    """The process that is switch and cables. It makes e0 on every host; when it ends they are gone.
+    """The process that acts as switch and cables; it makes e0 on every host, which disappears when it ends.
 
     Raises:
         Impossible: There is no C compiler, or no /dev/net/tun.
@@ -97,33 +97,35 @@ class StandIn:
             )
             assert self._process.stdout is not None and self._process.stderr is not None
             if self._process.stdout.readline() != "ready\n":
-                said = self._process.stderr.read().strip()
+                error = self._process.stderr.read().strip()
                 self.close()
-                raise Impossible(f"the stand-in for `tc netem` does not start: {said}")
+                raise Impossible(f"the stand-in for `tc netem` does not start: {error}")
 
     def tell(self, word: str, host: int) -> None:
-        """word: "cut" or "mend"."""
+        """Send a command for one host to the process. word: "cut" or "mend"."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{word} {host}\n")
         self._process.stdin.flush()
 
     def cpu_seconds(self) -> float:
-        """Of the process so far, with what the kernel does for it in handing frames to hosts."""
+        """Return the CPU time of the process so far, with the kernel's work of handing frames to hosts."""
         fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
         return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
 
     def close(self) -> None:
-        """The end of its stdin ends it."""
+        """Close the process's stdin, which ends it."""
         self._process.communicate()
 
 
 def _build(folder: Path) -> str:
     names = (os.environ["CC"],) if os.environ.get("CC") else ("cc", "gcc", "clang")
-    compiler = next((found for name in names if (found := shutil.which(name))), None)
+    compiler = next((path for name in names if (path := shutil.which(name))), None)
     if compiler is None:
         raise Impossible("this kernel has no `tc netem`, and its stand-in needs a C compiler: cc, gcc or clang, or CC")
     program = str(folder / "link_stand_in")
-    done = subprocess.run([compiler, "-O2", "-o", program, str(SOURCE)], capture_output=True, text=True, timeout=60)
-    if done.returncode:
-        raise Impossible(f"building {SOURCE.name} failed: {(done.stderr.strip() or 'no reason given').splitlines()[0]}")
+    result = subprocess.run([compiler, "-O2", "-o", program, str(SOURCE)], capture_output=True, text=True, timeout=60)
+    if result.returncode:
+        raise Impossible(
+            f"building {SOURCE.name} failed: {(result.stderr.strip() or 'no reason given').splitlines()[0]}"
+        )
     return program

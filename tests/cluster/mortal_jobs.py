@@ -1,4 +1,4 @@
-"""Training jobs of which ranks are killed or stopped by their process numbers."""
+"""Training jobs, some of whose ranks are killed or stopped by process number."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Job:
         return self._printed.read_text(errors="replace")
 
     def outcome(self) -> str:
-        """What is known of a job that did not go as it should."""
+        """Return exit code and output of a job that went wrong."""
         return f"exit code {self.process.poll()}\n{self.printed[-2000:]}\n{self.said[-3000:]}"
 
     def log(self, rank: int) -> str:
@@ -68,11 +68,11 @@ class Job:
             os.kill(process, number)
 
     def recovered(self) -> list[float]:
-        """Seconds from each fault to the end of the first step without those ranks, as the metrics have them."""
+        """Return, from the metrics, the seconds from each fault to the end of the first step without the lost ranks."""
         return [row["recovered_s"] for row in read_metrics(self.folder) if "recovered_s" in row]
 
     def time_to_recover(self, fault: Callable[[], None]) -> float:
-        """Do what ranks are lost by; returns the seconds until the job had done a step again."""
+        """Cause a fault, and return the seconds until the job has completed a step again."""
         before, began = len(self.recovered()), time.time()
         fault()
         self.until(lambda: len(self.recovered()) > before)
@@ -81,10 +81,10 @@ class Job:
         return [row["time"] for row in rows if "recovered_s" in row][before] - began
 
     def is_told(self, seconds: float, measured: float, *, at_most: bool = False) -> bool:
-        """Whether a job says what `time_to_recover` has measured.
+        """Return True where the time that a job reports agrees with the one that `time_to_recover` measured.
 
-        Ranks that wait for a core notice late that another is gone. at_most: nobody saw it, so that the job counts from
-        the last step that was done.
+        Ranks that wait for a core notice late that another is gone. at_most: No rank saw the fault, so the job counts
+        from the last completed step.
         """
         return measured - max(1, measured / 2) < seconds < measured + 0.1 + at_most * self._step_before
 
@@ -97,7 +97,7 @@ class Job:
             print(self.said)  # shown where the test fails
 
     def recoveries(self) -> list[tuple[list[int], int, int, float]]:
-        """(ranks that died, step, ranks that train on, seconds) of each time that it went on."""
+        """Return (ranks that died, step, ranks that train on, seconds) for each recovery."""
         return [
             ([int(r) for r in lost.split(",")], int(step), int(left), float(seconds))
             for lost, step, left, seconds in GOING_ON.findall(self.said)

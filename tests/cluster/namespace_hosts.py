@@ -36,10 +36,10 @@ _NAME = "mpitrain-{pid}-"
 
 
 class Hosts:
-    """Hosts 1 to `count`. Use it in `with`; whatever still runs on them at the end is killed.
+    """Hosts 1 to `count`. Use it in `with`; processes that still run on them at the end are killed.
 
-    link: What joins each to the switch; else as fast as this machine is. `stand_in` is the process that does it where
-    the kernel has no `tc netem`: it is switch, v1, v2, ... in one.
+    link: Link between each host and the switch; without one, as fast as this machine. Where the kernel has no
+    `tc netem`, the process `stand_in` takes the place of the switch and of v1, v2, ...
     """
 
     def __init__(self, count: int = 3, link: Link | None = None) -> None:
@@ -104,18 +104,18 @@ class Hosts:
         return f"{self.prefix}h{host}"
 
     def disks(self, folder: Path) -> Path:
-        """From now on jobs see folder/hN as folder/own on host N, a disk of its own; returns folder/own."""
+        """Give each host a disk of its own: jobs on host N see folder/hN as folder/own. Return folder/own."""
         for name in ("own", *(f"h{host}" for host in range(1, self.count + 1))):
             (folder / name).mkdir(parents=True)
         self._disks = folder
         return folder / "own"
 
     def kill(self, host: int) -> None:
-        """End all that runs on a host, at once."""
+        """Kill all processes on a host at once."""
         _kill_all_on(self.namespace(host))
 
     def cut(self, host: int) -> None:
-        """Take a host off the network, as a node that dies; it cannot tell anybody."""
+        """Take a host off the network without notice, like a node that dies."""
         self._connect(host, False)
 
     def mend(self, host: int) -> None:
@@ -128,7 +128,7 @@ class Hosts:
             _ip("-n", self._switch, "link", "set", f"v{host}", "up" if on else "down")
 
     def clear(self) -> None:
-        """End whatever runs on the hosts, and join them all again; returns when they reach each other."""
+        """Kill all processes on the hosts, reconnect the hosts, and return when they reach each other."""
         hosts = range(1, self.count + 1)
         for host in hosts:
             _kill_all_on(self.namespace(host))
@@ -144,7 +144,7 @@ class Hosts:
             assert time.monotonic() < deadline, "the hosts do not reach each other"
 
     def reaches(self, one: int, other: int) -> bool:
-        """Whether a packet of one host and its answer arrive, within 2 s."""
+        """Return True where a packet from one host and its answer arrive within 2 s."""
         words = [
             "ip",
             "netns",
@@ -161,7 +161,7 @@ class Hosts:
     def mpirun(
         self, command: Sequence[object], ranks: Sequence[int] = (2, 2, 2), options: Sequence[str] = ()
     ) -> list[str]:
-        """What runs `command` on ranks[0] ranks of host 1, ranks[1] of host 2, and so on, in `environment`."""
+        """Return the command that runs `command` on ranks[0] ranks of host 1, ranks[1] of host 2, and so on."""
         mpirun = Path(sys.prefix) / "bin/mpirun"
         where = ",".join(f"{NETWORK}{host}:{count}" for host, count in enumerate(ranks, start=1))
         # the hosts share the cores of this machine, which MPI cannot know: waiting ranks must give way
@@ -184,15 +184,15 @@ class Hosts:
         return f"mount --bind {self._disks}/{name} {self._disks}/own;" if self._disks is not None else ""
 
     def environment(self, **more: str) -> dict[str, str]:
-        """For `mpirun`: what enter_host.sh needs, and for peers of MPI that ask for an address and an interface."""
-        own = {"MPITRAIN_HOSTS": self.prefix, "MPITRAIN_FIRST_HOST": f"{NETWORK}1", "GLOO_SOCKET_IFNAME": "e0"}
-        own["MPITRAIN_MOUNT"] = self._mount("$(hostname)")
-        return clean_environment(**own, **more)
+        """Return the environment of `mpirun`: variables of enter_host.sh, and gloo's network interface."""
+        variables = {"MPITRAIN_HOSTS": self.prefix, "MPITRAIN_FIRST_HOST": f"{NETWORK}1", "GLOO_SOCKET_IFNAME": "e0"}
+        variables["MPITRAIN_MOUNT"] = self._mount("$(hostname)")
+        return clean_environment(**variables, **more)
 
     def run(
         self, command: Sequence[object], ranks: Sequence[int] = (2, 2, 2), timeout: float = 120, **environment: str
     ) -> subprocess.CompletedProcess[str]:
-        """Run a job across the hosts and capture what it says."""
+        """Run a job across the hosts and capture its output."""
         return subprocess.run(
             self.mpirun(command, ranks),
             env=self.environment(**environment),
@@ -204,7 +204,7 @@ class Hosts:
 
 
 def why_not(link: Link | None = None) -> str:
-    """Why Open MPI jobs across namespaces, joined by `link`, are impossible here; empty where they are possible."""
+    """Return why Open MPI jobs across namespaces joined by `link` are impossible here; empty if they are possible."""
     if not (Path(sys.prefix) / "bin/ompi_info").exists():
         return "hosts in network namespaces are for Open MPI, this environment has another MPI"
     try:

@@ -1,4 +1,4 @@
-"""Every operation of the communicator across nodes; a rank ends with an AssertionError at a wrong result.
+"""Every operation of the communicator across nodes; a wrong result raises an AssertionError.
 
 Started by test_several_nodes.py on three hosts, or by hand: python tests/cluster/namespace_hosts.py python <this>
 """
@@ -31,19 +31,19 @@ def reductions(world: mt.Communicator, arena: mt.Arena) -> None:
             world.all_reduce(x, op)
             assert_equal(x, reduced(op, [values(numel, dtype, r) for r in ranks]), world.size)
     for dtype, numel in product((torch.float32, torch.bfloat16, torch.int64), NUMELS):
-        wanted = reduced("sum", [values(numel, dtype, r) for r in ranks])
+        expected = reduced("sum", [values(numel, dtype, r) for r in ranks])
         bits = []
         for algorithm, reproducible in product(("auto", "mpi", "ring", "tree", "halving", "two_level"), (False, True)):
             for x in (torch.empty(numel, dtype=dtype), arena.tensor.view(dtype)[:numel]):
                 world.all_reduce(x.copy_(values(numel, dtype, world.rank)), "sum", algorithm, reproducible=reproducible)
-                assert_equal(x, wanted, world.size)
+                assert_equal(x, expected, world.size)
                 bits += [x.clone()] if reproducible else []
         assert all(torch.equal(bits[0], other) for other in bits)
         root = world.size // 2
         for algorithm in ("auto", "mpi", "tree"):
             x = values(numel, dtype, world.rank)
             world.reduce(x, root, "sum", algorithm)
-            assert_equal(x, wanted if world.rank == root else values(numel, dtype, world.rank), world.size)
+            assert_equal(x, expected if world.rank == root else values(numel, dtype, world.rank), world.size)
         for algorithm in ("auto", "mpi", "ring", "halving"):
             x, out = values(numel * world.size, dtype, world.rank), torch.empty(numel, dtype=dtype)
             world.reduce_scatter(out, x, "sum", algorithm)
@@ -67,9 +67,9 @@ def movements(world: mt.Communicator) -> None:
         whole = torch.empty(numel * world.size, dtype=dtype) if world.rank == root else None
         world.gather(whole, mine, root)
         assert whole is None or torch.equal(whole, torch.cat(everyone))
-        own = torch.empty(numel, dtype=dtype)
-        world.scatter(own, whole, root)
-        assert torch.equal(own, mine)
+        block = torch.empty(numel, dtype=dtype)
+        world.scatter(block, whole, root)
+        assert torch.equal(block, mine)
         x = values(numel * world.size, dtype, world.rank)
         out = torch.empty_like(x)
         world.all_to_all(out, x)
@@ -87,7 +87,7 @@ def movements(world: mt.Communicator) -> None:
 
 
 def groups(world: mt.Communicator) -> None:
-    """A group within each node, and one across the nodes."""
+    """Check a group within each node, and one across the nodes."""
     for colors in (world.nodes, world.all_gather_object(world.local_rank)):
         group = world.split(colors[world.rank])
         members = [rank for rank in range(world.size) if colors[rank] == colors[world.rank]]

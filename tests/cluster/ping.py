@@ -1,9 +1,9 @@
-"""What a link does: the round trip of one byte, and the bandwidth of large messages, from rank 0 to rank 1.
+"""Measurement of a link from rank 0 to rank 1: the round trip of one byte, and the bandwidth of large messages.
 
     python tests/cluster/namespace_hosts.py --link 1e9,0.01 --ranks 1,1 python tests/cluster/ping.py [MIB]
 
-Prints one JSON object: the shortest round trip in seconds, since what a busy machine adds is not the link's, and bytes
-per second of each message of MIB, one after the other: the first starts TCP, which finds its speed in the course of it.
+Prints one JSON object: the shortest round trip in seconds, because a busy machine adds time that is not the link's,
+and the bytes per second of each of several messages of MIB. TCP finds its speed during the first one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ROUND_TRIPS, MESSAGES = 20, 4
 
 
 def round_trip(world: MPI.Comm, buffer: np.ndarray) -> float:
-    """Seconds until rank 1 has `buffer`, and rank 0 one byte in return."""
+    """Return the seconds until rank 1 has `buffer` and rank 0 has one byte in return."""
     answer = np.zeros(1, np.uint8)
     began = time.perf_counter()
     if world.rank == 0:

@@ -1,6 +1,6 @@
-"""A real Slurm cluster on one machine: one slurmctld and several slurmd, each a node of its own, and its own munged.
+"""A real Slurm cluster on one machine: a slurmctld, a munged, and several slurmd, each of which is a node.
 
-Everything it writes lies in one folder; nothing of the machine's own Slurm is touched. Needs root, since slurmd
+Everything it writes lies in one folder; the machine's own Slurm is not touched. Needs root, since slurmd
 starts jobs as their users, and Debian's slurm-wlm and munge (tests/cluster/install.sh).
 """
 
@@ -64,21 +64,21 @@ PartitionName=urgent PriorityTier=2 PreemptMode=OFF
 
 
 class Impossible(Exception):
-    """Why there cannot be such a cluster here."""
+    """The reason why such a cluster is impossible on this machine."""
 
 
 class SlurmCluster:
     """Nodes n1 to n`count` of 2 cores. Use it in `with`.
 
-    Jobs of the partition "urgent" take the nodes away from all others: those of "main" are queued again, those of
-    "graceful" may go on for 30 s before, those of "lost" end.
+    Jobs of the partition "urgent" take the nodes away from all others: jobs of "main" are queued again, jobs of
+    "graceful" are queued again after 30 s, and jobs of "lost" end.
 
     Attributes:
-        variables: Of the environment, for Slurm's commands and jobs.
+        variables: Environment variables for Slurm's commands and jobs.
     """
 
     def __init__(self, folder: Path, count: int = 3, devices: int = 0) -> None:
-        """devices: how many a node is said to have; Slurm gives them to jobs, but they are /dev/null."""
+        """Describe a cluster. devices: Devices of each node, copies of /dev/null, which Slurm gives to jobs."""
         self.folder, self.count, self.devices = folder, count, devices
         self.variables: dict[str, str] = {}
         self.configuration = folder / "slurm.conf"
@@ -123,8 +123,8 @@ class SlurmCluster:
         key = folder / "munge.key"
         key.write_bytes(os.urandom(128))
         key.chmod(0o400)
-        own = [f"--{name}-file={folder}/munge.{name}" for name in ("key", "log", "seed", "pid")]
-        self._daemon("munged", "--foreground", "--force", f"--socket={folder}/munge.socket", *own)
+        options = [f"--{name}-file={folder}/munge.{name}" for name in ("key", "log", "seed", "pid")]
+        self._daemon("munged", "--foreground", "--force", f"--socket={folder}/munge.socket", *options)
         self._wait(lambda: (folder / "munge.socket").exists(), "munged does not start")
         self._daemon("slurmctld", "-D", "-f", self.configuration)
         for node in self.nodes:
@@ -147,10 +147,10 @@ class SlurmCluster:
         return [f"n{number}" for number in range(1, self.count + 1)]
 
     def environment(self) -> dict[str, str]:
-        """For Slurm's commands, and through them for jobs: this test's Python comes first."""
-        own = {"SLURM_CONF": str(self.configuration), "PATH": f"{sys.prefix}/bin:{_PATH}", "PYTHONPATH": str(ROOT)}
+        """Return the environment of Slurm's commands and of jobs, in which this test's Python comes first."""
+        settings = {"SLURM_CONF": str(self.configuration), "PATH": f"{sys.prefix}/bin:{_PATH}", "PYTHONPATH": str(ROOT)}
         # the nodes share the cores of this machine, which Open MPI cannot know: waiting ranks must give way
-        return clean_environment(**own, VENV=sys.prefix, OMPI_MCA_mpi_yield_when_idle="1") | self.variables
+        return clean_environment(**settings, VENV=sys.prefix, OMPI_MCA_mpi_yield_when_idle="1") | self.variables
 
     def call(self, *command: object, timeout: float = 30) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -158,17 +158,17 @@ class SlurmCluster:
         )
 
     def states(self) -> dict[str, str]:
-        """sinfo's word for the state of each node."""
+        """Return the state of each node in sinfo's words."""
         lines = self.call("sinfo", "-h", "-N", "-o", "%N %T").stdout.split("\n")
         return {words[0]: words[1] for words in map(str.split, lines) if len(words) == 2}
 
     def submit(self, *arguments: object, cwd: Path) -> str:
-        """sbatch; returns the number of the job."""
+        """Submit a job with sbatch, and return its number."""
         command = ["sbatch", "--parsable", *map(str, arguments)]
-        done = subprocess.run(command, env=self.environment(), cwd=cwd, capture_output=True, text=True, timeout=30)
-        if done.returncode:
-            raise RuntimeError(f"sbatch failed: {done.stderr}")
-        return done.stdout.strip()
+        result = subprocess.run(command, env=self.environment(), cwd=cwd, capture_output=True, text=True, timeout=30)
+        if result.returncode:
+            raise RuntimeError(f"sbatch failed: {result.stderr}")
+        return result.stdout.strip()
 
     def preempt(self, number: str, folder: Path) -> None:
         """Have an urgent job take all nodes for a moment, and return when Slurm has begun to end job `number`."""
@@ -180,12 +180,12 @@ class SlurmCluster:
         self.wait_for(number, lambda job: job["JobState"] != "RUNNING", 60)
 
     def job(self, number: str) -> dict[str, str]:
-        """What scontrol knows of a job, by its own names: JobState, Restarts, NodeList, ExitCode, ..."""
+        """Return scontrol's fields of a job: JobState, Restarts, NodeList, ExitCode, ..."""
         words = self.call("scontrol", "-o", "show", "job", number).stdout.split()
         return dict(word.partition("=")[::2] for word in words if "=" in word)
 
     def wait_for(self, number: str, condition: Callable[[dict[str, str]], bool], seconds: float) -> dict[str, str]:
-        """Until the job is as wanted; raises TimeoutError, telling how it is."""
+        """Wait until `condition` is true of the job, and return its fields; TimeoutError shows them, too."""
         job: dict[str, str] = {}
 
         def fits() -> bool:
@@ -197,13 +197,13 @@ class SlurmCluster:
         return job
 
     def wait_until_idle(self, seconds: float = 60) -> None:
-        """Until no job runs, ends or waits."""
+        """Wait until no job runs, ends or is queued."""
         self._wait(lambda: not self.call("squeue", "-h").stdout.strip(), "jobs stay", seconds)
 
     def wait_for_restart(self, number: str, restarts: int, seconds: float = 120) -> None:
-        """Until a job runs for the so-many-th time again, or has ended; Slurm itself would wait two minutes before.
+        """Wait until a job has restarted `restarts` times, or has ended, without Slurm's own delay of two minutes.
 
-        Some wait there must be: the nodes refuse what they were just told to end ("credential revoked").
+        A short delay is necessary: the nodes refuse a job that they were just asked to end ("credential revoked").
         """
         requeued = time.monotonic()
 
@@ -218,7 +218,7 @@ class SlurmCluster:
         self.wait_for(number, runs, seconds)
 
     def kill_node(self, node: str) -> None:
-        """SIGKILL for a node's slurmd, its step daemons and all they started: nobody is left to tell of the end."""
+        """Kill a node's slurmd, its step daemons and all their processes, so that none can report the end."""
         tasks = [p for p in self._processes_of_jobs() if _environment(p).get("SLURMD_NODENAME") == node]
         steps = {_parent(task) for task in tasks}
         daemon = self._daemons.pop(node)
@@ -252,7 +252,7 @@ class SlurmCluster:
             daemon.wait(10)
 
     def _processes_of_jobs(self) -> list[int]:
-        """Slurm's step daemons and what jobs of this cluster have left running."""
+        """Return Slurm's step daemons, and processes that jobs of this cluster have left running."""
         conf = str(self.configuration)
         return [p for p in _all_processes() if p != os.getpid() and _environment(p).get("SLURM_CONF") == conf]
 
@@ -274,15 +274,15 @@ _PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 
 
 def _free_ports(count: int) -> list[int]:
-    """Ports that the daemons will find free: below those that the kernel gives to whoever connects."""
-    found: list[int] = []
+    """Return free ports for the daemons, below those that the kernel assigns to outgoing connections."""
+    ports: list[int] = []
     for port in random.sample(range(20000, 32000), 1000):
         with socket.socket() as one, suppress(OSError):
             one.bind(("", port))
-            found.append(port)
-        if len(found) == count:
+            ports.append(port)
+        if len(ports) == count:
             break
-    return found
+    return ports
 
 
 def _all_processes() -> list[int]:

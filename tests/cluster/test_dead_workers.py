@@ -1,4 +1,4 @@
-"""A parameter server's workers and servers that die or stop, by real kills."""
+"""Workers and servers of a parameter server are killed or stopped by real signals."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ RUN = SMALL | {"train.steps": STEPS, "train.evaluate_every": 0, "checkpoint.ever
 
 
 def _words(**more):
-    given = RUN | {"elastic.mode": "shrink", "parallel.mode": "server"}
-    given |= {key.replace("__", "."): value for key, value in more.items()}
-    return [word for key, value in given.items() for word in (f"--{key}", value)]
+    settings = RUN | {"elastic.mode": "shrink", "parallel.mode": "server"}
+    settings |= {key.replace("__", "."): value for key, value in more.items()}
+    return [word for key, value in settings.items() for word in (f"--{key}", value)]
 
 
 @pytest.mark.parametrize(
@@ -88,8 +88,8 @@ def test_a_dead_server_or_no_worker_ends_the_job_which_goes_on_from_its_checkpoi
         job.end(75, 90)
     silent = re.findall(r"rank (\d) +does not answer: stopped, dead or cut off", job.said)
     assert silent == (["0", "1"] if number == signal.SIGSTOP else []), job.said
-    told = re.findall(rf"mpitrain: {who}.*; start the job again.*", job.said)
-    assert len(told) == 1 and "Traceback" not in job.said, job.said
+    messages = re.findall(rf"mpitrain: {who}.*; start the job again.*", job.said)
+    assert len(messages) == 1 and "Traceback" not in job.said, job.said
     again = Job(tmp_path / "r", 3, words)
     again.end()
     assert re.search(r"resumed from .*step-00000(0[2-9]|1[0-4])0", again.printed), again.printed

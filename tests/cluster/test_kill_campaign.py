@@ -1,4 +1,4 @@
-"""Long: training jobs killed at every moment of a save, a restart and a step, started again, and compared with jobs
+"""Long campaign: jobs killed at every moment of a save, a restart and a step, started again, and compared with jobs
 that nobody killed.
 
     pytest --campaign tests/cluster/test_kill_campaign.py                   14 cases
@@ -59,7 +59,7 @@ class Ended:
 
 
 class Jobs:
-    """Jobs on one data set, and those that nobody disturbs, each of them once."""
+    """Jobs on one data set; each undisturbed job runs only once."""
 
     def __init__(self, folder: Path, data: Path) -> None:
         self.folder, self._data = folder, data
@@ -67,8 +67,11 @@ class Jobs:
         self._lock = threading.Lock()
 
     def train(self, case: Case, ranks: int, keep: int, run: Path, kill: Kill | None = None, *, steps: int = 0) -> Ended:
-        """kill: where it is to die; what the ranks note is then beside `run`. steps: of a job that notes all it
-        comes by.
+        """Run a training job.
+
+        Args:
+            kill: Kill that ends the job; the ranks then write their notes beside `run`.
+            steps: Steps of a job that records all moments it passes; 0: records none.
         """
         options = {
             "run.dir": run,
@@ -98,7 +101,7 @@ class Jobs:
         return run_job(ranks, [*command, *arguments], run)
 
     def undisturbed(self, case: Case) -> Path:
-        """The run folder of a job like the case's, with all of its checkpoints."""
+        """Return the run folder of an undisturbed job like the case's, with all of its checkpoints."""
         key = (case.ranks, case.zero, case.dropout)
         with self._lock:
             mine = key not in self._undisturbed
@@ -115,7 +118,7 @@ class Jobs:
 
 
 def run_job(ranks: int, command: Sequence[str], run: Path) -> Ended:
-    """Run a job to its end, which must come in time. Its output goes into files beside its run folder."""
+    """Run a job, which must end in time. Its output goes into files beside its run folder."""
     out, err = _beside(run, ".out"), _beside(run, ".err")
     with open(out, "w") as to_out, open(err, "w") as to_err:
         process = subprocess.Popen(
@@ -168,7 +171,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Jobs:
 
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest, jobs: Jobs) -> Iterator[dict[int, Future[None]]]:
-    """The cases that were chosen, some at a time: most of a job is its start, which leaves cores idle now and then."""
+    """Yield futures of the selected cases, several of which run at once because a starting job leaves cores idle."""
     here = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
     chosen = [item.callspec.params["case"] for item in here]
     with ThreadPoolExecutor(TOGETHER) as pool:
@@ -215,21 +218,22 @@ def _check_the_kill(case: Case, kill: Kill, run: Path, ended: Ended) -> None:
     assert ended.code != 0, f"{case}: the job survived {kill}: {ended}"
     left = _left_in_shared_memory(json.loads(note.read_text()))
     assert not left, f"{case}: left in shared memory: {left}"
-    said = {"exception": SAID, "exit": "sys.exit(3)"}.get(kill.how, "")
-    assert said in ended.err, f"{case}: nothing said of {kill}: {ended}"
+    message = {"exception": SAID, "exit": "sys.exit(3)"}.get(kill.how, "")
+    assert message in ended.err, f"{case}: nothing said of {kill}: {ended}"
 
 
 def _left_in_shared_memory(mapped: Sequence[str]) -> list[str]:
-    """What is there still of the files that one rank had mapped, and of others of its job: Open MPI's names have the
-    job's number in them, also those of files that other ranks had made and this one had not mapped yet.
+    """Return the remaining files among those that a rank had mapped, and other files of its job.
+
+    Open MPI's file names contain the job's number, also for files of other ranks that this rank had not mapped yet.
     """
-    jobs = {found[1] for path in mapped if (found := re.search(r"/sm_segment\..+\.([0-9a-f]+)\.\d+$", path))}
+    jobs = {match[1] for path in mapped if (match := re.search(r"/sm_segment\..+\.([0-9a-f]+)\.\d+$", path))}
     of_job = {str(file) for job in jobs for file in Path("/dev/shm").glob(f"*.{job}.*")}
     return sorted({path for path in mapped if os.path.exists(path)} | of_job)
 
 
 def _check_checkpoints(case: Case, run: Path, reference: Path, spoiled: Path | None) -> None:
-    """Each that has its final name is the one that the undisturbed job wrote at this step, bit by bit."""
+    """Check that every finished checkpoint has the bits of the undisturbed job's checkpoint of the same step."""
     for step in finished_steps(run / "checkpoints"):
         folder, theirs = _checkpoint(run, step), _checkpoint(reference, step)
         wrong = list(damages(folder))
@@ -242,7 +246,7 @@ def _check_checkpoints(case: Case, run: Path, reference: Path, spoiled: Path | N
 
 
 def _damage_newest(checkpoints: Path) -> Path:
-    """Flip a bit of a tensor."""
+    """Flip a bit of a tensor in the newest checkpoint."""
     folder = checkpoints / folder_name(finished_steps(checkpoints)[0])
     extent = read_manifest(folder).extents[-1]
     with open(folder / extent.file, "r+b") as file:
@@ -257,13 +261,13 @@ def _damage_newest(checkpoints: Path) -> Path:
 def _check_the_end(case: Case, run: Path, reference: Path) -> None:
     rows, theirs = read_metrics(run), read_metrics(reference)
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1)), f"{case}"
-    for row, wanted in zip(rows, theirs, strict=True):
+    for row, expected in zip(rows, theirs, strict=True):
         if case.then == case.ranks:
-            assert _chosen(row) == _chosen(wanted), f"{case}"
+            assert _chosen(row) == _chosen(expected), f"{case}"
         else:
-            assert sorted(row["ids"]) == sorted(wanted["ids"]), f"{case}: step {row['step']}"
-            for key in {"loss", "held_out_loss"} & wanted.keys():
-                assert row[key] == pytest.approx(wanted[key], rel=1e-5), f"{case}: step {row['step']}"
+            assert sorted(row["ids"]) == sorted(expected["ids"]), f"{case}: step {row['step']}"
+            for key in {"loss", "held_out_loss"} & expected.keys():
+                assert row[key] == pytest.approx(expected[key], rel=1e-5), f"{case}: step {row['step']}"
     ids = [number for row in rows for number in row["ids"]]
     for epoch in (ids[:SAMPLES], ids[SAMPLES : 2 * SAMPLES]):
         assert sorted(epoch) == list(range(SAMPLES)), f"{case}"
@@ -277,19 +281,19 @@ def _chosen(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_the_moments_are_all_acts_of_a_save_in_their_order(jobs: Jobs) -> None:
-    """Two jobs that come by all moments: one in the foreground; one in the background that replaces and removes."""
+    """Two jobs pass all moments: one saves in the foreground; the other in the background, replacing and removing."""
     case = Case(0, 2, 2, "rank", False, 0, ())
     run = jobs.folder / "noted"
     assert jobs.train(case, 2, 3, run, steps=6).code == 0
-    told = [_told(run, rank) for rank in range(2)]
+    rank_notes = [_told(run, rank) for rank in range(2)]
     _damage_newest(run / "checkpoints")
     ended = jobs.train(replace(case, files="node", background=True), 2, 1, run, steps=10)
     assert ended.code == 0, ended
-    told = [first + _told(run, rank) for rank, first in enumerate(told)]
-    names = [[note["moment"] for note in notes if "moment" in note] for notes in told]
+    rank_notes = [first + _told(run, rank) for rank, first in enumerate(rank_notes)]
+    names = [[note["moment"] for note in notes if "moment" in note] for notes in rank_notes]
     assert set(names[0]) == set(MOMENTS)
     assert set(names[1]) >= {moment.name for moment in MOMENTS.values() if moment.who != "first"}
-    for note in told[0] + told[1]:
+    for note in rank_notes[0] + rank_notes[1]:
         if "act" in note and ("/checkpoints" in note["path"] or "/" not in note["path"]):
             assert set(note["inside"]) - {"save", "restored"}, f"no moment covers {note}"
             if note["act"] == "fsync":

@@ -1,4 +1,4 @@
-"""A slow link between two nodes, which measurements of training across sites rely on, is what it says."""
+"""The slow link between two nodes has the bandwidth and delay it claims; measurements across sites rely on it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ pytestmark = [pytest.mark.campaign, pytest.mark.timeout(120)]
 
 
 def test_a_link_has_the_round_trip_and_the_bandwidth_it_says(linked_hosts):
-    done = linked_hosts.run([sys.executable, PING], (1, 1), timeout=60)
-    assert done.returncode == 0, done.stderr
-    measured = json.loads(done.stdout.splitlines()[-1])
+    result = linked_hosts.run([sys.executable, PING], (1, 1), timeout=60)
+    assert result.returncode == 0, result.stderr
+    measured = json.loads(result.stdout.splitlines()[-1])
     assert 2 * 0.010 <= measured["round_trip"] < 0.030, measured
     # never more than the cable carries without headers; close to that once TCP has found its speed
     most = 1e9 / 8 * 1448 / 1514

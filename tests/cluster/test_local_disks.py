@@ -1,4 +1,4 @@
-"""Checkpoints on the disks of hosts that are killed, wiped and damaged: training goes on with the same losses."""
+"""Training goes on with the same losses when hosts with local checkpoints are killed, and disks wiped or damaged."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ def test_a_killed_host_and_flipped_bits_cost_nothing_that_other_hosts_have(hosts
     (tmp_path / "a.txt").write_text("All happy families are alike; each unhappy family is unhappy.\n" * 400)
     prepare([str(tmp_path / "a.txt")], tmp_path / "text")
     run, disks = tmp_path / "r", tmp_path / "disks"
-    own = hosts.disks(disks)
+    own_disk = hosts.disks(disks)
 
     def command(folder, steps, **more):
         options = {**SMALL, "data.path": tmp_path / "text", "run.dir": folder, "train.steps": steps, **more}
         return train_command(*(word for key, value in options.items() for word in (f"--{key}", value)))
 
     def across(steps):
-        more = {"checkpoint.every": 1, "checkpoint.local": own, "checkpoint.redundancy": redundancy}
+        more = {"checkpoint.every": 1, "checkpoint.local": own_disk, "checkpoint.redundancy": redundancy}
         return hosts.mpirun(command(run, steps, **more), (1, 1, 1))
 
     def until(more_steps, *killed):
-        """Run across the hosts for so many steps, then kill some; what it said until then."""
+        """Run `more_steps` steps across the hosts, kill the hosts `killed`, and return the output so far."""
         first = read_metrics(run)[-1]["step"]
         with open(tmp_path / "out", "w") as out:
             started = subprocess.Popen(across(ENDLESS), env=hosts.environment(), stdout=out, stderr=out)
@@ -62,37 +62,37 @@ def test_a_killed_host_and_flipped_bits_cost_nothing_that_other_hosts_have(hosts
             started.wait(120)
         return (tmp_path / "out").read_text()
 
-    done = job(3, command(run, 3), timeout=240)
-    assert done.returncode == 0, done.stderr
+    result = job(3, command(run, 3), timeout=240)
+    assert result.returncode == 0, result.stderr
     assert "resumed from" in until(8, 1, 2, 3)
 
     # the kill may have come while a host had not finished the last one yet: damage one that has
     damage(max(disks.glob("h*"), key=lambda disk: finished_steps(next(disk.glob("mpitrain-*")))[0]))
-    said = until(8, 2)
-    assert "was damaged on a node's disk; repaired from other nodes" in said, said
-    assert f"resumed from {own}" in said, said
+    output = until(8, 2)
+    assert "was damaged on a node's disk; repaired from other nodes" in output, output
+    assert f"resumed from {own_disk}" in output, output
 
     for path in (disks / "h2").iterdir():  # the host comes back with an empty disk
         shutil.rmtree(path)
-    said = until(8, 1, 2, 3)
-    assert f"resumed from {own}" in said, said
+    output = until(8, 1, 2, 3)
+    assert f"resumed from {own_disk}" in output, output
 
     damage(disks / "h2")
     damage(disks / "h3")
     steps = read_metrics(run)[-1]["step"] + 3
-    done = subprocess.run(
+    result = subprocess.run(
         across(steps), env=hosts.environment(), capture_output=True, text=True, errors="replace", timeout=240
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "passed over" in done.stdout and "damaged on every node that has it" in done.stdout, done.stdout
-    assert f"resumed from {run / 'checkpoints' / folder_name(3)}" in done.stdout
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "passed over" in result.stdout and "damaged on every node that has it" in result.stdout, result.stdout
+    assert f"resumed from {run / 'checkpoints' / folder_name(3)}" in result.stdout
     assert not [path for host in ("h1", "h2", "h3") for path in (disks / host).iterdir()]  # it ended well
 
     plain = job(3, command(tmp_path / "plain", steps), timeout=240)
     assert plain.returncode == 0, plain.stderr
-    rows, wanted = read_metrics(run), read_metrics(tmp_path / "plain")
-    assert [row["step"] for row in rows] == [row["step"] for row in wanted]
-    assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in wanted], rel=1e-5)
+    rows, expected = read_metrics(run), read_metrics(tmp_path / "plain")
+    assert [row["step"] for row in rows] == [row["step"] for row in expected]
+    assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in expected], rel=1e-5)
 
 
 def damage(disk: Path) -> None:

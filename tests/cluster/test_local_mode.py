@@ -1,4 +1,4 @@
-"""parallel.mode local between nodes that a slow link joins: 1 Gbit/s, 10 ms."""
+"""parallel.mode local between nodes with a slow link: 1 Gbit/s, 10 ms."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ LOCAL = ["--parallel.mode", "local", "--parallel.local_group", "node", "--parall
 def test_nodes_that_average_now_and_then_train_faster_than_nodes_that_wait_at_each_step(tmp_path):
     if reason := why_not(LINK):
         impossible("namespaces", reason)
-    data, found = tmp_path / "text", {}
+    data, results = tmp_path / "text", {}
     prepare([str(Path(torch.__file__).with_name("functional.py"))], data)
     with Hosts(3, LINK) as hosts:
         for name, words in {"sync": [], "local": LOCAL}.items():
             where = ["--data.path", str(data), "--run.dir", str(tmp_path / name)]
-            done = hosts.run(train_command(*MODEL, *RUN, *where, *words), timeout=180)
-            assert done.returncode == 0, done.stderr
+            result = hosts.run(train_command(*MODEL, *RUN, *where, *words), timeout=180)
+            assert result.returncode == 0, result.stderr
             lines = read_metrics(tmp_path / name)
             speed = median(line["tokens_per_s"] for line in lines[STEPS // 2 :])
-            found[name] = speed, lines[-1]["loss"], lines[-1]["held_out_loss"]
-    print({name: [round(figure, 4) for figure in figures] for name, figures in found.items()})
+            results[name] = speed, lines[-1]["loss"], lines[-1]["held_out_loss"]
+    print({name: [round(figure, 4) for figure in figures] for name, figures in results.items()})
     # all hosts compute on the same cores: the busier these are, the less of a step is spent on the link
-    assert found["local"][0] > 1.5 * found["sync"][0], found
-    assert found["local"][2] < found["sync"][2] + 0.3, found
+    assert results["local"][0] > 1.5 * results["sync"][0], results
+    assert results["local"][2] < results["sync"][2] + 0.3, results

@@ -1,7 +1,7 @@
-"""The planner for nodes that a slow link joins: what it says of layouts, beside what they take.
+"""The planner's predictions for nodes with a slow link, compared with measured times.
 
-All three hosts compute on the cores of this machine, which each of them takes for its own: the machine file says so
-(`node.cores`, `node.seen_cores`).
+All three hosts compute on the cores of this machine, which each of them believes to be its own. The machine file
+describes this with `node.cores` and `node.seen_cores`.
 """
 
 from __future__ import annotations
@@ -47,20 +47,20 @@ def test_a_plan_for_hosts_that_a_slow_link_joins_keeps_tensor_ranks_together(tmp
     _done([*BENCH, "plan", *AT_SIX, *machine, "--layouts", LAYOUTS, "--predictions", "asked.json"], tmp_path)
     measure = [*BENCH, "plan", *AT_SIX, "--predictions", str(tmp_path / "asked.json"), "--rounds", "1", "--steps", "3"]
     with Hosts(3, LINK) as hosts:
-        done = hosts.run([*measure, "--out", str(tmp_path)], timeout=240)
-    assert done.returncode == 0, done.stdout + done.stderr
+        result = hosts.run([*measure, "--out", str(tmp_path)], timeout=240)
+    assert result.returncode == 0, result.stdout + result.stderr
     [rows] = json.loads((tmp_path / "BENCH-plan.json").read_text())["results"]["6"].values()
-    told = {row["layout"]: (row["seconds"], min(map(min, row["measured"]["seconds"]))) for row in rows}
-    print({layout: [round(seconds, 3) for seconds in both] for layout, both in told.items()})
+    times = {row["layout"]: (row["seconds"], min(map(min, row["measured"]["seconds"]))) for row in rows}
+    print({layout: [round(seconds, 3) for seconds in both] for layout, both in times.items()})
     chosen = next(row["layout"] for row in rows if row["choice"] == 0)
     assert re.match(r"\d+x\d+x[12]\b", chosen), chosen  # a host has two ranks; 3 and 6 were candidates, too
-    across = told.pop("1x1x6 mb24")
-    assert all(across[0] > 2 * predicted and across[1] > 2 * measured for predicted, measured in told.values()), told
-    assert told[chosen][1] < 1.5 * min(measured for _, measured in told.values()), told
+    across = times.pop("1x1x6 mb24")
+    assert all(across[0] > 2 * predicted and across[1] > 2 * measured for predicted, measured in times.values()), times
+    assert times[chosen][1] < 1.5 * min(measured for _, measured in times.values()), times
 
 
 def _done(command: list[str], folder: Path) -> None:
-    found = subprocess.run(
+    result = subprocess.run(
         command,
         cwd=folder,
         env=clean_environment(PYTHONPATH=str(ROOT)),
@@ -69,4 +69,4 @@ def _done(command: list[str], folder: Path) -> None:
         timeout=300,
         check=False,
     )
-    assert found.returncode == 0, found.stdout + found.stderr
+    assert result.returncode == 0, result.stdout + result.stderr

@@ -14,15 +14,15 @@ pytestmark = [pytest.mark.campaign, pytest.mark.timeout(300)]
 
 @pytest.mark.parametrize("ranks", [(2, 2, 2), (1, 3, 1)], ids=["2 ranks each", "1, 3 and 1 ranks"])
 def test_every_operation_is_right_across_three_nodes(hosts, ranks):
-    done = hosts.run([sys.executable, HERE / "operations_across_nodes.py"], ranks, timeout=240)
-    assert done.returncode == 0, done.stderr
-    assert f"{sum(ranks)} ranks on 3 nodes agree; 16 MiB by two_level" in done.stdout
+    result = hosts.run([sys.executable, HERE / "operations_across_nodes.py"], ranks, timeout=240)
+    assert result.returncode == 0, result.stderr
+    assert f"{sum(ranks)} ranks on 3 nodes agree; 16 MiB by two_level" in result.stdout
 
 
 def test_two_level_sums_send_no_more_between_nodes_than_any_sum_must(hosts):
-    done = hosts.run([sys.executable, HERE / "two_level.py"], timeout=240)
-    assert done.returncode == 0, done.stderr
-    measured = json.loads(done.stdout.splitlines()[-1])
+    result = hosts.run([sys.executable, HERE / "two_level.py"], timeout=240)
+    assert result.returncode == 0, result.stderr
+    measured = json.loads(result.stdout.splitlines()[-1])
     assert measured["nodes"] == 3 and "gloo / two_level arena" in measured
     sent = measured["sent"]  # vectors, counted by the network
     fewest, of_a_ring = 2 * 2 / 3, 2 * 5 / 6  # over 3 nodes, and over their 6 ranks

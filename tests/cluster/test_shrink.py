@@ -42,15 +42,15 @@ def arguments(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def undisturbed(arguments, tmp_path_factory):
-    """The rows of a run that nobody died in."""
+    """Return the metrics rows of a run in which no rank died."""
     folder = tmp_path_factory.mktemp("undisturbed") / "r"
-    done = Job(folder, 2, arguments)
-    done.end()
+    job = Job(folder, 2, arguments)
+    job.end()
     return read_metrics(folder)
 
 
 def same_run(folder: Path, undisturbed: list[dict]) -> None:
-    """Every step once, with the samples and the losses of the undisturbed run."""
+    """Assert that the run has every step once, with the samples and losses of the undisturbed run."""
     rows = read_metrics(folder)
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     assert [row["ids"] for row in rows] == [row["ids"] for row in undisturbed]
@@ -110,7 +110,7 @@ def test_a_mesh_goes_on_at_the_largest_size_that_fits_and_who_waits_takes_part_a
 
 
 def test_a_reproducible_run_goes_on_with_its_bits(tmp_path, arguments):
-    """On 4 of 7 ranks: run.workers is a multiple of no other number up to 7."""
+    """Only 4 of the 7 remaining ranks train, because run.workers is a multiple of no other number up to 7."""
     arguments = (*arguments, "--run.reproducible", "true")
     whole, job = Job(tmp_path / "whole", 2, arguments), Job(tmp_path / "r", 8, arguments)
     try:
@@ -137,9 +137,11 @@ def test_a_rank_that_dies_while_the_others_recover_is_left_out_as_well(tmp_path,
         job.signal(5)
     finally:
         job.end()
-    found = job.recoveries()
-    assert sorted(rank for lost, *_ in found for rank in lost) == [3, 5]
-    assert found[-1][2] == 4 and all(step >= 14 for _, step, *_ in found) and all(s < 5 for *_, s in found)
+    recoveries = job.recoveries()
+    assert sorted(rank for lost, *_ in recoveries for rank in lost) == [3, 5]
+    assert (
+        recoveries[-1][2] == 4 and all(step >= 14 for _, step, *_ in recoveries) and all(s < 5 for *_, s in recoveries)
+    )
     same_run(tmp_path / "r", undisturbed)
 
 
@@ -159,7 +161,7 @@ def test_a_rank_that_dies_with_its_partner_costs_the_steps_since_the_last_checkp
 
 
 def test_a_rank_that_stops_is_named_and_ended_alone(tmp_path, arguments, undisturbed):
-    """The others notice one after the other; none may go by the numbers of the world before once it is left."""
+    """The other ranks notice at different times, and none may use rank numbers of the old world after leaving it."""
     job = Job(tmp_path / "r", 4, (*arguments, "--comm.timeout", 15))  # more than ranks need to start
     try:
         job.until(lambda: job.rows() >= 15)
@@ -181,19 +183,19 @@ def test_where_nothing_fits_the_newest_copy_is_saved_for_a_restart(tmp_path, arg
         job.signal(0)
     finally:
         job.end(75)
-    told = re.search(
+    message = re.search(
         r"1 rank is left, which does not fit: too few for .*; step (\d+) is saved; start the job", job.said
     )
-    assert told is not None and int(told[1]) >= 14
+    assert message is not None and int(message[1]) >= 14
     again = Job(tmp_path / "r", 2, arguments)
     again.end()
-    assert f"resumed from {tmp_path}/r/checkpoints/step-{int(told[1]):08d}" in again.printed
+    assert f"resumed from {tmp_path}/r/checkpoints/step-{int(message[1]):08d}" in again.printed
     same_run(tmp_path / "r", undisturbed)
 
 
 @pytest.fixture
 def across(hosts, tmp_path, arguments):
-    """Starts a job across hosts, ranks[0] of them on the first, and so on."""
+    """Yield a function that starts a job across hosts, with ranks[0] ranks on the first host, and so on."""
 
     def start(*more: object, ranks: Sequence[int] = (2, 2, 2), options: Sequence[str] = ACROSS) -> Job:
         command = hosts.mpirun([], ranks, options)
@@ -212,10 +214,10 @@ def test_training_goes_on_without_a_host_whose_ranks_are_killed(tmp_path, across
         measured = job.time_to_recover(lambda: job.signal(*victims))
     finally:
         job.end()
-    found = job.recoveries()
-    assert sorted(rank for lost, *_ in found for rank in lost) == victims
-    assert found[-1][2] == 4 and all(step >= 14 and seconds < 5 for _, step, _, seconds in found)
-    assert "done at most" in job.said and job.is_told(found[-1][3], measured, at_most=True), (found, measured)
+    recoveries = job.recoveries()
+    assert sorted(rank for lost, *_ in recoveries for rank in lost) == victims
+    assert recoveries[-1][2] == 4 and all(step >= 14 and seconds < 5 for _, step, _, seconds in recoveries)
+    assert "done at most" in job.said and job.is_told(recoveries[-1][3], measured, at_most=True), (recoveries, measured)
     same_run(tmp_path / "r", undisturbed)
 
 

@@ -1,5 +1,5 @@
-"""jobs/train.sbatch on a real Slurm cluster of three nodes: trains, is asked to stop, loses a node, goes on; ends for
-good where it is cancelled."""
+"""jobs/train.sbatch on a real Slurm cluster of three nodes: a job trains, is asked to stop, loses a node, and goes on;
+a cancelled job ends for good."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Training:
         self.set_pace(seconds)
 
     def set_pace(self, seconds: float) -> None:
-        """How long a step takes, of ranks that start from now on."""
+        """Set the duration of a step, for ranks that start from now on."""
         (self.folder / "slow_model.py").write_text(FACTORY.replace("SECONDS", str(seconds)))
 
     def submit(self, *options: str, script: Path = ROOT / "jobs/train.sbatch", more: tuple[object, ...] = ()) -> str:
@@ -111,8 +111,9 @@ class Training:
 def test_a_job_trains_on_three_nodes(slurm, tmp_path):
     training = Training(tmp_path, slurm, steps=40, seconds=0)
     scripts = shutil.copytree(ROOT / "jobs", tmp_path / "jobs")
-    given = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in slurm.environment().items())
-    (scripts / "site.sh").write_text(f"echo the site has its say\n{given}")  # all that the job has: nothing is exported
+    exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in slurm.environment().items())
+    # site.sh is all that the job gets: --export=NONE exports nothing
+    (scripts / "site.sh").write_text(f"echo the site has its say\n{exports}")
     number = training.submit("--nodes=3", "--export=NONE", script=scripts / "train.sbatch")
     job = training.ended(number)
     assert job["JobState"] == "COMPLETED" and "the site has its say" in training.out, training.out
@@ -137,7 +138,7 @@ def test_a_job_goes_on_to_the_same_bits_whatever_asks_it_to_stop(slurm, tmp_path
         "asking the job to save": lambda: slurm.call("scontrol", "update", f"JobId={number}", "TimeLimit=2"),
     }
     saved = [0]
-    for restarts, (said, ask) in enumerate(asks.items(), start=1):
+    for restarts, (message, ask) in enumerate(asks.items(), start=1):
         training.wait_for_step(saved[-1] + 10, number)
         before = training.out
         if restarts == len(asks):
@@ -148,14 +149,14 @@ def test_a_job_goes_on_to_the_same_bits_whatever_asks_it_to_stop(slurm, tmp_path
         slurm.wait_for_restart(number, restarts)
         saved.append(training.newest_step())
         assert saved[-2] + 10 <= saved[-1] < training.steps
-        assert said in training.out.removeprefix(before) and f"saved at step {saved[-1]}, to be" in training.out
+        assert message in training.out.removeprefix(before) and f"saved at step {saved[-1]}, to be" in training.out
     job = training.ended(number)
     assert job["JobState"] == "COMPLETED" and job["Restarts"] == "4", training.out
     for step in saved:
         assert f"from step {step} with 4 ranks on 2 nodes" in training.out
     training.assert_every_sample_was_seen_once()
-    wanted, got = ([{k: m[k] for k in SAME} for m in run.metrics()] for run in (undisturbed, training))
-    assert got == wanted
+    expected, got = ([{k: m[k] for k in SAME} for m in run.metrics()] for run in (undisturbed, training))
+    assert got == expected
 
 
 @pytest.mark.parametrize("mpi", ["openmpi", "mpich"])  # under mpirun and under srun
@@ -238,7 +239,7 @@ def test_a_job_with_a_wrong_setting_ends_at_once(slurm, tmp_path):
 )
 @pytest.mark.parametrize("device", ["pretend"], indirect=True)
 def test_each_rank_of_a_job_has_a_device_of_its_own(slurm_with_devices, device, tmp_path, options):
-    """Slurm says by CUDA_VISIBLE_DEVICES what a process may have; the pretend accelerator is told the same."""
+    """Slurm assigns devices by CUDA_VISIBLE_DEVICES; the pretend accelerator is set to the same devices."""
     training = Training(tmp_path, slurm_with_devices, steps=2, seconds=0)
     (tmp_path / "sitecustomize.py").write_text(
         "import os\nos.environ['PRETEND_VISIBLE_DEVICES'] = os.environ.get('CUDA_VISIBLE_DEVICES', '')\n"
@@ -248,6 +249,6 @@ def test_each_rank_of_a_job_has_a_device_of_its_own(slurm_with_devices, device, 
     slurm_with_devices.variables = shown
     job = training.ended(training.submit("--nodes=1", *options))
     assert job["JobState"] == "COMPLETED", training.out
-    told = "each rank has its own: 0 pretend:0 (pretend-0), 1 pretend:1 (pretend-1)"
+    message = "each rank has its own: 0 pretend:0 (pretend-0), 1 pretend:1 (pretend-1)"
     trained = training.out.partition(" to look at")[2]
-    assert told in training.out and "1 x Pretend 0, 1 x Pretend 1" in trained, training.out
+    assert message in training.out and "1 x Pretend 0, 1 x Pretend 1" in trained, training.out

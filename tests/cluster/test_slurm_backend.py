@@ -66,7 +66,7 @@ def test_a_torchrun_script_trains_on_two_nodes_and_a_failing_rank_ends_the_job(
 
 
 def run(slurm: SlurmCluster, folder: Path, *arguments: str) -> tuple[str, str]:
-    """The state in which the job ends, and what it says."""
+    """Run a job, and return its final state and its output."""
     as_root = "ALL,OMPI_ALLOW_RUN_AS_ROOT=1,OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"
     number = slurm.submit(f"--output={folder}/out", f"--export={as_root}", folder / "job", *arguments, cwd=folder)
     job = slurm.wait_for(number, lambda job: job.get("JobState") in ("COMPLETED", "FAILED", "TIMEOUT"), 150)

@@ -2,9 +2,9 @@
 
     python tests/cluster/namespace_hosts.py python tests/cluster/two_level.py [MIB]
 
-Prints one JSON object: milliseconds of each, the best of rounds in which they take turns, of the slowest
-rank each time; how many times faster two_level is; and "sent": what leaves the host that sends most, in vectors.
-"arena": the vector lies in an arena; "plain": it does not.
+Prints one JSON object: the milliseconds of each on the slowest rank, the best of several rounds; how many times
+faster two_level is; and "sent": the vectors that leave the host that sends most. "arena": the vector lies in an
+arena; "plain": it does not.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PORT, INTERFACE = 29517, "e0"
 
 
 def seconds(world: mt.Communicator, call: Callable[[], object]) -> float:
-    """Of one call, the mean of a few, on the slowest rank. Collective."""
+    """Return the seconds of one call: the mean of several on the slowest rank. Collective."""
     world.barrier()
     began = time.perf_counter()
     for _ in range(REPEATS):
@@ -38,13 +38,13 @@ def seconds(world: mt.Communicator, call: Callable[[], object]) -> float:
 
 
 def sent_by_this_host() -> int:
-    """Bytes so far."""
+    """Return the bytes that this host has sent so far."""
     lines = Path("/proc/self/net/dev").read_text().splitlines()
     return next(int(line.split()[9]) for line in lines if line.strip().startswith(f"{INTERFACE}:"))
 
 
 def sent(world: mt.Communicator, call: Callable[[], object]) -> int:
-    """Bytes that one call sends from the host that sends most. Collective."""
+    """Return the bytes that one call sends from the host that sends most. Collective."""
     world.barrier()
     began = sent_by_this_host()
     world.barrier()

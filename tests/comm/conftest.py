@@ -1,4 +1,4 @@
-"""Where the operations of a test work: in host memory, and on the pretend accelerator by each way of carrying it."""
+"""Fixtures that run a test in host memory, and on the pretend accelerator with each way of carrying device memory."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _made: dict[str, Communicator] = {}
 
 @pytest.fixture(params=["cpu", *WAYS])
 def way(request: pytest.FixtureRequest) -> str:
-    """cpu, or how device memory is carried."""
+    """Return "cpu", or the way in which device memory is carried."""
     return request.param
 
 
 @pytest.fixture
 def device(way: str, request: pytest.FixtureRequest) -> Iterator[torch.device]:
-    """Where the tensors of the test are."""
+    """Yield the device on which the test's tensors lie."""
     if way == "cpu":
         yield torch.device("cpu")
         return
@@ -35,7 +35,7 @@ def device(way: str, request: pytest.FixtureRequest) -> Iterator[torch.device]:
 
 @pytest.fixture
 def comm(world: Communicator, way: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Communicator:
-    """All ranks; for device memory a communicator of its own, which carries that in the way; it is made once."""
+    """Return a communicator of all ranks; each way of carrying device memory has one of its own, made once."""
     if way == "cpu":
         return world
     memory = world.process.device_memory

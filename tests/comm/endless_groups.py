@@ -1,4 +1,4 @@
-"""Run by the campaign: endless_groups.py saves|split|subgroup TIMES FOLDER. Prints by how many KiB each rank grew."""
+"""Script of the campaign: endless_groups.py saves|split|subgroup TIMES FOLDER. Prints each rank's growth in KiB."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WARM = 500  # times after which caches have what they keep
 
 
 def resident() -> int:
-    """KiB of this process that are in memory."""
+    """Return the resident memory of this process in KiB."""
     status = Path("/proc/self/status").read_text()
     return int(status.partition("VmRSS:")[2].split()[0])
 

@@ -1,4 +1,4 @@
-"""Jobs whose ranks do not do what the others do: real ones, started under mpirun, that must end, or must not."""
+"""Real jobs under mpirun in which one rank does something else than the others, and which must, or must not, end."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ x = torch.ones(4, 256)
 def run(
     tmp_path: Path, ranks: int, program: str, debug: bool, environment: dict[str, str]
 ) -> subprocess.CompletedProcess[str]:
-    """A job of ranks that each run the program, and say "done" at its end."""
+    """Run `program` on every rank of a job; each rank prints "done" at its end."""
     prologue = PROLOGUE.format(timeout=TIMEOUT, debug=debug)
     script = tmp_path / "job.py"
     script.write_text(prologue + textwrap.dedent(program) + "\nprint('done', flush=True)\n")
@@ -37,30 +37,30 @@ def run(
 def failed_job(
     tmp_path: Path, ranks: int, program: str, *, debug: bool = False, limit: float = 30, **environment: str
 ) -> str:
-    """What a job that must fail says; limit: seconds it may take after its start, which is counted as well."""
+    """Return the error output of a job that must fail within TIMEOUT + `limit` seconds, its start included."""
     begun = time.monotonic()
-    done = run(tmp_path, ranks, program, debug, environment)
-    assert done.returncode != 0, done.stdout + done.stderr
+    result = run(tmp_path, ranks, program, debug, environment)
+    assert result.returncode != 0, result.stdout + result.stderr
     assert time.monotonic() - begun < TIMEOUT + limit
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in result.stderr
     again = re.compile("^\0?the cause, from above: .*\n?", re.MULTILINE)  # below mpirun's lines, which may end with a 0
-    said = again.sub("", done.stderr)
-    return re.sub(r"\b[3-9] s\b", f"{TIMEOUT} s", said)  # a busy machine looks a little later
+    output = again.sub("", result.stderr)
+    return re.sub(r"\b[3-9] s\b", f"{TIMEOUT} s", output)  # a busy machine looks a little later
 
 
 def line(tmp_path: Path, text: str) -> str:
-    """job.py:LINE of the line that contains the text."""
+    """Return job.py:LINE for the line that contains the text."""
     lines = (tmp_path / "job.py").read_text().splitlines()
     return f"job.py:{1 + next(i for i, line in enumerate(lines) if text in line)}"
 
 
 def rows(report: str) -> dict[int, str]:
-    """The table of a report: rank -> what is said of it. There must be one table."""
-    found = re.findall(r"^  rank (\d+)  (.*)$", report, flags=re.MULTILINE)
-    assert len(found) == len({rank for rank, _ in found}), report
-    return {int(rank): text for rank, text in found}
+    """Return the report's table as rank -> text. The report must contain one table."""
+    matches = re.findall(r"^  rank (\d+)  (.*)$", report, flags=re.MULTILINE)
+    assert len(matches) == len({rank for rank, _ in matches}), report
+    return {int(rank): text for rank, text in matches}
 
 
 def good_job(tmp_path: Path, ranks: int, program: str, *, debug: bool = False, **environment: str) -> None:
-    done = run(tmp_path, ranks, program, debug, environment)
-    assert done.returncode == 0 and done.stdout.count("done") == ranks, done.stdout + done.stderr
+    result = run(tmp_path, ranks, program, debug, environment)
+    assert result.returncode == 0 and result.stdout.count("done") == ranks, result.stdout + result.stderr

@@ -1,4 +1,4 @@
-"""What collectives must give, computed on one process."""
+"""Expected results of collectives, computed on one process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TOLERANCE = {
 
 
 def values(numel: int, dtype: torch.dtype, rank: int) -> torch.Tensor:
-    """Rank's contribution: different on every rank and at every place."""
+    """Return the contribution of a rank, which differs between ranks and between elements."""
     generator = torch.Generator().manual_seed(1000 + rank)
     if dtype == torch.bool:
         return torch.rand(numel, generator=generator) > 0.4
@@ -48,7 +48,7 @@ def meaningful(op: str, dtype: torch.dtype) -> bool:
 
 
 def assert_equal(got: torch.Tensor, wanted: torch.Tensor, ranks: int = 1) -> None:
-    """Exactly for whole numbers; to a few roundings for the others."""
+    """Assert that integers are equal, and that floating-point numbers agree up to a few roundings."""
     tolerance = TOLERANCE.get(got.dtype, 0.0) * ranks
     got, wide = got.cpu(), _wide(got.dtype)
     torch.testing.assert_close(got.to(wide), wanted.to(wide), rtol=tolerance, atol=0.0)

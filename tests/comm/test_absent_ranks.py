@@ -1,4 +1,4 @@
-"""Ranks that do not come to the start, or leave while others wait for them: they are named within seconds."""
+"""Ranks that miss the start, or leave while others wait for them, are named within seconds."""
 
 from __future__ import annotations
 
@@ -73,11 +73,11 @@ def test_a_rank_that_does_not_come_to_the_start_is_named_with_its_process(tmp_pa
         "import mpitrain as mt\n"
         f"mt.init(timeout={TIMEOUT})\n"
     )
-    done = job(3, [sys.executable, str(script)], timeout=60, PYTHONPATH=str(ROOT), MPITRAIN_START_TIMEOUT="8")
-    assert done.returncode != 0
-    process = done.stdout.split("process ")[1].split()[0]
+    result = job(3, [sys.executable, str(script)], timeout=60, PYTHONPATH=str(ROOT), MPITRAIN_START_TIMEOUT="8")
+    assert result.returncode != 0
+    process = result.stdout.split("process ")[1].split()[0]
     what = "has not come so far" if "imports" in kind else "is stopped"
-    ours = [line for line in done.stderr.splitlines() if line.startswith("mpitrain: ")]
+    ours = [line for line in result.stderr.splitlines() if line.startswith("mpitrain: ")]
     assert len(ours) == 1 and "not all 3 ranks came to the start of MPI in 8 s" in ours[0]
     assert re.search(rf": rank 1 \(python\S*, process {process} on \S+\) {what}$", ours[0])
 
@@ -98,12 +98,12 @@ def test_with_fault_tolerance_a_rank_killed_at_the_start_is_named_with_its_host_
     if "mpirun" not in mpirun[0]:
         pytest.skip("this MPI ends the job itself")
     command = [mpirun[0], "--with-ft", "ulfm", *mpirun[1:], sys.executable, str(script)]
-    done = subprocess.run(
+    result = subprocess.run(
         command, capture_output=True, text=True, timeout=100, env=clean_environment(PYTHONPATH=str(ROOT))
     )
-    assert done.returncode != 0 and "Traceback" not in done.stderr, done.stderr
-    ours = [text for text in done.stderr.splitlines() if text.startswith("mpitrain: ")]
-    assert ours, done.stderr
+    assert result.returncode != 0 and "Traceback" not in result.stderr, result.stderr
+    ours = [text for text in result.stderr.splitlines() if text.startswith("mpitrain: ")]
+    assert ours, result.stderr
     assert all(re.search(rf"rank [02]: .*rank 1 .*of 3 is gone from {os.uname().nodename}: ", text) for text in ours)
 
 

@@ -1,4 +1,4 @@
-"""Operations that go on while the caller computes: in order, with errors where they are waited for."""
+"""Asynchronous operations run in order while the caller computes, and raise their errors in `wait`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mpitrain.errors import CommunicationError, InputError
 
 @pytest.fixture
 def group(world, monkeypatch, request):
-    """All ranks, with a thread for communication (`spare` is a core for it, 0 or 1) and without the debug mode."""
+    """Yield a group of all ranks with a communication thread, which has `spare` cores (0 or 1), without debug mode."""
     spare = getattr(request, "param", 1)
     monkeypatch.setattr(world, "process", dataclasses.replace(world.process, spare_cores=spare, debug=False))
     comm = world.split(0)
@@ -52,9 +52,9 @@ def test_the_communication_thread_sums_in_order_of_submission_while_the_caller_c
             works.append(group.all_reduce(buffer, async_op=True))
             works.append(group.all_reduce(chain, "sum" if i % 2 else "max", async_op=True))
         product = (matrix @ matrix).sum()  # while the thread is at work
-        own = torch.full((5,), float(group.rank))
-        group.all_reduce(own)  # a blocking one does not wait for them, nor disturb them
-        assert own.eq(1).all() and product == 200 * 200 * 50
+        vector = torch.full((5,), float(group.rank))
+        group.all_reduce(vector)  # a blocking one does not wait for them, nor disturb them
+        assert vector.eq(1).all() and product == 200 * 200 * 50
         works[-1].wait()
         assert all(work.done() for work in works)  # the last one is done: so are those before it
         assert all(b.eq(2 * (i + step) + 1).all() for i, b in enumerate(buffers))

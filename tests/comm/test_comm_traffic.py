@@ -1,4 +1,4 @@
-"""The journal counts what a rank sends, by the formulas of the operations, and its waits; off, it does nothing."""
+"""The journal counts the bytes that a rank sends, by each operation's formula, and its waits; off, it does nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DELAY = 0.2  # seconds
 
 @pytest.fixture
 def plain(world, monkeypatch):
-    """A communicator without the debug mode, in which nothing is ready, whose journal is on; with a thread."""
+    """Yield a communicator with a thread and its journal on, without debug mode and without prepared calls."""
     monkeypatch.setattr(world, "process", dataclasses.replace(world.process, debug=False, spare_cores=1))
     comm = world.split(0, label="axis")
     comm.journal.start()
@@ -30,18 +30,18 @@ def plain(world, monkeypatch):
 
 
 def totals(comm: Communicator) -> dict[tuple[str, str], tuple[int, int, int]]:
-    """Of each (operation, algorithm): calls of this rank, bytes inside and between nodes of all ranks."""
+    """Return, by (operation, algorithm), this rank's calls and all ranks' bytes inside and between nodes."""
     mine = [
         [r.operation, r.algorithm, r.calls, r.inside, r.between] for r in comm.journal.account() if r.axis == "axis"
     ]
     comm.journal.start()
-    found: dict[tuple[str, str], tuple[int, int, int]] = {}
+    traffic: dict[tuple[str, str], tuple[int, int, int]] = {}
     for rows in comm.all_gather_object(mine):
         for operation, algorithm, calls, inside, between in rows:
-            _, a, b = found.get((operation, algorithm), (0, 0, 0))
-            found[operation, algorithm] = calls, a + inside, b + between
+            _, a, b = traffic.get((operation, algorithm), (0, 0, 0))
+            traffic[operation, algorithm] = calls, a + inside, b + between
     comm.journal.start()
-    return found
+    return traffic
 
 
 @MANY
@@ -50,20 +50,20 @@ def test_bytes_of_every_operation_are_those_of_its_formula(plain, numel):
     n, rank, arena = plain.size, plain.rank, plain.arena(3 * 1001)
     x, whole = torch.zeros(numel), torch.zeros(numel * n)
     counts = [numel, 0, 2 * numel][:n]
-    uneven, own = torch.zeros(sum(counts)), torch.zeros(counts[rank])
+    uneven, block = torch.zeros(sum(counts)), torch.zeros(counts[rank])
     one, all_of_one = x.nbytes, whole.nbytes
-    wanted = {}
+    expected = {}
     for algorithm in ("mpi", "ring", "tree", "shared"):
         y = arena.tensor[:numel].zero_() if algorithm == "shared" else x
         for _ in range(3):  # the first, and those that are ready
             plain.all_reduce(y, algorithm=algorithm)
-        wanted["all_reduce", algorithm if numel else "none"] = 3, 3 * 2 * (n - 1) * one
-    assert totals(plain) == {k: (calls * (1 if numel else 4), total, 0) for k, (calls, total) in wanted.items()}
+        expected["all_reduce", algorithm if numel else "none"] = 3, 3 * 2 * (n - 1) * one
+    assert totals(plain) == {k: (calls * (1 if numel else 4), total, 0) for k, (calls, total) in expected.items()}
     for _ in range(2):
         plain.reduce_scatter(x, whole, algorithm="ring")
         plain.all_gather(whole, x, algorithm="mpi")
-        plain.reduce_scatter(own, uneven, counts=counts, algorithm="mpi")
-        plain.all_gather(uneven, own, counts=counts, algorithm="ring")
+        plain.reduce_scatter(block, uneven, counts=counts, algorithm="mpi")
+        plain.all_gather(uneven, block, counts=counts, algorithm="ring")
         plain.broadcast(x, 1, algorithm="mpi")
         plain.reduce(x, 1, algorithm="tree")
         plain.gather(whole if rank == 1 else None, x, 1)
@@ -127,9 +127,9 @@ def test_parts_of_an_operation_count_as_one_and_letters_by_their_content(plain):
     box.post(after, [1, 2, 3], x)
     letter = box.wait(range(plain.size), "test")
     letter.receive(x).wait()
-    found = totals(plain)
-    assert found["post", "letter"] == (1, plain.size * (x.nbytes + 5 * 8), 0)
-    assert found["letter", "letter"] == found["recv", "letter"] == (1, 0, 0)
+    traffic = totals(plain)
+    assert traffic["post", "letter"] == (1, plain.size * (x.nbytes + 5 * 8), 0)
+    assert traffic["letter", "letter"] == traffic["recv", "letter"] == (1, 0, 0)
     box.free()
     arena = plain.arena(300 * plain.size)
     out = torch.zeros(300)
@@ -155,21 +155,21 @@ def test_single_operations_are_the_same_on_all_ranks_and_the_background_is_told(
         plain.send(x, 1, 7)
     elif plain.rank == 1:
         plain.recv(x, 0, 7)
-    taken = journal.take()
+    records = journal.take()
     assert journal.take() == []
     journal.record(False)
     plain.barrier()
     assert journal.take() == []
-    assert [one.end for one in taken] == sorted(one.end for one in taken)
-    assert all(one.begin <= one.end for one in taken)
-    collective = [one for one in taken if one.operation not in ("send", "recv")]
+    assert [one.end for one in records] == sorted(one.end for one in records)
+    assert all(one.begin <= one.end for one in records)
+    collective = [one for one in records if one.operation not in ("send", "recv")]
     assert [one.operation for one in collective] == ["all_reduce"] * 3 + ["barrier"]
     assert [one.background for one in collective] == [False, False, True, False]
     same = [[one.operation, one.axis, one.algorithm, one.key, one.sequence] for one in collective]
     everyone = plain.all_gather_object(same)
     assert all(each == same for each in everyone)
     assert len({(key, number) for *_, key, number in same}) == 4
-    messages = plain.all_gather_object([[o.key, o.sequence] for o in taken if o.operation in ("send", "recv")])
+    messages = plain.all_gather_object([[o.key, o.sequence] for o in records if o.operation in ("send", "recv")])
     assert messages[0] == messages[1] and len(messages[0]) == 1
 
 
@@ -178,16 +178,16 @@ def test_waits_for_other_ranks_count_and_computing_does_not(plain):
     journal, x, rank = plain.journal, torch.zeros(100), plain.rank
 
     def waited(act) -> list[float]:
-        """What this rank waits in `act`, of a few times, when rank 0 comes late to it."""
-        found = []
+        """Return the seconds this rank waits in each of three calls of `act` to which rank 0 comes late."""
+        waits = []
         for _ in range(3):  # the machine may be busy with other things in one of them
             plain.barrier()
             begin = journal.waited
             if rank == 0:
                 time.sleep(DELAY)
             act()
-            found.append(journal.waited - begin)
-        return found
+            waits.append(journal.waited - begin)
+        return waits
 
     def after_computing() -> None:
         nonlocal hidden
@@ -220,7 +220,7 @@ def test_nothing_is_counted_and_nothing_is_in_the_way_while_off(plain):
     journal, x = plain.journal, torch.zeros(16)
 
     def performed() -> list[str]:
-        """By what the repeated operation is performed."""
+        """Return the names of the classes that perform the repeated operation."""
         for _ in range(2):
             plain.all_reduce(x)
         return [ready.__qualname__.split(".")[0] for key, ready in plain.ready.items() if key[0] == "all_reduce"]

@@ -1,4 +1,4 @@
-"""Compressed all-reduces: what arrives, what is remembered, what travels."""
+"""Compressed all-reduces: their results, the errors they carry over, and the bytes they send."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def gradient(numel: int, rank: int, step: int = 0, dtype: torch.dtype = torch.fl
 
 
 def bucket_gradient(rank: int, step: int) -> torch.Tensor:
-    """Gradients of the parameters of SHAPES; the gaps stay zero."""
+    """Return gradients of the parameters in SHAPES; the gaps between them stay zero."""
     flat, whole = torch.zeros(NUMEL), gradient(NUMEL, rank, step)
     for lo, shape in SHAPES:
         flat[lo : lo + math.prod(shape)] = whole[lo : lo + math.prod(shape)]
@@ -41,7 +41,7 @@ def bucket_gradient(rank: int, step: int) -> torch.Tensor:
 
 
 def same_everywhere(world, x: torch.Tensor) -> bool:
-    """Whether all ranks have the same bits."""
+    """Return True where all ranks have the same bits."""
     mine = x.contiguous().view(-1).view(torch.uint8).clone()
     everyone = torch.empty(mine.numel() * world.size, dtype=torch.uint8)
     world.all_gather(everyone, mine)
@@ -58,14 +58,14 @@ def test_halves_are_rounded_summed_in_fp32_and_rounded_once(world, kind, dtype):
         for op in ("sum", "avg"):
             rounded = [gradient(numel, r, dtype=dtype).to(wire).float() for r in range(world.size)]
             total = tree_order(rounded, torch.add)
-            wanted = (total * (1.0 / world.size) if op == "avg" else total).to(wire).to(dtype)
+            expected = (total * (1.0 / world.size) if op == "avg" else total).to(wire).to(dtype)
             x = gradient(numel, world.rank, dtype=dtype)
             if world.size == 1:  # nothing travels
-                wanted = x.clone()
+                expected = x.clone()
             for algorithm in ("auto", "ring"):
                 y = x.clone()
                 world.all_reduce(y, op, algorithm, compression=compressed)
-                assert torch.equal(y, wanted)
+                assert torch.equal(y, expected)
 
 
 @MANY
@@ -110,13 +110,13 @@ def test_topk_of_ratio_1_is_the_sum(world, op, dtype):
     for step in range(3):
         x = gradient(501, world.rank, step, dtype)
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        wanted = gradient(501, 0, step, dtype).to(wide)
+        expected = gradient(501, 0, step, dtype).to(wide)
         for r in range(1, world.size):
-            wanted = wanted + gradient(501, r, step, dtype).to(wide)
+            expected = expected + gradient(501, r, step, dtype).to(wide)
         if op == "avg":
-            wanted *= 1.0 / world.size
+            expected *= 1.0 / world.size
         world.all_reduce(x, op, compression=compressed.bucket("b"))
-        assert torch.equal(x, wanted.to(dtype))
+        assert torch.equal(x, expected.to(dtype))
     assert compressed.state_dict()["b/error"].eq(0).all()
 
 
@@ -124,13 +124,13 @@ def test_topk_of_ratio_1_is_the_sum(world, op, dtype):
 def test_topk_sends_the_largest_of_each_rank(world):
     compressed = TopK(0.1, error_feedback=False)
     x = gradient(100, world.rank)
-    wanted = torch.zeros(100)
+    expected = torch.zeros(100)
     for r in range(world.size):
         theirs = gradient(100, r)
         largest = theirs.abs().argsort(descending=True)[:10]
-        wanted[largest] += theirs[largest]
+        expected[largest] += theirs[largest]
     world.all_reduce(x, compression=compressed)
-    assert torch.equal(x, wanted)
+    assert torch.equal(x, expected)
     assert compressed.state_dict() == {}
 
 
@@ -191,16 +191,16 @@ def test_powersgd_of_full_rank_is_the_exact_reduction(world, shape, op):
     compressed = PowerSGD(min(shape) + 2, min_compression=0)
     for step in range(3):
         x = gradient(math.prod(shape), world.rank, step).view(shape)
-        wanted = sum(gradient(math.prod(shape), r, step).view(shape).double() for r in range(world.size))
+        expected = sum(gradient(math.prod(shape), r, step).view(shape).double() for r in range(world.size))
         if op == "avg":
-            wanted /= world.size
+            expected /= world.size
         world.all_reduce(x, op, compression=compressed.bucket("m"))
-        torch.testing.assert_close(x.double(), wanted, rtol=0, atol=2e-5)
+        torch.testing.assert_close(x.double(), expected, rtol=0, atol=2e-5)
 
 
 @MANY
 def test_powersgd_finds_the_best_approximation_of_a_fixed_average(world):
-    """Subspace iteration: with warm start it converges to the truncated singular value decomposition."""
+    """Warm-started subspace iteration converges to the truncated singular value decomposition."""
     decay = torch.tensor([10.0, 5.0, 2.0, 1.0, 0.5, 0.2]).diag()
 
     def matrix(r: int) -> torch.Tensor:
@@ -220,15 +220,15 @@ def test_powersgd_finds_the_best_approximation_of_a_fixed_average(world):
 @MANY
 def test_small_parameters_and_vectors_of_a_bucket_are_reduced_exactly(world):
     compressed = PowerSGD(1, min_compression=2)  # 12 x 20: 32 numbers for 240; 4 x 15: 19 for 60
-    wanted = sum(bucket_gradient(r, 0) for r in range(world.size))
+    expected = sum(bucket_gradient(r, 0) for r in range(world.size))
     x = bucket_gradient(world.rank, 0)
     world.all_reduce(x, compression=compressed.bucket("b", SHAPES))
-    torch.testing.assert_close(x[240:272], wanted[240:272], rtol=1e-6, atol=1e-6)
-    assert (x[:240] - wanted[:240]).norm() > 0.1 and torch.linalg.matrix_rank(x[:240].view(12, 20)) == 1
+    torch.testing.assert_close(x[240:272], expected[240:272], rtol=1e-6, atol=1e-6)
+    assert (x[:240] - expected[:240]).norm() > 0.1 and torch.linalg.matrix_rank(x[:240].view(12, 20)) == 1
     exact = PowerSGD(8).bucket("b", SHAPES)  # nothing becomes half as large
     y = bucket_gradient(world.rank, 0)
     world.all_reduce(y, compression=exact)
-    torch.testing.assert_close(y, wanted, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(y, expected, rtol=1e-6, atol=1e-6)
 
 
 @MANY
@@ -270,8 +270,8 @@ def test_a_run_continues_bit_for_bit_from_the_saved_state(world, kind, named):
     second.load_state_dict(saved)
     assert all(torch.equal(second.state_dict()[name], saved[name]) for name in saved)  # before it is used, too
     halves += [step(second, n) for n in range(3, 6)]
-    for wanted, got in zip(straight, halves, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(wanted, got, strict=True))
+    for expected, got in zip(straight, halves, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
 
     whole.reset()
     assert whole.state_dict() == {}
@@ -300,12 +300,12 @@ def test_sgd_on_least_squares_converges(world, make):
 def test_asynchronous_compressed_sums_are_the_blocking_ones(world, kind):
     blocking, background = KINDS[kind](), KINDS[kind]()
     for step in range(3):
-        wanted, works, got = [], [], []
+        expected, works, got = [], [], []
         for i in range(4):
             x = gradient(240, world.rank, 10 * step + i).view(12, 20)
             y = x.clone()
             world.all_reduce(x, "avg", compression=blocking.bucket(i))
-            wanted.append(x)
+            expected.append(x)
             works.append(world.all_reduce(y, "avg", async_op=True, compression=background.bucket(i)))
             got.append(y)
         plain = torch.ones(5)
@@ -313,11 +313,11 @@ def test_asynchronous_compressed_sums_are_the_blocking_ones(world, kind):
         for work in reversed(works):
             work.wait(timeout=30)
         assert plain.eq(world.size).all()
-        assert all(torch.equal(a, b) for a, b in zip(wanted, got, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
 
 
 class _Counting:
-    """Passes collectives on and counts the bytes it is handed."""
+    """A communicator that forwards collectives and counts the bytes passed to it."""
 
     def __init__(self, comm) -> None:
         self.comm, self.size, self.nbytes = comm, comm.size, 0
@@ -350,8 +350,8 @@ def test_steps_after_the_first_allocate_nothing_that_stays(world):
         for step in range(3):
             x = bucket_gradient(world.rank, step)
             world.all_reduce(x, compression=compressed.bucket("b", SHAPES))
-            kept = [*compressed._scratch.values(), *compressed.state_dict().values()]
-            places.append(sorted(t.data_ptr() for t in kept))
+            tensors = [*compressed._scratch.values(), *compressed.state_dict().values()]
+            places.append(sorted(t.data_ptr() for t in tensors))
         assert places[0] == places[1] == places[2]
 
 
@@ -410,15 +410,16 @@ def test_options_are_checked_by_name():
 def test_the_plan_covers_a_bucket_once_and_compresses_what_is_worth_it():
     for rank in (1, 2, 4):
         for minimum in (0, 1, 2, 5):
-            made = plan(NUMEL, SHAPES, rank, minimum)
+            bucket_plan = plan(NUMEL, SHAPES, rank, minimum)
             covered = torch.zeros(NUMEL, dtype=torch.int64)
-            for m in made.matrices:
+            for m in bucket_plan.matrices:
                 covered[m.offset : m.offset + m.rows * m.columns] += 1
                 assert (m.rows + m.columns) * m.rank * minimum <= m.rows * m.columns
-            for lo, hi in made.rest:
+            for lo, hi in bucket_plan.rest:
                 covered[lo:hi] += 1
             assert covered.eq(1).all()
-            assert all(a[1] < b[0] for a, b in zip(made.rest, made.rest[1:], strict=False))  # neighbours are merged
+            # neighbours are merged
+            assert all(a[1] < b[0] for a, b in zip(bucket_plan.rest, bucket_plan.rest[1:], strict=False))
     assert [(m.rows, m.columns) for m in plan(NUMEL, SHAPES, 1, 2).matrices] == [(12, 20), (4, 15)]
     for shapes in ([(0, (3, 4)), (8, (2,))], [(0, (30, 30))], [(-1, (2, 2))]):
         with pytest.raises(InputError, match="outside the bucket of 336 elements or on another"):

@@ -1,4 +1,4 @@
-"""How many cores a rank has for itself, however the ranks are bound."""
+"""Cores that a rank has to itself under every binding of ranks."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ BINDINGS = {  # cores of each rank, what each has: cores, ranks
 @pytest.mark.parametrize("binding", BINDINGS)
 def test_cores_that_several_ranks_may_use_are_shared_and_others_are_not(binding):
     allowed, shares = BINDINGS[binding]
-    found = [share_of(rank, allowed, {}) for rank in range(len(allowed))]
-    assert [(share.cores, share.ranks) for share in found] == shares
+    actual = [share_of(rank, allowed, {}) for rank in range(len(allowed))]
+    assert [(share.cores, share.ranks) for share in actual] == shares
 
 
 def machine(folder, cores, per_core):
-    """A folder with what Linux tells of a machine whose hardware thread t is one of core t modulo `cores`."""
+    """Write Linux's topology files of a machine whose hardware thread t belongs to core t modulo `cores`."""
     for thread in range(cores * per_core):
         place = folder / f"sys/devices/system/cpu/cpu{thread}/topology"
         place.mkdir(parents=True)
@@ -61,17 +61,17 @@ def test_hardware_threads_of_a_core_are_one_core_to_compute_on(tmp_path, allowed
 
 
 def test_a_machine_is_told_apart_by_its_processor_whatever_that_calls_itself(tmp_path):
-    told = {
+    processors = {
         "processor: 0|vendor_id: AuthenticAMD|model: 49|model name: AMD EPYC 7742": "AMD EPYC 7742",
         "CPU implementer: 0x41|CPU variant: 0x1|CPU part: 0xd40": "implementer 0x41 part 0xd40 variant 0x1",
         "CPU implementer: 0x46|CPU part: 0x001|CPU revision: 0": "implementer 0x46 part 0x001 revision 0",
         "processor: 0|cpu: POWER9, altivec supported||machine: PowerNV 8335": "POWER9, altivec supported PowerNV 8335",
         "hart: 0|isa: rv64imafdc|uarch: sifive,u74-mc": "sifive,u74-mc rv64imafdc",
     }
-    for number, (text, wanted) in enumerate(told.items()):
+    for number, (text, expected) in enumerate(processors.items()):
         (tmp_path / f"{number}/proc").mkdir(parents=True)
         (tmp_path / f"{number}/proc/cpuinfo").write_text(text.replace(":", "\t:").replace("|", "\n") + "\n")
-        assert processor_name(tmp_path / str(number)) == wanted
+        assert processor_name(tmp_path / str(number)) == expected
     assert processor_name(tmp_path) == "" and processor_name()
 
 
@@ -107,5 +107,5 @@ print(torch.get_num_threads(), world.process.spare_cores, flush=True)
 )
 def test_ranks_see_how_they_are_bound(forked, cores, seen):
     alone = len(cores) == 1
-    done = forked.run("-c", SEEN, *cores) if alone else job(len(cores), [sys.executable, "-c", SEEN, *cores])
-    assert done.returncode == 0 and set(done.stdout.splitlines()) == seen, done.stdout + done.stderr
+    result = forked.run("-c", SEEN, *cores) if alone else job(len(cores), [sys.executable, "-c", SEEN, *cores])
+    assert result.returncode == 0 and set(result.stdout.splitlines()) == seen, result.stdout + result.stderr

@@ -1,4 +1,4 @@
-"""Operations between whose halves the caller acts: right however late ranks are, with memory written again at once."""
+"""Deferred operations are right however late a rank is, and even when their memory is written again at once."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ def test_vectors_through_three_slots_are_reduced_whoever_is_late(world, op):
             readers[slot].release()
         time.sleep(chance.choice([0, 0, 0, 0.003]))
         slots[slot].tensor.copy_(values(world.rank, number, world.size))
-        own = slots[slot].tensor[world.rank * LENGTH : (world.rank + 1) * LENGTH]
-        out = own if number % 2 else torch.empty(LENGTH)  # in place, or elsewhere
+        own_block = slots[slot].tensor[world.rank * LENGTH : (world.rank + 1) * LENGTH]
+        out = own_block if number % 2 else torch.empty(LENGTH)  # in place, or elsewhere
         readers[slot] = world.deferred_reduce_scatter(out, slots[slot].tensor, op)
         under_way.append((number, out, readers[slot]))
         if number == 7:  # other operations may come between
             world.barrier()
     while under_way:
         finish()
-    for number, found in results.items():
+    for number, result in results.items():
         everyone = torch.stack([values(r, number, world.size) for r in range(world.size)])
-        wanted = {"sum": everyone.sum(0), "avg": everyone.mean(0), "max": everyone.amax(0)}[op]
-        torch.testing.assert_close(found, wanted[world.rank * LENGTH : (world.rank + 1) * LENGTH])
+        expected = {"sum": everyone.sum(0), "avg": everyone.mean(0), "max": everyone.amax(0)}[op]
+        torch.testing.assert_close(result, expected[world.rank * LENGTH : (world.rank + 1) * LENGTH])
     for reader in readers:
         reader.release()
         assert reader.done()

@@ -1,4 +1,4 @@
-"""What is asked of the device before and after an operation stays in order, by each way of carrying device memory.
+"""Device work queued before and after an operation stays in order, for each way of carrying device memory.
 
 The pretend accelerator runs nothing until something waits for it, so that a wait too few gives wrong numbers.
 `tests/test_synchronizations.py` takes each wait away in turn, and expects a test to fail.
@@ -22,7 +22,7 @@ MANY = 700_000  # elements: more pieces than there are slots
 
 
 def late(value: float, numel: int, device: torch.device, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """A tensor that is not computed yet."""
+    """Return a tensor that the device has not computed yet."""
     x = torch.full((numel,), value, dtype=dtype, device=device)
     return x.mul_(2).sub_(value)
 
@@ -35,12 +35,12 @@ def beside(device: torch.device) -> torch.Stream:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("numel", [5, MANY])
 def test_an_operation_comes_after_what_was_asked_before_and_before_what_is_asked_later(comm, device, dtype, numel):
-    for op, wanted in (("sum", 3.0), ("avg", 1.5)):
+    for op, expected in (("sum", 3.0), ("avg", 1.5)):
         x = late(comm.rank + 1.0, numel, device, dtype)
         comm.all_reduce(x, op)
         y = x * 2  # not the operation, nor the copy to the host, orders this
         x.fill_(-1.0)
-        assert (y.cpu() == 2 * wanted).all()
+        assert (y.cpu() == 2 * expected).all()
     out = late(7.0, numel, device, dtype)
     before = out.clone()  # a copy reads late, what the operation is to replace
     comm.broadcast(out, 1)
@@ -56,11 +56,11 @@ def test_results_replace_what_was_there_when_it_has_been_read(comm, device):
     after = out * 1
     assert (before.cpu() == 7).all()
     assert after.cpu().view(2, MANY).eq(torch.tensor([[1.0], [2.0]])).all()
-    own = late(7.0, MANY, device)
-    before = own.clone()
-    comm.reduce_scatter(own, out)
+    block = late(7.0, MANY, device)
+    before = block.clone()
+    comm.reduce_scatter(block, out)
     out.fill_(-1.0)
-    assert (before.cpu() == 7).all() and (own.cpu() == 2 * (comm.rank + 1)).all()
+    assert (before.cpu() == 7).all() and (block.cpu() == 2 * (comm.rank + 1)).all()
 
 
 @on_device
@@ -127,11 +127,11 @@ def test_a_vector_in_an_arena_on_the_device_is_worked_on_in_order(comm, device):
         arena.tensor.fill_(-1.0)
         assert (y.cpu() == 12).all()
         comm.barrier()
-    own = arena.tensor[: MANY // 2]
+    half = arena.tensor[: MANY // 2]
     arena.tensor.fill_(comm.rank + 1.0)
     out = torch.empty(MANY // 2, device=device)
     comm.reduce_scatter(out, arena.tensor)
-    own.fill_(-1.0)
+    half.fill_(-1.0)
     assert (out.cpu() == 3).all()
     arena.free()
 

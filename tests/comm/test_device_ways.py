@@ -1,4 +1,4 @@
-"""Which way of carrying device memory is taken, and NCCL's calls."""
+"""Choice of the way in which device memory is carried, and calls to NCCL."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ on_pretend = pytest.mark.parametrize("way", ["staged"], indirect=True)  # the de
 
 @pytest.fixture
 def fresh(world, device, monkeypatch) -> Iterator[Communicator]:
-    """All ranks, which have not carried any device memory."""
+    """Yield a communicator of all ranks that has not carried device memory yet."""
     memory = world.process.device_memory
     for name, value in (("way", "auto"), ("device", None), ("mpi_reads", None)):
         monkeypatch.setattr(memory, name, value)
     monkeypatch.setattr(world.process.arenas, "maps_devices", True)
-    made = world.split(0)
-    yield made
-    made.free()
+    communicator = world.split(0)
+    yield communicator
+    communicator.free()
 
 
 @on_pretend
@@ -51,7 +51,7 @@ def test_where_there_is_a_choice_it_is_measured_and_all_ranks_choose_alike(fresh
 @on_pretend
 @pytest.mark.ranks(2)
 def test_memory_that_turns_out_to_be_another_is_not_used(fresh, device, monkeypatch):
-    """As where a device has another number in another process."""
+    """The memory differs where a device has another number in another process."""
 
     def wrong(told: list[int]) -> torch.UntypedStorage:
         return torch.zeros(told[4], dtype=torch.uint8, device=device).untyped_storage()
@@ -85,7 +85,7 @@ class _Id(bytes):
 class Library:
     """NCCL's bindings (nccl4py) as far as they are called: the same signatures, carried by MPI.
 
-    What it cannot show is NCCL itself. It shows that calls are made with the right tensors, on the caller's stream.
+    It shows that calls are made with the right tensors on the caller's stream; it cannot test NCCL itself.
     """
 
     SUM, AVG, PROD, MIN, MAX = "sum", "avg", "product", "min", "max"
@@ -96,9 +96,9 @@ class Library:
         assert (self.comm.size, self.comm.rank) == (ranks, rank)
 
     def _on_host(self, tensor: torch.Tensor, stream: int) -> np.ndarray:
-        own = torch.accelerator.current_stream()
-        assert stream == own.native_handle
-        own.synchronize()
+        current = torch.accelerator.current_stream()
+        assert stream == current.native_handle
+        current.synchronize()
         return tensor.cpu().numpy()
 
     def allreduce(self, send: torch.Tensor, receive: torch.Tensor, op: str, *, stream: int) -> None:
@@ -166,9 +166,9 @@ def test_the_calls_of_nccl(fresh, device, monkeypatch):
     x, out = everyone[rank].to(device), torch.empty(numel * size, device=device)
     fresh.all_gather(out, x)
     assert_equal(out, torch.cat(everyone))
-    own = torch.empty(numel // size, device=device)
-    fresh.reduce_scatter(own, x)
-    assert_equal(own, reduced("sum", everyone).chunk(size)[rank], size)
+    block = torch.empty(numel // size, device=device)
+    fresh.reduce_scatter(block, x)
+    assert_equal(block, reduced("sum", everyone).chunk(size)[rank], size)
     fresh.reduce(x, 1)
     assert_equal(x, reduced("sum", everyone) if rank == 1 else everyone[rank], size)
     fresh.broadcast(x, 1)

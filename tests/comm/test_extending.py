@@ -1,4 +1,4 @@
-"""An algorithm, and a whole operation, added from outside the package: as CONTRIBUTING.md shows it."""
+"""An algorithm and a whole operation, added from outside the package as CONTRIBUTING.md shows."""
 
 from __future__ import annotations
 
@@ -93,11 +93,11 @@ def star(world):
 def test_an_algorithm_registered_from_outside_is_one_of_all_reduce(world, star):
     verify(star_all_reduce(world.size, one_node(world.size)))
     ranks = torch.arange(world.size, dtype=torch.float32)
-    for op, wanted in (("sum", ranks.sum()), ("max", ranks.max()), ("avg", ranks.mean())):
+    for op, expected in (("sum", ranks.sum()), ("max", ranks.max()), ("avg", ranks.mean())):
         for dtype in (torch.float32, torch.bfloat16):
             x = torch.full((1001,), float(world.rank), dtype=dtype)
             world.all_reduce(x, op, algorithm=star)
-            assert (x == wanted.to(dtype)).all()
+            assert (x == expected.to(dtype)).all()
     x = torch.ones(5)
     world.all_reduce(x, algorithm=star, async_op=True).wait()
     world.all_reduce(x, algorithm=star, reproducible=True)  # by pairwise exchange: it makes no such promise itself
@@ -163,8 +163,8 @@ def to_owner(size):
     def steps(rank):
         for block in range(size):
             for t in range(1, size):
-                r, own = (block + t) % size, Span(block, block + 1)
-                yield Exchange(np.where(rank == r, block, NONE), own, np.where(rank == block, r, NONE), own, True)
+                r, span = (block + t) % size, Span(block, block + 1)
+                yield Exchange(np.where(rank == r, block, NONE), span, np.where(rank == block, r, NONE), span, True)
         yield Finish(Span(rank, rank + 1))
 
     return Program("to owner", size, reduce_scatter_of(size), steps, one_node(size), blocks=size)

@@ -1,4 +1,4 @@
-"""What a group has of MPI and of the process is given back: all of it by `free`, by garbage collection what it may."""
+"""A group's resources are released: all of them by `free`, and the safe ones by garbage collection."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mpitrain.errors import InputError
 
 
 def every_kind_of_operation(comm) -> None:
-    """So that each communicator behind it is in use."""
+    """Run every kind of operation, so that each MPI communicator of the group is in use."""
     x = torch.ones(3000)
     for algorithm in ("auto", "mpi", "ring", "shared"):
         comm.all_reduce(x, "max", algorithm=algorithm)
@@ -36,7 +36,7 @@ def every_kind_of_operation(comm) -> None:
 
 @pytest.fixture
 def with_threads(world, monkeypatch):
-    """The world, whose groups have a thread each."""
+    """Yield the world, set up so that each group has a thread."""
     monkeypatch.setattr(world, "process", dataclasses.replace(world.process, spare_cores=1))
     return world
 
@@ -71,7 +71,7 @@ def threads_end() -> bool:
 
 @pytest.mark.ranks(2, 3)
 def test_a_group_that_is_dropped_ends_its_thread_and_holds_up_nobody(with_threads):
-    """On each rank at another time, and in another order."""
+    """The ranks drop their groups at different times and in different orders."""
     world = with_threads
     watchdog = world.process.watchdog
     assert threads_end()
@@ -143,11 +143,11 @@ def test_groups_of_ranks_that_died_are_freed_by_each_rank_alone(tmp_path):
     (tmp_path / "dying.py").write_text(DYING)
     mpirun, *command = warm.shared().launched(3, [sys.executable, str(tmp_path / "dying.py")])
     path = f"{ROOT}:{ROOT / 'tests'}"
-    done = job(
+    result = job(
         0,
         [mpirun, "--with-ft", "ulfm", *command],
         PYTHONPATH=path,
         MPITRAIN_SPARE_CORES="1",
         OMPI_MCA_mpi_yield_when_idle="1",
     )
-    assert done.stdout.count("went on") == 2, done.stdout + done.stderr
+    assert result.stdout.count("went on") == 2, result.stdout + result.stderr

@@ -1,4 +1,4 @@
-"""Long: thousands of saves and of groups, under both MPIs; MPICH has 2,048 communicators, Open MPI memory."""
+"""Long campaign of thousands of saves and groups: MPICH has only 2,048 communicators, Open MPI only its memory."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_saves_and_groups_without_end_take_no_more_memory(tmp_path, kind, mpi, f
         start[1:1] = ["-n", "2"]
     times = TIMES if full else SAVES if kind == "saves" else GROUPS
     script = Path(__file__).with_name("endless_groups.py")
-    done = job(0, [*start, str(script), kind, str(times), str(tmp_path)], timeout=800, PYTHONPATH=str(ROOT))
-    grown = done.stdout.partition("grown ")[2].partition(" in ")[0].split()
-    assert done.returncode == 0 and len(grown) == 2, done.stdout[-1000:] + done.stderr[-3000:]
-    assert all(int(kib) < MOST for kib in grown), done.stdout
+    result = job(0, [*start, str(script), kind, str(times), str(tmp_path)], timeout=800, PYTHONPATH=str(ROOT))
+    grown = result.stdout.partition("grown ")[2].partition(" in ")[0].split()
+    assert result.returncode == 0 and len(grown) == 2, result.stdout[-1000:] + result.stderr[-3000:]
+    assert all(int(kib) < MOST for kib in grown), result.stdout

@@ -1,4 +1,4 @@
-"""The world made of an mpi4py communicator of the caller's: half of a job, a coupled code."""
+"""A world built from the caller's mpi4py communicator, such as half of a job or one part of a coupled code."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ def test_two_halves_of_a_job_train_apart_and_a_world_is_made_of_one_communicator
         assert total[0] == 4
         print("done", flush=True)
     """
-    done = run(tmp_path, 4, textwrap.dedent(program) + TRAIN + textwrap.dedent(end))
-    assert done.returncode == 0 and done.stdout.count("done") == 4, done.stdout + done.stderr
+    result = run(tmp_path, 4, textwrap.dedent(program) + TRAIN + textwrap.dedent(end))
+    assert result.returncode == 0 and result.stdout.count("done") == 4, result.stdout + result.stderr
 
 
 def test_one_rank_trains_while_a_coupled_code_does_something_else_and_keeps_mpi(tmp_path):
@@ -103,8 +103,8 @@ def test_one_rank_trains_while_a_coupled_code_does_something_else_and_keeps_mpi(
             scale = 1.0
     """
     program = textwrap.dedent(program) + textwrap.indent(TRAIN, "    ") + "\nevery.Barrier()\n"
-    done = run(tmp_path, 2, program)
-    assert done.returncode == 0 and done.stdout.count("done") == 2, done.stdout + done.stderr
+    result = run(tmp_path, 2, program)
+    assert result.returncode == 0 and result.stdout.count("done") == 2, result.stdout + result.stderr
 
 
 def test_an_error_in_one_part_ends_the_whole_job_with_one_line(tmp_path):
@@ -118,9 +118,13 @@ def test_an_error_in_one_part_ends_the_whole_job_with_one_line(tmp_path):
         mt.init(comm=part)
         raise mt.InputError("the part has no data; give it some", agreed=True)
     """
-    done = run(tmp_path, 3, program)
-    assert done.returncode in (2, 9) and "Traceback" not in done.stderr, done.stderr  # 9: of ranks that MPICH ends
-    assert done.stderr.count("\nmpitrain: the part has no data; give it some") + done.stderr.startswith("mpitrain") == 1
+    result = run(tmp_path, 3, program)
+    # MPICH ends ranks with code 9
+    assert result.returncode in (2, 9) and "Traceback" not in result.stderr, result.stderr
+    assert (
+        result.stderr.count("\nmpitrain: the part has no data; give it some") + result.stderr.startswith("mpitrain")
+        == 1
+    )
 
 
 @pytest.mark.ranks(1)

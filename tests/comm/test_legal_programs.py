@@ -1,4 +1,4 @@
-"""Random programs that MPI lets complete do complete, with the right results."""
+"""Random programs that are legal in MPI complete with the right results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is done so that a host that falls silent is noticed, and so that mpirun ends without it."""
+"""Settings by which a silent host is noticed, and by which mpirun ends without it."""
 
 from __future__ import annotations
 
@@ -89,9 +89,9 @@ world.barrier()
 def test_sockets_of_the_user_opened_before_and_after_mpi_started_are_not_touched(tmp_path):
     (tmp_path / "connected.py").write_text(CONNECTED)
     by_tcp = {"OMPI_MCA_btl": "tcp,self", "OMPI_MCA_pml": "ob1", "OMPI_MCA_btl_tcp_if_include": "lo"}
-    done = job(2, [sys.executable, str(tmp_path / "connected.py")], PYTHONPATH=str(ROOT), **by_tcp)
-    assert done.returncode == 0, done.stderr
-    assert [int(line.split()[1]) >= 1 for line in done.stdout.splitlines()] == [True] * 2, done.stdout
+    result = job(2, [sys.executable, str(tmp_path / "connected.py")], PYTHONPATH=str(ROOT), **by_tcp)
+    assert result.returncode == 0, result.stderr
+    assert [int(line.split()[1]) >= 1 for line in result.stdout.splitlines()] == [True] * 2, result.stdout
 
 
 def test_mpirun_is_ended_unless_a_rank_is_left(monkeypatch):
@@ -113,9 +113,9 @@ def test_it_is_seen_whether_mpirun_looks_for_silent_hosts():
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ | environment
         ) as process:
             process.stdout.readline()  # it is that program by now
-            found = launcher.notices_silent_hosts(process.pid)
+            notices = launcher.notices_silent_hosts(process.pid)
             process.communicate(b"\n")
-        return found
+        return notices
 
     assert looks("-n", "4")
     assert looks("--prtemca", "oob_tcp_keepalive_time", "60")

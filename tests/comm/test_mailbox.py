@@ -1,4 +1,4 @@
-"""Mailboxes: letters of any rank to any rank, taken by a thread that knows nothing of who posts next."""
+"""Mailboxes: letters from any rank to any rank, received by a thread that cannot know who posts next."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ SIZES = (0, 1, 5000, 3 << 20)  # bytes
 
 @pytest.fixture
 def box(world):
-    made = world.mailbox("test")
-    yield made
-    made.free()
+    mailbox = world.mailbox("test")
+    yield mailbox
+    mailbox.free()
 
 
 def data(nbytes: int, seed: int) -> torch.Tensor:
@@ -64,8 +64,8 @@ def test_what_a_letter_cannot_be_is_told(world, box):
     other = (world.rank + 1) % world.size
     posted = [box.post(other, [n], data(3 << 20, n)) for n in range(2)]
     letter = box.wait([other], "the wrong one")
-    told = rf"letter of rank {letter.source} carries 3145728 bytes where rank {world.rank} expects 400;"
-    with pytest.raises(CommunicationError, match=told):
+    message = rf"letter of rank {letter.source} carries 3145728 bytes where rank {world.rank} expects 400;"
+    with pytest.raises(CommunicationError, match=message):
         letter.receive(torch.empty(100))
     place = torch.empty(3 << 20, dtype=torch.uint8)
     box.wait([other], "the right one").receive(place).wait()
@@ -77,9 +77,9 @@ def test_what_a_letter_cannot_be_is_told(world, box):
 
 @MANY
 def test_threads_that_serve_lose_nothing_of_a_thousand_random_letters(world):
-    """Each rank asks random ranks, itself too, for sums of random payloads; a thread of each answers."""
+    """Each rank asks random ranks, itself included, for sums of random payloads, and a thread of that rank answers."""
     questions, answers = world.mailbox("questions"), world.mailbox("answers")
-    asked, chance = 1000 // world.size, random.Random(world.rank)
+    count, chance = 1000 // world.size, random.Random(world.rank)
     served: list[int] = []
 
     def serve() -> None:
@@ -98,12 +98,12 @@ def test_threads_that_serve_lose_nothing_of_a_thousand_random_letters(world):
     server = threading.Thread(target=serve)
     server.start()
     waiting: dict[int, torch.Tensor] = {}
-    for number in range(asked + 8):
-        if number < asked:
+    for number in range(count + 8):
+        if number < count:
             length = chance.choice((0, 1, 100, 1000, 10_000) if number % 50 else (100_000,))
             waiting[number] = torch.arange(length, dtype=torch.float64) + number
             questions.post(chance.randrange(world.size), [number], waiting[number])
-        while len(waiting) > (8 if number < asked else asked + 7 - number):
+        while len(waiting) > (8 if number < count else count + 7 - number):
             letter = answers.wait(range(world.size), "an answer")
             x = waiting.pop(int(letter.words[0]))
             back = torch.empty_like(x)
@@ -113,7 +113,7 @@ def test_threads_that_serve_lose_nothing_of_a_thousand_random_letters(world):
         questions.post(rank, [])
     server.join(30)
     assert not server.is_alive() and answers.take(0) is None
-    counts = torch.tensor([len(served), asked])
+    counts = torch.tensor([len(served), count])
     world.all_reduce(counts)
     assert counts[0] == counts[1]
     questions.free()
@@ -161,7 +161,7 @@ def test_a_wait_for_a_stopped_rank_ends_the_job_and_an_idle_server_does_not(tmp_
         """,
     )
     assert re.search(r"world: mailbox answers: pull #\d did not complete in 3 s \(comm.timeout\)", report), report
-    said = rows(report)
-    assert re.match(r"world: mailbox answers: pull #\d, 3 s", said[0]) and line(tmp_path, "# asks") in said[0]
-    assert said[1] == "does not answer: stopped, dead or cut off"
-    assert said[2].startswith("not in an operation")
+    table = rows(report)
+    assert re.match(r"world: mailbox answers: pull #\d, 3 s", table[0]) and line(tmp_path, "# asks") in table[0]
+    assert table[1] == "does not answer: stopped, dead or cut off"
+    assert table[2].startswith("not in an operation")

@@ -1,4 +1,4 @@
-"""Operations that differ between ranks are told apart before they begin, and a wait that is too long ends."""
+"""Operations that differ between ranks raise an error before they begin, and a wait that is too long ends."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MANY = pytest.mark.ranks(2, 3)
 
 
 def mismatched(world, call) -> list[str]:
-    """The table of the error that all ranks get, without the lines."""
+    """Return the table of the error that `call` raises on all ranks."""
     with pytest.raises(CommunicationError) as caught:
         call()
     assert caught.value.agreed
@@ -50,7 +50,7 @@ def test_different_operations_shapes_types_and_arguments_are_named(world):
 
 @MANY
 def test_arguments_that_differ_far_behind_are_found(world):
-    """Signatures of many blocks are longer than what is sent of them."""
+    """A signature of many blocks is longer than the part of it that is sent."""
     counts = [[1000 + (r == world.size - 1)] * world.size for r in range(world.size)]
     long = "x" * 500 + str(world.rank == world.size - 1)
     with pytest.raises(CommunicationError, match="different operations"):
@@ -79,8 +79,8 @@ def test_different_places_in_an_arena_are_named(world):
     mine.fill_(world.rank + 1.0)
     world.all_reduce(mine, algorithm="ring")  # by messages: the places do not matter
     assert mine.eq(sum(range(1, world.size + 1))).all()
-    own = arena.view(100 * world.rank, (100,))  # a block in its own place is no mismatch
-    world.all_gather(arena.view(0, (100 * world.size,)), own)
+    block = arena.view(100 * world.rank, (100,))  # a block in its own place is no mismatch
+    world.all_gather(arena.view(0, (100 * world.size,)), block)
     arena.free()
 
 

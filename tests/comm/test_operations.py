@@ -1,4 +1,4 @@
-"""Every operation on every type, size and place of the data, against one process."""
+"""Every operation with data of every type, size and place, compared with one process."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def test_all_reduce_of_every_type_and_operation(comm, device, dtype):
         for op in OPERATIONS:
             if not meaningful(op, dtype):
                 continue
-            wanted = reduced(op, [values(numel, dtype, r) for r in range(comm.size)])
+            expected = reduced(op, [values(numel, dtype, r) for r in range(comm.size)])
             x = values(numel, dtype, comm.rank).to(device)
             comm.all_reduce(x, op)
-            assert_equal(x, wanted, comm.size)
+            assert_equal(x, expected, comm.size)
 
 
 @pytest.mark.parametrize("inside", [False, True], ids=["outside", "in arena"])
@@ -57,12 +57,12 @@ def test_all_reduce_by_every_algorithm(comm, device, dtype, inside):
         for op in ("sum", "max", "avg") if numel < 300_001 else (long,):
             if not meaningful(op, dtype):
                 continue
-            wanted = reduced(op, [values(numel, dtype, r) for r in range(comm.size)])
+            expected = reduced(op, [values(numel, dtype, r) for r in range(comm.size)])
             for algorithm in _algorithms(comm, "ring", "tree", "halving", "two_level"):
                 x = values(numel, dtype, comm.rank).to(device)
                 x = arena.view(0, (numel,)).copy_(x) if inside else x
                 comm.all_reduce(x, op, algorithm)
-                assert_equal(x, wanted, comm.size)
+                assert_equal(x, expected, comm.size)
     arena.free()
 
 
@@ -79,18 +79,18 @@ def test_sums_of_small_integers_wrap_as_those_of_torch_by_every_algorithm(comm, 
     assert not torch.equal(total.long(), torch.stack(contributions).sum(0)), "nothing wraps"
     average = torch.div(total, comm.size, rounding_mode="trunc")
     arena = comm.arena(numel, dtype, device)
-    for (op, wanted), inside in product((("sum", total), ("avg", average)), (False, True)):
+    for (op, expected), inside in product((("sum", total), ("avg", average)), (False, True)):
         x = arena.view(0, (numel,)) if inside else torch.empty(numel, dtype=dtype, device=device)
         for algorithm in _algorithms(comm, "ring", "tree", "halving", "two_level"):
             comm.all_reduce(x.copy_(mine), op, algorithm)
-            assert_equal(x, wanted)
+            assert_equal(x, expected)
         for algorithm in ("auto", "mpi", "tree"):
             comm.reduce(x.copy_(mine), 1, op, algorithm)
-            assert_equal(x, wanted if comm.rank == 1 else mine)
+            assert_equal(x, expected if comm.rank == 1 else mine)
         for algorithm in ("auto", "mpi", "ring", "halving", "pairwise"):
             out = torch.empty(301, dtype=dtype, device=device)
             comm.reduce_scatter(out, x.copy_(mine), op, algorithm)
-            assert_equal(out, wanted.chunk(comm.size)[comm.rank])
+            assert_equal(out, expected.chunk(comm.size)[comm.rank])
     arena.free()
 
 
@@ -110,18 +110,20 @@ def test_averages_of_integers_are_the_sum_divided_toward_zero(comm, device):
 def test_reproducible_sums_have_the_same_bits_by_every_algorithm(comm, device, dtype):
     arena = comm.arena(70_001, dtype, device)
     for op in ("sum", "avg"):
-        seen = []
+        results = []
         for algorithm in _algorithms(comm, "ring", "tree", "halving", "two_level"):
             for inside in (False, True):
                 x = values(70_001, dtype, comm.rank).to(device)
                 x = arena.view(0, (70_001,)).copy_(x) if inside else x
                 comm.all_reduce(x, op, algorithm, reproducible=True)
-                seen.append(x.clone())
-        assert all(torch.equal(seen[0], other) for other in seen)
-        whole = torch.cat([seen[0], seen[0].new_zeros(-70_001 % comm.size)])
+                results.append(x.clone())
+        assert all(torch.equal(results[0], other) for other in results)
+        whole = torch.cat([results[0], results[0].new_zeros(-70_001 % comm.size)])
         block = torch.empty(whole.numel() // comm.size, dtype=dtype, device=device)
-        own = torch.cat([values(70_001, dtype, comm.rank).to(device), seen[0].new_zeros(-70_001 % comm.size)])
-        comm.reduce_scatter(block, own, op, reproducible=True)
+        contribution = torch.cat(
+            [values(70_001, dtype, comm.rank).to(device), results[0].new_zeros(-70_001 % comm.size)]
+        )
+        comm.reduce_scatter(block, contribution, op, reproducible=True)
         assert torch.equal(block, whole.chunk(comm.size)[comm.rank])
     arena.free()
 
@@ -133,10 +135,10 @@ def test_reproducible_sums_continue_the_tree_of_sums_within_a_rank(world):
     while len(level) > 1:
         level = [a + b for a, b in zip(level[::2], level[1::2], strict=True)]
     each = 8 // world.size
-    own = leaves[world.rank * each : (world.rank + 1) * each]
-    while len(own) > 1:
-        own = [a + b for a, b in zip(own[::2], own[1::2], strict=True)]
-    x = own[0].clone()
+    own_sums = leaves[world.rank * each : (world.rank + 1) * each]
+    while len(own_sums) > 1:
+        own_sums = [a + b for a, b in zip(own_sums[::2], own_sums[1::2], strict=True)]
+    x = own_sums[0].clone()
     world.all_reduce(x, reproducible=True)
     assert torch.equal(x, level[0])
 
@@ -153,8 +155,8 @@ def test_reduce_gives_the_root_the_result_and_leaves_the_others_alone(comm, devi
                         continue
                     comm.reduce(x, root, "sum", algorithm)
                     everyone = [values(numel, dtype, r) for r in range(comm.size)]
-                    wanted = reduced("sum", everyone) if comm.rank == root else everyone[comm.rank]
-                    assert_equal(x, wanted, comm.size)
+                    expected = reduced("sum", everyone) if comm.rank == root else everyone[comm.rank]
+                    assert_equal(x, expected, comm.size)
         arena.free()
 
 
@@ -188,20 +190,20 @@ def test_all_gather_and_reduce_scatter_by_every_algorithm(comm, device):
                 assert_equal(out, everyone)
 
                 whole = arena.view(0, (each * comm.size,)).zero_()  # in place: x is a part of out
-                own = whole[each * comm.rank : each * (comm.rank + 1)].copy_(values(each, dtype, comm.rank))
-                comm.all_gather(whole, own, algorithm)
+                own_block = whole[each * comm.rank : each * (comm.rank + 1)].copy_(values(each, dtype, comm.rank))
+                comm.all_gather(whole, own_block, algorithm)
                 assert_equal(whole, everyone)
 
                 contributions = [values(each * comm.size, dtype, r) for r in range(comm.size)]
-                wanted = reduced("sum", contributions)[each * comm.rank : each * (comm.rank + 1)]
+                expected = reduced("sum", contributions)[each * comm.rank : each * (comm.rank + 1)]
                 x = arena.view(0, (each * comm.size,)).copy_(contributions[comm.rank])
                 out = torch.empty(each, dtype=dtype, device=device)
                 comm.reduce_scatter(out, x, "sum", algorithm)
-                assert_equal(out, wanted, comm.size)
+                assert_equal(out, expected, comm.size)
                 assert_equal(x, contributions[comm.rank])  # untouched
-                own = x[each * comm.rank : each * (comm.rank + 1)]
-                comm.reduce_scatter(own, x, "sum", algorithm)
-                assert_equal(own, wanted, comm.size)
+                own_block = x[each * comm.rank : each * (comm.rank + 1)]
+                comm.reduce_scatter(own_block, x, "sum", algorithm)
+                assert_equal(own_block, expected, comm.size)
         arena.free()
 
 
@@ -237,17 +239,17 @@ def test_blocks_much_smaller_than_the_largest_are_reduced_and_gathered_too(comm,
     for small in (0, 1, 5):
         for odd in range(comm.size):
             counts = [small if rank == odd else large for rank in range(comm.size)]
-            first, numel, own = sum(counts[: comm.rank]), sum(counts), counts[comm.rank]
+            first, numel, length = sum(counts[: comm.rank]), sum(counts), counts[comm.rank]
             contributions = [values(numel, dtype, rank) for rank in range(comm.size)]
             x = arena.view(0, (numel,)) if inside else torch.empty(numel, dtype=dtype, device=device)
             x.copy_(contributions[comm.rank])
             algorithms = _algorithms(comm, "ring", "halving", "pairwise") if inside and small else ("auto",)
             for op, algorithm in product(("sum", "avg"), algorithms):
-                out = torch.empty(own, dtype=dtype, device=device)
+                out = torch.empty(length, dtype=dtype, device=device)
                 comm.reduce_scatter(out, x, op, algorithm, counts=counts)
-                assert_equal(out, reduced(op, contributions)[first : first + own], comm.size)
-            x[first : first + own].copy_(values(own, dtype, comm.rank))
-            comm.all_gather(x, x[first : first + own], counts=counts)
+                assert_equal(out, reduced(op, contributions)[first : first + length], comm.size)
+            x[first : first + length].copy_(values(length, dtype, comm.rank))
+            comm.all_gather(x, x[first : first + length], counts=counts)
             assert_equal(x, torch.cat([values(n, dtype, rank) for rank, n in enumerate(counts)]))
     arena.free()
 
@@ -263,9 +265,9 @@ def test_gather_scatter_and_all_to_all(comm, device):
                 comm.gather(out, values(each, dtype, comm.rank).to(device), root)
                 if out is not None:
                     assert_equal(out, whole)
-                own = torch.empty(each, dtype=dtype, device=device)
-                comm.scatter(own, whole.to(device) if at_root else None, root)
-                assert_equal(own, values(each, dtype, comm.rank))
+                block = torch.empty(each, dtype=dtype, device=device)
+                comm.scatter(block, whole.to(device) if at_root else None, root)
+                assert_equal(block, values(each, dtype, comm.rank))
             x = values(each * comm.size, dtype, comm.rank).to(device)
             out = torch.empty_like(x)
             comm.all_to_all(out, x)
@@ -279,11 +281,11 @@ def test_all_gather_where_only_some_ranks_pass_their_block_of_the_result(comm, d
     for counts in (None, [numel + rank for rank in range(comm.size)]):
         blocks = counts or [numel] * comm.size
         out, first = torch.zeros(sum(blocks), device=device), sum(blocks[: comm.rank])
-        own = torch.full((blocks[comm.rank],), comm.rank + 1.0, device=device)
+        own_block = torch.full((blocks[comm.rank],), comm.rank + 1.0, device=device)
         if comm.rank != 1:
-            own = out[first : first + blocks[comm.rank]].copy_(own)
+            own_block = out[first : first + blocks[comm.rank]].copy_(own_block)
         for _ in range(2):
-            comm.all_gather(out, own, "mpi", counts=counts)
+            comm.all_gather(out, own_block, "mpi", counts=counts)
             assert torch.equal(out.cpu(), torch.repeat_interleave(torch.arange(comm.size) + 1.0, torch.tensor(blocks)))
 
 
@@ -298,7 +300,7 @@ def test_what_is_too_long_for_one_call_of_mpi_goes_in_pieces(world, monkeypatch)
     for dtype in (torch.float32, torch.bfloat16, torch.uint8):
         blocks = [values(each, dtype, r) for r in range(size)]
         wholes = [values(each * size, dtype, r) for r in range(size)]
-        total, own = reduced("sum", wholes), slice(rank * each, (rank + 1) * each)
+        total, own_slice = reduced("sum", wholes), slice(rank * each, (rank + 1) * each)
         for algorithm in _algorithms(world, "ring", "tree", "halving", "two_level"):
             x = wholes[rank].clone()
             comm.all_reduce(x, "sum", algorithm)
@@ -313,7 +315,7 @@ def test_what_is_too_long_for_one_call_of_mpi_goes_in_pieces(world, monkeypatch)
         for algorithm in _algorithms(world, "ring", "halving"):
             x, out = torch.empty(each, dtype=dtype), torch.empty(each * size, dtype=dtype)
             comm.reduce_scatter(x, wholes[rank], "sum", algorithm)
-            assert_equal(x, total[own], size)
+            assert_equal(x, total[own_slice], size)
             comm.all_gather(out, blocks[rank], algorithm)
             assert_equal(out, torch.cat(blocks))
         out = torch.empty(each * size, dtype=dtype)
@@ -321,9 +323,9 @@ def test_what_is_too_long_for_one_call_of_mpi_goes_in_pieces(world, monkeypatch)
         if rank == 0:
             assert_equal(out, torch.cat(blocks))
         comm.scatter(x, wholes[0] if rank == 0 else None, 0)
-        assert_equal(x, wholes[0][own])
+        assert_equal(x, wholes[0][own_slice])
         comm.all_to_all(out, wholes[rank])
-        assert_equal(out, torch.cat([whole[own] for whole in wholes]))
+        assert_equal(out, torch.cat([whole[own_slice] for whole in wholes]))
         work = comm.irecv(x, (rank - 1) % size)
         comm.send(blocks[rank], (rank + 1) % size)
         work.wait()
@@ -427,7 +429,7 @@ class Foreign:
 
 
 class ForeignOnDevice(Foreign):
-    """An array as CuPy's, with both protocols; torch can use the first one with CUDA alone."""
+    """An array like CuPy's, with both protocols; torch can use the first one only with CUDA."""
 
     @property
     def __cuda_array_interface__(self) -> dict[str, object]:

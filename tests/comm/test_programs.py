@@ -1,4 +1,4 @@
-"""Every algorithm, proved without MPI at every size."""
+"""Every algorithm, proved for every small number of ranks without MPI."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ def test_deferred_reductions_may_be_waited_for_and_released_whenever_each_rank_l
     program, runs = replace(deferred_reduce_scatter(size), vectors=vectors), 2 * vectors + 1
 
     def order(rank):
-        """Any order that has each phase in the order of runs, and a run released before its vector is filled again."""
+        """Return a random legal order: phases in the order of runs, and a run released before its vector is reused."""
         done, came = [0, 0, 0], []
         while done[2] < runs:
             legal = [p for p in range(3) if done[p] < (runs if p == 0 else done[p - 1])]

@@ -1,4 +1,4 @@
-"""What was begun completes, whatever its ranks wait for next, and leaves nothing behind."""
+"""Started operations complete whatever their ranks wait for next, and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ LIMIT = 20.0  # seconds
 
 @pytest.fixture
 def pair(world, monkeypatch, request):
-    """Two groups of all ranks, whose operations in the background wait for no core or have one (`param`)."""
+    """Yield two groups of all ranks; `param`: 1 where background operations have a spare core, else 0."""
     spare = getattr(request, "param", 0)
     progress = ProgressEngine(lambda: world.process.watchdog.records)  # without the receives that other tests gave up
-    own = dataclasses.replace(world.process, spare_cores=spare, debug=False, progress=progress)
-    monkeypatch.setattr(world, "process", own)
+    process = dataclasses.replace(world.process, spare_cores=spare, debug=False, progress=progress)
+    monkeypatch.setattr(world, "process", process)
     groups = world.split(0), world.split(0)
     yield groups
     for group in groups:
@@ -140,7 +140,7 @@ def test_no_operation_keeps_the_memory_of_its_tensors_once_its_handle_is_dropped
 
 
 def every_operation(group):
-    """By name, every operation that the group has, blocking, in the background and prepared, on (long, short)."""
+    """Return, by name, a call (long, short) of each operation: blocking, in the background and prepared."""
     after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
 
     def both(name, call):

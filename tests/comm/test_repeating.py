@@ -1,4 +1,4 @@
-"""Operations that are repeated take a shorter way, and do the same."""
+"""Repeated operations take a shorter path, with the same results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MANY = pytest.mark.ranks(2, 3)
 
 @pytest.fixture
 def plain(world, monkeypatch):
-    """A communicator over all ranks without the debug mode, in which nothing is ready."""
+    """Yield a communicator of all ranks without debug mode and without prepared calls."""
     monkeypatch.setattr(world, "process", dataclasses.replace(world.process, debug=False))
     comm = world.split(0)
     yield comm
@@ -23,7 +23,7 @@ def plain(world, monkeypatch):
 
 
 def ready(comm, name: str) -> int:
-    """How many operations of that name take the shorter way."""
+    """Return the number of prepared calls of the operation `name`, which take the shorter path."""
     return sum(key[0] == name for key in comm.ready if isinstance(key, tuple))
 
 

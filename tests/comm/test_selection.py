@@ -1,4 +1,4 @@
-"""What is asked of a setting alone, without ranks, is what the operations themselves then run."""
+"""The program predicted from a setting, without ranks, is the one that the operation then runs."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ KIB = 1 << 10
 
 
 def calls(comm, x):
-    """Every operation that has a table, on a vector of one block a rank."""
-    own = x[: x.numel() // comm.size]
+    """Return a call of each operation that has a table of algorithms; `x` has one block for each rank."""
+    own_block = x[: x.numel() // comm.size]
     return {
         "all_reduce": lambda: comm.all_reduce(x),
         "reduce": lambda: comm.reduce(x, 1),
         "broadcast": lambda: comm.broadcast(x, 1),
-        "reduce_scatter": lambda: comm.reduce_scatter(own, x),
-        "all_gather": lambda: comm.all_gather(x, x[comm.rank * own.numel() :][: own.numel()]),
+        "reduce_scatter": lambda: comm.reduce_scatter(own_block, x),
+        "all_gather": lambda: comm.all_gather(x, x[comm.rank * own_block.numel() :][: own_block.numel()]),
     }
 
 
@@ -47,9 +47,9 @@ def test_the_program_foretold_is_the_one_that_runs(world, monkeypatch):
                 name, program = serving(operation, setting)
                 ran.clear()
                 call()
-                told = [(p.name, p.blocks, p.segments, p.slots) for p in ran]
-                wanted = [] if program is None else [(program.name, program.blocks, program.segments, program.slots)]
-                assert told == wanted, f"{operation} of {nbytes} bytes, {where}: {name}"
+                actual = [(p.name, p.blocks, p.segments, p.slots) for p in ran]
+                expected = [] if program is None else [(program.name, program.blocks, program.segments, program.slots)]
+                assert actual == expected, f"{operation} of {nbytes} bytes, {where}: {name}"
         arena.free()
     comm.free()
 
@@ -59,9 +59,9 @@ def test_across_nodes_and_for_reproducible_sums_another_algorithm_stands_in():
     assert serving("all_reduce", Setting(1 << 20, 1 << 18, nodes, "arena"))[0] == "two_level"
     assert serving("all_reduce", Setting(1 << 10, 1 << 8, nodes, "arena")) == ("mpi", None)
     summed = Setting(1 << 20, 1 << 18, nodes, "private", reproducible=True, block=1 << 18)
-    for operation, given in (("all_reduce", ""), ("reduce_scatter", "pairwise")):
+    for operation, stand_in in (("all_reduce", ""), ("reduce_scatter", "pairwise")):
         name, program = serving(operation, summed)
-        assert program is not None and program.name.startswith("pairwise") and given in name
+        assert program is not None and program.name.startswith("pairwise") and stand_in in name
     with pytest.raises(InputError, match="needs all ranks on one node; use two_level or auto"):
         serving("all_reduce", summed, algorithm="shared")
     with pytest.raises(InputError, match="no table of algorithms; use all_reduce, "):

@@ -94,7 +94,7 @@ def two_ranks(
 
 @pytest.fixture
 def small_shared_memory() -> Callable[[str], list[str]]:
-    """What to put before a command so that it sees a /dev/shm of that size, in a mount namespace of its own."""
+    """Return a function that gives the command prefix for a mount namespace with a /dev/shm of a given size."""
 
     def before(size: str) -> list[str]:
         return ["unshare", "-m", "bash", "-c", f'mount -t tmpfs -o size={size} tmpfs /dev/shm && exec "$@"', "bash"]
@@ -121,7 +121,7 @@ SMALL = {
 
 @pytest.fixture
 def other_shared_memory(small_shared_memory) -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
-    """Runs SCARCE on two ranks that see a /dev/shm of a size; a process that all are forked from may see others."""
+    """Yield a function that runs SCARCE on two ranks, forked from one warm process, with a /dev/shm of a given size."""
     place = Warm(small_shared_memory("1m"))
     enter = ["nsenter", f"--target={place.process.pid}", "--mount"]
 
@@ -140,10 +140,10 @@ def other_shared_memory(small_shared_memory) -> Iterator[Callable[..., subproces
 @pytest.mark.timeout(240)
 @pytest.mark.skipif(shutil.which("nsenter") is None, reason="needs nsenter")
 def test_too_small_a_dev_shm_falls_back_to_private_memory_with_one_warning(tmp_path, other_shared_memory):
-    for number, (what, (size, wanted, count, left, late, kinds)) in enumerate(SMALL.items()):
+    for number, (what, (size, nbytes, count, free, late, kinds)) in enumerate(SMALL.items()):
         (tmp_path / str(number)).mkdir()
-        done = other_shared_memory(tmp_path / str(number), size, wanted, count, left, int(late))
-        _assert_fell_back(done, kinds, what)
+        result = other_shared_memory(tmp_path / str(number), size, nbytes, count, free, int(late))
+        _assert_fell_back(result, kinds, what)
 
 
 def _assert_fell_back(done: subprocess.CompletedProcess[str], kinds: list[str], what: str) -> None:
@@ -165,8 +165,8 @@ with open("/dev/shm/sparse", "w+b") as file:
 address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
 print(_fill_with_zeros(address, 1 << 20), _fill_with_zeros(address, 256 << 20))
 """
-    done = job(0, [*small_shared_memory("64m"), sys.executable, "-c", script])
-    assert done.stdout.split() == ["True", "False"], done.stderr
+    result = job(0, [*small_shared_memory("64m"), sys.executable, "-c", script])
+    assert result.stdout.split() == ["True", "False"], result.stderr
 
 
 UNREACHABLE = """
@@ -183,8 +183,8 @@ assert binder.neighbours() is None and binder.staging() is not None
 
 def test_sums_are_right_where_the_system_forbids_reading_other_processes(tmp_path):
     forbidden = [sys.executable, str(ROOT / "tests" / "without_ptrace.py")]
-    done = two_ranks(tmp_path, UNREACHABLE, before=forbidden)
-    assert done.returncode == 0, done.stderr
+    result = two_ranks(tmp_path, UNREACHABLE, before=forbidden)
+    assert result.returncode == 0, result.stderr
 
 
 LONG = """
@@ -236,8 +236,8 @@ def test_vectors_and_messages_of_more_than_2_to_the_31_elements(tmp_path):
 @pytest.mark.ranks(2, 3)
 def test_what_is_bound_to_a_tensor_goes_with_its_memory_and_stays_as_long(world):
     bound = world.binder.cache.bound
-    kept = torch.ones(1 << 18)
-    view = kept[10:]
+    tensor = torch.ones(1 << 18)
+    view = tensor[10:]
     for algorithm in ("auto", "ring", "mpi"):
         world.all_reduce(view.detach(), algorithm=algorithm)
     entries = len(bound)
@@ -251,5 +251,5 @@ def test_what_is_bound_to_a_tensor_goes_with_its_memory_and_stays_as_long(world)
             assert bool((out == world.size).all())
     del x, out
     assert len(bound) == entries
-    del kept, view
+    del tensor, view
     assert len(bound) == entries - 3

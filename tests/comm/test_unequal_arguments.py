@@ -1,4 +1,4 @@
-"""Ranks that pass different arguments get an error, and nothing is ever written outside of what was passed."""
+"""Ranks that pass different arguments get an error, and nothing is written outside of the buffers passed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MANY = pytest.mark.ranks(2, 3)
 
 @pytest.fixture
 def plain(world, monkeypatch):
-    """A communicator over all ranks without the debug mode, which would compare first."""
+    """Yield a communicator of all ranks without debug mode, which would compare the arguments first."""
     monkeypatch.setattr(world, "process", dataclasses.replace(world.process, debug=False))
     comm = world.split(0)
     yield comm
@@ -28,7 +28,7 @@ def plain(world, monkeypatch):
 
 
 def refused(world, call) -> str:
-    """The error that all ranks raise alike."""
+    """Return the text of the error, which all ranks must raise with the same words."""
     with pytest.raises(CommunicationError) as caught:
         call()
     texts = world.all_gather_object(str(caught.value))
@@ -47,13 +47,15 @@ def test_a_mismatch_where_memory_is_shared_is_one_error_that_names_ranks_and_arg
     last = world.size - 1
 
     def text(call) -> str:
-        said = refused(world, call)
-        assert said.startswith("ranks call different operations: rank") and f"rank {last}: " in said
+        message = refused(world, call)
+        assert message.startswith("ranks call different operations: rank") and f"rank {last}: " in message
         assert bool((memory == 1).all())
-        return said
+        return message
 
-    said = text(lambda: plain.all_reduce(memory[: 2 * NUMEL if odd else NUMEL]))
-    assert "all_reduce of 300000 float32, sum" in said and f"rank {last}: all_reduce of 600000 float32, sum" in said
+    message = text(lambda: plain.all_reduce(memory[: 2 * NUMEL if odd else NUMEL]))
+    assert (
+        "all_reduce of 300000 float32, sum" in message and f"rank {last}: all_reduce of 600000 float32, sum" in message
+    )
     x = memory[:NUMEL].to(torch.int32) if odd else memory[:NUMEL]
     assert f"rank {last}: all_reduce of 300000 int32" in text(lambda: plain.all_reduce(x))
     assert "300000 float32, max" in text(lambda: plain.all_reduce(memory[:NUMEL], "max" if odd else "sum"))
@@ -97,7 +99,7 @@ def test_a_deferred_reduce_scatter_compares_what_it_sums(world, plain):
 def test_whoever_comes_to_another_operation_than_a_rank_before_says_so_and_stays_out(world, plain):
     plain.all_reduce(torch.ones(3))
     register = plain.binder._register
-    sign = {said: register.signature(said, meets=False, together=True) for said in ("this", "that", "next")}
+    sign = {name: register.signature(name, meets=False, together=True) for name in ("this", "that", "next")}
     if world.rank == 0:
         sign["this"]()
     world.barrier()
@@ -135,10 +137,10 @@ def test_random_mismatches_where_memory_is_shared_write_nothing_outside_of_it(wo
         except CommunicationError as caught:
             error = str(caught)
         world.barrier()
-        told = world.all_gather_object([error, cases.outside()])
-        alike = len({arguments.what(world.size) for arguments in ranks}) == 1
-        assert {outside for _, outside in told} == {0}, (number, ranks, told)
-        assert len({text for text, _ in told}) == 1 and bool(error) != alike, (number, ranks, told)
+        outcomes = world.all_gather_object([error, cases.outside()])
+        identical = len({arguments.what(world.size) for arguments in ranks}) == 1
+        assert {outside for _, outside in outcomes} == {0}, (number, ranks, outcomes)
+        assert len({text for text, _ in outcomes}) == 1 and bool(error) != identical, (number, ranks, outcomes)
     cases.free()
 
 
@@ -177,34 +179,34 @@ dist.all_reduce(x[: 1_000_000 * (dist.get_rank() + 1)])
 )
 def test_a_job_whose_ranks_differ_ends_with_their_arguments(tmp_path, script, arguments, named):
     (tmp_path / "main.py").write_text(script)
-    done = job(2, [sys.executable, str(tmp_path / "main.py"), *arguments], timeout=60)
-    assert done.returncode not in (0, 128 + signal.SIGBUS, 128 + signal.SIGSEGV), done.stderr
-    assert "ranks call different operations" in done.stderr
-    assert all(text in done.stderr for text in named), done.stderr
+    result = job(2, [sys.executable, str(tmp_path / "main.py"), *arguments], timeout=60)
+    assert result.returncode not in (0, 128 + signal.SIGBUS, 128 + signal.SIGSEGV), result.stderr
+    assert "ranks call different operations" in result.stderr
+    assert all(text in result.stderr for text in named), result.stderr
 
 
 @pytest.mark.campaign
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(("ranks", "count"), [(2, 8), (3, 4)])
 def test_random_mismatches_of_all_operations_write_nothing_outside_of_buffers(tmp_path, ranks, count, full):
-    found = campaign(tmp_path, ranks, seed=2, count=count * (50 if full else 1))
-    assert any("different operations" in line["outcome"] for line in found)
-    assert any(line["outcome"] == "done" for line in found)
+    lines = campaign(tmp_path, ranks, seed=2, count=count * (50 if full else 1))
+    assert any("different operations" in line["outcome"] for line in lines)
+    assert any(line["outcome"] == "done" for line in lines)
 
 
 def campaign(folder: Path, ranks: int, seed: int, count: int) -> list[dict]:
-    """All cases' outcomes, a line a case and rank; jobs that had to be left go on with the next case."""
-    first, found = 0, []
+    """Run `count` cases and return one line for each case and rank; after an aborted job, go on with the next case."""
+    first, lines = 0, []
     while first < count:
         command = [sys.executable, str(Path(unequal.__file__)), *map(str, (seed, first, count, folder))]
-        done = job(ranks, command, timeout=600)
-        assert done.returncode in (0, unequal.LEFT), f"after case {first}: {done.stderr}"
+        result = job(ranks, command, timeout=600)
+        assert result.returncode in (0, unequal.LEFT), f"after case {first}: {result.stderr}"
         for rank in range(ranks):
             log = folder / f"rank-{rank}.jsonl"
-            found += [json.loads(line) for line in log.read_text().splitlines()]
+            lines += [json.loads(line) for line in log.read_text().splitlines()]
             log.unlink()
-        first = max(line["case"] for line in found) + 1
-    for line in found:
+        first = max(line["case"] for line in lines) + 1
+    for line in lines:
         number = line["case"]
         arguments = unequal.case(seed, number, ranks)
         assert line["outside"] == 0, (line, arguments)
@@ -212,5 +214,5 @@ def campaign(folder: Path, ranks: int, seed: int, count: int) -> list[dict]:
             assert line["outcome"] == "done", (line, arguments)
         elif all(a.meets for a in arguments):
             assert "ranks call different operations" in line["outcome"], (line, arguments)
-    assert {line["case"] for line in found} == set(range(count))
-    return found
+    assert {line["case"] for line in lines} == set(range(count))
+    return lines

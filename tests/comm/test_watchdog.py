@@ -1,4 +1,4 @@
-"""Nothing hangs in silence: jobs that would are ended with a report of where every rank is."""
+"""Jobs that would hang are ended with a report of where every rank is."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def test_an_operation_that_one_rank_never_calls_ends_the_job_with_every_ranks_pl
         """,
     )
     assert "all_reduce #3 of float32 (4, 256) did not complete in 3 s (comm.timeout)" in report
-    said = rows(report)
-    assert set(said) == {0, 1, 2}
+    table = rows(report)
+    assert set(table) == {0, 1, 2}
     for rank in (0, 2):
-        assert said[rank].startswith("world: all_reduce #3 of float32 (4, 256), 3 s")
-        assert said[rank].endswith(f"{line(tmp_path, '# the third')} in <module>")
-    assert said[1].startswith("not in an operation")
-    assert said[1].endswith(f"{line(tmp_path, '# never calls')} in compute")
+        assert table[rank].startswith("world: all_reduce #3 of float32 (4, 256), 3 s")
+        assert table[rank].endswith(f"{line(tmp_path, '# the third')} in <module>")
+    assert table[1].startswith("not in an operation")
+    assert table[1].endswith(f"{line(tmp_path, '# never calls')} in compute")
 
 
 @pytest.mark.campaign
@@ -45,11 +45,11 @@ def test_ranks_in_different_operations_are_told_apart(tmp_path):
             world.recv(torch.empty(7, dtype=torch.int64), 0, tag=3)  # waits for rank 0
         """,
     )
-    said = rows(report)
-    assert said[0].startswith("pair: broadcast #1 of float32 (4, 256), 3 s")
-    assert said[0].endswith(f"{line(tmp_path, '# waits for rank 1')} in <module>")
-    assert said[1].startswith("world (messages): receive from rank 0 #1 of int64 (7,), 3 s")
-    assert said[1].endswith(f"{line(tmp_path, '# waits for rank 0')} in <module>")
+    table = rows(report)
+    assert table[0].startswith("pair: broadcast #1 of float32 (4, 256), 3 s")
+    assert table[0].endswith(f"{line(tmp_path, '# waits for rank 1')} in <module>")
+    assert table[1].startswith("world (messages): receive from rank 0 #1 of int64 (7,), 3 s")
+    assert table[1].endswith(f"{line(tmp_path, '# waits for rank 0')} in <module>")
 
 
 @pytest.mark.campaign
@@ -62,10 +62,10 @@ def test_a_message_that_is_never_sent_ends_the_job(tmp_path):
         work.wait()  # for ever
         """,
     )
-    said = rows(report)
+    table = rows(report)
     for rank in (0, 1):
-        assert said[rank].startswith(f"world (messages): receive from rank {1 - rank} #1 of float32 (5,)")
-        assert said[rank].endswith(f"{line(tmp_path, '# for ever')} in <module>")
+        assert table[rank].startswith(f"world (messages): receive from rank {1 - rank} #1 of float32 (5,)")
+        assert table[rank].endswith(f"{line(tmp_path, '# for ever')} in <module>")
 
 
 @pytest.mark.campaign
@@ -80,9 +80,9 @@ def test_a_stopped_rank_does_not_answer(tmp_path):
         world.barrier()
         """,
     )
-    said = rows(report)
-    assert said[0].startswith("world: barrier #1, 3 s")
-    assert said[1] == "does not answer: stopped, dead or cut off"
+    table = rows(report)
+    assert table[0].startswith("world: barrier #1, 3 s")
+    assert table[1] == "does not answer: stopped, dead or cut off"
 
 
 def test_a_hang_in_the_communication_thread_is_reported_with_the_line_that_waits(tmp_path):
@@ -101,11 +101,11 @@ def test_a_hang_in_the_communication_thread_is_reported_with_the_line_that_waits
         MPITRAIN_SPARE_CORES="1",
     )
     assert "all_reduce #2 of float32 (9,) did not complete" in report
-    said = rows(report)
-    assert said[0].startswith("world (async): all_reduce #2 of float32 (9,), 3 s")
-    assert said[0].endswith(f"{line(tmp_path, '# rank 0 waits here')} in <module>")
-    assert said[1].startswith("not in an operation")
-    assert said[1].endswith(f"{line(tmp_path, 'time.sleep(60)')} in <module>")
+    table = rows(report)
+    assert table[0].startswith("world (async): all_reduce #2 of float32 (9,), 3 s")
+    assert table[0].endswith(f"{line(tmp_path, '# rank 0 waits here')} in <module>")
+    assert table[1].startswith("not in an operation")
+    assert table[1].endswith(f"{line(tmp_path, 'time.sleep(60)')} in <module>")
 
 
 @pytest.mark.campaign
@@ -121,9 +121,9 @@ def test_a_hang_where_nothing_overlaps_is_reported_as_well(tmp_path):
         """,
         MPITRAIN_SPARE_CORES="0",
     )
-    said = rows(report)
-    assert said[0].startswith("world (async): all_reduce #1 of float32 (4, 256), 3 s")
-    assert said[0].endswith(f"{line(tmp_path, '# compressed')} in <module>")
+    table = rows(report)
+    assert table[0].startswith("world (async): all_reduce #1 of float32 (4, 256), 3 s")
+    assert table[0].endswith(f"{line(tmp_path, '# compressed')} in <module>")
 
 
 @pytest.mark.campaign
@@ -157,9 +157,9 @@ def test_in_debug_mode_a_mismatch_ends_the_job_with_both_calls_and_lines(tmp_pat
         debug=True,
     )
     assert "ranks call different operations" in report
-    said = rows(report)
-    assert said[0].startswith("#2 all_reduce of 1024 float32") and line(tmp_path, "# sums") in said[0]
-    assert said[1].startswith("#2 broadcast of 1024 float32") and line(tmp_path, "# copies") in said[1]
+    table = rows(report)
+    assert table[0].startswith("#2 all_reduce of 1024 float32") and line(tmp_path, "# sums") in table[0]
+    assert table[1].startswith("#2 broadcast of 1024 float32") and line(tmp_path, "# copies") in table[1]
 
 
 @pytest.mark.campaign

@@ -1,9 +1,9 @@
-"""Collectives whose ranks pass different arguments, on memory between guards: for test_unequal_arguments.py.
+"""Collectives whose ranks pass different arguments, on guarded memory; for test_unequal_arguments.py.
 
     python unequal.py SEED FIRST LAST FOLDER       under mpirun: cases FIRST to LAST - 1, a line of JSON a case and rank
 
-Every buffer ends (or begins) at a page that nobody may touch, and has a known pattern on the rest of its pages; so have
-the parts of arenas around what is passed. A case that has not ended on all ranks in time ends the job with LEFT.
+Every buffer ends or begins at a page without access rights. The rest of its pages has a known pattern, and so has the
+rest of an arena of which a part is passed. A case that does not end on all ranks in time ends the job with LEFT.
 """
 
 from __future__ import annotations
@@ -48,7 +48,12 @@ _ALGORITHMS = {
 
 @dataclass(frozen=True)
 class Arguments:
-    """One rank's call. numel: of a whole vector; blocks are 1/size of it. place: "guarded", or which arena."""
+    """One rank's call.
+
+    Attributes:
+        numel: Elements of the whole vector; a block has 1/size of them.
+        place: "guarded", or the name of an arena.
+    """
 
     operation: str
     numel: int
@@ -62,19 +67,19 @@ class Arguments:
 
     @property
     def meets(self) -> bool:
-        """Whether ranks touch each other's memory for certain."""
+        """True where ranks are certain to touch each other's memory."""
         if self.operation == "deferred reduce_scatter":
             return False  # they do, but find out in messages
         return self.algorithm == "shared" or (self.algorithm == "two_level" and not self.reproducible)
 
     def elements(self, size: int) -> int:
-        """numel, or what fits into half an arena."""
+        """Return `numel`, limited in an arena to what fits into half of it."""
         return (
             self.numel if self.place == "guarded" else min(self.numel, ARENA // 2 // self.dtype.itemsize // size * size)
         )
 
     def what(self, size: int) -> tuple[object, ...]:
-        """What must be the same on all ranks."""
+        """Return the arguments that must be the same on all ranks."""
         reduces = "reduce" in self.operation
         rooted = self.operation in ("reduce", "broadcast", "gather", "scatter")
         return (
@@ -91,7 +96,10 @@ class Arguments:
 
 
 def case(seed: int, number: int, size: int, *, meeting: bool = False) -> list[Arguments]:
-    """The arguments of each rank; alike on all of them in one case of six. meeting: only of operations that meet."""
+    """Return each rank's arguments, the same on all ranks in one case of six.
+
+    meeting: Choose only operations in which ranks touch each other's memory.
+    """
     chance = random.Random(f"{seed} {number} {size}")
 
     def known(operation: str) -> list[str]:
@@ -135,7 +143,7 @@ def case(seed: int, number: int, size: int, *, meeting: bool = False) -> list[Ar
 
 
 class Guarded:
-    """Memory of some bytes between pages that nobody may touch, and a pattern on what is left of its own pages."""
+    """Memory between pages without access rights; the rest of its own pages has the pattern."""
 
     def __init__(self, nbytes: int, *, at_end: bool) -> None:
         page = mmap.PAGESIZE
@@ -152,19 +160,19 @@ class Guarded:
         self._rest = (whole[:first], whole[first + nbytes :])
 
     def outside(self) -> int:
-        """Bytes around it that have changed."""
+        """Return the number of changed bytes around the buffer."""
         return sum(int(np.count_nonzero(part != _PATTERN)) for part in self._rest)
 
 
 class InArena:
-    """Bytes of an arena, all of which has the pattern otherwise."""
+    """Bytes of an arena, the rest of which has the pattern."""
 
     def __init__(self, arena: Arena, offset: int, nbytes: int) -> None:
         self.bytes = arena.tensor[offset : offset + nbytes]
 
 
 class Cases:
-    """Performs cases on a communicator with two arenas."""
+    """Runner of cases on a communicator with two arenas."""
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
@@ -179,7 +187,7 @@ class Cases:
             arena.free()
 
     def prepare(self, mine: Arguments) -> None:
-        """Give out the memory of a case: before any rank begins with it."""
+        """Allocate the memory of a case, before any rank begins with it."""
         item, size = mine.dtype.itemsize, self.comm.size
         numel = mine.elements(size)
         at_end = (mine.numel // size) % 2 == 0
@@ -219,7 +227,7 @@ class Cases:
             comm.all_to_all(second, whole)
 
     def outside(self) -> int:
-        """Bytes outside of this rank's buffers that have changed, in the arenas that were not passed, too."""
+        """Return the number of changed bytes outside of this rank's buffers, unused arenas included."""
         arenas = [arena.tensor for arena in self.arenas.values()]
         for buffer in self._buffers:
             if isinstance(buffer, InArena):
@@ -229,9 +237,9 @@ class Cases:
 
 
 class States:
-    """Where every rank is, in a file that all of them map: the number it has come to last, and how the case ended.
+    """Progress of all ranks in a file that they all map: each rank's latest number, and how its case ended.
 
-    A rank may have gone on to the next number before another has looked, so how a case ended is kept until then.
+    A rank may reach the next number before another has read the outcome, so the previous outcome is kept, too.
     """
 
     RUNNING, DONE, AGREED, ALONE = range(4)
@@ -248,7 +256,7 @@ class States:
         self._all[self._rank, 0] = number
 
     def wait(self, number: int) -> list[int]:
-        """The states of all ranks at this number; blocks until all have come to it."""
+        """Wait until all ranks have reached this number, and return their states."""
         while not (self._all[:, 0] >= number).all():
             time.sleep(2e-4)
         return self._all[:, 1 + number % 2].tolist()

@@ -1,4 +1,4 @@
-"""The ways of carrying device memory that the pretend accelerator can show."""
+"""Ways of carrying device memory that can be tested on the pretend accelerator."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WAYS = ("staged", "mpi", "peer")
 
 
 def take_device_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have an MPI library that reads and writes the memory of the pretend accelerator by its addresses."""
+    """Make MPI read and write the pretend accelerator's memory by its device addresses."""
 
     def translated(memory_at: Callable[[int, int], object]) -> Callable[[int, int], object]:
         def at(address: int, nbytes: int) -> object:

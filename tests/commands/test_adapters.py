@@ -1,4 +1,4 @@
-"""`model.factory hf:PATH` and `model.lora` by the commands: trained, merged, and handed to transformers and peft."""
+"""`model.factory hf:PATH` and `model.lora` through the commands: train, merge, and load in transformers and peft."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ QUICK = ["--model.sequence", 8, "--train.batch", 4, "--train.steps", 2, "--train
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A folder with a data set and two models in it."""
+    """Return a folder with a data set and two models."""
     folder = tmp_path_factory.mktemp("adapters")
     (folder / "a.txt").write_text("All happy families are alike; each unhappy family is unhappy in its own way.\n" * 40)
     prepare([str(folder / "a.txt")], folder / "text")
@@ -50,7 +50,7 @@ def family(request):
 
 @pytest.fixture(scope="module")
 def run(place, forked, family):
-    """A run folder with trained adapters."""
+    """Return a run folder with trained adapters."""
     arguments = options(place, "--run.dir", place / f"lora-{family}", "--model.factory", f"hf:{place / family}")
     ended = forked.run("train", *arguments, "--model.lora", 4, "--optim.lr", 0.1, cwd=place)
     assert ended.returncode == 0, ended.stderr
@@ -88,10 +88,10 @@ def test_a_run_with_adapters_is_loaded_and_goes_on_from_prompts_as_transformers_
     tokens = torch.tensor([list(b"All happy")])
     with torch.no_grad():
         torch.testing.assert_close(load_model(run)(tokens), merged(tokens).logits)
-    wanted = merged.generate(tokens, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)[0].tolist()
+    target = merged.generate(tokens, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)[0].tolist()
     capfdbinary.readouterr()
     assert generate([str(run), "--prompt", "All happy", "--tokens", "12", "--temperature", "0"]) == 0
-    assert capfdbinary.readouterr().out.decode() == bytes(wanted).decode("utf-8", "replace") + "\n"
+    assert capfdbinary.readouterr().out.decode() == bytes(target).decode("utf-8", "replace") + "\n"
     assert predict([str(run), str(place / "text"), "--out", str(tmp_path / "all.npz")]) == 0
 
 

@@ -1,4 +1,4 @@
-"""The commands a person runs beside the job."""
+"""Commands that a person runs beside the job."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def test_the_doctor_gives_a_verdict_on_every_line(world, capsys):
 def test_report_sums_up_a_run(tmp_path, capsys):
     writer = MetricsWriter(tmp_path)
     for step in range(1, 5):
-        held = {"held_out_loss": 2.0, "held_out_token_accuracy": step / 8} if step in (2, 4) else {}
+        held_out = {"held_out_loss": 2.0, "held_out_token_accuracy": step / 8} if step in (2, 4) else {}
         writer.write(
             step=step, loss=5.0 - step, lr=0.1, grad_norm=1.0, samples=8, tokens=80, step_s=0.5, tokens_per_s=160.0,
-            memory_bytes=1, world_size=2, **held,
+            memory_bytes=1, world_size=2, **held_out,
         )  # fmt: skip
     writer.close()
     (tmp_path / "checkpoints/step-00000004").mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""What killed jobs leave in /dev/shm and /tmp, and `mpitrain.doctor --clean`."""
+"""Files that killed jobs leave in /dev/shm and /tmp, and `mpitrain.doctor --clean`, which removes them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ time.sleep(60)
 
 
 class Job:
-    """Two ranks that communicate and then wait. pids: of everything mpirun started, itself first."""
+    """A job of two ranks that communicate and then wait. pids: mpirun's, and those of all processes it started."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -55,14 +55,14 @@ class Job:
         )
 
     def communicated(self) -> None:
-        """Wait until both ranks have, and note which processes and files are the job's."""
-        told = [self.folder / str(rank) for rank in range(2)]
+        """Wait until both ranks have communicated, and record the job's processes and files."""
+        reports = [self.folder / str(rank) for rank in range(2)]
         deadline = time.monotonic() + 60
-        while not all(path.exists() and path.read_text() for path in told):
+        while not all(path.exists() and path.read_text() for path in reports):
             assert self.process.poll() is None, "the job ended too early"
             assert time.monotonic() < deadline, "the job did not start"
             time.sleep(0.02)
-        self.ranks = [int(path.read_text()) for path in told]
+        self.ranks = [int(path.read_text()) for path in reports]
         self.pids = _with_descendants(self.process.pid)
         assert set(self.ranks) < set(self.pids)
         maps = "".join(Path(f"/proc/{pid}/maps").read_text() for pid in self.ranks)
@@ -71,7 +71,7 @@ class Job:
         self.files |= {path for path in sessions if path.exists()}
 
     def kill(self) -> None:
-        """SIGKILL for mpirun, its daemons and the ranks, mpirun first so that it cannot tidy up."""
+        """Kill mpirun, its daemons and the ranks with SIGKILL, mpirun first so that it cannot clean up."""
         for pid in _with_descendants(self.process.pid):
             _kill(pid)
         for pid in getattr(self, "pids", ()):
@@ -81,10 +81,10 @@ class Job:
 
 
 def of_nobody() -> set[str]:
-    """What lies in /dev/shm and no live process has open or mapped."""
+    """Return the files in /dev/shm that no live process has open or mapped."""
     there = list(SHM.iterdir())
-    held = held_by_processes()
-    return {path.name for path in there if not is_among(path, held)}
+    in_use = held_by_processes()
+    return {path.name for path in there if not is_among(path, in_use)}
 
 
 def _with_descendants(pid: int) -> list[int]:
@@ -117,7 +117,7 @@ def _wait_until(condition) -> None:
 
 @contextmanager
 def running(forked: Warm, *folders: Path) -> Iterator[list[Job]]:
-    """A job in each folder, started at once. Killed at the end, and what they left removed."""
+    """Start a job in each folder at once; at the end kill the jobs and remove their files."""
     jobs: list[Job] = []
     try:
         jobs.extend(map(Job, folders))
@@ -153,16 +153,16 @@ def test_clean_removes_what_killed_jobs_left_and_nothing_of_a_live_one(tmp_path,
             assert not any(path.exists() for path in left - sessions)  # of segments the kernel knows, everywhere
             left = {path for path in left if path.exists()} | _new_segment()
 
-        done = forked.run(*CLEAN)
-        assert done.returncode == 0, done.stderr
+        result = forked.run(*CLEAN)
+        assert result.returncode == 0, result.stderr
         if not SEES_ALL:
             left -= sessions
         assert not any(path.exists() for path in left)
         assert all(path.exists() for path in live.files)
         assert all(map(_runs, live.ranks))
-        listed = re.findall(r"^ *(\d+\.\d\d) MiB  (\S+)$", done.stdout, re.MULTILINE)
+        listed = re.findall(r"^ *(\d+\.\d\d) MiB  (\S+)$", result.stdout, re.MULTILINE)
         assert left <= {Path(path) for _, path in listed} and not live.files & {Path(path) for _, path in listed}
-        total = re.search(r"removed (\d+) of dead jobs, (\d+\.\d\d) MiB", done.stdout)
+        total = re.search(r"removed (\d+) of dead jobs, (\d+\.\d\d) MiB", result.stdout)
         assert int(total[1]) == len(listed)
         assert float(total[2]) == pytest.approx(sum(float(size) for size, _ in listed), abs=0.01 * len(listed))
 
@@ -180,7 +180,7 @@ def _new_segment() -> set[Path]:
 
 
 def _assert_only_the_librarys(left: set[str]) -> None:
-    """What the library makes for itself (16 and 2 MiB of queues); our windows, which it makes as well, have others."""
+    """Assert that only MPI's own files (16 and 2 MiB of queues) are left; mpitrain's windows have other names."""
     others = {name for name in left if not re.fullmatch(r"sm_segment\..+|mpich_shm_.+", name)}
     assert not others, f"shared windows left: {others}"
 
@@ -201,14 +201,14 @@ def test_clean_takes_only_files_of_this_user_that_have_a_name_of_the_library(tmp
         os.chown(path, 12345, 12345)
     try:
         with open(open_one):
-            done = forked.run(*CLEAN, TMPDIR=str(tmp_path))
-        assert done.returncode == 0, done.stderr
-        gone = [*mine, *((sessions[0], of_hosts[0] / "pid.4194305") if SEES_ALL else ())]
-        kept = [*not_the_librarys, open_one, *others, sessions[1], of_hosts[1] / "pid.4194305"]
-        assert [path.exists() for path in gone] == [False] * len(gone)
-        assert [path.exists() for path in kept] == [True] * len(kept)
+            result = forked.run(*CLEAN, TMPDIR=str(tmp_path))
+        assert result.returncode == 0, result.stderr
+        removed = [*mine, *((sessions[0], of_hosts[0] / "pid.4194305") if SEES_ALL else ())]
+        remaining = [*not_the_librarys, open_one, *others, sessions[1], of_hosts[1] / "pid.4194305"]
+        assert [path.exists() for path in removed] == [False] * len(removed)
+        assert [path.exists() for path in remaining] == [True] * len(remaining)
         if SEES_ALL:
-            assert "in use (1): they are of the host another-host; run it there" in done.stdout
+            assert "in use (1): they are of the host another-host; run it there" in result.stdout
     finally:
         for path in (*mine, not_the_librarys[0], open_one, *others):
             path.unlink(missing_ok=True)
@@ -222,12 +222,12 @@ def test_clean_leaves_session_folders_that_other_hosts_may_share(tmp_path):
         pytest.skip(f"no file system to mount: {mounted.stderr!r}")
     try:
         (tmp_path / "ompi.4194305").mkdir()
-        [found] = candidates([tmp_path])
-        assert "(hugetlbfs) may be shared by other hosts" in found.unseen and not unused([found])
+        [candidate] = candidates([tmp_path])
+        assert "(hugetlbfs) may be shared by other hosts" in candidate.unseen and not unused([candidate])
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)
 
 
 def test_doctor_refuses_what_it_does_not_know(forked):
-    done = forked.run(*CLEAN, "--all")
-    one_line(done, "mpitrain.doctor has no --all")
+    result = forked.run(*CLEAN, "--all")
+    one_line(result, "mpitrain.doctor has no --all")

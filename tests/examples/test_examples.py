@@ -1,4 +1,4 @@
-"""Every example does what its first lines say: at several numbers of ranks, and from any working folder."""
+"""Every example does what its docstring promises, at several numbers of ranks and from any working folder."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ QUICK = {  # a few steps of each
 
 
 def load(name):
-    """An example as a module."""
+    """Load an example as a module."""
     spec = importlib.util.spec_from_file_location(f"example_{name.replace('/', '_')}", EXAMPLES / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -35,7 +35,7 @@ def load(name):
 
 
 def told(world, capsys, module, *arguments):
-    """What a run of the example prints, on every rank."""
+    """Run an example, and return its output on every rank."""
     capsys.readouterr()
     module.main([str(argument) for argument in arguments])
     mine = capsys.readouterr().out
@@ -44,12 +44,12 @@ def told(world, capsys, module, *arguments):
 
 
 def found(pattern, text):
-    """The numbers that a pattern finds, in order."""
+    """Return the numbers that a pattern matches, in order."""
     return [float(number.rstrip("%")) for number in re.findall(pattern, text)]
 
 
 def on_one_rank(world, act):
-    """What act(communicator of one rank) returns when rank 0 does it alone, on every rank."""
+    """Call act(communicator of one rank) on rank 0 alone, and return its result on every rank."""
     alone = world.subgroup([0])
     result = None
     if alone is not None:
@@ -96,16 +96,16 @@ def test_the_engine_example_has_the_losses_of_one_rank(world, share_node):
     engine = load("engine")
 
     def steps(comm):
-        made = engine.make_engine(comm, 3, share_node)
-        losses = [engine.train_step(made, comm) for _ in range(4)]
-        made.close()
+        training_engine = engine.make_engine(comm, 3, share_node)
+        losses = [engine.train_step(training_engine, comm) for _ in range(4)]
+        training_engine.close()
         return losses
 
     assert steps(world) == pytest.approx(on_one_rank(world, steps), rel=1e-5)
 
 
 def mesh_alone(mesh, steps):
-    """The losses of plain PyTorch in one process."""
+    """Return the losses of plain PyTorch in one process."""
     torch.manual_seed(0)
     model = mesh.Transformer()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -158,7 +158,7 @@ def test_the_images_example_tells_held_out_digits(world, folder, capsys, monkeyp
 
 
 def save_with_tokenizer(folder, text):
-    """A tiny GPT-2 in the format of Hugging Face, with a tokenizer that was trained on the text."""
+    """Save a tiny GPT-2 in the format of Hugging Face, with a tokenizer trained on the text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
@@ -214,9 +214,9 @@ def test_the_deepspeed_example_trains_and_has_the_losses_of_one_rank(world, fold
 
     def steps(comm):
         torch.manual_seed(0)
-        made = mt.initialize(script.Net(), config=EXAMPLES / "deepspeed_config/ds_config.json", comm=comm)
-        losses = script.train(made, comm, 25, silent)  # into the second epoch
-        made.close()
+        engine = mt.initialize(script.Net(), config=EXAMPLES / "deepspeed_config/ds_config.json", comm=comm)
+        losses = script.train(engine, comm, 25, silent)  # into the second epoch
+        engine.close()
         return losses
 
     assert steps(world) == pytest.approx(on_one_rank(world, steps), rel=1e-4)
@@ -249,7 +249,7 @@ def test_every_example_is_known_here():
 
 
 def start(forked, name, *arguments, cwd):
-    """`python examples/NAME ARGUMENTS` in some working folder, without mpirun."""
+    """Run `python examples/NAME ARGUMENTS` in the folder `cwd`, without mpirun."""
     path = EXAMPLES / name
     code = f"import runpy, sys; sys.argv[0] = {str(path)!r}; runpy.run_path(sys.argv[0], run_name='__main__')"
     return forked.run("-c", code, *arguments, cwd=cwd)
@@ -257,16 +257,16 @@ def start(forked, name, *arguments, cwd):
 
 @pytest.mark.parametrize("name", QUICK)
 def test_an_example_starts_without_mpirun_in_another_folder(tmp_path, forked, name):
-    done = start(forked, name, *QUICK[name], cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-    assert len(found(r"step +\d+  loss ([\d.]+)", done.stdout)) >= 2, done.stdout
+    result = start(forked, name, *QUICK[name], cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+    assert len(found(r"step +\d+  loss ([\d.]+)", result.stdout)) >= 2, result.stdout
 
 
 def test_an_example_starts_under_mpirun_in_another_folder(tmp_path):
-    done = job(2, [sys.executable, str(EXAMPLES / "mesh.py"), "--pipeline", "2", *QUICK["mesh.py"]], cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "1 x 2 x 1 ranks" in done.stdout and "step    2  loss" in done.stdout
+    result = job(2, [sys.executable, str(EXAMPLES / "mesh.py"), "--pipeline", "2", *QUICK["mesh.py"]], cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "1 x 2 x 1 ranks" in result.stdout and "step    2  loss" in result.stdout
 
 
 def test_an_example_says_in_one_line_what_is_wrong(tmp_path, forked):
@@ -280,12 +280,12 @@ def test_an_example_says_in_one_line_what_is_wrong(tmp_path, forked):
     "name", [name if name in ("ddp.py", "mesh.py") else pytest.param(name, marks=pytest.mark.full) for name in QUICK]
 )
 def test_an_example_says_the_same_on_four_ranks_as_on_one(tmp_path, name):
-    said = []
+    outputs = []
     for n in (1, 4):
-        done = job(n, [sys.executable, str(EXAMPLES / name), *QUICK[name]], cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
-        said.append(found(r"loss ([\d.]+)", done.stdout))
-    assert said[0] == pytest.approx(said[1], rel=1e-4)
+        result = job(n, [sys.executable, str(EXAMPLES / name), *QUICK[name]], cwd=tmp_path)
+        assert result.returncode == 0, result.stderr
+        outputs.append(found(r"loss ([\d.]+)", result.stdout))
+    assert outputs[0] == pytest.approx(outputs[1], rel=1e-4)
 
 
 # -- docs/examples.md
@@ -297,25 +297,25 @@ RUNS = [block.strip().splitlines() for block in re.findall(r"```console\n(.*?)``
 def test_the_page_has_every_example_and_its_commands_start_with_one():
     assert all(f"`examples/{name}`" in PAGE for name in QUICK)
     assert len(RUNS) >= len(QUICK)
-    for line, *said in RUNS:
-        assert re.match(r"\$ (mpirun -n \d+ )?python examples/[\w/]+\.py", line) and said
+    for line, *output in RUNS:
+        assert re.match(r"\$ (mpirun -n \d+ )?python examples/[\w/]+\.py", line) and output
 
 
 @pytest.mark.campaign
 @pytest.mark.timeout(900)
 def test_the_commands_of_the_page_print_what_it_shows(tmp_path):
-    """In order, in one folder. Numbers may differ with the machine and with the text, a module of Python; hashes do."""
-    for line, *said in RUNS:
+    """The commands run in order in one folder. Numbers may differ with machine and Python; hashes are skipped."""
+    for line, *output in RUNS:
         words = line.removeprefix("$ ").split()
         ranks = int(words[2]) if words[0] == "mpirun" else 0
         words = words[words.index("python") + 1 :]
-        done = (job if ranks else support.job)(
+        result = (job if ranks else support.job)(
             ranks, [sys.executable, str(ROOT / words[0]), *words[1:]], cwd=tmp_path, timeout=200
         )
-        assert done.returncode == 0, done.stderr
-        printed = done.stdout.splitlines()
-        assert len(printed) == len(said), line
-        for theirs, ours in zip(said, printed, strict=True):
+        assert result.returncode == 0, result.stderr
+        printed = result.stdout.splitlines()
+        assert len(printed) == len(output), line
+        for theirs, ours in zip(output, printed, strict=True):
             if theirs.startswith("parameters "):
                 continue
             number = r"\d+(?:\.\d+)?"

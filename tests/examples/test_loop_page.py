@@ -1,4 +1,4 @@
-"""The scripts of docs/loop.md do what the page says."""
+"""The scripts of docs/loop.md do what the page promises."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SCRIPTS = {match[1]: block for block in BLOCKS if (match := re.match(r"# (\w+\.p
 
 @pytest.fixture
 def run(world, folder, capsys, monkeypatch):
-    """Runs a script of the page on all ranks, in a folder of theirs; returns what it prints, on every rank."""
+    """Return a function that runs a script of the page on all ranks and returns its output on every rank."""
     monkeypatch.chdir(folder)
 
     def run(name, *arguments, code=None):

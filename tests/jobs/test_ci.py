@@ -1,4 +1,4 @@
-"""What CI runs: every test that is marked full, a slice of them for each commit."""
+"""CI runs every test that is marked full, a slice of them for each commit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The package's declared dependencies: everything that it imports, and the lowest versions that it works with."""
+"""The package's declared dependencies cover all its imports, and the package works with their lowest versions."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ OFFERED = {"cupy", "nccl"}  # imported where somebody has installed them; those 
 
 
 def requirements(*extras: str) -> list[Requirement]:
-    """The requirements of the package and of these extras that hold on this machine."""
+    """Return the requirements of the package and of these extras that apply on this machine."""
     declared = configparser.ConfigParser()
     declared.read(ROOT / "setup.cfg")
     texts = [declared["options"]["install_requires"], *(declared["options.extras_require"][name] for name in extras)]
     lines = [line.split("#")[0].strip() for text in texts for line in text.splitlines()]
-    found = [Requirement(line) for line in lines if line]
-    return [each for each in found if each.marker is None or each.marker.evaluate()]
+    candidates = [Requirement(line) for line in lines if line]
+    return [each for each in candidates if each.marker is None or each.marker.evaluate()]
 
 
 def extras() -> list[str]:
@@ -78,30 +78,30 @@ def test_every_requirement_has_a_lowest_version_and_an_unstable_one_a_highest():
 @pytest.mark.full
 @pytest.mark.timeout(1800)
 def test_the_core_of_the_suite_passes_with_the_lowest_versions(tmp_path):
-    """Of torch the lowest version that the package index has for the CPU alone: that for CUDA is 5 GB."""
+    """torch is the lowest CPU-only version in the package index, because a CUDA build is 5 GB."""
     venv.create(tmp_path / "lowest", with_pip=True)
     python = tmp_path / "lowest/bin/python"
     tools = [each for each in requirements("test") if each.name in TOOLS]
-    wanted = {lowest(each) for each in [*requirements(*CORE), *tools] if each.name != "torch"}
-    wanted.add(f"torch==={lowest_torch(python)}")
-    installed = run(python, "-m", "pip", "install", "-q", "--no-cache-dir", *sorted(wanted), limit=900)
+    versions = {lowest(each) for each in [*requirements(*CORE), *tools] if each.name != "torch"}
+    versions.add(f"torch==={lowest_torch(python)}")
+    installed = run(python, "-m", "pip", "install", "-q", "--no-cache-dir", *sorted(versions), limit=900)
     assert installed.returncode == 0, installed.stderr[-3000:]
-    done = run(python, "-m", "pytest", "-q", *SERIAL, limit=400)
-    assert done.returncode == 0, done.stdout[-3000:]
+    result = run(python, "-m", "pytest", "-q", *SERIAL, limit=400)
+    assert result.returncode == 0, result.stdout[-3000:]
     root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
     start = [tmp_path / "lowest/bin/mpirun", "--oversubscribe", *root, "-n", "2", python, "-m", "pytest", "-q", "-x"]
-    done = run(
+    result = run(
         *start, "--color=no", "--only-mpi", "-p", "no:hypothesispytest", *RANKS, limit=450, MPITRAIN_TEST_RANKS="2"
     )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert re.search(r"\b[1-9]\d+ passed", done.stdout)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    assert re.search(r"\b[1-9]\d+ passed", result.stdout)
 
 
 def lowest_torch(python: Path) -> str:
-    """The lowest version of torch for the CPU alone that is allowed and offered; skips where there is none."""
+    """Return the lowest CPU-only version of torch that is allowed and offered; skip the test without one."""
     (declared,) = [each for each in requirements() if each.name == "torch"]
-    told = run(python, "-m", "pip", "index", "versions", "torch", limit=100).stdout
-    offered = re.findall(r"[\d.]+\+cpu", told.partition("Available versions:")[2].partition("\n")[0])
+    listing = run(python, "-m", "pip", "index", "versions", "torch", limit=100).stdout
+    offered = re.findall(r"[\d.]+\+cpu", listing.partition("Available versions:")[2].partition("\n")[0])
     allowed = sorted((each for each in offered if Version(each) in declared.specifier), key=Version)
     if not allowed:
         pytest.skip("the package index offers no torch for the CPU alone")
@@ -109,7 +109,7 @@ def lowest_torch(python: Path) -> str:
 
 
 def run(*command: str | Path, limit: float, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a command in the checkout, with the environment's commands ahead of this one's."""
+    """Run a command in the checkout, with the commands of that Python's environment first on the PATH."""
     path = os.pathsep.join([str(Path(command[0]).parent), os.environ["PATH"]])
     return subprocess.run(
         list(map(str, command)),

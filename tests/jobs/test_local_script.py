@@ -1,7 +1,7 @@
-"""jobs/local.sh as people meet it who are not root, on every Python there is.
+"""jobs/local.sh for users who are not root, with every Python on this machine.
 
-A clone in a folder with a space in its name, a home that cannot be written, another working directory, and a system
-that lets no process read another's memory.
+The clone lies in a folder with a space in its name, the home cannot be written, the working directory is another one,
+and the system lets no process read another's memory.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ LONG = 900  # seconds: torch with CUDA's libraries takes minutes to install
 
 
 def runs(python: Path, version: str = "") -> bool:
-    """Whether it starts, and is of that version: "3.12", or else any from 3.10 on."""
-    told = "'%d.%d' % sys.version_info[:2]"
+    """Return True where `python` starts and has the version, such as "3.12"; by default 3.10 or newer."""
+    expression = "'%d.%d' % sys.version_info[:2]"
     try:
-        script = f"import sys; sys.exit({told} != '{version}' if '{version}' else sys.version_info < (3, 10))"
+        script = f"import sys; sys.exit({expression} != '{version}' if '{version}' else sys.version_info < (3, 10))"
         return subprocess.run([python, "-c", script], capture_output=True, timeout=20).returncode == 0
     except OSError:
         return False
 
 
 def find_python(version: str, folders: Iterable[Path]) -> str:
-    """Skips the test where there is none."""
+    """Return the first Python of this version in the folders; skip the test without one."""
     for folder in folders:
         python = folder / f"python{version or 3}"
         if python.exists() and runs(python, version):  # the shim of a version manager may have nothing behind it
@@ -43,7 +43,7 @@ def find_python(version: str, folders: Iterable[Path]) -> str:
 
 
 class Newcomer:
-    """A clone, and somebody who has nothing but that. stranger: somebody without an account, a home and privileges."""
+    """A user who has only a clone. stranger: a user without an account, a home and privileges."""
 
     def __init__(self, folder: Path, *, stranger: bool) -> None:
         self.folder, self.clone = folder, folder / "a clone" / "mpitrain"
@@ -70,14 +70,14 @@ class Newcomer:
         )
 
     def trains(self, *before: object, **environment: str) -> None:
-        done = self.run(*before, self.clone / "jobs" / "local.sh", "--train.steps", 2, N="2", **environment)
-        assert done.returncode == 0, done.stderr
-        assert "done at step 2 of 2" in done.stdout
-        assert re.search(r"go on  +N=2 \S.*/jobs/local\.sh runs/\S+/config\.toml --train\.steps 4\n", done.stdout)
-        assert not FLAWS.search(done.stdout + done.stderr), done.stdout + done.stderr
+        result = self.run(*before, self.clone / "jobs" / "local.sh", "--train.steps", 2, N="2", **environment)
+        assert result.returncode == 0, result.stderr
+        assert "done at step 2 of 2" in result.stdout
+        assert re.search(r"go on  +N=2 \S.*/jobs/local\.sh runs/\S+/config\.toml --train\.steps 4\n", result.stdout)
+        assert not FLAWS.search(result.stdout + result.stderr), result.stdout + result.stderr
 
     def trains_with_closed_memory(self, **environment: str) -> None:
-        """Where no process may read another's memory."""
+        """Train where no process may read another's memory."""
         self.trains(self.clone / ".venv/bin/python", self.clone / "tests" / "without_ptrace.py", **environment)
 
 
@@ -86,8 +86,8 @@ def test_ranks_are_started_by_others_than_root_too():
     command = ["bash", "-c", script, str(ROOT / "jobs" / "mpirun.sh")]
     if os.geteuid() == 0:
         command = ["setpriv", f"--reuid={STRANGER}", "--clear-groups", *command]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=20)
-    assert (done.returncode, done.stdout) == (0, "mpirun --oversubscribe\n"), done.stderr
+    result = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    assert (result.returncode, result.stdout) == (0, "mpirun --oversubscribe\n"), result.stderr
 
 
 def test_too_old_a_python_is_one_line(tmp_path):
@@ -96,15 +96,15 @@ def test_too_old_a_python_is_one_line(tmp_path):
     old.chmod(0o755)
     shutil.copytree(ROOT / "jobs", tmp_path / "clone" / "jobs")
     shutil.copy(ROOT / "constraints.txt", tmp_path / "clone")
-    done = subprocess.run(
+    result = subprocess.run(
         [tmp_path / "clone" / "jobs" / "local.sh"],
         capture_output=True,
         text=True,
         timeout=20,
         env=clean_environment(PYTHON=str(old)),
     )
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1 and "3.10 or newer" in done.stderr and "PYTHON=" in done.stderr
+    assert result.returncode == 2
+    assert result.stderr.count("\n") == 1 and "3.10 or newer" in result.stderr and "PYTHON=" in result.stderr
 
 
 @pytest.fixture(scope="module")
@@ -127,9 +127,9 @@ def test_the_first_command_works_for_somebody_without_privileges(stranger):
 @pytest.mark.timeout(LONG)
 def test_a_part_of_the_suite_passes_for_somebody_without_privileges(stranger):
     files = ["tests/comm/test_operations.py", "tests/checkpoint/test_store.py"]
-    done = stranger.run(stranger.clone / "tests" / "run.sh", "--sizes", 2, "--no-serial", *files)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert re.search(r"^[1-9]\d+ passed, 0 failed", done.stdout, re.MULTILINE)
+    result = stranger.run(stranger.clone / "tests" / "run.sh", "--sizes", 2, "--no-serial", *files)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    assert re.search(r"^[1-9]\d+ passed, 0 failed", result.stdout, re.MULTILINE)
 
 
 @pytest.mark.full
@@ -154,8 +154,8 @@ def test_another_python_installs_trains_and_is_in_order(tmp_path, version):
     try:
         newcomer.trains(PYTHON=python)
         start = '. "$root/jobs/mpirun.sh" && "${MPIRUN[@]}" -n 2 python -m mpitrain.doctor'
-        done = newcomer.run("bash", "-c", start, root=str(newcomer.clone), mpi="openmpi")
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert re.search(rf"python +{version}\.", done.stdout), done.stdout
+        result = newcomer.run("bash", "-c", start, root=str(newcomer.clone), mpi="openmpi")
+        assert result.returncode == 0, result.stdout + result.stderr
+        assert re.search(rf"python +{version}\.", result.stdout), result.stdout
     finally:
         shutil.rmtree(newcomer.clone / ".venv", ignore_errors=True)  # gigabytes

@@ -1,4 +1,4 @@
-"""A script as people write it for torchrun; nothing of mpitrain in it."""
+"""A script as people write it for torchrun, without any mention of mpitrain."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Trains with Hugging Face accelerate as its users write it; under `python -m mpitrain.backend`."""
+"""Training with Hugging Face accelerate as its users write it, for `python -m mpitrain.backend`."""
 
 import torch
 from accelerate import Accelerator

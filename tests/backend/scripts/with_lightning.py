@@ -1,4 +1,4 @@
-"""Trains with lightning's DDP strategy over this backend."""
+"""Training with lightning's DDP strategy over this backend."""
 
 import sys
 
