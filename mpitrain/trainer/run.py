@@ -305,9 +305,9 @@ class Run(ABC):
         return self.places.mesh
 
     def request_stop(self, reason: str) -> None:
-        """Stop training at the next synchronization of all ranks; in `on_update`, this is after the current step.
+        """Stop training at the next step after which all ranks synchronize.
 
-        A request by one rank is enough.
+        If this is called in `on_update`, the current step may be that step. A request by one rank is enough.
 
         Args:
             reason: A few words for the user.

@@ -68,7 +68,7 @@ class SaveSchedule(Callback):
         self._told = 0  # steps of the interval shown last
 
     def due(self, since: int, step: int) -> bool:
-        """Return whether a save became due after step `since` and at latest with `step`.
+        """Return whether a save became due after step `since`, up to and including `step`.
 
         Args:
             since: Last step after which all ranks synchronized.
@@ -182,7 +182,7 @@ def steps_between(save_seconds: float, step_seconds: float, mtbf_seconds: float,
 
 
 def is_due(since: int, step: int, every: int) -> bool:
-    """Return whether a multiple of `every` lies after step `since` and not after `step`.
+    """Return whether there is a multiple of `every` after step `since`, up to and including `step`.
 
     Args:
         since: Last step that was considered before.

@@ -317,7 +317,7 @@ class EngineState:
 
 
 class LeftOut:
-    """Errors that a rank's compression has not yet sent, which differ between ranks.
+    """Compression errors that this rank has not yet sent; they differ between ranks.
 
     Args:
         prefix: Prefix of the tensors' names in a checkpoint.

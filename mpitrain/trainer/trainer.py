@@ -60,32 +60,31 @@ STRATEGIES: dict[Mode, type[Strategy]] = {"sync": Synchronous, "server": Served,
 
 
 class Trainer(Run):
-    """Trains a model as a configuration says. Collective over the ranks of `world` (default: all ranks of the job).
+    """Trains a model as a configuration says. Its construction and `fit` are collective over the ranks of `world`.
 
     `Run` documents the attributes and methods that callbacks and strategies use.
+
+    Args:
+        config: Settings, nested values, the path of a TOML file, or a function that returns one of these. Rank 0 reads
+            the file or calls the function for all ranks.
+        callbacks: Callbacks of the user. At each event, some of the built-in callbacks are called before and some after
+            them.
+        world: Ranks that train; None for all ranks of the job.
 
     Attributes:
         roles: Roles of the parameters; set by `train`.
         met: Last step after which all ranks synchronized.
         saving: Schedule of the checkpoints.
         best: Callback that requests a checkpoint when its figure is the best so far.
+
+    Raises:
+        InputError: On all ranks, if a setting is invalid.
     """
 
     roles: ParameterRoles
     met = 0
 
     def __init__(self, config: Given, callbacks: Sequence[Callback] = (), *, world: Communicator | None = None) -> None:
-        """Read the settings and choose devices and layout. Collective.
-
-        Args:
-            config: Settings, nested values, the path of a TOML file, or a function that returns one of these. Rank 0
-                reads the file or calls the function.
-            callbacks: Callbacks of the user; they are called between the built-in ones.
-            world: Ranks that train; None for all ranks of the job.
-
-        Raises:
-            InputError: On all ranks, if a setting is invalid.
-        """
         self.world = world if world is not None else init()
         # rank 0 reads them; the other ranks learn which settings were set explicitly
         requested = Config.from_dict(self.world.on_root(lambda: Config.of(config).model_dump(exclude_unset=True)))
