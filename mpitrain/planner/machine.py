@@ -1,4 +1,4 @@
-"""Machine profiles: the speeds and sizes of a machine's nodes and network, and the file `machine.toml` that stores them.
+"""Machine profiles: the speeds and sizes of a machine's nodes and network, and the file `machine.toml` that has them.
 
     machine = read_machine("gpu-8")                        a ready-made profile, see machines/
     machine = read_machine("node.toml,network.toml")       merged; for each key the later file wins
