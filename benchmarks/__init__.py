@@ -1,24 +1,24 @@
-"""Benchmarks: every figure of docs/performance.md, measured side by side with peers. `python -m benchmarks --help`.
+"""Benchmarks of mpitrain beside its peers: every figure of docs/performance.md. See `python -m benchmarks --help`.
 
-A benchmark NAME is a module `NAME.py` here or in a folder here with `main(arguments) -> int`; `--help` shows the first
-line of its docstring. How one is made:
+A benchmark NAME is a module `NAME.py` in this folder or a subfolder that defines `main(arguments) -> int`. `--help`
+shows the first line of its docstring. The template of a benchmark:
 
-    def measure(world, options) -> dict:    collective; what rank 0 returns (JSON) is the result of this rank count
-    def report(results, options) -> Report: results: {ranks: what measure returned}; tables, targets, panels of a plot
+    def measure(world, options) -> dict:    collective; rank 0 returns the result at this rank count, as JSON values
+    def report(results, options) -> Report: results: {ranks: result of measure}; returns tables, targets and plots
     def main(arguments):
-        return run(BenchmarkParser("NAME", "what it measures"), measure, report, arguments)
+        return run(BenchmarkParser("NAME", "description"), measure, report, arguments)
 
-`run` (runner/jobs.py) does the rest. Started plainly it starts itself under this environment's mpirun once per rank
-count of `--ranks`, with a time limit; started under mpirun or srun it runs at that size. It writes BENCH-NAME.json, .md
-and .png into `--out`.
+`run` (runner/jobs.py) does the rest. If the benchmark is started without a launcher, it starts itself under this
+environment's mpirun, once for each rank count in `--ranks`, with a time limit. Under mpirun or srun it runs with the
+given number of ranks. It writes BENCH-NAME.json, .md and .png into the folder `--out`.
 
 Rules:
-- Peers run in the same processes and the same loop (`jobs.timed`: A B C A B C …), so that drift hits all
-  alike. Ratios are what counts; absolute times stand beside them.
-- A repetition's time is from the first rank's start to the last rank's end; what is told is the median over the
-  repetitions. The module's docstring says what was in the caches.
-- A target is made by `report.judged`: what was wanted, what was measured, whether it was met. One that was missed is
-  shown.
-- `--quick` ends within seconds: it shows that the benchmark works, not how fast anything is, and judges no target.
-- No module-level import of a peer that may be missing; only comm/ imports mpi4py.
+- Peers run in the same processes and in the same loop as mpitrain (`jobs.timed`: A B C A B C …), so that a drift of the
+  machine affects all of them equally. The ratios are the result; absolute times are given beside them.
+- The time of a repetition is from the first rank's start to the last rank's end. The report shows the median of all
+  repetitions. The module's docstring says which data was in the caches.
+- `report.judged` creates a target: the required figure, the measured one, and whether it was met. Missed targets are
+  shown as well.
+- `--quick` ends within seconds. It shows that the benchmark works, not how fast anything is, and judges no target.
+- A peer that may not be installed is never imported at module level. Only comm/ imports mpi4py.
 """

@@ -1,4 +1,4 @@
-"""`python -m benchmarks NAME [options]`: one of the benchmarks of this folder."""
+"""Command line `python -m benchmarks NAME [options]`, which runs one benchmark of this folder."""
 
 from __future__ import annotations
 
@@ -38,13 +38,10 @@ examples:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The command.
+    """Run one benchmark and return its exit code.
 
     Args:
-        arguments: The benchmark's name, and its own arguments.
-
-    Returns:
-        The exit code.
+        arguments: Name of the benchmark, then its options.
     """
     early.answer(arguments[:1], usage)
     if not arguments:
@@ -60,7 +57,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def names() -> list[str]:
-    """The benchmarks there are: modules here that define `main`."""
+    """Return the names of all benchmarks: the modules in this folder that define `main`."""
     return sorted(_modules())
 
 
@@ -73,7 +70,7 @@ def usage() -> str:
 
 
 def _modules() -> dict[str, tuple[str, str]]:
-    """By the name of each benchmark its module, and the first line of the docstring; read, not imported."""
+    """Return (module, first line of its docstring) of each benchmark, by name, without importing the modules."""
     found = {}
     here = Path(__file__).parent
     for path in here.rglob("[!_]*.py"):

@@ -1,10 +1,10 @@
 """PyTorch over our torch.distributed backend against PyTorch over gloo, in the same processes and the same run.
 
-`torch.distributed.all_reduce` of float32 at 1 to 64 MiB, and whole training steps (forward, backward, AdamW) of a
-GPT of 19 million parameters under DistributedDataParallel and FSDP2 (`fully_shard`; "kept": after its
-`set_allocate_memory_from_process_group_for_comm`, which does nothing over gloo). Everything but the process
-group is torch's own, and both train copies of one model on the same samples: their losses must agree, or nothing is
-reported. Each rank's batch is fixed, so more ranks do more work.
+Two things are timed: `torch.distributed.all_reduce` of float32 at 1 to 64 MiB, and whole training steps (forward,
+backward, AdamW) of a GPT with 19 million parameters under DistributedDataParallel and FSDP2 (`fully_shard`). "FSDP2
+kept" calls `set_allocate_memory_from_process_group_for_comm`, which has no effect over gloo. Everything except the
+process group is torch's own code. Both backends train copies of one model on the same samples; if their losses differ,
+the benchmark fails. The batch of each rank is fixed, so more ranks do more work.
 """
 
 from __future__ import annotations
@@ -29,22 +29,30 @@ from mpitrain.models.losses import cross_entropy
 from mpitrain.speeds.timing import Contender
 
 SIZES = (1, 4, 16, 64)  # MiB
-TOKENS = ((1, 128), (4, 128))  # samples and tokens of each on a rank
+TOKENS = ((1, 128), (4, 128))  # (samples per rank, tokens per sample)
 VOCABULARY, LAYERS, WIDTH, HEADS = 512, 6, 512, 8
-WANTED = {"all_reduce": 3.0, "DDP": 1.0, "FSDP2": 1.5}  # times as fast as over gloo
+WANTED = {"all_reduce": 3.0, "DDP": 1.0, "FSDP2": 1.5}  # target: times as fast as gloo
 _CHECKED = 3  # steps whose losses are compared
-_AGREE = 1e-3  # relative: what may be between them
+_AGREE = 1e-3  # largest relative difference of losses
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the benchmark, and give its exit code."""
+    """Run the benchmark and return its exit code."""
     what = "PyTorch's DDP, FSDP2 and all_reduce over our backend against gloo."
     made = BenchmarkParser("backend", what, "2,4", repeats=21, seconds=60.0, of="one comparison", quick=(5, 60.0))
     return run(made, measure, report, arguments)
 
 
 def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
-    """What is measured at this rank count. Collective."""
+    """Time all operations and training steps over both backends. Collective.
+
+    Args:
+        world: Communicator of all ranks.
+        options: Options of the command.
+
+    Returns:
+        Median and best seconds, by operation or step, then by backend.
+    """
     import mpitrain.backend
 
     result: dict[str, Any] = {}
@@ -85,7 +93,7 @@ def _fsdp_kept(model: Any, group: Any) -> nn.Module:
 
 
 def _step(model: nn.Module, samples: int, tokens: int) -> Callable[[], float]:
-    """One training step on this rank's own samples; its loss."""
+    """Return a function that takes one training step on this rank's own samples and returns the loss."""
     source = torch.Generator().manual_seed(dist.get_rank())
     data = torch.randint(VOCABULARY, (samples, tokens + 1), generator=source)
     training = of_torch(model, cross_entropy, lambda m: torch.optim.AdamW(m.parameters(), lr=1e-4))
@@ -102,7 +110,12 @@ def _step(model: nn.Module, samples: int, tokens: int) -> Callable[[], float]:
 
 
 def report(results: dict[int, Any], options: argparse.Namespace) -> Report:
-    """Tables, targets and the plot of the results by rank count."""
+    """Return the report with tables, targets and plots.
+
+    Args:
+        results: Results of `measure`, by number of ranks.
+        options: Options of the command.
+    """
     tables, targets, panels = [], [], []
     for ranks, result in results.items():
         rows = []

@@ -31,14 +31,14 @@ from mpitrain.speeds.timing import Contender
 from mpitrain.storage.hdf5 import crc32
 
 _COLUMNS = 1024
-_ROWS = 1024  # of a tensor: 4 MiB of float32
+_ROWS = 1024  # of each tensor, 4 MiB of float32
 _RAW, _OURS, _DCP, _TORCH = "raw write", "mpitrain", "torch.distributed.checkpoint", "torch.save"
 _COPY, _STALL = "one memory copy", "mpitrain in the background: stall"
 _SAVES = (_RAW, _OURS, _DCP, _TORCH)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the benchmark, and give its exit code."""
+    """Run the benchmark and return its exit code."""
     made = BenchmarkParser("checkpoint", __doc__ or "", "1,2", repeats=9, quick=(2, math.inf))
     made.number("mb", 256, "MiB of state, all ranks together", quick=16, metavar="MB")
     made.add("dir", type=Path, metavar="DIR", help="where to write [a temporary folder in --out]")
@@ -46,7 +46,12 @@ def main(arguments: Sequence[str]) -> int:
 
 
 class BenchState:
-    """Tensors of 4 MiB. This rank saves its rows of each, and loads its columns."""
+    """A state of float32 tensors of 4 MiB, of which each rank saves some rows and loads some columns.
+
+    Args:
+        world: Communicator of all ranks.
+        mb: Size of the whole state in MiB.
+    """
 
     def __init__(self, world: Communicator, mb: int) -> None:
         self.world = world
@@ -58,7 +63,7 @@ class BenchState:
         self.nbytes = len(self.names) * _ROWS * _COLUMNS * 4
 
     def parts(self) -> list[Part]:
-        """What this rank saves."""
+        """Return the parts that this rank saves: its rows of each tensor."""
         lo, hi = (row * _COLUMNS for row in self.rows)
         whole = Box.whole(_ROWS * _COLUMNS)
         return [
@@ -67,15 +72,15 @@ class BenchState:
         ]
 
     def empty_parts(self) -> list[Part]:
-        """Where this rank loads."""
+        """Return zero-filled parts into which this rank loads: its columns of each tensor."""
         box = Box.along((_ROWS, _COLUMNS), 1, *self.columns)
         return [Part(_spec(n), Piece(n, box, 0, box.numel), torch.zeros(box.numel)) for n in self.names]
 
     def distributed(self, axis: int) -> dict[str, Any]:
-        """The tensors as torch has them divided.
+        """Return the state as DTensors, by name.
 
         Args:
-            axis: 0 for the slices that are saved, 1 for zeros to be filled.
+            axis: 0: the rows that this rank saves; 1: its columns, filled with zeros, for loading.
         """
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor import DTensor, Shard
@@ -91,7 +96,15 @@ class BenchState:
 
 
 def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
-    """What is measured at this rank count. Collective."""
+    """Time saving and loading by each contender. Collective.
+
+    Args:
+        world: Communicator of all ranks.
+        options: Options of the command.
+
+    Returns:
+        Bytes of the state, module that computes the hashes, and seconds of each repetition by contender.
+    """
     import torch.distributed.checkpoint as dcp
 
     warnings.filterwarnings("ignore", module="torch.distributed")
@@ -127,7 +140,7 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _fresh(store: Store, world: Communicator, folder: Path) -> None:
-    """Nothing is being written, and what peers wrote before is gone."""
+    """Wait until all writes are finished, and delete the files that peers wrote. Collective."""
     store.finish()
     world.barrier()
     if world.rank == 0:
@@ -151,7 +164,12 @@ def _torch_save(path: Path, state: BenchState) -> None:
 
 
 def report(results: dict[int, Any], options: argparse.Namespace) -> Report:
-    """Tables, targets and the plot of the results by rank count."""
+    """Return the report with tables and targets.
+
+    Args:
+        results: Results of `measure`, by number of ranks.
+        options: Options of the command.
+    """
     tables, targets = [], []
     for ranks, result in results.items():
         median = {name: sorted(seconds)[len(seconds) // 2] for name, seconds in result["seconds"].items()}
@@ -178,6 +196,6 @@ def _spec(name: str) -> TensorSpec:
 
 
 def _bounds(length: int, world: Communicator) -> tuple[int, int]:
-    """This rank's chunk, as torch cuts them."""
+    """Return the bounds of this rank's chunk of a dimension, divided as torch does it."""
     each = -(-length // world.size)
     return min(length, each * world.rank), min(length, each * (world.rank + 1))

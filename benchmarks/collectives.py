@@ -1,30 +1,30 @@
 """all_reduce, reduce_scatter and all_gather against the MPI library, gloo and one memcpy.
 
-What is timed, per operation and vector size (bytes of a rank's whole vector):
+These contenders are timed for each operation and vector size (bytes of a rank's whole vector):
 
-    arena     this library, algorithm auto, on memory of an arena
-    tensor    this library, algorithm auto, on ordinary memory
-    library   the MPI library's own call (in place where MPI has that), by mpi4py, on ordinary memory
-    gloo      torch.distributed over gloo, in the same processes
-    memcpy    every rank copies as many bytes between two ordinary buffers, all at once
-    fp16, bf16 in an arena, against the library's own sum of fp16
+    arena       mpitrain, algorithm auto, on memory of an arena
+    tensor      mpitrain, algorithm auto, on ordinary memory
+    library     the MPI library's own call through mpi4py, on ordinary memory; in place where MPI supports it
+    gloo        torch.distributed over gloo, in the same processes
+    memcpy      every rank copies the same number of bytes between two ordinary buffers, all ranks at once
+    fp16, bf16  mpitrain on memory of an arena, compared with the MPI library's own sum of fp16
 
-Every contender has buffers of its own. From 1 MiB on each measurement is a single shot: ranks that take turns on
-a core would else copy the same memory several times within one turn, out of the cache, which no collective can do
-because its ranks wait for each other. Between two shots of one contender all the others run, which at 2 ranks and
-4 MiB move more than 64 MiB through the caches: memcpy and collectives alike start from main memory there, as they
-would in a training step. Smaller vectors are measured in runs of calls and stay in the cache for all.
+Every contender has its own buffers. From 1 MiB on, each measurement is a single call. Otherwise ranks that share a
+core would copy the same memory several times per time slice, out of the cache, which a collective cannot do because its
+ranks wait for each other. Between two calls of one contender all others run. At 2 ranks and 4 MiB they move more than
+64 MiB through the caches, so memcpy and collectives start from main memory, as in a training step. Smaller vectors are
+measured in series of calls and stay in the cache for all contenders.
 
-fp32 data are zeros, so that sums repeated in place neither overflow nor become denormal. 16-bit data are set to
-0.5 before each measurement: the library's fp16 is software, whose time may depend on the numbers.
+fp32 data is zero, so that repeated sums in place neither overflow nor become denormal. 16-bit data is set to 0.5 before
+each measurement, because the MPI library sums fp16 in software, and its time may depend on the values.
 
-With --device, vectors of a device's memory instead, by each way of carrying it:
+With --device, the vectors are in device memory, and these contenders are timed, as far as possible on this machine:
 
-    staged, mpi, peer, nccl   this library by that way, where it is possible; until the device has the result
-    copies                    the rank's vector to pinned host memory and back, nothing else
+    staged, mpi, peer, nccl   mpitrain with this way of moving device memory, until the device has the result
+    copies                    copies of the rank's vector to pinned host memory and back, nothing else
     host                      the same operation on an arena in host memory, algorithm auto
 
-Nothing can be faster by way of the host than the slower of the last two; `staged` overlaps them.
+No algorithm that goes through the host can be faster than the slower of the last two; `staged` overlaps them.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ KIB, MIB = 1 << 10, 1 << 20
 SIZES = [16 << 2 * i for i in range(12)]  # 16 B to 64 MiB
 QUICK_SIZES = [64, 64 * KIB, 1 * MIB, 4 * MIB]
 _SINGLE_FROM = 1 << 20  # bytes
-_LARGE = 256 * KIB  # the sizes that geometric means are over begin here
+_LARGE = 256 * KIB  # bytes; geometric means are over sizes from here on
 _CONTENDERS = ("arena", "tensor", "library", "gloo", "memcpy")  # of all_reduce
 _OTHERS = ("reduce_scatter", "all_gather")
-_NOISE = 0.95  # what is called "not slower": two runs of the same thing differ by as much
+_NOISE = 0.95  # target for "not slower"; two runs of the same code differ by as much
 _ARENA, _TENSOR = "all_reduce in an arena", "all_reduce of ordinary tensors"
-# by target: (operation, slower contender, faster one, least bytes), and the least mean of slower / faster
+# targets by name: (operation, slower contender, faster one, least bytes), and the least mean of slower / faster
 _MEANS: dict[str, tuple[tuple[str, str, str, int], float]] = {
     f"{_ARENA}, library / ours": (("all_reduce", "library", "arena", _LARGE), 3),
     f"{_ARENA}, gloo / ours": (("all_reduce", "gloo", "arena", _LARGE), 15),
@@ -71,15 +71,15 @@ _MEANS: dict[str, tuple[tuple[str, str, str, int], float]] = {
     **{f"{name} in an arena, library / ours": ((name, "library", "arena", _LARGE), 2) for name in _OTHERS},
 }
 
-WAYS = ("staged", "mpi", "peer", "nccl")  # of carrying a device's memory
+WAYS = ("staged", "mpi", "peer", "nccl")  # ways of moving device memory
 _OPERATIONS = ("all_reduce", *_OTHERS)
-_STAGED = 1.25  # staged, over the slower of copies and host, from 1 MiB on: there the pieces of a vector can overlap
+_STAGED = 1.25  # target: staged / the slower of copies and host, from 1 MiB on, where pieces can overlap
 
-Result = dict[str, Any]  # of one rank count
+Result = dict[str, Any]  # result of `measure` at one rank count
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the benchmark, and give its exit code."""
+    """Run the benchmark and return its exit code."""
     what, of = "Collectives against the MPI library's own, gloo and memcpy.", "one operation at one size"
     few = "collectives of one rank do nothing"
     made = BenchmarkParser("collectives", what, repeats=21, seconds=8.0, of=of, quick=(5, 0.3), too_few=few)
@@ -91,7 +91,15 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
-    """Everything at this rank count. Collective."""
+    """Time all collectives at all sizes, on host or device memory. Collective.
+
+    Args:
+        world: Communicator of all ranks.
+        options: Options of the command.
+
+    Returns:
+        Median and best seconds, by operation, size and contender.
+    """
     sizes = options.sizes or (QUICK_SIZES if options.quick else SIZES)
     if asked_for_device(options):
         return measure_on_device(world, options, sizes)
@@ -112,7 +120,7 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-# -- contenders, with memory that lives as long as the context they come from ---------------------------------
+# -- contenders; their memory is freed at the end of the context -----------------------------------------------
 
 
 @contextmanager
@@ -132,7 +140,7 @@ def _all_reduces(world: Communicator, mpi: PlainCollectives, size: int) -> Itera
 
 @contextmanager
 def _half_all_reduces(world: Communicator, mpi: PlainCollectives, size: int) -> Iterator[dict[str, Contender]]:
-    """fp16 and bf16 in an arena; the library's fp16 where it has it."""
+    """Yield contenders that sum 16-bit vectors: fp16 and bf16 in an arena, and the MPI library's fp16 if it has one."""
     numel = size // 2
     with in_arena(world, numel, torch.float16) as fp16, in_arena(world, numel, torch.bfloat16) as bf16:
         vectors = {"fp16": fp16.tensor, "bf16": bf16.tensor}
@@ -146,7 +154,7 @@ def _half_all_reduces(world: Communicator, mpi: PlainCollectives, size: int) -> 
 
 @contextmanager
 def _of_blocks(world: Communicator, mpi: PlainCollectives, operation: str, size: int) -> Iterator[dict[str, Contender]]:
-    """reduce_scatter or all_gather."""
+    """Yield the contenders of `operation`, reduce_scatter or all_gather."""
     each = max(1, size // 4 // world.size)
     theirs = zeros(each * world.size)
     with in_arena(world, each * world.size) as arena:
@@ -163,7 +171,12 @@ def _of_blocks(world: Communicator, mpi: PlainCollectives, operation: str, size:
 
 
 def report(results: dict[int, Result], options: argparse.Namespace) -> Report:
-    """Tables, targets and the plot of the results by rank count."""
+    """Return the report with tables, targets and plots.
+
+    Args:
+        results: Results of `measure`, by number of ranks.
+        options: Options of the command.
+    """
     if asked_for_device(options):
         return report_on_device(results)
     tables: list[ReportTable] = []
@@ -186,7 +199,16 @@ def report(results: dict[int, Result], options: argparse.Namespace) -> Report:
 def ratios(
     result: Result, operation: str, slower: str, faster: str, least: int = 0, most: float = math.inf
 ) -> dict[int, float]:
-    """slower / faster by size, for sizes from least to most at which both were measured."""
+    """Return the ratio of two contenders' median times by vector size, for sizes at which both were measured.
+
+    Args:
+        result: Result of `measure` at one rank count.
+        operation: Name of the operation.
+        slower: Contender in the numerator.
+        faster: Contender in the denominator.
+        least: Smallest size in bytes.
+        most: Largest size in bytes.
+    """
     return {
         int(size): ratio(times, slower, faster)
         for size, times in result[operation].items()
@@ -196,7 +218,13 @@ def ratios(
 
 def _targets(ranks: int, result: Result) -> list[ReportTarget]:
     def of_worst(what: str, values: Mapping[int, float], **bounds: Any) -> ReportTarget:
-        """A ratio that must lie within bounds at every size."""
+        """Return a target for a ratio that must lie within bounds at every size.
+
+        Args:
+            what: Name of the ratio.
+            values: Ratio by vector size.
+            **bounds: `least` or `most`, see `judged`.
+        """
         what, where = f"{ranks} ranks: {what}", " at each size"
         if not values:
             return judged(what, None, where=where, **bounds)
@@ -228,7 +256,10 @@ def _targets(ranks: int, result: Result) -> list[ReportTarget]:
 
 
 def _overhead(ranks: int, result: Result) -> ReportTarget:
-    """Microseconds more than mpi4py's bare call, below 64 KiB; of best times, since the difference is small."""
+    """Return the target for the overhead over mpi4py's bare call below 64 KiB, in microseconds.
+
+    It compares best times, because the difference is small.
+    """
     more = {
         int(size): (times["tensor"]["best"] - times["library"]["best"]) * 1e6
         for size, times in result["all_reduce"].items()
@@ -241,13 +272,13 @@ def _overhead(ranks: int, result: Result) -> ReportTarget:
 
 
 def _table(title: str, measured: Result, shown: Mapping[str, str], *compared: tuple[str, str]) -> ReportTable:
-    """A row a size: the microseconds of each contender that is shown, and the ratios of those that are compared.
+    """Return a table with one row per size: microseconds of contenders, and ratios of pairs of them.
 
     Args:
-        title: What stands above it.
+        title: Title of the table.
         measured: Times by size and contender.
-        shown: By contender, the heading of its column.
-        compared: Two contenders each.
+        shown: Heading of the column of each contender, by name.
+        compared: Pairs (a, b) of contenders; the table has a column with the ratio a / b for each.
     """
     rows: list[list[Any]] = []
     for size, times in measured.items():
@@ -274,15 +305,18 @@ def _relative_panel(ranks: int, result: Result) -> Panel:
 
 
 def measure_on_device(world: Communicator, options: argparse.Namespace, sizes: Sequence[int]) -> dict[str, Any]:
-    """Times of each operation at each size. Collective.
+    """Time each collective at each size on device memory. Collective.
 
     Args:
-        world: The ranks.
-        options: Of the command.
-        sizes: Bytes of a rank's whole vector.
+        world: Communicator of all ranks.
+        options: Options of the command.
+        sizes: Sizes of a rank's whole vector, in bytes.
+
+    Returns:
+        Median and best seconds, by operation, size and contender; name of the device; obstacles by way.
 
     Raises:
-        InputError: There is no such device, or none of the ways is possible.
+        InputError: The device does not exist, or none of the ways is possible.
     """
     device = hardware.of_rank(options.device, world.local_rank)
     hardware.use(device)
@@ -304,14 +338,14 @@ def measure_on_device(world: Communicator, options: argparse.Namespace, sizes: S
 
 @contextmanager
 def _communicators(world: Communicator, device: torch.device, ways: Sequence[str]) -> Iterator[dict[str, Communicator]]:
-    """A communicator over all ranks for each way, which carries device memory by no other. Collective."""
+    """Yield one communicator of all ranks for each way, which moves device memory in this way only. Collective."""
     memory = world.process.device_memory
     before, made = memory.way, {}
     for way in ways:
         memory.way = way
         comm = world.subgroup(range(world.size), label=f"bench {way}")
         assert comm is not None
-        comm.device_ways(device)  # which settles it
+        comm.device_ways(device)  # fixes the way of this communicator
         made[way] = comm
     memory.way = before
     yield made
@@ -339,7 +373,7 @@ def _device_contenders(
 
 
 def _call(comm: Communicator, operation: str, x: torch.Tensor, block: torch.Tensor) -> Callable[[], object]:
-    """The operation on a rank's whole vector x and its block."""
+    """Return a call of `operation` on a rank's whole vector `x` and its `block`."""
     if operation == "all_reduce":
         return partial(comm.all_reduce, x)
     return (
@@ -359,7 +393,7 @@ def _to_host_and_back(x: torch.Tensor, host: torch.Tensor) -> None:
 
 
 def report_on_device(results: dict[int, Result]) -> Report:
-    """Tables and targets of the results by rank count."""
+    """Return the report on device memory, with tables and targets; `results` are by number of ranks."""
     tables = [_device_table(ranks, operation, result) for ranks, result in results.items() for operation in _OPERATIONS]
     targets = [
         judged(
@@ -374,7 +408,13 @@ def report_on_device(results: dict[int, Result]) -> Report:
 
 
 def overheads(result: dict[str, Any], operation: str, least: int = 0) -> list[float]:
-    """staged over the slower of copies and host, for each size from `least` on."""
+    """Return the time of `staged` over that of the slower of `copies` and `host`, for each size.
+
+    Args:
+        result: Result of `measure_on_device` at one rank count.
+        operation: Name of the operation.
+        least: Smallest size in bytes.
+    """
     return [
         times["staged"]["median"] / max(times["copies"]["median"], times["host"]["median"])
         for size, times in result[operation].items()

@@ -37,10 +37,10 @@ from mpitrain.measuring.self_start import temporary_folder
 from mpitrain.speeds.timing import Contender
 
 SEQUENCE = 128  # tokens of a sample
-MOST = 0.02  # of a step
+MOST = 0.02  # target: largest share of a step
 _PLAIN = "plain"
 _DEFAULT = ModelSection()
-MODELS = {  # and the samples a rank has of a batch
+MODELS = {  # (shape, samples per rank and batch)
     "default GPT": (Shape(256, _DEFAULT.layers, _DEFAULT.width, SEQUENCE), 8),
     "GPT of 20 M parameters": (Shape(2048, 6, 512, SEQUENCE), 4),
 }
@@ -49,7 +49,7 @@ Batches = Generator[tuple[torch.Tensor, torch.Tensor], None, None]
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the benchmark, and give its exit code."""
+    """Run the benchmark and return its exit code."""
     made = BenchmarkParser("data", __doc__ or "", "1,2,4", repeats=9)
     made.number("mb", 8, "MiB of tokens, a byte each", quick=1, metavar="MB")
     made.number("batch", 8, "samples of a batch, each rank")
@@ -59,7 +59,15 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
-    """What is measured at this rank count. Collective."""
+    """Time the loaders by themselves and within training steps. Collective.
+
+    Args:
+        world: Communicator of all ranks.
+        options: Options of the command.
+
+    Returns:
+        Under "loading" the samples and seconds of epochs by loader; under "steps" the times by model.
+    """
     with temporary_folder(world, options.dir or options.out) as folder:
         world.on_root(lambda: _make(folder, options.mb << 20))
         result = {"loading": _loading(world, folder, options)}
@@ -69,7 +77,12 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _make(folder: Path, tokens: int) -> None:
-    """raw.txt, and the data set of the same tokens."""
+    """Write raw.txt with random tokens, and the data set of the same tokens.
+
+    Args:
+        folder: Folder for both.
+        tokens: Number of tokens, one byte each.
+    """
     drawn = np.random.default_rng(1).integers(ord("a"), ord("z"), tokens, dtype=np.uint8)
     drawn[::80] = ord("\n")
     (folder / "raw.txt").write_bytes(drawn.tobytes())
@@ -93,7 +106,12 @@ def _loading(world: Communicator, folder: Path, options: argparse.Namespace) -> 
     _compare(plain(), _ours(_opened(folder), order, batch, world, 0), count)
 
     def ours(workers: int, anew: bool) -> Contender:
-        """Epochs of one set, or of one that is opened anew for each: after its first epoch nothing is hashed."""
+        """Return a contender that reads one epoch per call.
+
+        Args:
+            workers: Reader threads of the loader.
+            anew: If true, reopen the data set for each epoch, so that its extents are hashed again.
+        """
         opened = [_opened(folder)]
 
         def open_anew() -> None:
@@ -151,7 +169,17 @@ def _compare(a: Batches, b: Batches, count: int) -> None:
 
 
 def _steps(world: Communicator, folder: Path, shape: Shape, batch: int, steps: int) -> dict[str, dict[str, float]]:
-    """For workers 0 and 1: seconds of a step, of waiting in it, and the share, of the rank where that is largest."""
+    """Train with workers 0 and 1. Returns seconds of a step, seconds of waiting in it, and the largest share of a rank.
+
+    Collective.
+
+    Args:
+        world: Communicator of all ranks.
+        folder: Folder of the data set.
+        shape: Sizes of the model.
+        batch: Samples per rank.
+        steps: Number of steps.
+    """
     trainee = contender("DDP", world, shape, batch)
     order = SampleOrder(len(_opened(folder)), seed=1)
 
@@ -160,13 +188,13 @@ def _steps(world: Communicator, folder: Path, shape: Shape, batch: int, steps: i
         trainee.update()
 
     nothing = torch.zeros(batch, SEQUENCE, dtype=torch.int64)
-    train(nothing, nothing)  # binds and touches what later steps use
+    train(nothing, nothing)  # warms up the memory and code that later steps use
     found = {}
     for workers in (0, 1):
         batches, waited = _ours(_opened(folder), order, batch, world, workers), 0.0
         world.barrier()
         began = time.perf_counter()
-        for _ in range(steps):  # the first batch counts as well
+        for _ in range(steps):  # the first batch counts, too
             asked = time.perf_counter()
             x, y = next(batches)
             waited += time.perf_counter() - asked
@@ -184,7 +212,12 @@ def _steps(world: Communicator, folder: Path, shape: Shape, batch: int, steps: i
 
 
 def report(results: dict[int, Any], options: argparse.Namespace) -> Report:
-    """Tables, targets and the plot of the results by rank count."""
+    """Return the report with tables, targets and plots.
+
+    Args:
+        results: Results of `measure`, by number of ranks.
+        options: Options of the command.
+    """
     tables, targets = [], []
     for ranks, result in results.items():
         speed = _speeds(result["loading"])
@@ -206,7 +239,7 @@ def report(results: dict[int, Any], options: argparse.Namespace) -> Report:
 
 
 def _speeds(loading: dict[str, Any]) -> dict[str, float]:
-    """Samples a second of each loader."""
+    """Return the samples per second of each loader, from the median of its epochs."""
     return {name: loading["samples"] / float(np.median(seconds)) for name, seconds in loading["seconds"].items()}
 
 

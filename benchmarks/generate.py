@@ -1,9 +1,9 @@
 """Text that goes on from prompts, by `mpitrain.generate` and by transformers' model.generate: tokens a second.
 
-A GPT with random weights, as GPT-2 is made and as Llama is, is loaded from one folder of Hugging Face by both. Prompts
-of 32 tokens go on by 128 more, each the likeliest, with the cache of keys and values: one prompt, and 8 together. Both
-must make the same tokens, or nothing is reported. Weights are in main memory when a contender's turn comes, as far as
-the other has used the caches.
+Both load the same model with random weights from one Hugging Face folder, once with GPT-2's architecture and once with
+Llama's. They continue prompts of 32 tokens by 128 tokens, greedily and with a cache of keys and values: one prompt
+alone, and 8 in one batch. If their tokens differ, the benchmark fails. When a contender's turn comes, its weights are
+in main memory, as far as the other contender has displaced them from the caches.
 """
 
 from __future__ import annotations
@@ -25,23 +25,31 @@ from mpitrain.errors import CommunicationError, InputError
 FAMILIES = ("gpt2", "llama")
 OURS, THEIRS = "mpitrain", "transformers"
 PROMPTS = (1, 8)
-WANTED = 1.0  # times transformers' tokens a second
+WANTED = 1.0  # target: tokens per second over transformers'
 _USUAL = {"layers": 6, "width": 384, "vocabulary": 8192, "prompt": 32, "tokens": 128}
 _QUICK = {"layers": 2, "width": 128, "vocabulary": 512, "prompt": 8, "tokens": 16}
 _HEAD = 64  # features
-_STD = 0.05  # of random weights: less, and scores are so alike that sums in another order choose other tokens
+_STD = 0.05  # of random weights; smaller weights give nearly equal scores, where rounding decides the token
 Tokens = list[list[int]]
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the benchmark, and give its exit code."""
+    """Run the benchmark and return its exit code."""
     what, of = "Text that goes on from prompts, beside transformers' model.generate.", "one model and number of prompts"
     made = BenchmarkParser("generate", what, "1", repeats=7, seconds=120.0, of=of, quick=(3, 120.0))
     return run(made, measure, report, arguments)
 
 
 def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
-    """Seconds by family, number of prompts and contender. Collective."""
+    """Time both contenders for each family and number of prompts. Collective.
+
+    Args:
+        world: Communicator of all ranks.
+        options: Options of the command.
+
+    Returns:
+        The sizes, and median and best seconds by family, number of prompts and contender.
+    """
     if world.size > 1:
         raise InputError("transformers generates in one process; start 1 rank", agreed=True)
     sizes = _QUICK if options.quick else _USUAL
@@ -62,7 +70,12 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _generators(family: str, sizes: dict[str, int]) -> dict[str, Callable[[torch.Tensor], Tokens]]:
-    """What lets prompts [count, positions] go on, by contender; the weights of both are the same."""
+    """Return a function per contender that continues prompts [count, positions]; both have the same weights.
+
+    Args:
+        family: Model family, "gpt2" or "llama".
+        sizes: Sizes of the model and numbers of tokens, as in `_USUAL`.
+    """
     import transformers
 
     from mpitrain.inference.commands import Job
@@ -95,7 +108,7 @@ def _generators(family: str, sizes: dict[str, int]) -> dict[str, Callable[[torch
 
 
 def _configuration(family: str, sizes: dict[str, int]) -> Any:
-    """Of transformers; the names of sizes are those that all its families take."""
+    """Return the transformers configuration of a family, with the names of sizes that all families accept."""
     import transformers
 
     width = sizes["width"]
@@ -109,7 +122,7 @@ def _configuration(family: str, sizes: dict[str, int]) -> Any:
         "bos_token_id": None,
         "eos_token_id": None,
     }
-    if family == "llama":  # with half as many heads of keys and values
+    if family == "llama":  # half as many heads for keys and values
         given |= {"num_key_value_heads": width // _HEAD // 2, "intermediate_size": 8 * width // 3}
     return transformers.AutoConfig.for_model(family, **given)
 
@@ -118,7 +131,12 @@ def _configuration(family: str, sizes: dict[str, int]) -> Any:
 
 
 def report(results: dict[int, Any], options: argparse.Namespace) -> Report:
-    """Table, targets and plot of the results by rank count."""
+    """Return the report with table, targets and plot.
+
+    Args:
+        results: Results of `measure`, by number of ranks.
+        options: Options of the command.
+    """
     [result] = results.values()
     sizes, rows, targets = result["sizes"], [], []
     for family, by_count in result["seconds"].items():

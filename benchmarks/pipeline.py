@@ -1,21 +1,20 @@
 """Training steps through a pipeline against torch.distributed.pipelining over gloo; idle time against prediction.
 
-The same untied GPT (embedding, blocks, norm, head), cut into the same stages, the same microbatches and the same
-schedule in the same processes:
+Both run the same untied GPT (embedding, blocks, norm, head), divided into the same stages, with the same microbatches
+and the same schedule, in the same processes:
 
     gpipe         ScheduleGPipe
     1f1b          Schedule1F1B
-    interleaved   ScheduleInterleaved1F1B       two stages a rank
-    zero-bubble   ScheduleZBVZeroBubble         two stages a rank, placed as a V
+    interleaved   ScheduleInterleaved1F1B       two stages per rank
+    zero-bubble   ScheduleZBVZeroBubble         two stages per rank, placed as a V
 
-What is timed is one batch forward and backward, with gradients set to zero before it; no optimizer. Microbatches
-are `small` (what a pipeline of many microbatches has: overhead shows) and `large`.
+One forward and backward pass of a batch is timed, after the gradients were set to zero; there is no optimizer.
+Microbatches are `small`, as in a pipeline with many of them, where overhead shows, or `large`.
 
-The idle fraction is measured in batches of their own that record each step. What is predicted is the simulation
-of the schedule with the median time of each stage's steps in those batches, and messages that take no time. With
-more ranks than cores the ranks take turns, which the prediction does not know: such figures are shown, not judged.
-The simulated time is also what computing alone takes: what a runtime adds to it is its own, and no runtime of the
-same blocks and schedule can take less.
+The idle fraction is measured in separate batches in which each step is recorded. The prediction is a simulation of the
+schedule with the median time of each stage's steps in those batches, and messages that take no time. The simulated time
+is a lower bound for any runtime with the same blocks and schedule; the rest of a measured time is overhead. With more
+ranks than cores, ranks take turns, which the simulation does not model; such predictions are left out of the report.
 """
 
 from __future__ import annotations
@@ -57,18 +56,18 @@ from mpitrain.pipe.simulate import Costs, Simulation, TimedStep, simulate
 from mpitrain.speeds.timing import Contender
 
 VOCABULARY, WIDTH, HEADS = 256, 64, 4
-SCHEDULES = {  # stages a rank, and torch's class
+SCHEDULES = {  # (stages per rank, torch's class)
     "gpipe": (1, "ScheduleGPipe"),
     "1f1b": (1, "Schedule1F1B"),
     "interleaved": (2, "ScheduleInterleaved1F1B"),
     "zero-bubble": (2, "ScheduleZBVZeroBubble"),
 }
-SIZES = {"small": (1, 32), "large": (4, 128)}  # samples and tokens of a microbatch
-_RECORDED = 3  # batches, the median of which counts
+SIZES = {"small": (1, 32), "large": (4, 128)}  # (samples, tokens per sample) of a microbatch
+_RECORDED = 3  # recorded batches, of which the median counts
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the benchmark, and give its exit code."""
+    """Run the benchmark and return its exit code."""
     what, of = "Pipeline schedules against torch.distributed.pipelining.", "one schedule and size"
     few = "a pipeline of one rank sends nothing"
     made = BenchmarkParser("pipeline", what, "2,4", repeats=15, seconds=20.0, of=of, quick=(3, 1.0), too_few=few)
@@ -78,7 +77,15 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
-    """Seconds a batch by size, schedule and contender, and idle fractions. Collective."""
+    """Time a batch with each schedule and size, and measure idle fractions. Collective.
+
+    Args:
+        world: Communicator of all ranks.
+        options: Options of the command.
+
+    Returns:
+        Seconds per batch by size, schedule and contender, with the idle fractions of `_Case.idle`.
+    """
     if options.layers + 3 < 2 * world.size or options.microbatches % world.size:
         raise InputError(
             f"pipeline on {world.size} ranks: two stages a rank need {2 * world.size - 3} layers or more, and "
@@ -97,7 +104,14 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
 
 
 class _Case:
-    """One schedule at one size, for both contenders."""
+    """One schedule with microbatches of one size, for both contenders.
+
+    Args:
+        world: Communicator of all ranks.
+        name: Name of the schedule.
+        options: Options of the command.
+        shape: (samples, tokens per sample) of a microbatch.
+    """
 
     def __init__(self, world: Communicator, name: str, options: argparse.Namespace, shape: tuple[int, int]) -> None:
         self.world, self.count, chunks = world, options.microbatches, SCHEDULES[name][0]
@@ -117,7 +131,7 @@ class _Case:
         self.peer, self.peer_module = _peer(self.schedule, theirs, self.x, self.y)
 
     def contenders(self) -> dict[str, Contender]:
-        """The pipeline, and torch's if it has checked out to compute the same loss."""
+        """Return our pipeline and torch's as contenders, after a check that both compute the same loss. Collective."""
         expected = self.pipeline.forward_backward(self.parts, self.weights)
         found = torch.tensor([self.peer()], dtype=torch.float64)
         self.world.broadcast(found, root=self.schedule.rank_of[-1])
@@ -129,9 +143,9 @@ class _Case:
         }
 
     def idle(self) -> dict[str, float] | None:
-        """Measured, and predicted from the times of the steps; `alone`: seconds a batch that were predicted.
+        """Return the idle fraction as `measured` and `predicted`, and the simulated seconds per batch as `alone`.
 
-        Collective; on rank 0.
+        Collective. Ranks other than 0 get None.
         """
         measured = [self._recording() for _ in range(_RECORDED)]
         if self.world.rank != 0:
@@ -150,7 +164,7 @@ class _Case:
         return {"measured": idle, "predicted": predicted.idle, "alone": predicted.makespan}
 
     def _recording(self) -> Simulation:
-        """When the steps of one batch ran, in seconds from a barrier before it. Collective; on rank 0."""
+        """Run one batch and return the begin and end of its steps, complete on rank 0 only. Collective."""
         self.times.clear()
         self.world.barrier()
         start = time.perf_counter()
@@ -158,12 +172,12 @@ class _Case:
         times = self.world.gather_objects([(begin - start, end - start) for begin, end in self.times])
         runs = (
             tuple(TimedStep(step, *pair) for step, pair in zip(steps, of_rank, strict=True))
-            for steps, of_rank in zip(self.schedule.steps, times, strict=False)  # there are times on rank 0 alone
+            for steps, of_rank in zip(self.schedule.steps, times, strict=False)  # only rank 0 has the times
         )
         return Simulation(self.schedule, tuple(runs), ())
 
     def _timed(self, step: Step, call: Callable[[], None]) -> Callable[[], None]:
-        """A call that carries a step out and notes when it ran; waiting for its input is no part of that."""
+        """Return a call that runs a step and records its begin and end; waiting for the input is not included."""
 
         def run() -> None:
             begin = time.perf_counter()
@@ -182,7 +196,16 @@ def _gpt(layers: int) -> nn.Sequential:
 def _peer(
     schedule: Schedule, modules: dict[int, nn.Module], x: torch.Tensor, y: torch.Tensor
 ) -> tuple[Callable[[], float], nn.Module]:
-    """One batch through torch's pipeline of the same stages: the mean loss where the last stage is, else 0."""
+    """Return torch's pipeline with the same stages, as (function that runs one batch, module of this rank).
+
+    The function returns the mean loss on the rank with the last stage, and 0 on all others.
+
+    Args:
+        schedule: Our schedule.
+        modules: This rank's modules by number of the stage.
+        x: Input tokens of the whole batch, [samples, tokens].
+        y: Target tokens, in the same shape.
+    """
     from torch.distributed import pipelining
 
     device = torch.device("cpu")
@@ -202,7 +225,12 @@ def _peer(
 
 
 def report(results: dict[int, dict[str, Any]], options: argparse.Namespace) -> Report:
-    """Tables, targets and the plot of the results by rank count."""
+    """Return the report with tables and targets.
+
+    Args:
+        results: Results of `measure`, by number of ranks.
+        options: Options of the command.
+    """
     rows: list[dict[str, Any]] = []
     targets = []
     for ranks, result in results.items():

@@ -1,12 +1,13 @@
 """The planner's predictions beside measured steps: layouts of three models at several rank counts.
 
-The models are the built-in GPT, a ResNet and one of a factory (`make`, below). For each and each number of ranks a
-spread of layouts is predicted before anything is measured: data parallel and ZeRO 0 to 3, pipelines by several
-schedules, tensor parallel, their mixes, microbatches, recompute; and the plan's own first choices among all that there
-are. Then they are trained in the same processes, in turns (`training_runs`).
+The models are the built-in GPT, a ResNet, and one created by a factory (`make`, below). For each model and number of
+ranks, the planner first predicts the step time and memory of two groups of layouts: a selection of all kinds (data
+parallel with ZeRO 0 to 3, pipelines with several schedules, tensor parallel, combinations, microbatch sizes,
+recompute), and the planner's own first choices among all possible layouts. Then all of them are trained in the same
+processes, in turns (`training_runs`).
 
-The machine profile is that of `--machine`, or what `python -m mpitrain.plan --measure` has left here.
-On several nodes: predict first, with --nodes and --predictions FILE; then measure under mpirun with the same options.
+The machine profile is read from the file `--machine`; `python -m mpitrain.plan --measure` writes it. To measure on
+several nodes, predict first, with --nodes and --predictions FILE; then measure under mpirun with the same options.
 """
 
 from __future__ import annotations
@@ -42,13 +43,13 @@ from mpitrain.planner.profile import profile_of
 from mpitrain.planner.search import best
 from mpitrain.planner.subject import description_of
 
-SECONDS = 3.0  # of a measurement
+SECONDS = 3.0  # most of one measurement
 _BUDGET = 60.0  # seconds of measuring the blocks of a model at one number of ranks
-_TIME, _MEMORY, _RANKS, _CHOICE = 0.15, 0.10, 0.90, 1.05  # what is wanted
+_TIME, _MEMORY, _RANKS, _CHOICE = 0.15, 0.10, 0.90, 1.05  # targets
 Row = dict[str, Any]
 MODELS: dict[str, dict[str, Any]] = {
     "gpt": {"model": {"layers": 4, "width": 256, "heads": 8, "sequence": 64}, "train": {"batch": 16}},
-    # for numbers of ranks that three divides
+    # for numbers of ranks that are multiples of three
     "gpt-of-6-heads": {"model": {"layers": 4, "width": 192, "heads": 6, "sequence": 64}, "train": {"batch": 24}},
     "resnet": {
         "data": {"path": "digits"},
@@ -63,7 +64,7 @@ QUICK: dict[str, dict[str, Any]] = {
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the benchmark, and give its exit code."""
+    """Run the benchmark and return its exit code."""
     made = _parser()
     if launched():
         return run(made, measure, report, arguments)
@@ -93,7 +94,15 @@ def _parser() -> BenchmarkParser:
 
 
 def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
-    """Measure what was asked for at this rank count. Collective."""
+    """Measure all predicted layouts at this rank count. Collective.
+
+    Args:
+        world: Communicator of all ranks.
+        options: Options of the command.
+
+    Returns:
+        For each model its predictions, each with the measured values as `measured`.
+    """
     if options.predictions is None:
         raise InputError("what is measured is predicted first; start bench plan plainly", agreed=True)
     asked = world.on_root(lambda: json.loads(options.predictions.read_text(encoding="utf-8")))
@@ -108,7 +117,7 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _predictions(options: argparse.Namespace) -> dict[str, dict[str, list[dict[str, Any]]]]:
-    """By rank count and model: what is to be measured, with what the planner says of it."""
+    """Return the layouts to measure with their predictions, by number of ranks (as text) and model."""
     machine = read_machine(options.machine)
     models = QUICK if options.quick else {name: MODELS[name] for name in options.models.split(",")}
     found: dict[str, dict[str, list[dict[str, Any]]]] = {str(ranks): {} for ranks in options.ranks}
@@ -120,7 +129,13 @@ def _predictions(options: argparse.Namespace) -> dict[str, dict[str, list[dict[s
 
 
 def _planned(values: Mapping[str, Any], machine: Any, options: argparse.Namespace) -> dict[int, list[dict[str, Any]]]:
-    """By rank count, the layouts of one model."""
+    """Return the layouts of one model with their predictions, by number of ranks.
+
+    Args:
+        values: The configuration of the model, by section and key.
+        machine: Machine profile.
+        options: Options of the command.
+    """
     base = merged(values, {"train": {"steps": 1000, "evaluate_every": 0}, "run": {"device": "cpu", "dir": "unused"}})
     config = Config.from_dict(base)
     found = {}
@@ -138,7 +153,7 @@ def _planned(values: Mapping[str, Any], machine: Any, options: argparse.Namespac
             try:
                 told = predictor.predict(layout)
             except MpitrainError:
-                continue  # this model cannot be laid out so
+                continue  # this layout is not possible for the model
             rows.append(
                 {
                     "layout": text(layout),
@@ -157,7 +172,13 @@ def _planned(values: Mapping[str, Any], machine: Any, options: argparse.Namespac
 
 
 def spread(ranks: int, batch: int, blocks: int) -> list[Any]:
-    """Layouts of every kind for so many ranks."""
+    """Return a selection of layouts of every kind.
+
+    Args:
+        ranks: Number of ranks.
+        batch: Samples of the global batch.
+        blocks: Number of blocks of the model, the most stages of a pipeline.
+    """
     share = max(1, batch // ranks)
     half = max(1, share // 2)
     found = [
@@ -181,11 +202,17 @@ def spread(ranks: int, batch: int, blocks: int) -> list[Any]:
     return list(dict.fromkeys(found))
 
 
-# -- a model of one's own ----------------------------------------------------------------------------------
+# -- a model from a factory ---------------------------------------------------------------------------------
 
 
 class Shifted(nn.Module):
-    """Gated feed-forward that sees earlier tokens by shifts: adds a mixture of each position and one before it."""
+    """A gated feed-forward block that combines each position with the one `distance` positions before it.
+
+    Args:
+        width: Features of a position.
+        inner: Features inside the block.
+        distance: Distance of the earlier position; the gate is computed from it.
+    """
 
     def __init__(self, width: int, inner: int, distance: int) -> None:
         super().__init__()
@@ -201,7 +228,10 @@ class Shifted(nn.Module):
 
 
 class ShiftModel(nn.Sequential):
-    """tokens [batch, sequence] -> scores [batch, sequence, vocabulary]; the head has weights of its own."""
+    """A language model of `Shifted` blocks: tokens [batch, sequence] to scores [batch, sequence, vocabulary].
+
+    The head does not share its weights with the embedding.
+    """
 
     def __init__(self, vocabulary: int, layers: int, width: int, inner: int) -> None:
         blocks = [Shifted(width, inner, 1 << number % 6) for number in range(layers)]
@@ -209,16 +239,28 @@ class ShiftModel(nn.Sequential):
         self.criterion = cross_entropy
 
     def tensor_plan(self) -> dict[str, str]:
-        """The feed-forward layers are divided."""
+        """Return the tensor-parallel plan, which divides the feed-forward layers."""
         return {"*.gate": "column", "*.up": "column", "*.down": "row"}
 
     def loss(self, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Mean cross-entropy in nats a token."""
+        """Return the mean cross-entropy in nats per token.
+
+        Args:
+            output: Scores [batch, sequence, vocabulary].
+            y: Target tokens [batch, sequence].
+        """
         return self.criterion(output, y)
 
 
 def make(description: Description, layers: int = 6, width: int = 192, inner: int = 768) -> nn.Module:
-    """For `model.factory`."""
+    """Create a `ShiftModel`; the target of the setting `model.factory`.
+
+    Args:
+        description: Description of the data, with the size of the vocabulary.
+        layers: Number of blocks.
+        width: Features of a position.
+        inner: Features inside a block.
+    """
     assert description.vocabulary is not None
     return ShiftModel(description.vocabulary, layers, width, inner)
 
@@ -227,7 +269,12 @@ def make(description: Description, layers: int = 6, width: int = 192, inner: int
 
 
 def report(results: dict[int, dict[str, list[Row]]], options: argparse.Namespace) -> Report:
-    """Tables, targets and the plot of the results by rank count."""
+    """Return the report with tables, targets and plots.
+
+    Args:
+        results: Results of `measure`, by number of ranks.
+        options: Options of the command.
+    """
     tables = [table(ranks, model, rows) for ranks, found in results.items() for model, rows in found.items()]
     every = [row for found in results.values() for rows in found.values() for row in rows]
     groups = [rows for found in results.values() for rows in found.values()]
@@ -257,12 +304,12 @@ def report(results: dict[int, dict[str, list[Row]]], options: argparse.Namespace
 
 
 def _told(figures: Sequence[float]) -> str:
-    """The worst first seen by eye, and all of them."""
+    """Return all figures as text, with two decimals."""
     return ", ".join(f"{figure:.2f}" for figure in figures)
 
 
 def seconds(row: Row) -> float:
-    """The measured time of a step."""
+    """Return the measured seconds of a step."""
     return step_seconds(row["measured"])
 
 
@@ -271,23 +318,29 @@ def _order(rows: Sequence[Row]) -> float:
 
 
 def predicted_bytes(row: Row) -> float:
-    """The predicted bytes in use of a rank, above those it had before there was a model."""
+    """Return the predicted bytes of a rank, without those of a process that has no model."""
     return float(sum(nbytes for kind, nbytes in row["memory"].items() if kind not in ("process", "allocator")))
 
 
 def _correlation(first: Sequence[float], second: Sequence[float]) -> float:
-    """Spearman's; 1 of fewer than three figures, whose order says nothing."""
+    """Return Spearman's rank correlation; 1 for fewer than three figures, whose order means nothing."""
     return 1.0 if len(first) < 3 else rank_correlation(first, second)
 
 
 def _agreement(rows: Sequence[Row]) -> float:
-    """How well two rounds of measuring have the same order, on average: no prediction can be expected to do better."""
+    """Return the mean rank correlation between rounds of measurements; no prediction can be expected to do better."""
     rounds = zip(*([statistics.median(each) for each in row["measured"]["seconds"]] for row in rows), strict=True)
     return statistics.mean(_correlation(one, other) for one, other in combinations(map(list, rounds), 2))
 
 
 def table(ranks: int, model: str, rows: Sequence[Row]) -> ReportTable:
-    """Of one model at one number of ranks."""
+    """Return the table of predicted and measured values.
+
+    Args:
+        ranks: Number of ranks.
+        model: Name of the model.
+        rows: Predicted and measured values of each layout.
+    """
     columns = ["layout", "choice", "predicted, ms", "measured, ms", "ratio", "predicted, MiB", "measured, MiB", "ratio"]
     columns += ["account, MiB"]
     cells = []
@@ -302,7 +355,7 @@ def table(ranks: int, model: str, rows: Sequence[Row]) -> ReportTable:
 
 
 def _panels(results: dict[int, dict[str, list[Row]]]) -> list[Panel]:
-    """Predicted over measured times, and bytes, by model and number of ranks."""
+    """Return two plots, of predicted against measured times and bytes, with points by model and number of ranks."""
     groups = {f"{model}, {ranks} ranks": rows for ranks, found in results.items() for model, rows in found.items()}
     times = {n: ([1e3 * seconds(r) for r in rows], [1e3 * r["seconds"] for r in rows]) for n, rows in groups.items()}
     memory = {

@@ -1,8 +1,8 @@
 """What a recorded step costs (`monitor.timeline`): steps with and without, in turns, of one run.
 
-The trainer's own GPT is trained, and every second step is recorded as a timeline records it: parts, modules, single
-operations. Each recorded step is compared with the one before or after it, whatever else the machine does meanwhile.
-Where the ranks' clocks are compared, and where files are written, is before and after steps, and does not count.
+The trainer trains its own GPT, and every second step is recorded as the timeline does it: parts, modules, single
+operations. Each recorded step is compared with the step before or after it, so that other load on the machine affects
+both. The comparison of the ranks' clocks and the writing of files happen between steps and are not timed.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ from benchmarks.runner.training_runs import WARM, TrainerRun
 from mpitrain.comm import Communicator
 from mpitrain.trainer.recording.timeline import Recording
 
-MOST = 1.03  # times as long a recorded step may take
+MOST = 1.03  # target: largest ratio of a recorded step to another
 _BATCH = 4  # samples for each rank
 
 
 class _RecordedRun(TrainerRun):
-    """Steps of the trainer, of which single ones are recorded."""
+    """A training run in which single steps can be recorded."""
 
     def timed(self, *, recorded: bool) -> tuple[float, int]:
-        """Take a step. Returns its seconds, and how many things it recorded.
+        """Take a step and return (its seconds, number of recorded entries). Collective.
 
-        Collective.
+        Args:
+            recorded: If true, record the step as the timeline does.
         """
         trainer, clock = self._trainer, self._trainer.engine.clock
         totals = clock.totals()
@@ -52,7 +53,7 @@ class _RecordedRun(TrainerRun):
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the benchmark, and give its exit code."""
+    """Run the benchmark and return its exit code."""
     made = BenchmarkParser("recording", "What a recorded step costs, beside one that is not, in turns.", "2")
     made.number("pairs", 60, "steps of each kind", quick=4)
     made.model()
@@ -60,7 +61,15 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
-    """What steps take at this rank count, recorded and not. Collective."""
+    """Time pairs of steps, one recorded and one not. Collective.
+
+    Args:
+        world: Communicator of all ranks.
+        options: Options of the command.
+
+    Returns:
+        Seconds of each step on the slowest rank, not recorded and recorded, and the mean number of entries.
+    """
     pairs = options.pairs
     config = {
         "run": {"device": "cpu", "dir": "unused"},
@@ -74,7 +83,7 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
         for number in range(WARM + 2):
             training.timed(recorded=number % 2 == 1)
         rows = []
-        for pair in range(pairs):  # which of the two comes first changes, too
+        for pair in range(pairs):  # alternate which of the two comes first
             both = {recorded: training.timed(recorded=recorded) for recorded in (pair % 2 == 0, pair % 2 != 0)}
             rows.append([*both[False], *both[True]])
         world.journal.stop()

@@ -1,14 +1,15 @@
 """Pushing gradients to a rank that serves and pulling parameters: parallel.mode server beside torch's RPC.
 
-Rank 0 serves, the others push and pull, all at once. What is timed, per size (bytes that each of them moves):
+Rank 0 is the server; all other ranks are workers, which push and pull at the same time. These contenders are timed for
+each size (bytes that each worker moves):
 
-    memcpy                 a worker copies as much within its own memory
+    memcpy                 copies of the same number of bytes within the worker's own memory
     torch rpc              torch.distributed.rpc over TensorPipe, as in torch's tutorial of a parameter server
-    parallel.mode server   in memory that the ranks of a node share, between nodes by the payloads of letters
+    parallel.mode server   shared memory between ranks of a node, messages between nodes
 
-A push lasts from its beginning at a worker until the server has updated its parameters by SGD, a pull until the worker
-has the parameters. Each way has memory of its own and is measured by single shots in turns with all others, so that
-from 4 MiB on nothing is in the caches. It is checked once that what is pulled is what one update makes.
+A push ends when the server has updated its parameters by SGD, a pull when the worker has the parameters. Each contender
+has its own memory and is measured by single calls, in turns with all others, so that from 4 MiB on nothing is in the
+caches. A check before the measurement verifies that the pulled parameters are those of one update.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ SERVER = 0  # the rank that serves; the others are workers
 
 
 class Desk:
-    """What carriers have in common: who is who, and letters between them.
+    """The roles of the ranks, and messages between server and workers, shared by all contenders.
 
     Attributes:
-        world: The ranks.
-        serves: Whether this rank is the server.
-        row: Of a worker's rows.
-        workers: How many there are.
-        numel: Elements of a gradient.
+        world: Communicator of all ranks.
+        serves: True on the server.
+        row: Number of this worker, from 0; -1 on the server.
+        workers: Number of workers.
+        numel: Number of fp32 elements of a gradient.
     """
 
     def __init__(self, world: Communicator, numel: int) -> None:
@@ -54,7 +55,11 @@ class Desk:
         self._questions, self._answers = world.mailbox("questions"), world.mailbox("answers")
 
     def meet(self, *, answered: bool = False) -> None:
-        """Have the server wait for a letter of each worker, and workers for an answer if there is one."""
+        """Synchronize: the server waits for a message from each worker. Collective.
+
+        Args:
+            answered: If true, the workers also wait for an answer of the server.
+        """
         if self.serves:
             for _ in range(self.workers):
                 letter = self._questions.wait(range(1, self.world.size), "questions")
@@ -66,34 +71,35 @@ class Desk:
                 self._answers.wait([SERVER], "an answer")
 
     def free(self) -> None:
-        """Release the letters. Collective."""
+        """Free the mailboxes. Collective."""
         for box in (self._questions, self._answers):
             box.free()
 
 
-# Each way of carrying has a worker's gradient, x, which is pushed, and its parameters, y, once they were pulled. All
-# ranks call its methods together.
+# Each contender has the worker's gradient x, which is pushed, and its parameters y after a pull. The methods are
+# collective.
 
 
 class Memcpy:
-    """A worker copies from its memory to its memory."""
+    """The contender that copies within the worker's own memory; the server does nothing."""
 
     def __init__(self, desk: Desk) -> None:
         self._serves, self._place = desk.serves, torch.zeros(desk.numel)
         self.x = self.y = torch.zeros(desk.numel)
 
     def push(self) -> None:
-        """Copy a gradient."""
+        """Copy the gradient to another buffer of the worker."""
         if not self._serves:
             self._place.copy_(self.x)
 
     def pull(self) -> None:
-        """Copy parameters."""
+        """Copy the buffer to the worker's parameters."""
         if not self._serves:
             self.y.copy_(self._place)
 
 
-_held: list[torch.Tensor] = []  # parameters for each worker: torch calls functions of the module by their names
+# parameters for each worker, on the server; global, because torch's RPC calls functions of a module by name
+_held: list[torch.Tensor] = []
 
 
 def _give(row: int) -> torch.Tensor:
@@ -101,14 +107,19 @@ def _give(row: int) -> torch.Tensor:
 
 
 def _update(row: int, gradient: torch.Tensor) -> None:
-    """The server descends along what it was sent, as SGD with a learning rate of 1."""
+    """Update the server's parameters for one worker by SGD with a learning rate of 1.
+
+    Args:
+        row: Number of the worker.
+        gradient: Gradient that the worker sent.
+    """
     _held[row].sub_(gradient)
 
 
 class TorchRpc:
-    """torch.distributed.rpc, as its tutorial of a parameter server has it: workers call functions of the server.
+    """The contender torch.distributed.rpc, used as in torch's tutorial of a parameter server.
 
-    What arrives is in memory that the library made; nothing is copied from there.
+    Workers call functions of the server. Received tensors stay in the memory that torch allocated for them.
     """
 
     def __init__(self, desk: Desk, module: Any) -> None:
@@ -116,20 +127,20 @@ class TorchRpc:
         _held[:] = torch.zeros(desk.workers if desk.serves else 0, desk.numel)
 
     def push(self) -> None:
-        """Return when the server has updated its parameters; a worker's x may then be written."""
+        """Push the gradient `x` and wait until the server has updated its parameters; `x` may then be overwritten."""
         if not self._desk.serves:
             self._rpc.rpc_sync(str(SERVER), _update, args=(self._desk.row, self.x))
         self._desk.meet()
 
     def pull(self) -> None:
-        """Return when the worker has the parameters."""
+        """Pull the parameters from the server into `y`."""
         if not self._desk.serves:
             self.y = self._rpc.rpc_sync(str(SERVER), _give, args=(self._desk.row,))
         self._desk.meet()
 
 
 class ModeServer:
-    """One server that updates by SGD, and the workers' parameters and gradients in memory that it sees, or not."""
+    """The contender parallel.mode server, with one server that updates by SGD with a learning rate of 1."""
 
     def __init__(self, desk: Desk) -> None:
         self._desk, world = desk, desk.world
@@ -157,7 +168,7 @@ class ModeServer:
         return Server(0, roles, flats, update, self._boxes, remembered, clock, config, 0, apart, inbox)
 
     def push(self) -> None:
-        """Return when the server has updated its parameters; a worker's x may then be written."""
+        """Push the gradient `x` and wait until the server has updated its parameters; `x` may then be overwritten."""
         self._step += 1
         if self._server is not None:
             while self._server.applied.completed < self._step:
@@ -172,7 +183,7 @@ class ModeServer:
         self._desk.meet(answered=True)
 
     def pull(self) -> None:
-        """Return when the worker has the parameters."""
+        """Pull the parameters from the server into `y`."""
         if self._server is not None:
             while self._server.finals < self._desk.workers:
                 self._server.turn()
@@ -183,7 +194,7 @@ class ModeServer:
             self._worker.look()
 
     def free(self) -> None:
-        """Release the memory."""
+        """Free the memory. Collective."""
         self._sharding.close()
         for box in self._boxes:
             box.free()
@@ -194,12 +205,12 @@ Carrier = Memcpy | TorchRpc | ModeServer
 
 @contextmanager
 def carriers(world: Communicator, numel: int, folder: Path) -> Iterator[dict[str, Carrier]]:
-    """Every way there is, by its name in the report. Collective.
+    """Yield all contenders by name. Collective.
 
     Args:
-        world: The ranks.
-        numel: fp32 elements of a gradient.
-        folder: An empty one that all ranks see.
+        world: Communicator of all ranks.
+        numel: Number of fp32 elements of a gradient.
+        folder: Empty folder on a file system that all ranks share.
     """
     desk = Desk(world, numel)
     with rpc(world, folder) as module:
@@ -213,7 +224,14 @@ def carriers(world: Communicator, numel: int, folder: Path) -> Iterator[dict[str
 
 
 def _check(name: str, carrier: Carrier, desk: Desk, mean: float) -> None:
-    """Raise CommunicationError unless the parameters are minus the mean of the gradients. Collective."""
+    """Raise CommunicationError unless a push and a pull give the parameters of one update. Collective.
+
+    Args:
+        name: Name of the contender, for the error.
+        carrier: The contender.
+        desk: Roles of the ranks.
+        mean: Expected mean of the gradients; the parameters must be -mean.
+    """
     carrier.x.fill_(float(desk.row + 1))
     carrier.push()
     desk.world.barrier()
@@ -228,7 +246,7 @@ _ACTS = ("push", "pull")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the benchmark, and give its exit code."""
+    """Run the benchmark and return its exit code."""
     what = "Pushes to and pulls from a rank that serves, by each way of carrying them."
     made = BenchmarkParser(
         "server", what, "2", repeats=31, seconds=60.0, of="one size", quick=(5, 60.0), too_few="a server needs a worker"
@@ -239,7 +257,15 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
-    """What is measured at this rank count. Collective."""
+    """Time a push and a pull by each contender at each size. Collective.
+
+    Args:
+        world: Communicator of all ranks.
+        options: Options of the command.
+
+    Returns:
+        Median and best seconds, by size, contender and push or pull.
+    """
     result: dict[str, Any] = {}
     for size in options.sizes or (QUICK_SIZES if options.quick else SIZES):
         with (
@@ -256,7 +282,12 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def report(results: dict[int, Any], options: argparse.Namespace) -> Report:
-    """Tables and the plot of the results by rank count."""
+    """Return the report with tables and plots.
+
+    Args:
+        results: Results of `measure`, by number of ranks.
+        options: Options of the command.
+    """
     tables, panels = [], []
     for ranks, result in results.items():
         for size, ways in result.items():

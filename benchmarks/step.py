@@ -1,37 +1,42 @@
 """A training step by DDP and ZeRO-1, 2, 3: ours against torch DDP, FSDP2 and DeepSpeed.
 
-What is timed: gradients of this rank's batch, their reduction, and the update; not the drawing of the batch. All
-contenders train the same GPT (about 20 M parameters, fp32) from the same weights on the same tokens with torch's
-fused AdamW, one after the other in the same processes, and must come to the same loss, or nothing is reported.
+A measurement is one training step: the gradients of this rank's batch, their reduction, and the update. Drawing the
+batch is not timed. All contenders train the same GPT (about 20 M parameters, fp32) from the same weights on the same
+tokens with torch's fused AdamW, in turns in the same processes. If their losses differ, the benchmark fails.
 
-    one process         every rank trains the whole model by itself, all at once: the same work, no communication
-    DDP, ZeRO-1, 2, 3   this library; on a node the ranks share one copy of the parameters
-    ZeRO-3 gathered     this library without that copy: each unit's parameters are gathered when it computes
-    torch DDP           gradients as views of the buckets, over gloo
+    one process         every rank trains the whole model alone, all ranks at once: equal work without communication
+    DDP, ZeRO-1, 2, 3   mpitrain; the ranks of a node share one copy of the parameters
+    ZeRO-3 gathered     mpitrain without that copy: the parameters of each unit are gathered when it computes
+    torch DDP           over gloo, with gradients as views of the buckets
     FSDP2               `fully_shard` on each block and on the model, over gloo
-    DeepSpeed           ZeRO-1, 2, 3 over gloo, where it is installed (extra `peers`)
+    DeepSpeed           ZeRO-1, 2, 3 over gloo, if it is installed (extra `peers`)
 
-Two batches a rank: one sample of 128 tokens, where communication and update weigh most, and four. Everything a step
-touches lies in main memory when its turn comes: the contenders before it have moved hundreds of megabytes.
+There are two batches: one sample of 128 tokens per rank, where communication and update matter most, and four samples.
+All data of a step is in main memory when its turn comes, because the other contenders have moved hundreds of megabytes
+through the caches.
 
-Ours sum the norm of the gradients in each step, to refuse one that is not finite; torch's contenders do not.
+mpitrain computes the norm of the gradients in each step, to skip an update that is not finite; torch's contenders do
+not.
 
-Memory is measured before time, of each contender by itself while it is made and takes a few steps. `--width`
-chooses a larger or smaller GPT, with the number of whose parameters costs grow.
+Memory is measured before time, for each contender alone, while its model is created and takes a few steps. `--width`
+makes the GPT larger or smaller; time and memory grow with the number of parameters.
 
-`--device` measures a step in bf16 on a device, in tokens a second:
+`--device` measures a step in bf16 on a device, in tokens per second:
 
-    one process         plain torch, autocast to bf16; every rank trains the whole model by itself, all at once
-    DDP, ZeRO-1, 3      this library in bf16, with an fp32 copy in the optimizer
-    torch DDP           autocast to bf16; over the library of the device's maker where each rank has its own device,
-                        else over this library's backend of torch.distributed
+    one process         plain torch with autocast to bf16; every rank trains the whole model alone, all ranks at once
+    DDP, ZeRO-1, 3      mpitrain in bf16, with an fp32 copy of the parameters in the optimizer
+    torch DDP           autocast to bf16; over the vendor's library if each rank has its own device, else over
+                        mpitrain's backend for torch.distributed
 
-All use torch's fused AdamW and random tokens that are on the device already. One measurement is a few steps, until the
-device has done them.
+All of them use torch's fused AdamW, and random tokens that are already on the device. A measurement is a few steps, and
+ends when the device has completed them.
 
-The share of the peak counts the operations that the model needs, as Chowdhery et al. (2022, PaLM, appendix B) do: for
-each token 6 a parameter and 12 · layers · width · tokens for attention, which is not halved for being causal. The tied
-embedding counts once, as the matrix of the scores.
+The share of the device's peak counts the operations that the model needs. For each token these are 6 per parameter,
+and 12 · layers · width · tokens for attention, not halved for the causal mask. The tied embedding counts once, as the
+output matrix.
+
+Reference:
+    Chowdhery et al. 2022, PaLM, appendix B.
 """
 
 from __future__ import annotations
@@ -58,9 +63,9 @@ from mpitrain.errors import InputError
 from mpitrain.speeds.timing import Contender
 from mpitrain.storage import proc
 
-HEAVY, LIGHT = "communication-heavy", "compute-heavy"  # the batches
+HEAVY, LIGHT = "communication-heavy", "compute-heavy"  # names of the two batches
 _CATEGORIES = ("parameters", "gradients", "states", "activations", "buffers", "padding")
-# what a stage of ours is to be compared with in memory
+# peers whose memory each of our contenders is compared with
 _COUNTERPARTS = {
     "DDP": ("torch DDP",),
     "ZeRO-1": ("torch DDP", "DeepSpeed ZeRO-1"),
@@ -69,12 +74,17 @@ _COUNTERPARTS = {
     "ZeRO-3 gathered": ("FSDP2", "DeepSpeed ZeRO-3"),
 }
 
-Result = dict[str, Any]  # of one rank count
-Found = dict[str, dict[str, Any]]  # by contender, at one size and batch
+Result = dict[str, Any]  # result of `measure` at one rank count
+Found = dict[str, dict[str, Any]]  # measured values by contender, for one model size and batch
 
 
 def report(results: dict[int, Result], options: argparse.Namespace) -> Report:
-    """Tables, targets and the plot of the results by rank count, of the CPU or of a device."""
+    """Return the report with tables, targets and plots, for the CPU or for a device.
+
+    Args:
+        results: Results of `measure`, by number of ranks.
+        options: Options of the command.
+    """
     if asked_for_device(options):
         return report_on_device(results)
     tables = []
@@ -89,7 +99,7 @@ def report(results: dict[int, Result], options: argparse.Namespace) -> Report:
 
 
 def _each(results: dict[int, Result]) -> list[tuple[int, int, str, Found]]:
-    """(ranks, parameters, batch, what was found)."""
+    """Return one (ranks, number of parameters, batch, values by contender) per measured case."""
     return [
         (ranks, int(numel), batch, found)
         for ranks, result in results.items()
@@ -102,7 +112,7 @@ def _each(results: dict[int, Result]) -> list[tuple[int, int, str, Found]]:
 
 
 def _targets(ranks: int, found: Found) -> list[ReportTarget]:
-    """Those for the communication-heavy batch; they were set for 2 ranks on 2 cores."""
+    """Return the targets for the communication-heavy batch, which are meant for 2 ranks on 2 cores."""
     targets = []
     for name, most in (("ZeRO-1", 1.0), ("ZeRO-2", 1.0), ("ZeRO-3", 1.1), ("DDP", 1.1)):
         what = f"{ranks} ranks: a step by {name} / one process'"
@@ -135,7 +145,13 @@ def _title(ranks: int, numel: int, batch: str) -> str:
 
 
 def _rows(found: Found, cells: Callable[[dict[str, Any]], Sequence[Cell] | None]) -> list[list[Cell]]:
-    """One row a contender. cells: None where it has nothing to tell, for which the row says why."""
+    """Return one row per contender.
+
+    Args:
+        found: Measured values by contender.
+        cells: Function that returns the cells of a contender, or None if it has no values; the row then gives the
+            reason, and is left out if there is none.
+    """
     rows: list[list[Cell]] = []
     width = next((len(c) for values in found.values() if (c := cells(values)) is not None), 0)
     for name, values in found.items():
@@ -187,7 +203,7 @@ def _accounts(ranks: int, numel: int, found: Found) -> ReportTable:
 
 
 def _panels(ranks: int, batch: str, found: Found) -> list[Panel]:
-    """Step time, of it not computing, and peak memory of a rank; one process grey, ours blue, theirs orange."""
+    """Return plots of step time, time not computing, and peak memory; one process is grey, ours blue, peers orange."""
     timed = {name: values for name, values in found.items() if "median" in values}
     seen = {name: values["memory"]["rank"] / MIB for name, values in found.items() if values.get("memory")}
 
@@ -206,22 +222,22 @@ def _panels(ranks: int, batch: str, found: Found) -> list[Panel]:
 SHAPE = Shape(vocabulary=2048, layers=6, width=512, tokens=128)
 DEVICE_SHAPE = Shape(vocabulary=50304, layers=24, width=1024, tokens=1024)  # 354 M parameters
 QUICK_SHAPE = Shape(vocabulary=256, layers=2, width=64, tokens=32)
-_AGREE = 2e-4  # relative: what sums in another order may change of a loss after the run's steps
-_AGREE_BF16 = 0.03  # likewise, in bf16 on a device
+_AGREE = 2e-4  # largest relative difference of final losses, from another order of sums
+_AGREE_BF16 = 0.03  # largest relative difference of final losses in bf16 on a device
 _ON_DEVICE = (ALONE, "DDP", "ZeRO-1", "ZeRO-3", "torch DDP")
-_STEPS = 4  # of one measurement on a device
-_PEAK = 0.4  # share of a device's peak that is wanted
-_ROOM = 0.7  # of the node's free memory that may be used
-_WATCHED = 4  # steps whose memory is measured; the first makes the optimizer's states
+_STEPS = 4  # per measurement on a device
+_PEAK = 0.4  # target: share of a device's peak
+_ROOM = 0.7  # largest share of the node's free memory to use
+_WATCHED = 4  # steps whose memory is measured; the first one allocates the optimizer states
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the benchmark, and give its exit code."""
+    """Run the benchmark and return its exit code."""
     return run(parser(), measure, report, arguments)
 
 
 def parser() -> BenchmarkParser:
-    """Return the options."""
+    """Return the options of the benchmark."""
     what = "A training step by DDP and ZeRO-1, 2, 3 against torch and DeepSpeed."
     made = BenchmarkParser("step", what, "2", repeats=21, seconds=300.0, of="one batch, or one size")
     made.names("only", contenders(), "these contenders, and one process")
@@ -232,7 +248,15 @@ def parser() -> BenchmarkParser:
 
 
 def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
-    """Everything at this rank count. Collective."""
+    """Measure step time and memory of all contenders, on the CPU or on a device. Collective.
+
+    Args:
+        world: Communicator of all ranks.
+        options: Options of the command.
+
+    Returns:
+        Measured values, by number of parameters, batch and contender; for a device, see `measure_on_device`.
+    """
     if asked_for_device(options):
         return measure_on_device(world, options)
     if world.size == 1:
@@ -245,9 +269,18 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _measure(world: Communicator, shape: Shape, samples: int, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """By contender: seconds, loss, bytes by category; or why there are none. Collective.
+    """Measure all contenders with one batch. Collective.
 
-    Where not all fit into memory together they run in groups. One process is in each of them, to compare with.
+    If they do not fit into memory together, they run in groups. Each group contains one process, for comparison.
+
+    Args:
+        world: Communicator of all ranks.
+        shape: Sizes of the model.
+        samples: Samples per rank.
+        options: Options of the command.
+
+    Returns:
+        For each contender its seconds, loss and bytes by category, or {"why": reason that there are none}.
     """
     every = contenders()
     names = _asked(every, options)
@@ -273,16 +306,16 @@ def _measure(world: Communicator, shape: Shape, samples: int, options: argparse.
 
 
 def _asked(names: Iterable[str], options: argparse.Namespace) -> list[str]:
-    """Return the contenders that `--only` names, and one process."""
+    """Return the contenders in `names` that `--only` selects, by default all, and always `ALONE`."""
     return [name for name in names if name == ALONE or not options.only or name in options.only]
 
 
 def _memory(world: Communicator, name: str, shape: Shape, samples: int) -> dict[str, int]:
-    """Of a contender that nothing else runs beside. Collective; the same on every rank.
+    """Measure the memory of one contender while no other one exists. Collective.
 
     Returns:
-        rank, node: bytes more than before the model was made, of the rank that takes most, and of a node. process: of
-        the whole process of the rank that takes most.
+        Peak bytes, equal on every rank. "rank" and "node": bytes above those before the model was created, of the rank
+        and of the node with most; "process": bytes of the whole process of the rank with most.
     """
     first = contender(name, world, Shape(vocabulary=16, layers=1, width=64, tokens=8), 1)
     first.step()  # loads the libraries that a step uses
@@ -304,7 +337,7 @@ def _memory(world: Communicator, name: str, shape: Shape, samples: int) -> dict[
 
 
 def _groups(world: Communicator, names: Sequence[str], shape: Shape) -> tuple[list[list[str]], list[str]]:
-    """Contenders that fit into memory together, one process in each group; and those that fit into none. Collective."""
+    """Return (groups of contenders that fit into memory together, contenders that never fit). Collective."""
     free = np.array([_available() * _ROOM / world.local_size])
     world.all_reduce(free, "min")
     alone = bytes_needed(ALONE, shape.numel, world.size)
@@ -324,30 +357,36 @@ def _groups(world: Communicator, names: Sequence[str], shape: Shape) -> tuple[li
 
 
 def bytes_needed(name: str, numel: int, ranks: int) -> float:
-    """About what a contender takes on each rank: fp32 parameters, gradients, two moments, and some room."""
+    """Return an estimate of the bytes of a contender on each rank: fp32 parameters, gradients, moments and buffers.
+
+    Args:
+        name: Name of the contender.
+        numel: Number of parameters.
+        ranks: Number of ranks.
+    """
     whole = 16.0 * numel
     if name == ALONE or "DDP" in name:
-        return whole + 4.0 * numel  # torch's buckets, or gradients on their way
-    return whole / ranks + 12.0 * numel  # parameters, gradients and buckets that a stage keeps whole
+        return whole + 4.0 * numel  # torch's buckets, or gradients being reduced
+    return whole / ranks + 12.0 * numel  # parameters, gradients and buckets that are not sharded
 
 
 def _available() -> float:
-    """Bytes of memory that this node can still give, by proc(5)."""
+    """Return the available memory of this node in bytes, MemAvailable of proc(5)."""
     return float(proc.nbytes_of("meminfo", "MemAvailable") or math.inf)
 
 
 @contextmanager
 def _alive(world: Communicator, shape: Shape, samples: int, names: Sequence[str]) -> Iterator[dict[str, Trainee]]:
-    """Contenders by name, all of them ready; their memory is given back at the end. Collective."""
+    """Create contenders, yield them by name, and free their memory at the end. Collective."""
     trainees = {name: contender(name, world, shape, samples) for name in names}
     yield trainees
     for trainee in trainees.values():
         trainee.close()
-    give_back()  # before the next groups are made
+    give_back()  # before the next group is created
 
 
 def _largest(world: Communicator, trainee: Trainee) -> dict[str, int] | None:
-    """Bytes by category on the rank that has most of each. Collective."""
+    """Return the bytes by category, each the maximum over the ranks; None if the peer does not count. Collective."""
     if trainee.account is None:
         return None
     values = trainee.account()
@@ -360,11 +399,19 @@ def _largest(world: Communicator, trainee: Trainee) -> dict[str, int] | None:
 
 
 def measure_on_device(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
-    """Everything at this rank count. Collective.
+    """Time a step of each contender on a device. Collective.
+
+    Args:
+        world: Communicator of all ranks.
+        options: Options of the command.
+
+    Returns:
+        Facts about devices, model and batch, the peak memory of the rank with most, and under "found", by contender:
+        seconds of a step, tokens per second, share of the peak (None if the peak is unknown), and loss.
 
     Raises:
-        InputError: There is no such device.
-        CommunicationError: The contenders do not train the same.
+        InputError: The device does not exist.
+        CommunicationError: The losses of the contenders differ.
     """
     device = hardware.of_rank(options.device, world.local_rank)
     hardware.use(device)
@@ -393,18 +440,21 @@ def measure_on_device(world: Communicator, options: argparse.Namespace) -> dict[
 
 
 def flops_of_a_token(shape: Shape) -> float:
-    """Floating-point operations that the gradients of one token need."""
+    """Return the floating-point operations that the forward and backward pass of one token need."""
     return 6.0 * shape.numel + 12.0 * shape.layers * shape.width * shape.tokens
 
 
 def _place(world: Communicator, device: torch.device) -> str:
-    """Return a name of the rank's device, equal for ranks that share it; an unnamed only device counts as unshared."""
+    """Return a name of this rank's device, equal on ranks that share it.
+
+    A single device without an identity counts as not shared.
+    """
     found = hardware.identity(device)
     return f"rank {world.rank}" if found == str(device) and hardware.count(device.type) == 1 else found
 
 
 def _several(trainee: Trainee, device: torch.device) -> None:
-    """Take a few steps, and wait until the device has done them."""
+    """Take a few steps, and wait until the device has completed them."""
     for _ in range(_STEPS):
         trainee.step()
         trainee.prepare()
@@ -412,7 +462,7 @@ def _several(trainee: Trainee, device: torch.device) -> None:
 
 
 def report_on_device(results: dict[int, Result]) -> Report:
-    """Tables and targets of the results by rank count."""
+    """Return the report on a device, with tables and targets; `results` are by number of ranks."""
     targets = [
         judged(
             f"{ranks} rank(s): DDP in bf16, share of the peak of matrix products",

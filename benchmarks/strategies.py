@@ -1,19 +1,20 @@
 """One model by every strategy: DDP, ZeRO, offload, recompute, pipeline, tensor, their mixes; and torch and DeepSpeed.
 
-The same GPT is trained on the same batches from the same weights, one strategy after the other in the same processes,
-several times over in turns, and must come to the same losses, or nothing is reported:
+Each strategy trains the same GPT from the same weights on the same batches. The strategies take turns in the same
+processes, for several rounds. If their losses differ, the benchmark fails.
 
     DDP                          every rank has the whole model; gradients are averaged
-    ZeRO-1, 2, 3                 shares of optimizer states, gradients, parameters; a node keeps one copy of parameters
-    ZeRO-3 gathered              likewise without that copy: blocks are gathered when they compute
-    ZeRO-2, states on the host   `parallel.offload host`; on the CPU they are there anyway
-    DDP, ZeRO-3, recompute       activations of blocks are computed again in backward
-    pipeline, tensor             stages, and layers divided over ranks; and with data parallel ranks beside them
-    torch DDP, FSDP2, DeepSpeed  over gloo; DeepSpeed where it is installed (extra `peers`)
+    ZeRO-1, 2, 3                 optimizer states, gradients and parameters are sharded; a node has one copy of the
+                                 parameters
+    ZeRO-3 gathered              ZeRO-3 without that copy: the parameters of a block are gathered when it computes
+    ZeRO-2, states on the host   `parallel.offload host`; without effect on the CPU
+    DDP, ZeRO-3, recompute       activations of blocks are recomputed in the backward pass
+    pipeline, tensor             stages, or layers, divided over ranks; also combined with data parallelism
+    torch DDP, FSDP2, DeepSpeed  over gloo; DeepSpeed only if it is installed (extra `peers`)
 
-Told of each: a step's time and a rank's memory as measured, its memory by category as counted from the tensors (of the
-rank that has most of each), and the bytes that a rank sends a step. `--layers`, `--width`, `--heads`, `--sequence` and
-`--batch` choose another GPT.
+The report shows for each strategy the measured time of a step and the measured memory of a rank, its memory by category
+as counted from the tensors (maximum over the ranks), and the bytes that a rank sends per step. `--layers`, `--width`,
+`--heads`, `--sequence` and `--batch` change the GPT.
 """
 
 from __future__ import annotations
@@ -42,17 +43,17 @@ from mpitrain.trainer.data import batches, open_data
 from mpitrain.trainer.memory import ActivationMeter
 from mpitrain.trainer.optimizing import make_optimizer
 
-SECONDS = 5.0  # of a measurement
-DDP = "DDP"  # with which the others are compared
-_AGREE = 2e-4  # relative: what sums in another order may change of a loss
+SECONDS = 5.0  # most of one measurement
+DDP = "DDP"  # the strategy that the others are compared with
+_AGREE = 2e-4  # largest relative difference of losses, from another order of sums
 _BATCH = 4  # samples for each rank
-_PEERS = ("torch", "FSDP2", "DeepSpeed")  # how their names begin
+_PEERS = ("torch", "FSDP2", "DeepSpeed")  # prefixes of the peers' names
 
-Found = dict[str, dict[str, Any]]  # by strategy
+Found = dict[str, dict[str, Any]]  # measured values by strategy
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the benchmark, and give its exit code."""
+    """Run the benchmark and return its exit code."""
     few = "one rank has nothing to divide"
     made = BenchmarkParser(
         "strategies", "One model by every strategy, and by torch's and DeepSpeed's.", "4", too_few=few
@@ -66,7 +67,15 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
-    """What the steps of each strategy take at this rank count. Collective."""
+    """Measure the training steps of each strategy. Collective.
+
+    Args:
+        world: Communicator of all ranks.
+        options: Options of the command.
+
+    Returns:
+        Number of nodes, [model], global batch, and the values of `measured_runs` by strategy.
+    """
     base = _base(world, options)
     ours, theirs = strategies(world.size, base["model"]), peers()
     wanted = _wanted(options, [*ours, *theirs])
@@ -84,7 +93,12 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def strategies(ranks: int, model: Mapping[str, int]) -> dict[str, Values]:
-    """By name, what each strategy sets, of those that so many ranks and this model allow."""
+    """Return the settings of each of our strategies, by name.
+
+    Args:
+        ranks: Number of ranks.
+        model: Sizes of the GPT; strategies that cannot divide it among the ranks are left out.
+    """
     parallel: dict[str, dict[str, Any]] = {
         DDP: {},
         **{f"ZeRO-{stage}": {"zero": stage} for stage in (1, 2, 3)},
@@ -105,7 +119,7 @@ def strategies(ranks: int, model: Mapping[str, int]) -> dict[str, Values]:
 
 
 def _shapes(ranks: int) -> list[tuple[int, int]]:
-    """(pipeline, tensor): all ranks along one axis; two of them beside data parallel ranks; two along each."""
+    """Return pairs (pipeline, tensor): all ranks along one axis, two along one axis, and two along each."""
     found = [(ranks, 1), (1, ranks)]
     if ranks % 2 == 0:
         found += [(2, 1), (1, 2)]
@@ -115,7 +129,11 @@ def _shapes(ranks: int) -> list[tuple[int, int]]:
 
 
 def _base(world: Communicator, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """What all strategies have in common."""
+    """Return the configuration that all strategies have in common, by section and key.
+
+    Raises:
+        InputError: The batch is not a multiple of the number of ranks.
+    """
     base: dict[str, dict[str, Any]] = {
         "run": {"device": "cpu", "dir": "unused"},
         "model": gpt(options),
@@ -143,9 +161,14 @@ def _wanted(options: argparse.Namespace, names: Sequence[str]) -> set[str]:
 
 
 class PeerRun:
-    """Training by a peer, on our data and our model, with an optimizer of ours; nothing is clipped.
+    """A `TrainingRun` of a peer, with our data, model and optimizer; gradients are not clipped.
 
-    Each rank has an equal share of every global batch, in one microbatch, as ours has.
+    Each rank trains on an equal share of every global batch, in one microbatch, as in our own runs.
+
+    Args:
+        world: Communicator of all ranks.
+        config: Values of the configuration, by section and key.
+        make: Function that creates the training by the peer.
     """
 
     def __init__(self, world: Communicator, config: Values, make: MakePeer) -> None:
@@ -154,7 +177,7 @@ class PeerRun:
         self._activations = 0
 
     def prepare(self) -> None:
-        """See `TrainingRun`."""
+        """Create the model and its optimizer. Collective."""
         config, world = self.config, self.world
         data, _ = open_data(config, world)
         torch.manual_seed(config.run.seed)
@@ -169,9 +192,9 @@ class PeerRun:
         self._peer = self._make(task.module, task.loss, optimizer, world, config.train.batch // world.size)
 
     def step(self) -> float:
-        """See `TrainingRun`."""
+        """Take the next step, with its batch, and return the mean loss over the global batch. Collective."""
         batch, meter = next(self._coming), None
-        # autograd keeps the same in each step; not known under FSDP2, which keeps whole parameters that come and go
+        # equal in each step; not counted under FSDP2, where autograd also saves gathered parameters
         if not self._activations and not any(hasattr(p, "to_local") for p in self._peer.model.parameters()):
             meter = ActivationMeter(self._module)
         with saved_tensors_hooks(meter.add, lambda kept: kept) if meter else contextlib.nullcontext():
@@ -184,7 +207,7 @@ class PeerRun:
         return float(told) / self.world.size
 
     def account(self) -> dict[str, float]:
-        """See `TrainingRun`. What a peer keeps to itself, as DeepSpeed does with all it has, is not counted; 0."""
+        """Return the bytes on this rank by category; 0 for memory that the peer hides, as DeepSpeed hides all."""
         kept: dict[str, Iterable[Any]] = {}
         if not self._peer.hides:
             parameters = list(self._peer.model.parameters())
@@ -194,7 +217,7 @@ class PeerRun:
         return dict.fromkeys(KINDS, 0.0) | counted | {"activations": float(self._activations)}
 
     def close(self) -> None:
-        """See `TrainingRun`."""
+        """Free the model, the optimizer and the data. Collective."""
         self._batches.close()
         self._peer.release()
         self.__dict__.clear()
@@ -202,7 +225,7 @@ class PeerRun:
 
 
 def _bytes(tensors: Iterable[Any]) -> float:
-    """Bytes that this rank has of tensors, or of its shares of distributed ones; scalars do not count."""
+    """Return the bytes of tensors on this rank: for distributed tensors, its share. Scalars do not count."""
     found = 0
     for tensor in tensors:
         if torch.is_tensor(tensor) and tensor.numel() > 1:
@@ -215,13 +238,22 @@ def _bytes(tensors: Iterable[Any]) -> float:
 
 
 def report(results: dict[int, dict[str, Any]], options: argparse.Namespace) -> Report:
-    """The tables and the picture of the results by rank count."""
+    """Return the report with tables and plots.
+
+    Args:
+        results: Results of `measure`, by number of ranks.
+        options: Options of the command.
+    """
     tables = [table for ranks, result in results.items() for table in _tables(ranks, result)]
     return Report("One model by every strategy", tables, panels=[_panels(*each) for each in results.items()])
 
 
 def sent(of: dict[str, Any]) -> tuple[float | None, float | None]:
-    """Bytes that a rank sends a step, inside its node and between nodes; None where that is not known."""
+    """Return the bytes that a rank sends per step, (inside its node, between nodes); None if unknown.
+
+    Args:
+        of: Values of one strategy, from `measured_runs`.
+    """
     counted = of["sent"]
     if counted["rows"]:
         return counted["inside"], counted["between"]
@@ -261,7 +293,7 @@ def _tables(ranks: int, result: dict[str, Any]) -> list[ReportTable]:
 
 
 def _panels(ranks: int, result: dict[str, Any]) -> list[Panel]:
-    """A step's time, memory by category, and bytes sent."""
+    """Return plots of the time of a step, of memory by category, and of bytes sent."""
     found = {name: of for name, of in result["found"].items() if "why" not in of}
     times = {name: step_seconds(of) * 1e3 for name, of in found.items()}
     colours = ["tab:orange" if name.startswith(_PEERS) else "tab:blue" for name in found]

@@ -1,15 +1,17 @@
 """Tensor parallelism against torch's (DTensor over gloo): the same transformer blocks, forward and backward.
 
-What is timed, per shape (samples x tokens x width; two GPT blocks, four features to an MLP input, heads of 64):
+These contenders are timed for each shape (samples x tokens x width), with two GPT blocks that have 4 x width inner
+features in the MLP and 64 features per head:
 
-    mpitrain            `mpitrain.tensor.parallelize`, activations whole outside the pairs of layers
-    sequence            the same with sequence=True: activations divided along the sequence
+    mpitrain            `mpitrain.tensor.parallelize`; every rank has all activations outside the pairs of layers
+    sequence            `parallelize` with sequence=True: these activations are divided along the sequence
     torch               torch.distributed.tensor.parallel.parallelize_module, ColwiseParallel and RowwiseParallel
-    one process         the whole blocks on every rank, nothing divided: what a rank would do alone
+    one process         the whole blocks on every rank, not divided
 
-All of them get the same weights and the same input, and the first three must come to the same output and gradient of
-the input, or nothing is reported. A measurement is one forward and one backward pass; weights and activations of a
-contender are in main memory when its turn comes, as far as the others have used the caches.
+All contenders have the same weights and the same input. The first three must have the output and the gradient of the
+input that one process has, or the benchmark fails. A measurement is one forward and one backward pass. When a
+contender's turn comes, its weights and activations are in main memory, as far as the others have displaced them from
+the caches.
 """
 
 from __future__ import annotations
@@ -33,25 +35,25 @@ from mpitrain.layout.boxes import split
 from mpitrain.speeds.timing import Contender
 from mpitrain.tensor import Axis, Column, ParallelStyle, parallelize
 
-Shape = tuple[int, int, int]  # samples, tokens of each, width
+Shape = tuple[int, int, int]  # samples, tokens per sample, width
 
 SHAPES: tuple[Shape, ...] = ((1, 64, 256), (1, 128, 256), (4, 128, 256), (1, 128, 512), (4, 128, 512), (8, 256, 512))
 QUICK_SHAPES: tuple[Shape, ...] = ((1, 64, 256), (4, 128, 256))
 LAYERS = 2
 HEAD = 64  # features
-WANTED = 2.0  # times as fast as torch
+WANTED = 2.0  # target: times as fast as torch
 CONTENDERS = ("mpitrain", "sequence", "torch", "one process")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the benchmark, and give its exit code."""
+    """Run the benchmark and return its exit code."""
     what = "Tensor-parallel transformer blocks against torch's DTensor over gloo."
     made = BenchmarkParser("tensor", what, "2", repeats=31, seconds=60.0, of="one shape", quick=(5, 60.0))
     return run(made, measure, report, arguments)
 
 
 class DivisibleBlock(nn.Module):
-    """Attention, whose fused layer is laid out [heads, 3, head_dim] so that torch can divide it, and an MLP."""
+    """A transformer block whose fused qkv layer is ordered [heads, 3, head_dim], so that torch can divide it."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -63,7 +65,7 @@ class DivisibleBlock(nn.Module):
         self.mlp.add_module("down", nn.Linear(4 * width, width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The block's output, of the size of x."""
+        """Return the output of the block, in the shape [samples, tokens, width] of x."""
         qkv = self.attention["qkv"](self.attention_norm(x)).unflatten(-1, (-1, 3, HEAD)).transpose(1, 2)
         q, k, v = qkv.unbind(3)
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -72,7 +74,15 @@ class DivisibleBlock(nn.Module):
 
 
 def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
-    """What is measured at this rank count. Collective."""
+    """Time a forward and backward pass of each contender for each shape. Collective.
+
+    Args:
+        world: Communicator of all ranks.
+        options: Options of the command.
+
+    Returns:
+        Median and best seconds, by shape and contender.
+    """
     shapes = QUICK_SHAPES if options.quick else SHAPES
     if any(width // HEAD % world.size for _, _, width in shapes):
         raise InputError(
@@ -111,7 +121,13 @@ def _measure(world: Communicator, shape: Shape, options: argparse.Namespace) -> 
 
 
 def _step(model: nn.Module, x: torch.Tensor, weights: torch.Tensor) -> Callable[[], Sequence[torch.Tensor]]:
-    """One forward and backward pass; its output and the gradient of its input."""
+    """Return a function that runs one forward and backward pass and returns its output and the gradient of `x`.
+
+    Args:
+        model: The blocks.
+        x: Input.
+        weights: Gradient of the output.
+    """
     parameters = list(model.parameters())
 
     def step() -> Sequence[torch.Tensor]:
@@ -146,7 +162,12 @@ def _compare(name: str, found: Sequence[torch.Tensor], expected: Sequence[torch.
 
 
 def report(results: dict[int, Any], options: argparse.Namespace) -> Report:
-    """Tables, targets and the plot of the results by rank count."""
+    """Return the report with tables, targets and plots.
+
+    Args:
+        results: Results of `measure`, by number of ranks.
+        options: Options of the command.
+    """
     tables, targets, panels = [], [], []
     for ranks, result in results.items():
         rows = []

@@ -1,28 +1,29 @@
 """Training with one slow rank, by ways of training that wait for it at every step, now and then, or never.
 
-The same small GPT is trained on the same batches from the same weights by the same schedule, one contender after the
-other in the same processes, each by the trainer itself. Rank 1 is slow:
+The trainer trains the same small GPT from the same weights on the same batches with the same schedule, with one
+contender after the other in the same processes. Rank 1 is slow:
 
     sync                          all ranks take each step together, and wait for rank 1 in each
     server, staleness 0           a parameter server on all ranks, bulk-synchronous: the same steps as sync
-    server, staleness 4           no worker is more than 4 steps ahead of the slowest
-    server, asynchronous          there is no bound
-    server, asynchronous, apart   likewise, with one more rank that only serves
-    local, 16 steps               each rank takes 16 steps by itself, on its part of each batch; then they average
-    local, 16 steps, overlapped   likewise, while the next 16 are taken
+    server, staleness 4           a worker may be up to 4 steps ahead of the slowest one
+    server, asynchronous          no bound on the staleness
+    server, asynchronous, apart   no bound on the staleness, with an additional rank that only serves
+    local, 16 steps               each rank takes 16 steps alone, on its part of each batch; then all average
+    local, 16 steps, overlapped   like the previous one, but the averaging overlaps with the next 16 steps
 
-A server's workers ask for the next part of a batch when they are done with one, so that a slow one gets fewer where
-it need not be waited for. In sync, bulk-synchronous and local training each rank has its own part of every batch.
+A server's workers ask for the next part of a batch when they have finished one, so a slow worker gets fewer parts if
+no other worker has to wait for it. In sync, bulk-synchronous and local training each rank has a fixed part of every
+batch.
 
-Slow is a rank that sleeps, after the forward and backward pass of each of its parts and before its last gradient is
-there for others, twice as long as these took it: they take three times the time, whatever that is on a machine with
-more ranks than cores. Waiting for parameters or for other ranks is not in it. While it sleeps its core is free; with
-fewer cores than ranks the others are then the faster for it, and what waits for the slow rank leaves cores idle.
+Rank 1 is slowed by a sleep after the forward and backward pass of each part, before its last gradient is available to
+others. The sleep is twice as long as the passes took, so they take three times as long, even on a machine with more
+ranks than cores. Time spent waiting for parameters or for other ranks is not slowed. The core is free during the sleep:
+with fewer cores than ranks, the other ranks get faster, while a contender that waits for rank 1 leaves cores idle.
 
-All contenders train several times, in turns, each time from the start and in the reverse order; of each the run with
-the median of tokens a second counts, loss and picture included. Tokens a second are those of complete steps by the
-seconds of metrics.jsonl, without the first tenth of the steps; time to a loss is that of the first step at which the
-mean of the last steps' losses is down to it.
+All contenders train several times, in turns, each time from the start, and in reverse order in every second round. For
+each contender, the run with the median number of tokens per second counts, also for loss and plot. Tokens per second
+come from the times of complete steps in metrics.jsonl, without the first tenth of the steps. The time to a loss is that
+of the first step at which the mean loss of the last steps is not above it.
 """
 
 from __future__ import annotations
@@ -49,14 +50,14 @@ from mpitrain.trainer.run import Step
 from mpitrain.trainer.trainer import STRATEGIES, Trainer
 
 SYNC = "sync"
-SLOW = 1  # the rank
-SMOOTHED = 10  # steps whose mean loss counts
-_WANTED = 1.8  # times sync's tokens a second
-_BEFORE = 0.1  # of the steps, that do not count for tokens a second
+SLOW = 1  # number of the slow rank
+SMOOTHED = 10  # steps in a running mean of the loss
+_WANTED = 1.8  # target: tokens per second over sync's
+_BEFORE = 0.1  # share of the steps, at the start, that does not count for tokens per second
 _JUDGED = ("server, staleness 4", "server, asynchronous", "server, asynchronous, apart")
 MODEL = {"layers": 2, "width": 128, "heads": 4, "sequence": 128}
 QUICK_MODEL = {"layers": 1, "width": 32, "heads": 2, "sequence": 32}
-SAMPLES = 4  # of a batch, for each worker
+SAMPLES = 4  # per worker and batch
 _ASYNCHRONOUS = {"mode": "server", "staleness": "none"}
 _LOCAL = {"mode": "local", "local_steps": 16}
 CONTENDERS: dict[str, Mapping[str, Any]] = {  # [parallel]
@@ -70,16 +71,16 @@ CONTENDERS: dict[str, Mapping[str, Any]] = {  # [parallel]
 }
 
 
-Found = dict[str, Any]  # of a contender, see `waiting`
+Found = dict[str, Any]  # values of one contender's run, see `_steps`
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the benchmark, and give its exit code."""
+    """Run the benchmark and return its exit code."""
     return run(parser(), measure, report, arguments)
 
 
 def parser() -> BenchmarkParser:
-    """Return the options."""
+    """Return the options of the benchmark."""
     what = "Training with one slow rank, by ways that wait for it and ways that do not."
     few = "two workers and a rank that only serves are needed"
     made = BenchmarkParser("waiting", what, "5", too_few=few, least=3)
@@ -92,9 +93,16 @@ def parser() -> BenchmarkParser:
 
 
 def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
-    """What each contender's steps were like. Collective.
+    """Train with each contender and return the values of its median run. Collective.
 
-    The last rank works in no contender; it serves where a rank only does that.
+    The last rank trains in no contender; it is the server of contenders with a rank that only serves.
+
+    Args:
+        world: Communicator of all ranks.
+        options: Options of the command.
+
+    Returns:
+        On rank 0, the values of `_steps` by contender.
     """
     workers = world.subgroup(range(world.size - 1), label="workers")
     wanted = {name: of for name, of in CONTENDERS.items() if not options.only or name in {*options.only, SYNC}}
@@ -128,7 +136,7 @@ def _config(options: argparse.Namespace, workers: int, parallel: Mapping[str, An
 
 
 def _steps(folder: Path) -> dict[str, Any]:
-    """By step, of a run: its loss, its seconds, and its tokens; and the held-out loss at the end."""
+    """Return the values of a run from its metrics: loss and seconds of each step, tokens per step, held-out loss."""
     lines = read_metrics(folder)
     return {
         "loss": [math.nan if line["loss"] is None else line["loss"] for line in lines],
@@ -140,37 +148,37 @@ def _steps(folder: Path) -> dict[str, Any]:
 
 
 class _Slowed(Trainer):
-    """A trainer whose rank 1 is slow.
+    """A trainer with an artificially slow rank 1.
 
     Args:
-        config: As of `Trainer`.
-        world: The ranks.
-        slowed: Times as long as else its forward and backward pass take.
+        config: Configuration, see `Trainer`.
+        world: Communicator of the ranks that train.
+        slowed: Factor by which rank 1's forward and backward passes take longer; 1: not at all.
     """
 
     def __init__(self, config: Mapping[str, Any], *, world: Communicator, slowed: float) -> None:
         super().__init__(config, world=world)
         self._sleeps = slowed - 1.0 if world.rank == SLOW else 0.0
-        self._missing: set[nn.Parameter] = set()  # without a gradient yet
+        self._missing: set[nn.Parameter] = set()  # parameters without a gradient in this step so far
         self._began = 0.0
 
     def make_model(self) -> Task:
         task = super().make_model()
         if self._sleeps > 0:
-            for parameter in task.module.parameters():  # before the hooks that let others have gradients
+            for parameter in task.module.parameters():  # register before the hooks that send gradients
                 parameter.register_post_accumulate_grad_hook(self._came)
         return task
 
     def train_step(self, batch: Batch) -> Step:
         if self._sleeps > 0:
-            with self.engine.sharding.parameters.whole():  # those of a server have come
+            with self.engine.sharding.parameters.whole():  # wait for parameters from a server
                 pass
             self._missing = {p for p in self.engine.module.parameters() if p.requires_grad}
             self._began = time.perf_counter()
         return super().train_step(batch)
 
     def _came(self, parameter: torch.Tensor) -> None:
-        """A gradient has come; sleep if it was the last one."""
+        """Record that a gradient is complete, and sleep if it is the last one of the step."""
         assert isinstance(parameter, nn.Parameter)
         self._missing.discard(parameter)
         if not self._missing:
@@ -181,7 +189,12 @@ class _Slowed(Trainer):
 
 
 def report(results: dict[int, dict[str, Found]], options: argparse.Namespace) -> Report:
-    """Tables, targets and the plot of the results by rank count."""
+    """Return the report with tables, targets and plots.
+
+    Args:
+        results: Results of `measure`, by number of ranks.
+        options: Options of the command.
+    """
     tables, targets, panels = [], [], []
     for ranks, found in results.items():
         given = max(min(smoothed(of["loss"])) for of in found.values())  # the lowest that all contenders reach
@@ -207,23 +220,28 @@ def report(results: dict[int, dict[str, Found]], options: argparse.Namespace) ->
 
 
 def tokens_per_second(of: Found) -> float:
-    """Of the complete steps after the first ones."""
+    """Return the tokens per second of a run, without the first tenth of its steps."""
     seconds = of["seconds"][int(_BEFORE * len(of["seconds"])) :]
     return float(of["tokens"] * len(seconds) / sum(seconds))
 
 
 def smoothed(losses: Sequence[float]) -> list[float]:
-    """Of each step the mean loss of the last steps up to it."""
+    """Return for each step the mean loss of the last `SMOOTHED` steps up to it."""
     recent = (losses[max(0, end - SMOOTHED) : end] for end in range(1, len(losses) + 1))
     return [sum(part) / len(part) for part in recent]
 
 
 def median_run(runs: Sequence[Found]) -> Found:
-    """The run with the median of tokens a second; of an even number the slower one in the middle."""
+    """Return the run with the median tokens per second; for an even number, the slower one of the middle two."""
     return sorted(runs, key=tokens_per_second)[(len(runs) - 1) // 2]
 
 
 def seconds_to(of: Found, loss: float) -> float | None:
-    """Seconds until a loss was reached; None where it was not."""
+    """Return the seconds until a run reached a loss; None if it did not.
+
+    Args:
+        of: Values of the run, from `_steps`.
+        loss: Smoothed loss to reach, in nats per token.
+    """
     times = accumulate(of["seconds"])
     return next((at for at, found in zip(times, smoothed(of["loss"]), strict=True) if found <= loss), None)

@@ -1,1 +1,1 @@
-"""Shared by all benchmarks: starting ranks, writing reports, peers and training runs."""
+"""Code shared by all benchmarks: start of ranks, reports, peers and training runs."""

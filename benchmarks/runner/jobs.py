@@ -1,6 +1,6 @@
-"""Starts a benchmark at each rank count, times its contenders in turns, and brings the results together.
+"""Runner of benchmarks: starts one at each rank count, times its contenders in turns, and collects the results.
 
-See the rules in `benchmarks`.
+The rules for benchmarks are in the docstring of the package `benchmarks`.
 """
 
 from __future__ import annotations
@@ -22,26 +22,27 @@ from mpitrain.inference.commands import parse
 from mpitrain.measuring import self_start
 from mpitrain.speeds.timing import Contender, Times, interleaved
 
-_GPT = {"layers": (4, 2), "width": (256, 64), "heads": (4, 4), "sequence": (64, 32)}  # and in a quick run
-_BUSY = 0.5  # load per core from which figures are not to be trusted
+# options of `BenchmarkParser.model`: (default, default in a quick run)
+_GPT = {"layers": (4, 2), "width": (256, 64), "heads": (4, 4), "sequence": (64, 32)}
+_BUSY = 0.5  # load per core above which the results are not reliable
 
 Measure = Callable[[Communicator, argparse.Namespace], Any]
 MakeReport = Callable[[dict[int, Any], argparse.Namespace], Report]
 
 
 class BenchmarkParser:
-    """The options of a benchmark: those that all have, and its own.
+    """The command line options of a benchmark: those common to all benchmarks, and its own.
 
     Args:
-        name: Its name on the command line.
-        description: What it measures.
-        ranks: The rank counts at which it starts itself.
-        repeats: Repetitions of each measurement; None: there is no such option.
-        seconds: How long the repetitions may take; None: there is no such option.
-        of: What may take so long.
-        quick: The repetitions and seconds of a quick run.
-        too_few: Why fewer ranks than `least` will not do; empty: they will.
-        least: How many ranks it needs.
+        name: Name of the benchmark on the command line.
+        description: Description for `--help`.
+        ranks: Default of `--ranks`, the rank counts at which the benchmark starts itself, separated by commas.
+        repeats: Default of `--repeats`, the repetitions of each measurement; None: the option does not exist.
+        seconds: Default of `--seconds`, the most seconds for the repetitions; None: the option does not exist.
+        of: Name of the part of the benchmark to which `--seconds` applies, for `--help`.
+        quick: (repetitions, seconds) of a quick run.
+        too_few: Reason why the benchmark needs `least` ranks, for the error; empty: any number is enough.
+        least: Smallest number of ranks, used if `too_few` is not empty; default 2.
     """
 
     def __init__(
@@ -67,18 +68,23 @@ class BenchmarkParser:
             self.number("seconds", seconds, f"for {of}", quick=quick[1], metavar="S")
 
     def add(self, name: str, **settings: Any) -> None:
-        """Add an option, as `ArgumentParser.add_argument` does."""
+        """Add an option.
+
+        Args:
+            name: Name of the option without dashes.
+            **settings: Keyword arguments of `ArgumentParser.add_argument`.
+        """
         self.arguments.add_argument(f"--{name}", **settings)
 
     def number(self, name: str, usual: float, text: str, *, quick: float | None = None, metavar: str = "N") -> None:
         """Add an option that is a number.
 
         Args:
-            name: Its name.
-            usual: Its value where it is not given.
-            text: What it says.
-            quick: Its value in a quick run, where it is not given.
-            metavar: What stands for the value in the help.
+            name: Name of the option without dashes.
+            usual: Default; its type is that of the option.
+            text: Description for `--help`.
+            quick: Default in a quick run; None: `usual`.
+            metavar: Placeholder of the value in `--help`.
         """
         self.add(name, type=type(usual), default=usual, metavar=metavar, help=f"{text} [{usual:g}]")
         if quick is not None:
@@ -88,11 +94,11 @@ class BenchmarkParser:
         """Add an option that is a list of known names.
 
         Args:
-            name: Its name.
-            known: What there is.
-            text: What it says.
-            noun: What is named.
-            by: What stands between two of them.
+            name: Name of the option without dashes.
+            known: Valid names.
+            text: Description for `--help`.
+            noun: Noun for a name in errors, default "contender".
+            by: Separator of the names, default a comma.
         """
 
         def read(line: str) -> list[str]:
@@ -106,17 +112,17 @@ class BenchmarkParser:
         self.add(name, type=read, metavar=f"A{by}B", help=text)
 
     def model(self) -> None:
-        """Add the sizes of a GPT; `gpt` makes the section of a configuration of them."""
+        """Add the options for the sizes of a GPT; the function `gpt` converts them to a section [model]."""
         for key, (value, quick) in _GPT.items():
             self.number(key, value, f"model.{key}", quick=quick)
 
     def device(self, text: str) -> None:
-        """Add the option of a device, which the text introduces; see `asked_for_device`."""
+        """Add the option `--device`, with `text` at the start of its description; see `asked_for_device`."""
         kinds = "auto (an accelerator, where there is one), cpu, cuda, xpu and so on [cpu]"
         self.add("device", default="cpu", metavar="KIND", help=f"{text}: {kinds}")
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
-        """Return the options; of the ranks of a job, rank 0 alone says what is wrong with them."""
+        """Parse the command line and return the options; only rank 0 prints an error."""
         options = parse(self.arguments, arguments)
         if options.quick:
             self.arguments.set_defaults(**self._quick)
@@ -131,22 +137,19 @@ def asked_for_device(options: argparse.Namespace) -> bool:
 
 
 def gpt(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the section [model] of the sizes that `BenchmarkParser.model` has read."""
+    """Return the section [model] with the sizes from the options of `BenchmarkParser.model`."""
     return {"name": "gpt", **{key: getattr(options, key) for key in _GPT}}
 
 
 def run(parser: BenchmarkParser, measure: Measure, report: MakeReport, arguments: Sequence[str]) -> int:
-    """Measure at each rank count and write the report.
+    """Measure at each rank count, write the report, and return the exit code.
 
     Args:
-        parser: The benchmark's name and options.
-        measure: Measures at one rank count, given the world and the options. Collective; what rank 0 returns, JSON can
-            hold.
-        report: Makes the report of the results by rank counts and the options.
-        arguments: The command line.
-
-    Returns:
-        The exit code.
+        parser: Name and options of the benchmark.
+        measure: Function (world, options) that measures at one rank count. Collective; the result on rank 0 consists of
+            JSON values.
+        report: Function (results by number of ranks, options) that returns the report.
+        arguments: Arguments of the command line.
     """
     options, name = parser.parse(arguments), parser.name
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
@@ -177,14 +180,17 @@ def timed(
     *,
     begins: bool = True,
 ) -> dict[str, Times]:
-    """Time contenders in turns, and have rank 0 say what they took. Collective.
+    """Time contenders in turns, and print the medians on rank 0. Collective.
 
     Args:
-        world: The ranks.
-        what: What people are told was measured; empty: nothing.
-        contenders: By name; a call by itself is one that is never repeated within a measurement.
-        options: Of them, `repeats` and, where there is such an option, `seconds`.
-        begins: See `interleaved`.
+        world: Communicator of all ranks.
+        what: Name of the measurement in the printed line; empty: print nothing.
+        contenders: Contenders by name; a plain function is called once per measurement.
+        options: Options of the command, with `repeats` and optionally `seconds`.
+        begins: If false, this rank only waits for what others begin; see `interleaved`.
+
+    Returns:
+        Times of each contender, by name.
     """
     made = {n: one if isinstance(one, Contender) else Contender(one, single=True) for n, one in contenders.items()}
     budget = getattr(options, "seconds", math.inf)
@@ -195,18 +201,23 @@ def timed(
 
 
 def summaries(times: Mapping[str, Times]) -> dict[str, dict[str, float]]:
-    """Return median and best seconds of each contender, as a result, which is JSON, holds them."""
+    """Return the median and best seconds of each contender, as JSON values."""
     return {name: {"median": of.median, "best": of.best} for name, of in times.items()}
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Drop what a run tells people."""
+    """Suppress standard output in the `with` block."""
     with redirect_stdout(io.StringIO()):
         yield
 
 
 def say(world: Communicator, text: str) -> None:
-    """Have rank 0 tell people how far the benchmark has come."""
+    """Print a line about the progress of the benchmark, on rank 0 only.
+
+    Args:
+        world: Communicator of all ranks.
+        text: Text of the line, after the number of ranks.
+    """
     if world.rank == 0:
         print(f"  {world.size} ranks, {text}", flush=True)

@@ -1,4 +1,4 @@
-"""The peers: torch.distributed in the same processes as the ranks, plain MPI, and training by torch and DeepSpeed."""
+"""Peers of mpitrain: torch.distributed in the same processes, plain MPI, and training by torch and DeepSpeed."""
 
 from __future__ import annotations
 
@@ -33,26 +33,26 @@ from mpitrain.models.gpt import GPT
 from mpitrain.trainer.engine import Engine
 
 _PATIENCE = timedelta(seconds=300)
-_INTERFACE = "GLOO_SOCKET_IFNAME"  # gloo's own setting: the network interface to use
+_INTERFACE = "GLOO_SOCKET_IFNAME"  # environment variable of gloo: the network interface to use
 _SIOCGIFADDR = 0x8915  # netdevice(7)
 
 
 def gloo(world: Communicator) -> AbstractContextManager[None]:
-    """torch.distributed's default group over gloo, with the ranks of `world`, while inside. Collective."""
+    """Return a context with torch.distributed's default group over gloo, of the ranks in `world`. Collective."""
     return _over("gloo", world)
 
 
 @contextmanager
 def on_device(world: Communicator, device: torch.device, own: bool) -> Iterator[str]:
-    """torch.distributed's default group for tensors on a device, while inside. Collective.
+    """Create torch.distributed's default group for tensors on a device, for the `with` block. Collective.
 
     Args:
-        world: The ranks.
-        device: This rank's.
-        own: Whether no two ranks share one, which the libraries of makers refuse.
+        world: Communicator of all ranks.
+        device: Device of this rank.
+        own: True if no two ranks share a device; vendors' libraries refuse shared devices.
 
     Yields:
-        The name of its backend: the one that torch has for the kind of device, else ours; "" for one rank.
+        Name of the backend: torch's default for the kind of device if `own`, else mpitrain's; "" if there is one rank.
     """
     if world.size == 1:
         yield ""
@@ -71,10 +71,10 @@ def on_device(world: Communicator, device: torch.device, own: bool) -> Iterator[
 
 @contextmanager
 def _over(backend: str, world: Communicator) -> Iterator[None]:
-    """torch.distributed's default group over one of its own backends, while inside. Collective.
+    """Create torch.distributed's default group over one of its own backends, for the `with` block. Collective.
 
-    The ranks meet at a store on rank 0, at a port the system chose. On one node that is the loopback interface;
-    between nodes the one that GLOO_SOCKET_IFNAME names, or else the first that has an address.
+    The ranks meet at a TCP store on rank 0, whose port the system chooses. On one node it uses the loopback interface;
+    on several nodes, the interface in GLOO_SOCKET_IFNAME or, by default, the first one with an address.
     """
     os.environ.setdefault(_INTERFACE, "lo" if world.num_nodes == 1 else _first_interface())
     host = world.broadcast_object(_address(os.environ[_INTERFACE]) if world.rank == 0 else "")
@@ -85,32 +85,32 @@ def _over(backend: str, world: Communicator) -> Iterator[None]:
     if store is None:
         store = dist.TCPStore(host, port, world.size, is_master=False, timeout=_PATIENCE)
     dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=_PATIENCE)
-    yield  # after an error the other ranks may be anywhere: no meeting then
+    yield  # no barrier after an error, because the other ranks may not reach it
     world.barrier()
     dist.destroy_process_group()
-    world.barrier()  # the store must outlive everybody's last look at it
+    world.barrier()  # the store must exist until every rank has used it for the last time
 
 
 @contextmanager
 def rpc(world: Communicator, folder: Path) -> Iterator[Any]:
-    """torch.distributed.rpc over TensorPipe, rank N as worker "N", while inside. Collective.
+    """Start torch.distributed.rpc over TensorPipe for the `with` block, with rank N as worker "N". Collective.
 
     Args:
-        world: The ranks.
-        folder: Where they find each other: an empty folder that all of them see.
+        world: Communicator of all ranks.
+        folder: Empty folder that all ranks share, where they find each other.
 
     Yields:
-        The module.
+        The module torch.distributed.rpc.
     """
     from torch.distributed import rpc as module
 
     os.environ.setdefault("TP_SOCKET_IFNAME", "lo" if world.num_nodes == 1 else _first_interface())
     options: dict[str, Any] = {"init_method": f"file://{folder / 'rpc'}"}
-    if world.num_nodes > 1:  # by the network also where nodes are network namespaces of one machine
+    if world.num_nodes > 1:  # use the network, even if the nodes are network namespaces of one machine
         options |= {"_transports": ["uv"], "_channels": ["mpt_uv", "basic"]}
     made = module.TensorPipeRpcBackendOptions(**options)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of what torch calls itself
+        warnings.simplefilter("ignore")  # torch warns about functions that it calls itself
         module.init_rpc(str(world.rank), rank=world.rank, world_size=world.size, rpc_backend_options=made)
     yield module
     world.barrier()
@@ -118,7 +118,12 @@ def rpc(world: Communicator, folder: Path) -> Iterator[Any]:
 
 
 def fully_sharded(model: Any, group: Any) -> Any:
-    """The model under FSDP2, over a process group: each of its blocks is a unit."""
+    """Apply FSDP2 to a model, with each of its blocks as a unit, and return it.
+
+    Args:
+        model: Model with a list `blocks`.
+        group: Process group of torch.distributed.
+    """
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
 
@@ -128,30 +133,38 @@ def fully_sharded(model: Any, group: Any) -> Any:
     return fully_shard(model, mesh=mesh)
 
 
-# -- plain MPI: collectives as a user of mpi4py would call them, nothing of ours in between ---------
+# -- plain MPI: collectives as a user of mpi4py would call them, without code of mpitrain -----------
 
 
 class PlainCollectives(PlainMPI):
-    """Collectives on the ranks of a communicator, for CPU tensors, which the calls keep alive."""
+    """MPI collectives of CPU tensors on the ranks of a communicator.
+
+    Each method returns a call without arguments, which keeps its tensors alive.
+    """
 
     def all_reduce(self, x: torch.Tensor) -> Call:
-        """Sum in place. For fp32 mpi4py is given the array itself, and looks at it at each call."""
+        """Return a call that sums `x` over all ranks, in place; for fp32, mpi4py inspects the array at each call."""
         if x.dtype == torch.float16:
             return partial(self._comm.Allreduce, MPI.IN_PLACE, [x.numpy(), x.numel(), MPI.FLOAT16_T], MPI.SUM)
         return partial(self._comm.Allreduce, MPI.IN_PLACE, x.numpy(), MPI.SUM)
 
     def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor) -> Call:
-        """Sum x; out becomes this rank's block of the sum."""
+        """Return a call that sums over all ranks and stores this rank's block of the sum.
+
+        Args:
+            out: Block of this rank, written by the call.
+            x: Vector to sum, with one block per rank.
+        """
         return partial(self._comm.Reduce_scatter_block, x.numpy(), out.numpy(), MPI.SUM)
 
     def all_gather(self, out: torch.Tensor) -> Call:
-        """Gather in place: this rank's block lies in out."""
+        """Return a call that gathers blocks in place: `out` already contains this rank's block."""
         count = out.numel() // self._comm.size
         return partial(self._comm.Allgather, MPI.IN_PLACE, [out.numpy(), count, MPI_TYPES[out.dtype]])
 
     @property
     def adds_fp16(self) -> bool:
-        """True if the MPI library can sum fp16. Collective: a small sum is tried."""
+        """True if the MPI library can sum fp16, tested with a small sum. Collective."""
         if MPI.FLOAT16_T == MPI.DATATYPE_NULL:
             return False
         x = torch.full((4,), 1.5, dtype=torch.float16)
@@ -167,15 +180,15 @@ class PlainCollectives(PlainMPI):
 
 @dataclass(frozen=True)
 class PeerTraining:
-    """A model in training by a peer.
+    """The training of a model by a peer.
 
     Attributes:
-        model: What is called.
-        optimizer: Its optimizer.
-        gradients: Gives the gradients of x and y, and returns this rank's loss.
-        update: Applies them.
-        release: Ends what is to be ended before the memory goes.
-        hides: Whether its parameters and gradients lie in buffers that it keeps to itself.
+        model: Wrapped model.
+        optimizer: Optimizer of the model.
+        gradients: Function (x, y) that computes the gradients and returns this rank's loss.
+        update: Function that updates the parameters.
+        release: Function that shuts the peer down before its memory is freed.
+        hides: True if parameters and gradients are in internal buffers of the peer.
     """
 
     model: Any
@@ -188,13 +201,14 @@ class PeerTraining:
 
 Loss = Callable[[Any, torch.Tensor], torch.Tensor]
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
-MakePeer = Callable[..., PeerTraining]  # of the arguments of `of_torch`
+MakePeer = Callable[..., PeerTraining]  # has the arguments of `of_torch`
 
 
 def peers() -> dict[str, MakePeer | str]:
-    """By name, what trains a module on torch.distributed's default group, or why it cannot run here.
+    """Return all peers by name: a function that starts the training, or the reason why the peer cannot run here.
 
-    It is given the module, the loss of its output, what makes the optimizer, the ranks, and a rank's samples.
+    The function has the arguments (module, loss, make_optimizer, world, samples per rank), and trains on
+    torch.distributed's default group.
     """
     missing = importlib.util.find_spec("deepspeed") is None
     return {
@@ -208,7 +222,12 @@ def peers() -> dict[str, MakePeer | str]:
 
 
 def ddp(model: nn.Module, group: Any = None) -> nn.Module:
-    """The model under DistributedDataParallel, gradients as views of the buckets."""
+    """Wrap a model in DistributedDataParallel, with gradients as views of the buckets.
+
+    Args:
+        model: The model.
+        group: Process group of torch.distributed; None: the default group.
+    """
     return nn.parallel.DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
 
 
@@ -220,15 +239,15 @@ def of_torch(
     wrap: Callable[[nn.Module], nn.Module] = lambda model: model,
     precision: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> PeerTraining:
-    """Training by plain torch.
+    """Return the training of a module by plain torch.
 
     Args:
-        module: What is trained.
-        loss: Of its output.
-        make_optimizer: Makes the optimizer of what was wrapped.
-        _: The ranks and their samples, which other peers need to know.
-        wrap: Makes of the module what is trained; by itself every rank trains alone.
-        precision: A context for the forward pass.
+        module: Module to train.
+        loss: Function (output, y) that returns the loss.
+        make_optimizer: Function that creates the optimizer of the wrapped module.
+        _: World and samples per rank, used by other peers only.
+        wrap: Function that wraps the module; by default, it is not wrapped, and every rank trains alone.
+        precision: Function that returns a context for the forward pass, such as autocast.
     """
     model = wrap(module)
     optimizer = make_optimizer(model)
@@ -246,9 +265,12 @@ def of_torch(
 def _of_deepspeed(
     module: nn.Module, loss: Loss, make_optimizer: MakeOptimizer, world: Communicator, samples: int, *, stage: int
 ) -> PeerTraining:
-    """DeepSpeed, which sets the gradients to zero in its step; for CPUs, quiet, and on the gloo group there is."""
+    """Return the training of a module by DeepSpeed on CPUs and the existing gloo group, without its log messages.
+
+    DeepSpeed sets the gradients to zero in its step.
+    """
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    # it refuses another number than the launcher's, which need not count in order of rank
+    # DeepSpeed requires the launcher's number, which need not follow the order of ranks
     os.environ.setdefault("LOCAL_RANK", os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK", str(world.local_rank)))
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     import deepspeed
@@ -258,13 +280,14 @@ def _of_deepspeed(
     config = {
         "train_micro_batch_size_per_gpu": samples,
         "zero_optimization": {"stage": stage},
-        "gradient_clipping": 0.0,  # its default is 1, and nobody else clips
-        "zero_allow_untested_optimizer": True,  # it knows its own AdamW only
+        "gradient_clipping": 0.0,  # the default is 1, but no other contender clips
+        "zero_allow_untested_optimizer": True,  # DeepSpeed knows only its own AdamW
         "steps_per_print": 1 << 40,
     }
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config, dist_init_required=False)
+    # DeepSpeed took a step without gradients to allocate the states; bias correction would count it
     for state in optimizer.state.values():
-        state["step"].zero_()  # it made a step without gradients, to allocate the states; bias correction counts it
+        state["step"].zero_()
 
     def gradients(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         found = loss(engine(x), y)
@@ -275,10 +298,14 @@ def _of_deepspeed(
 
 
 def require_alike(losses: Mapping[str, Sequence[float]], tolerance: float) -> None:
-    """Make sure that all contenders have come to the losses of the first, but for a share of `tolerance`.
+    """Check that all contenders have the losses of the first one.
+
+    Args:
+        losses: Losses of each contender, by name.
+        tolerance: Largest relative difference.
 
     Raises:
-        CommunicationError: One of them has not, and nothing can be compared.
+        CommunicationError: The losses of a contender differ, so its time cannot be compared.
     """
     expected = next(iter(losses.values()), ())
     for name, of in losses.items():
@@ -289,8 +316,8 @@ def require_alike(losses: Mapping[str, Sequence[float]], tolerance: float) -> No
 
 # -- the contenders of a training step ---------------------------------------------------------------------
 #
-# Each begins with the same weights and gets the same batches: a rank's stream of random tokens, which is seeded by the
-# rank and begins anew for each contender. All update with torch's fused AdamW and clip nothing.
+# All contenders start from the same weights and get the same batches: a stream of random tokens, seeded by the rank and
+# restarted for each contender. All use torch's fused AdamW without clipping.
 
 RATE = 1e-4
 ALONE = "one process"
@@ -298,13 +325,13 @@ ALONE = "one process"
 
 @dataclass(frozen=True)
 class Shape:
-    """What is trained: a GPT, with heads of 64 features.
+    """The sizes of a GPT with 64 features per head.
 
     Attributes:
-        vocabulary: How many tokens there are.
-        layers: Its blocks.
-        width: Its features.
-        tokens: Those of a sample.
+        vocabulary: Number of tokens in the vocabulary.
+        layers: Number of blocks.
+        width: Features per token.
+        tokens: Tokens per sample.
     """
 
     vocabulary: int
@@ -313,13 +340,13 @@ class Shape:
     tokens: int
 
     def build(self) -> GPT:
-        """Make the model, with the same weights at each call."""
+        """Return a new model; its weights are the same at each call."""
         torch.manual_seed(1)
         return GPT(self.vocabulary, self.layers, self.width, max(1, self.width // 64))
 
     @property
     def numel(self) -> int:
-        """The number of parameters."""
+        """Number of parameters."""
         return self.layers * (12 * self.width**2 + 13 * self.width) + (self.vocabulary + 2) * self.width
 
 
@@ -327,7 +354,13 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 def batches(shape: Shape, samples: int, rank: int) -> Iterator[Batch]:
-    """A rank's tokens and the token after each, [samples, tokens]; each is new, so that none is known by heart."""
+    """Yield random batches (tokens, next tokens), each [samples, tokens]; none repeats, so none can be memorized.
+
+    Args:
+        shape: Sizes of the model.
+        samples: Samples per batch.
+        rank: Number of the rank, the seed of its batches.
+    """
     generator = torch.Generator().manual_seed(rank)
     while True:
         drawn = torch.randint(shape.vocabulary, (samples, shape.tokens + 1), generator=generator)
@@ -336,15 +369,16 @@ def batches(shape: Shape, samples: int, rank: int) -> Iterator[Batch]:
 
 @dataclass
 class Trainee:
-    """A model in training; it begins with the first batch.
+    """One contender's training of a model; the constructor draws the first batch.
 
     Attributes:
-        batches: This rank's.
-        forward_backward: Gives the gradients of x and y, and returns the rank's part of the mean loss of all ranks.
-        update: Applies them.
-        release: Ends what is to be ended before the memory goes.
-        account: Gives bytes by category, where the contender counts them.
-        loss: Of the last step, once there was one.
+        batches: Batches of this rank.
+        forward_backward: Function (x, y) that computes the gradients and returns this rank's part of the mean loss over
+            all ranks.
+        update: Function that updates the parameters.
+        release: Function that shuts the contender down before its memory is freed.
+        account: Function that returns bytes by category; None if the contender does not count them.
+        loss: This rank's part of the loss in the last step; None before the first one.
     """
 
     batches: Iterator[Batch]
@@ -362,18 +396,18 @@ class Trainee:
         self._batch = next(self.batches)
 
     def step(self) -> None:
-        """Gradients of the batch, and the update. Collective, but for one process alone."""
+        """Compute the gradients of the batch and update. Collective, except for the contender `ALONE`."""
         self.loss = self.forward_backward(*self._batch)
         self.update()
 
     def close(self) -> None:
-        """Give the memory back. Collective."""
+        """Shut the contender down and free its memory. Collective."""
         self.release()
         self.__dict__.clear()
         gc.collect()  # wrappers and hooks refer to each other
 
 
-# the last is the device on which to train in bf16: ours by itself, plain torch by autocast; None: on the CPU in fp32
+# function (world, shape, batches, samples per rank, device); device None: fp32 on the CPU, else bf16 on that device
 Build = Callable[[Communicator, Shape, Iterator[Batch], int, torch.device | None], Trainee]
 _OURS: dict[str, dict[str, Any]] = {
     "DDP": {"zero": 0},
@@ -383,7 +417,7 @@ _OURS: dict[str, dict[str, Any]] = {
 
 
 def contenders() -> dict[str, Build | str]:
-    """By name: how to make it, or why it cannot run here."""
+    """Return all contenders by name: a function that creates one, or the reason why it cannot run here."""
     found: dict[str, Build | str] = {ALONE: partial(_theirs, make=of_torch)}
     found |= {name: partial(_ours, parallel=parallel) for name, parallel in _OURS.items()}
     return found | {name: m if isinstance(m, str) else partial(_theirs, make=m) for name, m in peers().items()}
@@ -397,15 +431,15 @@ def contender(
     of: Iterator[Batch] | None = None,
     device: torch.device | None = None,
 ) -> Trainee:
-    """One that can run here. Collective.
+    """Create a contender. Collective.
 
     Args:
-        name: Its name.
-        world: The ranks.
-        shape: What is trained.
-        samples: Of a rank's batch.
-        of: The rank's batches, instead of new ones from the first on.
-        device: Where to train in bf16; None: on the CPU, in fp32.
+        name: Name of a contender that can run here.
+        world: Communicator of all ranks.
+        shape: Sizes of the model.
+        samples: Samples per rank and batch.
+        of: Batches of this rank; None: `batches` from the start.
+        device: Device on which to train in bf16; None: the CPU, in fp32.
     """
     build = contenders()[name]
     assert not isinstance(build, str)
@@ -413,10 +447,15 @@ def contender(
 
 
 def mean_losses(world: Communicator, trainees: Mapping[str, Trainee], tolerance: float) -> dict[str, float]:
-    """The last loss of each, over all ranks. Collective.
+    """Return the last loss of each contender over all ranks, by name. Collective.
+
+    Args:
+        world: Communicator of all ranks.
+        trainees: Contenders by name.
+        tolerance: Largest relative difference of two losses.
 
     Raises:
-        CommunicationError: Two of them disagree; one process alone is none of them.
+        CommunicationError: The losses of two contenders differ; the contender `ALONE` is not compared.
     """
     losses = np.array([float(trainee.loss) for trainee in trainees.values()])
     world.all_reduce(losses)
@@ -468,7 +507,7 @@ def _first_interface() -> str:
 
 
 def _address(interface: str) -> str:
-    """The interface's IPv4 address; empty where it has none."""
+    """Return the IPv4 address of a network interface; empty if it has none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asker:
         request = struct.pack("256s", interface.encode()[:15])
         try:

@@ -25,13 +25,13 @@ Cell = str | float | int | None  # None: not measured
 
 @dataclass(frozen=True)
 class ReportTable:
-    """Rows of cells under columns.
+    """A table of a report.
 
     Attributes:
-        title: What stands above it.
-        columns: The heading of each column.
-        rows: The cells.
-        note: One paragraph under the title.
+        title: Heading above the table.
+        columns: Heading of each column.
+        rows: Cells by row, one per column.
+        note: Paragraph under the title; empty, the default: none.
     """
 
     title: str
@@ -42,13 +42,13 @@ class ReportTable:
 
 @dataclass(frozen=True)
 class ReportTarget:
-    """What was wanted of a figure, and what was measured.
+    """A target: a required figure, the measured one, and whether the target was met.
 
     Attributes:
-        what: The figure.
-        wanted: What it should be.
-        measured: What it is.
-        met: Whether that will do; None where this run could not tell.
+        what: Name of the figure.
+        wanted: Required value, as text.
+        measured: Measured value, as text.
+        met: True if the target was met; None if this run cannot decide.
     """
 
     what: str
@@ -68,17 +68,17 @@ def judged(
     where: str = "",
     percent: bool = False,
 ) -> ReportTarget:
-    """Return a target of a figure that must be at least, or at most, so much.
+    """Return the target for a figure that has a lower or an upper bound.
 
     Args:
-        what: The figure.
-        found: What it is; None where it was not measured, nan where there is nothing to tell.
-        least: What it must reach.
-        most: What it must not exceed.
-        text: How it is shown, instead of the number alone.
-        absent: Why there is none.
-        where: What follows the wanted figure.
-        percent: Whether it is shown as a percentage.
+        what: Name of the figure.
+        found: Measured value; None if it was not measured, nan if it is undefined.
+        least: Lower bound.
+        most: Upper bound; the report shows it only if there is no lower one.
+        text: Text shown for the measured value; None: the value itself.
+        absent: Text shown if there is no value.
+        where: Text after the bound, such as a unit.
+        percent: If true, bound and value are shown as percentages.
     """
     sign, bound = ("≤", most) if least == -math.inf else ("≥", least)
     wanted = f"{sign} {bound:.0%}{where}" if percent else f"{sign} {bound:g}{where}"
@@ -88,7 +88,14 @@ def judged(
 
 
 def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
-    """Spearman's: the correlation of the ranks, equal values sharing the mean of theirs. nan where one is constant."""
+    """Return Spearman's rank correlation of two sequences of equal length; nan if one of them is constant.
+
+    Equal values have the mean of their ranks.
+
+    Args:
+        a: Values of the first variable.
+        b: Values of the second variable.
+    """
     with np.errstate(invalid="ignore"):
         return float(np.corrcoef(_ranks(a), _ranks(b))[0, 1])
 
@@ -100,31 +107,37 @@ def _ranks(values: Sequence[float]) -> np.ndarray:
 
 
 def ratio(times: Mapping[str, Mapping[str, float]], slower: str, faster: str) -> float:
-    """Return how many times as long as `faster` a contender takes, by the medians."""
+    """Return the ratio of two contenders' median times.
+
+    Args:
+        times: Times by contender, from `summaries`.
+        slower: Contender in the numerator.
+        faster: Contender in the denominator.
+    """
     return times[slower]["median"] / times[faster]["median"]
 
 
 def milliseconds(times: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """Return the median of each contender."""
+    """Return the median time of each contender in milliseconds."""
     return {name: of["median"] * 1e3 for name, of in times.items()}
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One set of axes with bars or lines.
+    """A plot with horizontal bars, or with lines.
 
     Attributes:
-        title: What stands above it.
-        label: What its values are: of bars to the right, of lines upwards.
-        bars: By name the length of a bar, or by series the lengths for each of `names`.
-        names: Of the groups of bars, where there are several series.
-        stacked: Whether a group's bars continue each other instead of lying side by side.
-        colours: Of the bars by themselves, one each.
-        lines: By label the x and y values of a line.
-        across: What the x values of lines are.
-        log: Whether values are drawn by their logarithms; of lines both.
-        mark: A value that a thin line marks.
-        band: Width of a band around equal x and y, as a share of them; lines are points then.
+        title: Heading above the plot.
+        label: Label of the values: the x axis of bars, the y axis of lines.
+        bars: Length of each bar, by name; with `names`, the lengths for each of them, by series.
+        names: Names of the groups of bars if there are several series; empty: each bar stands alone.
+        stacked: If true, the bars of a group are stacked instead of placed side by side.
+        colours: Colour of each bar, if there is one series; None: matplotlib's default.
+        lines: (x values, y values) of each line, by label; used instead of bars if not empty.
+        across: Label of the x axis of lines.
+        log: If true, the axis of values is logarithmic; for lines, both axes.
+        mark: Value marked by a thin line; None: no mark.
+        band: Half width of a band around y = x, relative to x, in a plot of points instead of lines; None: no band.
     """
 
     title: str
@@ -140,7 +153,7 @@ class Panel:
     band: float | None = None
 
     def draw(self, axes: Any) -> None:
-        """Draw on matplotlib's axes."""
+        """Draw the plot on `axes` of matplotlib."""
         axes.set_title(self.title)
         if self.lines:
             for label, (x, y) in self.lines.items():
@@ -176,13 +189,13 @@ class Panel:
 
 @dataclass(frozen=True)
 class Report:
-    """What a benchmark has found.
+    """The report of a benchmark.
 
     Attributes:
-        title: What stands above all of it.
-        tables: The figures.
-        targets: What was wanted of them.
-        panels: Rows of what is drawn, each of as many panels; nothing is where matplotlib is missing.
+        title: Heading of the report.
+        tables: Tables of the measured figures.
+        targets: Targets, default none.
+        panels: Rows of plots, all with the same number of plots; ignored if matplotlib is not installed.
     """
 
     title: str
@@ -192,7 +205,7 @@ class Report:
 
 
 def facts(world: Communicator) -> dict[str, Any]:
-    """The machine and the software of this run, for the header. Collective."""
+    """Return facts about the machine and the software of this run, for the header of the report. Collective."""
     return {
         "machine": processor_name() or platform.machine(),
         "cores": os.cpu_count(),
@@ -211,18 +224,18 @@ def facts(world: Communicator) -> dict[str, Any]:
 def write(
     name: str, report: Report, header: dict[int, dict[str, Any]], results: Any, folder: Path, quick: bool
 ) -> list[Path]:
-    """Write BENCH-<name>.json (header, targets, results), .md and .png.
+    """Write BENCH-<name>.json (header, targets, results), .md and .png, and print the targets.
 
     Args:
-        name: The benchmark's name.
-        report: What it has found.
-        header: The facts of each rank count.
-        results: What was measured, for the JSON file.
-        folder: Where the files go.
-        quick: Whether it was a quick run, which judges no target.
+        name: Name of the benchmark.
+        report: Report of the benchmark.
+        header: Result of `facts` for each number of ranks.
+        results: Measured values for the JSON file.
+        folder: Folder for the files; created if it does not exist.
+        quick: True for a quick run, which judges no target.
 
     Returns:
-        The files that were written.
+        Paths of the written files.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if quick:
@@ -252,7 +265,13 @@ def write(
 
 
 def markdown(report: Report, header: dict[int, dict[str, Any]], quick: bool) -> str:
-    """The report as the .md file holds it."""
+    """Return the report as Markdown.
+
+    Args:
+        report: Report of the benchmark.
+        header: Result of `facts` for each number of ranks.
+        quick: True for a quick run; the text then says so.
+    """
     first = next(iter(header.values()))
     lines = [
         f"# {report.title}",
@@ -275,7 +294,7 @@ def markdown(report: Report, header: dict[int, dict[str, Any]], quick: bool) -> 
 
 
 def verdict(met: bool | None) -> str:
-    """Whether a target was met, in a word."""
+    """Return "met", "MISSED" or "unknown" for a target."""
     return "unknown" if met is None else "met" if met else "MISSED"
 
 

@@ -1,14 +1,15 @@
-"""Measures what steps of training take, for the benchmarks `plan` and `strategies`: seconds, and bytes of each rank.
+"""Measurement of training steps for the benchmarks `plan` and `strategies`: seconds, and bytes of each rank.
 
-Each run trains by itself, one after the other in the same processes, several times over in turns; what is timed is a
-step with its batch. A first turn is for memory and for bytes sent: the most memory that a rank took above what it had
-before there was a model. In that turn the C library is told to take each large piece of
-memory from the system and to give it back, so that the pages are those in use, without the holes between them that it
-keeps otherwise (the planner's category `allocator`).
+Training runs take turns in the same processes, for several rounds. A step is timed together with the loading of its
+batch. A first round, without timing, measures the bytes that are sent, and the peak memory of a rank above that before
+the model was created. In this round the C library takes each large block from the system and returns it when it is
+freed. Only pages in use are then counted, without the holes that the allocator would otherwise keep (the planner's
+category `allocator`).
 
-While a model is made that is the most of a rank's own pages and of its part of the pages that the ranks of its node
-share, both together; in training the most of its own pages, and its part of the shared ones at the end. A page that k
-ranks have touched counts 1/k in each, so that a sum over the ranks of a node is what the node gives.
+A rank has its own pages, and a part of the pages that the ranks of its node share: a page that k ranks have touched
+counts 1/k on each, so that the sum over the ranks of a node is the memory that the node provides. While a model is
+created, the peak is that of both together. In training it is the peak of the rank's own pages, plus its part of the
+shared pages at the end.
 """
 
 from __future__ import annotations
@@ -32,41 +33,46 @@ from mpitrain.trainer.data import batches
 from mpitrain.trainer.trainer import Trainer
 
 KINDS = ("parameters", "gradients", "states", "activations", "buffers")
-_LOOPBACK = "/sys/class/net/lo/statistics/tx_bytes"  # of this network namespace
-PIECE, LARGE = 128 << 10, 32 << 20  # bytes from which on glibc takes memory from the system: at first, and at most
-_MMAP_THRESHOLD = -3  # the number of that setting
-_EVERY = 0.005  # seconds between two looks at memory
-WARM = 2  # steps before those that count
+_LOOPBACK = "/sys/class/net/lo/statistics/tx_bytes"  # bytes sent, in this network namespace
+PIECE, LARGE = 128 << 10, 32 << 20  # bytes from which glibc takes a block from the system: its default, and the maximum
+_MMAP_THRESHOLD = -3  # number of this setting in mallopt(3)
+_EVERY = 0.005  # seconds between two samples of the memory
+WARM = 2  # warm-up steps, which do not count
 _WATCHED = 3  # steps whose memory and bytes sent are measured
 
-Values = Mapping[str, Mapping[str, Any]]  # of a configuration
+Values = Mapping[str, Mapping[str, Any]]  # a configuration by section and key
 
 
 class TrainingRun(Protocol):
-    """A model in training, of ours or of a peer. All of it is collective."""
+    """The training of a model by mpitrain or by a peer. All methods are collective."""
 
     def prepare(self) -> None:
-        """Make the model and its optimizer, and draw nothing yet."""
+        """Create the model and its optimizer, without drawing a batch."""
 
     def step(self) -> float:
-        """Take the next step, with its batch; the mean loss over the global batch."""
+        """Take the next step, with its batch, and return the mean loss over the global batch."""
 
     def account(self) -> dict[str, float]:
-        """Bytes on this rank by category: parameters, gradients, states, activations, buffers."""
+        """Return the bytes on this rank by category, the names in `KINDS`."""
 
     def close(self) -> None:
-        """Give everything back."""
+        """Free all memory and communicators."""
 
 
 class TrainerRun:
-    """Training by the trainer itself, as a configuration says."""
+    """A `TrainingRun` by `Trainer`.
+
+    Args:
+        world: Communicator of all ranks.
+        config: Values of the configuration, by section and key.
+    """
 
     def __init__(self, world: Communicator, config: Mapping[str, Any]) -> None:
         self._trainer = Trainer(config, world=world)
         self._batches = ExitStack()
 
     def prepare(self) -> None:
-        """See `TrainingRun`."""
+        """Create the model and its optimizer, without drawing a batch. Collective."""
         trainer = self._trainer
         trainer.prepare()
         share = trainer.places.workers.share
@@ -74,18 +80,18 @@ class TrainerRun:
         self._coming = on_device(loader, trainer.device)
 
     def step(self) -> float:
-        """See `TrainingRun`."""
+        """Take the next step, with its batch, and return the mean loss over the global batch. Collective."""
         taken = self._trainer.train_step(next(self._coming))
         self._trainer.step = taken.number
         return taken.loss
 
     def account(self) -> dict[str, float]:
-        """See `TrainingRun`."""
+        """Return the bytes on this rank by category, the names in `KINDS`. Collective."""
         account = self._trainer.engine.memory()
         return {kind: float(getattr(account, kind)) for kind in KINDS}
 
     def close(self) -> None:
-        """See `TrainingRun`."""
+        """Free all memory and communicators. Collective."""
         self._batches.close()
         self._trainer.engine.close()
         self._trainer.places.mesh.free()
@@ -99,21 +105,21 @@ def measured_runs(
     steps: int,
     seconds: float,
 ) -> dict[str, dict[str, Any]]:
-    """What the steps of each run take, all of which are taken once before: libraries take memory at their first use.
+    """Measure the steps of several training runs. Collective.
 
-    Collective.
+    Each run is executed once before, because libraries allocate memory at their first use.
 
     Args:
-        world: The ranks.
-        makes: By name, what makes a run.
-        rounds: How often each is measured, in turns.
-        steps: Of one measurement.
-        seconds: That one measurement may take; fewer steps are taken where they are slow.
+        world: Communicator of all ranks.
+        makes: Functions that create a run, by name.
+        rounds: Number of measurements of each run, in turns.
+        steps: Most steps per measurement.
+        seconds: Approximate limit of one measurement; slow runs take fewer steps, but at least three.
 
     Returns:
-        By name {"seconds": of each round, every step's; "memory": bytes of the rank with most; "account": by category
-        on rank 0; "largest": likewise, each of the rank that has most of it; "losses": of the first steps; "sent": see
-        `SentBytes.told`}.
+        For each run, by name: "seconds": a list per round with the seconds of each step. "memory": peak bytes of the
+        rank with most. "account": bytes by category on rank 0. "largest": bytes by category, each the maximum over the
+        ranks. "losses": losses of the first steps. "sent": see `SentBytes.told`.
     """
     found: dict[str, dict[str, Any]] = {}
     names = list(makes)
@@ -134,7 +140,7 @@ def measured_runs(
 
 
 def step_seconds(of: Mapping[str, Any]) -> float:
-    """Return a step's, of the round whose median is lowest: other work on the machine only ever adds to it."""
+    """Return the seconds of a step: the lowest of the rounds' medians, because other work can only slow a step down."""
     return float(min(map(statistics.median, of["seconds"])))
 
 
@@ -142,7 +148,15 @@ def step_seconds(of: Mapping[str, Any]) -> float:
 def _one(
     world: Communicator, make: Callable[[], TrainingRun], steps: int, seconds: float, *, watching: bool = False
 ) -> tuple[list[float], dict[str, Any]]:
-    """Return the seconds of steps, and what else `measured_runs` tells of a run."""
+    """Execute one run and return (seconds of its steps, the other values of `measured_runs`). Collective.
+
+    Args:
+        world: Communicator of all ranks.
+        make: Function that creates the run.
+        steps: Most steps after the warm-up.
+        seconds: Approximate limit; slow runs take fewer steps.
+        watching: If true, measure memory and bytes sent, and take all `steps`.
+    """
     run, memory = make(), PeakMemory(world, watching)
     with memory.making():
         run.prepare()
@@ -150,7 +164,7 @@ def _one(
         times, losses = list[float](), list[float]()
         count, meter = WARM + steps, SentBytes(world)
         while len(times) < count:
-            if not watching:  # when what a step sends is counted, nothing else is to be sent
+            if not watching:  # no other messages while the bytes of a step are counted
                 world.barrier()
             began = time.perf_counter()
             losses.append(run.step())
@@ -177,16 +191,25 @@ def _slowest(world: Communicator, seconds: float) -> float:
 
 
 def merged(first: Values, second: Values) -> dict[str, dict[str, Any]]:
-    """Nested values of configurations, of which the second win."""
+    """Return two configurations merged, by section and key.
+
+    Args:
+        first: First configuration.
+        second: Second configuration; its values win.
+    """
     return {section: {**first.get(section, {}), **second.get(section, {})} for section in {**first, **second}}
 
 
 class SentBytes:
-    """What ranks send from `start` to `told`, both collective: as the journal of communication counts it, and sockets.
+    """A counter of the bytes that ranks send between `start` and `told`, which are both collective.
 
-    The journal knows what goes through mpitrain, by operation, axis and tier. What peers send over gloo goes through
-    sockets: on one node that is the loopback interface, on which nothing else of such a job goes; its count is divided
-    by the ranks, and has the headers of TCP in it, some percent. On several nodes peers' bytes are not measured.
+    The journal of communication counts the bytes sent through mpitrain, by operation, axis and tier. Peers send through
+    sockets, over gloo. On one node these use the loopback interface, which carries no other traffic of the job; its
+    count is divided by the number of ranks, and includes the headers of TCP, some percent. On several nodes, the bytes
+    of peers are not measured.
+
+    Args:
+        world: Communicator of all ranks.
     """
 
     def __init__(self, world: Communicator) -> None:
@@ -194,19 +217,22 @@ class SentBytes:
         self._loopback = 0
 
     def start(self) -> None:
-        """Count from here."""
+        """Start counting. Collective."""
         self._world.barrier()
         self._loopback = _loopback_bytes()
         self._world.barrier()
         self._world.journal.start()
 
     def told(self, steps: int) -> Mapping[str, Any]:
-        """What was sent in so many steps, and stop counting.
+        """Stop counting and return the bytes per step. Collective.
+
+        Args:
+            steps: Number of steps since `start`.
 
         Returns:
-            inside, between: bytes a step, to ranks of the same node and of others, of the rank that sends most. rows:
-            of rank 0 [operation, axis, algorithm, calls, bytes inside, bytes between] a step. loopback: bytes a step
-            and rank that went through sockets on this node; None on several nodes.
+            "inside" and "between": bytes per step to ranks of the same node and of other nodes, of the rank that sends
+            most. "rows": [operation, axis, algorithm, calls, bytes inside, bytes between] per step, of this rank.
+            "loopback": bytes per step and rank through sockets of this node; None on several nodes.
         """
         world = self._world
         rows = world.journal.account()
@@ -229,7 +255,7 @@ class SentBytes:
 
 
 def _loopback_bytes() -> int:
-    """Bytes sent through the loopback interface so far; 0 where the system does not tell."""
+    """Return the bytes sent through the loopback interface so far; 0 if the system does not report them."""
     try:
         with open(_LOOPBACK, encoding="ascii") as file:
             return int(file.read())
@@ -241,11 +267,14 @@ def _loopback_bytes() -> int:
 
 
 class PeakMemory:
-    """The most memory of this rank while a model is made, and then trained. Collective to make.
+    """The peak memory of this rank while a model is created and trained. The constructor is collective.
 
     Args:
-        world: The ranks.
-        watching: Whether to look at all: a thread that looks now and then slows the others down.
+        world: Communicator of all ranks.
+        watching: If false, measure only at the start of each context, without a sampling thread that slows ranks down.
+
+    Attributes:
+        taken: Peak bytes so far, above those at construction.
     """
 
     def __init__(self, world: Communicator, watching: bool = True) -> None:
@@ -254,25 +283,25 @@ class PeakMemory:
         give_back()
         world.barrier()
         self._own, self._shared = _own_bytes(), _part_of("Pss_Shmem")
-        self.taken = 0  # bytes above those before
+        self.taken = 0  # peak bytes above those at construction
 
     @contextmanager
     def making(self) -> Iterator[None]:
-        """Watch while the model is made."""
+        """Measure the memory while the model is created in the `with` block."""
         with self._peak(lambda: _own_bytes() + _part_of("Pss_Shmem")) as most:
             yield
         self._take(most[0])
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """Watch while it is trained."""
+        """Measure the memory while the model is trained in the `with` block."""
         with self._peak(_own_bytes) as most:
             yield
             shared = _part_of("Pss_Shmem")
         self._take(most[0] + max(shared, self._shared))
 
     def process(self) -> int:
-        """Return the most bytes of the whole process, libraries included."""
+        """Return the peak bytes of the whole process, including libraries."""
         return self._own + self._shared + self.taken + _part_of("Pss_File")
 
     def _take(self, nbytes: int) -> None:
@@ -280,7 +309,7 @@ class PeakMemory:
 
     @contextmanager
     def _peak(self, nbytes: Callable[[], int]) -> Iterator[list[int]]:
-        """Yield a list of one figure, the most that `nbytes` has returned so far."""
+        """Yield a list with one entry, the maximum that `nbytes` has returned so far."""
         most, done = [nbytes()], threading.Event()
         if not self._watching:
             yield most
@@ -300,27 +329,31 @@ class PeakMemory:
 
 
 def give_back() -> None:
-    """Have glibc give freed memory back to the system, which else counts as taken in what is measured next."""
+    """Make glibc return freed memory to the system, so that the next measurement does not count it."""
     _glibc("malloc_trim", 0)
 
 
 def take_from_system(nbytes: int) -> None:
-    """Have glibc take pieces of at least so many bytes from the system, and give them back when they are freed."""
+    """Make glibc take blocks of at least `nbytes` from the system, and return them when they are freed."""
     _glibc("mallopt", _MMAP_THRESHOLD, nbytes)
 
 
 def _glibc(name: str, *arguments: int) -> None:
-    """Call one of its functions; do nothing where the C library is another."""
+    """Call a function of glibc; do nothing if the C library has no such function."""
     function = getattr(ctypes.CDLL(None), name, None)
     if function is not None:
         function(*arguments)
 
 
 def _own_bytes() -> int:
-    """Bytes of pages that no other process has: what was allocated, not what is shared with the node's ranks."""
+    """Return the bytes of this process' own pages: allocated memory, without memory shared between ranks."""
     return proc.nbytes_of("self/status", "RssAnon") or 0
 
 
 def _part_of(kind: str) -> int:
-    """This process' part of memory that processes share, each page divided by those that have touched it; proc(5)."""
+    """Return this process' part of shared memory, each page divided by the processes that touched it; see proc(5).
+
+    Args:
+        kind: Name of the entry in /proc/self/smaps_rollup.
+    """
     return proc.nbytes_of("self/smaps_rollup", kind) or 0

@@ -1,14 +1,14 @@
-"""Sizes of batches: the global batch of each step, and the microbatches of a rank that it is made of.
+"""Sizes of batches: the global batch of each step, and the microbatches that each rank divides its part into.
 
-The batches of train.batch_warmup come first, then those of train.batch:
+The first steps use the batch sizes in train.batch_warmup, all later steps train.batch:
 
     train.batch_warmup [[2, 8], [1, 16]], train.batch 32
 
-    steps done               0   1   2   3   4
-    the next one's samples   8   8  16  32  32
-    samples before it        0   8  16  32  64
+    steps done                  0   1   2   3   4
+    samples of the next step    8   8  16  32  32
+    samples of all steps done   0   8  16  32  64
 
-Both follow from the number of steps alone, so that a run goes on in the middle of the warm-up by its step and position.
+Both rows follow from the number of steps alone, so a run can resume in the middle of the warm-up.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ _EXAMPLE = "[[100, 8], [100, 16]] for 100 steps of 8 samples, then 100 of 16"
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """The sizes of a run's global batches.
+    """Global batch size of each step of a run.
 
     Attributes:
-        warmup: Those of the first steps.
-        batch: Of all steps after these.
+        warmup: Pairs (number of steps, samples per step) for the first steps, in order; may be empty.
+        batch: Samples of each step after the warm-up.
     """
 
     warmup: Stages
     batch: int
 
     def size(self, step: int) -> int:
-        """Samples of the next step's batch, when `step` steps are done."""
+        """Return the samples in the global batch of step `step`, counted from 0."""
         return self.after(step)[0]
 
     def before(self, step: int) -> int:
-        """Samples that the first `step` steps take together."""
+        """Return the total number of samples in the first `step` steps."""
         total = 0
         for steps, size in self.warmup:
             total += min(steps, step) * size
@@ -49,7 +49,7 @@ class BatchSizes:
         return total + step * self.batch
 
     def steps(self, samples: int) -> int:
-        """The steps that take the first `samples` samples, as many as `before` told."""
+        """Return the number of complete steps within the first `samples` samples; the inverse of `before`."""
         done = 0
         for steps, size in self.warmup:
             here = min(steps, samples // size)
@@ -59,7 +59,7 @@ class BatchSizes:
         return done + samples // self.batch
 
     def warmup_after(self, step: int) -> Stages:
-        """Return the rest of the warm-up, when `step` steps are done."""
+        """Return the part of the warm-up that remains after `step` steps."""
         left = []
         for steps, size in self.warmup:
             if steps > step:
@@ -68,21 +68,25 @@ class BatchSizes:
         return tuple(left)
 
     def after(self, step: int) -> list[int]:
-        """The sizes that batches still have when `step` steps are done, in order."""
+        """Return the distinct batch sizes of the steps from `step` on, in order of first use."""
         return list(dict.fromkeys([*(size for _, size in self.warmup_after(step)), self.batch]))
 
     def key(self, size: int) -> str:
-        """The setting that a size comes from."""
+        """Return the name of the setting that defines batch size `size`, for error messages."""
         return "train.batch" if size == self.batch else "train.batch_warmup"
 
     def describe(self) -> str:
-        """The warm-up, for people; empty where there is none."""
+        """Return the warm-up as readable text, such as "100 steps of 8 samples"; empty if there is no warm-up."""
         told = [f"{steps:,} steps of {size:,}" for steps, size in self.warmup]
         return f"{', '.join(told)} samples" if told else ""
 
 
 def checked_warmup(given: Any) -> Any:
-    """The entries of train.batch_warmup as they were given. Raises ValueError with a line where they are no pairs."""
+    """Return the value of train.batch_warmup unchanged if it is a list of [steps, samples] pairs.
+
+    Raises:
+        ValueError: `given` is not a list of such pairs of integers of at least 1; the message names the wrong entry.
+    """
     if not isinstance(given, (list, tuple)):
         raise ValueError(f"train.batch_warmup = {given!r:.200} is no list of [steps, samples]; write {_EXAMPLE}")
     for number, entry in enumerate(given):
@@ -96,7 +100,15 @@ def checked_warmup(given: Any) -> Any:
 
 
 def require_multiples(sizes: BatchSizes, groups: int) -> None:
-    """Raise InputError where groups of ranks would not have the same part of each of several batches."""
+    """Raise InputError if a batch of the warm-up cannot be divided equally among the groups of parallel.mode local.
+
+    Args:
+        sizes: Batch sizes of the run; nothing is checked if there is no warm-up.
+        groups: Number of groups of ranks that train independently between averages.
+
+    Raises:
+        InputError: Some batch size is not a multiple of `groups`.
+    """
     uneven = next((size for size in sizes.after(0) if size % groups), None)
     if sizes.warmup and uneven is not None:
         raise refusal(
@@ -108,20 +120,22 @@ def require_multiples(sizes: BatchSizes, groups: int) -> None:
 def accumulation(
     batch: int | None, microbatch: int | None, steps: int | None, *, ranks: int, names: Sequence[str]
 ) -> tuple[int, int]:
-    """Complete the three numbers of a batch from those that are given.
+    """Compute the microbatch size and the accumulation steps from the numbers that the configuration sets.
+
+    batch = microbatch x steps x ranks must hold.
 
     Args:
-        batch: Samples of an update, over all ranks; None where nothing was said.
-        microbatch: Samples of one rank in one backward pass; None where nothing was said.
-        steps: Backward passes of an update; None where nothing was said.
-        ranks: Data-parallel ranks.
-        names: What the three numbers are called in the configuration, for the error.
+        batch: Samples per update, over all ranks; None if not set.
+        microbatch: Samples of one rank in one backward pass; None if not set.
+        steps: Backward passes per update; None if not set.
+        ranks: Number of data-parallel ranks.
+        names: Names of batch, microbatch and steps in the configuration, for the error message.
 
     Returns:
-        (microbatch, steps); microbatch is 0 where neither it nor a batch was given.
+        (microbatch, steps); microbatch is 0 if neither `batch` nor `microbatch` is set.
 
     Raises:
-        InputError: The numbers do not fit each other.
+        InputError: The numbers contradict each other, or `batch` cannot be divided in this way.
     """
     if batch is None:
         return microbatch or 0, steps or 1

@@ -1,7 +1,10 @@
-"""The learning rate of each step: decays and cycles of ours, and the warm-ups of a DeepSpeed configuration.
+"""The learning rate of each step: our own decays and cycles, and the warm-ups of a DeepSpeed configuration.
 
-Cycles are of Smith 2018, "A disciplined approach to neural network hyper-parameters: Part 1". Their keys are those of
-DeepSpeed's OneCycle and LRRangeTest, and step `step`, from 0, has the rate that these give that update.
+The cycles (`OneCycle`, `RangeTest`) have the same keys as DeepSpeed's OneCycle and LRRangeTest, and give the same rate
+at each step, counted from 0.
+
+Reference:
+    Smith 2018, "A disciplined approach to neural network hyper-parameters: Part 1".
 """
 
 from __future__ import annotations
@@ -21,18 +24,19 @@ from mpitrain.errors import InputError, first_problem, refusal
 
 @dataclass(frozen=True)
 class LearningRate:
-    """A learning rate that warms up from 0 to `peak`, then stays, or goes down to `last` at step `steps`.
+    """A learning rate that warms up linearly from 0 to `peak` and then follows a decay of `kind`.
 
-    An inverse square root goes on towards `last`, however many steps there are.
+    A constant rate stays at `peak`. An inverse square root decreases towards `last` without reaching it. All other
+    kinds reach `last` at step `steps`.
 
     Attributes:
-        kind: What follows the warm-up.
-        peak: The rate after the warm-up.
-        last: The rate at the last step, where it decays.
-        warmup: How many steps the warm-up takes.
-        steps: How many steps there are.
-        decay: Steps that wsd decays in; below 1: their share of all steps.
-        power: Of the polynomial.
+        kind: Shape of the curve after the warm-up, a key of `DECAYS`.
+        peak: Learning rate at the end of the warm-up.
+        last: Learning rate at the end of the decay, default 0; not used by a constant rate.
+        warmup: Steps of the warm-up, default 0.
+        steps: Steps of the whole run.
+        decay: Steps of the decay of wsd; a value below 1 is a fraction of `steps`. Default 0.2.
+        power: Exponent of the polynomial, default 2.
     """
 
     kind: Decay
@@ -45,7 +49,15 @@ class LearningRate:
 
     @staticmethod
     def of(section: OptimSection, steps: int) -> LearningRate:
-        """Return the rate that a configuration asks for, in a run of `steps`."""
+        """Return the learning rate that the section [optim] describes.
+
+        Args:
+            section: The settings of [optim]; `schedule` must be a key of `DECAYS`.
+            steps: Optimizer steps of the whole run.
+
+        Raises:
+            InputError: optim.schedule_options has a key that this schedule does not know.
+        """
         kind = cast(Decay, section.schedule)
         unknown = set(section.schedule_options) - ({"power"} if kind == "polynomial" else set())
         if unknown:
@@ -58,13 +70,13 @@ class LearningRate:
         return LearningRate(kind, *rates, section.warmup, steps, decay=section.decay_steps, power=power)
 
     def rate(self, step: int) -> float:
-        """The rate of step `step`, from 0."""
+        """Return the learning rate of step `step`, counted from 0."""
         if step < self.warmup:
             return self.peak * (step + 1) / self.warmup
         return self.last + (self.peak - self.last) * DECAYS[self.kind](self, step - self.warmup)
 
     def progress(self, since: int) -> float:
-        """Return the share of the steps after the warm-up that is done, after `since` of them."""
+        """Return the fraction, 0 to 1, of the steps after the warm-up that is done when `since` of them are."""
         return min(1.0, since / max(1, self.steps - self.warmup))
 
 
@@ -78,9 +90,9 @@ def _inverse_sqrt(curve: LearningRate, since: int) -> float:
     return math.sqrt(scale / (since + scale))
 
 
-_TIMESCALE = 10_000  # steps in which an inverse square root without a warm-up comes down to 0.7, as in transformers
+_TIMESCALE = 10_000  # steps after which an inverse square root without a warm-up is 0.7, as in transformers
 
-# what is left of the way from the last rate to the peak, so many steps after the warm-up
+# (rate - last) / (peak - last), `since` steps after the warm-up
 DECAYS: dict[Decay, Callable[[LearningRate, int], float]] = {
     "constant": lambda curve, since: 1.0,
     "linear": lambda curve, since: 1 - curve.progress(since),
@@ -91,7 +103,7 @@ DECAYS: dict[Decay, Callable[[LearningRate, int], float]] = {
 }
 
 
-_MOST = 0.999  # that a momentum which grows after the cycle comes to
+_MOST = 0.999  # upper limit of a momentum that grows after the cycle
 _Number = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 _Steps = Annotated[int, Field(ge=0)]
 _SomeSteps = Annotated[int, Field(gt=0)]
@@ -99,23 +111,25 @@ _Momentum = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OneCycle(Section):
-    """Up from the least rate to the largest, down again, and then slowly below the least one.
+    """A learning rate that rises to a maximum, falls back to the minimum, and then decays slowly below it.
+
+    After the cycle, with n = (steps since its end) / `decay_step_size`, the rate is
+    cycle_min_lr / (1 + decay_lr_rate · n), and the momentum cycle_max_mom · (1 + decay_mom_rate · n), at most 0.999.
 
     Attributes:
-        cycle_min_lr: The rate at both ends of the cycle.
-        cycle_max_lr: The rate between its two halves.
-        cycle_first_step_size: Steps of the first half.
-        cycle_second_step_size: Steps of the second; 0: as many as of the first.
-        cycle_first_stair_count: How many stairs the first half climbs; 0: it is a line.
-        cycle_second_stair_count: The same of the second; -1: as many as of the first.
-        decay_step_size: After the cycle, steps in which the divisor of the least rate grows by `decay_lr_rate`, and the
-            factor of the largest momentum by `decay_mom_rate`; 0: both stay.
-        decay_lr_rate: See there.
-        decay_mom_rate: See there.
-        cycle_momentum: Whether the first beta of Adam and its kin goes the other way, between the two moments, with
-            0.99 as the second.
-        cycle_min_mom: The momentum between the halves.
-        cycle_max_mom: The momentum at both ends.
+        cycle_min_lr: Learning rate at the start and at the end of the cycle.
+        cycle_max_lr: Learning rate in the middle of the cycle.
+        cycle_first_step_size: Steps of the first half, default 2000.
+        cycle_second_step_size: Steps of the second half; 0, the default: the length of the first half.
+        cycle_first_stair_count: Stairs in the first half; 0, the default: a straight line.
+        cycle_second_stair_count: Stairs in the second half; 0: a straight line; -1, the default: as in the first half.
+        decay_step_size: Steps per unit of n after the cycle; 0, the default: neither rate nor momentum changes.
+        decay_lr_rate: Growth of the divisor of the rate per unit of n, default 0.
+        decay_mom_rate: Growth of the factor of the momentum per unit of n, default 0.
+        cycle_momentum: If true, the default, the first beta of Adam and similar optimizers moves between cycle_max_mom
+            and cycle_min_mom in the opposite direction, and the second beta is 0.99.
+        cycle_min_mom: Momentum in the middle of the cycle, default 0.8.
+        cycle_max_mom: Momentum at the start and at the end of the cycle, default 0.9.
     """
 
     cycle_min_lr: _Number
@@ -132,13 +146,13 @@ class OneCycle(Section):
     cycle_max_mom: _Momentum = 0.9
 
     def rate(self, step: int) -> float:
-        """The rate of step `step`, from 0."""
+        """Return the learning rate of step `step`, counted from 0."""
         if (since := step - self._steps) >= 0:
             return self.cycle_min_lr / (1 + self.decay_lr_rate * self._intervals(since))
         return self.cycle_min_lr + (self.cycle_max_lr - self.cycle_min_lr) * self._height(step)
 
     def momentum(self, step: int) -> float | None:
-        """The first beta of step `step`; None where the optimizer's own stays."""
+        """Return the first beta of step `step`, counted from 0; None if the optimizer keeps its own."""
         if not self.cycle_momentum:
             return None
         if (since := step - self._steps) >= 0:
@@ -157,7 +171,7 @@ class OneCycle(Section):
         return since / self.decay_step_size if self.decay_step_size else 0.0
 
     def _height(self, step: int) -> float:
-        """Return the height in the cycle: 0 at its ends, 1 between its halves."""
+        """Return the height of the cycle at `step`: 0 at its start and end, 1 in its middle."""
         first, stairs = self.cycle_first_step_size, self.cycle_first_stair_count
         if step <= first:
             done, of = step, first
@@ -168,13 +182,13 @@ class OneCycle(Section):
 
 
 class RangeTest(Section):
-    """Ever higher, until the loss no longer falls: the rate a model bears is just below.
+    """A learning rate that grows until the loss diverges; a usable rate lies just below that point.
 
     Attributes:
-        lr_range_test_min_lr: The first rate.
-        lr_range_test_step_size: Steps in which the rate grows by `lr_range_test_step_rate` times the first one.
-        lr_range_test_step_rate: See there.
-        lr_range_test_staircase: Whether it grows at the end of those steps, instead of at each.
+        lr_range_test_min_lr: Learning rate of the first step, default 1e-3.
+        lr_range_test_step_size: Steps of one interval, default 2000.
+        lr_range_test_step_rate: Growth of the rate per interval, as a multiple of the first rate, default 1.
+        lr_range_test_staircase: If true, the rate grows at the end of each interval; else, the default, at each step.
     """
 
     lr_range_test_min_lr: _Number = 1e-3
@@ -183,7 +197,7 @@ class RangeTest(Section):
     lr_range_test_staircase: StrictBool = False
 
     def rate(self, step: int) -> float:
-        """The rate of step `step`, from 0."""
+        """Return the learning rate of step `step`, counted from 0."""
         size = self.lr_range_test_step_size
         intervals = step // size if self.lr_range_test_staircase else step / size
         return self.lr_range_test_min_lr * (1 + self.lr_range_test_step_rate * intervals)
@@ -193,13 +207,18 @@ CYCLES: dict[Cycle, type[OneCycle] | type[RangeTest]] = {"one-cycle": OneCycle, 
 
 
 def cycle_of(section: OptimSection, steps: int) -> OneCycle | RangeTest:
-    """Return the cycle that a configuration asks for; what optim.schedule_options lack comes from its other settings.
+    """Return the cycle or range test that the section [optim] describes.
 
-    The cycle is then the whole run, between optim.lr and optim.lr_end or, where that is 0, a tenth of optim.lr; betas
-    stay. The test begins at optim.lr_end, or a hundredth of optim.lr, and reaches optim.lr at the end.
+    Keys missing from optim.schedule_options get these defaults. A one-cycle spans the whole run, between optim.lr_end
+    (optim.lr / 10 if that is 0) and optim.lr, and leaves the betas alone. A range test grows from optim.lr_end
+    (optim.lr / 100 if that is 0) to optim.lr at the end of the run.
+
+    Args:
+        section: The settings of [optim]; `schedule` is one-cycle or range-test.
+        steps: Optimizer steps of the whole run.
 
     Raises:
-        InputError: There is no such option, or it is out of range.
+        InputError: optim.schedule_options has an unknown key, or a value out of range.
     """
     if section.schedule == "one-cycle":
         half = max(1, steps // 2)
@@ -219,10 +238,14 @@ def cycle_of(section: OptimSection, steps: int) -> OneCycle | RangeTest:
 
 
 def made(kind: type[OneCycle] | type[RangeTest], options: Mapping[str, Any]) -> OneCycle | RangeTest:
-    """Return a schedule of the class with these attributes; None stands for an attribute's default.
+    """Create a cycle from a mapping of its attributes.
+
+    Args:
+        kind: The class to create.
+        options: Values by attribute name; None stands for the default.
 
     Raises:
-        InputError: An attribute is missing, unknown, or no number that it can be.
+        InputError: An attribute is missing, unknown, not a number, or out of range.
     """
     given = {key: value for key, value in options.items() if value is not None}
     if unknown := sorted(set(given) - set(kind.model_fields)):
@@ -235,19 +258,20 @@ def made(kind: type[OneCycle] | type[RangeTest], options: Mapping[str, Any]) -> 
 
 @dataclass(frozen=True)
 class WarmUp:
-    """A warm-up of DeepSpeed (WarmupLR, WarmupDecayLR or WarmupCosineLR), and what follows it.
+    """A learning rate schedule of DeepSpeed with a warm-up: WarmupLR, WarmupDecayLR or WarmupCosineLR.
 
-    DeepSpeed makes update 0 with the rate that a schedule begins from. It steps the schedule after each update that was
-    not skipped, and calls the first such step batch 0: update n has the rate of batch n - 1.
+    DeepSpeed runs update 0 with the initial rate of the schedule. It advances the schedule after each update that was
+    not skipped, and counts the first advance as batch 0, so update n has the rate of batch n - 1.
 
     Attributes:
         kind: constant for WarmupLR, linear for WarmupDecayLR, cosine for WarmupCosineLR.
-        peak: The rate after the warm-up; None: each parameter group's own.
-        first: The rate that the warm-up begins from, and that a line goes down to; of a cosine, as a ratio of `peak`.
-        last: What a cosine goes down to, as a ratio of `peak`.
-        warmup: Updates that the warm-up takes, at least 2.
+        peak: Learning rate at the end of the warm-up; None: the own rate of each parameter group.
+        first: Learning rate at the start of the warm-up, and at the end of a linear decay; for cosine, as a ratio of
+            `peak`. Default 0.
+        last: Learning rate at the end of a cosine, as a ratio of `peak`, default 0.
+        warmup: Updates of the warm-up, at least 2; default 1000.
         steps: Updates of the whole training.
-        logarithmic: Whether the warm-up follows log(update) instead of a line.
+        logarithmic: If true, the default, the warm-up grows with log(update); else linearly.
     """
 
     kind: Decay
@@ -259,10 +283,15 @@ class WarmUp:
     logarithmic: bool = True
 
     def rate(self, update: int, own: float = 1.0) -> float:
-        """The rate of update `update`, from 0, of a parameter group whose own rate is `own`."""
+        """Return the learning rate of one parameter group.
+
+        Args:
+            update: Number of the update, from 0.
+            own: Learning rate of the parameter group itself, used if `peak` is None.
+        """
         peak, batch = own if self.peak is None else self.peak, update - 1
         if batch < 0:
-            return 0.0 if self.kind == "cosine" else self.first  # a cosine from 0, whatever its ratio
+            return 0.0 if self.kind == "cosine" else self.first  # a cosine starts at 0, whatever `first` is
         if batch >= self.warmup:
             share = self._after(batch)
         else:
@@ -273,7 +302,7 @@ class WarmUp:
         return peak * (low + (1 - low) * share)
 
     def _after(self, batch: int) -> float:
-        """Return the height of the rate at a batch after the warm-up, from 1 to 0."""
+        """Return the relative height of the rate, from 1 down to 0, at a batch after the warm-up."""
         steps = max(1, self.steps - self.warmup)
         if self.kind == "linear":
             return max(0.0, (self.steps - batch) / steps)

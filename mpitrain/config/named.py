@@ -22,14 +22,15 @@ _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 
 def find(key: str, path: str) -> Callable[..., Any]:
-    """The function or class that a setting names.
+    """Import and return the function or class that a setting names.
 
     Args:
-        key: Of the setting, for messages.
-        path: package.module:name; the working directory is looked in as well.
+        key: Name of the setting, for error messages.
+        path: The function or class as package.module:name; modules in the working directory are found, too.
 
     Raises:
-        InputError: There is no such thing, or importing it failed. Not `agreed`: it may be missing on one node alone.
+        InputError: The module or the name does not exist, is not callable, or its import failed. The error is not
+            `agreed`, because the module may be missing on a single node.
     """
     module_name, colon, name = path.partition(":")
     if not (colon and module_name and name):
@@ -37,7 +38,7 @@ def find(key: str, path: str) -> Callable[..., Any]:
     module = _import(f"{key} {path}", module_name)
     function = getattr(module, name, None)
     if function is None:
-        package = module.__name__.partition(".")[0]  # what was defined there, not imported from elsewhere
+        package = module.__name__.partition(".")[0]  # only names defined there, not imported ones
         own = {other: str(getattr(value, "__module__", "")) for other, value in vars(module).items() if callable(value)}
         known = [other for other, home in own.items() if home.partition(".")[0] == package and other[0] != "_"]
         otherwise = f"define it there, or name one of {', '.join(known[:_SHOWN])}" if known else "define it there"
@@ -52,18 +53,18 @@ def find(key: str, path: str) -> Callable[..., Any]:
 
 
 def require_outside(key: str, path: str, folder: Path) -> None:
-    """Import the module that a setting of a run names, unless that would run code which came with the run.
+    """Import the module that a setting of a run names, but refuse to run code that lies in the run folder.
 
-    From here on the run's folder is searched last, so that nothing in it hides an installed module.
+    Afterwards the run folder is last in `sys.path`, so that no file in it can replace an installed module.
 
     Args:
-        key: Of the setting, for messages.
-        path: package.module:name.
-        folder: The run's folder.
+        key: Name of the setting, for error messages.
+        path: The function or class as package.module:name.
+        folder: The run folder.
 
     Raises:
-        InputError: The module, or a package around it, lies in the folder, or the standard library is named, where no
-            model is but much that runs what it is given.
+        InputError: The module or one of its parent packages lies in `folder`; or it belongs to Python's standard
+            library, which contains no models but many functions that execute their arguments.
     """
     module_name = path.partition(":")[0]
     _look_here()
@@ -87,12 +88,12 @@ def require_outside(key: str, path: str, folder: Path) -> None:
 
 
 def _is_within(path: str, folder: Path) -> bool:
-    """Return whether a path leads into the folder, by its name or by where its links end."""
+    """Return True if a path lies in the folder, either as written or after its symbolic links are resolved."""
     return any(Path(resolve(path)).is_relative_to(resolve(folder)) for resolve in (os.path.abspath, os.path.realpath))
 
 
 def _look_here() -> None:
-    """Have modules searched in the working directory, as `python -m` does, however the job was started."""
+    """Add the working directory to `sys.path`, as `python -m` does, however the job was started."""
     here = os.getcwd()
     if here not in sys.path and "" not in sys.path:
         sys.path.insert(0, here)
@@ -103,10 +104,10 @@ def _import(named: str, module_name: str) -> ModuleType:
     try:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        # its own import may be what is missing: then that is the message
+        # a module that it imports may be the missing one: then report that one
         if error.name is None or not (module_name + ".").startswith(error.name + "."):
             raise InputError(f"{named}: {module_name} needs {told(error)}; install it") from error
-        # the package that should have held it, or all top-level modules
+        # the package in which the module was expected, or all top-level modules
         parent, dot, _ = error.name.rpartition(".")
         where = list(getattr(sys.modules.get(parent), "__path__", [])) if dot else None
         beside = [parent + dot + module.name for module in pkgutil.iter_modules(where)]
@@ -119,16 +120,22 @@ def _import(named: str, module_name: str) -> ModuleType:
 
 
 def suggestion(name: str, known: Iterable[str], otherwise: str) -> str:
-    """Return a question for the known name that is most like a wrong one; `otherwise` where none is."""
+    """Return "did you mean ...?" with the known name closest to a wrong one.
+
+    Args:
+        name: The wrong name.
+        known: All valid names.
+        otherwise: Text returned if no valid name is similar.
+    """
     near = difflib.get_close_matches(name, known, n=1)
     return f"did you mean {near[0]!r}?" if near else otherwise
 
 
 def told(error: BaseException) -> str:
-    """Return what the user's own code raised, and where, on one line: `ValueError: depth is 0 (model.py:12)`."""
+    """Return one line with an error of the user's code and its place: `ValueError: depth is 0 (model.py:12)`."""
     plumbing = (_PACKAGE, "<frozen importlib", importlib.__file__)
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(plumbing)]
-    own = [frame for frame in frames if "site-packages" not in frame.filename] or frames  # rather theirs than torch's
+    own = [frame for frame in frames if "site-packages" not in frame.filename] or frames  # the user's, not torch's
     place = f" ({os.path.basename(own[-1].filename)}:{own[-1].lineno})" if own else ""
     if isinstance(error, SyntaxError):
         place = f" ({os.path.basename(error.filename or '?')}:{error.lineno})"

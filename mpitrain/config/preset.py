@@ -1,8 +1,8 @@
-"""Settings of [model] that come from elsewhere: a Hugging Face config.json, the run under adapters, the model's name.
+"""Values of [model] from other sources: a Hugging Face config.json, the base run of adapters, defaults by model name.
 
-A config.json is one of the GPT-2, Llama, Mistral, Qwen2 and Qwen3 families; it is written, too. A key of theirs that
-changes what is computed, and that gpt has no setting for, is refused by its name; those of dropout, of generation and
-of files are not read. A key that a person gives always wins.
+The families GPT-2, Llama, Mistral, Qwen2 and Qwen3 are supported, for reading and for writing a config.json. A key of a
+config.json that changes the computation, but has no counterpart in our gpt, is an error; keys for dropout, generation
+and files are not read. A key that the user sets always wins.
 """
 
 from __future__ import annotations
@@ -26,10 +26,14 @@ Number = TypeVar("Number", int, float)
 
 
 def with_preset(given: Mapping[str, Any]) -> Values:
-    """The keys of [model]: those given, and for all others what `preset` among them says.
+    """Return the keys of [model], completed with the values of the config.json that `preset` names.
+
+    Args:
+        given: The keys of [model] that the user set, with `preset`; they win over the config.json.
 
     Raises:
-        InputError: The preset cannot be read, or is of a model that gpt cannot be.
+        InputError: The config.json cannot be read, describes a model that gpt cannot represent, or contradicts `given`
+            although `given` sets all of its keys.
     """
     path = Path(str(given["preset"]))
     with refusing(f"model.preset {path} is no config.json", "give that of a model"):
@@ -44,13 +48,13 @@ def with_preset(given: Mapping[str, Any]) -> Values:
 
 
 def preset_values(path: Path) -> Values:
-    """The keys of [model] that a config.json says.
+    """Return the keys of [model] that describe the model of a config.json.
 
     Args:
-        path: The file, or the folder it is in.
+        path: The config.json, or the folder that contains it.
 
     Raises:
-        InputError: See `with_preset`.
+        InputError: The file cannot be read, or describes a model that gpt cannot represent.
     """
     file = path / CONFIG_JSON if path.is_dir() else path
     source = _Source(file, _read(file))
@@ -65,15 +69,15 @@ def preset_values(path: Path) -> Values:
 
 
 def config_json(model: Mapping[str, Any], vocabulary: int, dtype: str) -> Values:
-    """The config.json of a model.
+    """Return the contents of a Hugging Face config.json for a model.
 
     Args:
-        model: The keys of [model], all of them.
-        vocabulary: Tokens.
-        dtype: Of the weights, as PyTorch names it.
+        model: All keys of [model].
+        vocabulary: Number of tokens in the vocabulary.
+        dtype: PyTorch's name for the type of the weights, such as "float32".
 
     Raises:
-        InputError: No family has such blocks.
+        InputError: No supported family has blocks like those of the model.
     """
     common = {
         "vocab_size": vocabulary,
@@ -122,10 +126,15 @@ def config_json(model: Mapping[str, Any], vocabulary: int, dtype: str) -> Values
 
 
 def form_of(model: Mapping[str, Any]) -> str:
-    """The family whose blocks a model has: gpt2, llama (which Mistral's are, too), qwen2 or qwen3.
+    """Return the Hugging Face family whose blocks equal those of a model: gpt2, llama, qwen2 or qwen3.
+
+    The blocks of Mistral are those of llama.
+
+    Args:
+        model: All keys of [model].
 
     Raises:
-        InputError: It is neither.
+        InputError: The model belongs to none of these families.
     """
     wanted: dict[str, Values] = {
         "llama": {"norm": "rmsnorm", "positions": "rotary", "mlp": "swiglu"},
@@ -152,18 +161,18 @@ def form_of(model: Mapping[str, Any]) -> str:
 
 
 class _Source:
-    """A config.json that is read.
+    """Checked access to the keys of a config.json.
 
     Args:
-        file: It.
-        values: Its keys.
+        file: Path of the config.json, for error messages.
+        values: Keys and values of the file.
     """
 
     def __init__(self, file: Path, values: Values) -> None:
         self.file, self.values = file, values
 
     def only(self, key: str, *fitting: Any) -> None:
-        """Raise InputError unless a key has one of these values, the first of which it has where it is missing."""
+        """Raise InputError unless `key` has one of the `fitting` values; the first of them is its default."""
         value = self.values.get(key, fitting[0])
         if value not in fitting:
             raise InputError(
@@ -172,12 +181,15 @@ class _Source:
             )
 
     def number(self, key: str, otherwise: Number, within: Mapping[str, Any] | None = None) -> Number:
-        """Return a positive number, a whole one where `otherwise` is. Raises InputError for anything else.
+        """Return the positive number under a key, of the same type (int or float) as `otherwise`.
 
         Args:
-            key: Its key.
-            otherwise: The number where there is none.
-            within: The keys among which it is looked for; None: all.
+            key: The key.
+            otherwise: Default, used if the key is missing or null.
+            within: Mapping in which to look up the key; None: the whole file.
+
+        Raises:
+            InputError: The value is not a positive number of this type.
         """
         value = (self.values if within is None else within).get(key)
         value = otherwise if value is None else value
@@ -187,7 +199,15 @@ class _Source:
         return type(otherwise)(value)
 
     def flag(self, key: str, otherwise: bool) -> bool:
-        """True or false."""
+        """Return the boolean under a key.
+
+        Args:
+            key: The key.
+            otherwise: Default, used if the key is missing.
+
+        Raises:
+            InputError: The value is not a boolean.
+        """
         self.only(key, otherwise, not otherwise)
         return bool(self.values.get(key, otherwise))
 
@@ -228,7 +248,7 @@ def _llama(source: _Source) -> Values:
 def _mistral(source: _Source) -> Values:
     positions = source.number("max_position_embeddings", 4096 * 32)
     window = source.values.get("sliding_window", 4096)
-    if not (isinstance(window, int) and window >= positions):  # a window as long as any text leaves nothing out
+    if not (isinstance(window, int) and window >= positions):  # a window as long as the longest text has no effect
         source.values["sliding_window"] = window
         source.only("sliding_window", None)
     return _like_llama(source, hidden=14336, kv_heads=8, positions=positions)
@@ -243,7 +263,7 @@ def _qwen3(source: _Source) -> Values:
     source.only("use_sliding_window", False)
     source.only("attention_bias", False)
     if source.values.get("head_dim") is None:
-        source.values["head_dim"] = 128  # theirs, whatever the width
+        source.values["head_dim"] = 128  # Qwen3's default, whatever the width
     layers = source.values.get("layer_types") or []
     if not isinstance(layers, list) or any(layer != "full_attention" for layer in layers):
         source.only("layer_types", None)
@@ -253,7 +273,15 @@ def _qwen3(source: _Source) -> Values:
 def _like_llama(
     source: _Source, *, hidden: int = 11008, kv_heads: int | None = None, positions: int = 2048, vocabulary: int = 32000
 ) -> Values:
-    """Read what Llama, Mistral, Qwen2 and Qwen3 have in common; the numbers are the defaults of each family."""
+    """Return the keys of [model] that Llama, Mistral, Qwen2 and Qwen3 have in common.
+
+    Args:
+        source: The config.json.
+        hidden: The family's default of intermediate_size.
+        kv_heads: The family's default of num_key_value_heads; None: the number of attention heads.
+        positions: The family's default of max_position_embeddings.
+        vocabulary: The family's default of vocab_size.
+    """
     source.only("hidden_act", "silu", "swish")
     width, heads = source.number("hidden_size", 4096), source.number("num_attention_heads", 32)
     if source.values.get("head_dim") is not None:
@@ -277,7 +305,7 @@ def _like_llama(
 
 
 def _rope_base(source: _Source) -> float:
-    """Read the base of plain rotary positions. Raises InputError for those that are scaled in any way."""
+    """Return the base of plain rotary positions. Raises InputError if the file scales the positions in any way."""
     base = source.number("rope_theta", 10000.0)
     for key in ("rope_scaling", "rope_parameters"):
         rope = source.values.get(key)
@@ -312,16 +340,20 @@ def _read(file: Path) -> Values:
     return values
 
 
-_OWN = ("base", "compile", "lora", "lora_alpha", "lora_dropout", "lora_targets", "preset")  # not those of the base
+# keys that are never copied from the base run
+_OWN = ("base", "compile", "lora", "lora_alpha", "lora_dropout", "lora_targets", "preset")
 
 
 def with_base(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of [model]: those given, and for all others what the settings of the run `base` say.
+    """Return the keys of [model], completed with the settings of the run or checkpoint that `base` names.
 
-    A checkpoint that lies in no run has no settings; its weights then tell what does not fit.
+    A checkpoint outside a run folder has no settings, so nothing is added; loading its weights then reports a mismatch.
+
+    Args:
+        given: The keys of [model] that the user set, with `base`; they win over those of the base run.
 
     Raises:
-        InputError: There is no such run, or its settings cannot be read.
+        InputError: `base` does not exist, or its settings cannot be read.
     """
     path = Path(str(given["base"])).expanduser()
     if not path.exists():
@@ -331,10 +363,10 @@ def with_base(given: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in found.items() if key not in _OWN} | dict(given)
 
 
-# defaults of models that differ from those of `ModelSection` and `OptimSection`
+# defaults of single models, where they differ from those of `ModelSection` and `OptimSection`
 _BY_MODEL: dict[Model, dict[str, dict[str, Any]]] = {
-    # the 18 layers and 64 channels of He et al. 2015; their momentum; the decay and the rate at which everybody trains
-    # it on images as small as CIFAR's, for batches of 32 to 128
+    # 18 layers, 64 channels and momentum from He et al. 2015; the usual weight decay and learning rate for images as
+    # small as CIFAR's with batches of 32 to 128
     "resnet": {
         "model": {"layers": 18, "width": 64},
         "optim": {"name": "sgd", "lr": 0.05, "weight_decay": 5e-4, "options": {"momentum": 0.9}},
@@ -343,10 +375,10 @@ _BY_MODEL: dict[Model, dict[str, dict[str, Any]]] = {
 
 
 def completed(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the values of a configuration, by section and key, with the defaults of the model that they name.
+    """Return the values of a configuration, by section and key, completed with the defaults of its model.name.
 
-    Where the optimizer is chosen, its other settings have their general defaults, since a rate that suits one optimizer
-    suits no other.
+    If the user chose an optimizer, nothing is added to [optim], because a learning rate for one optimizer does not suit
+    another one.
     """
     model, made = values.get("model"), dict(values)
     name: Any = model.get("name") if isinstance(model, Mapping) and not model.get("factory") else None
@@ -359,6 +391,11 @@ def completed(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def defaults_by_model(section: str, key: str) -> str:
-    """Return the other defaults of a setting, for people: "resnet: 18"."""
+    """Return the defaults of a setting that hold for single models only, as text such as "resnet: 18".
+
+    Args:
+        section: Section of the setting, such as "model".
+        key: Key of the setting, such as "layers".
+    """
     of_models = ((name, sections.get(section, {})) for name, sections in _BY_MODEL.items())
     return ", ".join(f"{name}: {defaults[key]!r}" for name, defaults in of_models if key in defaults)

@@ -1,4 +1,4 @@
-"""Settings of what surrounds the training: the run folder, the data, checkpoints, failures, what is shown."""
+"""Settings of everything around the training: run folder, data, checkpoints, failures and monitoring."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mpitrain.config.section import Named, Section, followed_apart, setting
 
 
 class RunSection(Section):
-    """[run]"""
+    """Settings of [run]: the run as a whole: its folder, seed, device and time limit."""
 
     dir: str = setting(
         "", "run folder; empty: runs/<date>-<time>, or runs/job-<id> in a batch job", also=["output_dir", "folder"]
@@ -33,7 +33,7 @@ class RunSection(Section):
 
 
 class DataSection(Section):
-    """[data]"""
+    """Settings of [data]: the training data and how it is read."""
 
     path: str = setting("", "data set folder, or `digits`; empty: Python's own source as bytes", also=["dataset"])
     mix: dict[str, Annotated[float, Gt(0), AllowInfNan(False)]] = setting(
@@ -62,7 +62,7 @@ class DataSection(Section):
 
 
 class CheckpointSection(Section):
-    """[checkpoint]"""
+    """Settings of [checkpoint]: checkpoints: when they are saved, where, and which are kept."""
 
     every: Annotated[int, Ge(0)] | Literal["auto"] = setting(
         100,
@@ -70,8 +70,9 @@ class CheckpointSection(Section):
         also=["save_every", "save_interval", "interval"],
         off=0,
     )
-    # Half a year. 2,048 nodes of eight GPUs stopped 419 times unforeseen in 54 days (Grattafiori et al. 2024, The Llama
-    # 3 herd of models, section 3.3.4): each once in 6,300 hours. Nodes without GPUs fail less; rather too often saved.
+    # Half a year. 2,048 nodes of eight GPUs had 419 unexpected interruptions in 54 days, one per node in 6,300 hours
+    # (Grattafiori et al. 2024, The Llama 3 herd of models, section 3.3.4). Nodes without GPUs fail less often, but
+    # saving too often does less harm than saving too rarely.
     node_mtbf: float = setting(
         4380.0, "with checkpoint.every auto: hours between two failures of one node, on average", gt=0.0, also=["mtbf"]
     )
@@ -92,14 +93,14 @@ class CheckpointSection(Section):
 
 
 class ElasticSection(Section):
-    """[elastic]"""
+    """Settings of [elastic]: reaction to ranks that fail."""
 
     mode: Literal["off", "shrink"] = setting("off", "shrink: go on without ranks that died (needs ULFM)", off="off")
     copy_every: int = setting(1, "steps between the copies of each rank's state in others' memory", ge=1)
 
 
 def timeline_steps(value: str) -> tuple[int, int]:
-    """The first and the last step of monitor.timeline; (0, 0) where it is no A:B of digits."""
+    """Return the first and the last step of a monitor.timeline `A:B`; (0, 0) if the text has another form."""
     match = re.fullmatch(r"([0-9]{1,18}):([0-9]{1,18})", value)
     return (int(match[1]), int(match[2])) if match else (0, 0)
 
@@ -115,7 +116,7 @@ def _from_a_step_to_a_later_one(value: str) -> str:
 
 
 class MonitorSection(Section):
-    """[monitor]"""
+    """Settings of [monitor]: progress lines, trackers and the timeline."""
 
     tensorboard: bool = setting(False, "also write TensorBoard events into the run folder")
     wandb: bool = setting(

@@ -1,12 +1,13 @@
-"""One validated configuration: a TOML file, then `--section.key value` arguments over it.
+"""The validated configuration of a run: a TOML file, overridden by `--section.key value` arguments.
 
-Each setting is declared once, in `run.py`, `training.py` or `parallel.py`, with its type, default, sentence and range;
-names to choose among come from `mpitrain.choices`. An unknown key is an error that suggests the nearest name; nothing
-is ignored in silence. Neither torch nor MPI is loaded.
+Each setting is declared once, in `run.py`, `training.py` or `parallel.py`, with its type, default, description and
+range; the names that a setting can choose among come from `mpitrain.choices`. An unknown key is an error that suggests
+the nearest name; no key is ignored silently. This module imports neither torch nor MPI.
 
-An alias counts in the section of its setting and in [train], where other tools have all of their settings. A name whose
-meaning differs, such as a batch size per device, is no alias: an error has a hint for it. A setting that is gone is
-passed over where it asked for nothing: the settings of earlier runs name all that there were.
+An alias is a name of another tool for one of our settings. It is accepted in the section of that setting and in
+[train], where other tools keep all of their settings. A name with a different meaning, such as a batch size per device,
+is not an alias; the error about it contains a hint. A removed setting is ignored if it has its old default, because the
+configuration files of earlier runs contain every setting of their version.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ from mpitrain.config.training import INSTEAD, ModelSection, OptimSection, TrainS
 from mpitrain.errors import InputError, refusal
 
 COMMAND_LINE = "command line"
-_NEAR = 0.6  # of a section's name
-_OWN_SECTION = 0.1  # how much likelier a key of the same section is meant than one spelled alike elsewhere
-_SHOWN = 3  # keys in one answer
+_NEAR = 0.6  # least similarity of a misspelled section name
+_OWN_SECTION = 0.1  # bonus of a key in the same section over an equally similar key elsewhere
+_SHOWN = 3  # most keys in one suggestion
 _LONGEST = 100  # characters of a name that are compared
 _SPELLED = {
     "dict_type": '; write {a = 1} or {"a": 1}',
     "list_type": "; write [{a = 1}]",
     "tuple_type": '; write ["a", "b"]',
-}  # what is no text
+}  # hints for values that are not text
 # names of other tools whose meaning differs from that of the setting nearest to them
 _DIFFERENT = {
     "batch_size": "train.batch counts the samples of all ranks together, train.microbatch those of one rank at a time",
@@ -48,12 +49,12 @@ _DIFFERENT = {
     "dtype": "its values are fp32, bf16 and fp16",
     **dict.fromkeys(("amp", "use_amp", "autocast", "mixed_precision", "fp16", "bf16"), "set it to bf16 or fp16"),
 }
-# settings of earlier versions: their value where nothing was asked for, as older files have it, and what replaces them
+# removed settings: (old default, which is still accepted; the replacement, for the error message)
 REMOVED = {"parallel.recording": ("", "monitor.timeline records the same actions")}
 
 
 class Config(Section):
-    """The whole configuration of a run. Attributes are the TOML sections."""
+    """The complete configuration of a run, with one attribute per TOML section."""
 
     run: RunSection = RunSection()
     data: DataSection = DataSection()
@@ -73,7 +74,14 @@ class Config(Section):
 
     @staticmethod
     def of(given: Given) -> Config:
-        """Return settings as a caller may give them. Raises InputError where they are wrong."""
+        """Return the configuration for any form of settings that a caller may pass.
+
+        Args:
+            given: A `Config`, nested values, the path of a TOML file, a function that returns one of these, or None.
+
+        Raises:
+            InputError: A key or a value is wrong, or the file cannot be read.
+        """
         if isinstance(given, Config):
             return given
         if callable(given):
@@ -82,29 +90,29 @@ class Config(Section):
 
     @staticmethod
     def from_dict(values: Mapping[str, Any], origin: str = "config") -> Config:
-        """Check nested values ({"train": {"steps": 10}}).
+        """Create a configuration from nested values such as {"train": {"steps": 10}}.
 
         Args:
-            values: The settings; names of other tools that mean the same are accepted, and a line says each.
+            values: Values by section and key. Aliases from other tools are accepted; a printed line names each.
             origin: Name of the source, for messages.
 
         Raises:
-            InputError: A key or a value is wrong; the message names it and the mend.
+            InputError: A key or a value is wrong; the message names it and the fix.
         """
         return _checked(_by_our_names(values, origin), {}, origin)
 
     @staticmethod
     def from_args(arguments: Sequence[str]) -> Config:
-        """Read a command line, `[FILE.toml] [--section.key value | --section.key=value]...`.
+        """Create a configuration from a command line, `[FILE.toml] [--section.key value | --section.key=value]...`.
 
-        Flags win over the file, and later flags over earlier ones, wherever the file is named: --train.epochs over
-        train.steps as well.
+        Flags override the file, and later flags override earlier ones; the position of the file does not matter. A flag
+        also overrides the key of the file that it replaces: --train.epochs removes the file's train.steps.
 
         Args:
             arguments: Words of the command line.
 
         Raises:
-            InputError: As `from_dict`, or the file cannot be read.
+            InputError: A key or a value is wrong, or the file cannot be read; the message names it and the fix.
         """
         file, given = parse(arguments)
         values = {} if file is None else _by_our_names(read_toml(file), file)
@@ -118,15 +126,15 @@ class Config(Section):
         return _checked(values, by_flags, file or COMMAND_LINE)
 
     def to_toml(self) -> str:
-        """All settings as the text of a TOML file that reads back as this configuration."""
+        """Return all settings as the text of a TOML file; reading it gives an equal configuration."""
         import tomli_w
 
         return tomli_w.dumps(self.to_dict())
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all settings as nested values that read back as this configuration.
+        """Return all settings as nested values; `from_dict` of them gives an equal configuration.
 
-        Without train.steps where it follows from train.epochs, and likewise without train.microbatch.
+        If train.epochs is set, train.steps is left out; if train.accumulation is set, train.microbatch is.
         """
         values = self.model_dump()
         for key, other, _ in INSTEAD:
@@ -135,23 +143,24 @@ class Config(Section):
         return values
 
 
-# settings, nested values of them, the path of a TOML file, a function that returns one of these, or nothing
+# a Config, nested values, the path of a TOML file, a function that returns one of these, or None for the defaults
 Given: TypeAlias = Config | Mapping[str, Any] | str | Path | Callable[[], Any] | None
 
 
 def sections() -> Sections:
-    """Every setting there is, by section and key."""
+    """Return the declarations of all settings, by section and key."""
     return {name: field.annotation.model_fields for name, field in Config.model_fields.items()}  # type: ignore[union-attr]
 
 
 def parse(arguments: Sequence[str]) -> tuple[str | None, dict[str, dict[str, Any]]]:
-    """Take a command line apart: `[FILE.toml] [--section.key value | --section.key=value]...`, in any order.
+    """Parse a command line, `[FILE.toml] [--section.key value | --section.key=value]...`, in any order.
 
     Args:
         arguments: Words of the command line.
 
     Returns:
-        (the configuration file, if one is named; {section: {key: value}} of the flags, of which later ones win).
+        (file, flags): path of the configuration file or None, and the values of the flags as {section: {key: value}}.
+        If a flag is repeated, the last one counts.
 
     Raises:
         InputError: A flag is unknown or lacks its value, or several files are named.
@@ -187,7 +196,7 @@ def parse(arguments: Sequence[str]) -> tuple[str | None, dict[str, dict[str, Any
 
 
 def help_text(program: str) -> str:
-    """Return the --help of a command that takes a whole configuration: usage, and every key with its default."""
+    """Return the --help text of `python -m program`: its usage, and every setting with description and default."""
     lines = [f"usage: mpirun -n N python -m {program} [CONFIG.toml] [--section.key value]...", "", "keys:"]
     for section, settings in sections().items():
         for key, field in settings.items():
@@ -200,12 +209,15 @@ def help_text(program: str) -> str:
 
 
 def _checked(values: Mapping[str, Any], origin: Mapping[str, str], otherwise: str) -> Config:
-    """Return the settings. Raises InputError for a value of the wrong type or out of range.
+    """Validate nested values and return them as a configuration.
 
     Args:
-        values: The settings, by section and key.
-        origin: Where single keys come from, by section.key.
-        otherwise: Where all others come from.
+        values: Values by section and key; all names are known.
+        origin: Source of single settings for error messages, by section.key.
+        otherwise: Source of all other settings.
+
+    Raises:
+        InputError: A value has the wrong type or is out of range, or several settings contradict each other.
     """
     try:
         return Config.model_validate(values)
@@ -220,7 +232,7 @@ def _checked(values: Mapping[str, Any], origin: Mapping[str, str], otherwise: st
 
 
 def _choices(annotation: Any) -> tuple[Any, ...]:
-    """The names that a setting chooses among, where there are several; also beside something of one's own."""
+    """Return the names that a setting can choose among, also in a union with other types; empty if it has none."""
     if get_origin(annotation) is Literal:
         return get_args(annotation)
     several = [found for member in get_args(annotation) if len(found := _choices(member)) > 1]
@@ -228,7 +240,7 @@ def _choices(annotation: Any) -> tuple[Any, ...]:
 
 
 def _value(text: str, annotation: Any) -> Any:
-    """The TOML or JSON value the text spells, else, or where text is wanted, the text itself."""
+    """Return the TOML or JSON value of a flag's text; the text itself if it is neither, or the setting is a text."""
     if annotation is str:
         return text
     for read in (toml_value, json.loads):
@@ -238,14 +250,14 @@ def _value(text: str, annotation: Any) -> Any:
 
 
 def _check_names(values: Mapping[str, Any], origin: str) -> None:
-    """Check that nested values have known sections and keys only.
+    """Check that nested values contain only known sections and keys.
 
     Args:
         values: {section: {key: value}}.
-        origin: Where the values come from: a file's path, or `COMMAND_LINE`.
+        origin: Source of the values: path of a file, or `COMMAND_LINE`.
 
     Raises:
-        InputError: There is no such section or key; the message names what is most likely meant.
+        InputError: A section or key does not exist; the message suggests the nearest name.
     """
     known = sections()
     for section, keys in values.items():
@@ -259,7 +271,7 @@ def _check_names(values: Mapping[str, Any], origin: str) -> None:
 
 
 def _unknown(name: str, origin: str) -> InputError:
-    """The error for a name that is no section.key, with the keys that it may stand for."""
+    """Return the error for an unknown section.key, with the settings that were probably meant."""
     section, dot, key = name.partition(".")
     if not dot:
         return _wrong_name(name, origin, [])
@@ -274,7 +286,7 @@ def _unknown(name: str, origin: str) -> InputError:
 
 
 def _not_a_key(section: str, origin: str) -> InputError:
-    """The error for a value given to a whole section."""
+    """Return the error for a section that was given a value instead of keys."""
     example = next(iter(sections()[section]))
     in_file, as_flag = f"[{section}] and its keys, as {example}, under it", f"--{section}.KEY VALUE"
     mend = f"{as_flag}, as --{section}.{example}" if origin == COMMAND_LINE else in_file
@@ -282,12 +294,12 @@ def _not_a_key(section: str, origin: str) -> InputError:
 
 
 def _wrong_name(name: str, origin: str, keys: list[str]) -> InputError:
-    """The error for what should be a section. keys: what was given in it."""
+    """Return the error for an unknown section `name` in which `keys` were set."""
     if "." in name:
         return _unknown(name, origin)
     sure, found = _nearest(name, keys[0]) if keys else _nearest("", name)
     near = difflib.get_close_matches(name[:_LONGEST], sections(), n=1, cutoff=_NEAR)
-    if keys and near and (sure < 1 or keys[0] in sections()[near[0]]):  # else the key alone says what is meant
+    if keys and near and (sure < 1 or keys[0] in sections()[near[0]]):  # else only the key decides
         return _mistaken(name, near, origin)
     if keys:
         return _mistaken(f"{name}.{keys[0]}", found, origin)
@@ -306,7 +318,12 @@ def _mistaken(name: str, found: list[str], origin: str) -> InputError:
 
 
 def _nearest(section: str, key: str) -> tuple[float, list[str]]:
-    """The settings most likely meant by a key in a section, and how likely (about 1: it is spelled like that)."""
+    """Return the settings that are spelled most like `section.key`.
+
+    Returns:
+        (similarity, names): similarity is about 1 for an exact match of the key or an alias, and higher if the section
+        matches as well; names has up to three settings as section.key.
+    """
     scores = {
         f"{of}.{name}": max(_alike(key, word) for word in (name, *other_names(field))) + _OWN_SECTION * (of == section)
         for of, settings in sections().items()
@@ -317,15 +334,23 @@ def _nearest(section: str, key: str) -> tuple[float, list[str]]:
 
 
 def _alike(one: str, other: str) -> float:
-    """1 for the same word, 0 for words without a common letter."""
+    """Return the similarity of two words, 0 to 1: 1 if they are equal, 0 if they have no letter in common."""
     return difflib.SequenceMatcher(None, one[:_LONGEST].lower().replace("-", "_"), other).ratio()
 
 
 def our_name(section: str, key: str) -> tuple[str, str]:
-    """Return the (section, key) that a name stands for: the setting it is an alias of, or itself."""
+    """Return the (section, key) of the setting that a name refers to.
+
+    Args:
+        section: Section in which the name was used.
+        key: Our key, or an alias from another tool.
+
+    Returns:
+        The setting of which the name is an alias; (section, key) unchanged if it is none.
+    """
     known = sections()
     if section in known and key not in known[section]:
-        for of in known if section == "train" else (section,):  # where other tools have all
+        for of in known if section == "train" else (section,):  # other tools keep all settings there
             for name, field in known[of].items():
                 if key in declared(field, "alias"):
                     return of, name
@@ -333,14 +358,14 @@ def our_name(section: str, key: str) -> tuple[str, str]:
 
 
 def _by_our_names(values: Mapping[str, Any], origin: str) -> dict[str, Any]:
-    """Return nested values with each alias replaced by our name, and without removed settings that ask for nothing.
+    """Return nested values with each alias replaced by our name, and without removed settings at their old default.
 
     Args:
         values: {section: {key: value}}, unchecked.
-        origin: Source of the values: a file's path, or the command line.
+        origin: Source of the values: path of a file, or `COMMAND_LINE`.
 
     Raises:
-        InputError: A setting was given under two names, or there is no such section or key.
+        InputError: A setting was given under two names, or a section or key does not exist.
     """
     found = {section: dict(keys) if isinstance(keys, Mapping) else keys for section, keys in values.items()}
     for section, keys in values.items():
@@ -360,5 +385,5 @@ def _by_our_names(values: Mapping[str, Any], origin: str) -> dict[str, Any]:
 
 
 def _renamed(origin: str, theirs: str, ours: str) -> str:
-    """Return the line that says our name of a setting."""
+    """Return the line that tells the user our name for a setting of another tool."""
     return f"{origin}: {theirs} is called {ours} here"

@@ -1,4 +1,4 @@
-"""Reading TOML: whatever is wrong with a file ends in one line that names it."""
+"""Reader of TOML files and values; every problem with a file becomes a one-line error that names the file."""
 
 from __future__ import annotations
 
@@ -18,11 +18,15 @@ else:
 
 _LARGEST = 2 << 20  # bytes of a file
 _PART = r"""(?<![\w-])(?:[\w-]+|"[^"\n]*"|'[^'\n]*')[ \t]*"""
-_DEEP_KEY = re.compile(rf"(?:{_PART}\.[ \t]*){{64}}")  # for which the parser takes quadratic time
+_DEEP_KEY = re.compile(rf"(?:{_PART}\.[ \t]*){{64}}")  # the parser takes quadratic time for these
 
 
 def read_toml(path: str) -> dict[str, Any]:
-    """The values in a TOML file. Raises InputError where there is none that can be read."""
+    """Return the values in a TOML file as nested dictionaries.
+
+    Raises:
+        InputError: The file is missing, unreadable, nested too deeply, or not TOML.
+    """
     try:
         return _loads(read_plain(Path(path), _LARGEST).decode("utf-8"))
     except FileNotFoundError:
@@ -36,7 +40,12 @@ def read_toml(path: str) -> dict[str, Any]:
 
 
 def toml_value(text: str) -> Any:
-    """The value that TOML spells so (3, 0.1, true, {a = 1}). Raises ValueError, RecursionError."""
+    """Return the Python value of a TOML value such as 3, 0.1, true or {a = 1}.
+
+    Raises:
+        ValueError: The text is not a TOML value.
+        RecursionError: The value is nested too deeply.
+    """
     return _loads(f"value = {text}")["value"]
 
 

@@ -1,4 +1,4 @@
-"""Settings of the model and of its training: what is computed, whatever the number of ranks."""
+"""Settings of the model, its training and its optimizer; all are independent of the number of ranks."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from mpitrain.config.section import ClassName, Named, Section, followed, followe
 
 _Metric = choices.Measured | choices.OfClasses
 _Weight = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
-# of [train]: a key, the one that follows from it and the job, and what both say
+# keys of [train]: (key, the key that it replaces, the quantity that both set)
 INSTEAD = (
     ("epochs", "steps", "how long the run is"),
     ("accumulation", "microbatch", "how a rank's samples are divided"),
 )
 
 
-OWN = ("match", "optimizer", "lr", "lr_scale")  # keys that are no options of an optimizer
+OWN = ("match", "optimizer", "lr", "lr_scale")  # keys of a group that are not options of the optimizer
 
 
 def _checked_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The groups as they were given. Raises ValueError with a line for people where one of them cannot be meant."""
+    """Return the groups unchanged. Raises ValueError, which names the entry and the fix, if one of them is invalid."""
     for number, group in enumerate(groups):
         where = f"optim.groups, entry {number + 1}"
         if not patterns_of(group):
@@ -46,7 +46,7 @@ def _checked_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def patterns_of(group: Mapping[str, Any]) -> list[str]:
-    """The patterns of a group; none where they are not text."""
+    """Return the patterns in `match` of an optimizer group; empty if `match` is not text or a list of texts."""
     match = group.get("match")
     found = [match] if isinstance(match, str) else match
     if not isinstance(found, (list, tuple)) or not all(isinstance(pattern, str) and pattern for pattern in found):
@@ -55,7 +55,7 @@ def patterns_of(group: Mapping[str, Any]) -> list[str]:
 
 
 class ModelSection(Section):
-    """[model]"""
+    """Settings of [model]: the model, and adapters on it."""
 
     name: choices.Model = setting("gpt", "a model of mpitrain.models")
     factory: str = setting(
@@ -210,7 +210,7 @@ def _known_metrics(given: Any) -> Any:
 
 
 class TrainSection(Section):
-    """[train]"""
+    """Settings of [train]: steps, batches, precision, evaluation and early stopping."""
 
     steps: int = for_optimizer(
         300, "optimizer steps in the whole run", ge=0, alias=["max_steps", "iterations", "max_iters", "train_iters"]
@@ -313,7 +313,7 @@ class TrainSection(Section):
 
     @property
     def batch_sizes(self) -> BatchSizes:
-        """Batch sizes of the run's steps."""
+        """Global batch size of each step of the run."""
         return BatchSizes(self.batch_warmup, self.batch)
 
     @model_validator(mode="after")
@@ -328,7 +328,7 @@ class TrainSection(Section):
 
 
 class OptimSection(Section):
-    """[optim]"""
+    """Settings of [optim]: the optimizer, its learning rate and its parameter groups."""
 
     name: str = for_optimizer(
         "adamw",

@@ -1,15 +1,17 @@
-"""Which rank owns which slice of which tensor. No other module computes an offset into a share.
+"""Boxes, pieces and shares: the arithmetic of which rank has which elements of which tensor.
 
-Tensors here are logical: a name, a shape, elements numbered in row-major order, wherever they are kept. A rank
-holds `Piece`s of them. A piece is a stretch [lo, hi) of a `Box`, a hyperslab of the tensor: all of it, or the part that
-a rank has where axes of the mesh divide one or several of its dimensions:
+No other module computes an offset into a share.
 
-    tensor [4, 6], box = columns 2 to 4:   . . 0 1 . .      the box's own order of elements;
-                                           . . 2 3 . .      a piece [3, 6) of it is
-                                           . . 4 5 . .      elements 3, 4, 5: two stretches
-                                           . . 6 7 . .      of the tensor's rows 1 and 2
+Tensors here are logical: a name, a shape, and elements numbered in row-major order, independent of where they are
+stored. A rank has `Piece`s of them. A piece is the range [lo, hi) of elements of a `Box`. A box is a hyperslab of the
+tensor: the whole tensor, or the part that a rank has if axes of the mesh divide one or several dimensions:
 
-Whatever layout wrote a piece, any other layout can find its elements in it by `stretches`.
+    tensor [4, 6], box = columns 2 to 4:   . . 0 1 . .      the numbers are the box's own order of elements;
+                                           . . 2 3 . .      its piece [3, 6) consists of
+                                           . . 4 5 . .      elements 3, 4 and 5: two contiguous stretches
+                                           . . 6 7 . .      in rows 1 and 2 of the tensor
+
+`stretches` finds the elements that two pieces share, so a piece written in one layout can be read in any other.
 """
 
 from __future__ import annotations
@@ -22,30 +24,39 @@ from typing import Any
 
 import numpy as np
 
-_DIVIDED = "_mpitrain_divided"  # attribute of a parameter that is a part of the model's: the part, axes
+_DIVIDED = "_mpitrain_divided"  # attribute of a parameter set by `mark`: (slice of the model's tensor, names of axes)
 
 
 def split(length: int, parts: int) -> list[int]:
-    """Divide `length` into nearly equal parts, the longer ones first; returns the parts + 1 bounds."""
+    """Divide a range into nearly equal parts, longer ones first.
+
+    Args:
+        length: Length of the range.
+        parts: Number of parts.
+
+    Returns:
+        The parts + 1 bounds: part p is [bounds[p], bounds[p + 1]).
+    """
     base, extra = divmod(length, parts)
     return [p * base + min(p, extra) for p in range(parts + 1)]
 
 
 @dataclass(frozen=True)
 class Box:
-    """A hyperslab of a tensor: the range [start, stop) along each dimension of a view of it.
+    """A hyperslab of a tensor: the range [start, stop) along each dimension of a view of the tensor.
 
-    Neighbouring dimensions of which the box has everything are made one, and those of length 1 are left out, so that
-    the same part of a tensor is the same box. All of a tensor is [numel]; a part along one dimension is [dim],
-    [outer, dim], [dim, inner] or [outer, dim, inner], of which it has all but [start, stop) of `dim` whole.
+    The constructor normalizes the view, so that equal parts of a tensor are equal boxes: adjacent dimensions that the
+    box covers completely are merged, and dimensions of length 1 are dropped. The view of a whole tensor is [numel]. The
+    view of a part along one dimension is [dim], [outer, dim], [dim, inner] or [outer, dim, inner]; the box has
+    [start, stop) of `dim`, and covers `outer` and `inner` completely.
 
     Attributes:
-        shape: The view of the tensor.
-        start: First index along each of its dimensions.
-        stop: One more than the last.
+        shape: Shape of the view.
+        start: First index along each dimension of the view.
+        stop: Last index + 1 along each dimension of the view.
 
     Raises:
-        ValueError: The three differ in length.
+        ValueError: `shape`, `start` and `stop` differ in length.
     """
 
     shape: tuple[int, ...]
@@ -72,41 +83,48 @@ class Box:
 
     @staticmethod
     def whole(numel: int) -> Box:
-        """All of a tensor of `numel` elements."""
+        """Return the box that covers a whole tensor of `numel` elements."""
         return Box((numel,), (0,), (numel,))
 
     @staticmethod
     def along(shape: Sequence[int], axis: int, start: int, stop: int) -> Box:
-        """The part [start, stop) of a tensor along one axis."""
+        """Return the box with the indices [start, stop) of one axis of a tensor, and all indices of the other axes.
+
+        Args:
+            shape: Shape of the tensor.
+            axis: Number of the axis, not negative.
+            start: First index along the axis.
+            stop: Last index + 1 along the axis.
+        """
         outer, inner = prod(shape[:axis]), prod(shape[axis + 1 :])
         return Box((outer, shape[axis], inner), (0, start, 0), (outer, stop, inner))
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """Indices along each dimension of the view."""
+        """Number of indices along each dimension of the view: the shape of the box."""
         return tuple(map(sub, self.stop, self.start))
 
     @property
     def numel(self) -> int:
-        """Elements in the box."""
+        """Number of elements in the box."""
         return prod(map(sub, self.stop, self.start))
 
     @property
     def divided(self) -> list[int]:
-        """Dimensions of the view of which the box has only a part."""
+        """Numbers of the dimensions of the view that the box covers only in part."""
         ranges = zip(self.shape, self.start, self.stop, strict=True)
         return [d for d, (length, lo, hi) in enumerate(ranges) if lo or hi != length]
 
     def of(self, tensor: Any) -> Any:
-        """Return the box's elements of a whole tensor or array, in the shape `counts`; a view where that can be."""
+        """Return the box's elements of a whole tensor or array, in shape `counts`; a view if its strides allow that."""
         return tensor.reshape(self.shape)[tuple(map(slice, self.start, self.stop))]
 
     def ranges(self, shape: Sequence[int]) -> list[tuple[int, int]] | None:
-        """Return the box as a range [start, stop) of each dimension of `shape`; None where it is not such a part."""
+        """Return the box as a range [start, stop) of each dimension of `shape`; None if it is not a hyperslab of it."""
         if 0 in shape:
             return None
         found, own = [], list(zip(self.shape, self.start, self.stop, strict=True))
-        whole = 1  # elements of a whole dimension of the box that the dimensions of `shape` so far do not have
+        whole = 1  # part of the box's current dimension that the dimensions of `shape` so far leave over
         for length in reversed(shape):
             if whole == 1 and length != 1:
                 if not own:
@@ -127,7 +145,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements [lo, hi) of a box of the tensor `name`, contiguous where they are kept."""
+    """Elements [lo, hi) of a box of the tensor `name`, which lie contiguously in the memory that stores them."""
 
     name: str
     box: Box
@@ -136,26 +154,31 @@ class Piece:
 
     @staticmethod
     def whole(name: str, numel: int) -> Piece:
-        """All of a tensor of `numel` elements."""
+        """Return the piece that is the whole tensor.
+
+        Args:
+            name: Name of the tensor.
+            numel: Number of its elements.
+        """
         return Piece(name, Box.whole(numel), 0, numel)
 
     @property
     def numel(self) -> int:
-        """Elements in the piece."""
+        """Number of elements in the piece."""
         return self.hi - self.lo
 
     def runs(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The piece as stretches that are contiguous in the tensor.
+        """Return the stretches of the piece that are contiguous in the tensor.
 
         Returns:
-            Three int64 arrays with one number for each stretch: its first element in the tensor, its length, and its
-            first element in the piece.
+            Three int64 arrays with one entry per stretch: its first element in the tensor, its length, and its first
+            element in the piece.
         """
         if self.hi <= self.lo:
             empty = np.empty(0, dtype=np.int64)
             return empty, empty, empty
         box = self.box
-        last = box.divided[-1] if box.divided else 0  # from it on, elements lie together in both
+        last = box.divided[-1] if box.divided else 0  # from this dimension on, elements are contiguous in both
         row, stride = prod(box.counts[last:]), prod(box.shape[last:])
         rows = np.arange(self.lo // row, -(-self.hi // row), dtype=np.int64)
         first = np.maximum(rows * row, self.lo)
@@ -171,11 +194,15 @@ class Piece:
 
 
 def stretches(source: Piece, target: Piece) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The elements that two pieces of one tensor have in common, as the longest stretches contiguous in both.
+    """Return the elements that two pieces of one tensor have in common, as the longest stretches contiguous in both.
+
+    Args:
+        source: Piece from which elements are copied.
+        target: Piece of the same tensor into which they are copied.
 
     Returns:
-        Three int64 arrays with one number for each stretch, in ascending order: its first element in the source, its
-        first element in the target, and its length.
+        Three int64 arrays with one entry per stretch, in ascending order: its first element in the source, its first
+        element in the target, and its length.
     """
     a_starts, a_lengths, a_places = source.runs()
     b_starts, b_lengths, b_places = target.runs()
@@ -194,16 +221,16 @@ def stretches(source: Piece, target: Piece) -> tuple[np.ndarray, np.ndarray, np.
 
 
 def shares(sizes: Sequence[int], parts: int, part: int, multiple: int = 16) -> list[tuple[int, int, int]]:
-    """One of `parts` nearly equal shares of tensors laid end to end.
+    """Return one of `parts` nearly equal shares of tensors laid end to end.
 
     Args:
-        sizes: Elements of the tensors.
-        parts: How many shares.
-        part: Which share.
-        multiple: Shares begin at multiples of so many elements of the whole.
+        sizes: Number of elements of each tensor.
+        parts: Number of shares.
+        part: Number of the share to return, from 0.
+        multiple: Alignment: each share begins at a multiple of this number of elements; default 16.
 
     Returns:
-        (number of the tensor, lo, hi) of each stretch of a tensor in the share.
+        One (index of the tensor, lo, hi) for each tensor with elements [lo, hi) in the share.
     """
     total = sum(sizes)
     units = split(-(-total // multiple), parts)
@@ -219,11 +246,11 @@ def shares(sizes: Sequence[int], parts: int, part: int, multiple: int = 16) -> l
 
 @dataclass(frozen=True)
 class Slice:
-    """What part of a logical tensor a rank's tensor is.
+    """The part of a logical tensor that one rank has.
 
     Attributes:
-        shape: Of the logical tensor.
-        boxes: Whose elements the rank's tensor has, one box after the other.
+        shape: Shape of the logical tensor.
+        boxes: Boxes of the logical tensor whose elements form the rank's tensor, one box after the other.
     """
 
     shape: tuple[int, ...]
@@ -231,19 +258,24 @@ class Slice:
 
     @staticmethod
     def whole(shape: Sequence[int]) -> Slice:
-        """All of a tensor of this shape."""
+        """Return the slice that is a whole tensor of this shape."""
         return Slice(tuple(shape), (Box.whole(prod(shape)),))
 
     @property
     def numel(self) -> int:
-        """Elements of the rank's tensor."""
+        """Number of elements of the rank's tensor."""
         return sum(box.numel for box in self.boxes)
 
     def pieces(self, name: str, lo: int, hi: int) -> list[tuple[int, Piece]]:
-        """Elements [lo, hi) of the rank's tensor, as pieces of the logical tensor `name`.
+        """Return elements [lo, hi) of the rank's tensor as pieces of the logical tensor.
+
+        Args:
+            name: Name of the logical tensor.
+            lo: First element of the rank's tensor.
+            hi: Last element + 1 of the rank's tensor.
 
         Returns:
-            (where the piece begins, counted from lo; the piece) of each box that the stretch touches.
+            One (offset, piece) for each box with elements in [lo, hi); the piece begins at element lo + offset.
         """
         found, begin = [], 0
         for box in self.boxes:
@@ -255,14 +287,14 @@ class Slice:
 
 
 def compose(outer: Slice, inner: Slice) -> Slice:
-    """Return what part of a tensor a part of a part of it is.
+    """Return a slice of a slice as a slice of the logical tensor.
 
     Args:
-        outer: The part, of one box.
-        inner: What is taken of the rank's tensor that has that part: a slice in its shape.
+        outer: Slice of the logical tensor, with a single box.
+        inner: Slice of the tensor that `outer` describes, in that tensor's shape.
 
     Raises:
-        ValueError: `outer` is several boxes, or `inner` cuts across the ranges of its dimensions.
+        ValueError: `outer` has several boxes, or `inner` is not a hyperslab of the logical tensor.
     """
     if len(outer.boxes) > 1:
         raise ValueError("a part of several boxes cannot be divided further; divide the tensor in the other order")
@@ -270,13 +302,13 @@ def compose(outer: Slice, inner: Slice) -> Slice:
 
 
 def _within(outer: Box, inner: Box) -> Box:
-    """Return a box of the elements of another, numbered as these are, as a box of the tensor."""
+    """Return `inner`, a box of the elements of `outer` in their order, as a box of the tensor."""
     if not outer.numel:
         return outer
     whole = list(zip(outer.shape, outer.start, outer.stop, strict=True))
     part = list(zip(inner.shape, inner.start, inner.stop, strict=True))
     found: list[tuple[int, int, int]] = []
-    while whole and part:  # the last dimensions of both, where need be cut in two, so that they are equally long
+    while whole and part:  # match the last dimensions of both; cut the longer one in two
         length, lo, hi = whole.pop()
         count, first, last = part.pop()
         inside = min(hi - lo, count)
@@ -292,7 +324,7 @@ def _within(outer: Box, inner: Box) -> Box:
 
 
 def _cut_off(dimension: tuple[int, int, int], inside: int) -> tuple[int, int, int]:
-    """Return what is left of a dimension (length, start, stop) without its last `inside` indices, as a dimension."""
+    """Split the inner `inside` indices off a dimension (length, start, stop) and return the outer dimension."""
     if inside == 0 or any(number % inside for number in dimension):
         raise ValueError("a part of a part cuts across its ranges; divide the tensor in the other order")
     length, start, stop = dimension
@@ -300,36 +332,38 @@ def _cut_off(dimension: tuple[int, int, int], inside: int) -> tuple[int, int, in
 
 
 def logical_of(tensor: Any) -> Slice:
-    """Return what part of the model's tensor a rank's parameter is: the whole, unless `mark` said otherwise."""
+    """Return the slice of the model's tensor that a rank's parameter is, as set by `mark`; by default, all of it."""
     noted = getattr(tensor, _DIVIDED, None)
     return noted[0] if noted else Slice.whole(tensor.shape)
 
 
 def divided_by(tensor: Any) -> tuple[str, ...]:
-    """Return the names of the axes that divide a rank's parameter, as `mark` said; empty: every rank has all of it."""
+    """Return the names of the axes that divide a parameter, as set by `mark`; empty if every rank has all of it."""
     noted = getattr(tensor, _DIVIDED, None)
     return noted[1] if noted else ()
 
 
 def mark(tensor: Any, part: Slice, axes: Sequence[str]) -> None:
-    """Note on a parameter what it is a part of; the note stays with the object, whatever becomes of its data.
+    """Record on a parameter which slice of the model's tensor it is.
+
+    The record is an attribute of the parameter object and remains if its data is replaced.
 
     Args:
-        tensor: The parameter.
-        part: What it is a part of.
-        axes: Names of the axes that divide the model's tensor so.
+        tensor: This rank's parameter.
+        part: Slice of the model's tensor that the parameter is.
+        axes: Names of the axes of the mesh that divide the model's tensor.
     """
     setattr(tensor, _DIVIDED, (part, tuple(axes)))
 
 
 def is_replicated(tensor: Any) -> bool:
-    """Return whether no axis divides the parameter, so that norms must count it once."""
+    """Return True if no axis divides the parameter; a norm over all ranks must then count it only once."""
     return not divided_by(tensor)
 
 
 @dataclass(frozen=True)
 class FlatPlace:
-    """Where a tensor's elements lie in a flat layout, and in which bucket of it."""
+    """The position of a tensor in a flat layout: offset and length in elements, and the number of its bucket."""
 
     offset: int
     numel: int
@@ -338,17 +372,17 @@ class FlatPlace:
 
 @dataclass(frozen=True)
 class Flat:
-    """Tensors of one dtype laid end to end in buckets, each of which is divided into equal shares.
+    """A layout of tensors of one dtype, laid end to end in buckets, each of which is divided into equal shares.
 
         bucket 0                | bucket 1
         share 0   | share 1     | share 0   | share 1          parts = 2
 
-    Tensors begin at multiples of 64 bytes, and buckets are as long as `parts` equal shares need; the gaps hold zeros.
+    Each tensor begins at a multiple of 64 bytes, and each bucket is padded to `parts` equal shares. Padding is zero.
 
     Attributes:
-        places: Where each tensor lies, in order.
-        bounds: Element offsets of the buckets, one more than there are buckets.
-        parts: Shares of each bucket.
+        places: Position of each tensor, in order.
+        bounds: Element offset of each bucket, followed by the end of the last one.
+        parts: Number of shares of each bucket.
     """
 
     places: tuple[FlatPlace, ...]
@@ -357,25 +391,35 @@ class Flat:
 
     @property
     def numel(self) -> int:
-        """Elements of the whole, gaps included."""
+        """Number of elements of the whole layout, padding included."""
         return self.bounds[-1]
 
     @property
     def buckets(self) -> int:
-        """How many buckets there are."""
+        """Number of buckets."""
         return len(self.bounds) - 1
 
     def share(self, bucket: int, part: int) -> tuple[int, int]:
-        """One part's share of a bucket: [lo, hi) in elements of the whole."""
+        """Return the range [lo, hi), in elements of the whole layout, of one share of a bucket.
+
+        Args:
+            bucket: Number of the bucket.
+            part: Number of the share, from 0.
+        """
         lo, hi = self.bounds[bucket], self.bounds[bucket + 1]
         length = (hi - lo) // self.parts
         return lo + part * length, lo + (part + 1) * length
 
     def within(self, lo: int, hi: int) -> list[tuple[int, int, int, int]]:
-        """What of the tensors lies in elements [lo, hi) of the whole.
+        """Return the tensors with elements in the range [lo, hi) of the whole layout.
+
+        Args:
+            lo: First element of the range.
+            hi: Last element + 1 of the range.
 
         Returns:
-            (number of the tensor, first, last, offset) of each: its elements [first, last) begin at `offset`.
+            One (index, first, last, offset) per tensor: elements [first, last) of tensor `index` begin at element
+            `offset` of the layout.
         """
         found = []
         for number, place in enumerate(self.places):
@@ -386,13 +430,13 @@ class Flat:
 
 
 def lay_out(buckets: Sequence[Sequence[int]], itemsize: int, parts: int = 1, multiple: int = 16) -> Flat:
-    """Lay tensors end to end in buckets.
+    """Return the layout of tensors laid end to end in buckets.
 
     Args:
-        buckets: Of each bucket the sizes of its tensors, in elements.
-        itemsize: Bytes of an element.
-        parts: Shares of each bucket.
-        multiple: Elements that a share is a multiple of.
+        buckets: For each bucket, the number of elements of each of its tensors.
+        itemsize: Bytes per element.
+        parts: Number of shares of each bucket, default 1.
+        multiple: Alignment of shares: the length of each is a multiple of this number of elements; default 16.
     """
     unit = max(1, 64 // itemsize)
     places: list[FlatPlace] = []
@@ -411,13 +455,13 @@ def in_buckets(sizes: Sequence[int], itemsize: int, bucket_bytes: int, first_byt
     """Divide tensors, in order, into buckets of about `bucket_bytes`, the first of about `first_bytes`.
 
     Args:
-        sizes: Elements of each tensor.
-        itemsize: Bytes of an element.
-        bucket_bytes: Bytes from which on a bucket is full.
-        first_bytes: The same of the first bucket, which is smaller so that its reduction starts early.
+        sizes: Number of elements of each tensor.
+        itemsize: Bytes per element.
+        bucket_bytes: Size in bytes from which a bucket is full.
+        first_bytes: Size in bytes from which the first bucket is full; smaller, so that its reduction starts early.
 
     Returns:
-        Of each bucket the numbers of its tensors.
+        For each bucket, the indices of its tensors.
     """
     found: list[list[int]] = [[]]
     limit, held = min(first_bytes, bucket_bytes), 0

@@ -320,6 +320,11 @@ def count_along(axes: Sizes, *kinds: str) -> int:
     return prod(int(ranks) for axis, ranks in axes if axis.divides in kinds and ranks != "auto")
 
 
+def count_readers(axes: Sizes, ranks: int) -> int:
+    """Return how many of so many ranks read different samples."""
+    return ranks // count_along(axes, PARTS, BLOCKS, LAYERS)
+
+
 def shape_of(axes: Sizes, ranks: int) -> dict[str, int]:
     """The ranks along each axis of a mesh of so many ranks, by its name, with "auto" filled in.
 

@@ -1,21 +1,21 @@
-"""Ownership: which axes of the mesh divide a tensor of the model, and which rank acts for those that have a copy of it.
+"""Ownership: which axes of the mesh divide a tensor of the model, and which of several ranks with a copy acts for all.
 
-    tensor, 4 ranks along the axes a x b, numbered (a, b)      divided      rank 0,0   0,1    1,0    1,1
-    of a layer that b divides                                  (b,)         x0         x1     x0     x1
-    of a layer that both divide                                (a, b)       x00        x01    x10    x11
-    of any other layer                                         ()           x          x      x      x
-                                                                            first for what it has: of x0 rank 0,0,
-                                                                            of x1 rank 0,1, of x rank 0,0
+Example of 4 ranks, numbered (a, b) along two axes a and b:
 
-The other axes replicate it. An axis may also divide the blocks of the model, so that each of its ranks has parameters
-of its own; those that several have (tied ones) are copies too. The record of a tensor is made once, when the model is
-divided. It answers
+    tensor x of                  divided      rank 0,0   rank 0,1   rank 1,0   rank 1,1   first copy
+    a layer that b divides       (b,)         x0         x1         x0         x1         x0: rank 0,0; x1: rank 0,1
+    a layer that both divide     (a, b)       x00        x01        x10        x11        every rank
+    any other layer              ()           x          x          x          x          rank 0,0
 
-    who adds a gradient to the norm       the first copy; of what is shared out each replica its share
-    whose value all copies begin with     that of the replica named as its source
-    which ranks sum its gradient          the replicas along the axes that do not divide it (`Division.copies`)
-    who writes it into a checkpoint       the first copy: each replica its share, or, where they all have it, an equal
-                                          part of all that is so
+All other axes replicate the tensor. An axis may also divide the blocks of the model, so that each of its ranks has
+different parameters; a parameter that several of them have (a tied one) is a copy, too. The record of a tensor is
+created once, when the model is divided. It answers these questions:
+
+    which rank adds the gradient to the norm     the first copy; if replicas have shares, each replica its share
+    whose value do all copies start from         the replica named by `source`
+    which ranks sum the gradient                 the replicas along the axes that do not divide it (`Division.copies`)
+    which rank writes it into a checkpoint       the first copy; each replica writes its share or, if all replicas have
+                                                 the whole tensor, an equal part of all such tensors
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ _NONE: Mapping[str, int] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class Ownership:
-    """Who has what of one parameter or buffer.
+    """The record of which ranks have which elements of one parameter or buffer.
 
     Attributes:
         slice: Part of the model's tensor that this rank and its replicas have.
-        divided: Names of the axes whose ranks have different elements of it; the others have copies.
-        shared: Whether the replicas have shares of it (ZeRO) rather than copies.
-        first: Whether this rank's is the first copy along all axes that divide the model.
-        leads: Whether this rank is the first along them that has any of it: it writes what all of these know, such as
-            the optimizer's step.
-        source: Number of the replica whose value all of them begin with.
+        divided: Names of the axes along which ranks have different elements; along all other axes they have copies.
+        shared: True if each replica has a share of the tensor (ZeRO) instead of a copy.
+        first: True if this rank has the first copy of its elements along all axes that divide the model.
+        leads: True if this rank is the first, along these axes, with any elements of the tensor. It writes state that
+            all of them have, such as the optimizer's step.
+        source: Number of the replica from which all replicas get their initial value.
     """
 
     slice: Slice
@@ -61,12 +61,12 @@ class Ownership:
 
     @staticmethod
     def of(tensor: Tensor, numbers: Mapping[str, int] = _NONE, *, copied: bool = False) -> Ownership:
-        """Return the record of a parameter or buffer that is not shared out to the replicas.
+        """Return the record of a parameter or buffer of which each replica has a copy, not a share.
 
         Args:
-            tensor: This rank's.
-            numbers: This rank's number along each axis that divides layers.
-            copied: Whether a rank with earlier blocks of the model has the same.
+            tensor: This rank's parameter or buffer.
+            numbers: This rank's number along each axis that divides layers, by name of the axis.
+            copied: True if a rank with earlier blocks of the model has the same tensor.
         """
         divided = divided_by(tensor)
         first = not copied and not any(number for axis, number in numbers.items() if axis not in divided)
@@ -75,12 +75,12 @@ class Ownership:
 
 
 def owners_of(module: nn.Module, numbers: Mapping[str, int], copied: Collection[str]) -> dict[str, Ownership]:
-    """Return the records of a module's parameters and buffers by name.
+    """Return the records of all parameters and buffers of a module, by name.
 
     Args:
         module: This rank's part of the model.
-        numbers: This rank's number along each axis that divides layers.
-        copied: Names of parameters that a rank with earlier blocks of the model has as well.
+        numbers: This rank's number along each axis that divides layers, by name of the axis.
+        copied: Names of parameters that a rank with earlier blocks of the model also has.
     """
     named = chain(module.named_parameters(), module.named_buffers())
     return {name: Ownership.of(tensor, numbers, copied=name in copied) for name, tensor in named}
@@ -88,17 +88,17 @@ def owners_of(module: nn.Module, numbers: Mapping[str, int], copied: Collection[
 
 @dataclass(frozen=True)
 class Division:
-    """How a model is divided over the axes of a mesh.
+    """The division of a model over the axes of a mesh.
 
     Attributes:
         others: Communicators of the axes that divide the model, by name, outermost first.
-        replicas: Communicators of the axes along which the model is replicated, by name; empty: no tensor is divided
-            along them.
-        owners: Records of the module's parameters and buffers, by name; empty: the module is not divided.
-        pipeline: What the module is a stage of; None without a pipeline.
-        aliases: Further names of parameters in the whole model, each with the name they are saved under; None: as
-            the module itself says.
-        base: What is not saved, since it comes from its source again; None: all is saved.
+        replicas: Communicators of the axes along which the model is replicated, by name; empty if no tensor is divided
+            along any of them.
+        owners: Records of the module's parameters and buffers, by name; empty if the module is not divided.
+        pipeline: The pipeline of which the module is a stage; None without a pipeline.
+        aliases: Additional names of tied parameters in the whole model, each with the name under which the parameter is
+            saved; None: the names that the module itself has.
+        base: Weights that are not saved, because a restart loads them from their source; None: all weights are saved.
     """
 
     others: Mapping[str, Communicator] = field(default_factory=dict)
@@ -109,24 +109,29 @@ class Division:
     base: BaseWeights | None = None
 
     def owner(self, name: str, tensor: Tensor) -> Ownership:
-        """Return the record of one parameter or buffer."""
+        """Return the record of one parameter or buffer.
+
+        Args:
+            name: Name of the tensor in the module.
+            tensor: This rank's parameter or buffer, from which a missing record is created.
+        """
         return self.owners.get(name) or Ownership.of(tensor)
 
     def copies(self, owner: Ownership, comm: Communicator) -> list[Communicator]:
-        """Return the groups that together, one after the other, join all replicas that have a copy of a tensor.
+        """Return the communicators that connect all replicas with a copy of a tensor, when used one after the other.
 
-        Its initial value is sent over them, and its gradient is summed over them.
+        The initial value is broadcast over each of them in turn, and the gradient is summed over each in turn.
 
         Args:
-            owner: The record of the tensor.
-            comm: All replicas.
+            owner: Record of the tensor.
+            comm: Communicator of all replicas.
         """
         if not set(owner.divided).intersection(self.replicas):
             return [comm]
         return [axis for name, axis in self.replicas.items() if name not in owner.divided]
 
     def dividing(self) -> dict[str, Communicator]:
-        """Return the axes that divide some parameter on whichever rank, by name. Collective over `others`."""
+        """Return the axes that divide a parameter on at least one rank, by name. Collective over `others`."""
         names = {name for owner in self.owners.values() for name in owner.divided}
         for axis in self.others.values():
             names = {name for of_rank in axis.all_gather_object(sorted(names)) for name in of_rank}

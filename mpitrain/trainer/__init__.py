@@ -1,1 +1,1 @@
-"""The trainer: from a configuration to a trained model, step by step, with what hangs on a step as callbacks."""
+"""The trainer, which turns a configuration into a trained model, and the callbacks that it calls at each step."""

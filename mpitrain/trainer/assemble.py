@@ -1,4 +1,4 @@
-"""From a model and a configuration to an engine on a mesh: what is cut (`parallel.dividing`), trained and compiled."""
+"""Construction of an engine on a mesh: the model is divided (`parallel.dividing`) and, if requested, compiled."""
 
 from __future__ import annotations
 
@@ -40,14 +40,16 @@ def assemble(
     device: torch.device = CPU,
     make_engine: Callable[..., Engine] = Engine,
 ) -> tuple[Engine, int]:
-    """Divide a model over the ranks of a mesh. Collective.
+    """Divide a model over the ranks of a mesh, and make its engine. Collective.
 
     Args:
-        task: the whole model, the same on all ranks.
-        data: what it is to be trained on.
-        make_optimizer: makes the optimizer of this rank's part, given the names and tensors of its parameters.
-        device: what this rank computes on; its part of the model is moved there once it is cut out.
-        make_engine: makes the engine, from what `Engine` takes.
+        config: The settings.
+        mesh: Mesh of the ranks.
+        task: The whole model and its loss, equal on all ranks.
+        data: Training data set.
+        make_optimizer: Function that returns the optimizer of this rank's part, from names and parameters.
+        device: Device of this rank, to which its part of the model is moved.
+        make_engine: Function that returns the engine, called like `Engine`.
 
     Returns:
         The engine, and the number of parameters of the whole model.
@@ -76,10 +78,18 @@ def assemble(
 
 
 def tried_out(config: Config, mesh: Mesh, task: Task, data: Dataset) -> Cut:
-    """Return how to cut the model: parallel.cut, or the cost of each block, measured by one rank for all. Collective.
+    """Return parallel.cut, or with "time" the cost of each block, which one rank measures for all. Collective.
 
-    Before the model is divided in any other way: what its layers then do together, one rank cannot do alone.
-    Raises InputError for a model that slices of a sequence do not go with.
+    This must precede any other division of the model, because one rank cannot compute divided layers.
+
+    Args:
+        config: The settings.
+        mesh: Mesh of the ranks.
+        task: The whole model and its loss.
+        data: Training data set, of which one microbatch is used.
+
+    Raises:
+        InputError: If the model does not support slices of a sequence.
     """
     parallel = config.parallel
     if parallel.cut != "time" and parallel.slices == 1:
@@ -102,7 +112,10 @@ def tried_out(config: Config, mesh: Mesh, task: Task, data: Dataset) -> Cut:
 
 
 def _criterion(task: Task) -> Callable[[Any, Any], torch.Tensor]:
-    """The loss of an output and a target, by itself where it can be had: a method would keep its whole model."""
+    """Return the loss of an output and a target, as a separate object if possible.
+
+    A method of the model would keep the whole model in memory.
+    """
     criterion: Callable[[Any, Any], torch.Tensor] = getattr(task.module, "criterion", task.loss)
     return criterion
 
@@ -110,17 +123,16 @@ def _criterion(task: Task) -> Callable[[Any, Any], torch.Tensor]:
 def compile_blocks(blocks: Sequence[nn.Module], engine: Engine, world: Communicator) -> None:
     """Compile the blocks of an engine's module (`model.compile`). Collective.
 
-    Each block is compiled in place when it is called first, so that names in the model's state stay as they are. What
-    lies between blocks, and the hooks on parameters, which reduce gradients, run as ever. What was tried and does not
-    compile is refused here.
+    Each block is compiled in place at its first call, so names in the model's state do not change. Code between blocks
+    and the hooks on parameters, which reduce gradients, are not compiled. Combinations known to fail are refused.
 
     Args:
-        blocks: Of the model before it was divided; those on this rank are meant.
-        engine: What trains them.
+        blocks: Blocks of the model before its division; those that are not on this rank are ignored.
+        engine: Engine that trains them.
         world: All ranks that train the model.
 
     Raises:
-        InputError: There are no blocks, they do not compile under this engine, or a compiler is missing somewhere.
+        InputError: If there are no blocks, they do not compile under this engine, or a rank has no compiler.
     """
     gathers, synchronous = engine.sharding.parameters.gathers, engine.synchronous and engine.comm.size > 1
     parallel, has_blocks = engine.config.parallel, bool(blocks)
@@ -130,9 +142,9 @@ def compile_blocks(blocks: Sequence[nn.Module], engine: Engine, world: Communica
     together(world, lambda: require_compiler(engine.device))
     import torch._inductor.config as inductor
 
-    inductor.fallback_random = True  # dropout draws the numbers that it draws without the compiler
+    inductor.fallback_random = True  # dropout draws the same numbers as without the compiler
     if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
-        inductor.compile_threads = 1  # else each rank starts a process for every core
+        inductor.compile_threads = 1  # otherwise each rank starts a process for every core
     mine = set(engine.module.modules())
     for block in blocks:
         if block in mine:
@@ -140,7 +152,7 @@ def compile_blocks(blocks: Sequence[nn.Module], engine: Engine, world: Communica
 
 
 def require_compiler(device: torch.device) -> None:
-    """Raise InputError where what torch.compile needs for a kind of device is not there."""
+    """Raise InputError if torch.compile lacks Triton or a C++ compiler, depending on the kind of device."""
     if is_accelerator(device):
         from torch.utils._triton import has_triton
 
@@ -154,7 +166,7 @@ def require_compiler(device: torch.device) -> None:
 
     try:
         get_cpp_compiler()
-    except Exception as error:  # of several kinds, in a part of PyTorch that is not documented
+    except Exception as error:  # PyTorch does not document the types of this error
         raise InputError(
             f"model.compile needs a C++ compiler on the CPU, and PyTorch finds none ({type(error).__name__}); load one "
             "(g++ or clang, or name it in CXX), or set model.compile to false"

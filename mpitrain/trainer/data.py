@@ -1,8 +1,8 @@
-"""The data of a run: its samples, the batches of a rank, the microbatches in them, and the weights of classes.
+"""Data of a run: data sets, the batches and microbatches of a rank, and class weights.
 
-With train.class_weights the loss of a step is what torch.nn.CrossEntropyLoss(weight) gives for the whole global batch,
-however ranks and microbatches divide it: the sum of w[y] times the cross-entropy of each sample, over the sum of their
-w[y]. The latter is known from the targets alone, so the ranks add their counts of each class before the forward pass.
+With train.class_weights, the loss of a step equals torch.nn.CrossEntropyLoss(weight) of the whole global batch, however
+ranks and microbatches divide it: the sum of w[y] times the cross-entropy of each sample, divided by the sum of w[y].
+The divisor depends only on the targets, so the ranks add their class counts before the forward pass.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from mpitrain.pipe.schedule import default_microbatches
 from mpitrain.shard.virtual_workers import VirtualWorkers
 from mpitrain.trainer.folder import together
 
-_AT_ONCE = 1024  # samples that are read for their classes
+_AT_ONCE = 1024  # samples read at a time to count classes
 
 
 @dataclass(frozen=True)
 class GroupPlaces:
-    """The place of this rank. A group is the ranks that take each step as one.
+    """Place of this rank. A group is the set of ranks that take each step together.
 
     Attributes:
-        mesh: The ranks of this rank's group.
-        workers: How the group divides its part of a global batch.
-        everyone: All ranks that have the same part of the model as this one, of all groups.
-        evaluating: How these divide held-out samples; as many virtual workers as all groups have together.
-        first_worker: The virtual workers of the groups before this one: where its own are in a numbering of all.
+        mesh: Ranks of this rank's group.
+        workers: Division of the group's part of a global batch.
+        everyone: Ranks of all groups that have the same part of the model as this rank.
+        evaluating: Division of held-out samples over `everyone`, with the virtual workers of all groups.
+        first_worker: Number of virtual workers in the groups before this one.
     """
 
     mesh: Mesh
@@ -53,9 +53,16 @@ class GroupPlaces:
 
 
 def open_data(config: Config, world: Communicator) -> tuple[Dataset, Dataset | None]:
-    """The training and the held-out samples; what is not there yet is made once per node. Collective.
+    """Return the training and the held-out samples, the latter None if there are none. Collective.
 
-    Raises InputError on all ranks where any of them cannot read the data set, or where it is too small for a batch.
+    Data sets that do not exist yet are made or staged once per node.
+
+    Args:
+        config: The settings.
+        world: Ranks that train.
+
+    Raises:
+        InputError: On all ranks, if any rank cannot read a data set, or if it is too small for a batch.
     """
     paths, stage = data_paths(config), config.data.stage
     together(world, lambda: [resolve(path) for path in paths] if world.local_rank == 0 else None)
@@ -78,15 +85,21 @@ def open_data(config: Config, world: Communicator) -> tuple[Dataset, Dataset | N
 def batches(
     config: Config, share: Share, data: Dataset, position: int, device: torch.device = CPU, *, step: int = 0
 ) -> Loader:
-    """This rank's share of every global batch from sample `position` of the run's order on.
+    """Return a loader of this rank's share of every global batch, from sample `position` of the run's order on.
 
-    share: Gives (first, last) of its samples. device: What they are for (see `on_device`). step: Steps that are done.
+    Args:
+        config: The settings.
+        share: Function that returns the range (first, last) of this rank's samples in a batch.
+        data: The training data set.
+        position: First sample, counted in the run's order.
+        device: Device that the batches are moved to later (see `on_device`).
+        step: Steps done.
     """
     augment = augment_of(config)
 
     def finish(batch: Batch) -> Batch:
         places = batch.position + batch.first + np.arange(len(batch.ids))
-        epochs = places if config.data.mix else places // len(data)  # in a mix, samples come again at any time
+        epochs = places if config.data.mix else places // len(data)  # in a mix, samples repeat at any time
         return pin(replace(batch, x=augment(batch.x, batch.ids, epochs)), device)
 
     return Loader(
@@ -102,27 +115,44 @@ def batches(
 
 
 def augment_of(config: Config) -> Augment:
-    """Return the augmentation of the images of a training batch."""
+    """Return the augmentation of training images."""
     return Augment(config.data.augment, config.data.augment_padding, config.run.seed)
 
 
 def microbatch_size(config: Config, mesh: Mesh, samples: int = 0) -> int:
-    """Samples of a microbatch; 0: all that a virtual worker has. A pipeline gets `default_microbatches` of a batch.
+    """Return the samples of a microbatch; 0 means all samples of a virtual worker.
 
-    samples: Of a batch that the ranks of the mesh share; 0: a global batch.
+    A pipeline divides a batch into `default_microbatches` unless train.microbatch is set.
+
+    Args:
+        config: The settings.
+        mesh: Ranks that share the batch.
+        samples: Samples of the batch; 0 for those of a global batch.
     """
     return microbatch_on(config, mesh.readers.size, mesh.stages.size, samples)
 
 
 def microbatch_on(config: Config, readers: int, stages: int, samples: int = 0) -> int:
-    """As `microbatch_size`, on so many ranks that read different samples, and stages."""
+    """Return `microbatch_size` for given numbers of ranks and stages.
+
+    Args:
+        config: The settings.
+        readers: Ranks that read different samples.
+        stages: Stages of the pipeline; 1 without a pipeline.
+        samples: Samples of the batch; 0 for those of a global batch.
+    """
     if config.train.microbatch or stages == 1:
         return config.train.microbatch
     return -(-(samples or config.train.batch) // (readers * default_microbatches(stages)))
 
 
 def with_microbatch(config: Config, ranks: int) -> Config:
-    """Return the settings with the train.microbatch that train.accumulation makes at so many ranks, if it is given."""
+    """Return the settings with train.microbatch derived from train.accumulation, if the latter is set.
+
+    Args:
+        config: The settings.
+        ranks: Number of all ranks.
+    """
     train, parallel = config.train, config.parallel
     if not train.accumulation:
         return config
@@ -132,29 +162,48 @@ def with_microbatch(config: Config, ranks: int) -> Config:
 
 
 def microbatches(x: torch.Tensor, y: torch.Tensor, samples: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """(x, y) of at most `samples` samples each; 0: all at once."""
+    """Divide a batch into microbatches (x, y).
+
+    Args:
+        x: Inputs.
+        y: Targets.
+        samples: Largest number of samples of a microbatch; 0 for the whole batch.
+    """
     size = samples or max(1, len(x))
     return [(x[lo : lo + size], y[lo : lo + size]) for lo in range(0, len(x), size)]
 
 
 def seed_worker(seed: int, step: int, worker: int) -> None:
-    """Dropout of a step depends on nothing before it, so a resumed run draws what the first would have drawn."""
+    """Seed torch's generators for a step of a virtual worker.
+
+    The seed does not depend on earlier steps, so a resumed run draws the same random numbers, for example in dropout.
+
+    Args:
+        seed: Seed of the run.
+        step: Steps done.
+        worker: Number of the virtual worker.
+    """
     torch.manual_seed((seed * 1_000_003 + step) * 1_000_003 + worker & (1 << 63) - 1)
 
 
 def gather_ids(places: GroupPlaces, batch: Batch) -> list[int]:
-    """The sample ids of the global batch, in order. Collective over the ranks that share it."""
-    own = [] if places.mesh.parts.rank else batch.ids.tolist()  # others have parts of the same samples
+    """Return the sample ids of the global batch, in order. Collective over the ranks that share it.
+
+    Args:
+        places: Place of this rank.
+        batch: This rank's share of the global batch.
+    """
+    own = [] if places.mesh.parts.rank else batch.ids.tolist()  # the other ranks have parts of the same samples
     return [number for ids in places.everyone.all_gather_object(own) for number in ids]
 
 
 def weigh_step(criterion: WeightedCrossEntropy, y: torch.Tensor, comm: Communicator) -> None:
-    """Tell the loss the targets of a step. Collective over the ranks that share its batch.
+    """Set the scale of a class-weighted loss from the targets of a step. Collective over `comm`.
 
     Args:
-        criterion: The loss with the weights of the classes.
+        criterion: Loss with class weights.
         y: Targets of this rank, int64, any shape.
-        comm: These ranks.
+        comm: Ranks that share the step's batch.
     """
     weights = criterion.weights.to(y.device)
     counts = torch.zeros(len(weights), dtype=torch.int64, device=y.device)
@@ -164,10 +213,16 @@ def weigh_step(criterion: WeightedCrossEntropy, y: torch.Tensor, comm: Communica
 
 
 def counts_of(config: Config, task: Task, description: Description) -> Counts | None:
-    """Return what says how much the mean loss of some targets is over; None where shapes alone tell.
+    """Return the function from targets to the count that their mean loss is over; None if that follows from shapes.
+
+    Args:
+        config: The settings.
+        task: Model and loss.
+        description: Description of the data.
 
     Raises:
-        InputError: On all ranks, where parallel.slices divides masked samples that a loss takes a mean over.
+        InputError: On all ranks, if parallel.slices divides samples with masked targets and the loss is a mean over
+            samples.
     """
     loss, y = task.loss, torch.empty(0, dtype=torch.from_numpy(np.empty(0, description.y_dtype)).dtype)
     if description.masked and config.parallel.slices > 1 and counts_samples(loss):
@@ -184,13 +239,20 @@ def counts_of(config: Config, task: Task, description: Description) -> Counts | 
 
 
 def class_weights(config: Config, task: Task, data: Dataset, world: Communicator) -> WeightedCrossEntropy | None:
-    """Put the weights that train.class_weights asks for into the loss of a task. Collective.
+    """Add the weights of train.class_weights to the loss of a task. Collective.
+
+    Args:
+        config: The settings.
+        task: Model and loss; its loss is replaced.
+        data: Training data set, read if the weights are "balanced".
+        world: Ranks that train.
 
     Returns:
-        The loss with the weights; None where none are asked for.
+        Loss with the weights; None if train.class_weights is not set.
 
     Raises:
-        InputError: On all ranks, where the loss is not the cross-entropy of classes, or not so many weights are given.
+        InputError: On all ranks, if the loss is not the cross-entropy of classes, parallel.mode is not sync, or the
+            number of weights differs from that of the classes.
     """
     asked, classes = config.train.class_weights, data.description.classes
     if not asked:
@@ -216,7 +278,7 @@ def class_weights(config: Config, task: Task, data: Dataset, world: Communicator
 
 
 def _balanced(data: Dataset, world: Communicator) -> torch.Tensor:
-    """Return weights with which every class of the training samples counts alike, as in scikit-learn. Collective."""
+    """Return weights that give each class of the training samples equal influence, as in scikit-learn. Collective."""
     classes, samples = len(data.description.classes or ()), len(data)
 
     def counted() -> torch.Tensor:

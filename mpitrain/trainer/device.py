@@ -1,4 +1,4 @@
-"""The device of a rank: who shares it, threads, model and batches on it, and what to say when it is full."""
+"""Device of a rank: its choice, sharing between ranks, threads, moving batches to it, and errors when it is full."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from mpitrain.trainer.folder import together
 
 
 class DeviceFull(MpitrainError):
-    """A device has not the memory that was asked of it."""
+    """Error of a device whose free memory is too small."""
 
 
 def choose(kind: str, world: Communicator) -> tuple[torch.device, str]:
     """Choose this rank's device, and make it the current one of its kind. Collective.
 
     Args:
-        kind: As `run.device` says it.
+        kind: Value of `run.device`.
         world: All ranks.
 
     Returns:
-        The device; and those of all ranks, for people: "CPU", or "2 x NVIDIA H100 (2 ranks share each)".
+        The device, and a description of all ranks' devices: "CPU", or "2 x NVIDIA H100 (2 ranks share each)".
 
     Raises:
-        InputError: On all ranks, where any of them has no device of the kind, or where `auto` finds other kinds on
-            some of them.
+        InputError: On all ranks, if a rank has no device of this kind, or `auto` finds different kinds on different
+            ranks.
     """
     host = socket.gethostname()
 
@@ -63,7 +63,7 @@ def choose(kind: str, world: Communicator) -> tuple[torch.device, str]:
 
 
 def _text(chosen: torch.device, ranks: list[tuple[Any, ...]]) -> str:
-    """ranks: of each its node, and its device's identity and name."""
+    """Describe the devices of all ranks. ranks: node, device identity and device name of each rank."""
     if not device.is_accelerator(chosen):
         return device.name(chosen)
     sharing = Counter((node, identity) for node, identity, _ in ranks)
@@ -75,14 +75,20 @@ def _text(chosen: torch.device, ranks: list[tuple[Any, ...]]) -> str:
     return text
 
 
-# -- what is on it
+# -- model and batches on the device
 
 
 def found_on(module: nn.Module, kind: str, world: Communicator) -> torch.device:
-    """Return where a module of the user's is to compute: where it is, or on a device of the kind. Collective.
+    """Return the device on which a user's module computes: its own, or one of the kind `kind`. Collective.
+
+    Args:
+        module: The user's module.
+        kind: Value of `run.device`.
+        world: All ranks.
 
     Raises:
-        InputError: It is on several devices, or on one of another kind, or there is none of the kind.
+        InputError: If the module is on several devices or on an accelerator of another kind, or no device of this kind
+            exists.
     """
     found = {t.device for t in (*module.parameters(), *module.buffers())} or {device.CPU}
     if len(found) > 1:
@@ -97,9 +103,14 @@ def found_on(module: nn.Module, kind: str, world: Communicator) -> torch.device:
 
 
 def moved(value: Any, to: torch.device) -> Any:
-    """A batch on the device: a tensor, or tuples, lists and mappings of them; what is there already, as it is.
+    """Return a batch whose tensors are on the device. Tensors that are on an accelerator already are not copied.
 
-    The batch may be changed when this returns. The host waits for copies at the most, not for what the device computes.
+    The host waits at most for copies, not for computation on the device. After the return, the caller may change the
+    original batch.
+
+    Args:
+        value: A tensor, or nested tuples, lists and mappings of tensors.
+        to: The device.
     """
     if not device.is_accelerator(to):
         return value
@@ -107,28 +118,33 @@ def moved(value: Any, to: torch.device) -> Any:
 
 
 def _copied(tensor: torch.Tensor, to: torch.device) -> torch.Tensor:
-    if not tensor.is_pinned():  # then the driver has read it when it returns
+    if not tensor.is_pinned():  # then the driver has read the tensor before the call returns
         return tensor.to(to, non_blocking=True)
     beside, own = device.new_stream(to), device.current_stream(to)
     with beside:
         there = tensor.to(to, non_blocking=True)
-    device.recorded(to, beside).synchronize()  # so that nobody else has to wait for it
+    device.recorded(to, beside).synchronize()  # so that later uses need not wait for the copy
     there.record_stream(own)
     return there
 
 
 def set_threads(world: Communicator, reproducible: bool) -> None:
-    """A thread for each core that this rank has for itself, unless OMP_NUM_THREADS says otherwise."""
+    """Set the number of torch's threads, unless OMP_NUM_THREADS is set.
+
+    Args:
+        world: Ranks of the job; each gets the cores that it does not share with another rank.
+        reproducible: If true, use one thread.
+    """
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1 if reproducible else world.process.cores.each)
 
 
-# -- when it is full
+# -- errors when the device is full
 
 
 @contextmanager
 def full_told(on: torch.device) -> Iterator[None]:
-    """Turn an error inside, that the device's memory is used up, into a DeviceFull that says what to change."""
+    """Convert an out-of-memory error of the block into a DeviceFull that says which settings to change."""
     try:
         yield
     except torch.OutOfMemoryError as error:

@@ -1,22 +1,22 @@
-"""Going on without ranks that died: copies of the state in other ranks' memory, and training entered again.
+"""Recovery from the death of ranks: copies of the state in other ranks' memory, and training without a new job.
 
-At the end of every copied step each rank puts its parts of a checkpoint into host memory, and a partner on another
-node keeps them too:
+At the end of every copied step, each rank stores its parts of a checkpoint in host memory and sends them to a partner
+on another node:
 
-    rank 0   own parts | rank 2's         ranks 0 and 1 on node A, 2 and 3 on node B; two steps' copies are kept, so
-    rank 1   own parts | rank 3's         that one is whole everywhere while the next is being made
+    rank 0   own parts | rank 2's         Ranks 0 and 1 are on node A, 2 and 3 on node B. Copies of two steps are kept,
+    rank 1   own parts | rank 3's         so that one set is complete everywhere while the next one is made.
     rank 2   own parts | rank 0's
     rank 3   own parts | rank 1's
 
-When ranks die, those that are left make a smaller world and read the newest copy that they hold whole between them as
-they would read a checkpoint written by other ranks. Where a rank died with its partner: at stage 0 what any rank of its
-column of the mesh holds, which is the same; else the last checkpoint itself.
+When ranks die, the others form a smaller world and load the newest set of copies that is complete, like a checkpoint
+that other ranks wrote. If a rank died together with its partner, they use the state of any rank in its column of the
+mesh, which is the same at stage 0; at other stages they load the last checkpoint.
 
-As many of them train as the layout allows (`data_ranks`); the others wait, and give what they hold of copies. Where
-nothing fits, the newest copy is written as a checkpoint, and the job ends for a restart.
+As many of the ranks train as the layout allows (`data_ranks`); the others wait and provide their copies. If no layout
+fits, the newest set is written as a checkpoint, and the job ends for a restart.
 
-A copy is what a rank would write into its file of a checkpoint. Those of all ranks at one step are a set, with a
-manifest whose files are the copies; a plan made from it says which bytes of which copy a rank needs.
+A copy has the contents of a rank's file in a checkpoint. The copies of all ranks at one step are a set, with a manifest
+whose files are the copies; from it a rank plans which bytes of which copy it needs.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ from mpitrain.trainer.run import Callback, Restored, Run, Step
 from mpitrain.trainer.state import merged
 
 _COPIES = 31_000  # tag of copies
-_KEPT = 2  # sets
+_KEPT = 2  # sets of copies
 
 
 class Key(NamedTuple):
-    """Names a set: the step, how many ranks made it, and how often ranks had been lost before."""
+    """Identity of a set: its step, the number of ranks that made it, and the number of losses of ranks before it."""
 
     step: int
     ranks: int
@@ -65,19 +65,19 @@ class Key(NamedTuple):
 
 
 class PeerCopy:
-    """Memory for one rank's parts."""
+    """Host memory for a copy of one rank's parts."""
 
     def __init__(self) -> None:
-        self.key: Key | None = None  # None while it is being made
-        self.owner = 0  # the rank whose parts they are, in the world that made the set
+        self.key: Key | None = None  # None while the copy is being made
+        self.owner = 0  # rank whose parts they are, in the world that made the set
         self.memory = torch.empty(0, dtype=torch.uint8)
-        self.contents = ""  # JSON: what lies where in the memory
-        self.values: dict[str, Any] = {}  # what goes with the parts; only where the owner is this rank
+        self.contents = ""  # JSON: position of each part in the memory
+        self.values: dict[str, Any] = {}  # values stored with the parts; only if the owner is this rank
 
     def fill(self, snapshot: Snapshot, parts: Sequence[Part], values: dict[str, Any], owner: int) -> None:
         copies = snapshot.copy(parts)
         self.memory, self.values, self.owner = torch.empty(0, dtype=torch.uint8), values, owner
-        if nbytes := needed(copies):  # which lie in one storage
+        if nbytes := needed(copies):  # all copies share one storage
             storage: Any = copies[0].data.untyped_storage()
             self.memory.set_(storage, 0, (nbytes,), (1,))
         listed = []  # shape and type of each part's tensor, and its extent
@@ -88,9 +88,9 @@ class PeerCopy:
 
 
 class Alone(NamedTuple):
-    """A copy of all that a rank holds, which is what every rank of its column of the mesh holds (stage 0).
+    """Copy of everything that a rank has, which is equal in all ranks of its column of the mesh (stage 0).
 
-    columns: how many there are; a rank's is its number modulo that. crc: of the memory, the same in all of a column.
+    columns: number of columns; a rank's column is its number modulo this. crc: of the memory, equal within a column.
     """
 
     copy: PeerCopy
@@ -99,7 +99,7 @@ class Alone(NamedTuple):
 
 
 class Copies:
-    """This rank's own copies, and those it keeps for another rank. losses: how often ranks were lost so far."""
+    """Copies of this rank's own state and of another rank's. losses: number of losses of ranks so far."""
 
     def __init__(self) -> None:
         self._own = [PeerCopy() for _ in range(_KEPT)]
@@ -107,18 +107,18 @@ class Copies:
         self._snapshots = [Snapshot() for _ in range(_KEPT)]
         self._next = 0
         self._alone: Alone | None = None
-        self._world: Communicator | None = None  # whose ranks know each other's contents
+        self._world: Communicator | None = None  # world whose ranks know each other's contents
         self.losses = 0
 
     def take(self, world: Communicator, engine: Engine, step: int, values: dict[str, Any]) -> None:
         """Copy the state at the end of a step. Collective.
 
-        Between two calls must lie an operation that every rank takes part in.
+        Between two calls, all ranks must take part in some other collective operation.
         """
         parts, rest = engine.parts()
         slot, self._next = self._next, (self._next + 1) % _KEPT
         own, kept = self._own[slot], self._kept[slot]
-        if self._own[slot - 1].key is not None:  # which is whole by now
+        if self._own[slot - 1].key is not None:  # the previous set is complete by now
             self._alone = None
         own.key = kept.key = None
         own.fill(self._snapshots[slot], parts, values | rest, world.rank)
@@ -129,9 +129,10 @@ class Copies:
         own.key = key
 
     def take_alone(self, engine: Engine, key: Key, values: dict[str, Any], rank: int, columns: int) -> None:
-        """Copy all that this rank holds, after ranks died with those that kept their copies; needs stage 0.
+        """Copy everything that this rank has, after ranks died together with their partners; needs stage 0.
 
-        key: of the set it may stand in for. rank: in the world that made the engine.
+        key: set that the copy may replace. rank: this rank's number when the engine was made. columns: those of the
+        mesh.
         """
         copy = PeerCopy()
         parts, rest = engine.parts(alone=True)
@@ -140,7 +141,7 @@ class Copies:
         self._alone = Alone(copy, columns, crc32(copy.memory.numpy()))
 
     def _exchange(self, world: Communicator, own: PeerCopy, kept: PeerCopy, slot: int) -> None:
-        """Give the partner this rank's copy, and keep the one of whose partner this rank is."""
+        """Send this rank's copy to its partner, and receive the copy of the rank whose partner this one is."""
         to = ulfm.partners(world.nodes)
         dest, source = to[world.rank], to.index(world.rank)
         told_before = self._own[slot - 1].contents if self._world is world else ""
@@ -160,9 +161,11 @@ class Copies:
         self._world = world
 
     def restore(self, world: Communicator, engine: Engine | None) -> Manifest | None:
-        """Fill the engine from the newest set that the ranks hold whole between them; None if there is none.
+        """Load the newest complete set into the engine, and return its manifest; None if no set is complete.
 
-        Collective. engine: None on a rank that only gives. What was found stays until a newer set is whole.
+        Collective.
+
+        The set stays until a newer one is complete. engine: None on a rank that only provides its copies.
         """
         found = self.newest(world)
         if found is None:
@@ -182,8 +185,11 @@ class Copies:
         return manifest
 
     def parts(self, world: Communicator) -> tuple[int, list[Part], dict[str, Any]] | None:
-        """The newest set that the ranks hold whole between them as a checkpoint is written: step, the parts that this
-        rank is the first to hold, and the values that go with them; None if there is none. Collective."""
+        """Return the newest complete set in the form of a checkpoint; None if no set is complete. Collective.
+
+        Returns:
+            Step, the parts for which this rank is the lowest rank that has them, and the values stored with the parts.
+        """
         found = self.newest(world)
         if found is None:
             return None
@@ -195,9 +201,9 @@ class Copies:
         return key.step, [part for piece, part in held.items() if piece not in before], manifest.values
 
     def newest(self, world: Communicator) -> tuple[Key, dict[str, PeerCopy]] | None:
-        """The newest set that the ranks hold whole between them, and what this rank has of it. Collective.
+        """Return the key of the newest complete set, and this rank's copies in it by name. Collective.
 
-        Only where there is none do copies of what a rank holds alone count, if all of one column are the same.
+        Copies of `take_alone` are used only if no set is complete without them, and only if those of a column agree.
         """
         mine = [copy for copy in (*self._own, *self._kept) if copy.key is not None]
         alone = self._alone
@@ -225,7 +231,7 @@ class Copies:
     def _manifest(
         self, world: Communicator, key: Key, files: Mapping[str, PeerCopy]
     ) -> tuple[Manifest, dict[str, int]]:
-        """That of a set, and for each copy the rank to get it from: this one, if it has it."""
+        """Return the manifest of a set, and for each copy the rank to read it from: this rank, if it has the copy."""
         told = world.all_gather_object([[name, copy.contents] for name, copy in files.items()])
         known = [copy.values for copy in (*self._own, *files.values()) if copy.key == key and copy.values]
         everyones: list[dict[str, Any]] = [values for of in world.all_gather_object(known[:1]) for values in of]
@@ -241,12 +247,12 @@ class Copies:
                 for spec, extent in _decoded(contents):
                     tensors[spec.name] = spec
                     extents.append(Extent(extent.piece, name, extent.offset, ()))
-        extents.sort(key=lambda extent: extent.file not in files)  # of two that hold a piece, the one that is here
+        extents.sort(key=lambda extent: extent.file not in files)  # prefer copies of this rank
         return Manifest(key.step, tensors, {}, tuple(extents), values), holders
 
 
 def newest_whole(held: Sequence[tuple[Key, int]]) -> Key | None:
-    """The newest set of which every owner's copy is held by some rank; of one step, the one made last."""
+    """Return the newest set for which each owner's copy is on some rank; for equal steps, the one made last."""
     owners = Counter(key for key, _ in dict.fromkeys(held))
     whole = [key for key, count in owners.items() if count == key.ranks]
     return max(whole, key=lambda key: (key.step, key.losses), default=None)
@@ -255,14 +261,14 @@ def newest_whole(held: Sequence[tuple[Key, int]]) -> Key | None:
 def fetch(
     world: Communicator, blocks: Sequence[Block], files: Mapping[str, torch.Tensor], holders: Mapping[str, int]
 ) -> None:
-    """Read the blocks of a plan from the memory of the ranks that hold them. Collective.
+    """Copy the blocks of a plan from the memory of the ranks that have them. Collective.
 
-    files: the bytes of those that this rank holds. holders: of all of them.
+    files: memory of the copies on this rank, by name. holders: rank from which each copy is read.
     """
     ordered = sorted(blocks, key=lambda block: holders[block.extent.file])
     asked = np.array([[int(b.extent.file), b.offset, b.size] for b in ordered], dtype=np.int64).reshape(-1, 3)
     from_rank = np.array([holders[b.extent.file] for b in ordered], dtype=np.int64)
-    wanted = np.bincount(from_rank, minlength=world.size)  # blocks from each rank
+    wanted = np.bincount(from_rank, minlength=world.size)  # number of blocks from each rank
     nbytes = np.bincount(from_rank, weights=asked[:, 2], minlength=world.size).astype(np.int64)
     given = np.empty_like(wanted)
     world.all_to_all(given, wanted)
@@ -298,25 +304,25 @@ def _decoded(contents: str) -> Iterator[tuple[TensorSpec, Extent]]:
 
 
 def _parts(copy: PeerCopy) -> Iterator[Part]:
-    """The parts a copy was made of, in its memory."""
+    """Yield the parts of a copy, as views of its memory."""
     for spec, extent in _decoded(copy.contents):
         data = copy.memory[extent.offset : extent.offset + extent.piece.numel * spec.itemsize]
         yield Part(spec, extent.piece, data.view(DTYPES[spec.dtype]))
 
 
-_TAG = 31_500  # apart from those of training's messages, of copies and of checkpoints
-_PAUSE = 0.02  # seconds between looks of a rank that waits
-_RESTORE, _SAVE, _END = range(3)  # what such a rank is told
+_TAG = 31_500  # differs from the tags of training's messages, of copies and of checkpoints
+_PAUSE = 0.02  # seconds between two polls of a waiting rank
+_RESTORE, _SAVE, _END = range(3)  # messages to waiting ranks
 
 
 class TooFewLeft(MpitrainError):
-    """The ranks that are left cannot go on by themselves; the job is to be started again."""
+    """Error if the remaining ranks cannot continue; the job must be restarted."""
 
     exit_code = EXIT_REQUEUE
 
 
 class Reached(NamedTuple):
-    """The state after a step's update as it lies in the engine. buffers: of the model, which the next step changes."""
+    """State in the engine after a step's update. buffers: copies of the model's, which the next step changes."""
 
     engine: Engine
     key: Key
@@ -325,36 +331,36 @@ class Reached(NamedTuple):
 
 
 class Survivors(Callback):
-    """The state of a run that outlives the death of ranks. everyone: those that train (`trainer.world`) or wait."""
+    """Callback that keeps the state of a run when ranks die. everyone: all living ranks, training or waiting."""
 
     def __init__(self, trainer: Run) -> None:
         self._trainer, self.everyone = trainer, trainer.world
         self._copies = Copies()
         self._reached: Reached | None = None
         self._store: Store | None = None
-        self.trains = True  # whether this rank is one of those that do
-        self._even = True  # whether the model needs as many microbatches on each rank; as long as that is not known
-        self.missing = False  # whether ranks died, and the others have not yet come together
-        self.misfit = ""  # why the ranks that are left cannot train
-        self.fewer = False  # whether ranks were lost, and training does not go on yet
-        self._lost: list[int] = []  # the ranks that were, until the first step without them
-        self._step = 0  # at which it goes on
-        self._failed = 0.0  # time.monotonic() when the first of them failed
-        self._at_most = False  # whether they may have failed later
-        self._well = time.monotonic()  # when all ranks were last known to be there
+        self.trains = True  # false if this rank waits
+        self._even = True  # true if each rank needs the same number of microbatches, or if that is unknown
+        self.missing = False  # true after ranks died, until the others have formed a new world
+        self.misfit = ""  # reason why the remaining ranks cannot train
+        self.fewer = False  # true after ranks were lost, until training continues
+        self._lost: list[int] = []  # lost ranks, until the first step without them
+        self._step = 0  # step from which training continues
+        self._failed = 0.0  # time.monotonic() when the first of the lost ranks failed
+        self._at_most = False  # true if that time is only a lower bound
+        self._well = time.monotonic()  # last time at which all ranks were known to be alive
 
-    # -- while all is well
+    # -- during training
 
     def on_fit_start(self, trainer: Run) -> None:
         self.copy(trainer)
         self._step, self.fewer = trainer.step, False
 
     def copy(self, trainer: Run) -> None:
-        """Keep the state at the end of a step. Collective over those that train."""
+        """Copy the state at the end of a step. Collective over the training ranks."""
         self._copies.take(trainer.world, trainer.engine, trainer.step, trainer.state())
 
     def on_update(self, trainer: Run, step: Step) -> None:
-        """Note that the engine has the state after this step: of use at stage 0, where each rank has all of it."""
+        """Remember the state after this step at stage 0, where each rank has all of it."""
         engine = trainer.engine
         self._even = engine.synchronous
         if engine.config.parallel.zero == 0:
@@ -363,7 +369,7 @@ class Survivors(Callback):
             self._reached = Reached(engine, key, trainer.state(), buffers)
 
     def on_step_end(self, trainer: Run, step: Step) -> None:
-        """After the first step without ranks that were lost, say how long after their failure it was done."""
+        """Report the recovery time after the first step without the lost ranks."""
         self._well = step.met
         if not self._lost:
             return
@@ -379,10 +385,10 @@ class Survivors(Callback):
         step.lost, self._lost = tuple(sorted(self._lost)), []
         step.extras["recovered_s"] = seconds
 
-    # -- when ranks died
+    # -- after ranks died
 
     def close_ranks(self) -> None:
-        """Go over to the world of those that are left. Collective over them."""
+        """Form the world of the remaining ranks, and choose which of them train. Collective over them."""
         near = count_near(axes_of(self._trainer.config.parallel))
         self._leave_out_the_dead(lambda nodes: whole_groups_first(nodes, near))
         self._take_stock()
@@ -391,7 +397,7 @@ class Survivors(Callback):
         self._divide()
 
     def _leave_out_the_dead(self, order: Callable[[Sequence[int]], Sequence[int]] | None) -> None:
-        """Make the world of those that are left, in an order of their nodes. Collective over them."""
+        """Form the world of the remaining ranks, with their nodes in the order of `order`. Collective over them."""
         trainer = self._trainer
         self.everyone, loss = ulfm.shrink(self.everyone, order)
         self._copies.losses += 1
@@ -415,7 +421,7 @@ class Survivors(Callback):
         trainer.saved, self._even = any(saved for saved, _ in told), any(even for _, even in told)
 
     def _take_stock(self) -> None:
-        """Keep what there is of the state of the ranks that are left. Collective over them."""
+        """Copy the state in the engines if no set of copies is complete. Collective over the remaining ranks."""
         reached, self._reached = self._reached, None
         if self._copies.newest(self.everyone) is not None or reached is None or not reached.engine.settled:
             return
@@ -426,10 +432,10 @@ class Survivors(Callback):
         self._copies.take_alone(reached.engine, reached.key, reached.values, self._trainer.world.rank, columns)
 
     def _begin_anew(self) -> None:
-        """Settings for those that are left."""
+        """Change the settings for the remaining ranks."""
         trainer, config = self._trainer, self._trainer.config
         parallel, resume = config.parallel, config.checkpoint.resume
-        if resume == "never" or trainer.saved:  # what was there before "never" has been set aside
+        if resume == "never" or trainer.saved:  # earlier checkpoints have been moved away with "never"
             resume = "auto"
         trainer.config = config.model_copy(
             update={
@@ -439,7 +445,7 @@ class Survivors(Callback):
         )
 
     def _divide(self) -> None:
-        """Choose who trains, of those that are left."""
+        """Choose which of the remaining ranks train."""
         trainer, size = self._trainer, self.everyone.size
         parallel = trainer.config.parallel
         ranks = data_ranks(trainer.config, size, even=self._even) * parallel.ranks_per_data
@@ -458,16 +464,16 @@ class Survivors(Callback):
             trainer.folder.release()
 
     def restore(self, trainer: Run) -> Restored | None:
-        """Put what the copies hold into the engine; None where there are none, or not enough."""
+        """Load the copies into the engine; return None if no set is complete."""
         self._store = trainer.store
         self._tell(_RESTORE)
         manifest = self._copies.restore(self.everyone, trainer.engine)
         return None if manifest is None else Restored(manifest.step, manifest.values)
 
-    # -- those that wait
+    # -- ranks that wait
 
     def wait(self) -> int:
-        """Give what this rank has of copies to those that train, until they end. Returns their exit code."""
+        """Provide this rank's copies to the training ranks until these end, and return their exit code."""
         while True:
             told = torch.empty(2, dtype=torch.int64)
             message = self.everyone.irecv(told, 0, _TAG)
@@ -491,14 +497,14 @@ class Survivors(Callback):
                 self.everyone.send(torch.tensor([what, code]), rank, _TAG)
 
     def dismiss(self, code: int) -> None:
-        """Let those that wait end with an exit code."""
-        with suppress(Exception):  # one that died meanwhile is not needed any more
+        """End the waiting ranks with an exit code."""
+        with suppress(Exception):  # a waiting rank that died does not matter any more
             self._tell(_END, code)
 
-    # -- where nothing fits
+    # -- if no layout fits
 
     def too_few(self) -> TooFewLeft:
-        """Write the newest copy as a checkpoint, and return the error to end with. Collective over those that train."""
+        """Write the newest set as a checkpoint, and return the error to raise. Collective over the training ranks."""
         self._tell(_SAVE)
         saved = self._save()
         size = self.everyone.size
@@ -506,7 +512,7 @@ class Survivors(Callback):
         return TooFewLeft(f"{left} not fit: {self.misfit}; {saved}; start the job again", agreed=True)
 
     def _save(self) -> str:
-        """Write the newest copy as a checkpoint; returns what became of it. Collective over everyone."""
+        """Write the newest set as a checkpoint, and return a description of the outcome. Collective over `everyone`."""
         found = self._copies.parts(self.everyone)
         if found is None:
             return "no whole copy is left, so that a restart goes back to the last checkpoint"
@@ -524,10 +530,11 @@ class Survivors(Callback):
 
 
 def data_ranks(config: Config, ranks: int, *, even: bool) -> int:
-    """Return how many data-parallel ranks go on where so many ranks are left; 0: too few for one pipeline of groups.
+    """Return the number of data-parallel ranks that train after a loss; 0 if there are too few for one replica.
 
-    The pipeline and the tensor groups stay as they are, and so does the global batch. With run.reproducible their
-    number divides run.workers. even: each must have as many microbatches as any other (batch norms).
+    The sizes of pipeline and tensor groups and the global batch do not change. With run.reproducible, the result
+    divides run.workers. ranks: all remaining ranks. even: if true, each must have the same number of microbatches
+    (batch norms).
     """
     parallel, section, sizes = config.parallel, config.run, config.train.batch_sizes.after(0)
     for data in range(ranks // parallel.ranks_per_data, 0, -1):
@@ -540,7 +547,7 @@ def data_ranks(config: Config, ranks: int, *, even: bool) -> int:
 
 
 class CopyOften(Callback):
-    """Has the state of every elastic.copy_every-th step copied, once the step is recorded."""
+    """Callback that copies the state every elastic.copy_every steps, after the step is recorded."""
 
     def __init__(self, survivors: Survivors) -> None:
         self._survivors = survivors
@@ -551,18 +558,18 @@ class CopyOften(Callback):
 
 
 def fit(trainer: Run) -> int:
-    """Train, and when ranks die train again with those that are left. Returns the exit code of the run.
+    """Train, continue with the remaining ranks when ranks die, and return the exit code of the run.
 
     Raises:
-        InputError: where the MPI cannot go on without ranks that die.
-        TooFewLeft: where the ranks that are left do not fit the layout, after the newest copy was saved.
+        InputError: If the MPI library cannot continue after ranks die.
+        TooFewLeft: If the remaining ranks do not fit the layout, after the newest set of copies was saved.
     """
     trainer.world = trainer.folder.world = ulfm.begin(trainer.world)
     survivors = trainer.strategy.survivors(trainer)
     assert isinstance(survivors, Survivors)
     at = next(at for at, one in enumerate(trainer.callbacks) if isinstance(one, Records))
-    trainer.callbacks.insert(at, survivors)  # what survivors note is written down then, and ...
-    trainer.callbacks.insert(at + 2, CopyOften(survivors))  # ... each step is before its copy
+    trainer.callbacks.insert(at, survivors)  # before the records, which write what it adds to a step
+    trainer.callbacks.insert(at + 2, CopyOften(survivors))  # after the records, so that a copied step is recorded
     with trainer.working():
         return _keep_training(trainer, survivors)
 

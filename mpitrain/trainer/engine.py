@@ -1,8 +1,8 @@
-"""The training step of a data-parallel rank: forward, backward, reduction, clipping, update.
+"""Training steps of a data-parallel rank: forward, backward, reduction of gradients, clipping, update.
 
-The loss of a step is the mean over its global batch, however it is cut: each microbatch counts with its share
-of the samples, or of the targets that are not masked (`layers.loss_terms`), and the ranks' gradients are summed. So the
-same batch gives the same step on any number of ranks, also when they get unequal parts of it.
+The loss of a step is the mean over its global batch, however the batch is divided: each microbatch is weighted by its
+share of the samples, or of the targets that are not masked (`layers.loss_terms`), and gradients are summed over ranks.
+The same batch therefore gives the same step on any number of ranks, also when their shares differ in size.
 """
 
 from __future__ import annotations
@@ -39,16 +39,26 @@ from mpitrain.trainer.state import EngineState, merged
 
 Loss = Callable[[Any, Any], torch.Tensor]
 Microbatch = tuple[Any, Any]
-Seen = Callable[[Any, Any], None]  # of an output and its targets
+Seen = Callable[[Any, Any], None]  # called with an output and its targets
 
 
 @dataclass
 class LossScale:
-    """The number losses are multiplied by: halved when gradients overflow, doubled after `patience` good steps.
+    """Factor of the loss that keeps small gradients from becoming zero in fp16.
 
-    With it small gradients do not become zero in fp16 (Micikevicius et al. 2018, Mixed Precision Training).
+    It is halved when gradients overflow, and doubled after `patience` good steps in a row.
 
-    spare: overflows that are let pass before it is halved, counted anew once it is doubled; refill: at each good step.
+    Reference: Micikevicius et al. 2018, Mixed Precision Training.
+
+    Attributes:
+        value: Current factor.
+        dynamic: If false, the factor never changes.
+        patience: Good steps in a row after which the factor is doubled.
+        good: Good steps since the last change or overflow.
+        least: Lower bound of the factor.
+        spare: Overflows that are tolerated before the factor is halved; counted anew each time it is doubled.
+        refill: If true, overflows are also counted anew after each good step.
+        passed: Overflows tolerated so far.
     """
 
     value: float = 1.0
@@ -86,11 +96,11 @@ class LossScale:
 
 @dataclass(frozen=True)
 class StepResult:
-    """The outcome of `Engine.step`.
+    """Outcome of `Engine.step`.
 
     Attributes:
-        norm: The 2-norm of all gradients, before clipping.
-        skipped: Nothing was updated, because the norm is not finite.
+        norm: 2-norm of all gradients, before clipping.
+        skipped: True if nothing was updated, because the norm is not finite.
     """
 
     norm: float
@@ -98,12 +108,12 @@ class StepResult:
 
 
 def broadcast_copies(module: nn.Module, comm: Communicator, division: Division) -> None:
-    """Give every copy of a parameter or buffer the value of the replica that is its source. Collective over `comm`.
+    """Broadcast each parameter and buffer from its source replica to all its copies. Collective over `comm`.
 
     Args:
         module: This rank's part of the model.
-        comm: The replicas.
-        division: How the model is divided, and so which replicas have copies.
+        comm: Replicas of the model.
+        division: Division of the model over ranks, which says which replicas have copies.
     """
     for name, tensor in chain(module.named_parameters(), module.named_buffers()):
         owner = division.owner(name, tensor)
@@ -112,32 +122,32 @@ def broadcast_copies(module: nn.Module, comm: Communicator, division: Division) 
 
 
 class Engine:
-    """A module, its loss and its optimizer on the data-parallel ranks. Collective to make.
+    """A module, its loss and its optimizer on the data-parallel ranks. Its construction is collective.
 
     Args:
-        module: The model, or this rank's part of it; every rank gets rank 0's values.
-        loss: loss(module(x), y): the mean over the samples given.
-        optimizer: Of the module's parameters, without a state yet.
-        comm: The data-parallel ranks.
-        config: The settings, of which run.reproducible, train.clip, train.precision, [parallel] and [comm] count.
-            The optimizer's states and copy are fp32 in any precision.
-        division: How the model is divided over the axes of a mesh.
-        scale: Of the loss; None: as the precision needs it.
-        reduce_dtype: In which gradients are added up and reduced; None: the parameters' own.
+        module: The model, or this rank's part of it; every rank gets the values of rank 0.
+        loss: Function that returns the mean loss of some samples, called as loss(module(x), y).
+        optimizer: Optimizer of the module's parameters, without a state yet.
+        comm: Data-parallel ranks.
+        config: The settings. The engine uses run.reproducible, train.clip, train.precision, [parallel] and [comm].
+            The optimizer's states and its copy of the parameters are fp32 in any precision.
+        division: Division of the model over the axes of a mesh; None if the model is whole.
+        scale: Scale of the loss; None for the one that the precision needs.
+        reduce_dtype: Dtype in which gradients are accumulated and reduced; None for that of the parameters.
 
     Attributes:
-        device: Where the module's parameters are.
-        settled: Whether parameters and states are those between two updates, not half-way through one.
-        synchronous: Whether layers communicate, so that every rank needs as many microbatches as any other.
-        note: What is to be said about the state that was loaded; empty for nothing.
-        clock: Counts the time of forward, backward and update.
-        metering: Whether to count what autograd keeps, in the next forward pass that it keeps anything of.
-        pipeline: What takes microbatches through the stages of the model; None where it is whole.
-        counted: What the mean loss of the targets of a microbatch is over, where that differs from its samples; None:
-            it does not.
-        terms: What the model adds to the loss.
-        term_sums: The part of the mean of each term that each virtual worker of this rank had in the last step,
-            float64 [workers, terms].
+        device: Device of the module's parameters.
+        settled: False while an update is under way, when parameters and states may be partly updated.
+        synchronous: True if layers communicate, so that every rank needs the same number of microbatches.
+        note: Remark about the state that was loaded, for the user; may be empty.
+        clock: Timer of forward, backward and update.
+        metering: If true, the next forward pass for which autograd keeps tensors counts their bytes.
+        pipeline: Pipeline that moves microbatches through the stages of the model; None if the model has no stages.
+        counted: Function from a microbatch's targets to the count that its mean loss is over; None if that is the
+            number of samples.
+        terms: Loss terms that the model adds.
+        term_sums: Each virtual worker's contribution to the mean of each term in the last step, float64 [workers,
+            terms].
     """
 
     note: str = ""
@@ -160,7 +170,7 @@ class Engine:
         self._reduce_dtype, division = reduce_dtype, division or Division()
         others = [other for other in division.others.values() if other.size > 1]
         dividing = division.dividing()
-        if dividing:  # ranks have parts of matrices
+        if dividing:  # each rank has parts of matrices
             refuse_unless_elementwise(optimizer, gathered=True, otherwise=f"parallel.{next(iter(dividing))} 1")
         self.pipeline = division.pipeline
         broadcast_copies(module, comm, division)
@@ -171,7 +181,7 @@ class Engine:
         self.settled = True
         self._updater = Updater(self.sharding, others, list(dividing.values()))
         self._axes = [self.sharding.shard, *others]
-        self._updating = comm.size  # ranks that divide the optimizer's states between them, or could
+        self._updating = comm.size  # ranks over which the optimizer's states are divided, or could be
         self._state = EngineState(self.sharding, division)
         self.synchronous = any(isinstance(m, SyncBatchNorm) for m in module.modules())
         stages = self.pipeline.comm if self.pipeline is not None else None
@@ -191,16 +201,22 @@ class Engine:
         if self.pipeline is not None:
             self._meter = PipelineMeter(module)
             self.pipeline.watched = counting(self.clock, self._meter)
-        self._example: Any = None  # a microbatch, for passes that other ranks need and this one has no samples for
+        self._example: Any = None  # a microbatch for passes in which only other ranks have samples
 
     def _place(self, division: Division) -> Sharding:
-        """Place the module and its optimizer. Collective."""
+        """Distribute the module's parameters and the optimizer over the ranks. Collective."""
         return Sharding(self.module, self.optimizer, self.comm, self.config, division, self._reduce_dtype)
 
     # -- the pieces of a step
 
     def forward(self, x: Any, y: Any, *, empty: bool = False) -> torch.Tensor:
-        """The mean loss of the samples. empty: None of their targets count; the loss is 0."""
+        """Return the mean loss of a microbatch.
+
+        Args:
+            x: Inputs.
+            y: Targets.
+            empty: If true, all targets are masked, and the loss is 0.
+        """
         with self.clock.forward:
             return self._loss_of(x, y, empty=empty)
 
@@ -217,7 +233,7 @@ class Engine:
         return self.compute(loss, x)
 
     def compute(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """function(*args, **kwargs) in the engine's precision, arguments included."""
+        """Return function(*args, **kwargs), computed in the engine's precision, with its arguments cast to it."""
         args = tuple(narrowed(a, self.precision) for a in args)
         kwargs = {name: narrowed(a, self.precision) for name, a in kwargs.items()}
         cast = torch.autocast(self.device.type, DTYPES[self.precision]) if self.precision != "fp32" else nullcontext()
@@ -226,7 +242,7 @@ class Engine:
 
     @contextmanager
     def _metered(self) -> Iterator[None]:
-        """Count what autograd keeps, where that was asked for."""
+        """Count the bytes that autograd keeps, if `metering` is set."""
         if not self.metering or not torch.is_grad_enabled():
             yield
             return
@@ -235,9 +251,12 @@ class Engine:
         self.metering = False
 
     def backward(self, loss: torch.Tensor, *, reduce: bool) -> None:
-        """Add the gradients of a scalar.
+        """Add the gradients of a loss to those of the step.
 
-        reduce: whether this is the last backward pass before the step; stages 2 and 3 reduce every pass anyway.
+        Args:
+            loss: A scalar.
+            reduce: If true, this is the last backward pass of the step, and gradients are reduced over ranks. ZeRO
+                stages 2 and 3 reduce them in every pass.
         """
         self.sharding.reducer.enabled = reduce or self.sharding.gradients.reduces_each_pass
         self.sharding.reducer.last = reduce
@@ -255,19 +274,20 @@ class Engine:
         rounds: int = 1,
         before: Callable[[int], None] = lambda worker: None,
     ) -> torch.Tensor:
-        """Gradients of one step, and the part of its loss that each virtual worker of this rank has.
+        """Compute the gradients of one step, and this rank's part of the loss. Collective.
 
-        Gradients are summed in order within a virtual worker, and over virtual workers as a binary tree.
+        Gradients are summed in order within a virtual worker, and as a binary tree over virtual workers.
 
         Args:
             workers: Microbatches (x, y) of each virtual worker of this rank; may be empty.
-            samples: Of the global batch.
-            rounds: The most microbatches that any rank has.
-            before: Called with the number of a virtual worker on this rank before its passes, to seed what is
-                random in them.
+            samples: Samples of the global batch.
+            rounds: Largest number of microbatches that any rank has.
+            before: Called before the passes of each virtual worker with its index on this rank, to seed random
+                generators.
 
         Returns:
-            The parts of the loss, float64 [workers], on the device, which may still be at work on them.
+            Part of the loss from each virtual worker, float64 [workers], on the device, which may still be computing
+            it.
         """
         self.sharding.gradients.zero()
         microbatches = [m for worker in workers for m in worker]
@@ -295,7 +315,7 @@ class Engine:
             if tree is not None:
                 tree.add(last=number == len(workers) - 1)
         self.terms.weigh(0.0, 0.0)
-        for _ in range(done, rounds):  # the collective passes of the ranks that have more microbatches than this one
+        for _ in range(done, rounds):  # take part in the collective passes of ranks with more microbatches
             if self.sharding.parameters.gathers:
                 self.backward(self.forward(*self._example) * 0.0, reduce=False)
             elif self.sharding.gradients.reduces_each_pass:
@@ -305,11 +325,11 @@ class Engine:
         return losses
 
     def weigh(self, targets: Sequence[Any], shares: Sequence[float]) -> list[float]:
-        """Return what each microbatch weighs in the mean loss of a step. Collective where targets may be masked.
+        """Return the weight of each microbatch in the mean loss of a step. Collective if targets may be masked.
 
         Args:
-            targets: Of each microbatch of this rank.
-            shares: Its samples over those of the global batch.
+            targets: Targets of each microbatch of this rank.
+            shares: Samples of each microbatch, divided by those of the global batch.
         """
         if self.counted is None:
             return list(shares)
@@ -317,21 +337,21 @@ class Engine:
         sums = torch.tensor([sum(counts), sum(shares)], dtype=torch.float64)
         self.comm.all_reduce(sums, reproducible=True)
         total, here = sums.tolist()
-        part = 1.0 if math.isclose(here, 1.0) else here  # these ranks have all of the global batch, or a part of it
+        part = 1.0 if math.isclose(here, 1.0) else here  # share of the global batch that these ranks have
         return [count / total * part if total else 0.0 for count in counts]
 
     def through_pipeline(
         self, microbatches: Sequence[Microbatch], weights: Sequence[float], shares: Sequence[float]
     ) -> float:
-        """Gradients of one step through the stages of the model, reduced. Collective.
+        """Compute and reduce the gradients of one step through the stages of the model. Collective.
 
         Args:
-            microbatches: Of this rank.
-            weights: Of the loss of each.
-            shares: Of the terms that the model adds, in each.
+            microbatches: Microbatches (x, y) of this rank.
+            weights: Weight of each microbatch's loss.
+            shares: Weight of the model's loss terms in each microbatch.
 
         Returns:
-            The sum of weights[i] * loss_i over this rank's microbatches, and what the model adds to it, on every rank
+            Sum of weights[i] * loss_i over this rank's microbatches plus the model's loss terms; the same on every rank
             of the pipeline.
         """
         pipeline = self.pipeline
@@ -344,7 +364,7 @@ class Engine:
         loss = self.compute(lambda: pipeline.forward_backward(cast, scaled, shares))
         with self.clock.backward:
             used = self.sharding.reducer.touched()
-            self.sharding.gradients.settle()  # copies of tied parameters must lie alike on all ranks
+            self.sharding.gradients.settle()  # copies of tied parameters need the same placement on all ranks
             pipeline.synchronize_tied(used)
             self.sharding.reducer.finish()
         sums = self.terms.take(self.device).cpu()
@@ -352,9 +372,10 @@ class Engine:
         return loss / self.scale.value + float(sums[0])
 
     def step(self, lr: float | None = None) -> StepResult:
-        """Clip the gradients and update, unless they are not finite on some rank. Collective.
+        """Clip the gradients and update the parameters, unless a gradient is not finite on some rank. Collective.
 
-        lr: The learning rate; None leaves the optimizer's own.
+        Args:
+            lr: Learning rate; None keeps the optimizer's own.
         """
         with self.clock.optimizer:
             if lr is not None:
@@ -373,7 +394,7 @@ class Engine:
         return StepResult(norm, not finite)
 
     def _update(self, norm: float) -> None:
-        """Clip gradients of that norm, and update with them."""
+        """Clip gradients whose norm is `norm`, and update the parameters."""
         factor = 1.0 / self.scale.value
         if self.clip and norm > self.clip:
             factor *= self.clip / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_ does
@@ -382,7 +403,10 @@ class Engine:
         self.settled = True
 
     def _update_unseen(self, squares: torch.Tensor) -> None:
-        """Clip and update on the device, before the host knows the norm; the device decides whether to update."""
+        """Clip and update on the device, before the host knows the norm.
+
+        The device skips the update if the norm is not finite.
+        """
         norm = squares[0].sqrt() / self.scale.value
         divisor = torch.full_like(norm, self.scale.value)
         if self.clip:
@@ -393,10 +417,16 @@ class Engine:
 
     @torch.no_grad()
     def evaluate(self, x: Any = None, y: Any = None, seen: Seen | None = None) -> torch.Tensor:
-        """The loss of this rank's samples, without training on them: a scalar, on the device.
+        """Return the loss of this rank's samples without training on them.
 
-        Without samples: take part in the forward pass of other ranks; the result means nothing. seen: called with each
-        output and its targets, where the model ends; the scores may be this tensor rank's part of them.
+        Args:
+            x: Inputs; None to take part in the other ranks' forward passes without samples of one's own.
+            y: Targets.
+            seen: Called with each output and its targets on the rank that has the model's last block. The scores in the
+                output may be one tensor rank's part of them.
+
+        Returns:
+            A scalar on the device; meaningless if `x` is None.
         """
         if x is None:
             if not self.sharding.parameters.gathers:
@@ -417,15 +447,22 @@ class Engine:
         return torch.where(some, loss, 0.0)  # instead of NaN: see `nothing`
 
     def count(self, x: Any, y: Any) -> Count:
-        """Return what the mean loss of some samples is over: targets that are not masked, or samples."""
+        """Return the count that a microbatch's mean loss is over: targets that are not masked, or samples.
+
+        Args:
+            x: Inputs.
+            y: Targets.
+        """
         return samples_in(x) if self.counted is None else self.counted(y)
 
     # -- checkpoints
 
     def parts(self, *, alone: bool = False) -> tuple[list[Part], dict[str, Any]]:
-        """Return what this rank writes into a checkpoint, and the values that go with it. Collective, unless alone.
+        """Return this rank's tensors of a checkpoint, and the values stored with them. Collective, unless `alone`.
 
-        alone: The parts of all data-parallel ranks, where each of them has everything (stage 0).
+        Args:
+            alone: If true, return the parts of all data-parallel ranks. This needs ZeRO stage 0, where each has
+                everything.
         """
         parts, values = self._state.parts(alone=alone)
         for axis in () if alone else self._axes:
@@ -433,7 +470,10 @@ class Engine:
         return parts, values | {"loss_scale": self.scale.state(), "precision": self.precision}
 
     def checkpoint_bytes(self) -> int:
-        """Bytes of what this rank writes into a checkpoint, with the optimizer's states that the first step makes."""
+        """Return the bytes that this rank writes into a checkpoint, including optimizer states.
+
+        If there are no states yet, the bytes of those that the first step creates are estimated.
+        """
         parts, _ = self._state.parts()
         nbytes = sum(part.data.nbytes for part in parts)
         if any(self.optimizer.state.values()) or self.sharding.share is None:
@@ -441,11 +481,11 @@ class Engine:
         return nbytes + self._state.trained() * state_bytes(self.optimizer) // self._updating
 
     def parts_to_load(self, manifest: Manifest) -> list[Part]:
-        """Return the parts that this rank fills from a checkpoint; `finish_load` then puts them in place."""
+        """Return the parts that this rank reads from a checkpoint; `finish_load` then puts them in place."""
         return self._state.parts_to_load(manifest)
 
     def finish_load(self, manifest: Manifest) -> None:
-        """Put what `parts_to_load` named in place, once all of it is filled. Collective."""
+        """Put the parts of `parts_to_load` in place, after all of them have been read. Collective."""
         self._state.finish_load()
         if "loss_scale" in manifest.values:
             self.scale.load(manifest.values["loss_scale"])
@@ -455,14 +495,17 @@ class Engine:
     # -- for people
 
     def memory(self) -> MemoryAccount:
-        """Bytes by category on this rank, as they are, and by formula."""
+        """Return the bytes of each category on this rank, as measured and by formula."""
         return measure(self.sharding, self._meter.nbytes)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """A copy of the module's whole state, on every rank, for torch's load_state_dict. Collective."""
+        """Return a copy of the whole module's state on every rank, for torch's load_state_dict. Collective."""
         with self.sharding.parameters.whole():
             return {name: value.detach().clone() for name, value in self.module.state_dict().items()}
 
     def close(self) -> None:
-        """Give the module's parameters memory of their own again. Collective; the engine is of no use afterwards."""
+        """Copy the parameters back into memory that the module owns.
+
+        Collective; the engine cannot be used afterwards.
+        """
         self.sharding.close()

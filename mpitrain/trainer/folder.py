@@ -1,6 +1,6 @@
-"""The folder of a run: held by one job at a time, with its settings, its logs and its checkpoints.
+"""Run folder of one job, which locks it: settings, logs and checkpoints.
 
-What is in it says mpitrain.storage.run_folder.
+`mpitrain.storage.run_folder` lists the files of the folder.
 """
 
 from __future__ import annotations
@@ -26,20 +26,25 @@ from mpitrain.storage import locks
 from mpitrain.storage.disk import free_name, reporting, write_whole
 from mpitrain.storage.run_folder import CHECKPOINTS, CONFIG, EVENTS, LOGS, rank_paths, writing
 
-RUNS = Path("runs")  # where folders without a name of their own are made
-AGAIN = "MPITRAIN_AGAIN"  # what a script of jobs/ was called by, if it started this
-_DYING = 5.0  # seconds
+RUNS = Path("runs")  # parent of run folders whose name is not given
+AGAIN = "MPITRAIN_AGAIN"  # command by which a script of jobs/ was called, if it started this process
+_DYING = 5.0  # seconds that the lock of a dead rank may remain
 T = TypeVar("T")
 
 
 class Interrupted(MpitrainError):
-    """Somebody pressed Ctrl-C."""
+    """Error that ends a run after the user pressed Ctrl-C."""
 
     exit_code = EXIT_INTERRUPTED
 
 
 def together(world: Communicator, act: Callable[[], T]) -> T:
-    """Return what `act` returns on this rank; raise on all a deliberate error that it raises on any. Collective."""
+    """Return `act()`, or raise on all ranks if it raises MpitrainError on any. Collective.
+
+    Args:
+        world: Ranks that call this.
+        act: Function without arguments.
+    """
     try:
         value = act()
     except MpitrainError as error:
@@ -50,12 +55,16 @@ def together(world: Communicator, act: Callable[[], T]) -> T:
 
 
 class RunFolder:
-    """One job's work in its run folder. Collective over `world`; use it in `with`.
+    """Run folder in use by this job; a context manager that locks it. Collective over `world`.
 
-    Without run.dir the folder is made when training begins, by `make`: a job that is refused before leaves none.
+    If run.dir is not set, `make` creates the folder when training begins, so that a job that fails earlier leaves none.
 
-    path: of the folder; without run.dir it is chosen by `make`. config: the settings, with that path. log: this rank's,
-    inside of the `with`. made: whether the folder is there. step: steps done, which its last words name.
+    Attributes:
+        path: The folder; chosen by `make` if run.dir is not set.
+        config: The settings, with this path.
+        log: Log of this rank; set in the `with` block.
+        made: True if the folder exists and is locked.
+        step: Steps done, for messages at the end.
     """
 
     def __init__(self, config: Config, world: Communicator) -> None:
@@ -64,12 +73,12 @@ class RunFolder:
         self.path = Path(config.run.dir)
         self.step = 0
         self.made = False
-        self._unnamed = False  # whether this rank chose the folder's name
+        self._unnamed = False  # true if this rank chose the folder's name
         self._lock: locks.Lock | None = None
 
     @property
     def checkpoints(self) -> Path:
-        """The folder of the checkpoints."""
+        """Folder of the checkpoints."""
         return self.path / CHECKPOINTS
 
     def __enter__(self) -> RunFolder:
@@ -80,7 +89,7 @@ class RunFolder:
         return self
 
     def make(self) -> None:
-        """Choose a name where none is given, make the folder, take its lock, and open the log. Collective."""
+        """Make and lock the folder, choosing its name if none is given, and open the log. Collective."""
         self.path = Path(self.world.on_root(self._begin))
         self.made = True
         section = self.config.run.model_copy(update={"dir": str(self.path)})
@@ -99,12 +108,12 @@ class RunFolder:
             raise Interrupted(f"interrupted at step {self.step}; go on with: {self.resume_command()}") from None
         if error is not None:
             self.log.error("%s", "".join(traceback.format_exception(error)).rstrip())
-        if isinstance(error, SystemExit):  # Python would wait in MPI_Finalize for ranks that wait for this one
+        if isinstance(error, SystemExit):  # a plain exit would deadlock in MPI_Finalize: other ranks wait for this one
             where = f"; {self.path}/logs says where" if self.made else ""
             raise MpitrainError(f"left by sys.exit({error.code!r}) after step {self.step}{where}") from None
 
     def move_to(self, world: Communicator) -> None:
-        """Go on with the ranks of a world that lost some, the first of which takes the lock over. Collective."""
+        """Continue with the ranks that survived; the first of them takes over the lock. Collective."""
         self.world = world
         if world.rank:
             self.release()
@@ -112,20 +121,20 @@ class RunFolder:
             world.on_root(self._inherit)
 
     def release(self) -> None:
-        """Give the lock back, where this rank has it."""
+        """Release the lock, if this rank has it."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None
 
     def _begin(self) -> str:
-        """Choose a name where none is given, make the folder and take its lock."""
+        """Make and lock the folder, choosing its name if none is given, and return its path."""
         if not self.config.run.dir:
             job = os.environ.get("SLURM_JOB_ID") or os.environ.get("PBS_JOBID")
             self.path = RUNS / (f"job-{job}" if job else datetime.now().strftime("%Y%m%d-%H%M%S"))
             name, number = self.path.name, 1
             with self._usable():
                 RUNS.mkdir(exist_ok=True)
-                while not _made(self.path) and not job:  # a job comes back to its folder
+                while not _made(self.path) and not job:  # a restarted job reuses its folder
                     number += 1
                     self.path = RUNS / f"{name}-{number}"
             self._unnamed = True
@@ -133,7 +142,7 @@ class RunFolder:
         return str(self.path)
 
     def _remove(self) -> None:
-        """Remove the folder of a run that never began; it stays where anything is in it that did not come from here."""
+        """Remove the folder of a run that never began, unless it has files that this job did not write."""
         for path in (self.path / locks.LOCK, self.path / EVENTS, *rank_paths(self.path / LOGS, "log")):
             path.unlink(missing_ok=True)
         for folder in (self.path / LOGS, self.checkpoints, self.path):
@@ -141,14 +150,14 @@ class RunFolder:
                 folder.rmdir()
 
     def _occupy(self) -> None:
-        """Make the folder and take its lock."""
+        """Make the folder and lock it."""
         with self._usable():
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = locks.take(self.path / locks.LOCK)
 
     @contextmanager
     def _usable(self) -> Iterator[None]:
-        """Raise InputError where the folder cannot be made, or has another job in it."""
+        """Raise InputError if the folder cannot be made, or another job uses it."""
         try:
             with reporting(f"run folder {self.path} cannot be used", "choose another run.dir"):
                 yield
@@ -156,7 +165,7 @@ class RunFolder:
             raise InputError(f"run folder {self.path} is in use by another job; choose another run.dir") from None
 
     def _inherit(self) -> None:
-        """Take the lock over from a rank that died, which may take a moment to be gone."""
+        """Take over the lock of a rank that died; it may take a moment until the lock is free."""
         deadline = time.monotonic() + _DYING
         while self._lock is None:
             try:
@@ -167,7 +176,7 @@ class RunFolder:
                 time.sleep(0.05)
 
     def write_config(self, config: Config) -> None:
-        """Write the resolved settings; a file with anything else in it than such settings is kept under a free name."""
+        """Write the resolved settings; an existing file with other contents is renamed to a free name."""
         path, text = self.path / CONFIG, config.to_toml()
         with writing(str(path)):
             if os.path.lexists(path) and not _is_resolved(path):
@@ -175,7 +184,7 @@ class RunFolder:
             write_whole(path, text)
 
     def keep_tokenizer(self, source: Path | None) -> None:
-        """Copy the data's tokenizer, whole or not at all; another one that is there is kept under a free name."""
+        """Copy the data's tokenizer into the folder atomically; a different existing one is renamed to a free name."""
         if source is None:
             return
         path = self.path / TOKENIZER
@@ -188,7 +197,7 @@ class RunFolder:
             write_whole(path, text)
 
     def resume_command(self) -> str:
-        """Return the command with which the run goes on, or goes on for longer."""
+        """Return the command that resumes the run, or extends it if all steps are done."""
         train, more = self.config.train, ""
         if self.step >= train.steps:
             more = f" --train.epochs {2 * train.epochs:g}" if train.epochs else f" --train.steps {2 * train.steps}"
@@ -201,7 +210,7 @@ class RunFolder:
 
 
 def _made(path: Path) -> bool:
-    """Make a folder; return False where something has its name already."""
+    """Make a folder; return False if the path exists already."""
     try:
         path.mkdir()
     except FileExistsError:
@@ -210,7 +219,7 @@ def _made(path: Path) -> bool:
 
 
 def _is_resolved(path: Path) -> bool:
-    """Return whether a file of settings is one that `Config.to_toml` wrote, and nobody has changed."""
+    """Return whether `Config.to_toml` wrote this file of settings and nobody has changed it."""
     try:
         text = path.read_text(encoding="utf-8")
         return not path.is_symlink() and Config.from_dict(read_toml(str(path))).to_toml() == text

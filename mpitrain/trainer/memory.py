@@ -1,4 +1,4 @@
-"""The bytes of training by category: counted from the tensors that hold them, beside what the formula says."""
+"""Memory of training by category, as measured from tensors and as predicted by formula."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ class MemoryAccount:
     """Bytes on this rank, by category.
 
     Attributes:
-        parameters: In the precision of forward; of a copy that the ranks of a node share, this rank's part.
-        gradients: Where they are kept.
-        states: The optimizer's, with its fp32 copy of 16-bit parameters.
-        activations: What autograd kept in a forward pass; of a pipeline in all of them that were under way at once.
-        buffers: What communication passes through.
+        parameters: Parameters in the precision of forward; of a copy that the ranks of a node share, this rank's part.
+        gradients: Gradients, wherever they are stored.
+        states: States of the optimizer, and its fp32 copy of 16-bit parameters.
+        activations: Tensors that autograd kept in a forward pass; in a pipeline, those of all microbatches under way.
+        buffers: Buffers of communication.
         padding: Bytes in parameters, gradients and states that hold no element.
-        host: Bytes in host memory where the rank computes on a device: of states and buffers, and of parameters that
-            are kept there between their uses.
-        expected: Parameters, gradients and states by the formula of `mpitrain.shard.placement`, without padding and
-            without memory that ranks share.
+        host: Bytes in host memory if the rank computes on a device: states, buffers, and parameters that are offloaded
+            between their uses.
+        expected: Bytes of parameters, gradients and states by the formula of `mpitrain.shard.placement`, without
+            padding and without memory that ranks share.
     """
 
     parameters: int
@@ -52,7 +52,12 @@ class MemoryAccount:
 
 
 def measure(sharding: Sharding, activations: int) -> MemoryAccount:
-    """Count the bytes of everything that a sharding holds on this rank. activations: as metered, in bytes."""
+    """Return the bytes of a sharding's tensors on this rank.
+
+    Args:
+        sharding: The module and its optimizer.
+        activations: Bytes of activations, as metered.
+    """
     counts = [(g, sum(p.numel() for p in g.parameters)) for g in sharding.groups]
     parameters = sharding.parameters.nbytes()
     gradients, buffers = sharding.gradients.nbytes()
@@ -73,7 +78,7 @@ def measure(sharding: Sharding, activations: int) -> MemoryAccount:
     expected = {kind: round(sum(getattr(account, kind) for account in accounts)) for kind in kinds}
     flat = sum(g.layout.numel * g.dtype.itemsize for g in sharding.groups)
     gaps = [(g.layout.numel - n, g.dtype.itemsize) for g, n in counts]
-    narrow = sum(gap * item for gap, item in gaps) / flat  # the part of a flat copy that is padding
+    narrow = sum(gap * item for gap, item in gaps) / flat  # share of padding in a flat copy
     wide = sum(gap * (4 * per_element + (4 if item < 4 or copied else 0)) for gap, item in gaps) / sharding.shard.size
     held = (parameters if sharding.stage.states else 0) + gradients
     padding = held * narrow + (wide if sharding.stage.states else 0)
@@ -81,15 +86,15 @@ def measure(sharding: Sharding, activations: int) -> MemoryAccount:
 
 
 class ActivationMeter:
-    """Counts the bytes of the tensors that autograd keeps for backward.
+    """Counter of the bytes of tensors that autograd keeps for backward.
 
-    Parameters do not count, and memory that several tensors share counts once.
+    Parameters are not counted, and memory that several tensors share is counted once.
 
     Args:
-        module: Whose parameters do not count.
+        module: Module whose parameters are not counted.
 
     Attributes:
-        nbytes: Counted so far.
+        nbytes: Bytes counted so far.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -102,7 +107,10 @@ class ActivationMeter:
 
     @contextmanager
     def counting(self, parameters: Parameters) -> Iterator[None]:
-        """Count what autograd keeps, anew. parameters: the module's, as they are placed."""
+        """Reset the count, and count the tensors that autograd keeps in the block.
+
+        parameters: the module's, as placed.
+        """
         self._begin()
         with parameters.watch_saved(self.add), saved_tensors_hooks(self.add, lambda kept: kept):
             yield
@@ -117,26 +125,26 @@ class ActivationMeter:
 
 
 class PipelineMeter:
-    """Counts the bytes that autograd keeps for backward of all microbatches that are under way on this rank.
+    """Counter of the bytes that autograd keeps for backward, over all microbatches under way on this rank.
 
-    What a zero-bubble schedule lets go of in the input half of a backward pass counts until the weight half.
+    With a zero-bubble schedule, tensors freed in the input half of a backward pass are counted until the weight half.
 
     Args:
-        module: Whose parameters do not count.
+        module: Module whose parameters are not counted.
 
     Attributes:
-        nbytes: The most at one time, in the batch that was counted last.
+        nbytes: Largest number of bytes at any time in the last counted batch.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._parameters: Parameters | None = None  # while it counts
+        self._parameters: Parameters | None = None  # set while counting
         self._kept: dict[tuple[int, int], int] = {}  # bytes by stage and microbatch
         self.nbytes = 0
 
     @contextmanager
     def counting(self, parameters: Parameters) -> Iterator[None]:
-        """Count a batch, anew. parameters: the module's, as they are placed."""
+        """Reset the count, and count the batch in the block. parameters: the module's, as placed."""
         self._parameters, self.nbytes = parameters, 0
         try:
             yield
@@ -145,7 +153,12 @@ class PipelineMeter:
             self._kept.clear()
 
     def perform(self, step: Step, call: Callable[[], None]) -> None:
-        """Carry a step out, and count what it keeps or lets go of."""
+        """Execute a pipeline step, and count the bytes that it keeps or frees.
+
+        Args:
+            step: The step.
+            call: Function that executes it.
+        """
         if self._parameters is None:
             call()
             return
@@ -163,11 +176,11 @@ class PipelineMeter:
 
 
 def counting(clock: StepClock, meter: PipelineMeter) -> Watched:
-    """Return what a pipeline calls instead of the calls that carry its steps out, where it trains.
+    """Return a wrapper of a pipeline's steps that measures time and memory when gradients are computed.
 
     Args:
-        clock: Counts forward and backward steps, and has a listener told of each of them.
-        meter: Counts the bytes that stay between them, when it is asked to.
+        clock: Timer of forward and backward steps; its listener is called after each of them.
+        meter: Counter of the bytes that are kept between them.
     """
 
     def watched(step: Step, call: Callable[[], None]) -> Callable[[], None]:
@@ -177,7 +190,7 @@ def counting(clock: StepClock, meter: PipelineMeter) -> Watched:
         kind = type(step).__name__
 
         def run() -> None:
-            if not torch.is_grad_enabled():  # it evaluates
+            if not torch.is_grad_enabled():  # evaluation is not measured
                 call()
                 return
             listener = clock.listener

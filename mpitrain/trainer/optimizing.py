@@ -1,7 +1,7 @@
-"""The optimizer that a configuration names, some that torch lacks, and the learning rate over the steps.
+"""Optimizers by name, including some that torch lacks, and schedules of the learning rate.
 
-A schedule is a curve or a cycle of ours, or a class of torch.optim.lr_scheduler. Each is a function of the step, so
-that a run that goes on from a checkpoint needs nothing but the number of that; but for ReduceLROnPlateau, which has a
+A schedule is one of mpitrain's curves and cycles, or a class of torch.optim.lr_scheduler. It is a function of the step,
+so a run that resumes from a checkpoint needs only the step's number. ReduceLROnPlateau is the exception: it has a
 state (see `PlateauSchedule`).
 """
 
@@ -34,14 +34,14 @@ from mpitrain.storage.text import counted
 
 
 class _Elementwise(torch.optim.Optimizer):
-    """An optimizer that updates each element by itself, so that it can be sharded."""
+    """Base class of optimizers that update each element independently, so that their states can be sharded."""
 
     elementwise = True
-    _update: Callable[..., None]  # of (value, gradient, group, state): updates one parameter
+    _update: Callable[..., None]  # updates one parameter; called with (value, gradient, group, state)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One update."""
+        """Update all parameters that have a gradient."""
         for group in self.param_groups:
             for value in group["params"]:
                 if value.grad is not None:
@@ -49,12 +49,13 @@ class _Elementwise(torch.optim.Optimizer):
 
 
 class Lion(_Elementwise):
-    """Steps of one size in the direction of a momentum's sign (Chen et al. 2023, "Symbolic discovery of optimization
-    algorithms", algorithm 2); one state an element.
+    """Lion optimizer: steps of equal size in the direction of a momentum's sign, with one state per element.
+
+    Reference: Chen et al. 2023, "Symbolic discovery of optimization algorithms", algorithm 2.
 
     Args:
-        params: As of torch.optim.AdamW, as all the rest.
-        betas: How much of the momentum is in the direction, and how much of it stays.
+        params: Parameters or parameter groups, as for torch.optim.AdamW; so are the arguments not listed here.
+        betas: Weight of the momentum in the direction, and decay of the momentum.
     """
 
     def __init__(
@@ -73,12 +74,11 @@ class Lion(_Elementwise):
 
 
 class UncorrectedAdamW(_Elementwise):
-    """AdamW without the division of its averages by what they lack in the first steps, as BERT was trained (Devlin et
-    al. 2019).
+    """AdamW without bias correction of its averages in the first steps, as BERT was trained (Devlin et al. 2019).
 
     Args:
-        params: As of torch.optim.AdamW, as all the rest.
-        decoupled: Whether weight decay is apart from the gradient; else it is added to that, as in Adam.
+        params: Parameters or parameter groups, as for torch.optim.AdamW; so are the arguments not listed here.
+        decoupled: If true, weight decay is separate from the gradient; otherwise it is added to it, as in Adam.
     """
 
     def __init__(
@@ -107,21 +107,23 @@ class UncorrectedAdamW(_Elementwise):
 
 
 _Kind = type[torch.optim.Optimizer]
-_SET_APART = ("params", "lr", "weight_decay")  # options that keys of their own set
+_SET_APART = ("params", "lr", "weight_decay")  # options with settings of their own
 _OURS: dict[str, _Kind] = {kind.__name__.lower(): kind for kind in (Muon, Lion, Lamb, Lars, UncorrectedAdamW)}
 
 
 @dataclass(frozen=True)
 class ParameterRoles:
-    """Roles of parameters, by every name that they have in the whole model.
+    """Roles of parameters, by each of their names in the whole model.
 
-    They are found before the model is cut: a stage of a pipeline has other modules and not all names, and a copy of a
-    tied parameter on another stage must have the role of the first.
+    They are determined before the model is divided. A pipeline stage has only some of the modules and names, and a copy
+    of a tied parameter on another stage must have the same role as the original.
 
     Attributes:
-        groups: The number of the entry of optim.groups that each of them matches; missing for none.
-        embeddings: Those of nn.Embedding.
-        hidden: Matrices that are neither of an embedding nor of the last layer (what Jordan et al. 2024 give to Muon).
+        groups: Index of the first entry of optim.groups that matches a parameter; parameters without a match are
+            missing.
+        embeddings: Parameters of nn.Embedding.
+        hidden: Matrices that belong neither to an embedding nor to the last layer, which Jordan et al. 2024 give to
+            Muon.
     """
 
     groups: Mapping[str, int] = field(default_factory=dict)
@@ -130,17 +132,21 @@ class ParameterRoles:
 
     @staticmethod
     def of(section: OptimSection, module: nn.Module) -> ParameterRoles:
-        """The roles in a whole model.
+        """Return the roles of a whole model's parameters.
+
+        Args:
+            section: Settings of the optimizer.
+            module: The whole model.
 
         Raises:
-            InputError: A pattern matches no parameter that is trained.
+            InputError: If a pattern matches no trained parameter.
         """
         every = list(module.named_parameters(remove_duplicate=False))
         first = {p: name for name, p in module.named_parameters()}
         trained = [name for p, name in first.items() if p.requires_grad]
         _refuse_unmatched(section, trained)
         matched: dict[str, int] = {}
-        for number, group in reversed(list(enumerate(section.groups))):  # the first that matches counts
+        for number, group in reversed(list(enumerate(section.groups))):  # reversed, so that the first match wins
             found = [name for name in trained if any(fnmatchcase(name, pattern) for pattern in patterns_of(group))]
             matched |= dict.fromkeys(found, number)
         tables = {p for m in module.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
@@ -168,15 +174,15 @@ def _refuse_unmatched(section: OptimSection, names: list[str]) -> None:
 def make_optimizer(
     section: OptimSection, named: Iterable[tuple[str, nn.Parameter]], roles: ParameterRoles | None = None
 ) -> torch.optim.Optimizer:
-    """The optimizer of `section` over the parameters; fused where torch has it for the class.
+    """Return the optimizer that `section` describes, fused if torch supports that.
 
     Args:
-        section: What is wanted.
-        named: The parameters, by their names in the whole model.
-        roles: Of these; None: no parameter has a role of its own.
+        section: Settings of the optimizer.
+        named: Parameters, by their names in the whole model.
+        roles: Roles of the parameters; None if no parameter has one.
 
     Raises:
-        InputError: There is no such optimizer, or it has no such option.
+        InputError: If there is no such optimizer, or it lacks one of the options.
     """
     _spare_the_compiler()
     roles = roles or ParameterRoles()
@@ -208,7 +214,7 @@ def make_optimizer(
 def _kind_for(
     section: OptimSection, name: str, parameter: nn.Parameter, number: int | None, roles: ParameterRoles
 ) -> _Kind:
-    """The class that updates a parameter: of its group, or of the whole section."""
+    """Return the class that updates a parameter, from its group or else from the whole section."""
     given = section.groups[number].get("optimizer") if number is not None else None
     kind = optimizer_class("optim.groups, optimizer", given) if given else optimizer_class("optim.name", section.name)
     if not issubclass(kind, Muon):
@@ -221,11 +227,11 @@ def _kind_for(
 
 
 def _made(kind: _Kind, section: OptimSection, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """An optimizer of the class, with those options of the section that are meant for it."""
+    """Return an optimizer of the class, with the section's options that are meant for it."""
     accepted = inspect.signature(kind).parameters
     options = dict(section.options)
     main = optimizer_class("optim.name", section.name)
-    if issubclass(main, Muon):  # and AdamW for the rest: what both have is Muon's
+    if issubclass(main, Muon):  # AdamW updates the rest; options that both have are Muon's
         adamw = inspect.signature(torch.optim.AdamW).parameters
         of_muon = inspect.signature(Muon).parameters
         refuse_unknown("optim.options", Muon, set(options) - set(adamw), _SET_APART)
@@ -246,7 +252,14 @@ def _made(kind: _Kind, section: OptimSection, groups: list[dict[str, Any]]) -> t
 
 
 def refuse_unknown(where: str, kind: type, options: Iterable[str], unnamed: Sequence[str]) -> None:
-    """Raise InputError for options that a class of torch.optim lacks. unnamed: options that the message leaves out."""
+    """Raise InputError for options that a class does not accept.
+
+    Args:
+        where: Setting that has the options, for the message.
+        kind: The class.
+        options: Names of the options.
+        unnamed: Options of the class that the message does not list.
+    """
     accepted = inspect.signature(kind).parameters
     if unknown := sorted(set(options) - set(accepted)):
         known = ", ".join(name for name in accepted if name not in unnamed)
@@ -254,9 +267,9 @@ def refuse_unknown(where: str, kind: type, options: Iterable[str], unnamed: Sequ
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of state that the optimizer will keep for an element; 0 where a step of a copy of it does not tell.
+    """Return the bytes of state per element that the optimizer will have; 0 if a trial step fails.
 
-    Of several optimizers in one, those of the one that keeps most.
+    For several optimizers combined, return the largest number among them.
     """
     if isinstance(optimizer, CombinedOptimizer):
         return max(map(state_bytes, optimizer.parts))
@@ -267,14 +280,17 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
 def states_after_step(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], shape: tuple[int, ...]
 ) -> dict[str, torch.Tensor] | None:
-    """Return the tensors that a copy of the optimizer keeps of a parameter after a step; None where it does not tell.
+    """Return the tensors that the optimizer stores for a parameter after a step, found by a trial on a copy.
 
     Args:
-        optimizer: Stays as it is.
+        optimizer: Optimizer; it is not changed.
         group: Options of the step.
-        shape: Of the parameter.
+        shape: Shape of the parameter.
+
+    Returns:
+        The states by name; None if the trial fails, or the optimizer consists of several.
     """
-    if hasattr(optimizer, "parts"):  # several in one, whose copy would step the originals
+    if hasattr(optimizer, "parts"):  # several in one: a copy would step the originals
         return None
     tensor = torch.zeros(shape, requires_grad=True)
     tensor.grad = torch.ones(shape)
@@ -282,16 +298,21 @@ def states_after_step(
         trial: Any = copy.copy(optimizer)
         trial.state, trial.param_groups = defaultdict(dict), [{**group, "params": [tensor]}]
         trial._optimizer_step_pre_hooks = trial._optimizer_step_post_hooks = OrderedDict()
-        trial.gather = None  # of Muon
+        trial.gather = None  # attribute of Muon
         begin_states(trial)
-        type(optimizer).step(trial)  # a scheduler replaces the object's own, by one that steps the original
+        type(optimizer).step(trial)  # a scheduler replaces the method of the object by one that steps the original
         return {key: value for key, value in trial.state[tensor].items() if torch.is_tensor(value)}
-    except Exception:  # what an optimizer of somebody else's does with a copy is nowhere written
+    except Exception:  # an optimizer of the user may fail in any way on a copy
         return None
 
 
 def optimizer_class(key: str, name: str) -> _Kind:
-    """The class that a setting names. Raises InputError where there is none."""
+    """Return the optimizer class that a setting names. Raises InputError if there is none.
+
+    Args:
+        key: Name of the setting, for messages.
+        name: Name of a class of mpitrain or torch.optim, in any case, or package.module:class.
+    """
     if name.lower() in _OURS:
         return _OURS[name.lower()]
     kind: Any = find(key, name) if ":" in name else _class_of(key, name)
@@ -318,8 +339,8 @@ def _class_of(key: str, name: str) -> _Kind:
 def _spare_the_compiler() -> None:
     """Let optimizers be made without importing torch._dynamo.
 
-    Torch wraps their methods so as to keep the compiler out of them, and imports the compiler to do so: 1.5 s of
-    CPU on every rank. Where it is not loaded there is nothing to keep out.
+    Torch wraps their methods to exclude them from compilation, and imports the compiler for that, which takes 1.5 s of
+    CPU time on every rank. If the compiler is not loaded, nothing has to be excluded.
     """
     if "torch._dynamo" in sys.modules:
         return
@@ -329,30 +350,30 @@ def _spare_the_compiler() -> None:
             wrapped.__dynamo_disable = wrapped
 
 
-# -- Several optimizers as one: each updates parameters of its own
+# -- several optimizers as one, each with its own parameters
 
 
 class CombinedOptimizer(torch.optim.Optimizer):
-    """Several optimizers as one: with the parameter groups and the states of all, and a step by each.
+    """Several optimizers combined into one, with the parameter groups and states of all.
 
     Args:
-        parts: The optimizers, that have made no step yet.
+        parts: Optimizers that have made no step yet.
 
     Attributes:
-        parts: The same.
+        parts: The optimizers.
     """
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
         self.parts = list(parts)
         groups = [group for part in parts for group in part.param_groups]
         super().__init__([{"params": list(group["params"])} for group in groups], {})
-        self.param_groups = groups  # theirs: what is changed in them here is changed there
+        self.param_groups = groups  # shared with the parts, so that changes apply to both
         for part in parts:
             self.state.update(part.state)
             part.state = self.state
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One update by each. Collective where one of them is."""
+        """Make one update with each optimizer. Collective if one of them is."""
         for part in self.parts:
             optimizer_step(part)
 
@@ -363,20 +384,26 @@ _NEED_MORE = ("LRScheduler", "_LRScheduler", "SequentialLR", "ChainedScheduler")
 _OF_DEEPSPEED = {"OneCycle": "one-cycle", "LRRangeTest": "range-test", "WarmupLR": "constant"}
 _OF_DEEPSPEED |= {"WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 S = TypeVar("S", bound=lr_scheduler.LRScheduler)
-SECOND_BETA = 0.99  # beside a first one that goes round, as DeepSpeed has it
+SECOND_BETA = 0.99  # second of betas while a cycle changes the first, as in DeepSpeed
 
 
 class RateSchedule(Protocol):
-    """Gives a learning rate for each step."""
+    """Schedule of the learning rate."""
 
     def rate(self, step: int) -> float:
-        """The rate of step `step`, from 0."""
+        """Return the learning rate of step `step`, counted from 0."""
 
 
 def schedule_of(section: OptimSection, steps: int, *, evaluates: bool = True) -> RateSchedule:
-    """Return the schedule that a configuration names, for a run of `steps`. Raises InputError for settings it refuses.
+    """Return the schedule that a configuration names.
 
-    evaluates: Whether the held-out loss will be told to a schedule that follows it.
+    Args:
+        section: Settings of the optimizer.
+        steps: Steps of the run.
+        evaluates: If true, a schedule that follows the held-out loss will receive it.
+
+    Raises:
+        InputError: If a setting is invalid.
     """
     if section.schedule in DECAYS:
         return LearningRate.of(section, steps)
@@ -400,7 +427,13 @@ def schedule_of(section: OptimSection, steps: int, *, evaluates: bool = True) ->
 
 
 def next_rate(schedule: RateSchedule, optimizer: torch.optim.Optimizer, step: int) -> float:
-    """The rate of step `step`, whose momentum the optimizer is given where the schedule has one."""
+    """Return the learning rate of step `step`, and set the optimizer's momentum if the schedule has one.
+
+    Args:
+        schedule: The schedule.
+        optimizer: Optimizer whose first beta is set; its learning rate is not changed.
+        step: Number of the step, from 0.
+    """
     momentum = schedule.momentum(step) if isinstance(schedule, OneCycle) else None
     if momentum is not None:
         for group in optimizer.param_groups:
@@ -410,17 +443,17 @@ def next_rate(schedule: RateSchedule, optimizer: torch.optim.Optimizer, step: in
 
 
 class TorchSchedule:
-    """The rates that a class of torch.optim.lr_scheduler gives an optimizer of one parameter group.
+    """Learning rates of a class of torch.optim.lr_scheduler, applied to an optimizer with one parameter group.
 
-    Where it lacks them, `total_steps` and `T_max` are the steps of the run, `max_lr` is optim.lr, and `base_lr` and
-    `eta_min` are optim.lr_end.
+    Arguments have these defaults: `total_steps` and `T_max` are the steps of the run, `max_lr` is optim.lr, and
+    `base_lr` and `eta_min` are optim.lr_end.
 
     Args:
-        section: Names the class.
-        steps: Of the run.
+        section: Settings that name the class.
+        steps: Steps of the run.
 
     Raises:
-        InputError: There is no such class, it refuses its arguments, or it needs more than the number of a step.
+        InputError: If there is no such class, it refuses its arguments, or its rates depend on more than the step.
     """
 
     def __init__(self, section: OptimSection, steps: int) -> None:
@@ -443,7 +476,7 @@ class TorchSchedule:
         return float(self._optimizer.param_groups[0]["lr"])
 
     def rate(self, step: int) -> float:
-        """The rate of step `step`, from 0."""
+        """Return the learning rate of step `step`, counted from 0."""
         while len(self._rates) <= step:
             self._optimizer.step()
             try:
@@ -455,7 +488,7 @@ class TorchSchedule:
 
 
 def _following(kind: type[S], lr: float, options: Mapping[str, Any]) -> tuple[torch.optim.Optimizer, S]:
-    """Make an optimizer of one number, and a scheduler that sets its rate."""
+    """Return an optimizer of a single number, and a scheduler that sets its learning rate."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
     make: Any = kind
     try:
@@ -465,10 +498,15 @@ def _following(kind: type[S], lr: float, options: Mapping[str, Any]) -> tuple[to
 
 
 def make_scheduler(name: str, options: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
-    """The scheduler of an optimizer that a DeepSpeed configuration names by its class of torch.optim.lr_scheduler.
+    """Return a scheduler of an optimizer, from the class name in a DeepSpeed configuration.
+
+    Args:
+        name: Class of torch.optim.lr_scheduler.
+        options: Arguments of the class.
+        optimizer: The optimizer.
 
     Raises:
-        InputError: There is no such class, or it refuses the options.
+        InputError: If there is no such class, or it refuses the options.
     """
     try:
         return _scheduler_class("scheduler.type", name)(optimizer, **options)
@@ -497,15 +535,15 @@ def _scheduler_class(key: str, name: str) -> type[lr_scheduler.LRScheduler]:
 
 
 class PlateauSchedule:
-    """The rate that torch's ReduceLROnPlateau gives, told the held-out loss of each evaluation.
+    """Learning rate by torch's ReduceLROnPlateau, which follows the held-out loss of each evaluation.
 
-    `min_lr` is optim.lr_end where the options lack it. Unlike other schedules it has a state, which checkpoints keep.
+    `min_lr` defaults to optim.lr_end. Unlike other schedules it has a state, which is stored in checkpoints.
 
     Args:
-        section: Its options, and the first rate.
+        section: Settings with its options and the initial learning rate.
 
     Raises:
-        InputError: It has no such option, or refuses one.
+        InputError: If an option is unknown or refused.
     """
 
     def __init__(self, section: OptimSection) -> None:
@@ -518,20 +556,20 @@ class PlateauSchedule:
         self._optimizer, self._plateau = _following(ReduceLROnPlateau, section.lr, options)
 
     def rate(self, step: int) -> float:
-        """The rate of the steps up to the next evaluation."""
+        """Return the learning rate of all steps until the next evaluation."""
         return float(self._optimizer.param_groups[0]["lr"])
 
     def observe(self, loss: float) -> None:
-        """Take the loss of an evaluation into account."""
+        """Update the learning rate after an evaluation with this loss."""
         self._plateau.step(loss)
 
     def state(self) -> dict[str, Any]:
-        """Return the state for `load`, as JSON has it, which knows no infinity."""
+        """Return the state for `load`; infinity becomes None, because JSON cannot represent it."""
         kept = {name: getattr(self._plateau, name) for name in _STATE}
         return kept | {"rate": self.rate(0), "best": kept["best"] if math.isfinite(kept["best"]) else None}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from a state."""
+        """Continue from a state that `state` returned."""
         for name in _STATE:
             setattr(self._plateau, name, state[name])
         self._plateau.best = math.inf if state["best"] is None else state["best"]

@@ -1,4 +1,4 @@
-"""Settings that `mpitrain.initialize` follows."""
+"""Settings of `mpitrain.initialize`, from a configuration of mpitrain or of DeepSpeed."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from mpitrain.config.deepspeed import DeepSpeedConfig
 from mpitrain.config.section import declared
 from mpitrain.config.settings import Config
 from mpitrain.errors import refusal
-from mpitrain.layout.mesh import BLOCKS, LAYERS, PARTS, SAMPLES, axes_of, count_along, shape_of
+from mpitrain.layout.mesh import BLOCKS, axes_of, count_along, count_readers, shape_of
 from mpitrain.pipe.schedule import default_microbatches
 from mpitrain.trainer.optimizing import RateSchedule, schedule_of
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a training loop of one's own.
+    """Settings of a user's training loop.
 
     Attributes:
-        config: The configuration; of a DeepSpeed configuration our settings that ask for the same.
-        microbatch: Samples that a rank gives at a time; 0 where nothing is said.
+        config: The configuration; a DeepSpeed configuration is converted into the equivalent settings of mpitrain.
+        microbatch: Samples of a rank's microbatch; 0 if not specified.
         accumulate: Backward passes of a step.
-        schedule: Schedule of the learning rate; None where the optimizer or a scheduler has it.
-        without_effect: Keys that were given and mean nothing here.
-        deepspeed: What a DeepSpeed configuration asks for; None where it is one of ours.
+        schedule: Schedule of the learning rate; None if the optimizer or a scheduler of the user sets it.
+        without_effect: Keys of the configuration that have no effect here.
+        deepspeed: The DeepSpeed configuration; None if the configuration is mpitrain's.
     """
 
     config: Config
@@ -40,18 +40,19 @@ class Settings:
 
 
 def from_config(config: Config, ranks: int, *, own_optimizer: bool, origin: str = "config") -> Settings:
-    """Return the settings of our own configuration.
+    """Return the settings that a configuration of mpitrain asks for.
 
     Args:
-        config: Written for `mpitrain.initialize`, or that of a whole run, which has all sections (RUN/config.toml).
-        ranks: All ranks.
-        own_optimizer: Whether the caller brings an optimizer, whose learning rates stay its own.
-        origin: What errors call the configuration.
+        config: Configuration for `mpitrain.initialize`, or that of a whole run, which has all sections
+            (RUN/config.toml).
+        ranks: Number of all ranks.
+        own_optimizer: If true, the caller passes an optimizer, which sets the learning rates.
+        origin: Name of the configuration in errors.
 
     Raises:
-        InputError: Keys were given that `mpitrain.initialize` does nothing with. Of a run's configuration, keys that
-            hold their defaults are passed over, and others are named in `Settings.without_effect` unless the training
-            would be another one without them.
+        InputError: If a key was set that `mpitrain.initialize` ignores. In a run's configuration, such keys are
+            accepted if they have their defaults; other ones are listed in `Settings.without_effect` unless they would
+            change the training.
     """
     unused = {key: field for key, field, value in _given(config) if not _accepted(field, value, own_optimizer)}
     without_effect: list[str] = []
@@ -72,12 +73,17 @@ def from_config(config: Config, ranks: int, *, own_optimizer: bool, origin: str 
 
 
 def from_deepspeed(read: DeepSpeedConfig, ranks: int) -> Settings:
-    """Return the settings of a DeepSpeed configuration."""
+    """Return the settings that a DeepSpeed configuration asks for.
+
+    Args:
+        read: The configuration.
+        ranks: Number of all ranks.
+    """
     return Settings(read.config, *_batch(read.config, ranks), read.schedule, read.without_effect, read)
 
 
 def every_setting(config: Config) -> Iterator[tuple[str, FieldInfo, Any]]:
-    """Yield all settings, as (section.key, declaration, value)."""
+    """Yield all settings as (section.key, declaration, value)."""
     for name in Config.model_fields:
         section = getattr(config, name)
         for key, field in type(section).model_fields.items():
@@ -85,7 +91,7 @@ def every_setting(config: Config) -> Iterator[tuple[str, FieldInfo, Any]]:
 
 
 def _given(config: Config) -> Iterator[tuple[str, FieldInfo, Any]]:
-    """Yield the settings that were given."""
+    """Yield the settings that were set explicitly, like `every_setting`."""
     for full, field, value in every_setting(config):
         name, _, key = full.partition(".")
         if key in getattr(config, name).model_fields_set:
@@ -93,19 +99,19 @@ def _given(config: Config) -> Iterator[tuple[str, FieldInfo, Any]]:
 
 
 def _accepted(field: FieldInfo, value: Any, own_optimizer: bool) -> bool:
-    """Return whether `mpitrain.initialize` follows a setting, or the value asks for nothing (off, an empty default)."""
+    """Return whether `mpitrain.initialize` follows a setting, or the value is off or an empty default."""
     loop, off = declared(field, "loop"), declared(field, "off")
     followed = not own_optimizer if loop == "for_optimizer" else bool(loop)
     return followed or value == (field.default if off is None and not field.default else off)
 
 
 def _batch(config: Config, ranks: int) -> tuple[int, int]:
-    """(samples of a microbatch, microbatches of a step). Raises InputError where they do not go with the mesh."""
+    """Return (samples of a microbatch, microbatches of a step). Raises InputError if they do not suit the mesh."""
     train, parallel = config.train, config.parallel
     axes = axes_of(parallel)
     shape_of(axes, ranks)
     stages = count_along(axes, BLOCKS)
-    data = ranks // count_along([(axis, size) for axis, size in axes if axis.divides != SAMPLES], PARTS, BLOCKS, LAYERS)
+    data = count_readers(axes, ranks)
     batch, micro = train.batch if "batch" in train.model_fields_set else None, train.microbatch or None
     if stages > 1:
         if batch is None:

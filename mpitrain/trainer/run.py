@@ -1,29 +1,28 @@
-"""A run as callbacks and strategies see it, and what a callback and a strategy are.
+"""State of a run as callbacks and strategies see it, and base classes of both.
 
-Callbacks do at the steps of a `Trainer` what is no line in its loop:
+A `Trainer` calls its callbacks in this order:
 
 setup
   on_restore   on_fit_start
     on_update -> (ranks agree whether to stop) -> on_evaluate -> on_step_end -> on_save -> on_step_done    each step
-
-What is between on_update and on_step_end, and on_save, come where all ranks are together, which in parallel.mode local
-and server is not after each step; there the steps in between are told late.
-
   on_fit_end
-on_exception                                          instead of what is left, where something was raised
+on_exception                                          instead of the remaining events, if an error was raised
 teardown                                              in any case
 
-A strategy is a value of parallel.mode:
+The agreement, on_evaluate and on_save happen only at steps after which all ranks synchronize. In parallel.mode local
+and server these are not all steps, and callbacks learn of the steps in between later.
 
-    parallel.mode   take each step as one                  all ranks meet
+A strategy implements one value of parallel.mode:
+
+    parallel.mode   ranks that take a step together        all ranks synchronize
     sync            all ranks                              after each step
     local           the ranks of a group                   after every parallel.local_steps steps
-    server          each worker by itself                  where the run is evaluated, saved or ended
+    server          each worker by itself                  when the run is evaluated, saved or ended
 
-`Trainer` asks it for the differences: it puts the ranks into places, says which engine they compute
-with, and gives the steps as they become known. The trainer's loop, its callbacks and its checkpoints are the same.
+The strategy assigns the ranks to groups, chooses the class of the engine, and yields the steps as their results become
+known. The trainer's loop, its callbacks and its checkpoints do not depend on the mode.
 
-`Trainer` imports the callbacks and strategies; these import `Run`, and nothing here imports any of them.
+`Trainer` imports the callbacks and strategies, and these import `Run`; this module imports none of them.
 """
 
 from __future__ import annotations
@@ -52,15 +51,22 @@ from mpitrain.trainer.optimizing import RateSchedule
 
 @dataclass
 class Step:
-    """One step of training, as far as it is done.
+    """One step of training and its results.
 
-    number: from 1. batch: this rank's share of the global batch; without its samples where the step is told late. loss:
-    the mean over the global batch, in nats where it is a cross-entropy. norm: of the gradients, before clipping.
-    skipped: whether nothing was updated, because the norm is not finite. began: `time.perf_counter()` when it did.
-    seconds: what it took, without evaluation and saving; 0 as long as that is not known. together: whether all ranks
-    came together after it (see `run`). met: `time.monotonic()` when all ranks had done it. held_out_loss:
-    None where the step was not evaluated. lost: the ranks that died since the step before. extras: further figures for
-    its line in metrics.jsonl.
+    Attributes:
+        number: Number of the step, from 1.
+        batch: This rank's share of the global batch; without samples if the step is reported later.
+        loss: Mean over the global batch, in nats if it is a cross-entropy.
+        lr: Learning rate of the update.
+        norm: 2-norm of the gradients, before clipping.
+        skipped: True if nothing was updated, because the norm is not finite.
+        began: `time.perf_counter()` at the beginning of the step.
+        seconds: Duration without evaluation and saving; 0 while it is not known.
+        together: True if all ranks synchronized after the step.
+        met: `time.monotonic()` when all ranks had finished the step.
+        held_out_loss: Mean loss of the held-out samples; None if the step was not evaluated.
+        lost: Ranks that died since the step before.
+        extras: Further figures for the step's line in metrics.jsonl.
     """
 
     number: int
@@ -80,9 +86,12 @@ class Step:
 
 @dataclass(frozen=True)
 class Restored:
-    """A state that training goes on from. step: steps done. values: what was kept with it, see `Callback.state`.
+    """State from which training continues.
 
-    own: whether it is this run's, and not one that another run has left.
+    Attributes:
+        step: Steps done.
+        values: Values stored with the state (see `Callback.state`).
+        own: True if this run saved the state; false if another run did.
     """
 
     step: int
@@ -91,80 +100,134 @@ class Restored:
 
 
 class Callback:
-    """Something that is called at the events of a `Trainer`'s run; each method does nothing unless it is overridden.
+    """Base class of callbacks: methods that a `Trainer` calls at the events of its run. By default they do nothing.
 
-    Every rank calls the same methods of the same callbacks in the same order, so that a method may be collective over
-    `trainer.world`. Where a method raises an error on one rank alone, the job ends with that error. `trainer` is the
-    `Trainer` whose run it is, which an override may name as its type, or a subclass.
+    All ranks call the same methods of the same callbacks in the same order, so a method may be collective over
+    `trainer.world`. An error that a method raises on only one rank ends the job with that error. The argument `trainer`
+    is the `Trainer` of the run; an override may annotate it with that class or a subclass.
     """
 
     def setup(self, trainer: Any) -> None:
-        """Before data and model are there. The run folder is this job's where run.dir names it, else not there yet."""
+        """Prepare the callback, before data and model exist.
+
+        The run folder exists and is locked by this job if run.dir is set; otherwise it does not exist yet.
+        """
 
     def restore(self, trainer: Any) -> Restored | None:
-        """Put the model and the optimizer into a state from elsewhere than a checkpoint, and say which one it is.
+        """Load model and optimizer from a source other than a checkpoint.
 
-        None leaves it to the next callback, and at last to the checkpoints.
+        Returns:
+            The state that was loaded; None to leave this to the next callback, and finally to the checkpoints.
         """
         return None
 
     def on_restore(self, trainer: Any, values: dict[str, Any]) -> None:
-        """The state is in place. values: what callbacks gave as their `state` when it was saved; empty at step 0."""
+        """Run after the state has been restored.
+
+        Args:
+            trainer: Trainer of the run.
+            values: Values that callbacks returned as their `state` when it was saved; empty at step 0.
+        """
 
     def on_fit_start(self, trainer: Any) -> None:
-        """The first step of this start is about to begin."""
+        """Run before the first step of this job."""
 
     def on_update(self, trainer: Any, step: Step) -> None:
-        """The optimizer has updated this rank's parameters; `trainer.request_stop` makes this step the last one."""
+        """Run after the optimizer has updated this rank's parameters.
+
+        `trainer.request_stop`, if called here, makes this step the last one.
+
+        Args:
+            trainer: Trainer of the run.
+            step: The step that was taken.
+        """
 
     def on_evaluate(self, trainer: Any, loss: float) -> None:
-        """The held-out samples were evaluated. loss: their mean; `trainer.figures` has the metrics, too, by name."""
+        """Run after the held-out samples were evaluated.
+
+        Args:
+            trainer: Trainer of the run; its `figures` has the loss and the metrics by name.
+            loss: Mean loss of the held-out samples.
+        """
 
     def on_step_end(self, trainer: Any, step: Step) -> None:
-        """All of a step is done but saving. Figures put into `step.extras` come into its line of metrics.jsonl."""
+        """Run at the end of a step, after its evaluation and before it is saved.
+
+        Args:
+            trainer: Trainer of the run.
+            step: The step; figures added to `step.extras` are written into its line of metrics.jsonl.
+        """
 
     def state(self, trainer: Any) -> dict[str, Any]:
-        """Return values to keep in checkpoints: such as JSON can hold, under names of one's own."""
+        """Return values to store in checkpoints, representable as JSON, under names that no other callback uses."""
         return {}
 
     def on_save(self, trainer: Any, folder: Path) -> None:
-        """A checkpoint was written, or begun to be with checkpoint.background."""
+        """Run after a checkpoint was written, or with checkpoint.background, after its writing began.
+
+        Args:
+            trainer: Trainer of the run.
+            folder: Folder of the checkpoint.
+        """
 
     def on_step_done(self, trainer: Any, step: Step) -> None:
-        """All of a step is done, its checkpoint too; where `step.together`, all ranks are at this point."""
+        """Run after a step and its checkpoint are done. If `step.together`, all ranks have reached this point.
+
+        Args:
+            trainer: Trainer of the run.
+            step: The step.
+        """
 
     def on_fit_end(self, trainer: Any) -> None:
-        """The last step is done and saved."""
+        """Run after the last step was done and saved."""
 
     def on_exception(self, trainer: Any, error: BaseException) -> None:
-        """Something was raised; it is raised again afterwards. Other ranks may be gone: nothing collective here."""
+        """Run after an error, which is raised again afterwards.
+
+        Other ranks may have died, so this must not be collective.
+
+        Args:
+            trainer: Trainer of the run.
+            error: The error.
+        """
 
     def teardown(self, trainer: Any) -> None:
-        """The run folder is about to be given up. Nothing collective here."""
+        """Clean up before the lock of the run folder is released. This must not be collective."""
 
 
 class Run(ABC):
-    """The state of a `Trainer`'s run.
+    """State of a `Trainer`'s run.
 
-    config, world, device: what is to be done, by whom, and on what this rank computes. devices: of all ranks, in words.
-    folder: the run's folder, with its settings, metrics, logs and checkpoints.
-    callbacks: in the order in which they are called; at the end of training and after it in the reverse order.
-    own_model: whether a subclass makes the model. print: shows a line to people.
+    The attributes from `data` to `parameters` exist once `train` has made them.
 
-    strategy: what differs between the values of parallel.mode.
-
-    There once `train` has made them: data, held_out (data sets; None where nothing is held out), places (this rank's
-    along the axes of parallelism, and how batches are divided), engine (model, loss, optimizer and precision on this
-    rank), meter (of the metrics), schedule (of the learning rate), store (the checkpoints), parameters (of the whole
-    model).
-
-    began: `time.monotonic()` when this job held the run folder. start: steps done when its first step was about to
-    begin; None until then. skipped: steps of this job without an update.
-
-    step: steps done; while a step is taken, those before it. position: samples of the run's order that they took.
-    batch_sizes: of each step's global batch. samples: of a step's batch that this rank's group trains on. resumed_step:
-    the step of this run that the state was loaded from; None where it is a run from the start. saved: whether this job
-    has written a checkpoint. figures: of the last evaluation, the loss and the metrics by name.
+    Attributes:
+        config: Settings of the run.
+        world: Ranks that train.
+        device: Device of this rank.
+        devices: Description of all ranks' devices, for the user.
+        folder: Run folder, with settings, metrics, logs and checkpoints.
+        callbacks: Callbacks in the order in which they are called; events at and after the end use the reverse order.
+        own_model: True if a subclass makes the model.
+        print: Function that shows a line to the user.
+        strategy: Implementation of parallel.mode.
+        data: Training data set.
+        held_out: Held-out data set; None if there is none.
+        places: This rank's position along the axes of parallelism, and the division of batches.
+        engine: Model, loss, optimizer and precision on this rank.
+        meter: Meter of the metrics.
+        schedule: Schedule of the learning rate.
+        store: Checkpoints of the run.
+        parameters: Number of parameters of the whole model.
+        batch_sizes: Global batch size of each step.
+        samples: Samples of a step's batch that this rank's group trains on.
+        figures: Loss and metrics of the last evaluation, by name.
+        began: `time.monotonic()` when this job locked the run folder.
+        start: Steps done before the first step of this job; None until then.
+        step: Steps done; during a step, the steps before it.
+        position: Samples of the run's order that these steps have used.
+        skipped: Steps of this job without an update.
+        resumed_step: Step of this run whose state was loaded; None if the run began at step 0.
+        saved: True if this job has written a checkpoint.
     """
 
     config: Config
@@ -192,123 +255,146 @@ class Run(ABC):
     step = position = skipped = 0
     resumed_step: int | None = None
     saved = False
-    # why training stops before its end, in a few words; whether all ranks agreed on it; whether the run is then done
+    # reason for stopping early; whether all ranks agreed to stop; whether the run then counts as done
     stop_reason, _ending, _ended = "", False, False
 
-    # -- the recipe, as far as strategies and `elastic` ask for its parts
+    # -- parts of the recipe that strategies and `elastic` call
 
     @abstractmethod
     def working(self) -> AbstractContextManager[None]:
-        """Hold the run folder, and have the callbacks set up, inside. Collective."""
+        """Lock the run folder and set the callbacks up; release both at the end of the block. Collective."""
 
     @abstractmethod
     def train(self) -> int:
-        """Train inside of the run folder; returns the exit code of `Trainer.fit`."""
+        """Train while the run folder is locked, and return the exit code of `Trainer.fit`. Collective."""
 
     @abstractmethod
     def train_step(self, batch: Batch) -> Step:
-        """Take a step with this rank's share of the group's part of the global batch. Collective over the group."""
+        """Train on this rank's share of the group's part of a global batch. Collective over the group."""
 
     @abstractmethod
     def open_store(self, world: Communicator | None = None) -> Store:
-        """The checkpoints of the run, for the ranks of `world` (default: those that train). Collective over them."""
+        """Open the checkpoints of the run for the ranks of `world` (default: the training ranks).
+
+        Collective over them.
+        """
 
     @abstractmethod
     def state(self) -> dict[str, Any]:
-        """Return the values kept with the tensors: the place in the data, the model, and each callback's `state`."""
+        """Return the values stored with the tensors: position in the data, model description and callbacks' states."""
 
     @property
     def tokens(self) -> int:
-        """Tokens of a sample; 0 where samples are not tokens."""
+        """Tokens of a sample; 0 if samples are not tokens."""
         description = self.data.description
         return description.x_shape[0] if description.kind == "tokens" else 0
 
     @property
     def last_step(self) -> bool:
-        """Whether the step that was done last is to be the last one."""
+        """True if no step follows the one that was done last."""
         return self._ending or self.step >= self.config.train.steps
 
     @property
     def done(self) -> bool:
-        """Whether the run has come to its end: all steps are done, or it was ended before."""
+        """True if the run is complete: all steps are done, or `end` was called."""
         return self._ended or self.step >= self.config.train.steps
 
     @property
     def mesh(self) -> Mesh:
-        """The ranks that take each step as one."""
+        """Ranks that take each step together."""
         return self.places.mesh
 
     def request_stop(self, reason: str) -> None:
-        """End training when the ranks come together: after this step, if called in its `on_update`.
+        """Stop training at the next synchronization of all ranks; in `on_update`, this is after the current step.
 
-        One rank's request is enough. reason: a few words, for people.
+        A request by one rank is enough.
+
+        Args:
+            reason: A few words for the user.
         """
         self.stop_reason = self.stop_reason or reason
 
     def end(self, reason: str) -> None:
-        """Have the run done with this step. On all ranks alike, where these are together: in `on_evaluate`.
+        """Complete the run with this step.
 
-        reason: a few words, for people.
+        All ranks must call this at the same synchronized point, such as `on_evaluate`.
+
+        Args:
+            reason: A few words for the user.
         """
         self.stop_reason, self._ending, self._ended = reason, True, True
 
     def say(self, text: str) -> None:
-        """Log a line, and have rank 0 show it."""
+        """Log a line, and show it to the user on rank 0."""
         self.folder.log.info("%s", text)
         if self.world.rank == 0:
             self.print(text)
 
     def call(self, event: Callable[[Callback], object], *, reverse: bool = False) -> None:
-        """Let every callback know of an event. reverse: the last one first, so that what begins first ends last."""
+        """Call `event` with every callback.
+
+        Args:
+            event: Function that calls one method of a callback.
+            reverse: If true, the last callback comes first, so that the first to begin is the last to end.
+        """
         for callback in reversed(self.callbacks) if reverse else self.callbacks:
             event(callback)
 
     def let_go(self) -> None:
-        """Drop data, model and checkpoints, made for ranks that are not there any more; `train` makes them anew."""
+        """Drop data, model and checkpoint store after ranks were lost; `train` makes them again."""
         for name in ("data", "held_out", "places", "engine", "store"):
             vars(self).pop(name, None)
 
 
 class Strategy(ABC):
-    """A value of parallel.mode. Made once a `Trainer`; nothing collective happens then.
+    """Base class of the values of parallel.mode. A `Trainer` makes one; making it is not collective.
 
     Attributes:
-        engine: Makes the engine of the steps; called as `Engine` is.
-        survivors: Makes of the run the callback that goes on when ranks die (`elastic`); not for every mode.
+        engine: Factory of the engine that takes the steps, called like `Engine`.
+        survivors: Factory of the callback that continues a run when ranks die (see `elastic`); not every mode has one.
     """
 
     engine: Callable[..., Engine] = Engine
     survivors: Callable[[Run], Callback]
 
     def __init__(self, config: Config, world: Communicator) -> None:
-        """Take note of the settings.
+        """Check and store the settings.
 
         Raises:
-            InputError: On all ranks, for settings that do not go together in this mode, or not with so many ranks.
+            InputError: On all ranks, if settings conflict in this mode, or do not suit the number of ranks.
         """
         self.config = config
 
     @abstractmethod
     def places(self, config: Config, world: Communicator) -> GroupPlaces:
-        """Put the ranks into their places. Collective; called anew when training is entered again."""
+        """Assign each rank its place. Collective; called again whenever training is entered again.
+
+        Args:
+            config: Settings of the run.
+            world: Ranks that train.
+        """
 
     @abstractmethod
     def steps(self, trainer: Run) -> Iterator[Step]:
-        """Train, from `trainer.step` on, and give each step of the run in order, on every rank, once it is known.
+        """Train from `trainer.step` on, and yield each step of the run in order, on every rank, once its results are
+        known.
 
-        The loss of a step is the mean over its global batch. A step is `together` where all ranks have come to the
-        same point: they may then do collective things, and training goes on when the next step is asked for. What is
-        given last before the generator is closed is such a step.
+        The loss of a step is the mean over its global batch. If a step is `together`, all ranks have reached the same
+        point: they may call collective operations, and training continues when the next step is requested. The last
+        step before the generator is closed must be such a step.
         """
 
     def next_meeting(self, trainer: Run) -> int:
-        """The step after which all ranks come together next, if nothing stops them earlier; they are together now."""
+        """Return the next step after which all ranks synchronize, unless something stops them earlier.
+
+        Must be called while all ranks are synchronized.
+        """
         return trainer.step + 1
 
     def role(self, rank: int) -> str:
-        """Return the role of a rank of the world: worker, or server where it takes no steps itself."""
+        """Return the role of a rank of the world: "worker", or "server" if it takes no steps itself."""
         return "worker"
 
     def describe(self) -> str:
-        """Describe this mode in a few words for the banner; empty for plain training."""
+        """Return a few words about this mode for the banner; empty for plain training."""
         return ""

@@ -1,26 +1,26 @@
-"""The steps after which a run is saved, and the checkpoint it goes on from: the newest whole one of these data.
+"""Schedule of checkpoints, and loading of the newest complete checkpoint of the same data.
 
-It is saved after every so many steps, or when that costs least time (`checkpoint.every = "auto"`).
+A run is saved after a fixed number of steps, or at an interval that minimizes lost time (`checkpoint.every = "auto"`).
 
-With "auto" the first checkpoint comes after a few steps, and tells what a save costs here. From then on the interval is
-that of Daly (`steps_between`), reckoned anew after each save by rank 0, which all ranks take over:
+With "auto", the first checkpoint comes after a few steps, and shows how long a save takes. After each save, rank 0
+computes the interval by Daly's formula (`steps_between`) for all ranks, from
 
-    a save     what it holds training up, as measured; the mean of the last ones, without the first
-    a step     the time between the last two saves, evaluation included, over the steps in it
-    failures   checkpoint.node_mtbf over the nodes of those ranks that train
+    a save     time by which it delays training, as measured; the mean of the last ones, without the first
+    a step     time between the last two saves, evaluation included, divided by the steps in it
+    failures   checkpoint.node_mtbf divided by the number of nodes that train
 
-It is the interval that costs least, of the time that saves take and that failures undo:
+This interval minimizes the sum of the time spent saving and the time lost to failures:
 
     work     save work     save work   X restart work     save ...
     |--------|##|--------|##|-----xxxxx|~~~~~~~|--------|##|
     interval           interval  lost            again
 
-Failures come at random, as often at any time as at any other (a Poisson process): of n nodes that fail independently,
-each once in `node_mtbf` seconds on average, one fails once in node_mtbf / n seconds. In what follows
+Failures are a Poisson process: at any time they are equally likely. If each of n nodes fails independently, once in
+`node_mtbf` seconds on average, then some node fails once in node_mtbf / n seconds. The formulas use
 
     tau      seconds of training between the end of a save and the beginning of the next: the interval
-    delta    seconds that a save holds training up
-    R        seconds from a failure until training goes on from the last checkpoint
+    delta    seconds by which a save delays training
+    R        seconds from a failure until training continues from the last checkpoint
     M        mean seconds between failures of the job
     T        seconds that the training takes without saves and failures
 
@@ -45,13 +45,13 @@ from mpitrain.loading import require_same_model
 from mpitrain.storage.text import counted, lasting
 from mpitrain.trainer.run import Callback, Restored, Run, Step
 
-_FIRST = 20  # steps until the first save, as long as nothing is known: few to lose, and many beside a save
-_SAVES = 4  # whose mean is taken
-_NEWS = 1.5  # the factor by which an interval must change to be told again
+_FIRST = 20  # steps before the first save: few enough to lose, many enough that the save costs little in comparison
+_SAVES = 4  # last saves whose mean duration is used
+_NEWS = 1.5  # factor by which an interval must change to be shown again
 
 
 class SaveSchedule(Callback):
-    """Says after which steps to save. With "auto" collective where a run begins and where it is saved.
+    """Schedule of the saves. With "auto" it is collective at the beginning of a run and at each save.
 
     Args:
         config: The settings.
@@ -60,38 +60,43 @@ class SaveSchedule(Callback):
     def __init__(self, config: Config) -> None:
         section = config.checkpoint
         self._auto, self._every = section.every == "auto", 0 if section.every == "auto" else section.every
-        self._next = 0  # with auto: the step after which to save
+        self._next = 0  # with auto: step after which to save
         self._held: deque[float] = deque(maxlen=section.flush_every if section.local else _SAVES)
-        self._saves = 0  # that were measured
-        self._marked = 0.0  # time.perf_counter() when the last step had ended at which all ranks met
-        self._since: tuple[float, int] | None = None  # such a time and its step, from which on steps are timed
-        self._told = 0  # steps
+        self._saves = 0  # saves measured so far
+        self._marked = 0.0  # time.perf_counter() at the end of the last step after which all ranks synchronized
+        self._since: tuple[float, int] | None = None  # time and step from which on steps are timed
+        self._told = 0  # steps of the interval shown last
 
     def due(self, since: int, step: int) -> bool:
-        """Return whether a save became due between step `since`, where ranks met last, and this step."""
+        """Return whether a save became due after step `since` and at latest with `step`.
+
+        Args:
+            since: Last step after which all ranks synchronized.
+            step: Current step.
+        """
         return step >= self._next if self._auto else is_due(since, step, self._every)
 
     def next_after(self, step: int) -> int | None:
-        """The first step after this one after which a save is due; None where none is."""
+        """Return the first step after `step` at which a save is due; None if there is none."""
         if self._auto:
             return max(step + 1, self._next)
         return self._every * (step // self._every + 1) if self._every else None
 
     def on_fit_start(self, trainer: Run) -> None:
-        if self._auto:  # ranks that were lost may have left the others with different intervals
+        if self._auto:  # after a loss of ranks, the others may have different intervals
             self._every = trainer.world.on_root(lambda: self._every)
             self._next, self._since = trainer.step + (self._every or _FIRST), None
 
     def on_step_end(self, trainer: Run, step: Step) -> None:
         if self._auto and step.together:
             self._marked = time.perf_counter()
-            self._since = self._since or (self._marked, step.number)  # not from the first step, which takes longer
+            self._since = self._since or (self._marked, step.number)  # excludes the first step, which takes longer
 
     def on_save(self, trainer: Run, folder: Path) -> None:
         if not self._auto or trainer.last_step or self._since is None:
             return
         now = time.perf_counter()
-        if self._saves == 1:  # the first has also paid for what is made once
+        if self._saves == 1:  # drop the first save, which included one-time work
             self._held.clear()
         self._saves += 1
         self._held.append(max(0.0, now - self._marked - trainer.store.waited_seconds))
@@ -105,7 +110,7 @@ class SaveSchedule(Callback):
         self._next = trainer.step + (self._every or _FIRST)
 
     def _choose(self, trainer: Run, step_seconds: float) -> tuple[int, str]:
-        """Steps between saves, and a line that says why, if there is news."""
+        """Return the steps between saves, and a line that explains them, empty if they hardly changed."""
         section, nodes = trainer.config.checkpoint, trainer.world.num_nodes
         held, mtbf = sum(self._held) / len(self._held), section.node_mtbf * 3600.0 / nodes
         least = trainer.store.write_seconds if section.background else 0.0
@@ -122,10 +127,10 @@ class SaveSchedule(Callback):
 
 
 def young(save_seconds: float, mtbf_seconds: float) -> float:
-    """The best interval to first order: tau = sqrt(2 delta M) (Young 1974).
+    """Return the optimal interval to first order: tau = sqrt(2 delta M) (Young 1974).
 
-    A save costs delta / tau of the time, and a failure half an interval, tau / 2 in every M; the sum is least there.
-    Good for delta far below M.
+    A save costs a share delta / tau of the time. A failure, once every M seconds, loses half an interval, tau / 2. The
+    sum of both is smallest at this tau. The approximation is good for delta much smaller than M.
 
     Args:
         save_seconds: delta.
@@ -138,14 +143,15 @@ def young(save_seconds: float, mtbf_seconds: float) -> float:
 
 
 def daly(save_seconds: float, mtbf_seconds: float) -> float:
-    """The best interval to higher order (Daly 2006).
+    """Return the optimal interval to higher order (Daly 2006).
 
         tau = sqrt(2 delta M) (1 + 1/3 sqrt(delta / (2 M)) + 1/9 delta / (2 M)) - delta    where delta < 2 M
         tau = M                                                                           otherwise
 
-    The training takes M exp(R / M) (exp((tau + delta) / M) - 1) T / tau on average, as an interval and its save have to
-    come to their end without a failure, or else are begun anew after a restart. This is a perturbation solution for the
-    least of that; the exact one is, with Lambert's W, tau = M (1 + W(-exp(-1 - delta / M))). R and T do not matter.
+    An interval and its save must finish without a failure, or be repeated after a restart. The training therefore takes
+    M exp(R / M) (exp((tau + delta) / M) - 1) T / tau seconds on average. The formula is a perturbation solution for the
+    minimum. The exact solution, with Lambert's W, is tau = M (1 + W(-exp(-1 - delta / M))); it does not depend on R and
+    T.
 
     Args:
         save_seconds: delta.
@@ -161,13 +167,13 @@ def daly(save_seconds: float, mtbf_seconds: float) -> float:
 
 
 def steps_between(save_seconds: float, step_seconds: float, mtbf_seconds: float, least_seconds: float = 0.0) -> int:
-    """The best interval in whole steps of training (`daly`).
+    """Return the optimal interval in whole training steps (see `daly`).
 
     Args:
-        save_seconds: delta: that a save holds training up; not those that it goes on being written beside training.
-        step_seconds: Of a step, without saves; more than 0.
+        save_seconds: delta: seconds by which a save delays training, without background writing.
+        step_seconds: Seconds of a step without saves; more than 0.
         mtbf_seconds: M.
-        least_seconds: The interval is at least so long: writing a checkpoint in the background takes that.
+        least_seconds: Lower bound of the interval: seconds that writing a checkpoint in the background takes.
 
     Returns:
         Steps from one save to the next; at least 1.
@@ -176,12 +182,25 @@ def steps_between(save_seconds: float, step_seconds: float, mtbf_seconds: float,
 
 
 def is_due(since: int, step: int, every: int) -> bool:
-    """Return whether a multiple of `every` lies after step `since` and not after this step; never for 0."""
+    """Return whether a multiple of `every` lies after step `since` and not after `step`.
+
+    Args:
+        since: Last step that was considered before.
+        step: Current step.
+        every: Interval in steps; 0 for never.
+    """
     return every > 0 and step // every > since // every
 
 
 def saves_after(step: int, config: Config) -> int:
-    """Checkpoints still to be written after this step, if the run is not stopped; with "auto" the most there may be."""
+    """Return the number of checkpoints still to be written after `step` if the run is not stopped.
+
+    With "auto", this is an upper bound.
+
+    Args:
+        step: Steps done.
+        config: The settings.
+    """
     steps, every = config.train.steps, config.checkpoint.every
     if step >= steps:
         return 0
@@ -193,14 +212,19 @@ def saves_after(step: int, config: Config) -> int:
 
 
 def require_given(trainer: Run) -> None:
-    """Raise InputError where checkpoint.resume names a checkpoint and there is none. Collective."""
+    """Raise InputError if checkpoint.resume names a checkpoint that does not exist. Collective."""
     resume = trainer.config.checkpoint.resume
     if resume not in ("auto", "never"):
         trainer.world.on_root(lambda: len(folders.require(Path(resume), "checkpoint.resume")))
 
 
 def load_newest(trainer: Run) -> Restored:
-    """The state of the newest checkpoint that is whole, loaded; of the start, where there is none. Collective."""
+    """Load the newest complete checkpoint, and return its state; step 0 if there is no checkpoint. Collective.
+
+    Raises:
+        InputError: If the checkpoint's run used other data or another model.
+        CheckpointError: If there are checkpoints, but none can be used.
+    """
     resume, reasons = trainer.config.checkpoint.resume, []
     for folder in trainer.store.newest_first() if resume == "auto" else trainer.store.at(Path(resume)):
         try:
@@ -225,7 +249,7 @@ def load_newest(trainer: Run) -> Restored:
 
 
 def _wanted(trainer: Run, folder: Path, manifest: Manifest) -> list[Part]:
-    """Return the parts that this rank fills from a checkpoint, once that is known to be of the run's model."""
+    """Return the parts that this rank reads from a checkpoint, after checking that its model is the run's."""
     told = manifest.values.get("task") or {}
     require_same_model(trainer.config.model.model_dump(), told.get("model") or {}, folder)
     return trainer.engine.parts_to_load(manifest)

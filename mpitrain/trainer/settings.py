@@ -1,10 +1,10 @@
-"""The settings of a run: the same on all ranks, with the layout that the planner chooses where `parallel.auto` asks.
+"""Settings of a run, with the layout that the planner chooses if `parallel.auto` is set.
 
-With `parallel.auto` rank 0 plans: it reads the profile of the machine, measures the model's blocks by processes of its
-own where ranks compute on the processors, and searches; the other ranks sleep meanwhile, so that what is measured has
-all cores. Its choice is that of all ranks, and is what config.toml in the run folder says.
+With `parallel.auto`, rank 0 plans. It reads the profile of the machine, measures the model's blocks in processes of its
+own if the ranks compute on CPUs, and searches for the best layout. The other ranks sleep meanwhile, so that the
+measurement has all cores. All ranks use the result, which is also written to config.toml in the run folder.
 
-What the configuration sets explicitly is kept (see `planner.search.best`).
+Settings that the configuration sets explicitly are not changed (see `planner.search.best`).
 """
 
 from __future__ import annotations
@@ -29,21 +29,22 @@ from mpitrain.speeds import kept
 from mpitrain.speeds.cores import all_cores
 from mpitrain.storage.text import lasting
 
-_MEASURING = 5.0  # seconds, after which costs of divided models are reckoned from those that were measured
-_TAG = 31_600  # apart from those of training's messages
-_PAUSE = 0.01  # seconds between two looks of a rank that waits
+_MEASURING = 5.0  # seconds, after which costs of divided models are estimated from the measured ones
+_TAG = 31_600  # differs from the tags of training's messages
+_PAUSE = 0.01  # seconds between two polls of a waiting rank
 
 
 def with_planned_layout(config: Config, world: Communicator, device: torch.device) -> Config:
-    """All settings, with the layout that the planner chooses where they ask for that. Collective.
+    """Return all settings, with a planned layout if `parallel.auto` is set. Collective.
 
     Args:
-        config: The same on all ranks, with what was set explicitly in `model_fields_set` of its sections.
-        world: The ranks that train.
-        device: On which this rank computes.
+        config: Settings, equal on all ranks; `model_fields_set` of each section names those that were set explicitly.
+        world: Ranks that train.
+        device: Device of this rank.
 
     Raises:
-        InputError: On all ranks, where no layout fits, or a profile or the data cannot be read.
+        InputError: On all ranks, if no layout fits, nodes have different numbers of ranks, or a profile or the data
+            cannot be read.
     """
     if not config.parallel.auto:
         return Config.from_dict(config.to_dict())
@@ -65,7 +66,14 @@ def with_planned_layout(config: Config, world: Communicator, device: torch.devic
 
 
 def while_others_sleep(world: Communicator, act: Callable[[], Any]) -> Any:
-    """Call `act` on rank 0 as `world.on_root` does, while the other ranks sleep and leave it the cores. Collective."""
+    """Return `act()`, called on rank 0 alone, on every rank. Collective.
+
+    The other ranks sleep meanwhile and leave rank 0 their cores. Errors are handled as by `world.on_root`.
+
+    Args:
+        world: Ranks that call this.
+        act: Function without arguments.
+    """
     word = torch.zeros(1)
 
     def wake_after() -> Any:
@@ -86,8 +94,8 @@ def while_others_sleep(world: Communicator, act: Callable[[], Any]) -> Any:
 def _chosen(
     config: Config, rules: LayoutRules, machine: MachineProfile, nodes: int, ranks_per_node: int, on_device: bool
 ) -> tuple[dict[str, Any], str]:
-    """The values of the configuration with the best layout, and what is to be said of it."""
-    from mpitrain.parallel.layouts import settings  # these load what takes a second
+    """Return the configuration's values with the best layout, and a line that describes the layout."""
+    from mpitrain.parallel.layouts import settings  # these imports take a second
     from mpitrain.planner.predictor import Predictor
     from mpitrain.planner.profile import profile_of
     from mpitrain.planner.report import nothing_fits
@@ -106,13 +114,13 @@ def _chosen(
     for section, keys in settings(chosen.layout, wanted).items():
         values[section].update(keys)
     if config.elastic.mode == "shrink" and "data" not in wanted:
-        values["parallel"]["data"] = "auto"  # ranks that are left make fewer
+        values["parallel"]["data"] = "auto"  # fewer if ranks are lost
     values["parallel"]["auto"] = False
     return values, f"{layout_text(chosen.layout)}, predicted {lasting(chosen.seconds)} a step"
 
 
 def _machine(config: Config, world: Communicator, device: torch.device) -> Callable[[], MachineProfile]:
-    """Measure what is not known of the machine; return what gives rank 0 the profile to plan with. Collective."""
+    """Measure unknown properties of the machine, and return a function that gives rank 0 the profile. Collective."""
     file, on_device = config.parallel.machine, devices.is_accelerator(device)
     if file:
         return lambda: fitting(read_machine(file), f"parallel.machine {file}", config.run.device, device)
@@ -125,7 +133,14 @@ def _machine(config: Config, world: Communicator, device: torch.device) -> Calla
 
 
 def fitting(machine: MachineProfile, where: str, kind: str, device: torch.device) -> MachineProfile:
-    """Return a given profile if it has what ranks compute on. Raises InputError otherwise."""
+    """Return the profile if it describes the kind of device that the ranks use; otherwise raise InputError.
+
+    Args:
+        machine: The profile.
+        where: Source of the profile, for the message.
+        kind: Value of run.device, for the message.
+        device: Device of this rank.
+    """
     has = "no device" if machine.device is None else f"devices of kind {machine.device.kind}"
     if has != (f"devices of kind {device.type}" if devices.is_accelerator(device) else "no device"):
         raise refusal(

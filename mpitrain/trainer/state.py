@@ -1,12 +1,12 @@
-"""A model and its optimizer as named logical tensors, for checkpoints: the same names at every stage.
+"""Model and optimizer as named logical tensors for checkpoints, with the same names at every ZeRO stage.
 
     model/<parameter or buffer>            as PyTorch names it
     master/<parameter>                     the optimizer's fp32 copy, in 16-bit training
     optimizer/<state>/<parameter>          exp_avg, exp_avg_sq, momentum_buffer, step, ...
-    compression/<rank>/<buffer>            what compression left out so far on a rank
+    compression/<rank>/<buffer>            error that compression has not yet sent, on each rank
 
-Whatever of the optimizer is not a tensor is a value, kept as JSON. What a rank holds of a tensor is a `Holding`;
-where the holding is the same on all data-parallel ranks, each of them writes a share of it.
+Optimizer states that are not tensors are stored as JSON values. A `Holding` describes the part of a tensor that a rank
+has. If all data-parallel ranks have the same part, each of them writes a share of it.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from mpitrain.shard.flat_parameters import FlatParameter, begin_states, is_eleme
 from mpitrain.shard.sharding import Sharding
 
 OPTIMIZER, COMPRESSION = "optimizer/", "compression/"
-_ELEMENTWISE = "one number per element"  # in place of such a state
+_ELEMENTWISE = "one number per element"  # placeholder for such a state
 
 
 @dataclass(frozen=True)
 class Holding:
-    """What a rank has of one logical tensor.
+    """Part of one logical tensor that a rank has.
 
     Attributes:
-        name: Of the logical tensor.
-        slice: What part of it the rank's tensor is.
-        first: The first element of the rank's tensor that it has.
-        last: One more than the last.
-        data: Holds those elements, in any shape.
-        written: Whether this rank writes them, rather than a rank along another axis.
+        name: Name of the logical tensor.
+        slice: Slice of the logical tensor that the rank's tensor is.
+        first: Index of the part's first element in the rank's tensor.
+        last: One more than the index of its last element.
+        data: These elements, in any shape.
+        written: True if this rank writes them; false if a rank along another axis does.
     """
 
     name: str
@@ -60,17 +60,23 @@ class Holding:
         return TensorSpec(self.name, self.slice.shape, str(self.data.dtype).removeprefix("torch."))
 
     def parts(self, flat: torch.Tensor, lo: int, hi: int) -> Iterator[Part]:
-        """Its elements [lo, hi), counted from its first one, as parts of a checkpoint; flat: `data`, flattened."""
+        """Yield elements [lo, hi) as parts of a checkpoint.
+
+        Args:
+            flat: `data`, flattened.
+            lo: Index of the first element, counted from the holding's first one.
+            hi: One more than the index of the last element.
+        """
         for offset, piece in self.slice.pieces(self.name, self.first + lo, self.first + hi):
             yield Part(self.spec, piece, flat[lo + offset : lo + offset + piece.numel])
 
 
 class EngineState:
-    """What a rank holds of a checkpoint's tensors, to be written and to be filled.
+    """A rank's tensors of a checkpoint, for writing and reading.
 
     Args:
         sharding: The module and its optimizer.
-        division: How the model is divided, and so which of its parameters this rank writes.
+        division: Division of the model over ranks, which says which parameters this rank writes.
     """
 
     def __init__(self, sharding: Sharding, division: Division) -> None:
@@ -83,10 +89,13 @@ class EngineState:
         rank = sharding.comm.world_ranks[sharding.comm.rank]
         self._left_out = LeftOut(f"{COMPRESSION}{rank}/", sharding.compression)
 
-    # -- what there is
+    # -- tensors of this rank
 
     def _alike(self) -> list[Holding]:
-        """What every data-parallel rank has whole: buffers, frozen parameters, and at stage 0 all parameters."""
+        """Return the tensors that every data-parallel rank has.
+
+        These are buffers, frozen parameters, and at stage 0 all parameters.
+        """
         kept = set(self._sharding.module.state_dict())
         unsaved = self._base.names if self._base is not None else frozenset()
         own = [p for p, n in self._names.items() if not self._owners[p].shared and n not in unsaved]
@@ -98,7 +107,7 @@ class EngineState:
         return found
 
     def _shares(self) -> list[Holding]:
-        """The parameters in this rank's shares."""
+        """Return the parameters in this rank's shares."""
         sharding = self._sharding
         if not sharding.stage.states or sharding.share is None:
             return []
@@ -111,7 +120,12 @@ class EngineState:
         return found
 
     def _of_optimizer(self, prefix: str, tensor_of: Callable[[FlatParameter], torch.Tensor | None]) -> list[Holding]:
-        """A tensor of each flat parameter that has as many elements."""
+        """Return the tensors that have one element per parameter element.
+
+        Args:
+            prefix: Prefix of the logical tensors' names.
+            tensor_of: Function that returns the tensor of a flat parameter; None if it has none.
+        """
         found = []
         for flat_parameter in self._sharding.flat_parameters:
             tensor = tensor_of(flat_parameter)
@@ -123,7 +137,7 @@ class EngineState:
         return found
 
     def _masters(self, *, wider: bool) -> list[Holding]:
-        """The optimizer's copies of parameters; wider: those alone that have more digits than the parameters."""
+        """Return the optimizer's copies of parameters; if `wider`, only those more precise than the parameters."""
 
         def master(flat: FlatParameter) -> torch.Tensor | None:
             kept = flat.stored is not None and not (wider and flat.stored.dtype == flat.value.dtype)
@@ -132,19 +146,24 @@ class EngineState:
         return self._of_optimizer(MASTER, master)
 
     def _elementwise(self, key: str, flat_parameter: FlatParameter) -> torch.Tensor | None:
-        """An optimizer state that has one number per element; None for any other."""
+        """Return an optimizer state if it has one number per element, and None otherwise."""
         value = self._sharding.optimizer.state.get(flat_parameter.value, {}).get(key)
         return value if is_elementwise(value, flat_parameter.value) else None
 
     def trained(self) -> int:
-        """Elements of the trained parameters that the data-parallel ranks write between them."""
+        """Return the number of elements of trained parameters that the data-parallel ranks write altogether."""
         groups = self._sharding.groups
         return sum(self._owners[p].slice.numel for group in groups for p in group.parameters if self._owners[p].first)
 
     def holding(self, prefix: str, parameter: nn.Parameter, first: int, last: int, data: torch.Tensor) -> Holding:
-        """Elements [first, last) of this rank's part of a parameter, or of something that is laid out like it.
+        """Return elements [first, last) of this rank's part of a parameter, or of a tensor with the same layout.
 
-        prefix: What the name of the logical tensor begins with. data: The elements.
+        Args:
+            prefix: Prefix of the logical tensor's name.
+            parameter: The parameter.
+            first: Index of the first element in this rank's part.
+            last: One more than the index of the last element.
+            data: These elements.
         """
         owner = self._owners[parameter]
         return Holding(prefix + self._names[parameter], owner.slice, first, last, data, owner.first)
@@ -152,9 +171,10 @@ class EngineState:
     # -- writing
 
     def parts(self, *, alone: bool = False) -> tuple[list[Part], dict[str, Any]]:
-        """What this rank writes into a checkpoint, and the values that go with it.
+        """Return the parts that this rank writes into a checkpoint, and the values stored with them.
 
-        alone: write what other data-parallel ranks have as well too, instead of a share of it.
+        Args:
+            alone: If true, also write everything that other data-parallel ranks have too, instead of a share of it.
         """
         sharding = self._sharding
         rank, size = (0, 1) if alone else (sharding.comm.rank, sharding.comm.size)
@@ -165,22 +185,25 @@ class EngineState:
         (own if sharding.stage.states else alike).extend([*self._masters(wider=True), *states, *small])
         first = sharding.replicas is None or sharding.replicas.rank == 0
         alike = [h for h in alike if h.written and sharding.writes_copies]
-        ranges = shares([h.last - h.first for h in alike], size, rank)  # of what every rank has
+        ranges = shares([h.last - h.first for h in alike], size, rank)  # this rank's share of tensors that all have
         found = [part for n, lo, hi in ranges for part in alike[n].parts(_flat(alike[n].data), lo, hi)]
         found += [p for h in own if first and h.written for p in h.parts(_flat(h.data), 0, h.last - h.first)]
-        if rank == 0 and sharding.writes_copies:  # what has no elements is in nobody's share
+        if rank == 0 and sharding.writes_copies:  # tensors without elements are in no share
             empty = [self.holding(MODEL, p, 0, 0, p.detach()) for p in self._names if not p.numel()]
             found += [Part(h.spec, Piece.whole(h.name, 0), h.data.reshape(-1)) for h in empty if h.written]
         found += self._left_out.parts()
         told = {"optimizer": values, "data_ranks": sharding.comm.size, "tied": self._aliases}
-        if self._base is not None:  # beside adapters
+        if self._base is not None:  # adapters are saved without their base model
             names = self._base.names
             tied = {alias: name for alias, name in self._aliases.items() if name not in names}
             told |= {"tied": tied, "left_out": sorted(names), "base": self._base.values()}
         return found, told
 
     def _odd_states(self) -> tuple[list[Holding], dict[str, dict[str, Any]]]:
-        """States that are not one number per element: small tensors, and values; of the rank with a first element."""
+        """Return optimizer states without one number per element: small tensors, and values.
+
+        The rank with the first element of a parameter returns its states.
+        """
         tensors: list[Holding] = []
         values: dict[str, dict[str, Any]] = {}
         for flat_parameter in self._sharding.flat_parameters:
@@ -204,7 +227,10 @@ class EngineState:
     # -- reading
 
     def parts_to_load(self, manifest: Manifest) -> list[Part]:
-        """What this rank fills from a checkpoint of any layout; `finish_load` then puts it in place."""
+        """Return the parts that this rank reads from a checkpoint of any layout.
+
+        `finish_load` then puts them in place.
+        """
         if self._base is not None:
             self._base.require(manifest.values.get("base"))
         else:
@@ -223,7 +249,7 @@ class EngineState:
         return found + self._left_out.parts_to_load(manifest, self._sharding.groups[0].device, alike=alike)
 
     def _empty_states(self, manifest: Manifest) -> list[Holding]:
-        """Optimizer states to fill, as the checkpoint has them for the parameters of each flat parameter."""
+        """Return optimizer states to be filled from the checkpoint, for the parameters of each flat parameter."""
         keys: dict[str, list[tuple[str, TensorSpec]]] = {}
         for name, spec in manifest.tensors.items():
             if name.startswith(OPTIMIZER):
@@ -234,7 +260,7 @@ class EngineState:
         self._states = []
         for flat_parameter in self._sharding.flat_parameters:
             state: dict[str, torch.Tensor] = {}
-            odd: list[dict[str, Any]] = []  # of each parameter what is not one number per element, and which states are
+            odd: list[dict[str, Any]] = []  # for each parameter: states that are not elementwise, and placeholders
             for p, first, last, at in flat_parameter.contents:
                 name, own = self._names[p], dict[str, Any]()
                 for key, spec in keys.get(name, ()):
@@ -257,14 +283,17 @@ class EngineState:
         return found
 
     def _device_of(self, flat_parameter: FlatParameter, spec: TensorSpec) -> torch.device:
-        """Where an odd state belongs: scalars on the host, as in torch, unless the update of all is one kernel."""
+        """Return the device of a state that is not elementwise.
+
+        As in torch, scalars are on the host, unless the optimizer is fused or capturable.
+        """
         settings = self._sharding.optimizer.param_groups[flat_parameter.settings]
         one_kernel = settings.get("fused") or settings.get("capturable")
         return flat_parameter.value.device if spec.shape or one_kernel else torch.device("cpu")
 
     @torch.no_grad()
     def finish_load(self) -> None:
-        """Put what has been filled in place. Collective."""
+        """Put the parts that were read in place. Collective."""
         for tensor, filled in self._pending:
             tensor.copy_(filled.view(tensor.shape))
         self._pending = []
@@ -275,7 +304,7 @@ class EngineState:
             optimizer.state[flat_parameter.value] = dict(state)
             keys = [{k: v.tolist() if torch.is_tensor(v) else v for k, v in own.items()} for own in odd]
             owners = iter(odd)
-            for piece in self._sharding.divide(flat_parameter, keys):  # parameters that made other steps
+            for piece in self._sharding.divide(flat_parameter, keys):  # separates parameters with different states
                 own, *_ = [next(owners) for _ in piece.contents]
                 before = optimizer.state.pop(piece.value, {})
                 if own:
@@ -288,11 +317,11 @@ class EngineState:
 
 
 class LeftOut:
-    """What a rank's compression left out so far, which differs from rank to rank.
+    """Errors that a rank's compression has not yet sent, which differ between ranks.
 
     Args:
-        prefix: What the names of its tensors in a checkpoint begin with.
-        compression: Remembers it; None where nothing is compressed.
+        prefix: Prefix of the tensors' names in a checkpoint.
+        compression: Compression that has the errors; None if gradients are not compressed.
     """
 
     def __init__(self, prefix: str, compression: Compression | None) -> None:
@@ -300,11 +329,17 @@ class LeftOut:
         self._loading: dict[str, torch.Tensor] = {}
 
     def parts(self) -> list[Part]:
-        """Return what is written into a checkpoint."""
+        """Return the parts to write into a checkpoint."""
         return self._parts(self._compression.state_dict() if self._compression is not None else {})
 
     def parts_to_load(self, manifest: Manifest, device: torch.device, *, alike: bool) -> list[Part]:
-        """Return the parts to be filled. alike: Whether as many ranks wrote the checkpoint; else there are none."""
+        """Return the parts to read from a checkpoint.
+
+        Args:
+            manifest: Manifest of the checkpoint.
+            device: Device of the tensors.
+            alike: If true, the same number of ranks wrote the checkpoint; otherwise no parts are read.
+        """
         own = {n: s for n, s in manifest.tensors.items() if n.startswith(self._prefix)}
         self._loading = {
             name.removeprefix(self._prefix): torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=device)
@@ -314,7 +349,7 @@ class LeftOut:
         return self._parts(self._loading)
 
     def finish_load(self) -> None:
-        """Go on from what was filled."""
+        """Continue with the errors that were read."""
         if self._compression is not None:
             self._compression.load_state_dict(self._loading)
         self._loading = {}
@@ -325,7 +360,7 @@ class LeftOut:
 
 
 def _source(manifest: Manifest, holding: Holding) -> tuple[str, torch.dtype]:
-    """The tensor a holding is filled from, and its type."""
+    """Return the name of the tensor from which a holding is filled, and the dtype to read it in."""
     own = holding.data.dtype
     name = source_of(manifest, holding.name, own)
     spec = manifest.tensors.get(name)
@@ -334,12 +369,12 @@ def _source(manifest: Manifest, holding: Holding) -> tuple[str, torch.dtype]:
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements, one after the other."""
+    """Return the elements as one contiguous dimension."""
     return tensor.detach().contiguous().view(-1)
 
 
 def merged(found: Iterable[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """By parameter, what several ranks know of its optimizer states."""
+    """Merge the optimizer states that several ranks have, by name of the parameter."""
     together: dict[str, dict[str, Any]] = {}
     for of_rank in found:
         for name, states in of_rank.items():

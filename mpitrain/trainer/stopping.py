@@ -1,16 +1,16 @@
-"""Decisions about a run: when it is stopped before it is done, when it learns slower, and which checkpoint is the best.
+"""Decisions about a run: when to stop it early, when to lower the learning rate, and which checkpoint is the best.
 
-A run is saved and can go on where a signal or a file asks it to stop, or its time is up. Everybody may be asked; the
-ranks agree on it at the end of a step.
+A signal, a file, or the end of the job's time stops a run; it is saved and can be resumed. Any rank may receive the
+request, and all ranks agree on it at the end of a step.
 
-Steps that teach nothing are skipped because their gradients are not finite, or have a loss that is not. A step now and
-then that fp16's loss scale makes overflow is none of them. What counts is the row of such steps that has not ended:
-after it began, checkpoints are marked, so that they push out none from before, and a run that ends in it has failed. A
-run whose very first losses are not finite ends at once: there is nothing that more of them could mend.
+A fruitless step teaches nothing, because its gradients or its loss are not finite. An occasional step whose gradients
+overflow in fp16 does not count, because the loss scale adapts. A series of such steps has consequences: checkpoints
+made during it are marked, so that they do not replace earlier ones, and a run that ends in it has failed. A run whose
+very first losses are not finite ends at once, because further steps cannot help.
 
-Decisions by held-out figures look at one figure each, the loss or a metric, and are told by it whether larger or
-smaller is better; a metric of one's own says so itself (`higher_is_better`). Rank 0's figure counts. What was the best
-is kept in checkpoints, so a run that goes on from one of its own goes on comparing.
+Decisions by held-out figures compare one figure, the loss or a metric, which says whether larger or smaller is better;
+a user's metric has the attribute `higher_is_better`. All ranks use the figure of rank 0. The best figure so far is
+stored in checkpoints, so a resumed run continues to compare with it.
 """
 
 from __future__ import annotations
@@ -39,37 +39,37 @@ from mpitrain.trainer.recording.records import figure
 from mpitrain.trainer.run import Callback, Run, Step
 
 STOP_FILE = "stop"  # in the run folder: `touch RUN/stop`
-_LOOK_EVERY = 2.0  # seconds between looks at the file, which may lie on a slow file system
-FIRST = 3  # losses in a row that are not finite, from a run's first step on, after which it is given up
-_SLACK = 3.0  # how many of the longest steps or saves seen fit before the end
+_LOOK_EVERY = 2.0  # seconds between checks for the file, which may be on a slow file system
+FIRST = 3  # a run ends if this many losses from the first step on are not finite
+_SLACK = 3.0  # time left before the job's end at which to stop, in multiples of the longest step or save so far
 
 
 class StopInTime(Callback):
-    """Makes a step the last one where there is reason to stop; the run is saved and can go on.
+    """Stops a run on a signal, a file or the end of the job's time; the run is saved and can be resumed.
 
-    A SIGUSR1 that came while the program was being imported counts.
+    A SIGUSR1 that arrived while the program was imported counts, too.
     """
 
     def __init__(self) -> None:
-        self._handlers: dict[int, Any] = {}  # those of the signals before; empty where none of ours are there
+        self._handlers: dict[int, Any] = {}  # previous signal handlers; empty while ours are not installed
         self._asked = ""
-        self._file: Path | None = None  # which asks to stop; None on ranks that do not look at it and the clock
+        self._file: Path | None = None  # stop file; None on ranks that check neither the file nor the clock
         self._end: float | None = None
         self._margin = self._longest = self._looked = 0.0
-        self._last = 0.0  # time.monotonic() of the last update, or of the start
+        self._last = 0.0  # time.monotonic() of the last update or of the start
 
     def setup(self, trainer: Run) -> None:
         """Install the handlers of SIGUSR1 and SIGTERM until `teardown`."""
-        self._margin, self._longest = trainer.config.run.stop_before, 0.0  # more where steps or saves take long
+        self._margin, self._longest = trainer.config.run.stop_before, 0.0  # long steps or saves extend the margin
         self._file, self._asked = None, ""
         self._handlers = {n: signal.signal(n, self._ask) for n in (signal.SIGUSR1, signal.SIGTERM)}
         self._asked = self._asked or early.asked()
 
     def _ask(self, number: int, frame: object) -> None:
-        self._asked = signal.Signals(number).name  # nothing more in a handler
+        self._asked = signal.Signals(number).name  # a handler should do no more than this
 
     def reason(self) -> str:
-        """Why to stop, in a few words; empty while there is no reason."""
+        """Return the reason to stop in a few words; empty if there is none."""
         if not self._asked and self._file is not None:
             if self._end is not None and time.time() > self._end - max(self._margin, _SLACK * self._longest):
                 self._asked = "the job's time is up"
@@ -81,38 +81,38 @@ class StopInTime(Callback):
 
     def on_fit_start(self, trainer: Run) -> None:
         self._last = time.monotonic()
-        if trainer.world.rank == 0:  # which looks at the file and the clock
+        if trainer.world.rank == 0:  # only rank 0 checks the file and the clock
             self._file, self._end = trainer.folder.path / STOP_FILE, end_of_job(os.environ)
 
     def on_update(self, trainer: Run, step: Step) -> None:
         now = time.monotonic()
-        self._longest = max(self._longest, now - self._last)  # of a step, with a save where there was one
+        self._longest = max(self._longest, now - self._last)  # longest step, including its save
         self._last = now
         if reason := self.reason():
             trainer.request_stop(reason)
 
     def teardown(self, trainer: Run) -> None:
-        """Put the handlers of before back, and remove the file that was heeded."""
+        """Restore the previous signal handlers, and remove the stop file if it stopped the run."""
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
-        if self._file is not None and self._asked:  # done as asked; the next start shall not stop at once
+        if self._file is not None and self._asked:  # otherwise the next start would stop at once
             self._file.unlink(missing_ok=True)
         self._handlers, self._file = {}, None
 
 
 def end_of_job(environment: Mapping[str, str]) -> float | None:
-    """Return when the batch system ends this job, in seconds since 1970; None where that is not known."""
+    """Return the time at which the batch system ends this job, in seconds since 1970; None if unknown."""
     if end := environment.get("SLURM_JOB_END_TIME"):
         return float(end)
     if job := environment.get("SLURM_JOB_ID"):
         return _ask_slurm(job)
     if walltime := environment.get("PBS_WALLTIME"):
-        return time.time() + float(walltime)  # from now: PBS does not tell when the job began
+        return time.time() + float(walltime)  # from now, because PBS does not say when the job began
     return None
 
 
 def _ask_slurm(job: str) -> float | None:
-    """The end by what squeue says is left: [days-][[hours:]minutes:]seconds, or a word."""
+    """Return the end of the job, in seconds since 1970, from the time left that squeue shows; None if unknown."""
     try:
         told = subprocess.run(
             ["squeue", "-h", "-j", job, "-o", "%L"], capture_output=True, text=True, timeout=20, check=True
@@ -124,7 +124,7 @@ def _ask_slurm(job: str) -> float | None:
 
 
 def seconds_of(text: str) -> float | None:
-    """Seconds of a duration as Slurm writes it; None for UNLIMITED and the like."""
+    """Return the seconds of a duration in Slurm's format; None for words such as UNLIMITED."""
     found = re.fullmatch(r"(?:(\d+)-)?(?:(?:(\d+):)?(\d+):)?(\d+)", text)
     if found is None:
         return None
@@ -134,9 +134,13 @@ def seconds_of(text: str) -> float | None:
 
 @dataclass(frozen=True)
 class Fruitless:
-    """A row of such steps up to the last step done. since: the first of them; 0: the last step was a good one.
+    """A series of fruitless steps that ends with the last step done.
 
-    expected: whether it may be the search for a loss scale. skipped, loss: of the last of them.
+    Attributes:
+        since: First step of the series; 0 if the last step was good.
+        expected: True if the series may be the search for a loss scale.
+        skipped: True if the last step of the series updated nothing.
+        loss: Loss of the last step of the series.
     """
 
     since: int = 0
@@ -145,12 +149,19 @@ class Fruitless:
     loss: float = math.nan
 
     def after(self, step: int, loss: float, skipped: bool, scale: LossScale) -> Fruitless:
-        """The row after one more step."""
+        """Return the series after one more step.
+
+        Args:
+            step: Number of the step.
+            loss: Its loss.
+            skipped: True if it updated nothing.
+            scale: Loss scale of the engine.
+        """
         finite = math.isfinite(loss)
         if finite and not skipped:
             return Fruitless()
         since = self.since or step
-        adjusting = scale.dynamic and step - since <= scale.spare  # such a row is no more than that takes
+        adjusting = scale.dynamic and step - since <= scale.spare  # the scale needs this many steps to adapt
         return Fruitless(since, finite and adjusting, skipped, loss)
 
     @property
@@ -158,7 +169,12 @@ class Fruitless:
         return self.since > 0 and not self.expected
 
     def hopeless(self, step: int, most: int) -> bool:
-        """Return whether to give the run up after step `step`. most: steps of a row; 0: no limit."""
+        """Return whether to give up the run after a step.
+
+        Args:
+            step: Number of the step.
+            most: Largest length of a series; 0 for no limit.
+        """
         from_the_start = self.since == 1 and not math.isfinite(self.loss)
         length = step - self.since + 1 if self.since else 0
         return 0 < (min(FIRST, most) if from_the_start else most) <= length
@@ -174,9 +190,10 @@ class Fruitless:
 
 
 class LearningCheck(Callback):
-    """Fails a run whose last steps taught nothing, and marks the checkpoints made meanwhile.
+    """Fails a run that ends in a series of fruitless steps, and marks the checkpoints made during it.
 
-    row: the row of such steps up to the last step done.
+    Attributes:
+        row: Series of fruitless steps that ends with the last step done.
     """
 
     def __init__(self) -> None:
@@ -196,7 +213,7 @@ class LearningCheck(Callback):
         return {FRUITLESS: self.row.since if self.row.bad else 0}
 
     def on_fit_end(self, trainer: Run) -> None:
-        """Raise NothingLearned where the run is over; one that is only interrupted may learn yet."""
+        """Raise NothingLearned if the run is over; an interrupted run may still recover."""
         if self.row.bad and trainer.done:
             raise NothingLearned(
                 f"{self.row.reason}; {_mend(trainer.store.newest_fruitful(), self.row.since)}", agreed=True
@@ -204,7 +221,12 @@ class LearningCheck(Callback):
 
 
 def _mend(good: Path | None, since: int) -> str:
-    """Return advice for a run that learns nothing since a step. good: its newest checkpoint from before."""
+    """Return advice for a run that learns nothing since a step.
+
+    Args:
+        good: Newest checkpoint from before that step; None if there is none.
+        since: First step of the series.
+    """
     if since == 1:
         return "look for values that are not finite in data.path, lower optim.lr, or use another train.precision"
     again = f"start from --checkpoint.resume {good} in another run.dir" if good is not None else "start again"
@@ -213,13 +235,13 @@ def _mend(good: Path | None, since: int) -> str:
 
 @dataclass(frozen=True)
 class Best:
-    """The best figure so far.
+    """Best figure so far.
 
     Attributes:
-        metric: What it is of.
-        value: NaN as long as there was none.
-        step: After which it was measured.
-        waited: Evaluations since then that were no better.
+        metric: Name of the figure.
+        value: The figure; NaN if there is none yet.
+        step: Step after which it was measured.
+        waited: Evaluations since then that were not better.
     """
 
     metric: str
@@ -228,24 +250,42 @@ class Best:
     waited: int = 0
 
     def after(self, value: float, step: int, higher: bool, margin: float = 0.0) -> Best:
-        """The best after one more evaluation. margin: by how much more than this it must be better."""
+        """Return the best figure after one more evaluation.
+
+        Args:
+            value: Figure of that evaluation.
+            step: Its step.
+            higher: If true, larger figures are better.
+            margin: Smallest difference that counts as an improvement.
+        """
         ahead = value - self.value if higher else self.value - value
         if math.isfinite(value) and (math.isnan(self.value) or ahead > margin):
             return Best(self.metric, value, step)
         return Best(self.metric, self.value, self.step, self.waited + 1)
 
     def after_evaluation(self, trainer: Run, key: str, margin: float = 0.0) -> Best:
-        """Return the best after the run's last evaluation. Collective. key: The setting that names the metric."""
+        """Return the best figure after the run's last evaluation. Collective.
+
+        Args:
+            trainer: Trainer of the run.
+            key: Setting that names the metric, for messages.
+            margin: Smallest difference that counts as an improvement.
+        """
         value = value_of(trainer, key, self.metric)
         return self.after(value, trainer.step, higher(trainer, key, self.metric), margin)
 
     def kept(self) -> dict[str, Any]:
-        """Return the fields as JSON has them, which knows no NaN."""
+        """Return the fields for a checkpoint; NaN becomes None, because JSON cannot represent it."""
         return asdict(self) | {"value": None if math.isnan(self.value) else self.value}
 
     @staticmethod
     def of(values: dict[str, Any] | None, metric: str) -> Best:
-        """Return the best that `kept` returned, if it is of the same figure. metric: also as metrics.jsonl names it."""
+        """Return the best figure that `kept` stored, or an empty one if it is of another metric.
+
+        Args:
+            values: Return value of `kept`; None if there is none.
+            metric: Name of the metric, with or without the prefix that it has in metrics.jsonl.
+        """
         metric = metric.removeprefix(HELD_OUT)
         if not values or values["metric"] != metric:
             return Best(metric)
@@ -253,7 +293,7 @@ class Best:
 
 
 class EarlyStopping(Callback):
-    """Ends a run when train.patience evaluations in a row were no better than the best before (train.monitor)."""
+    """Ends a run if train.patience evaluations in a row did not improve the best figure (train.monitor)."""
 
     KEY = "early_stopping"
 
@@ -292,7 +332,7 @@ class EarlyStopping(Callback):
 
 
 class LowerRate(Callback):
-    """Tells a schedule that follows the held-out loss each of them (optim.schedule ReduceLROnPlateau)."""
+    """Passes held-out losses to a schedule that follows them (optim.schedule ReduceLROnPlateau)."""
 
     KEY = "plateau"
 
@@ -316,9 +356,10 @@ class LowerRate(Callback):
 
 
 class BestCheckpoint(Callback):
-    """Has a checkpoint written after each evaluation that is the best so far (checkpoint.best), and it kept.
+    """Requests a checkpoint after each evaluation that is the best so far (checkpoint.best), and keeps that checkpoint.
 
-    due: whether that is so after the step that was done last.
+    Attributes:
+        due: True if the step that was done last needs such a checkpoint.
     """
 
     KEY = "best_checkpoint"
@@ -356,10 +397,15 @@ def words(name: str) -> str:
 
 
 def higher(trainer: Run, key: str, name: str) -> bool:
-    """Return whether a larger figure of that name is a better one.
+    """Return whether larger values of a figure are better.
+
+    Args:
+        trainer: Trainer of the run.
+        key: Setting that names the figure, for messages.
+        name: Name of the figure.
 
     Raises:
-        InputError: On all ranks, where nothing is held out, there is no such figure, or it does not say.
+        InputError: On all ranks, if there are no held-out samples or no such figure, or its direction is unknown.
     """
     if trainer.held_out is None:
         raise refusal(f"{key} {name} is of held-out samples, and data.path has none; prepare the data with --held-out")
@@ -376,7 +422,16 @@ def higher(trainer: Run, key: str, name: str) -> bool:
 
 
 def value_of(trainer: Run, key: str, name: str) -> float:
-    """The figure of the last evaluation, rank 0's on all ranks. Collective."""
+    """Return a figure of the last evaluation; all ranks get that of rank 0. Collective.
+
+    Args:
+        trainer: Trainer of the run.
+        key: Setting that names the figure, for messages.
+        name: Name of the figure.
+
+    Raises:
+        InputError: On all ranks, if the figure was not measured.
+    """
 
     def find() -> float:
         if name not in trainer.figures:

@@ -1,10 +1,11 @@
-"""The trainer: from a configuration to a trained model, by the ranks of a world together.
+"""The trainer, which turns a configuration into a trained model on all ranks of a world.
 
     trainer = mt.Trainer("train.toml", callbacks=[MyCallback()])
     trainer.fit()
 
-`fit` holds the run folder and calls `train`, which is the recipe: data, model, state, steps. To train otherwise,
-override `train_step`, `evaluate`, `save` or `resume`, or what they are made of; what only looks on is a `Callback`.
+`fit` locks the run folder and calls `train`, which opens the data, makes the model, restores the state and takes the
+steps. To train differently, override `train_step`, `evaluate`, `save`, `resume`, or the methods that they call. To
+observe training without changing it, write a `Callback`.
 """
 
 from __future__ import annotations
@@ -59,24 +60,34 @@ STRATEGIES: dict[Mode, type[Strategy]] = {"sync": Synchronous, "server": Served,
 
 
 class Trainer(Run):
-    """Trains a model as a configuration says. Collective over the ranks of `world` (default: all of the job).
+    """Trains a model as a configuration says. Collective over the ranks of `world` (default: all ranks of the job).
 
-    What callbacks and strategies see of it, and what there is for them to call, is in `Run`.
+    `Run` documents the attributes and methods that callbacks and strategies use.
 
-    roles: of the parameters, once `train` has made them. met: the last step after which all ranks came together.
-    saving: when it is saved next. best: whether it is to be, for its figure.
+    Attributes:
+        roles: Roles of the parameters; set by `train`.
+        met: Last step after which all ranks synchronized.
+        saving: Schedule of the checkpoints.
+        best: Callback that requests a checkpoint when its figure is the best so far.
     """
 
     roles: ParameterRoles
     met = 0
 
     def __init__(self, config: Given, callbacks: Sequence[Callback] = (), *, world: Communicator | None = None) -> None:
-        """config: the settings, nested values, the path of a TOML file, or a function, which rank 0 reads or calls.
+        """Read the settings and choose devices and layout. Collective.
 
-        Raises InputError on all ranks for settings that are wrong.
+        Args:
+            config: Settings, nested values, the path of a TOML file, or a function that returns one of these. Rank 0
+                reads the file or calls the function.
+            callbacks: Callbacks of the user; they are called between the built-in ones.
+            world: Ranks that train; None for all ranks of the job.
+
+        Raises:
+            InputError: On all ranks, if a setting is invalid.
         """
         self.world = world if world is not None else init()
-        # made by rank 0 for all, which know what was set explicitly
+        # rank 0 reads them; the other ranks learn which settings were set explicitly
         asked = Config.from_dict(self.world.on_root(lambda: Config.of(config).model_dump(exclude_unset=True)))
         self.device, self.devices = choose(asked.run.device, self.world)
         self.config = with_microbatch(with_planned_layout(asked, self.world, self.device), self.world.size)
@@ -95,15 +106,15 @@ class Trainer(Run):
     # -- the recipe
 
     def fit(self) -> int:
-        """Train until all steps are done, or there is reason to stop earlier. Collective.
+        """Train until all steps are done, or until something stops the run earlier. Collective.
 
-        With elastic.mode shrink it goes on without ranks that die.
+        With elastic.mode shrink, training continues without ranks that die.
 
         Returns:
-            The exit code of the run: 0 when all steps are done, 75 when it stopped earlier, saved and can go on.
+            Exit code of the run: 0 if all steps are done, 75 if it stopped earlier, was saved and can be resumed.
 
         Raises:
-            MpitrainError: with one line of what is wrong and how to mend it.
+            MpitrainError: With one line that says what is wrong and how to fix it.
         """
         set_timeout(self.config.comm.timeout)
         carry_device_memory(self.config.comm.device)
@@ -115,7 +126,7 @@ class Trainer(Run):
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Hold the run folder, and have the callbacks set up, inside. Collective."""
+        """Lock the run folder and set the callbacks up; release both at the end of the block. Collective."""
         with self.folder:
             self.config, self.began = self.folder.config, time.monotonic()
             self.call(lambda callback: callback.setup(self))
@@ -125,7 +136,11 @@ class Trainer(Run):
                 self.call(lambda callback: callback.teardown(self), reverse=True)
 
     def train(self) -> int:
-        """Train inside of the run folder; returns the exit code of `fit`."""
+        """Train while the run folder is locked. Collective.
+
+        Returns:
+            Exit code of `fit`.
+        """
         self.stop_reason, self._ending, self._ended = "", False, False
         try:
             with full_told(self.device):
@@ -150,7 +165,7 @@ class Trainer(Run):
         return EXIT_DONE if self.done else EXIT_REQUEUE
 
     def do_step(self, steps: Iterator[Step]) -> None:
-        """The next step with all that hangs on it."""
+        """Take the next step, then evaluate, save and call the callbacks as they are due. Collective."""
         step = next(steps)
         self.step, self.position = step.number, self.position + self.batch_sizes.size(step.number - 1)
         self.folder.step, self.skipped = self.step, self.skipped + step.skipped
@@ -175,10 +190,10 @@ class Trainer(Run):
             self.met = self.step
         self.call(lambda callback: callback.on_step_done(self, step))
 
-    # -- its parts, to be overridden
+    # -- parts of the recipe, which subclasses may override
 
     def prepare(self) -> None:
-        """Open the data, and make the model, its optimizer and their places on the ranks. Collective."""
+        """Open the data, make the model and its optimizer, and divide them over the ranks. Collective."""
         self.data, self.held_out = self.open_data()
         config = self._count_steps()
         torch.manual_seed(config.run.seed)
@@ -201,7 +216,7 @@ class Trainer(Run):
         self.schedule = schedule_of(config.optim, config.train.steps)
 
     def _count_steps(self) -> Config:
-        """Set train.steps to what the rest of train.epochs takes, if that is given; returns the settings."""
+        """Set train.steps to the steps left of train.epochs, if that is set, and return the settings."""
         train = self.config.train
         if train.epochs:
             left = max(0, math.ceil(train.epochs * len(self.data)) - self.position)
@@ -211,13 +226,14 @@ class Trainer(Run):
         return self.config
 
     def open_data(self) -> tuple[Dataset, Dataset | None]:
-        """The training and the held-out samples (see `data.open_data`). Collective."""
+        """Return the training and the held-out samples (see `data.open_data`). Collective."""
         return open_data(self.config, self.world)
 
     def make_model(self) -> Task:
-        """The whole model and its loss, the same on every rank: torch's generator was seeded alike just before.
+        """Return the whole model and its loss, equal on every rank.
 
-        Collective with model.base, whose trained weights every rank reads.
+        Torch's generator has the same seed on all ranks when this is called. With model.base, every rank reads the base
+        model's weights, and the call is collective.
         """
         section, about = self.config.model, self.data.description
         if not section.base:
@@ -225,11 +241,14 @@ class Trainer(Run):
         return together(self.world, lambda: build_task(section, about))
 
     def make_optimizer(self, named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-        """The optimizer of this rank's part of the model. named: its parameters."""
+        """Return the optimizer of this rank's part of the model, whose parameters are `named`."""
         return make_optimizer(self.config.optim, named, self.roles)
 
     def open_store(self, world: Communicator | None = None) -> Store:
-        """The checkpoints of the run, for the ranks of `world` (default: those that train). Collective over them."""
+        """Open the checkpoints of the run for the ranks of `world` (default: the training ranks).
+
+        Collective over them.
+        """
         section = self.config.checkpoint
         return Store(
             self.folder.checkpoints,
@@ -242,14 +261,16 @@ class Trainer(Run):
         )
 
     def train_step(self, batch: Batch) -> Step:
-        """Forward, backward and update. Collective over the ranks that take each step as one: the group.
+        """Compute the gradients of a batch and update the parameters.
+
+        Collective over this rank's group (see `GroupPlaces`).
 
         Args:
-            batch: this rank's share of the group's part of the global batch; its sizes may differ between ranks.
+            batch: This rank's share of the group's part of the global batch; its size may differ between ranks.
 
         Returns:
-            The step, numbered `self.step + 1`, with the mean loss over that part: where all ranks are one group, over
-            the global batch.
+            The step, numbered `self.step + 1`, with the mean loss over the group's part of the batch. If all ranks are
+            one group, this is the mean over the global batch.
         """
         config, workers, places, size = self.config, self.places.workers, self.places, self.samples
         microbatch = microbatch_size(config, self.mesh, size)
@@ -269,7 +290,7 @@ class Trainer(Run):
         )
         lr = next_rate(self.schedule, self.engine.optimizer, self.step)
         losses = torch.cat([losses[:, None], self.engine.term_sums], 1)
-        # nothing collective may come after the update: see elastic
+        # no collective operation may follow the update: see elastic
         totals = workers.begin_totals(self.mesh.replicas, losses)
         result = self.engine.step(lr)
         loss, *terms = totals()
@@ -277,14 +298,17 @@ class Trainer(Run):
         return Step(self.step + 1, batch, loss, lr, result.norm, result.skipped, extras=extras)
 
     def evaluate(self) -> float | None:
-        """The mean loss of held-out samples, each counted once; None without any. Collective. Fills `figures`."""
+        """Return the mean loss of the held-out samples, each counted once; None if there are none. Collective.
+
+        Also sets `figures`, the loss and the metrics by name.
+        """
         if self.held_out is None:
             return None
         self.figures = evaluated(self.config, self.places, self.engine, self.held_out, self.meter)
         return self.figures[LOSS]
 
     def save(self) -> Path:
-        """Write a checkpoint, in the background if checkpoint.background says so; returns its folder. Collective."""
+        """Write a checkpoint, in the background if checkpoint.background is set, and return its folder. Collective."""
         last = self.last_step
         parts, rest = self.engine.parts()
         background = self.config.checkpoint.background and not last
@@ -294,7 +318,7 @@ class Trainer(Run):
         return folder
 
     def state(self) -> dict[str, Any]:
-        """Return the values kept with the tensors: the place in the data, the model, and each callback's `state`."""
+        """Return the values stored with the tensors: position in the data, model description and callbacks' states."""
         about = self.data.description
         state: dict[str, Any] = {"position": self.position, "data": about.identity}
         state[TASK] = task_values(self.config.model, about)
@@ -303,11 +327,11 @@ class Trainer(Run):
         return state
 
     def resume(self) -> None:
-        """Go on from what checkpoint.resume names, or from the start. Collective.
+        """Restore the checkpoint that checkpoint.resume names, or begin at step 0. Collective.
 
         Raises:
-            InputError: for a path that is no checkpoint, or one of other data.
-            CheckpointError: where there are checkpoints and none of them is whole.
+            InputError: If the path is not a checkpoint, or its run used other data.
+            CheckpointError: If there are checkpoints, but all of them are incomplete or damaged.
         """
         never = self.config.checkpoint.resume == "never"
         self.store.prepare(set_aside=never)
@@ -320,22 +344,29 @@ class Trainer(Run):
         self.step = self.folder.step = restored.step
         self.position = restored.values.get("position", 0)
         self.met, self.resumed_step = self.step, restored.step if restored.own else None
-        if self.config.train.epochs and self.position != self.batch_sizes.before(self.step):  # other batches before
+        if self.config.train.epochs and self.position != self.batch_sizes.before(self.step):  # batch sizes changed
             config = self._count_steps()
             self.schedule = schedule_of(config.optim, config.train.steps)
         values = restored.values
         self.call(lambda callback: callback.on_restore(self, values))
 
-    # -- inside
+    # -- internals
 
     def make_room(self) -> None:
-        """Raise InputError on all ranks where something is in the way of the checkpoints to come, or room lacks."""
+        """Move folders out of the way of coming checkpoints, and check the free space. Collective.
+
+        Raises:
+            InputError: On all ranks, if a folder cannot be moved, or the free space is too small.
+        """
         for moved in self.store.make_way(self.step):
             self.say(moved)
         self.store.require_room(self.engine.checkpoint_bytes(), saves_after(self.step, self.config))
 
     def _agree_to_stop(self) -> None:
-        """End training where any rank is to stop; raise the error of a save in the background that failed anywhere."""
+        """End training if any rank asked for it, and raise a background save's error if any rank has one.
+
+        Collective.
+        """
         flags = torch.tensor([bool(self.stop_reason), self.store.failing], dtype=torch.uint8)
         self.world.all_reduce(flags, "max")
         stop, failing = flags.tolist()

@@ -1,13 +1,12 @@
-"""Weights that a run begins with, of a file or a Hugging Face folder, and a run's weights as such a folder.
+"""Import of weights from a file or a Hugging Face folder into a new run, and export of a run as such a folder.
 
-GPT-2, Llama, Mistral, Qwen2 and Qwen3 become a run of our GPT, and such a run becomes one of these models.
+GPT-2, Llama, Mistral, Qwen2 and Qwen3 become runs of mpitrain's GPT, and a run of that GPT becomes one of these models.
+If model.factory is hf:PATH, the run has transformers' own model, of any family, and is exported as that model.
 
-A run whose model.factory is hf:PATH has transformers' own model, of any family, and comes back as what it is.
+A folder is in the format of `save_pretrained`: config.json; model.safetensors, or several such files and their index
+(or pytorch_model.bin, of which only plain tensors are read); tokenizer.json.
 
-A folder is what `save_pretrained` writes: config.json; model.safetensors, or several such files and their index (or
-pytorch_model.bin, which is read as plain tensors alone); tokenizer.json.
-
-What does not fit the run's model is told when weights are imported, not when a job that has waited in a queue starts.
+Weights that do not suit the run's model are refused by the import, before a job waits in a queue.
 """
 
 from __future__ import annotations
@@ -40,24 +39,24 @@ from mpitrain.storage.disk import new_folder, require_new, sync, write_durably, 
 from mpitrain.storage.run_folder import CHECKPOINTS, CONFIG
 
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
-_SHOWN = 3  # differences in one message
+_SHOWN = 3  # differences that one message lists
 Shapes = Mapping[str, Sequence[int]]
 
 
 def import_plain(file: Path, run: Path, arguments: Sequence[str]) -> Path:
-    """Make a run whose checkpoint of step 0 has a file's tensors, under the names that they have there.
+    """Make a run whose checkpoint of step 0 has the tensors of a file, under the same names.
 
     Args:
-        file: A .safetensors file, or one that torch.save made.
-        run: The run folder. Where its settings are known, by its config.toml or by `arguments`, the tensors must be
+        file: A .safetensors file, or one that torch.save wrote.
+        run: The run folder. If its settings are known, from its config.toml or from `arguments`, the tensors must be
             those of the run's model.
-        arguments: Settings as on the command line of a training, which go to the folder's config.toml.
+        arguments: Settings as on a training's command line, which are written into the folder's config.toml.
 
     Returns:
-        The folder of the checkpoint.
+        Folder of the checkpoint.
 
     Raises:
-        InputError: See `import_weights`; or the tensors are not those of the run's model.
+        InputError: See `import_weights`; or if the tensors are not those of the run's model.
     """
     config = settings_of(run, arguments) if arguments or os.path.lexists(run / CONFIG) else None
 
@@ -70,10 +69,14 @@ def import_plain(file: Path, run: Path, arguments: Sequence[str]) -> Path:
 
 
 def settings_of(run: Path, arguments: Sequence[str]) -> Config:
-    """The settings of a run: those in its folder, or those of a command line.
+    """Return the settings of a run, from its folder or from a command line.
+
+    Args:
+        run: The run folder.
+        arguments: Settings as on a training's command line; must be empty if the folder has settings.
 
     Raises:
-        InputError: They are wrong, or there are both.
+        InputError: If a setting is invalid, or both the folder and the command line have settings.
     """
     file = run / CONFIG
     if not os.path.lexists(file):
@@ -85,9 +88,13 @@ def settings_of(run: Path, arguments: Sequence[str]) -> Config:
 
 @contextmanager
 def kept_settings(run: Path, config: Config) -> Iterator[None]:
-    """Write the settings into the run's folder, where there are none yet; take them away if the import inside fails.
+    """Write the settings into the run's folder if it has none; remove them again if the import in the block fails.
 
-    The checkpoint comes last: where there is one, the import has succeeded.
+    The checkpoint is written last, so a folder with a checkpoint comes from an import that succeeded.
+
+    Args:
+        run: The run folder.
+        config: The settings.
     """
     path, wrote = run / CONFIG, False
     with os_errors(path):
@@ -104,29 +111,29 @@ def kept_settings(run: Path, config: Config) -> Iterator[None]:
 
 
 def require_model_of(config: Config, shapes: Shapes, origin: str) -> None:
-    """Raise InputError unless tensors have the names and the shapes of the run's model.
+    """Raise InputError unless tensors have the names and shapes of the run's model.
 
     Args:
-        config: The run's settings; its data are looked at, because they shape the model.
-        shapes: Of the tensors, by their names.
-        origin: What has them.
+        config: Settings of the run. Its data set is read, because the model depends on it.
+        shapes: Shapes of the tensors, by name.
+        origin: Source of the tensors, for the message.
     """
     module = Subject(config, description_of(config), real=False).module
     every = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
     first = {name for name, _ in module.named_parameters()} | {name for name, _ in module.named_buffers()}
-    later = {name for name, _ in module.named_parameters(remove_duplicate=False)} - first  # tied
+    later = {name for name, _ in module.named_parameters(remove_duplicate=False)} - first  # tied parameters
     told = list(islice(differences(every, shapes, later), _SHOWN))
     if told:
         raise InputError(f"{origin} is not of the run's model: {'; '.join(told)}; mend [model] or give other weights")
 
 
 def differences(wanted: Shapes, given: Shapes, optional: set[str] | frozenset[str] = frozenset()) -> Iterator[str]:
-    """In words, what tensors lack, have in another shape, and have too many.
+    """Yield descriptions of missing tensors, tensors of another shape, and surplus tensors.
 
     Args:
-        wanted: The shapes of the model's tensors.
-        given: The shapes of those that there are.
-        optional: Of the model's names those that may be missing.
+        wanted: Shapes of the model's tensors, by name.
+        given: Shapes of the tensors that exist, by name.
+        optional: Names in `wanted` that may be missing.
     """
     for name, shape in wanted.items():
         if name not in given:
@@ -140,20 +147,21 @@ def differences(wanted: Shapes, given: Shapes, optional: set[str] | frozenset[st
 
 
 def import_folder(source: Path, run: Path, arguments: Sequence[str]) -> Path:
-    """Make a run of our GPT whose checkpoint of step 0 has a Hugging Face model's weights.
+    """Make a run of mpitrain's GPT whose checkpoint of step 0 has the weights of a Hugging Face model.
 
-    The run folder gets config.toml, with the model's settings, and tokenizer.json where there is one.
+    The run folder gets config.toml with the model's settings, and tokenizer.json if the source has one.
 
     Args:
-        source: The folder of the model.
+        source: Folder of the model.
         run: The run folder.
-        arguments: Further settings, as on the command line of a training.
+        arguments: Further settings, as on a training's command line.
 
     Returns:
-        The folder of the checkpoint.
+        Folder of the checkpoint.
 
     Raises:
-        InputError: The model is none that our GPT can be, a file is missing, or tensors are not those of the model.
+        InputError: If mpitrain's GPT cannot represent the model, a file is missing, or tensors are not those of the
+            model.
     """
     preset = preset_values(source)
     there = os.path.lexists(run / CONFIG)
@@ -187,20 +195,20 @@ def import_folder(source: Path, run: Path, arguments: Sequence[str]) -> Path:
 
 
 def export_folder(folder: Path, out: Path, shard: str) -> int:
-    """Write a checkpoint of our GPT, or of a model of transformers, as a Hugging Face folder.
+    """Write a checkpoint of mpitrain's GPT, or of a transformers model, as a Hugging Face folder.
 
     Args:
         folder: The checkpoint.
         out: A new folder.
-        shard: The most that one file is to have, as 5GB.
+        shard: Largest size of one file, for example 5GB.
 
     Returns:
-        How many tensors were written.
+        Number of tensors written.
 
     Raises:
-        InputError: The folder is there already or cannot be written, no family has such blocks, the checkpoint holds
-            adapters alone, or the folder that an hf: model came from is missing.
-        CheckpointError: The checkpoint is not whole.
+        InputError: If the folder exists already or cannot be written, no family has such blocks, the checkpoint
+            contains only adapters, or the folder that an hf: model came from is missing.
+        CheckpointError: If the checkpoint is not complete.
     """
     require_new(out)
     most, manifest = max(1, int(size_of(shard, "--shard-size"))), whole(folder)
@@ -237,7 +245,7 @@ def export_folder(folder: Path, out: Path, shard: str) -> int:
 
 
 def _export_theirs(folder: Path, out: Path, most: int) -> int:
-    """Write a checkpoint of a model of transformers as the folder that `save_pretrained` makes; returns its tensors."""
+    """Write a checkpoint of a transformers model as `save_pretrained` does, and return the number of tensors."""
     saved = saved_in(folder)
     if isinstance(saved.manifest.values.get(BASE), dict):
         raise InputError(
@@ -255,7 +263,7 @@ def _export_theirs(folder: Path, out: Path, most: int) -> int:
 
 
 def _task(config: Config, vocabulary: int) -> dict[str, Any]:
-    """Return the value `task` of a checkpoint: its model, and the data that it takes."""
+    """Return the value `task` of a checkpoint: description of the model and of its data."""
     tokens = {"x_shape": [config.model.sequence], "x_dtype": "int64", "y_shape": [config.model.sequence]}
     none = dict.fromkeys(("classes", "apart", "document_end"))
     data = {"kind": "tokens", **tokens, "y_dtype": "int64", "vocabulary": vocabulary, "masked": False, **none}
@@ -263,7 +271,7 @@ def _task(config: Config, vocabulary: int) -> dict[str, Any]:
 
 
 def _weight_files(source: Path) -> list[Path]:
-    """The files with tensors in a folder."""
+    """Return the files with tensors in a folder."""
     for name in _WEIGHTS:
         if (source / name).is_file():
             return [source / name]
@@ -283,7 +291,7 @@ def _weight_files(source: Path) -> list[Path]:
 
 
 def _model_of(folder: Path, manifest: Manifest) -> tuple[dict[str, Any], int]:
-    """The keys of [model] that a checkpoint was trained with, sizes read from its tensors; and its vocabulary."""
+    """Return the [model] settings of a checkpoint, with sizes read from its tensors, and the size of its vocabulary."""
     told = (manifest.values.get("task") or {}).get("model")
     if told is None:
         file = folder.parent.parent / CONFIG
@@ -303,7 +311,7 @@ def _model_of(folder: Path, manifest: Manifest) -> tuple[dict[str, Any], int]:
 
 
 def _present(folder: Path, manifest: Manifest, parts: list[NamedPart]) -> list[NamedPart]:
-    """The parts. Raises InputError unless the checkpoint has just their tensors."""
+    """Return the parts. Raises InputError unless the checkpoint has exactly their tensors."""
     wanted: dict[str, tuple[int, ...]] = {}
     for part in parts:
         shape = part.shape[::-1] if part.transposed else part.shape
@@ -315,7 +323,7 @@ def _present(folder: Path, manifest: Manifest, parts: list[NamedPart]) -> list[N
 
 
 def _sharded(manifest: Manifest, parts: Sequence[NamedPart], most: int) -> Iterator[list[NamedPart]]:
-    """Parts in order, in groups of at most so many bytes, or of one part that has more."""
+    """Yield the parts in order, in groups of at most `most` bytes, or of one larger part."""
     group: list[NamedPart] = []
     size = 0
     for part in parts:
@@ -341,24 +349,23 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def _copy_tokenizer(source: Path, target: Path) -> None:
-    """A folder's tokenizer, where it has one and the target has none."""
+    """Copy a folder's tokenizer, if it has one and the target has none."""
     if (source / TOKENIZER).is_file() and not os.path.lexists(target / TOKENIZER):
         with os_errors(target / TOKENIZER):
             write_whole(target / TOKENIZER, (source / TOKENIZER).read_bytes())
 
 
-# -- The parameters of a GPT in Hugging Face's GPT-2 and Llama: their names, and how they lie there
+# -- names and layout of a GPT's parameters in Hugging Face's GPT-2 and Llama
 #
-# Mistral's, Qwen2's and Qwen3's are named as Llama's; of Qwen2's linear layers q, k and v alone have a bias, and
-# Qwen3's norms of queries and keys have a number for each feature of a head, in the order of the features.
+# Mistral, Qwen2 and Qwen3 use Llama's names. In Qwen2, only the linear layers q, k and v have a bias. Qwen3's norms of
+# queries and keys have one number for each feature of a head, in the order of the features.
 #
-# here                     GPT-2                                  Llama
+# mpitrain                 GPT-2                                  Llama
 # qkv [q + k + v, width]   c_attn [width, q + k + v]: transposed  q_proj, k_proj, v_proj [features, width]
-# rotary pairs             -                                      features i and i + head_dim / 2, here 2i and 2i + 1
-# the other linear layers  transposed (Conv1D)                    as here
+# rotary pairs 2i, 2i + 1  -                                      features i and i + head_dim / 2
+# other linear layers      transposed (Conv1D)                    same as mpitrain
 #
-# Turning the pairs of a head into neighbours is a permutation of the rows of q and k, the same for both, so that their
-# products stay what they are.
+# The change of the rotary pairs permutes the rows of q and k in the same way, so their products do not change.
 
 
 _BUFFERS = re.compile(r"(^|\.)(attn\.(bias|masked_bias)|rotary_emb\.inv_freq)$")  # written by older versions
@@ -369,15 +376,15 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class NamedPart:
-    """A tensor of theirs, and which rows of one of ours it is.
+    """A tensor of Hugging Face's model ("theirs"), and the rows of mpitrain's parameter ("ours") that correspond to it.
 
     Attributes:
-        theirs: Its name there.
-        ours: The name of the parameter here.
-        shape: Of theirs.
-        first: The first row of ours.
-        transposed: Whether theirs is ours transposed.
-        head_dim: Of rotary features, whose pairs lie apart there; 0 where there are none.
+        theirs: Name of their tensor.
+        ours: Name of our parameter.
+        shape: Shape of their tensor.
+        first: First row of our parameter.
+        transposed: True if their tensor is our parameter transposed.
+        head_dim: Features of a head whose rotary pairs are ordered differently; 0 without rotary pairs.
     """
 
     theirs: str
@@ -388,7 +395,7 @@ class NamedPart:
     head_dim: int = 0
 
     def to_ours(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The rows of ours, from the tensor of theirs."""
+        """Return the rows of our parameter from their tensor."""
         if self.transposed:
             return tensor.t()
         if self.head_dim:
@@ -396,7 +403,7 @@ class NamedPart:
         return tensor
 
     def to_theirs(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor of theirs, from the whole of ours."""
+        """Return their tensor from the whole of our parameter."""
         if self.transposed:
             return tensor.t().contiguous()
         rows = tensor.narrow(0, self.first, self.shape[0])
@@ -406,12 +413,12 @@ class NamedPart:
 
 
 def named_parts(family: str, model: Mapping[str, Any], vocabulary: int) -> list[NamedPart]:
-    """All tensors of a model there, in their order.
+    """Return all tensors of Hugging Face's model, in its order.
 
     Args:
         family: gpt2, llama, qwen2 or qwen3.
-        model: The keys of [model]; hidden and max_positions are said, where they matter.
-        vocabulary: Tokens.
+        model: The [model] settings; hidden and max_positions must be set if the family uses them.
+        vocabulary: Number of tokens in the vocabulary.
     """
     parts = _gpt2(model, vocabulary) if family == "gpt2" else _llama(model, vocabulary)
     if not model["tied"]:
@@ -420,7 +427,13 @@ def named_parts(family: str, model: Mapping[str, Any], vocabulary: int) -> list[
 
 
 def from_theirs(parts: Sequence[NamedPart], tensors: Mapping[str, torch.Tensor], tied: bool) -> dict[str, torch.Tensor]:
-    """The parameters by their names here, from the tensors of all parts."""
+    """Return the parameters by mpitrain's names.
+
+    Args:
+        parts: All parts of the model.
+        tensors: Hugging Face's tensors, by their names in `parts`.
+        tied: If true, the head shares the weights of the embedding.
+    """
     rows: dict[str, list[torch.Tensor]] = {}
     for part in parts:
         rows.setdefault(part.ours, []).append(part.to_ours(tensors[part.theirs]))
@@ -429,9 +442,14 @@ def from_theirs(parts: Sequence[NamedPart], tensors: Mapping[str, torch.Tensor],
 
 
 def as_saved(family: str, names: Iterable[str], tied: bool) -> dict[str, str]:
-    """What files call the tensors that count: {name of a whole model with its head: name in the files}.
+    """Return the names of tensors in weight files, by their names in a whole model with its head.
 
-    A model that was saved without its head has no prefix; buffers, and the head of a tied one, are left out.
+    A model that was saved without its head has names without a prefix. Buffers are left out, and so is a tied head.
+
+    Args:
+        family: gpt2, llama, qwen2 or qwen3.
+        names: Names in the files.
+        tied: If true, the head shares the weights of the embedding.
     """
     prefix = _PREFIX[family]
     listed = [name for name in names if not _BUFFERS.search(name) and not (tied and name == _HEAD)]

@@ -1,10 +1,10 @@
-"""A DeepSpeed configuration (ds_config.json), read into our settings.
+"""Reader that converts a DeepSpeed configuration (ds_config.json) into our settings.
 
-    keys         every key by what becomes of it, and notes of what is wrong
-    reading      the file, as a `DeepSpeedConfig`: a `Config`, and what no setting of ours says; what "auto" stands for
+    keys         every key of DeepSpeed, sorted by how it is treated, and a collector of errors
+    reading      the file as a `DeepSpeedConfig`: a `Config`, and what has no setting of ours; replacement of "auto"
 
-What has a counterpart is taken over; what only tunes DeepSpeed's own machinery, only reports, or is switched off, is
-named in `DeepSpeedConfig.without_effect`; all the rest is told in one error.
+A key with a counterpart in our settings is converted. A key that only tunes DeepSpeed's own machinery, only reports, or
+is switched off, is listed in `DeepSpeedConfig.without_effect`. All other keys are errors, reported in one message.
 """
 
 from mpitrain.config.deepspeed.reading import DeepSpeedConfig, looks_like_deepspeed, read_deepspeed, read_json

@@ -1,6 +1,7 @@
-"""The keys of a DeepSpeed configuration, by what becomes of them, and notes of all that is wrong with one.
+"""The keys of a DeepSpeed configuration, sorted by how they are treated, and a collector of errors in one.
 
-See the "DeepSpeed Configuration JSON" page of DeepSpeed's documentation.
+Reference:
+    The "DeepSpeed Configuration JSON" page of DeepSpeed's documentation.
 """
 
 from __future__ import annotations
@@ -14,24 +15,24 @@ from typing import Any
 
 from mpitrain.errors import InputError, refusal
 
-MONITORS = {  # what there is in a configuration of ours instead of each
+MONITORS = {  # DeepSpeed's monitors and their replacements in our settings
     "tensorboard": "monitor.tensorboard = true",
     "wandb": "monitor.wandb = true",
     "comet": "monitor.tracker of your own",
     "csv_monitor": "metrics.jsonl of every run",
 }
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-MANAGED = "managed_gradient_accumulation"  # step() counts microbatches, as ours does
+MANAGED = "managed_gradient_accumulation"  # if true, DeepSpeed's step() counts microbatches, as ours does
 
 
 @dataclass(frozen=True)
 class Keys:
-    """Keys that a section may have.
+    """Valid keys of one section, sorted by how they are treated.
 
     Attributes:
-        taken: Keys that are taken over.
-        harmless: Keys without effect, whatever they say: they tune DeepSpeed's own machinery, or only report.
-        refused: Keys that are refused unless they are off; None: all that are neither taken nor harmless.
+        taken: Keys that are converted to our settings.
+        harmless: Keys that are ignored, whatever their values: they tune DeepSpeed's own machinery, or only report.
+        refused: Keys that are an error unless they are off; None, the default: all that are neither taken nor harmless.
     """
 
     taken: Collection[str]
@@ -40,7 +41,7 @@ class Keys:
 
 
 def _keys(taken: str = "", harmless: str = "", refused: str | None = None) -> Keys:
-    """Return the keys that stand in texts, one word each."""
+    """Return `Keys` from texts that list the keys, separated by spaces."""
     return Keys(taken.split(), harmless.split(), None if refused is None else refused.split())
 
 
@@ -78,7 +79,7 @@ SECTIONS = {
     "zero_optimization.offload_param": _OFFLOAD,
     "fp16": _keys(
         taken=f"enabled {SCALING}",
-        # masters stay fp32 here, and inputs always become 16-bit numbers; DeepSpeed does not look at the last three
+        # master weights stay fp32 here, and inputs always become 16-bit; DeepSpeed itself ignores the last three
         harmless="fp16_master_weights_and_grads auto_cast opt_level fp16_scale_tolerance scale_tolerance",
     ),
     "bf16": _keys(
@@ -92,11 +93,11 @@ SECTIONS = {
     "data_types": _keys(taken="grad_accum_dtype"),
     "optimizer": _keys(taken="type params", harmless="legacy_fusion"),
     "scheduler": _keys(taken="type params"),
-    # of DeepSpeed's own checkpoints, and of torch.compile where its engine is told to call it
+    # for DeepSpeed's own checkpoints, and for torch.compile if its engine calls that
     "checkpoint": _keys(harmless="tag_validation load_universal use_node_local_storage parallel_write writer"),
     "compile": _keys(harmless="disable backend kwargs offload_activation double_buffer symmetric_memory"),
 }
-# the only value of a key that asks for nothing, beside false
+# the value, besides false, that switches a key off
 ONE_IS_OFF = {
     "zero_hpz_partition_size": 1,
     "mics_shard_size": -1,
@@ -104,7 +105,7 @@ ONE_IS_OFF = {
     "last_batch_iteration": -1,
     "sequence_parallel_size": 1,
 }
-# what to do instead of a key that is refused; of the others, to remove it
+# the fix that the error for a refused key suggests; the default is to remove the key
 _16_BIT = 'enable "bf16" or "fp16", which have the passes autocast and masters in fp32, or remove it'
 _WITHIN_NODES = 'remove it, or share inside nodes with a configuration of ours: parallel.shard_within = "node"'
 _FEWER_BYTES = 'remove it, or set communication_data_type "bf16"; a configuration of ours has comm.compression'
@@ -139,46 +140,61 @@ INSTEAD = {
 }
 
 
-_NEAR = 0.8  # of a misspelled key and the one that is meant
-_MOST_COMPARED, _LONGEST = 1000, 100  # keys of a section, and characters of one, which are compared to what is known
+_NEAR = 0.8  # least similarity of a misspelled key and the one that is meant
+_MOST_COMPARED, _LONGEST = 1000, 100  # keys of a section, and characters of a key, that are compared with valid keys
 
 
 def is_off(value: Any) -> bool:
-    """Return whether a key asks for nothing: it is false, or a section that is not enabled."""
+    """Return True if the value of a key switches it off: it is false or empty, or a section that is not enabled."""
     return not value or (isinstance(value, Mapping) and value.get("enabled", True) in (False, None))
 
 
 class Findings:
-    """Collects what is wrong in one configuration.
+    """Collector of all errors in one DeepSpeed configuration, and of the keys that are ignored.
 
     Args:
-        origin: What errors call the configuration.
+        origin: Name of the configuration in error messages.
 
     Attributes:
-        ignored: Keys that mean nothing here.
+        ignored: Keys of the configuration that have no effect, each with its section.
     """
 
     def __init__(self, origin: str) -> None:
         self._origin = origin
-        self._wrong: dict[str, str] = {}  # what is wrong -> how to mend it
+        self._wrong: dict[str, str] = {}  # error -> fix
         self.ignored: list[str] = []
 
     def wrong(self, what: str, mend: str) -> None:
-        """Take note of something that cannot be read."""
+        """Record an error.
+
+        Args:
+            what: The error.
+            mend: The fix, as an imperative.
+        """
         self._wrong[what] = mend
 
     def unsupported(self, key: str) -> None:
-        """Take note of a key that asks for something that is not there."""
+        """Record an error for a key that requests a feature without a counterpart in our settings."""
         self.wrong(f"{key} has no counterpart here", INSTEAD.get(key, INSTEAD.get(key.partition(".")[0], "remove it")))
 
     def section(self, name: str, given: Any) -> Mapping[str, Any]:
-        """Return a section; an empty one where there is none, or something else."""
+        """Return a section as a mapping, empty if it is missing; record an error if it is anything else.
+
+        Args:
+            name: Name of the section, for the error.
+            given: Value of the section in the configuration.
+        """
         if given and not isinstance(given, Mapping):
             self.wrong(f"{name} {given!r:.80} is no section", 'write {"key": value, ...}')
         return given if isinstance(given, Mapping) else {}
 
     def number(self, name: str, given: Any) -> float:
-        """Return a number, also one that is written as text; note the mistake and return 0 for anything else."""
+        """Return a finite number, which may be written as text; for anything else, record an error and return 0.
+
+        Args:
+            name: Name of the key, for the error.
+            given: Value of the key.
+        """
         try:
             if not isinstance(given, bool) and math.isfinite(value := float(given)):
                 return value
@@ -188,7 +204,13 @@ class Findings:
         return 0.0
 
     def whole(self, name: str, given: Any, least: int = 0) -> int:
-        """Return a whole number of at least `least`; note the mistake and return `least` where it is something else."""
+        """Return an integer of at least `least`; for anything else, record an error and return `least`.
+
+        Args:
+            name: Name of the key, for the error.
+            given: Value of the key; may be written as text or as a float such as 1e3.
+            least: Smallest valid value, default 0.
+        """
         value = self.number(name, given)
         if value == int(value) and least <= value < 2**53:
             return int(value)
@@ -197,7 +219,7 @@ class Findings:
 
     @contextmanager
     def noting(self, where: str = "") -> Iterator[None]:
-        """Take note of an InputError instead of raising it. where: what goes before it."""
+        """Record an InputError raised in the `with` block instead of raising it, with `where` before its message."""
         try:
             yield
         except InputError as error:
@@ -205,12 +227,12 @@ class Findings:
             self.wrong(where + what, mend or "mend it")
 
     def look(self, section: Mapping[str, Any], name: str, keys: Keys | None = None) -> None:
-        """Look at the keys of a section that are not taken over.
+        """Check the keys of a section: record unsupported and misspelled keys as errors, and list the ignored ones.
 
         Args:
-            section: Its values.
-            name: Its name, as `zero_optimization`; empty for the outermost one.
-            keys: The keys it may have; None: those of `SECTIONS`.
+            section: Values of the section.
+            name: Name of the section, such as `zero_optimization`; empty for the whole configuration.
+            keys: Valid keys of the section; None: `SECTIONS[name]`.
         """
         may = keys or SECTIONS[name]
         taken, harmless, refused = may.taken, may.harmless, may.refused
@@ -221,7 +243,7 @@ class Findings:
                 continue
             near = number < _MOST_COMPARED and key not in known
             off = is_off(section[key]) or section[key] == ONE_IS_OFF.get(key)
-            unseen = refused is not None and key not in refused  # by DeepSpeed, too
+            unseen = refused is not None and key not in refused  # DeepSpeed ignores it, too
             meant = difflib.get_close_matches(key[:_LONGEST], known, n=1, cutoff=_NEAR) if near else []
             if meant and meant[0] not in harmless:
                 self.wrong(f"{name}{key} is unknown", f"did you mean {meant[0]!r}?")
@@ -231,7 +253,7 @@ class Findings:
                 self.unsupported(name + key)
 
     def tell(self) -> None:
-        """Raise an InputError of all that is wrong, if anything is."""
+        """Raise one InputError with all recorded errors, if there are any."""
         if len(self._wrong) == 1:
             ((what, mend),) = self._wrong.items()
             raise refusal(f"{self._origin}: {what}; {mend}")

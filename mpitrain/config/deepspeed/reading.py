@@ -1,7 +1,9 @@
-"""From a DeepSpeed configuration to our settings, and to what no setting of ours says.
+"""Conversion of a DeepSpeed configuration to our settings, and to the features that no setting of ours describes.
 
-Its file is JSON, also with comments and commas at an end, as DeepSpeed reads it. For "auto" see the
-"DeepSpeed" page of Hugging Face's transformers.
+The file is JSON that may contain comments and trailing commas, as DeepSpeed accepts it.
+
+Reference:
+    The "DeepSpeed" page of Hugging Face's transformers, for "auto".
 """
 
 from __future__ import annotations
@@ -23,18 +25,18 @@ from mpitrain.errors import refusal, refusing
 from mpitrain.storage.disk import from_json, read_plain
 
 _LARGEST = 1 << 20  # bytes of a file
-# A string, or a comment, that has no end is one match up to where it breaks off: tried again from each of its
-# characters, it would take quadratic time.
+# An unterminated string or comment is matched to its end in one piece; retrying from each of its characters would take
+# quadratic time.
 _STRING = r'"(?:[^"\\\n]|\\.)*"?'
 _COMMENTS = re.compile(rf"({_STRING})|//[^\n]*|#[^\n]*|/\*.*?\*/|(/\*.*)", re.DOTALL)
 _LAST_COMMAS = re.compile(rf"({_STRING})|,(?=\s*[}}\]])")
 _DTYPES: dict[str, Precision] = {"fp32": "fp32", "fp16": "fp16", "bfp16": "bf16", "bf16": "bf16"}
 _AUTO = "auto"
-# our setting that an "auto" stands for; empty: it is left out, since DeepSpeed has a default
+# our setting that replaces "auto" of a key; empty: the key is left out, because DeepSpeed has a default
 _AUTO_OF = {
     "train_batch_size": "train.batch",
     "train_micro_batch_size_per_gpu": "train.microbatch",
-    "gradient_accumulation_steps": "",  # what the two leave over
+    "gradient_accumulation_steps": "",  # follows from the two keys above
     "gradient_clipping": "train.clip",
     "fp16.enabled": "train.precision",
     "bf16.enabled": "train.precision",
@@ -47,29 +49,29 @@ _AUTO_OF = {
     "scheduler.params.warmup_num_steps": "optim.warmup",
     "scheduler.params.total_num_steps": "train.steps",
     "zero_optimization.reduce_bucket_size": "",
-    "amp.enabled": "",  # ours is what stands at fp16 and bf16
+    "amp.enabled": "",  # our counterpart is the sections fp16 and bf16
     "amp.opt_level": "",
     **{f"fp16.{key}": "" for key in SCALING.split()},
     **{f"scheduler.params.{key}": "" for key in ("warmup_min_lr", "warmup_type", "warmup_min_ratio", "cos_min_ratio")},
 }
-_LARGEST_POWER = 1000  # of 2
-_LEAST_BUCKET = 1.0  # MiB: some ask for buckets of nothing, so that each tensor goes by itself
+_LARGEST_POWER = 1000  # exponent of 2
+_LEAST_BUCKET = 1.0  # MiB; some configurations use buckets of size 0 so that each tensor is reduced separately
 
 
 @dataclass(frozen=True)
 class DeepSpeedConfig:
-    """A DeepSpeed configuration in our settings, and what no setting of ours says.
+    """A DeepSpeed configuration as our settings, and the features that no setting of ours describes.
 
     Attributes:
-        config: Our settings that ask for the same. `optim` has no name where the configuration has no optimizer.
-        scale: Arguments of the `LossScale`; None where the precision needs none.
-        reduce_dtype: Type in which gradients are added up; None for the parameters' own.
-        any_optimizer: Whether optimizers are taken that are not known to work element by element.
-        schedule: Schedule of the learning rate, where the configuration names one of DeepSpeed's.
-        torch_schedule: (class of torch.optim.lr_scheduler, its options), where it names one of those.
-        trackers: Monitors that are on, each with the settings of a trainer that has the same.
-        without_effect: Keys that were given and mean nothing here.
-        filled: What was put in place of "auto", as `key value (our setting)`.
+        config: Our settings for the same training. [optim] has no name if the configuration has no optimizer.
+        scale: Arguments of the `LossScale`; None if the precision needs no loss scale.
+        reduce_dtype: Type in which gradients are summed; None: the type of the parameters.
+        any_optimizer: If true, optimizers are accepted that are not known to work element by element.
+        schedule: Learning rate schedule, if the configuration names one of DeepSpeed's; else None.
+        torch_schedule: (class of torch.optim.lr_scheduler, its options), if it names one of torch's; else None.
+        trackers: Monitors that are on, each with the setting of `Trainer` that replaces it.
+        without_effect: Keys of the configuration that are ignored.
+        filled: Replacements of "auto", each as `key value (our setting)`.
     """
 
     config: Config
@@ -84,7 +86,11 @@ class DeepSpeedConfig:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file. Raises InputError where there is none, or a key twice."""
+    """Return the JSON object in a file, which may contain comments and trailing commas.
+
+    Raises:
+        InputError: The file cannot be read, is not a JSON object, or contains a key twice.
+    """
     try:
         text = read_plain(path, _LARGEST).decode("utf-8-sig")
         try:
@@ -94,7 +100,7 @@ def read_json(path: Path) -> dict[str, Any]:
             try:
                 values = from_json(plain)
             except json.JSONDecodeError:
-                raise error from None  # whose place is one of the file
+                raise error from None  # its line and column refer to the original text
     except (OSError, ValueError) as error:
         raise refusal(f"{path} cannot be read as JSON: {error}; mend the file") from None
     if not isinstance(values, dict):
@@ -103,28 +109,28 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _kept_strings(pattern: re.Pattern[str], text: str) -> str:
-    """The text without what the pattern matches, but for its groups: strings, and a comment without an end."""
+    """Remove the matches of `pattern` from the text, but keep its groups: strings and unterminated comments."""
     return pattern.sub(lambda match: match[match.lastindex] if match.lastindex else "", text)
 
 
 def looks_like_deepspeed(values: Mapping[str, Any]) -> bool:
-    """Return whether these are the values of a DeepSpeed configuration rather than of ours."""
+    """Return True if the values have keys that only a DeepSpeed configuration has, not one of ours."""
     return bool(set(values) & (set(SECTIONS[""].taken) - {"optimizer", "scheduler", "checkpoint"}))
 
 
 def read_deepspeed(
     values: Mapping[str, Any], ranks: int, origin: str = "config", auto: Config | None = None
 ) -> DeepSpeedConfig:
-    """Read the values of a DeepSpeed configuration.
+    """Convert the values of a DeepSpeed configuration to our settings.
 
     Args:
-        values: The JSON object.
-        ranks: Data-parallel ranks, by which its batch is divided.
-        origin: What errors call the configuration.
-        auto: Our settings, which stand where it says "auto".
+        values: The JSON object of the configuration.
+        ranks: Number of data-parallel ranks among which the batch is divided.
+        origin: Name of the configuration in error messages.
+        auto: Our settings that replace "auto"; None: the defaults.
 
     Raises:
-        InputError: Keys cannot be taken over, or contradict each other; one message names them all.
+        InputError: Some keys have no counterpart, are wrong, or contradict each other; one message names them all.
     """
     with refusing(f"{origin} cannot be taken for a DeepSpeed configuration", "compare it with its manual", agreed=True):
         return _read(values, ranks, Findings(origin), auto or Config(), origin)
@@ -134,7 +140,7 @@ def _read(given: Mapping[str, Any], ranks: int, findings: Findings, auto: Config
     filled: list[str] = []
     values = _filled(given, "", auto, findings, filled)
     findings.look(values, "")
-    for key in ("checkpoint", "compile"):  # which ask for nothing unless they are told to
+    for key in ("checkpoint", "compile"):  # sections that do nothing unless a key in them is on
         section = findings.section(key, values.get(key))
         if key in values and is_off(section):
             findings.ignored.append(key)
@@ -147,7 +153,7 @@ def _read(given: Mapping[str, Any], ranks: int, findings: Findings, auto: Config
     with findings.noting():
         micro, steps = accumulation(*numbers, ranks=ranks, names=BATCH)
     zero = values.get("zero_optimization")
-    if not isinstance(zero, Mapping):  # before there was a section, the key said true for stage 1, or false
+    if not isinstance(zero, Mapping):  # early versions had a boolean here; true means stage 1
         zero = {"stage": int(bool(zero))}
     parallel = _zero(zero, findings)
     precision, scale = _precision(values, findings)
@@ -165,7 +171,7 @@ def _read(given: Mapping[str, Any], ranks: int, findings: Findings, auto: Config
     ours = {
         "train": {
             "precision": precision,
-            "clip": max(0.0, clip),  # a negative one clips nothing
+            "clip": max(0.0, clip),  # a negative value means no clipping
             "recompute": _recompute(values.get("activation_checkpointing"), findings),
             "accumulation": steps,
             **({"batch": micro * steps * ranks} if micro else {}),
@@ -192,9 +198,17 @@ def _read(given: Mapping[str, Any], ranks: int, findings: Findings, auto: Config
 def _filled(
     values: Mapping[str, Any], section: str, auto: Config, findings: Findings, told: list[str]
 ) -> dict[str, Any]:
-    """Return the values of a section with our settings where it says "auto".
+    """Return the values of a section with each "auto" replaced by our setting.
 
-    What DeepSpeed has a default for is left out; an "auto" of a key that only tunes its own machinery stays.
+    A key for which we have no setting is left out if DeepSpeed has a default for it, and keeps "auto" if it only tunes
+    DeepSpeed's own machinery; any other one is recorded as an error.
+
+    Args:
+        values: Values of the section.
+        section: Name of the section; empty for the whole configuration.
+        auto: Our settings that replace "auto".
+        findings: Collector of errors.
+        told: List to which each replacement is appended as `key value (our setting)`.
     """
     found: dict[str, Any] = {}
     for key, value in values.items():
@@ -218,7 +232,7 @@ def _filled(
 
 
 def _setting(name: str, auto: Config) -> Any:
-    """Return what an "auto" stands for; None: there is no such setting, or it says nothing."""
+    """Return the value that replaces "auto" of key `name`; None if there is no such setting, or it is not set."""
     section, _, key = _AUTO_OF.get(name, "").partition(".")
     if not section:
         return None
@@ -234,7 +248,7 @@ def _setting(name: str, auto: Config) -> Any:
 
 
 def _monitors(values: Mapping[str, Any], findings: Findings) -> dict[str, str]:
-    """Return the monitors that are on, each with the settings of a trainer that has the same; ignore the others."""
+    """Return the monitors that are on, each with the setting of ours that replaces it; list the others as ignored."""
     on = {key: instead for key, instead in MONITORS.items() if not is_off(values.get(key))}
     findings.ignored += [key for key in MONITORS if key in values and key not in on]
     wandb = values.get("wandb")
@@ -245,7 +259,7 @@ def _monitors(values: Mapping[str, Any], findings: Findings) -> dict[str, str]:
 
 
 def _recompute(section: Mapping[str, Any] | None, findings: Findings) -> bool:
-    """Return whether activations are recomputed: there is such a section, and not everything in it is off."""
+    """Return True if activations are recomputed: the section exists, and not all keys in it are off."""
     if section is None:
         return False
     section = findings.section("activation_checkpointing", section)
@@ -273,7 +287,7 @@ def _reduce_dtype(values: Mapping[str, Any], findings: Findings) -> Precision | 
 
 
 def _zero(section: Mapping[str, Any], findings: Findings) -> dict[str, Any]:
-    """Return the keys of [parallel]: the stage, where optimizer states go, where parameters go."""
+    """Return the keys of [parallel]: zero (the stage), offload (optimizer states) and offload_parameters."""
     findings.look(section, "zero_optimization")
     if not section.get("ignore_unused_parameters", True):
         findings.unsupported("zero_optimization.ignore_unused_parameters false")
@@ -283,14 +297,21 @@ def _zero(section: Mapping[str, Any], findings: Findings) -> dict[str, Any]:
         stage = 0
     states = _offload(section, "offload_optimizer", "cpu_offload", findings)
     parameters = _offload(section, "offload_param", "cpu_offload_params", findings)
-    if parameters and stage < 3:  # DeepSpeed looks at it at stage 3 alone
+    if parameters and stage < 3:  # DeepSpeed uses it at stage 3 only
         findings.ignored.append("zero_optimization.offload_param")
         parameters = ""
     return {"zero": stage, "offload": states, "offload_parameters": parameters}
 
 
 def _offload(section: Mapping[str, Any], key: str, before: str, findings: Findings) -> str:
-    """`host`, a folder, or empty for nothing. before: what the key was called in DeepSpeed's first versions."""
+    """Return the target of an offload section: "host", a folder, or "" if nothing is offloaded.
+
+    Args:
+        section: Values of zero_optimization.
+        key: Name of the offload section.
+        before: Boolean key with the same meaning in DeepSpeed's first versions.
+        findings: Collector of errors.
+    """
     name = f"zero_optimization.{key}"
     offload = findings.section(name, section.get(key)) or ({"device": "cpu"} if section.get(before) else {})
     findings.look(offload, name)
@@ -307,8 +328,8 @@ def _offload(section: Mapping[str, Any], key: str, before: str, findings: Findin
 
 
 def _precision(values: Mapping[str, Any], findings: Findings) -> tuple[Precision, dict[str, Any] | None]:
-    """Return (precision, arguments of the `LossScale`)."""
-    before = values.get("bfloat16")  # what the section was called in DeepSpeed's first versions
+    """Return (precision, arguments of the `LossScale` or None if the precision needs none)."""
+    before = values.get("bfloat16")  # the section's name in DeepSpeed's first versions
     bf16, fp16 = findings.section("bf16", values.get("bf16", before)), findings.section("fp16", values.get("fp16"))
     findings.look(bf16, "bf16")
     if bf16.get("enabled") and fp16.get("enabled"):
@@ -337,17 +358,17 @@ def _precision(values: Mapping[str, Any], findings: Findings) -> tuple[Precision
 # -- the optimizer, and its schedule: one of DeepSpeed's, or a class of torch
 
 _ADAM = ("adam", "adamw")
-# what each takes over; torch says what it does not know of its other classes
+# options that each optimizer accepts; torch itself checks those of its other classes
 _KNOWN = {
     **{name: {"betas", "eps", "amsgrad", "foreach", "fused", "maximize"} for name in _ADAM},
     "lion": {"betas"},
     "muon": {"momentum", "nesterov", "ns_steps", "betas", "eps"},
     "lamb": {"betas", "eps", "bias_correction", "min_coeff", "max_coeff"},
 }
-_LAMB = {"eps": 1e-8, "min_coeff": 0.01, "max_coeff": 10.0}  # DeepSpeed's defaults where ours are others
+_LAMB = {"eps": 1e-8, "min_coeff": 0.01, "max_coeff": 10.0}  # DeepSpeed's defaults that differ from ours
 _OURS = {"lion": "Lion", "muon": "Muon", "lamb": "lamb"}
 _ADAMS_OWN = {"adam_w_mode", "bias_correction"}
-# that say how DeepSpeed computes, and not what
+# options that change how DeepSpeed computes, but not the result
 _HARMLESS = {"torch_adam", "set_grad_none", "fp32_optimizer_states", "legacy_fusion", "capturable"}
 _COMPRESSED = (
     'use "AdamW", whose updates it approximates; fewer bytes go with communication_data_type "bf16", or '
@@ -367,7 +388,10 @@ _INSTEAD = {
 
 
 def _optimizer(section: Mapping[str, Any], params: Mapping[str, Any], findings: Findings) -> dict[str, Any]:
-    """Return the keys of [optim], none where there is no optimizer. DeepSpeed's Adam is AdamW unless told otherwise."""
+    """Return the keys of [optim]; empty if the configuration has no optimizer.
+
+    DeepSpeed's "Adam" is AdamW unless adam_w_mode is false.
+    """
     findings.look(section, "optimizer")
     if not section:
         return {}
@@ -420,10 +444,10 @@ _WARMUPS: dict[str, Decay] = {"WarmupLR": "constant", "WarmupDecayLR": "linear",
 
 
 class DeepSpeedCycle(OneCycle):
-    """One cycle, whose first update DeepSpeed makes with the momentum of the peak."""
+    """A `OneCycle` whose update 0 has the momentum of the middle of the cycle, as in DeepSpeed."""
 
     def momentum(self, step: int) -> float | None:
-        """The first beta of update `step`; None where the optimizer's own stays."""
+        """Return the first beta of update `step`, counted from 0; None if the optimizer keeps its own."""
         return self.cycle_min_mom if self.cycle_momentum and not step else super().momentum(step)
 
 
@@ -434,9 +458,9 @@ OfDeepSpeed = WarmUp | OneCycle | RangeTest
 def _schedule(
     section: Mapping[str, Any], optim: Mapping[str, Any], findings: Findings
 ) -> tuple[OfDeepSpeed | None, tuple[str, dict[str, Any]] | None]:
-    """(one of DeepSpeed's schedules, one of torch's); a configuration has at most one."""
+    """Return (schedule of DeepSpeed, schedule of torch); at least one of them is None."""
     findings.look(section, "scheduler")
-    if not section or section.get("type") is None:  # as DeepSpeed takes a null
+    if not section or section.get("type") is None:  # DeepSpeed also accepts null
         return None, None
     name, params = str(section["type"]), dict(findings.section("scheduler.params", section.get("params")))
     if name in _CYCLES:
@@ -476,7 +500,7 @@ def _warmup(name: str, params: dict[str, Any], optim: Mapping[str, Any], finding
         findings.wrong(f"scheduler.params.warmup_type {curve!r:.80} is unknown", "give log or linear")
     peak = optim.get("lr")
     if kind == "linear" and "warmup_max_lr" not in params:
-        peak = 1e-3  # which is DeepSpeed's default of this one alone
+        peak = 1e-3  # DeepSpeed's default, for this schedule only
     return WarmUp(
         kind,
         peak=numbers.get("warmup_max_lr", peak),
@@ -502,9 +526,9 @@ def _cycle(
             "scheduler.params.cycle_second_step_size 0 leaves the cycle no second half",
             "leave it out for as many steps as the first has",
         )
-    # an optimizer of the caller's may have betas
+    # an optimizer that the caller passes may have betas
     has_betas = not optim or "adam" in optim["name"].lower() or optim["name"] in ("Lion", "lamb")
     if isinstance(schedule, OneCycle) and schedule.cycle_momentum and not has_betas:
-        findings.ignored.append("scheduler.params.cycle_momentum")  # DeepSpeed moves betas alone, too
+        findings.ignored.append("scheduler.params.cycle_momentum")  # DeepSpeed also changes betas only
         return schedule.model_copy(update={"cycle_momentum": False})
     return schedule

@@ -1,1 +1,1 @@
-"""Figures of held-out samples, and the decisions that follow from them."""
+"""Evaluation on held-out samples, and evaluation of checkpoints."""

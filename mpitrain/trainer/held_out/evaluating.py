@@ -1,6 +1,7 @@
-"""A checkpoint measured on a data set, on any layout, without a word into its run folder, which may be in use.
+"""Evaluation of a checkpoint on a data set, on any layout.
 
-The model is built and divided as for training, by the settings of the run, and the checkpoint read into it.
+Nothing is written into the run folder, which another job may be using. The model is built and divided as for training,
+by the settings of the run, and the checkpoint is loaded into it.
 """
 
 from __future__ import annotations
@@ -33,23 +34,23 @@ from mpitrain.trainer.held_out.measuring import evaluated
 from mpitrain.trainer.state import OPTIMIZER
 from mpitrain.trainer.trainer import Trainer
 
-_AGAIN = 3  # times that checkpoints are listed, where a run that goes on removes them meanwhile
-# of a run's settings, what says which model there is and how it is measured
+_AGAIN = 3  # attempts to list the checkpoints, because a running job may remove some meanwhile
+# settings of a run that define its model and how it is measured
 _KEPT = {"model": None, "data": None, "train": ("batch", "microbatch", "precision", "metrics")}
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The figures of one evaluation.
+    """Result of one evaluation.
 
     Attributes:
-        checkpoint: The folder of what was evaluated.
-        step: Its step.
-        data: The data set's path.
-        samples: How many were taken.
-        figures: The loss and the metrics, by name.
-        classes: Their names, where y are classes.
-        confusion: int64 [right class, class with the largest score]; None where it was not wanted.
+        checkpoint: Folder of the checkpoint.
+        step: Step of the checkpoint.
+        data: Path of the data set.
+        samples: Number of samples evaluated.
+        figures: Loss and metrics, by name.
+        classes: Names of the classes, if y are classes; otherwise empty.
+        confusion: Counts, int64 [true class, class with the largest score]; None if not requested.
     """
 
     checkpoint: Path
@@ -62,14 +63,15 @@ class Evaluation:
 
 
 class Evaluator(Trainer):
-    """A trainer that takes no step. Collective to make, over the ranks of `world`.
+    """A trainer that takes no steps and evaluates a checkpoint. Its construction is collective over `world`.
 
     Args:
-        asked: What is to be evaluated: the run folder `run`; its `checkpoint`, or None for the newest whole one;
-            `data`, a data set as data.path names it, or None for the run's own; its `split`; at most so many `samples`,
-            or None for all; whether the `confusion` matrix is wanted; `trust`, whether code in the run may be called.
-        flags: Settings that win over the run's, as a command line has them; of the layout none of the run's hold.
-        world: The ranks.
+        asked: Request with these attributes: `run`, the run folder; `checkpoint`, or None for the newest complete one;
+            `data`, a data set as data.path names it, or None for the run's own; `split` of the data set; `samples`, the
+            largest number of samples, or None for all; `confusion`, true for the confusion matrix; `trust`, true if
+            code in the run folder may be executed.
+        flags: Settings that override the run's, as on a command line. Settings of the run's layout are never used.
+        world: Ranks that evaluate.
     """
 
     def __init__(self, asked: Namespace, flags: Sequence[str], world: Communicator) -> None:
@@ -77,20 +79,20 @@ class Evaluator(Trainer):
         super().__init__(lambda: _settings(asked, flags), world=world)
 
     def evaluation(self) -> Evaluation:
-        """Load and measure. Collective.
+        """Load the checkpoint and evaluate it. Collective.
 
         Raises:
-            InputError: The data set is of another kind than that which the run was trained on.
-            CheckpointError: No checkpoint is whole.
+            InputError: If the kind of the data set differs from that of the run's training data.
+            CheckpointError: If no checkpoint can be used.
         """
         set_timeout(self.config.comm.timeout)
         carry_device_memory(self.config.comm.device)
         set_threads(self.world, self.config.run.reproducible)
         with full_told(self.device), self.open_store() as self.store:
-            folder, manifest = self._first(lambda manifest: [])  # what is likely to be evaluated
+            folder, manifest = self._first(lambda manifest: [])  # the checkpoint that is probably used
             self._require_alike(manifest)
             self.prepare()
-            folder, manifest = self._first(self._parts_without_states, folder)  # another one, if it is damaged or gone
+            folder, manifest = self._first(self._parts_without_states, folder)  # another if it is damaged or removed
             self.engine.finish_load(manifest)
             samples = min(self.asked.samples or len(self.data), len(self.data))
             x, y = (torch.from_numpy(some).to(self.device) for some in self.data.read(np.zeros(1, dtype=np.int64)))
@@ -103,7 +105,7 @@ class Evaluator(Trainer):
         return Evaluation(folder, manifest.step, self.config.data.path, samples, figures, classes, matrix)
 
     def open_data(self) -> tuple[Dataset, Dataset | None]:
-        """The samples that are measured, as those of training."""
+        """Return the samples to evaluate in place of training samples, and None. Collective."""
         return self._open(self.config.data.path, self.asked.split), None
 
     def _open(self, path: str, split: str) -> Dataset:
@@ -112,7 +114,10 @@ class Evaluator(Trainer):
         return together(world, lambda: open_dataset(resolve(path), split, sequence=sequence))
 
     def prepare(self) -> None:
-        """Prepare as for training; and add the metrics that cost more."""
+        """Prepare as for training, and add the metrics that training leaves out because they take longer.
+
+        Collective.
+        """
         together(self.world, self._require_trusted)
         super().prepare()
         description = self.data.description
@@ -122,22 +127,27 @@ class Evaluator(Trainer):
             raise refusal(f"--confusion is of classes, and the targets of {self.config.data.path} are none; leave it")
         self.meter.add([metric for metric in found if self.asked.confusion or not isinstance(metric, Confusion)])
 
-    # -- inside
+    # -- internals
 
     def _require_trusted(self) -> None:
-        """Raise InputError where the run names code in its own folder, unless that is trusted."""
+        """Raise InputError if the run uses code in its own folder, unless the user trusts it."""
         require_trusted(self.config.model, self.asked.run, self.asked.trust)
         for metric in () if self.asked.trust else self.config.train.metrics:
             if ":" in metric:
                 require_outside("train.metrics", metric, self.asked.run)
 
     def _parts_without_states(self, manifest: Manifest) -> list[Part]:
-        """Return the parts to fill, without the optimizer's states, which nobody needs here."""
+        """Return the parts to read, without optimizer states, which an evaluation does not need."""
         kept = {name: spec for name, spec in manifest.tensors.items() if not name.startswith(OPTIMIZER)}
         return self.engine.parts_to_load(replace(manifest, tensors=kept))
 
     def _first(self, parts_for: Any, likely: Path | None = None) -> tuple[Path, Manifest]:
-        """The newest checkpoint of which those parts can be read."""
+        """Return the newest checkpoint whose parts can be read, and its manifest.
+
+        Args:
+            parts_for: Function from a manifest to the parts to read.
+            likely: Checkpoint to try first; None for the newest.
+        """
         reasons: list[str] = []
         for _ in range(_AGAIN):
             asked = self.asked.checkpoint
@@ -153,7 +163,7 @@ class Evaluator(Trainer):
         raise refusal(f"run folder {self.asked.run} has no checkpoint yet; give one that was saved")
 
     def _require_alike(self, manifest: Manifest) -> None:
-        """Raise InputError where the data set is of another kind than what the run was trained on."""
+        """Raise InputError if the kind of the data set differs from that of the run's training data."""
         path, trained = self.config.data.path, self._trained_on(manifest)
         if trained is None:
             return
@@ -173,7 +183,7 @@ class Evaluator(Trainer):
                 )
 
     def _trained_on(self, manifest: Manifest) -> dict[str, Any] | None:
-        """The form of the data that the run was trained on; None where that is not known."""
+        """Return the properties of the run's training data; None if unknown."""
         told = manifest.values.get("task") or {}
         if "data" in told:
             return {key: tuple(value) if isinstance(value, list) else value for key, value in told["data"].items()}
@@ -183,19 +193,19 @@ class Evaluator(Trainer):
         try:
             return _form(self._open(own, "train").description)
         except InputError:
-            return None  # what does not fit the model is told when it is loaded
+            return None  # loading the model then reports what does not fit
 
 
 def checkpoint_of(run: Path, *, best: bool, step: int | None) -> tuple[Path, Path | None]:
-    """The run folder that a path means, and the checkpoint in it that is asked for; None: the newest.
+    """Return the run folder of a path, and the requested checkpoint in it; None for the newest.
 
     Args:
         run: A run folder, or one of its checkpoints.
-        best: The best one is asked for.
-        step: The one of a step is asked for.
+        best: If true, the best checkpoint is requested.
+        step: Step of the requested checkpoint; None for any.
 
     Raises:
-        InputError: There is no such run or checkpoint.
+        InputError: If there is no such run or checkpoint.
     """
     folder: Path | None = None
     if not (run / CONFIG).exists() and find(run) == [run]:
@@ -215,7 +225,7 @@ def checkpoint_of(run: Path, *, best: bool, step: int | None) -> tuple[Path, Pat
 
 
 def _settings(asked: Namespace, flags: Sequence[str]) -> Config:
-    """The settings of the run, without those of its layout, and with those of the flags."""
+    """Return the settings of the run without its layout, overridden by the flags."""
     path = asked.run / CONFIG
     trained, (file, given) = read_toml(str(path)), parse(flags)
     if file is not None:
@@ -238,7 +248,7 @@ def _settings(asked: Namespace, flags: Sequence[str]) -> Config:
 
 
 def _form(description: Description) -> dict[str, Any]:
-    """Return the properties of data that must be equal for a model to take the samples."""
+    """Return the properties of data that must match for a model to accept the samples."""
     return {
         "kind": description.kind,
         "vocabulary": description.vocabulary,

@@ -1,15 +1,15 @@
-"""The loss and the metrics of a trained model on held-out samples, the same on all ranks.
+"""Loss and metrics of a trained model on held-out samples, equal on all ranks.
 
-Metrics are shown each output where the model ends, summed, and told to all ranks:
+The rank that has the model's output computes sums for each metric, and all ranks receive the totals:
 
-    what is measured                    of which settings
-    the task's metrics                  what the data are: see `mpitrain.models.metrics`
-    measures by name                    train.metrics, as f1
-    functions of one's own              train.metrics, as package.module:function; metrics of torchmetrics alike
-    what the model says of itself       model.factory: a method `metrics(output, y)` of the module, which returns a dict
+    metrics                             selected by
+    metrics of the task                 the kind of data: see `mpitrain.models.metrics`
+    built-in measures                   train.metrics, for example f1
+    functions of the user               train.metrics, as package.module:function; also metrics of torchmetrics
+    metrics of the user's model         model.factory: a method `metrics(output, y)` of the module, which returns a dict
 
-With a pipeline outputs are on the last stage alone, with tensor ranks that divide a vocabulary each has a part of the
-scores, and a rank may have no samples at all: afterwards all have the same figures.
+In a pipeline only the last stage has outputs. Tensor ranks that divide a vocabulary each have a part of the scores. A
+rank may have no samples at all. In each case all ranks end with the same figures.
 """
 
 from __future__ import annotations
@@ -50,25 +50,26 @@ from mpitrain.tensor.vocabulary import judge, whole
 from mpitrain.trainer.data import GroupPlaces, microbatches
 from mpitrain.trainer.engine import Engine
 
-DIRECTION = "higher_is_better"  # the attribute by which one's own metric says so
+DIRECTION = "higher_is_better"  # attribute of a user's metric
 Function = Callable[[Any, Any], Any]
-Spare = tuple[torch.Tensor, torch.Tensor] | tuple[()]  # what a rank without samples computes with
-_METHODS = ("update", "compute", "reset")  # of a metric of torchmetrics, which is not imported here
-LOSS = "loss"  # the figure that is no metric
+Spare = tuple[torch.Tensor, torch.Tensor] | tuple[()]  # microbatch with which a rank without samples computes
+_METHODS = ("update", "compute", "reset")  # methods of torchmetrics.Metric, which is not imported here
+LOSS = "loss"  # name of the figure that is not a metric
 
 
 class OwnMetric(Metric):
-    """A function(output, y) of the user's, beside the loss.
+    """A user's function(output, y) that is evaluated as a metric.
 
-    It gets the whole output of the model for some samples and their targets, in evaluation mode and without gradients,
-    and returns one of two:
+    The function receives the model's whole output for some samples and their targets, in evaluation mode and without
+    gradients. It returns one of two:
 
         a tensor [samples]    a value of each sample
-        a number, or a tensor without dimensions    the mean over the samples that were given
+        a number, or a tensor without dimensions    the mean over these samples
 
-    The figure is the mean over all held-out samples, each counted once, on however many ranks. With parallel.slices it
-    gets a piece of the sequence of each sample at a time, and each value counts by the length of that piece. An
-    attribute `higher_is_better` of the function says which figures are better, for train.monitor and checkpoint.best.
+    The figure is the mean over all held-out samples, each counted once, on any number of ranks. With parallel.slices,
+    the function receives one piece of each sample's sequence at a time, and each value is weighted by the length of the
+    piece. The function's attribute `higher_is_better` says which figures are better, for train.monitor and
+    checkpoint.best.
 
     Args:
         path: package.module:function, for messages; the figure has the function's name.
@@ -90,20 +91,21 @@ class OwnMetric(Metric):
 
 
 class Meter:
-    """Adds up the metrics of samples on this rank, and makes figures of what all ranks have.
+    """Accumulator of metrics on this rank, which combines the sums of all ranks into figures.
 
     Args:
-        metrics: What is measured.
-        description: Of the data.
-        own: The model's own function, which returns a dict; None where it has none.
-        ends_here: Whether outputs come to this rank; elsewhere functions of one's own are let go.
-        divided: The ranks that have parts of the scores, and how many classes these have together; None: all whole.
+        metrics: Metrics to evaluate.
+        description: Description of the data.
+        own: The model's own function, which returns a dict; None if it has none.
+        ends_here: If true, this rank has the model's outputs; otherwise it does not call functions of the user.
+        divided: Axis of ranks that have parts of the scores, and number of classes over all of them; None if each rank
+            has all scores.
 
     Attributes:
-        metrics: What is measured.
-        worker: The virtual worker whose samples are shown.
-        directions: Of the loss and each metric, by name, whether more is better; None: it does not say.
-        counts: Of the metrics that count, by name, the sums over all ranks, once they are `gathered`.
+        metrics: Metrics to evaluate.
+        worker: Virtual worker to which samples are attributed.
+        directions: For the loss and each metric, by name: true if larger is better, None if unknown.
+        counts: Sums over all ranks of the metrics that count, by name; set by `gathered`.
     """
 
     def __init__(
@@ -125,12 +127,12 @@ class Meter:
         self._asks_model, self._own = own is not None, own if ends_here else None
         self._sums: dict[str, torch.Tensor] = {}  # by the metric's name: [workers, size]
         self._told: dict[str, torch.Tensor] = {}  # by the name in the model's dict: [workers, 2]
-        self._found: dict[str, float] = {}  # figures of measures that collect
-        self._names: list[str] = []  # of those, agreed on by all ranks
+        self._found: dict[str, float] = {}  # figures of metrics that collect outputs
+        self._names: list[str] = []  # names in the model's dict, equal on all ranks
         self._like = torch.empty(0, 1)
 
     def add(self, metrics: Sequence[Measure]) -> None:
-        """Measure these, too."""
+        """Evaluate further metrics."""
         self.metrics += metrics
         for metric in metrics:
             self.directions |= metric.directions
@@ -141,14 +143,19 @@ class Meter:
         self._top = any(isinstance(metric, OfScores) and metric.top for metric in plain)
 
     def begin(self, like: torch.Tensor) -> None:
-        """Begin with nothing. like: float64 [workers, 1]; where sums are to be in the end."""
+        """Reset all sums. like: float64 [workers, 1], on the device of the results."""
         self._like, self.worker = like, 0
         self.counts, self._sums, self._told, self._found = {}, {}, {}, {}
         for metric in self._collected:
             metric.begin()
 
     def see(self, output: Any, y: Any) -> None:
-        """Add what the output of some samples and their targets are worth."""
+        """Add the metrics of some samples.
+
+        Args:
+            output: Output of the model for these samples.
+            y: Their targets.
+        """
         shown: Any = output
         axis, classes = self._divided or (None, 0)
         if axis is not None:
@@ -180,9 +187,16 @@ class Meter:
         to[name][self.worker] += sums
 
     def gathered(self, places: GroupPlaces, engine: Engine) -> torch.Tensor:
-        """The sums of this rank's virtual workers, from where its model ends: float64 [workers, numbers]. Collective.
+        """Return the sums of this rank's virtual workers, on all stages of a pipeline. Collective.
 
-        What metrics count is summed over all ranks, into `counts`.
+        The counts of metrics that count are summed over all ranks into `counts`.
+
+        Args:
+            places: Place of this rank.
+            engine: Engine of the model.
+
+        Returns:
+            Sums, float64 [workers, numbers].
         """
         pipeline = engine.pipeline
         if self._asks_model:
@@ -213,14 +227,15 @@ class Meter:
         return self._like.new_zeros(len(self._like), size) if sums is None else sums.to(self._like.device)
 
     def values(self, totals: Sequence[float]) -> dict[str, float]:
-        """The figures, by name. totals: of the numbers that `gathered` gave, the sums over all virtual workers.
+        """Return the figures by name, without metrics that do not suit the model's output.
 
-        Without the metrics that the model's output does not go with.
+        Args:
+            totals: Numbers of `gathered`, summed over all virtual workers.
         """
         found, rest = dict[str, float](), list(totals)
         for metric in self._summed:
             own, rest = rest[: metric.size], rest[metric.size :]
-            if own[-1]:  # how many were counted
+            if own[-1]:  # number of samples or targets counted
                 found |= metric.figures(torch.tensor(own, dtype=torch.float64))
         for metric in self._counting:
             if self.counts[metric.name].any():
@@ -233,15 +248,16 @@ class Meter:
 
 
 def meter_of(config: Config, task: Task, description: Description, engine: Engine) -> Meter:
-    """Return the meter of a model that was put onto the ranks.
+    """Return the meter of a model that was divided over the ranks.
 
     Args:
+        config: The settings.
         task: The whole model.
-        description: Of the data.
-        engine: Of the model.
+        description: Description of the data.
+        engine: Engine of the model.
 
     Raises:
-        InputError: A function of train.metrics cannot be found, or has the name of another figure.
+        InputError: If a function of train.metrics cannot be found, or has the name of another figure.
     """
     asked = config.train.metrics
     metrics = measures_of(description) + named_measures([name for name in asked if ":" not in name], description)
@@ -252,7 +268,7 @@ def meter_of(config: Config, task: Task, description: Description, engine: Engin
             raise refusal(f"train.metrics {path}: there is a figure {own.name!r} already; give it another name")
         metrics.append(own)
     pipeline, criterion = engine.pipeline, getattr(task.module, "criterion", None)
-    axis = getattr(criterion, "axis", None)  # of a criterion that takes parts of the scores
+    axis = getattr(criterion, "axis", None)  # attribute of a criterion that works on parts of the scores
     divided = (axis, criterion.classes) if isinstance(axis, Axis) and axis.size > 1 and criterion is not None else None
     of_model = getattr(task.module, "metrics", None) if config.model.factory else None
     meter = Meter(
@@ -269,10 +285,15 @@ def meter_of(config: Config, task: Task, description: Description, engine: Engin
 
 
 def summed(named: str, value: Any, y: Any) -> torch.Tensor:
-    """[sum, samples] of what a metric of one's own gave for the samples of y: a value of each, or their mean.
+    """Return [sum, samples] from the value of a user's metric: one number for each sample of y, or their mean.
+
+    Args:
+        named: Name of the metric in messages.
+        value: Return value of the metric.
+        y: Targets of the samples.
 
     Raises:
-        InputError: It is neither.
+        InputError: If the value is neither.
     """
     samples = len(y)
     found = torch.as_tensor(value).detach() if isinstance(value, (int, float, torch.Tensor)) else None
@@ -286,7 +307,7 @@ def summed(named: str, value: Any, y: Any) -> torch.Tensor:
 
 
 def _tried(named: str, act: Callable[[], Any]) -> Any:
-    """Call a function of the user's. Raises InputError, with its name, where it raises anything."""
+    """Return `act()`; convert any exception into an InputError that names the user's function."""
     try:
         return act()
     except Exception as error:
@@ -303,22 +324,22 @@ def _of_model(function: Function, output: Any, y: Any) -> dict[str, torch.Tensor
 
 
 def is_library_metric(found: object) -> bool:
-    """Return whether something that train.metrics names is a metric of torchmetrics, or a class of one."""
+    """Return whether an object that train.metrics names is a metric of torchmetrics, or a class of one."""
     module = isinstance(found, nn.Module) or (isinstance(found, type) and issubclass(found, nn.Module))
     return module and all(callable(getattr(found, name, None)) for name in _METHODS)
 
 
 class LibraryMetric(Collected):
-    """A torchmetrics.Metric or MetricCollection of the user's.
+    """A torchmetrics.Metric or MetricCollection of the user.
 
-    It is updated with the model's output and the targets, on the device of the output. Its states are gathered from all
-    ranks, and reduced as they say themselves. A figure is what it computes: a
-    number, a number for each class, or a dict of these.
+    It is updated with the model's output and the targets, on the output's device. Its states are gathered from all
+    ranks and reduced as they specify. A figure is the number that it computes. If it computes a number for each class
+    or a dict, there is a figure for each entry.
 
     Args:
         path: package.module:name, for messages; the figure has that name.
         found: The metric, which is copied, or a class that needs no arguments.
-        classes: Names of the classes; empty where there are none.
+        classes: Names of the classes; may be empty.
     """
 
     def __init__(self, path: str, found: Any, classes: Sequence[str]) -> None:
@@ -326,7 +347,7 @@ class LibraryMetric(Collected):
         self._metric = self._tried(lambda: found() if isinstance(found, type) else copy.deepcopy(found))
         self.higher = getattr(self._metric, "higher_is_better", None)
         for metric in self._metrics():
-            metric.sync_on_compute = metric._to_sync = False  # over torch.distributed, which need not be there
+            metric.sync_on_compute = metric._to_sync = False  # torch.distributed is not used
         self._seen = 0  # samples
 
     def begin(self) -> None:
@@ -350,7 +371,7 @@ class LibraryMetric(Collected):
         return dict(self._named(self.name, self._tried(self._metric.compute)))
 
     def _metrics(self) -> Iterator[Any]:
-        """Every metric in this one, which have the states."""
+        """Return all metrics in this one, whose states are gathered."""
         return (part for part in self._metric.modules() if hasattr(part, "_reductions"))
 
     def _named(self, name: str, value: Any) -> Iterator[tuple[str, float]]:
@@ -372,7 +393,7 @@ class LibraryMetric(Collected):
 
 
 def _reduced(state: Any, reduce: Any, gather: Gather) -> Any:
-    """Return a state of all ranks together: reduced, or one after the other where the metric keeps a list."""
+    """Return a state of all ranks: reduced, or concatenated if the metric has a list."""
     if isinstance(state, torch.Tensor):
         stacked = torch.stack([part.to(state.device) for part in gather(state)])
         return reduce(stacked) if reduce is not None else stacked
@@ -386,14 +407,17 @@ def _reduced(state: Any, reduce: Any, gather: Gather) -> Any:
 
 
 def gathered_from(comm: Communicator) -> Gather:
-    """Return what gathers a tensor from every rank, in order, on the host. The sizes may differ, and be 0."""
+    """Return a function that gathers a tensor from every rank, in order, on the host.
+
+    The tensors' sizes may differ and be 0. Calls of the function are collective over `comm`.
+    """
 
     def gather(tensor: torch.Tensor) -> list[torch.Tensor]:
         own = tensor.detach().cpu()
         about = comm.all_gather_object([list(own.shape), str(own.dtype).removeprefix("torch."), own.numel()])
         counts = [count for _, _, count in about]
         names = [name for _, name, count in about if count] or [about[0][1]]
-        dtype = getattr(torch, names[0])  # a rank without anything may not know
+        dtype = getattr(torch, names[0])  # a rank without elements may have another dtype
         carried = torch.uint8 if dtype == torch.bool else dtype
         everything = torch.empty(sum(counts), dtype=carried)
         if len(everything):
@@ -414,23 +438,26 @@ def evaluated(
     most: int = 0,
     spare: Spare = (),
 ) -> dict[str, float]:
-    """The mean loss, and the metrics, of samples that are each counted once. Collective.
+    """Return the mean loss and the metrics of samples, each counted once. Collective.
 
-    The host waits for the device once, at the end.
+    The host waits for the device only once, at the end.
 
     Args:
-        samples: Of which so many are taken, spread evenly.
-        meter: Of the metrics.
-        most: How many samples are taken at most; 0: train.evaluate_samples.
-        spare: (x, y) that a rank without samples computes with, where others need it to; empty: samples that it was
-            trained on.
+        config: The settings.
+        places: Place of this rank.
+        engine: Engine of the model.
+        samples: Data set, from which samples are chosen at equal distances.
+        meter: Meter of the metrics.
+        most: Largest number of samples; 0 for train.evaluate_samples.
+        spare: Microbatch (x, y) with which a rank without samples takes part in other ranks' passes; empty for one on
+            which it was trained.
 
     Returns:
-        "loss", each metric, and of a mix "loss of NAME" of each data set, by name, the same on all ranks.
+        "loss", each metric, and for a mix "loss of NAME" of each data set, by name; equal on all ranks.
     """
     workers = places.evaluating
     chosen = min(most or config.train.evaluate_samples, len(samples))
-    pipeline = places.mesh.stages.size > 1  # it cuts batches itself, and tells the host the loss of each
+    pipeline = places.mesh.stages.size > 1  # divides batches itself, and returns losses on the host
     microbatch = 0 if pipeline else config.train.microbatch
     losses = torch.zeros(len(workers.own), 2, dtype=torch.float64, device=CPU if pipeline else engine.device)
     meter.begin(losses[:, :1])
@@ -460,24 +487,24 @@ def evaluated(
     return {LOSS: mean} | meter.values(totals[:measured]) | parts.values(totals[measured:])
 
 
-# -- The held-out loss of each data set of a mix, beside that of all of them together
-# Held-out samples come one data set after the other, so that few microbatches have samples of several. The loss of
-# every other one counts for its data set as it is; those few are computed once more in pieces, after the batch:
+# -- held-out loss of each data set of a mix
+# Held-out samples are ordered by data set, so that few microbatches have samples of several data sets. The loss of any
+# other microbatch is added to its data set directly; those few are computed again in pieces, after the batch:
 #
 #     places      0  1  2  3 | 4  5  6  7 | 8  9 10 11      microbatches of 4
 #     data set    a  a  a  a | a  a  b  b | b  b  b  b      in pieces: 4 5, 6 7
 
 
 class LossOfParts:
-    """Adds up losses by data set on one rank.
+    """Accumulator of losses by data set on one rank.
 
     Args:
-        parts: By the name of a data set, how many of the samples are its own; in their order.
-        like: float64 [workers, 1]; where the sums are to be.
+        parts: Number of samples of each data set, by name, in the order of the samples.
+        like: float64 [workers, 1], on the device of the sums.
 
     Attributes:
-        sums: Of losses times what they are means over, and of the latter, float64 [workers, 2 data sets]; no columns
-            for a single data set.
+        sums: For each data set, sum of losses times counts, and sum of counts, float64 [workers, 2 data sets]; without
+            columns for a single data set.
     """
 
     def __init__(self, parts: Mapping[str, int], like: torch.Tensor) -> None:
@@ -487,7 +514,16 @@ class LossOfParts:
         self.sums = like.new_zeros(len(like), 2 * len(self._parts))
 
     def add(self, worker: int, place: int, x: torch.Tensor, y: torch.Tensor, loss: torch.Tensor, count: Count) -> None:
-        """Take a microbatch whose mean loss was computed, over a count. place: of its first sample among all."""
+        """Add a microbatch whose mean loss was computed.
+
+        Args:
+            worker: Virtual worker of the samples.
+            place: Position of the microbatch's first sample among all samples.
+            x: Inputs.
+            y: Targets.
+            loss: Mean loss.
+            count: Count that the mean is over.
+        """
         pieces = list(self._pieces(place, len(x)))
         if len(pieces) == 1:
             self._add(worker, pieces[0][0], loss, count)
@@ -495,13 +531,15 @@ class LossOfParts:
             self._mixed.append((worker, place, x, y))
 
     def end_batch(self, engine: Engine, position: int, size: int, spare: Spare) -> None:
-        """Compute what has samples of several data sets in pieces. Collective: every rank computes as often.
+        """Compute microbatches with samples of several data sets in pieces.
+
+        Collective: all ranks make the same number of passes.
 
         Args:
-            engine: Of the model.
-            position: Of the global batch among the samples.
-            size: How many it has.
-            spare: What a rank without samples computes with.
+            engine: Engine of the model.
+            position: Position of the global batch among the samples.
+            size: Samples of the global batch.
+            spare: Microbatch with which a rank without samples computes.
         """
         done = 0
         for worker, place, x, y in self._mixed:
@@ -511,11 +549,11 @@ class LossOfParts:
                 done += 1
         self._mixed.clear()
         inside = {bound for bound in self._bounds if position < bound < position + size}
-        for _ in range(done, 2 * len(inside)):  # so many pieces there are at most, each bound in another microbatch
+        for _ in range(done, 2 * len(inside)):  # upper bound of the pieces: each bound in a different microbatch
             engine.evaluate(*spare)
 
     def values(self, totals: Sequence[float]) -> dict[str, float]:
-        """The figures by name. totals: of `sums`, over all virtual workers."""
+        """Return the figures by name. totals: `sums`, added over all virtual workers."""
         named = zip(self._parts, totals[::2], totals[1::2], strict=True)
         return {f"{LOSS} of {name}": total / count for name, total, count in named if count}
 
@@ -524,7 +562,10 @@ class LossOfParts:
         self.sums[worker, 2 * number + 1] += count
 
     def _pieces(self, place: int, size: int) -> Iterator[tuple[int, int, int]]:
-        """(data set, first, last) of the samples of each data set in a stretch of places, counted from its first."""
+        """Yield (data set, first, last) for each data set with samples in a range of positions.
+
+        `first` and `last` are counted from the first position, `place`.
+        """
         for number, (begin, end) in enumerate(zip(self._bounds, self._bounds[1:], strict=False)):
             lo, hi = max(begin, place), min(end, place + size)
             if lo < hi:

@@ -1,1 +1,1 @@
-"""The values of parallel.mode: sync, local and server."""
+"""Strategies for the values of parallel.mode: sync, local and server."""

@@ -1,20 +1,20 @@
-"""parallel.mode sync and local: the ranks of a group take each step together.
+"""parallel.mode sync and local, in which the ranks of a group take each step together.
 
-In mode sync there is one group, of all ranks. In mode local groups take steps by themselves, and average their
-parameters now and then:
+In mode sync, one group has all ranks. In mode local, groups take steps independently and periodically average their
+parameters:
 
-    steps 1 ... warm              taken by all groups as one: synchronous training
-    then periods of local_steps   each group takes them by itself, on its part of each global batch; then they average
+    steps 1 ... warm              all groups together: synchronous training
+    then periods of local_steps   each group alone, on its part of each global batch; then all groups average
 
-The last period is as long as the steps that are left. With local_steps 1 and a plain average all steps are taken as
-one, since an average of updates is the update with the average of gradients for plain SGD alone.
+The last period has the steps that remain. With local_steps 1 and a plain average, the groups average gradients instead
+of parameters and take all steps together. (The two are equal only for plain SGD.)
 
-In a checkpoint, beside what every engine writes, which is here of group 0 or shared by all groups:
+A checkpoint has the tensors that every engine writes, which are those of group 0 or shared by all groups, and
 
-    replica/<group>/optimizer/<state>/<parameter>    of the other groups, whose optimizers have seen other samples
-    replica/<group>/master/<parameter>               parallel.overlap: a group's own parameters, beside the shared ones
-    outer/momentum/<parameter>                       of the outer optimizer
-    local_compression/<rank>/<buffer>                what compression of differences left out so far
+    replica/<group>/optimizer/<state>/<parameter>    states of other groups' optimizers, which saw other samples
+    replica/<group>/master/<parameter>               a group's own parameters, with parallel.overlap
+    outer/momentum/<parameter>                       momentum of the outer optimizer
+    local_compression/<rank>/<buffer>                error that compression of differences has not yet sent
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from mpitrain.trainer.state import MASTER, OPTIMIZER, Holding, LeftOut
 
 
 class Synchronous(Strategy):
-    """All ranks take each step together: data parallel and ZeRO, with pipeline stages and tensor parallel layers."""
+    """Strategy in which all ranks take each step together, with data, ZeRO, pipeline and tensor parallelism."""
 
     survivors = Survivors
 
@@ -82,7 +82,7 @@ class Synchronous(Strategy):
 
 
 def _take_step(trainer: Run, coming: Iterator[Batch], samples: int) -> Step:
-    """Take the next step, of whose batch the group has so many samples. Collective over the group."""
+    """Take the next step, with `samples` samples of its batch in this group. Collective over the group."""
     clock, trainer.samples = trainer.engine.clock, samples
     clock.step(trainer.step + 1)
     with clock.data:
@@ -91,13 +91,13 @@ def _take_step(trainer: Run, coming: Iterator[Batch], samples: int) -> Step:
 
 
 def require_samples(config: Config, engine: Engine, places: GroupPlaces, sizes: Iterable[int]) -> None:
-    """Raise InputError on all ranks where a batch to come gives some of them too few samples for the others.
+    """Raise InputError on all ranks if, in a batch to come, some rank gets too few samples.
 
     Args:
-        config: Says how large microbatches are.
-        engine: Of this rank.
-        places: How a group divides its part of a batch.
-        sizes: Of these parts, of every group.
+        config: Settings, which define the size of microbatches.
+        engine: Engine of this rank.
+        places: Place of this rank, with the division of its group's part of a batch.
+        sizes: Samples of the parts of all groups.
     """
     gathers = engine.sharding.parameters.gathers and engine.pipeline is None
     found = Combination(config.parallel, synchronous=engine.synchronous, gathers=gathers, workers=places.workers)
@@ -110,25 +110,25 @@ REPLICA, MOMENTUM, LEFT_OUT = "replica/", "outer/momentum/", "local_compression/
 
 
 class LocalEngine(Engine):
-    """The engine of one group of several. Collective to make, over all groups.
+    """Engine of one group out of several. Its construction is collective over all groups.
 
-    In steps that all groups take as one, gradients are summed over the groups before norm, clipping and update. In
-    steps that each takes by itself nothing is exchanged; parameters are averaged when a period has ended.
+    In steps that all groups take together, gradients are summed over the groups before norm, clipping and update. In
+    other steps groups exchange nothing, and parameters are averaged at the end of a period.
 
     Args:
-        module: As of `Engine`; all groups get the first one's values.
-        rest: As of `Engine`, for this group.
-        world: The ranks of all groups.
-        everyone: Those of them that have the same part of the model as this one.
-        grouping: How they are divided.
-        division: As of `Engine`.
-        more: As of `Engine`.
+        module: Module as for `Engine`; all groups get the values of the first one.
+        *rest: Arguments of `Engine`, for this group.
+        world: Ranks of all groups.
+        everyone: Ranks of all groups that have the same part of the model as this rank.
+        grouping: Division of the ranks into groups.
+        division: Division of the model, as for `Engine`.
+        **more: Keyword arguments of `Engine`.
 
     Attributes:
-        grouping: The groups, and this rank's.
-        together: Whether the next steps are taken by all groups as one.
-        averaging: Of the parameters over the groups.
-        meeting: The ranks that stand at this one's place in the other groups, in the order of the groups.
+        grouping: Division of the ranks into groups.
+        together: True if all groups take the next steps together.
+        averaging: Average of the parameters over the groups.
+        meeting: Ranks with this rank's place in all groups, in the order of the groups.
     """
 
     def __init__(
@@ -165,7 +165,11 @@ class LocalEngine(Engine):
         self.averaging = Averaging(slices, peers, weight, parallel, buckets, reproducible=exact, wrote=self._wrote)
 
     def _require_alike(self, division: Division) -> int:
-        """This rank's place in its group. Raises InputError, on all ranks, where groups keep their parts unlike."""
+        """Return this rank's place in its group.
+
+        Raises:
+            InputError: On all ranks, if groups divide their parts differently.
+        """
         sharding = self.sharding
         names = {p: name for name, p in self.module.named_parameters()}
         kept = [(names[p], lo, hi, at) for f in sharding.flat_parameters for p, lo, hi, at in f.contents]
@@ -182,7 +186,7 @@ class LocalEngine(Engine):
         return [rest[0] for rest in groups[0]].index(place)
 
     def _contents(self, number: int, part: FlatSlice) -> Iterator[tuple[nn.Parameter, int, int, int]]:
-        """(parameter, first, last, place in the slice) of what lies in a slice."""
+        """Yield (parameter, first, last, place in the slice) of the parameters in a slice."""
         for flat, lo, hi, place in part.stretches:
             for p, first, last, at in self._flats[number][flat].contents:
                 begin, end = max(lo, at), min(hi, at + last - first)
@@ -190,7 +194,7 @@ class LocalEngine(Engine):
                     yield p, first + begin - at, first + end - at, place + begin - lo
 
     def _wrote(self) -> None:
-        """Round what was averaged into the parameters, and show it to the group."""
+        """Round the averaged values into the parameters, and make them visible in the group."""
         with torch.no_grad():
             for flat_parameter in self.sharding.flat_parameters:
                 flat_parameter.store()
@@ -205,7 +209,7 @@ class LocalEngine(Engine):
         buffers = [b for n, b in self.module.named_buffers() if n in kept and b.is_floating_point() and b.numel()]
         if not buffers:
             return
-        together = torch.cat([b.reshape(-1).double() for b in buffers])  # so that what is equal stays so to the bit
+        together = torch.cat([b.reshape(-1).double() for b in buffers])  # so that equal buffers stay bitwise equal
         self.meeting.all_reduce(together.mul_(self.grouping.weight), reproducible=self.cut)
         for buffer, values in zip(buffers, together.split([b.numel() for b in buffers]), strict=True):
             buffer.copy_(values.view(buffer.shape))
@@ -217,7 +221,7 @@ class LocalEngine(Engine):
 
     @torch.no_grad()
     def _sum_gradients(self) -> None:
-        """Make the group's gradients those of the global batch."""
+        """Replace the group's gradients by those of the global batch."""
         sharding, weight = self.sharding, self.grouping.weight
         if sharding.host is not None:
             raise refusal(
@@ -237,7 +241,7 @@ class LocalEngine(Engine):
                 holders.all_gather(bucket[: ranks * each], mine)
 
     def _remember_used(self) -> None:
-        """Give back their gradients to parameters that were used in other groups alone (see `Reducer`, stage 0)."""
+        """Restore the gradients of parameters that only other groups used (see `Reducer`, stage 0)."""
         sharding = self.sharding
         if sharding.stage.states or sharding.reduce_dtype is not None:
             return
@@ -253,7 +257,7 @@ class LocalEngine(Engine):
         return replace(account, buffers=account.buffers + self.averaging.nbytes())
 
     def bytes_sent(self) -> float:
-        """Bytes that this rank sends to other groups for one period, by formula."""
+        """Return the bytes that this rank sends to other groups in one period, by formula."""
         if not self.together:
             return self.averaging.bytes_sent()
         ranks = self._peers.size
@@ -282,7 +286,7 @@ class LocalEngine(Engine):
         return self._holdings(self._prefix + MASTER, self.averaging.ahead or [])
 
     def _holdings(self, prefix: str, tensors: Sequence[torch.Tensor]) -> list[Holding]:
-        """Return the pieces of logical tensors that lie in tensors laid out like the slices."""
+        """Return the parts of logical tensors in tensors that have the layout of the slices."""
         return [
             self._state.holding(prefix, p, first, last, tensor[place : place + last - first])
             for number, (part, tensor) in enumerate(zip(self.averaging.slices, tensors, strict=False))
@@ -313,11 +317,11 @@ class LocalEngine(Engine):
         return found + self._left_out.parts_to_load(manifest, self.device, alike=alike)
 
     def _alike(self, manifest: Manifest) -> bool:
-        """Return whether the checkpoint was written by as many groups."""
+        """Return whether the same number of groups wrote the checkpoint."""
         return (manifest.values.get("local") or {}).get("groups") == self.grouping.count
 
     def _of_group(self, manifest: Manifest, alike: bool) -> Manifest:
-        """The checkpoint as this group sees it: its own optimizer's states under their plain names."""
+        """Return the manifest with the states of this group's optimizer under their plain names."""
         if not alike:
             return manifest
         number, prefix, tensors = self.grouping.number, self._prefix, dict(manifest.tensors)
@@ -342,16 +346,16 @@ class LocalEngine(Engine):
 
 
 def _renamed(part: Part, prefix: str) -> Part:
-    """The part under a longer name, as the optimizer's states of a group have in the checkpoint."""
+    """Return a part whose name has a prefix, as in a group's optimizer states in a checkpoint."""
     name = prefix + part.spec.name
     return Part(replace(part.spec, name=name), replace(part.piece, name=name), part.data)
 
 
 class Local(Strategy):
-    """Local SGD, DiLoCo, post-local SGD and hierarchical averaging, as the settings say.
+    """Strategy of local SGD, DiLoCo, post-local SGD and hierarchical averaging, depending on the settings.
 
     Attributes:
-        grouping: The groups; that of this rank.
+        grouping: Division of the ranks into groups.
     """
 
     def __init__(self, config: Config, world: Communicator) -> None:
@@ -392,7 +396,7 @@ class Local(Strategy):
                 yield from self._period(trainer, engine, coming)
 
     def _period(self, trainer: Run, engine: LocalEngine, coming: Iterator[Batch]) -> list[Step]:
-        """Take the steps up to the next that ends with all groups together."""
+        """Take and return the steps up to the next one after which all groups synchronize."""
         first, last = trainer.step, end_of_period(trainer.config, trainer.step)
         began = time.perf_counter()
         done: list[Step] = []
@@ -439,14 +443,24 @@ class Local(Strategy):
 
 
 def as_one(config: Config, step: int) -> bool:
-    """Return whether all groups take the step after `step` steps as one."""
+    """Return whether all groups together take the step that follows `step` steps.
+
+    Args:
+        config: The settings.
+        step: Steps done.
+    """
     parallel = config.parallel
     plain = parallel.outer == "average" and parallel.local_compression == "none"
     return step < parallel.warm or (parallel.local_steps == 1 and plain)
 
 
 def end_of_period(config: Config, step: int) -> int:
-    """The step after which all groups come together next, when `step` steps are done."""
+    """Return the next step after which all groups synchronize.
+
+    Args:
+        config: The settings.
+        step: Steps done.
+    """
     if as_one(config, step):
         return step + 1
     warm, each = config.parallel.warm, config.parallel.local_steps
@@ -454,9 +468,11 @@ def end_of_period(config: Config, step: int) -> int:
 
 
 def notices(config: Config, *, overlaps: bool) -> list[str]:
-    """Return remarks for the start of training, a line each.
+    """Return remarks for the start of training, one line each.
 
-    overlaps: Whether what is begun in the background makes progress.
+    Args:
+        config: The settings.
+        overlaps: If true, communication makes progress in the background.
     """
     parallel, steps = config.parallel, config.train.steps
     if as_one(config, steps):
@@ -476,7 +492,7 @@ def notices(config: Config, *, overlaps: bool) -> list[str]:
 
 
 def refuse_what_does_not_go_together(config: Config) -> None:
-    """Raise InputError for settings that parallel.mode local does not go with."""
+    """Raise InputError for settings that parallel.mode local does not support."""
     parallel = config.parallel
     if config.elastic.mode != "off":
         raise refusal(
@@ -506,10 +522,10 @@ def refuse_what_does_not_go_together(config: Config) -> None:
 
 
 def _total(engine: LocalEngine, steps: Sequence[Step]) -> None:
-    """Make each group's figures those of the global batches, by one exchange. Collective over all groups.
+    """Combine all groups' figures into those of the global batches, in one exchange. Collective over all groups.
 
-    The loss and its terms become means over the global batch, the norm the groups' mean with the same weights, and a
-    step counts as skipped where some group skipped it.
+    Losses and loss terms become means over the global batch. The norm becomes the mean over the groups with the same
+    weights. A step counts as skipped if some group skipped it.
     """
     weight, terms = engine.grouping.weight, [f"{LOSS} of {name}" for name in engine.terms.names]
     mine: list[Any] = [

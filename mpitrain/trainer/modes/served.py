@@ -1,10 +1,10 @@
-"""parallel.mode server: workers that take steps by themselves, and servers that keep the parameters.
+"""parallel.mode server: workers take steps independently, and servers have parameters and optimizer states.
 
     a worker    claim a part of a step's batch -> pull -> forward, backward and push, bucket by bucket -> commit
-    a server    apply what is pushed, give what is pulled; on a rank that also works, in a thread of its own
-    all         meet where the run is evaluated, saved or ended, when everything is applied
+    a server    apply pushed gradients, send pulled parameters; in a separate thread on a rank that is also a worker
+    all         synchronize before the run is evaluated, saved or ended, when all gradients are applied
 
-What a step was like is known when all of its parts are applied; the server that gives out samples tells all ranks.
+The results of a step are known when all its parts are applied. The server that assigns samples sends them to all ranks.
 """
 
 from __future__ import annotations
@@ -41,25 +41,26 @@ from mpitrain.trainer.options import every_setting
 from mpitrain.trainer.run import Restored, Run, Step, Strategy
 from mpitrain.trainer.saving import SaveSchedule
 
-_LEFT_OUT = {  # settings that have no other value than the default beside servers
+_LEFT_OUT = {  # settings that must have their default in this mode
     *("parallel.pipeline", "parallel.tensor", "parallel.zero", "parallel.offload", "parallel.offload_parameters"),
     *("run.reproducible", "comm.compression", "model.compile"),
 }
-_PATIENCE = 10.0  # seconds at most that a server's thread takes to end
+_PATIENCE = 10.0  # seconds to wait for the end of a server's thread
 
 
 class ServedEngine(Engine):
     """A module and its loss on a worker, and shares of its optimizer on a server. Collective over `world` to make.
 
     Args:
+        *args: Arguments of `Engine`; its `comm` contains only this rank.
         world: All ranks.
-        roles: Who works and who serves.
-        bulk: Whether the servers find the norm of a whole batch's gradients, and clip these.
-        *args, **kwargs: As of `Engine`; `comm` is of this rank alone.
+        roles: Roles of the ranks: workers and servers.
+        bulk: If true, the servers compute the norm of a whole batch's gradients and clip them.
+        **kwargs: Keyword arguments of `Engine`.
     """
 
     sharding: ServedSharding
-    inbox: Mapping[int, OwnShares]  # of a server: where the gradients of workers arrive that share no memory with it
+    inbox: Mapping[int, OwnShares]  # on a server: buffers for gradients of workers that share no memory with it
 
     def __init__(self, *args: Any, world: Communicator, roles: Roles, bulk: bool, **kwargs: Any) -> None:
         self._world, self._roles, self._bulk, self.inbox = world, roles, bulk, {}
@@ -71,7 +72,7 @@ class ServedEngine(Engine):
         return ServedSharding(self.module, self.optimizer, self.comm, self.config, self._world, self._roles)
 
     def memory(self) -> MemoryAccount:
-        """Count the bytes; a rank that works and serves has its shares of parameters and gradients besides."""
+        """Return the bytes by category, including a server's shares of parameters and gradients."""
         account, sharding, servers = super().memory(), self.sharding, len(self._roles.servers)
         if sharding.published is None or sharding.sums is None:
             return replace(account, expected=account.expected | {"states": 0})
@@ -86,10 +87,10 @@ class ServedEngine(Engine):
 
     @torch.no_grad()
     def take_over(self, earlier: ServedEngine) -> None:
-        """Take over the shares and optimizer states, and the module's buffers, of an engine of the same servers."""
+        """Copy shares, optimizer states and the module's buffers from an earlier engine with the same servers."""
         pieces = earlier.sharding.flat_parameters
         numbers = iter([number for number, piece in enumerate(pieces) for _ in piece.contents])
-        for own in list(self.sharding.flat_parameters):  # those of the earlier one may have been divided
+        for own in list(self.sharding.flat_parameters):  # the earlier engine's may have been divided
             self.sharding.divide(own, [next(numbers) for _ in own.contents])
         for own, before in zip(self.sharding.flat_parameters, pieces, strict=True):
             own.value.copy_(before.value)
@@ -100,9 +101,9 @@ class ServedEngine(Engine):
             buffer.copy_(before_it)
 
     def step(self, lr: float | None = None) -> StepResult:
-        """Say how long the gradients are: that of the mean over this worker's samples. The servers update.
+        """Return the norm of the gradients of the mean loss over this worker's samples, without an update.
 
-        Where they find the norm of the whole batch's, 0.
+        The servers update. If they also compute the norm of the whole batch's gradients, the result is 0.
         """
         if self._bulk:
             return StepResult(0.0, False)
@@ -111,19 +112,20 @@ class ServedEngine(Engine):
         return StepResult(norm, not math.isfinite(norm))
 
     def take_unused(self) -> torch.Tensor:
-        """Return which parameters no backward pass since the last call used: uint8, in the order of the layout."""
+        """Return which parameters no backward pass used since the last call: uint8, in the order of the layout."""
         unused = self.sharding.reducer.take_unused(self.comm)
         every = [p for group in self.sharding.groups for p in group.parameters]
         return torch.tensor([p in unused for p in every], dtype=torch.uint8)
 
 
 class Served(Strategy):
-    """Training with a parameter server.
+    """Training with parameter servers.
 
     Attributes:
-        roles: Who works and who serves.
-        session: What is done with them, once training has begun.
-        remembered: What was applied before workers died; it goes on from there. None: from a checkpoint or the start.
+        roles: Roles of the ranks: workers and servers.
+        session: Session of the current training; None before it begins.
+        remembered: State of the steps before workers died, from which training continues; None if it continues from a
+            checkpoint or begins at step 0.
     """
 
     def __init__(self, config: Config, world: Communicator) -> None:
@@ -172,7 +174,12 @@ class Served(Strategy):
 
 
 def refuse_what_servers_cannot(config: Config, ranks: int) -> None:
-    """Raise InputError for settings that do not go with a parameter server."""
+    """Raise InputError for settings that parameter servers do not support.
+
+    Args:
+        config: The settings.
+        ranks: Number of all ranks.
+    """
     parallel = config.parallel
     if parallel.servers >= ranks:
         raise refusal(
@@ -211,21 +218,21 @@ def refuse_what_servers_cannot(config: Config, ranks: int) -> None:
 
 
 class Session:
-    """The work of a rank between the start of training and its end.
+    """Work of a rank from the beginning of training to its end.
 
     Args:
-        trainer: Whose steps are taken.
-        roles: Who works and who serves.
-        remembered: What was applied before.
+        trainer: Trainer of the run.
+        roles: Roles of the ranks: workers and servers.
+        remembered: State of the steps applied before.
 
     Attributes:
-        engine: Of this rank.
+        engine: Engine of this rank.
     """
 
     def __init__(self, trainer: Run, roles: Roles, remembered: Remembered) -> None:
         self._trainer, self._roles, self._staleness = trainer, roles, trainer.config.parallel.staleness
         world, self._sizes, self._parts = trainer.world, trainer.batch_sizes, remembered.parts
-        self._origin = trainer.position - self._sizes.before(trainer.step)  # where the run's first step would begin
+        self._origin = trainer.position - self._sizes.before(trainer.step)  # position of the run's first step
         self._order = trainer.data.order(trainer.config.run.seed)
         assert isinstance(trainer.engine, ServedEngine)
         self.engine, self._sharding = trainer.engine, trainer.engine.sharding
@@ -247,7 +254,7 @@ class Session:
         self.engine.inbox = inbox
         staleness = None if self._staleness == "none" else self._staleness
         clock = Clock(remembered.applied(), roles.workers, staleness) if world.rank == roles.servers[0] else None
-        # bytes of one part: the gradients to servers of other nodes, and the parameters from them
+        # bytes between nodes for one part: gradients to servers on other nodes, and parameters from them
         moved = 2 * sum(g.layout.numel // g.layout.parts * g.dtype.itemsize for g in sharding.groups)
         nodes, trainer = world.nodes, self._trainer
         apart = {w: moved * sum(nodes[server] != nodes[w] for server in roles.servers) for w in roles.workers}
@@ -256,21 +263,21 @@ class Session:
 
     @property
     def remembered(self) -> Remembered | None:
-        """The steps that were applied, on the rank that gives out samples; None on the others."""
+        """State of the applied steps, on the server that assigns samples; None on other ranks."""
         gives_out = self._trainer.world.rank == self._roles.servers[0]
         return self._server.remembered if self._server is not None and gives_out else None
 
     @property
     def known(self) -> int:
-        """The last step that this rank knows to be complete."""
+        """Last step that this rank knows to be complete."""
         return self._sizes.steps(self._trainer.position - self._origin)
 
     def position(self, step: int) -> int:
-        """Return the place in the order at which the samples after a step begin."""
+        """Return the position, in the order of samples, of the first sample after a step."""
         return self._origin + self._sizes.before(step)
 
     def _bounds(self, portion: Portion) -> tuple[int, int]:
-        """The samples [first, last) of a step's batch that are a part of it."""
+        """Return the range [first, last) of a portion's samples within the batch of its step."""
         bounds = split(self._sizes.size(portion.step - 1), self._parts)
         return bounds[portion.part], bounds[portion.part + 1]
 
@@ -278,14 +285,14 @@ class Session:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Run the server of a rank that works too in a thread."""
+        """Run the server in a thread during the block, if this rank is both server and worker."""
         thread = None
         if self._server is not None and self._trainer.world.rank in self._roles.workers:
             thread = threading.Thread(target=self._serve_beside, name="parameter-server", daemon=True)
             thread.start()
         try:
             yield
-        finally:  # the run is over, or this rank failed: nothing collective here
+        finally:  # not collective: this rank may have failed
             if thread is not None:
                 self._boxes[0].post(self._trainer.world.rank, [LetterKind.END])
                 thread.join(_PATIENCE)
@@ -294,7 +301,7 @@ class Session:
         assert self._server is not None
         try:
             self._server.serve()
-        except BaseException as error:  # raised by the thread that trains
+        except BaseException as error:  # the training thread raises it again
             self._error = error
             self._boxes[1].post(self._trainer.world.rank, [LetterKind.FAILED])
 
@@ -302,10 +309,13 @@ class Session:
         if self._error is not None:
             raise self._error
 
-    # -- from one meeting to the next
+    # -- from one synchronization to the next
 
     def until(self, limit: int) -> Iterator[Step]:
-        """The steps up to the one after which all ranks meet: `limit`, or an earlier one if there is reason to stop."""
+        """Take and yield steps up to step `limit`, or fewer if there is a reason to stop.
+
+        All ranks synchronize at the end.
+        """
         first, world = self._trainer.step, self._trainer.world
         if world.rank in self._roles.workers:
             yield from self._work(limit)
@@ -316,13 +326,13 @@ class Session:
                 self._server.serve(limit)
             last = self._server.applied.completed
         self._worker.meet(works=world.rank in self._roles.workers)
-        # buffers, such as statistics of batches, are those of each worker's samples: evaluate what is saved
+        # each worker has buffers, such as batch statistics, of its own samples: evaluate those that are saved
         broadcast_tensors(self.engine.module.buffers(), world, self._roles.workers[0])
         for number in range(max(first, self._trainer.step) + 1, last + 1):
             yield self._step(self._worker.next_record(), together=number == last)
 
     def _work(self, limit: int) -> Iterator[Step]:
-        """Work on what there is; gives the steps that become known meanwhile, but for the last."""
+        """Work on the portions assigned to this rank, and yield steps as they become known, except the last one."""
         trainer, worker = self._trainer, self._worker
         done = trainer.step
         while True:
@@ -348,7 +358,7 @@ class Session:
         trainer.step, trainer.samples = portion.step - 1, self._sizes.size(portion.step - 1)
         trainer.places = replace(trainer.places, first_worker=portion.part)
         step = trainer.train_step(batch)
-        worker.need(range(len(self._sharding.flats.buckets)))  # a part without samples has not computed with them
+        worker.need(range(len(self._sharding.flats.buckets)))  # a part without samples has not used them
         lo, hi = self._bounds(portion)
         weight = (hi - lo) / trainer.samples
         norm = step.norm / weight if weight else 0.0
@@ -360,7 +370,7 @@ class Session:
         worker.commit(commit, self.engine.take_unused())
 
     def _read(self, portion: Portion) -> Batch:
-        """The samples of a part."""
+        """Return the samples of a portion."""
         trainer = self._trainer
         lo, hi = self._bounds(portion)
         begin = self.position(portion.step - 1)
@@ -370,11 +380,11 @@ class Session:
         return next(on_device(iter([pin(Batch(ids, x, y, begin), to=trainer.device)]), trainer.device))
 
     def _step(self, record: StepRecord, *, together: bool) -> Step:
-        """Return the step as the trainer knows it."""
+        """Return a step in the form that the trainer uses."""
         trainer, number = self._trainer, int(record.step)
         size, begin = self._sizes.size(number - 1), self.position(number - 1)
         ids = self._order.ids(begin, size if trainer.config.data.record_ids else 0)
-        batch = Batch(ids, torch.empty(0), torch.empty(0), begin)  # other workers have most of it
+        batch = Batch(ids, torch.empty(0), torch.empty(0), begin)  # without samples: other workers have most of them
         lr, skipped = trainer.schedule.rate(number - 1), bool(record.skipped)
         step = Step(number, batch, record.loss, lr, record.norm, skipped, seconds=record.seconds, together=together)
         if len(ids):
@@ -388,42 +398,42 @@ class Session:
 
 
 class ServedSurvivors(Survivors):
-    """The state of a run with servers that outlives the death of workers: the servers have all of it, and keep it.
+    """Callback that keeps the state of a run with servers when workers die. The servers have the whole state.
 
-    No copies are made. Those that are left make a smaller world with the same servers, whose shares, optimizer states
-    and count of what was applied the new engine takes over; the parts that a dead worker had are given to others. What
-    it was pushing may count on some servers and not on others. A server that dies takes its shares along: then the job
-    ends, and is to be started again from the last checkpoint.
+    No copies are made. The remaining ranks form a smaller world with the same servers, and the new engine takes over
+    their shares, optimizer states and the record of applied steps. The parts of a dead worker are assigned to other
+    workers. Gradients that it was pushing may have been applied by some servers and not by others. If a server dies,
+    its shares are lost; the job ends, and must be restarted from the last checkpoint.
 
     Args:
-        trainer: Whose run it is.
-        strategy: Its own.
+        trainer: Trainer of the run.
+        strategy: Strategy of the run.
     """
 
     def __init__(self, trainer: Run, strategy: Served) -> None:
         super().__init__(trainer)
         self._strategy = strategy
-        # of the time before ranks died: the engine with its memory, what was applied, the last step that all ranks know
+        # from before ranks died: the engine with its memory, the applied steps, the last step that all ranks know
         self._left: tuple[ServedEngine, Remembered, Restored] | None = None
         self._servers = set(strategy.roles.servers)  # numbers in the first world
         self._completed = 0  # steps that were complete when ranks died
 
     def copy(self, trainer: Run) -> None:
-        """Nothing is to be copied."""
+        """Do nothing, because the servers have the state."""
 
     def on_update(self, trainer: Run, step: Step) -> None:
-        """Nothing is to be noted: the servers know."""
+        """Do nothing, because the servers have the state."""
 
     def on_fit_start(self, trainer: Run) -> None:
         super().on_fit_start(trainer)
         self._step = max(self._step, self._completed)
 
     def on_step_end(self, trainer: Run, step: Step) -> None:
-        if step.number > self._completed:  # others are told once more, to those who did not know them
+        if step.number > self._completed:  # earlier steps are only repeated for ranks that did not know them
             super().on_step_end(trainer, step)
 
     def close_ranks(self) -> None:
-        self._leave_out_the_dead(None)  # the servers are to stay the last
+        self._leave_out_the_dead(None)  # keeps the order, in which the servers are last
         dead = sorted(self._servers & set(self._lost))
         if dead:
             which = f"rank {dead[0]}, a server," if len(dead) == 1 else f"ranks {', '.join(map(str, dead))}, servers,"
@@ -443,12 +453,12 @@ class ServedSurvivors(Survivors):
         trainer, session = self._trainer, self._strategy.session
         if session is None:
             return
-        own = session.remembered  # None but on the server that gives out samples
+        own = session.remembered  # None except on the server that assigns samples
         was = trainer.world.rank
         told = self.everyone.all_gather_object([was, session.known, own.to_json() if own is not None else None])
         remembered = Remembered.from_json(next(found for _, _, found in told if found is not None))
-        step = min(int(known) for _, known, _ in told[: -len(self._servers)])  # servers know nothing before they meet
-        if told[0][0] != 0 and remembered.records:  # nobody knows what the first rank has recorded
+        step = min(int(known) for _, known, _ in told[: -len(self._servers)])  # servers learn it when all synchronize
+        if told[0][0] != 0 and remembered.records:  # rank 0 died, and its last record is unknown
             step = int(remembered.records[0].step) - 1
         values = trainer.state() | {"position": session.position(step)}
         self._left, self._completed = (session.engine, remembered, Restored(step, values)), remembered.completed

@@ -1,1 +1,1 @@
-"""The callbacks that tell of a run: what it says at its begin and end, its metrics, events, ranks and timelines."""
+"""Callbacks that report on a run: console output, metrics, events, records of ranks, and timelines."""

@@ -1,4 +1,4 @@
-"""The callbacks that say how a run begins, goes on and ended: on the terminal, and in RUN/events.jsonl."""
+"""Callbacks that report the beginning, progress and end of a run on the terminal and in RUN/events.jsonl."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import shlex
 import socket
 import sys
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from mpitrain.data.folders import tokenizer_of
 from mpitrain.data.mix import data_paths
 from mpitrain.early import __version__
 from mpitrain.errors import EXIT_REQUEUE, InputError, MpitrainError, tell
+from mpitrain.layout.mesh import axes_of, count_readers, shape_of
 from mpitrain.models.build import loss_unit
 from mpitrain.monitor import EventLog, peak_memory_bytes
 from mpitrain.storage import proc
@@ -35,22 +35,22 @@ from mpitrain.trainer.recording.records import figure
 from mpitrain.trainer.run import Callback, Run, Step
 from mpitrain.trainer.stopping import LearningCheck
 
-# what /proc/cpuinfo calls instructions that multiply matrices of 16-bit numbers, on x86 and on Arm
+# flags in /proc/cpuinfo of instructions that multiply matrices of 16-bit numbers, on x86 and Arm
 _FAST = {"bf16": {"avx512_bf16", "amx_bf16", "bf16", "svebf16"}, "fp16": {"avx512_fp16", "amx_fp16", "asimdhp"}}
 
 
 class Console(Callback):
-    """Prints the banner when the first step is about to begin, and the closing lines after the last. Rank 0 alone."""
+    """Prints the banner before the first step, and a summary after the last one. Only rank 0 prints."""
 
     def __init__(self, learning: LearningCheck) -> None:
-        """learning: knows since when nothing was learned."""
+        """Store the callback that knows since which step nothing was learned."""
         self._learning = learning
         self._loss = math.nan
         self._held_out: dict[str, str] = {}
-        self._step_seconds = 0.0  # of the steps of this job, as in metrics.jsonl
+        self._step_seconds = 0.0  # sum over the steps of this job, as in metrics.jsonl
 
     def on_fit_start(self, trainer: Run) -> None:
-        if trainer.start is not None:  # ranks were lost, and the job goes on
+        if trainer.start is not None:  # the job continues after a loss of ranks
             return
         if trainer.world.rank == 0:
             tell(banner(trainer))
@@ -90,7 +90,7 @@ class Console(Callback):
         rows.append(("run folder", str(trainer.folder.path)))
         if stopped or not row.bad:
             rows.append(("resume" if stopped else "go on", resume))
-        # a script of jobs/ has an environment of its own, which is not active in the shell
+        # scripts of jobs/ use an environment that is not active in the user's shell
         python = shlex.quote(sys.executable) if AGAIN in os.environ else "python"
         rows.append(("inspect", f"{python} -m mpitrain.report {shlex.quote(str(trainer.folder.path))}"))
         done = "stopped" if stopped else "ended" if row.bad else "done"
@@ -101,14 +101,14 @@ class Console(Callback):
 
 
 def peak_of_ranks(trainer: Run) -> int:
-    """Return the bytes of the rank that held most. Collective."""
+    """Return the largest peak memory of any rank, in bytes. Collective."""
     memory = torch.tensor([peak_memory_bytes(trainer.device)])
     trainer.world.all_reduce(memory, "max")
     return int(memory)
 
 
 def facts(trainer: Run) -> dict[str, Any]:
-    """Return what the banner and the event `start` say alike."""
+    """Return the properties of a run that both the banner and the event `start` show."""
     config, world = trainer.config, trainer.world
     return {
         "version": __version__,
@@ -125,9 +125,9 @@ def facts(trainer: Run) -> dict[str, Any]:
 
 
 def banner(trainer: Run) -> str:
-    """Return what a run says first."""
+    """Return the lines that a run prints first."""
     config, told = trainer.config, facts(trainer)
-    columns = trainer.mesh.readers.size  # data-parallel ranks
+    columns = count_readers(axes_of(config.parallel), told["ranks"])
     share = -(-config.train.batch // columns)
     nodes, threads = counted(told["nodes"], "node"), counted(told["threads"], "thread")
     samples = f"{len(trainer.data):,}" + (f" of {trainer.tokens:,} tokens" if trainer.tokens else "")
@@ -146,16 +146,22 @@ def banner(trainer: Run) -> str:
         ("precision", told["precision"]),
         ("run folder", str(trainer.folder.path)),
         ("warm-up", trainer.batch_sizes.describe()),
-        ("parallel", parallel_text(config, trainer.mesh.shape)),
+        ("parallel", parallel_text(config, trainer.world.size)),
         ("mode", trainer.strategy.describe()),
     ]
     return f"mpitrain {told['version']}\n{aligned([row for row in rows if row[1]])}"
 
 
-def parallel_text(config: Config, shape: Mapping[str, int]) -> str:
-    """Describe how the ranks share the work, in a few words; empty for plain data parallel."""
+def parallel_text(config: Config, ranks: int) -> str:
+    """Return a few words about how the ranks divide the work; empty for plain data parallelism.
+
+    Args:
+        config: The settings.
+        ranks: Number of all ranks.
+    """
     parallel, words = config.parallel, []
     if parallel.ranks_per_data > 1:
+        shape = shape_of(axes_of(parallel), ranks)
         words.append(" x ".join(f"{name} {size}" for name, size in shape.items()))
     if parallel.pipeline > 1:
         words.append(f"schedule {parallel.schedule}")
@@ -171,19 +177,19 @@ def parallel_text(config: Config, shape: Mapping[str, int]) -> str:
 
 
 class EventRecords(Callback):
-    """Writes rank 0's events. After ranks were lost another rank may be the first one, and goes on with the file.
+    """Writes rank 0's events. After ranks were lost, the new rank 0 continues the file.
 
-    A line that cannot be written is left out and training goes on: that it is missing is said once, in the rank's log.
-    To be the last callback, so that the time between the end of a step and its save is that of the save.
+    If a line cannot be written, training continues without it, and the rank's log has one warning. This must be the
+    last callback, so that the time between the end of a step and its save is that of the save.
     """
 
     def __init__(self) -> None:
         self._log: EventLog | None = None
-        self._marked = 0.0  # time.perf_counter() when all of the last step was done but saving
-        self._outcome = ""  # with which training came to its end; empty as long as it did not
-        self._peak = 0  # bytes of the rank that held most
+        self._marked = 0.0  # time.perf_counter() at the end of the last step, before it was saved
+        self._outcome = ""  # outcome of the training; empty while it is not finished
+        self._peak = 0  # largest peak memory of any rank, in bytes
         self._error: BaseException | None = None
-        self._told = False  # that a line is missing
+        self._told = False  # true after the warning about a missing line
 
     def on_fit_start(self, trainer: Run) -> None:
         self._outcome, self._error = "", None
@@ -213,7 +219,7 @@ class EventRecords(Callback):
         self._outcome = "done" if trainer.done else "stopped"
 
     def on_exception(self, trainer: Run, error: BaseException) -> None:
-        self._outcome, self._error = "", error  # known to be the end in `teardown`: training may go on with fewer ranks
+        self._outcome, self._error = "", error  # not yet the end: training may continue with fewer ranks
 
     def teardown(self, trainer: Run) -> None:
         if trainer.world.rank == 0:
@@ -221,7 +227,7 @@ class EventRecords(Callback):
             if not outcome:
                 outcome, message = _of_error(sys.exc_info()[1] or self._error)
             if self._log is None and trainer.folder.made:  # the first step was never reached
-                with suppress(InputError):  # what is to be told is how the run failed, and not this
+                with suppress(InputError):  # the run's own error is more important
                     self._log = EventLog(trainer.folder.path)
             peak = self._peak or _own_peak(trainer)
             seconds = time.monotonic() - trainer.began
@@ -245,7 +251,7 @@ class EventRecords(Callback):
 
 
 def start_fields(trainer: Run) -> dict[str, Any]:
-    """Return the fields of the event `start`, about the run and the machine. Collective."""
+    """Return the fields of the event `start`, which describe run and machine. Collective."""
     config = trainer.config
     return facts(trainer) | {
         "hosts": list(dict.fromkeys(trainer.world.all_gather_object(socket.gethostname()))),
@@ -254,7 +260,7 @@ def start_fields(trainer: Run) -> dict[str, Any]:
         "cpu": processor_name() or platform.machine(),
         "cores": os.cpu_count() or 0,
         "loss_unit": loss_unit(config.model, trainer.data.description),
-        "parallel": parallel_text(config, trainer.mesh.shape),
+        "parallel": parallel_text(config, trainer.world.size),
         "resumed_step": trainer.resumed_step,
         "config": config.model_dump(mode="json"),
     }
@@ -273,7 +279,7 @@ def _of_error(error: BaseException | None) -> tuple[str, str]:
 
 
 def _own_peak(trainer: Run) -> int | None:
-    """Return the most bytes that this rank held; None where its device has failed and does not say."""
+    """Return the peak memory of this rank in bytes; None if its device has failed."""
     try:
         return peak_memory_bytes(trainer.device)
     except RuntimeError:
@@ -281,13 +287,13 @@ def _own_peak(trainer: Run) -> int | None:
 
 
 def doubtful_settings(config: Config, *, columns: int, on_cpu: bool, flags: frozenset[str] | None = None) -> list[str]:
-    """Return warnings about settings that are valid but probably unintended, a line each.
+    """Return warnings about settings that are valid but probably unintended, one line each.
 
     Args:
         config: The settings.
         columns: Data-parallel ranks of a group.
-        on_cpu: Whether ranks compute on the CPU.
-        flags: What the CPU can do; None: as the system says.
+        on_cpu: If true, ranks compute on the CPU.
+        flags: Features of the CPU; None to read them from the system.
     """
     train, optim, found = config.train, config.optim, []
     flags = cpu_flags() if flags is None else flags
@@ -319,6 +325,6 @@ def doubtful_settings(config: Config, *, columns: int, on_cpu: bool, flags: froz
 
 
 def cpu_flags() -> frozenset[str]:
-    """Return the features of the CPU as Linux names them; empty where that is not known."""
+    """Return the features of the CPU by Linux' names; empty if unknown."""
     line = re.search(r"^(?:flags|Features)\s*:(.*)$", proc.read("cpuinfo"), re.MULTILINE)
     return frozenset(line[1].split()) if line else frozenset()

@@ -1,23 +1,23 @@
-"""Callbacks that record the steps: metrics.jsonl, trackers, progress, the samples' numbers, and each rank's file.
+"""Callbacks that record the steps: metrics.jsonl, trackers, progress, sample ids, and a file of each rank.
 
 RUN/ranks/rank-00003.jsonl has a rank's seconds by part, bytes sent and memory by category. Its first line has the bytes
-that the rank is expected to send in a step. Those along the data axis are, of N ranks, X bytes of gradients and as many
-of parameters:
+that the rank is expected to send in a step. Along the data axis, for N ranks, X bytes of gradients and X bytes of
+parameters, these are
 
     data parallel              2 (N-1)/N X    gradients are all-reduced
     ZeRO-1                     2 (N-1)/N X    gradients are reduce-scattered, updated parameters all-gathered
     ZeRO-2                       (N-1)/N X    for each microbatch, and once more for the parameters
     ZeRO-3                     3 (N-1)/N X    for each microbatch: parameters are gathered for forward and for backward
 
-Where the ranks of a node share one copy of the parameters (parallel.share_node), an update is made in it, and nothing
-is gathered inside the node: ZeRO-1 to 3 then send (N-1)/N X for the gradients, and between M nodes (M-1)/N X for the
-parameters. X counts the gaps by which parameters are aligned in flat memory.
+If the ranks of a node share one copy of the parameters (parallel.share_node), the update is made in this copy, and
+nothing is gathered within the node: ZeRO-1 to 3 then send (N-1)/N X for the gradients, and between M nodes (M-1)/N X
+for the parameters. X includes the padding that aligns parameters in flat memory.
 
-A rank that reads its neighbours' vectors where they lie moves as much as a ring sends: it takes (N-1)/N X out of them,
-and for an all-reduce writes as much into them. Less common algorithms move other amounts: `doubling` and what passes
-through one message for each pair of ranks, which are taken for a few bytes, where a ring's steps would cost more.
+A rank that reads its neighbours' vectors in shared memory moves the same bytes as in a ring: it reads (N-1)/N X, and
+for an all-reduce also writes (N-1)/N X. Other algorithms move other amounts: `doubling`, and direct messages between
+all pairs of ranks, which are used for small vectors, for which the steps of a ring would take longer.
 
-Not in the formulas are the few bytes that go with each step: of the norm, the loss and which parameters were used.
+The formulas do not include a few bytes of each step: norm, loss and which parameters were used.
 
 Reference:
     Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models", SC20, section 7.
@@ -54,7 +54,7 @@ from mpitrain.trainer.run import Callback, Run, Step
 
 
 class SampleIds(Callback):
-    """Puts the numbers of all samples of a step into its line of metrics.jsonl, in order (`data.record_ids`)."""
+    """Adds the ids of all samples of a step, in order, to its line in metrics.jsonl (`data.record_ids`)."""
 
     def on_step_end(self, trainer: Run, step: Step) -> None:
         if trainer.config.data.record_ids and "ids" not in step.extras:
@@ -62,9 +62,9 @@ class SampleIds(Callback):
 
 
 class Records(Callback):
-    """Rank 0's line in metrics.jsonl, figures for trackers and progress on the terminal, for each step.
+    """Writes rank 0's line in metrics.jsonl, figures for trackers, and progress on the terminal for each step.
 
-    After ranks were lost another rank may be the first one, and goes on with the same files.
+    After ranks were lost, the new rank 0 continues the same files.
     """
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class Records(Callback):
             return
         self._close(trainer)
         config, resumed = trainer.config, trainer.resumed_step if trainer.start is None else trainer.step
-        tracking = Tracking(asked_for(config.monitor), partial(_warn, trainer))  # before files are touched
+        tracking = Tracking(asked_for(config.monitor), partial(_warn, trainer))  # may fail, so before files change
         self._metrics = MetricsWriter(trainer.folder.path, resumed)
         tracking.start(trainer.folder.path, config.model_dump(mode="json"), resumed)
         self._tracking = tracking
@@ -97,7 +97,7 @@ class Records(Callback):
         samples = trainer.batch_sizes.size(step.number - 1)
         tokens = samples * trainer.tokens
         figures: dict[str, Any] = {
-            "time": time.time() - (time.monotonic() - step.met),  # of its end; evaluation comes after it
+            "time": time.time() - (time.monotonic() - step.met),  # end of the step, before its evaluation
             "loss": step.loss,
             "lr": step.lr,
             "grad_norm": step.norm,
@@ -126,7 +126,7 @@ class Records(Callback):
         self._close(trainer)
 
     def _close(self, trainer: Run) -> None:
-        """Close both files. Lines for people go to standard output again."""
+        """Close the files and the progress display, and print to standard output again."""
         for kept in (self._progress, self._metrics, self._tracking):
             if kept is not None:
                 kept.close()
@@ -135,12 +135,17 @@ class Records(Callback):
 
 
 def figures_text(figures: Mapping[str, float]) -> str:
-    """Return measured figures for people: loss 1.2345, token accuracy 0.5."""
+    """Return figures as text, for example: loss 1.2345, token accuracy 0.5."""
     return ", ".join(f"{spoken(name)} {figure(name, value)}" for name, value in figures.items())
 
 
 def figure(name: str, value: float) -> str:
-    """One of these numbers."""
+    """Return one figure as text, with 4 decimals for a loss and 4 significant digits for a metric.
+
+    Args:
+        name: Name of the figure.
+        value: Its value.
+    """
     return f"{value:.4f}" if name.partition(" of ")[0] == LOSS else f"{value:.4g}"
 
 
@@ -149,21 +154,21 @@ def _warn(trainer: Run, text: str) -> None:
     trainer.print(f"mpitrain: {text}")
 
 
-_MEMORY_EVERY = 1.0  # seconds between two lines that tell of memory, and ...
-_MEMORY_COST = 500  # ... times as long as it takes to find out
+_MEMORY_EVERY = 1.0  # least seconds between two measurements of memory, and ...
+_MEMORY_COST = 500  # ... the same in multiples of a measurement's duration
 _METER_EVERY = 60.0  # seconds between two forward passes whose activations are counted
 
 
 class RankRecords(Callback):
-    """Writes this rank's file. Nothing in it is collective."""
+    """Writes this rank's file. None of its methods is collective."""
 
     def __init__(self) -> None:
         self._writer: RankWriter | None = None
-        self._started, self._from = 0.0, 0  # when this start began, and after how many steps
-        self._steps = 0  # since the last line
+        self._started, self._from = 0.0, 0  # time and step at which this start of training began
+        self._steps = 0  # steps since the last line
         self._sent: dict[tuple[str, str, str], list[float]] = {}
-        self._remember = 0.0  # time.monotonic() of the next account of memory
-        self._metered = 0.0  # and of the last one of activations
+        self._remember = 0.0  # time.monotonic() of the next measurement of memory
+        self._metered = 0.0  # time.monotonic() of the last count of activations
 
     def on_fit_start(self, trainer: Run) -> None:
         self._close()
@@ -176,14 +181,14 @@ class RankRecords(Callback):
         self._steps += 1
         if not step.together:
             return
-        if self._writer is None:  # the formula knows the optimizer's states after the first step
+        if self._writer is None:  # the memory formula needs the optimizer's states, which the first step creates
             self._writer = RankWriter(trainer.folder.path, trainer.world.rank, self._started, self._header(trainer))
         if trainer.last_step or self._writer.due():
             self._write(trainer, self._writer)
 
     def _header(self, trainer: Run) -> dict[str, Any]:
         world, sizes = trainer.world, trainer.batch_sizes
-        samples = trainer.samples * sizes.batch // sizes.size(trainer.step - 1)  # once all batches are that large
+        samples = trainer.samples * sizes.batch // sizes.size(trainer.step - 1)  # after the warm-up of the batch size
         return {
             "world_size": world.size,
             "role": trainer.strategy.role(world.rank),
@@ -211,7 +216,7 @@ class RankRecords(Callback):
         self._steps = 0
 
     def _sent_since(self, trainer: Run) -> list[list[Any]]:
-        """Return rows of what was sent since the line before."""
+        """Return rows with the bytes sent since the line before."""
         rows = []
         for operation, axis, algorithm, *figures in trainer.world.journal.account():
             before = self._sent.get((operation, axis, algorithm), [0, 0, 0, 0.0])
@@ -221,7 +226,7 @@ class RankRecords(Callback):
         return rows
 
     def on_exception(self, trainer: Run, error: BaseException) -> None:
-        self._close()  # where ranks died, another may get this one's number and go on with its file
+        self._close()  # after a loss of ranks, another rank may get this number and continue the file
 
     def teardown(self, trainer: Run) -> None:
         if self._started:
@@ -235,7 +240,7 @@ class RankRecords(Callback):
 
 
 def memory(trainer: Run) -> dict[str, int]:
-    """Bytes of this rank by category, `other` being what is in the host's memory besides."""
+    """Return the bytes of this rank by category; `other` is the rest of its host memory."""
     account, device = trainer.engine.memory(), trainer.device
     host, on_device = host_memory_bytes(), is_accelerator(device)
     known = account.host if on_device else account.total
@@ -244,25 +249,28 @@ def memory(trainer: Run) -> dict[str, int]:
 
 
 def expected_bytes(trainer: Run, samples: int) -> dict[str, float]:
-    """Bytes that this rank sends in a step along each axis that has several ranks.
+    """Return the bytes that this rank sends in a step along each axis with several ranks.
 
-    data        gradients and parameters, as the formulas of this file say
-    pipeline    the output of each block behind which the model is cut, and back its gradient, once for each microbatch,
-                in messages; parameters that several stages share are summed
-    tensor      what divided layers exchange, forward and backward: of two in each half of a block an all-reduce of its
-                output in forward, and one of the gradient of its input in backward; 2 (T-1)/T of their bytes each
+    data        gradients and parameters, by the formulas of this module
+    pipeline    for each microbatch, the output of each block after which the model is cut, and the gradient of that
+    output
+                in the other direction; sums of parameters that several stages share
+    tensor      exchanges of divided layers: for each half of a block, an all-reduce of its output in forward, and of
+    the
+                gradient of its input in backward; 2 (T-1)/T of their bytes each
 
-    How large outputs are, and what layers exchange, is found as the planner finds it: by a pass without values through
-    the blocks (`mpitrain.planner.counted`). Where more than two ranks, T, of a tensor axis share memory,
-    little is summed by each from all: T/2 times what the formula says.
+    Exchanges along further axes that divide layers or samples are counted in the same way. The sizes of outputs and
+    exchanges are found as by the planner, in a pass through the blocks with tensors that have no values
+    (`mpitrain.planner.counted`). If more than two ranks, T, of a tensor axis share memory, each of them sums small
+    vectors itself, and sends T/2 times the formula.
 
-    Not told is what depends on how ranks run beside each other: parallel.mode server, the meetings of groups in
-    parallel.mode local; and what is sent along the pipeline and tensor axes by a model of a subclass of `Trainer`, or
-    one that looks at values in its forward pass.
+    Some bytes are not included because they depend on the timing of ranks: those of parallel.mode server, and those
+    when groups synchronize in parallel.mode local. Except along the data axis, bytes are also missing if a subclass of
+    `Trainer` makes the model, or if its forward pass depends on values.
 
     Args:
-        trainer: One that was prepared.
-        samples: Of the step's batch that this rank's group trains on.
+        trainer: A trainer that is prepared.
+        samples: Samples of the step's batch that this rank's group trains on.
     """
     found: dict[str, float] = {}
     engine, mesh, workers = trainer.engine, trainer.mesh, trainer.places.workers
@@ -276,7 +284,7 @@ def expected_bytes(trainer: Run, samples: int) -> dict[str, float]:
     size = min(microbatch or share, share)
     try:
         names, blocks = _observed(trainer, size)
-    except Exception:  # what a model of somebody else's does with tensors that have no values is nowhere written
+    except Exception:  # a user's model may fail in any way on tensors without values
         return found
     times = share / max(1, size)
     pipeline = engine.pipeline
@@ -296,10 +304,10 @@ def expected_bytes(trainer: Run, samples: int) -> dict[str, float]:
 
 
 def _again(name: str, block: Observed, staged: bool) -> Sequence[AxisExchange]:
-    """Return what a block exchanges when it is recomputed for backward.
+    """Return the exchanges of a block when it is recomputed for backward.
 
-    A stage of a pipeline is computed again as a whole; else each block of a list is, up to the last tensor that
-    backward needs, and what it exchanges last comes after that.
+    A pipeline stage is recomputed as a whole. Otherwise each block of a list is recomputed up to the last tensor that
+    backward needs, which excludes the block's last exchange.
     """
     if staged:
         return block.forwards
@@ -307,7 +315,7 @@ def _again(name: str, block: Observed, staged: bool) -> Sequence[AxisExchange]:
 
 
 def _observed(trainer: Run, samples: int) -> tuple[list[str], list[Observed]]:
-    """The names of all blocks of the model, as the tensor axis divides it, and what each does with a microbatch."""
+    """Return the names of all blocks of the divided model, and what each computes and exchanges for a microbatch."""
     config, mesh = trainer.config, trainer.mesh
     parallel, subject = config.parallel, Subject(config, trainer.data.description, real=False)
     several = subject.synchronous and mesh.replicas.size > 1
@@ -326,15 +334,15 @@ def bytes_along_data(
     passes: int = 1,
     replicas: int = 1,
 ) -> float:
-    """Bytes that a rank sends along the data axis in a step, by the formulas of this file.
+    """Return the bytes that a rank sends along the data axis in a step, by the formulas of this module.
 
     Args:
         gradients: Bytes of all gradients.
-        ranks: Over which they are reduced.
-        gathered: The parameters that are gathered.
-        sharded: Whether a rank gets its share of the reduced gradients alone (ZeRO-1 to 3).
-        passes: How often they are reduced in a step: once, or once for each microbatch (ZeRO-2 and 3).
-        replicas: Ranks that keep the same share, over which it is reduced once more (parallel.shard_within node).
+        ranks: Ranks over which gradients are reduced.
+        gathered: Parameters that are gathered.
+        sharded: If true, a rank gets only its share of the reduced gradients (ZeRO-1 to 3).
+        passes: Reductions in a step: one, or one for each microbatch (ZeRO-2 and 3).
+        replicas: Ranks with the same share, over which it is reduced again (parallel.shard_within node).
     """
     sent = bytes_sent("reduce_scatter" if sharded else "all_reduce", gradients, ranks)
     sent += bytes_sent("all_reduce", gradients / ranks if sharded else gradients, replicas)
@@ -342,12 +350,12 @@ def bytes_along_data(
 
 
 def data_bytes(sharding: Sharding, microbatches: int, *, staged: bool = False) -> float:
-    """`bytes_along_data` of what a sharding does.
+    """Return `bytes_along_data` for a sharding.
 
     Args:
-        sharding: The parameters and gradients of an engine.
-        microbatches: Of a step: the most that any rank has.
-        staged: Whether these pass through a pipeline, after which gradients are reduced once.
+        sharding: Parameters and gradients of an engine.
+        microbatches: Microbatches of a step on the rank that has most.
+        staged: If true, the microbatches pass through a pipeline, after which gradients are reduced once.
     """
     gradients, reduction = sharding.gradients, sharding.gradients.reduction
     passes = microbatches if gradients.reduces_each_pass and not staged else 1
@@ -362,7 +370,7 @@ def data_bytes(sharding: Sharding, microbatches: int, *, staged: bool = False) -
 
 
 def _compressed(sharding: Sharding) -> float:
-    """What a rank sends of all gradients once, compressed."""
+    """Return the bytes that a rank sends for one reduction of all gradients with compression."""
     reduction, sent = sharding.gradients.reduction, 0.0
     assert reduction.compression is not None
     ranks = reduction.comm.size

@@ -1,11 +1,11 @@
-"""monitor.timeline = "A:B": what every rank computes and communicates in steps A to B, recorded.
+"""Timeline of all computation and communication of each rank in steps A to B (monitor.timeline = "A:B").
 
-    begin   where all ranks meet last before A: clocks are compared, hooks put in
-    end     where they meet first after B: clocks are compared again, hooks taken out, every rank writes what it has
-            recorded, and rank 0 makes one timeline of it
+    begin   at the last synchronization of all ranks before A: clocks are compared, hooks installed
+    end     at the first synchronization after B: clocks are compared again, hooks removed, every rank writes its
+            recording, and rank 0 merges them into one timeline
 
-Where groups or workers take steps by themselves (parallel.mode local and server), the steps around A and B between two
-meetings are recorded as well.
+If groups or workers take steps independently (parallel.mode local and server), the steps around A and B between two
+synchronizations are recorded as well.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from mpitrain.trainer.recording.records import memory
 from mpitrain.trainer.run import Callback, Run, Step
 
 _Tell = Callable[[str, str, float, float], None]  # name, "forward" or "backward", begin, end
-_HOOKS_MAY_COST = 0.01  # of what forward and backward take
-_UNKNOWN = 0.05  # seconds of forward and backward, where no step was taken yet
-_CALL_COST = 35e-6  # seconds that a call with its backward takes longer at most
-_TRANSPARENT = (nn.ModuleList, nn.ModuleDict)  # they are not called themselves
-# compute otherwise, in evaluation, where there are hooks
+_HOOKS_MAY_COST = 0.01  # largest share of the time of forward and backward
+_UNKNOWN = 0.05  # seconds of forward and backward to assume before the first step
+_CALL_COST = 35e-6  # upper bound of the seconds that hooks add to a call and its backward
+_TRANSPARENT = (nn.ModuleList, nn.ModuleDict)  # containers, which are not called themselves
+# modules that compute differently in evaluation if they have hooks
 _OTHERWISE = (nn.TransformerEncoderLayer, nn.MultiheadAttention)
 
 
 class _Call:
-    """A call of a module, in the call of the module around it."""
+    """A call of a module, with the call of the module around it."""
 
     __slots__ = ("begin", "name", "parent")
 
@@ -50,7 +50,7 @@ class _Call:
         self.name, self.parent, self.begin = name, parent, begin
 
     def inside(self, other: _Call) -> bool:
-        """Return whether this call is in the other one."""
+        """Return whether this call was made within another one."""
         at = self.parent
         while at is not None and at is not other:
             at = at.parent
@@ -58,23 +58,22 @@ class _Call:
 
 
 class ModuleHooks:
-    """Hooks on some modules, which tell when these compute, forward and backward.
+    """Hooks that report when modules compute forward and backward.
 
-    Forward is what lies between the hooks before and after a module's call. Backward of that call begins when the
-    gradient of its output is there, and ends when that of its input is, or when that of another call's output is,
-    whatever comes first: hooks on these tensors look on, and neither the graph nor what is computed changes. (A full
-    backward hook of the module would put functions of its own into the graph, after which tensors cannot be changed in
-    place.)
+    Forward is the time between the hooks before and after a module's call. Backward of the call begins when the
+    gradient of its output is ready. It ends when the gradient of its input is ready, or that of another call's output,
+    whichever is first. The hooks on these tensors only observe; neither the graph nor the results change. (A full
+    backward hook of a module would add functions to the graph, after which tensors cannot be changed in place.)
 
     Args:
-        modules: Their names, and they.
-        tell: Is told of each call and each backward pass.
+        modules: Names and modules.
+        tell: Called for each call and each backward pass.
     """
 
     def __init__(self, modules: Sequence[tuple[str, nn.Module]], tell: _Tell) -> None:
         self._tell, self._on = tell, True
         self._forward: list[_Call] = []  # calls under way
-        self._backward: list[tuple[_Call, float]] = []  # whose backward is under way, and since when
+        self._backward: list[tuple[_Call, float]] = []  # calls whose backward is under way, with its begin
         self._handles: list[Any] = []
         self._compiled: list[tuple[nn.Module, Any]] = []
         for name, module in modules:
@@ -87,7 +86,7 @@ class ModuleHooks:
             self._handles.append(module.register_forward_hook(self._after, always_call=True))
 
     def remove(self) -> None:
-        """Take all hooks away."""
+        """Remove all hooks."""
         self._on = False
         for handle in self._handles:
             handle.remove()
@@ -96,7 +95,7 @@ class ModuleHooks:
         self._handles, self._compiled = [], []
 
     def end_of_backward(self, end: float) -> None:
-        """A backward pass is over, and so is that of all modules."""
+        """End the backward of all modules, because a backward pass is over at time `end`."""
         self._end_down_to(0, end)
 
     def _before(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -120,16 +119,16 @@ class ModuleHooks:
                 y._watched = (self, call, True)
 
     def _tells(self, x: Any, call: _Call) -> bool:
-        """Return whether a hook is there that ends this call's backward when the gradient of its input comes.
+        """Return whether an existing hook ends this call's backward when the gradient of its input is ready.
 
-        It is that of the call whose output the input is, or of a call around this one with the same input. A hook more
-        takes microseconds, which adds up over all modules.
+        This is the hook of the call whose output the input is, or of a call around this one with the same input. A
+        further hook would take microseconds, which add up over all modules.
         """
         by, other, output = getattr(x, "_watched", (None, call, False))
         return by is self and (output or call.inside(other))
 
     def _around(self, name: str, compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """A call of a compiled module."""
+        """Call a compiled module between the hooks."""
         self._before(name, _NONE, args)
         output = None
         try:
@@ -139,7 +138,7 @@ class ModuleHooks:
         return output
 
     def _output_ready(self, call: _Call, gradient: torch.Tensor) -> None:
-        """Backward of a call begins."""
+        """Begin the backward of a call, because the gradient of its output is ready."""
         if not self._on:
             return
         now, under_way = time.perf_counter(), self._backward
@@ -148,13 +147,13 @@ class ModuleHooks:
             kept -= 1
         self._end_down_to(kept, now)
         begin = now
-        while kept and under_way[kept - 1][0].inside(call):  # its last module has the same output, and told it first
+        while kept and under_way[kept - 1][0].inside(call):  # its last module has the same output, and came first
             kept -= 1
             begin = under_way[kept][1]
         under_way.insert(kept, (call, begin))
 
     def _input_ready(self, call: _Call, gradient: torch.Tensor) -> None:
-        """Backward of a call is over."""
+        """End the backward of a call, because the gradient of its input is ready."""
         for number, (other, _) in enumerate(self._backward):
             if other is call:
                 self._end_down_to(number, time.perf_counter())
@@ -171,16 +170,16 @@ _NONE = nn.Module()
 
 
 def _first_tensor(values: tuple[Any, ...]) -> Any:
-    """Return the first tensor in what a module takes or gives; None where there is none."""
+    """Return the first tensor in a module's arguments or results; None if there is none."""
     if values and isinstance(values[0], torch.Tensor):
         return values[0]
     return next((leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)), None)
 
 
 def levels_of(module: nn.Module) -> list[list[tuple[str, nn.Module]]]:
-    """The modules of a model by how deep they lie in it, the outermost first.
+    """Return the modules of a model by depth, the outermost first.
 
-    A module that is a part of a compiled one is left out, and so is one that computes otherwise where there are hooks.
+    Modules within a compiled one are left out, and so are modules that compute differently if they have hooks.
     """
     levels: list[list[tuple[str, nn.Module]]] = []
     seen: set[nn.Module] = set()
@@ -205,24 +204,24 @@ def levels_of(module: nn.Module) -> list[list[tuple[str, nn.Module]]]:
 
 
 def affordable(levels: Sequence[Sequence[object]], calls: int, seconds: float) -> int:
-    """Return how many levels can be watched for so many seconds a step; at least the first one.
+    """Return the number of levels, at least one, whose hooks take at most `seconds` in a step.
 
     Args:
-        levels: As of `levels_of`.
-        calls: Of each module in a step.
-        seconds: What the hooks may cost in a step.
+        levels: Return value of `levels_of`.
+        calls: Calls of each module in a step.
+        seconds: Largest time of all hooks in a step.
     """
     within = sum(modules * calls * _CALL_COST <= seconds for modules in accumulate(map(len, levels)))
     return min(len(levels), max(1, within))
 
 
 class Recording:
-    """One rank's recording while it goes on. Collective to make, and to end.
+    """Recording of one rank in progress. Making it is collective; ending it is not.
 
     Args:
-        trainer: What is recorded.
-        clock: Turns `time.perf_counter()` into this rank's time.
-        step_seconds: Of forward and backward in the step before.
+        trainer: Trainer of the run.
+        clock: Function from `time.perf_counter()` to this rank's time.
+        step_seconds: Seconds of forward and backward in the step before.
     """
 
     def __init__(self, trainer: Run, clock: Callable[[float], float], step_seconds: float) -> None:
@@ -238,19 +237,19 @@ class Recording:
         self._hooks = ModuleHooks([named for level in levels[: self.depth] for named in level], self.spans.module)
         self.spans.after_backward = self._hooks.end_of_backward
         self._unix, self._memory = time.time(), [self._held()]
-        engine.clock.leave_out()  # the above is no part of any step
+        engine.clock.leave_out()  # the time since the last step belongs to no step
         engine.clock.steps, engine.clock.listener = [], self.spans
         world.journal.record(True)
 
     def offset(self) -> list[float]:
-        """Compare clocks; return this rank's time, what is to be added, and how far off that may be. Collective."""
+        """Compare clocks; return this rank's time, the offset to add to it, and the error bound. Collective."""
         return list(offset_of(self._trainer.world, lambda: self._clock(time.perf_counter())))
 
     def _held(self) -> tuple[float, dict[str, int]]:
         return time.perf_counter(), memory(self._trainer)
 
     def stop(self) -> dict[str, Any]:
-        """Record no longer; returns what was recorded. Not collective."""
+        """Stop recording, and return the record. Not collective."""
         trainer, clock = self._trainer, self._trainer.engine.clock
         end, totals = time.perf_counter(), clock.totals()
         clock.settle(wait=True)
@@ -261,7 +260,7 @@ class Recording:
         self._memory.append(self._held())
         at = self._clock
         rows = []
-        ends = [*steps[1:], (0, end, totals)] if steps else []  # a rank that only serves takes no steps
+        ends = [*steps[1:], (0, end, totals)] if steps else []  # a pure server takes no steps
         for (number, begin, before), (_, until, after) in zip(steps, ends, strict=True):
             rows.append([number, at(begin), at(until), {part: after[part] - before[part] for part in before}])
         return {
@@ -289,7 +288,7 @@ class TimelineRecorder(Callback):
 
     Args:
         config: The settings.
-        clock: Turns `time.perf_counter()` into this rank's time: for tests of ranks whose clocks differ.
+        clock: Function from `time.perf_counter()` to this rank's time, for tests of ranks whose clocks differ.
     """
 
     def __init__(self, config: Config, clock: Callable[[float], float] = lambda at: at) -> None:
@@ -297,7 +296,7 @@ class TimelineRecorder(Callback):
         self._clock = clock
         self._recording: Recording | None = None
         self._done = not config.monitor.timeline
-        self._before = 0.0  # seconds of forward and backward until the last meeting
+        self._before = 0.0  # seconds of forward and backward until the last synchronization
         self._step_seconds = _UNKNOWN
 
     def on_fit_start(self, trainer: Run) -> None:
@@ -314,7 +313,7 @@ class TimelineRecorder(Callback):
             self._end(trainer, self._recording)
 
     def on_exception(self, trainer: Run, error: BaseException) -> None:
-        """Write what was recorded so far, which may explain the error."""
+        """Write the record so far, which may explain the error."""
         recording, self._recording = self._recording, None
         if recording is not None:
             try:
@@ -323,13 +322,13 @@ class TimelineRecorder(Callback):
                 trainer.folder.log.info("%s", second)
 
     def _consider(self, trainer: Run) -> None:
-        """Begin to record, if a step that is wanted comes before all ranks meet again."""
+        """Begin to record if a step to be recorded comes before the next synchronization of all ranks."""
         first, last = self._wanted
         if trainer.step >= last or trainer.last_step:
             self._done = True
         elif trainer.strategy.next_meeting(trainer) >= first:
             self._recording = Recording(trainer, self._clock, self._step_seconds)
-        elif trainer.step >= first - 2:  # the last step before those that are recorded says what hooks may cost
+        elif trainer.step >= first - 2:  # the step before the recorded ones limits the time of the hooks
             totals = trainer.engine.clock.totals()
             now = totals["forward"] + totals["backward"]
             if self._before:
@@ -337,7 +336,7 @@ class TimelineRecorder(Callback):
             self._before = now
 
     def _end(self, trainer: Run, recording: Recording) -> None:
-        """Write what was recorded, and have rank 0 make one timeline of it. Collective."""
+        """Write the record, and merge all ranks' records into one timeline on rank 0. Collective."""
         self._recording, self._done = None, True
         recorded = recording.stop()
         recorded["offsets"].append(recording.offset())
@@ -350,38 +349,38 @@ class TimelineRecorder(Callback):
                 lines = [f"timeline: {error}"]
             for line in lines:
                 trainer.say(line)
-        trainer.world.barrier()  # here, and not in the next step, which would count what rank 0 has drawn as a wait
+        trainer.world.barrier()  # otherwise the next step would count the time that rank 0 took as waiting
         trainer.engine.clock.leave_out()
 
 
-# -- Offsets between the clocks of the ranks, measured by messages
+# -- offsets between the clocks of the ranks, measured by messages
 #
-# A rank is asked for its time again and again. Of the question that was answered soonest the time must have been
-# taken between its begin and its end; half of that bounds the error. On each node the first rank asks the others of
-# the node, the nodes beside one another; then rank 0 asks the first rank of each node. Ranks whose turn it is not
-# sleep meanwhile: where there are more ranks than cores they would take the time that the answers need.
+# A rank is asked for its time repeatedly. It took this time between the begin and the end of the question, so half the
+# duration of the fastest question bounds the error. On each node, the first rank asks the other ranks; all nodes do
+# this at the same time. Then rank 0 asks the first rank of each node. The other ranks sleep meanwhile, because with
+# more ranks than cores they would delay the answers.
 #
 # Reference:
 #     Cristian 1989, Probabilistic clock synchronization.
 
 Clock = Callable[[], float]
-_QUESTIONS = 60  # at least, to each rank, and ...
-_MOST = 6000  # ... at most, as long as ...
-_GOOD = 80e-6  # ... no answer came within so many seconds
-_LONGEST = 2.0  # seconds for one rank at most
-_SPIN = 3e-4  # seconds that an answer is waited for without a pause
-_BURST = 10  # questions, before which the rank that asks sleeps: who has slept is let run at once, for a while
-_PAUSE = 1e-3  # seconds between two looks of a rank whose turn it is not
+_QUESTIONS = 60  # least number of questions to each rank
+_MOST = 6000  # largest number of questions, asked while no answer is good
+_GOOD = 80e-6  # seconds within which a good answer comes
+_LONGEST = 2.0  # most seconds for one rank
+_SPIN = 3e-4  # seconds to wait for an answer without a pause
+_BURST = 10  # questions between two sleeps of the asking rank: the scheduler runs a rank at once after it has slept
+_PAUSE = 1e-3  # seconds between two polls of a waiting rank
 _ASK, _TOLD, _TURN = 71, 72, 73  # tags
 
 
 class Offset(NamedTuple):
-    """The difference between rank 0's time and a rank's.
+    """Difference between rank 0's time and a rank's.
 
     Attributes:
-        at: The rank's time at which that holds, in seconds.
-        seconds: What is to be added.
-        within: How far off that may be, in seconds.
+        at: The rank's time at which the offset holds, in seconds.
+        seconds: Seconds to add to the rank's time.
+        within: Bound of the error, in seconds.
     """
 
     at: float
@@ -390,11 +389,11 @@ class Offset(NamedTuple):
 
 
 def offset_of(world: Communicator, clock: Clock) -> Offset:
-    """This rank's offset from rank 0. Collective.
+    """Return this rank's offset from rank 0. Collective.
 
     Args:
         world: All ranks.
-        clock: This rank's.
+        clock: Clock of this rank, in seconds.
     """
     firsts = sorted(world.nodes.index(node) for node in set(world.nodes))
     mine = [rank for rank, node in enumerate(world.nodes) if node == world.node]
@@ -410,13 +409,13 @@ def offset_of(world: Communicator, clock: Clock) -> Offset:
         own = _answer(world, 0, clock)
     for rank in firsts[1:] if world.rank == 0 else ():
         _ask(world, rank, clock)
-    for rank in mine[1:]:  # to whose offset that of their first rank is added
+    for rank in mine[1:]:  # these ranks add the offset of their first rank
         world.send(torch.tensor([own.seconds, own.within], dtype=torch.float64), rank, _TOLD)
     return own
 
 
 def _ask(world: Communicator, rank: int, clock: Clock) -> None:
-    """Ask a rank for its time until it is known well, and tell it its offset."""
+    """Ask a rank for its time until the error is small, and send it its offset."""
     question, answer = torch.zeros(1, dtype=torch.float64), torch.empty(1, dtype=torch.float64)
     best, at, seconds = float("inf"), 0.0, 0.0
     began = time.perf_counter()
@@ -441,7 +440,7 @@ def _ask(world: Communicator, rank: int, clock: Clock) -> None:
 
 
 def _answer(world: Communicator, asker: int, clock: Clock) -> Offset:
-    """Answer a rank's questions; returns the offset from it that it has found."""
+    """Answer a rank's questions, and return the offset from that rank, which it then sends."""
     question, answer = torch.empty(1, dtype=torch.float64), torch.empty(1, dtype=torch.float64)
     wait: Callable[[Communicator, Work], None] = _sleep_until  # for the first question
     while True:
@@ -457,7 +456,7 @@ def _answer(world: Communicator, asker: int, clock: Clock) -> Offset:
 
 
 def _wait(world: Communicator, work: Work, *, spin: float = _SPIN, pause: float = _SPIN / 3) -> None:
-    """Wait, at first without a pause; then with pauses, as the other rank may need this core."""
+    """Wait for a message, first without pauses and then with them, as the other rank may need this core."""
     began = time.monotonic()
     while not work.done():
         waited = time.monotonic() - began
@@ -468,5 +467,5 @@ def _wait(world: Communicator, work: Work, *, spin: float = _SPIN, pause: float 
 
 
 def _sleep_until(world: Communicator, work: Work) -> None:
-    """Wait without taking time from others."""
+    """Wait for a message with pauses, to leave the cores to other ranks."""
     _wait(world, work, spin=0.0, pause=_PAUSE)

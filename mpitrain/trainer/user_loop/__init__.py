@@ -1,1 +1,1 @@
-"""`mpitrain.initialize`: what a training loop of one's own calls."""
+"""`mpitrain.initialize` and the engines that it returns, for training loops written by the user."""

@@ -1,8 +1,9 @@
-"""Random numbers of a training loop of one's own: kept in checkpoints, and drawn apart by a model that is divided.
+"""Random generators in a user's training loop: their checkpoints, and separate random numbers for a divided model.
 
-A rank's generators (Python's, NumPy's, torch's of the host and of the rank's device) are one tensor of bytes in a
-checkpoint, `random/<rank>`, as JSON: nothing is pickled. On the mesh that saved them each rank gets its own back; on
-any other they are seeded from the run's seed, the step and the place along the data axis.
+The generators of a rank (Python's, NumPy's, torch's for the host and for the rank's device) are stored as one byte
+tensor `random/<rank>` of a checkpoint, which contains JSON and no pickled objects. On the mesh that saved them, each
+rank gets its own generators back. On another mesh they are seeded from the run's seed, the step, and the rank's place
+along the data axis.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ from mpitrain.layout.mesh import BLOCKS, PARTS, SAMPLES, Mesh
 from mpitrain.trainer.data import seed_worker
 
 RANDOM = "random/"
-_MULTIPLE = 4096  # of the bytes of a tensor, so that every save has as many
+_MULTIPLE = 4096  # the tensor's bytes are padded to a multiple of this, so that their number rarely changes
 
 
 class Generators:
-    """The generators of this rank. Collective to make.
+    """Random generators of this rank. Collective to make.
 
     Args:
-        mesh: The ranks that save and load together.
-        device: What this rank computes on.
+        mesh: Ranks that save and load together.
+        device: Device of this rank.
 
     Attributes:
-        seed: What generators are seeded from where there is nothing to go on from; rank 0's, the same on all ranks.
+        seed: Seed for generators that are not restored from a checkpoint; rank 0's, the same on all ranks.
     """
 
     def __init__(self, mesh: Mesh, device: torch.device) -> None:
@@ -44,18 +45,21 @@ class Generators:
         self._filled: torch.Tensor | None = None
 
     def part(self) -> Part:
-        """This rank's generators, as a part of a checkpoint."""
+        """Return the states of this rank's generators as a part of a checkpoint."""
         text = json.dumps(_states(self._device), default=lambda a: {"array": _text(a), "dtype": str(a.dtype)}).encode()
         text += b" " * (-len(text) % _MULTIPLE)
         data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         return Part(TensorSpec(self._name, tuple(data.shape), "uint8"), Piece.whole(self._name, data.numel()), data)
 
     def values(self) -> dict[str, Any]:
-        """Return what a checkpoint has to say beside it."""
+        """Return the values that a checkpoint stores along with the states: seed and shape of the mesh."""
         return {"seed": self.seed, "mesh": list(self._mesh.shape.values())}
 
     def parts_to_load(self, manifest: Manifest) -> list[Part]:
-        """Return what this rank fills from a checkpoint; `finish_load` then puts it in place."""
+        """Return the part that this rank reads from a checkpoint; empty if the mesh differs.
+
+        `finish_load` then uses it.
+        """
         self._filled, spec = None, manifest.tensors.get(self._name)
         if spec is None or manifest.values.get("random", {}).get("mesh") != list(self._mesh.shape.values()):
             return []
@@ -63,9 +67,9 @@ class Generators:
         return [Part(spec, Piece.whole(self._name, spec.numel), self._filled)]
 
     def finish_load(self, manifest: Manifest) -> None:
-        """Set the generators as the checkpoint has them, or seed them for its step where the mesh is another."""
+        """Restore the generators from the checkpoint, or seed them for its step if the mesh differs."""
         told = manifest.values.get("random")
-        if told is None:  # of a run of the trainer, which seeds each step
+        if told is None:  # saved by the trainer, which seeds each step
             return
         self.seed = int(told["seed"])
         if self._filled is not None:
@@ -78,10 +82,11 @@ class Generators:
 
 
 class DividedDraws:
-    """The random numbers that a model draws whose layers or stages are divided, apart from the caller's.
+    """Random numbers of a model whose layers or stages are divided over ranks, separate from the user's generators.
 
-    Tensor ranks must draw alike, and stages draw unequally much. So the model draws from seeds of its own, which follow
-    from the step and the place, and the caller's generators stay alike on all ranks, with which data may be shuffled.
+    Tensor ranks must draw equal numbers, and stages draw different amounts. The model therefore uses its own seeds,
+    derived from the step and the rank's place, and the user's generators remain equal on all ranks, for example to
+    shuffle data.
     """
 
     def __init__(self, generators: Generators, mesh: Mesh, device: torch.device) -> None:
@@ -93,7 +98,7 @@ class DividedDraws:
 
     @contextmanager
     def drawing(self, step: int) -> Iterator[None]:
-        """Draw the model's numbers of this step inside, going on from the last such call in it."""
+        """Use the model's generators of this step in the block, continuing after the last block of the same step."""
         with devices.generators_kept(self._device):
             if step != self._step:
                 seed_worker(self._generators.seed, step, self._place)
@@ -107,17 +112,17 @@ class DividedDraws:
                 self._states = [devices.generator_state(on) for on in self._on]
 
     def restart(self) -> None:
-        """Begin the step anew: another state was loaded."""
+        """Forget the current step, because another state was loaded."""
         self._step = -1
 
 
 def _devices(device: torch.device) -> list[torch.device]:
-    """Return where this process draws numbers: the host and its accelerator."""
+    """Return the devices on which this process draws random numbers: the host and its accelerator, if it has one."""
     return [devices.CPU, *([device] if devices.is_accelerator(device) else [])]
 
 
 def _states(device: torch.device) -> dict[str, Any]:
-    """The states of this process' generators, as JSON has them."""
+    """Return the states of this process' generators, as JSON can represent them."""
     version, words, gauss = random.getstate()
     numbers: Mapping[str, Any] = np.random.get_state(legacy=False)
     return {
@@ -131,13 +136,13 @@ def _restore(states: Mapping[str, Any], device: torch.device) -> None:
     version, words, gauss = states["python"]
     random.setstate((version, tuple(_array(words, np.uint32).tolist()), gauss))
     np.random.set_state(states["numpy"])
-    # a run may have gone from the CPU to a device
+    # not strict: a run may have moved between CPU and accelerator
     for of, state in zip(_devices(device), states["torch"], strict=False):
         devices.set_generator_state(of, torch.from_numpy(_array(state, np.uint8).copy()))
 
 
 def _decoded(value: dict[str, Any]) -> Any:
-    """Return the array that an object of JSON is, or else the object."""
+    """Return the array that a JSON object encodes; other objects are returned as they are."""
     if set(value) != {"array", "dtype"}:
         return value
     return _array(value["array"], np.dtype(value["dtype"])).copy()

@@ -1,10 +1,10 @@
-"""`mpitrain.initialize`: an engine for a training loop of one's own, as users of DeepSpeed know it.
+"""`mpitrain.initialize`, which makes an engine for a user's training loop; its interface resembles DeepSpeed's.
 
 engine = mt.initialize(model=model, optimizer=optimizer, config="train.toml")
 for x, y in batches:                    # this rank's microbatches
     loss = engine(x, y)
     engine.backward(loss)
-    engine.step()                       # updates at the end of an accumulation, else only counts
+    engine.step()                       # updates after the last microbatch of a step, otherwise only counts
 """
 
 from __future__ import annotations
@@ -57,31 +57,30 @@ def initialize(
     blocks: Sequence[str] = (),
     auto: Given = None,
 ) -> TrainingEngine:
-    """Make an engine that trains a model over the ranks of a communicator. Collective.
+    """Make an engine that trains a model on the ranks of a communicator. Collective.
 
     Args:
-        model: The module to train, on the device that this rank computes on; one on the CPU is moved to a device of the
-            kind that the key run.device names, if it names one. With parallel.pipeline or parallel.tensor it is
-            divided, and of no use by itself afterwards.
-        optimizer: Made for model.parameters(), or a function that makes one of the parameters given to it; without one,
-            the configuration's.
-        config: A TOML file or nested values of `mpitrain.config.settings`, also the config.toml of a finished run; or a
+        model: Module to train, on the device that this rank computes on. A model on the CPU is moved if run.device
+            names another kind of device. With parallel.pipeline or parallel.tensor it is divided, and cannot be used by
+            itself afterwards.
+        optimizer: Optimizer of model.parameters(), or a function that makes one from parameters; None for the
+            configuration's.
+        config: TOML file or nested values of `mpitrain.config.settings`, also the config.toml of a finished run; or a
             DeepSpeed JSON file or its values.
-        loss: loss(model(x), y), a mean over samples or targets; by default the model's own `loss`, if it has one.
-        scheduler: Stepped after every update, or a function that makes one of the optimizer; without it and without an
-            optimizer of one's own, the configuration's.
-        comm: The ranks to train over; by default all.
-        plan: With parallel.tensor, how layers are divided (see `mpitrain.parallelize`); by default the model's
-            `tensor_plan()`.
-        blocks: With parallel.pipeline, the names of the modules that one after the other are the model; by default its
+        loss: Function called as loss(model(x), y), a mean over samples or targets; None for the model's `loss`, if any.
+        scheduler: Scheduler to step after every update, or a function that makes one from the optimizer; None for the
+            configuration's if `optimizer` is None, too.
+        comm: Ranks to train on; None for all.
+        plan: Division of layers with parallel.tensor (see `mpitrain.parallelize`); None for its `tensor_plan()`.
+        blocks: Names of the modules that form the model in sequence, with parallel.pipeline; empty for the model's
             `pipeline_blocks()`, or the modules of an nn.Sequential.
-        auto: Settings of ours, in a TOML file or nested, that stand where a DeepSpeed configuration says "auto".
+        auto: Settings of mpitrain, in a TOML file or nested, that replace "auto" in a DeepSpeed configuration.
 
     Returns:
         The engine; with parallel.pipeline a `PipelineEngine`.
 
     Raises:
-        InputError: A key is not supported, ranks give unlike settings or models, or the model has an engine already.
+        InputError: If a key is not supported, settings or models differ between ranks, or the model has an engine.
     """
     _refuse_model(model)
     comm = comm if comm is not None else init()
@@ -96,7 +95,7 @@ def initialize(
     make = _optimizing(optimizer, settings, model, comm)
     mesh = places(comm, ours.parallel)
     divided, loss = place_on_mesh(model, mesh, ours, loss=loss, plan=plan, blocks=blocks)
-    made = make(divided.module)  # stages may have other groups of the configuration's, which has been compared
+    made = make(divided.module)  # groups from the configuration may differ between stages
     require_alike(comm, [] if optimizer is None else [*groups_told(made, whole=not mesh.divided)])
     engine = _engine(divided, loss or (lambda output, y: output), made, mesh, settings)
     if ours.model.compile:
@@ -118,7 +117,7 @@ def _engine(divided: ModelPart, loss: Loss, optimizer: torch.optim.Optimizer, me
 
 
 def _refuse_model(model: nn.Module) -> None:
-    """Raise InputError for a model that something else averages already, or that has nothing to train."""
+    """Raise InputError for a model that another wrapper already averages, or that has nothing to train."""
     if isinstance(model, (DistributedDataParallel, nn.parallel.DistributedDataParallel, nn.DataParallel)):
         raise refusal(f"the model is in {type(model).__name__} already; give mt.initialize its .module")
     if not any(p.requires_grad for p in model.parameters()):
@@ -126,7 +125,7 @@ def _refuse_model(model: nn.Module) -> None:
 
 
 def _refuse_twice(origin: str, what: str, given: object, named: object) -> None:
-    """Raise InputError where the caller and the configuration both bring something."""
+    """Raise InputError if both the caller and the configuration specify something."""
     if given is not None and named:
         raise refusal(f"{what} was given, and {origin} names another; leave one out")
 
@@ -134,9 +133,9 @@ def _refuse_twice(origin: str, what: str, given: object, named: object) -> None:
 def _optimizing(
     given: OptimizerOf | None, settings: Settings, model: nn.Module, comm: Communicator
 ) -> Callable[[nn.Module], torch.optim.Optimizer]:
-    """Return what makes the optimizer of this rank's part: of the caller's, or the configuration's. Collective.
+    """Return a function that makes the optimizer of this rank's part, the caller's or the configuration's. Collective.
 
-    model: The whole model, before it is divided: its parameters' names and places decide what groups they are in.
+    model: the whole model, before its division. Its parameters' names and places determine their groups.
     """
     read = settings.deepspeed
     names: dict[nn.Parameter, list[str]] = {}
@@ -158,7 +157,7 @@ def _optimizing(
 
 
 def _optim(settings: Settings) -> OptimSection:
-    """Return the section of the optimizer, with the rate that its class has where DeepSpeed's names none."""
+    """Return the optimizer section, with the class's default learning rate if a DeepSpeed configuration has none."""
     section = settings.config.optim
     if settings.deepspeed is None or "lr" in section.model_fields_set:
         return section
@@ -169,7 +168,7 @@ def _optim(settings: Settings) -> OptimSection:
 
 
 def _begin(settings: Settings, comm: Communicator) -> None:
-    """Do what settings say of the process, and print what they say of themselves."""
+    """Apply the settings of the process, and print remarks about the settings on rank 0."""
     ours, read = settings.config.comm, settings.deepspeed
     if "timeout" in ours.model_fields_set:
         set_timeout(ours.timeout)
@@ -205,10 +204,14 @@ def _origin(config: Given) -> str:
 
 
 def settings_told(settings: Settings, own_optimizer: bool) -> Iterator[tuple[str, str]]:
-    """Yield what ranks must have alike in their settings, by section.key.
+    """Yield the settings that must be equal on all ranks, as (section.key, value).
 
-    Each rank updates its slice of the parameters with the settings that it has itself: others on another rank would be
-    training that nobody asked for, and no error.
+    Each rank updates its slice of the parameters with its own settings, so a difference would silently change the
+    training.
+
+    Args:
+        settings: Settings of this rank.
+        own_optimizer: If true, the user's optimizer replaces the configuration's, whose settings are left out.
     """
     for name, field, value in every_setting(settings.config):
         loop = declared(field, "loop")
@@ -223,7 +226,13 @@ def settings_told(settings: Settings, own_optimizer: bool) -> Iterator[tuple[str
 
 
 def values_told(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the plain numbers, strings and booleans in a value, by name; of objects only what kind they are."""
+    """Yield the numbers, strings and booleans in a nested value, as (name, text); for other objects the name of their
+    type.
+
+    Args:
+        value: The value.
+        name: Name of the value.
+    """
     if is_dataclass(value) and not isinstance(value, type):
         yield (name, type(value).__name__)
         value = vars(value)
@@ -240,14 +249,19 @@ def values_told(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
 
 
 def model_told(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Yield the shapes of a model's parameters, and which are trained."""
+    """Yield dtype and shape of each parameter, and "frozen" if it is not trained, as (name, text)."""
     for name, p in model.named_parameters():
         kind = str(p.dtype).removeprefix("torch.")
         yield (f"model.{name}", f"{kind} {list(p.shape)}{'' if p.requires_grad else ' frozen'}")
 
 
 def groups_told(optimizer: torch.optim.Optimizer, *, whole: bool) -> Iterator[tuple[str, str]]:
-    """Yield what an optimizer updates its groups with. whole: Whether ranks have the same parameters in them."""
+    """Yield the class and the group settings of an optimizer, as (name, text).
+
+    Args:
+        optimizer: The optimizer.
+        whole: If true, the groups must have the same number of parameters on all ranks.
+    """
     yield ("optimizer", type(optimizer).__name__)
     for number, group in enumerate(optimizer.param_groups):
         name = f"optimizer.param_groups[{number}]"
@@ -257,7 +271,12 @@ def groups_told(optimizer: torch.optim.Optimizer, *, whole: bool) -> Iterator[tu
 
 
 def require_alike(comm: Communicator, told: Sequence[tuple[str, str]]) -> None:
-    """Raise InputError where ranks were told unlike things, naming the first of them. Collective."""
+    """Raise InputError if values differ between ranks, naming the first that does. Collective.
+
+    Args:
+        comm: All ranks.
+        told: Names and values, as text.
+    """
     mine = dict(told)
     digests = comm.all_gather_object(hashlib.sha256(json.dumps(mine).encode()).hexdigest())
     if len(set(digests)) == 1:
@@ -274,20 +293,26 @@ def require_alike(comm: Communicator, told: Sequence[tuple[str, str]]) -> None:
 
 def _shown(value: Any) -> str:
     if isinstance(value, float) and value.is_integer():
-        return str(int(value))  # 1.0 is no other setting than 1
+        return str(int(value))  # 1.0 equals 1
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
     return str(value) if value is None or isinstance(value, (bool, int, float, str)) else type(value).__name__
 
 
-# -- the model, the optimizer and the scheduler of the user, put onto a mesh
+# -- the user's model, optimizer and scheduler on a mesh
 
 
 def places(comm: Communicator, parallel: ParallelSection) -> Mesh:
-    """Return the mesh of a loop of one's own. Collective.
+    """Return the mesh of a user's training loop. Collective.
 
-    Where the model is not divided, a group of all ranks is `comm` itself. Raises InputError for settings that do not go
-    together.
+    If the model is not divided, the communicator of all ranks is `comm` itself.
+
+    Args:
+        comm: All ranks.
+        parallel: The [parallel] settings.
+
+    Raises:
+        InputError: If settings conflict.
     """
     axes = axes_of(parallel)
     mesh = Mesh.of(comm, axes, itself=count_along(axes, BLOCKS, LAYERS) == 1)
@@ -300,18 +325,26 @@ def place_on_mesh(
 ) -> tuple[ModelPart, Loss | None]:
     """Divide a model as the configuration says, and move this rank's part to its device. Collective.
 
+    Args:
+        model: The whole model.
+        mesh: Mesh of the ranks.
+        config: The settings.
+        loss: The user's loss; None for the model's own.
+        plan: Division of layers; None for the model's own.
+        blocks: Names of the modules that form the model in sequence; empty for the model's own.
+
     Returns:
-        This rank's part, and the loss of an output and a target; None where there is none.
+        This rank's part, and the loss of an output and a target; None if there is no loss.
 
     Raises:
-        InputError: It cannot be divided so, or there is no loss that a pipeline could have.
+        InputError: If the model cannot be divided like this, or a pipeline lacks a loss.
     """
     own = getattr(model, "loss", None)
     own, before = own if callable(own) else None, getattr(model, "criterion", None)
     staged, whole = mesh.stages.size > 1, not mesh.divided
     device = found_on(model, config.run.device, mesh.world)
     if not whole:
-        broadcast_state(model, mesh.world)  # parts are to be those of one model
+        broadcast_state(model, mesh.world)  # so that all ranks get parts of the same model
 
     def criterion() -> Callable[[Any, Any], torch.Tensor]:
         chosen = _loss_of(model, loss, own, before, staged=staged)
@@ -335,14 +368,14 @@ def place_on_mesh(
 
 
 def _loss_of(model: nn.Module, given: Loss | None, own: Loss | None, before: Any, *, staged: bool) -> Loss | None:
-    """The loss of a model whose layers are divided.
+    """Return the loss of a model whose layers are divided.
 
     Args:
-        model: The model, whose `criterion` is another now if its scores are divided.
-        given: What the user gave.
-        own: The model's method `loss`.
-        before: The `criterion` that it had.
-        staged: Whether it is to be had without the model, which a method would keep.
+        model: The model; its `criterion` was replaced if its scores are divided.
+        given: Loss from the user; None if there is none.
+        own: The model's method `loss`; None if it has none.
+        before: The model's `criterion` before the division.
+        staged: If true, the loss must not be a method, because a method would keep the whole model in memory.
     """
     criterion: Loss | None = getattr(model, "criterion", None)
     if given is not None and given not in (own, before):
@@ -358,16 +391,17 @@ def _loss_of(model: nn.Module, given: Loss | None, own: Loss | None, before: Any
 
 
 def following(given: Any, names: Names, module: nn.Module, comm: Communicator) -> torch.optim.Optimizer:
-    """The optimizer of this rank's part of a model. Collective.
+    """Return the optimizer of this rank's part of a model. Collective.
 
     Args:
-        given: An optimizer of the whole model's parameters, or what makes one of parameters: a class or a function.
-        names: Of the whole model's parameters.
-        module: This rank's part of the model; the whole, where it is not divided.
+        given: Optimizer of the whole model's parameters, or a class or function that makes one from parameters.
+        names: Names of each parameter of the whole model.
+        module: This rank's part of the model; the whole model if it is not divided.
         comm: All ranks.
 
     Raises:
-        InputError: It has a state or strange parameters, it is none, or its groups are not the same on all ranks.
+        InputError: If the optimizer already has a state or has parameters of another model, the function does not
+            return an optimizer, or the number of its groups differs between ranks.
     """
     if isinstance(given, type) or not hasattr(given, "param_groups"):
         return _made(given, module, comm)
@@ -388,7 +422,7 @@ def following(given: Any, names: Names, module: nn.Module, comm: Communicator) -
 
 
 def _made(make: Any, module: nn.Module, comm: Communicator) -> torch.optim.Optimizer:
-    """The optimizer that `make` makes of this rank's parameters."""
+    """Return the optimizer that `make` returns for this rank's parameters."""
     if not callable(make):
         raise refusal(
             f"optimizer is a {type(make).__name__}; give an optimizer, or a function of parameters that makes one"
@@ -406,10 +440,14 @@ def _made(make: Any, module: nn.Module, comm: Communicator) -> torch.optim.Optim
 
 
 def scheduling(given: Any, optimizer: torch.optim.Optimizer) -> Any:
-    """A learning-rate scheduler: as it is given, or what the given function makes of the optimizer.
+    """Return the user's learning-rate scheduler, or the one that the user's function makes from the optimizer.
+
+    Args:
+        given: Scheduler or function; None if there is none.
+        optimizer: Optimizer of the engine.
 
     Raises:
-        InputError: It is none, it follows a loss, or it is of another optimizer.
+        InputError: If it is not a scheduler, follows a loss, or belongs to another optimizer.
     """
     if given is None:
         return None

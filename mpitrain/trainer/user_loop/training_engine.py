@@ -1,4 +1,4 @@
-"""The engines of `mpitrain.initialize`: what a training loop of one's own calls, as users of DeepSpeed know it."""
+"""Engines that `mpitrain.initialize` returns for a user's training loop; their interface resembles DeepSpeed's."""
 
 from __future__ import annotations
 
@@ -28,25 +28,26 @@ from mpitrain.trainer.options import Settings
 from mpitrain.trainer.state import OPTIMIZER
 from mpitrain.trainer.user_loop.generators import DividedDraws, Generators
 
-ALL = 1 << 30  # checkpoints kept: the caller removes them
+ALL = 1 << 30  # checkpoints to keep: only the caller removes any
 
 
 class TrainingEngine:
-    """A model that trains over the ranks of a communicator. Made by `initialize`.
+    """A model that trains on the ranks of a communicator. `initialize` makes it.
 
-    Gradients are averaged over data-parallel ranks and microbatches: evenly in a loop of `backward` and `step`. In
-    `train_batch` a microbatch of targets that may be masked weighs as much as its targets that are not.
+    Gradients are averaged over data-parallel ranks and microbatches. In a loop of `backward` and `step` all
+    microbatches have equal weight. In `train_batch`, if targets may be masked, a microbatch is weighted by its unmasked
+    targets.
 
     Attributes:
         module: The model, or this rank's part of it.
         optimizer: Optimizer of this rank's part.
-        device: Where the model is, and batches are moved.
-        mesh: The ranks along data, pipeline and tensor.
-        data_rank: This rank's number among those that take different samples: the `rank` of a DistributedSampler.
-        data_size: Number of ranks that take different samples: the `num_replicas` of a DistributedSampler.
-        is_first_stage: Whether this rank has the model's first block, which uses x.
-        is_last_stage: Whether this rank has the model's last block, whose loss uses y.
-        steps: Updates made so far, and skipped ones.
+        device: Device of the model, to which batches are moved.
+        mesh: Ranks along the axes data, pipeline and tensor.
+        data_rank: This rank's number among those that read different samples: the `rank` of a DistributedSampler.
+        data_size: Number of ranks that read different samples: the `num_replicas` of a DistributedSampler.
+        is_first_stage: True if this rank has the model's first block, which uses x.
+        is_last_stage: True if this rank has the model's last block, whose loss uses y.
+        steps: Updates made so far, including skipped ones.
         norm: 2-norm of the last step's gradients, before clipping.
         loss_terms: Mean of each `LossTerm` of the model in the last `train_batch`, by name.
     """
@@ -63,11 +64,11 @@ class TrainingEngine:
         given.take(engine.module)
         self.steps, self._passes, self.norm, self.skipped = 0, 0, 0.0, 0
         self._own_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
-        self._store: Any = Store(Path(), mesh.world, ALL)  # one for all folders: it keeps communicators
+        self._store: Any = Store(Path(), mesh.world, ALL)  # one for all folders, because it has communicators
         self._generators = Generators(mesh, engine.device)
         self.loss_terms: dict[str, float] = {}
         self._share = 1.0 / (settings.accumulate * engine.comm.size)  # of a microbatch in a step
-        self._pending = False  # a backward pass was made that no step has counted
+        self._pending = False  # true between `backward` and `step`
         self._divided = mesh.divided
         self._draws = DividedDraws(self._generators, mesh, engine.device) if self._divided else None
 
@@ -76,13 +77,13 @@ class TrainingEngine:
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{instead}")
 
     def __iter__(self) -> Iterator[Any]:
-        raise InputError(  # an engine that is taken for DeepSpeed's tuple of four
+        raise InputError(  # DeepSpeed's initialize returns a tuple of four
             "mt.initialize returns the engine alone, which has .optimizer; write engine = mt.initialize(...)"
         )
 
     @contextmanager
     def _computing(self) -> Iterator[None]:
-        """Let the model draw its random numbers of this step, and name memory that lacks."""
+        """Use the model's random generators of this step, and explain an error of exhausted device memory."""
         drawing = self._draws.drawing(self.steps) if self._draws is not None else nullcontext()
         with full_told(self.device), drawing:
             yield
@@ -93,7 +94,7 @@ class TrainingEngine:
 
     @property
     def at_boundary(self) -> bool:
-        """Whether the next `backward` is the last before an update."""
+        """True if the next `backward` is the last one before an update."""
         return self._passes == self.settings.accumulate - 1
 
     def train(self, mode: bool = True) -> TrainingEngine:
@@ -104,9 +105,9 @@ class TrainingEngine:
         return self.train(False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output; with a loss function and two arguments (x, y), the loss.
+        """Return the model's output, or its loss if there is a loss function and the arguments are (x, y).
 
-        Arguments that are on the host are moved to the model's device.
+        Arguments on the host are moved to the model's device.
         """
         with self._computing():
             args, kwargs = moved((args, kwargs), self.device)
@@ -116,21 +117,21 @@ class TrainingEngine:
             return self._engine.compute(self.module, *args, **kwargs)
 
     def _loss_of(self, x: Any, y: Any, *, empty: bool = False) -> torch.Tensor:
-        """The mean loss of a microbatch. empty: None of its targets count."""
+        """Return the mean loss of a microbatch; if `empty`, none of its targets count."""
         loss = self._loss if not empty else lambda output, y: nothing(output)
         assert loss is not None
         result: torch.Tensor = self._engine.compute(lambda x: loss(self.module(x), y), x)
         return result
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Add the gradients of a microbatch's mean loss; the last pass before an update also reduces them.
+        """Add the gradients of a microbatch's mean loss; the last pass before an update also reduces them over ranks.
 
-        All microbatches of a step weigh alike. Where their targets are masked unlike, use `train_batch`, or give the
-        sum over the targets that count, divided by the mean number of them in a microbatch.
+        All microbatches of a step have equal weight. If they differ in the number of unmasked targets, use
+        `train_batch`, or pass the sum over unmasked targets divided by their mean number per microbatch.
 
         Raises:
-            InputError: `step` was not called since the last one, `loss` is no scalar that depends on parameters, or
-                parameters require gradients that did not when the engine was made.
+            InputError: If `step` was not called since the last `backward`, `loss` is not a scalar that depends on
+                parameters, or a parameter requires gradients that did not when the engine was made.
         """
         if self._pending:
             raise InputError(
@@ -140,7 +141,7 @@ class TrainingEngine:
         self._backward(loss, self._share)
 
     def _backward(self, loss: torch.Tensor, weight: float) -> None:
-        """Add the gradients of a microbatch's mean loss, which has a weight in that of the step."""
+        """Add the gradients of a microbatch's mean loss, times its weight in the step's loss."""
         require_scalar(loss)
         self._given.require_frozen()
         self._pending = True
@@ -150,12 +151,12 @@ class TrainingEngine:
             self._engine.backward(loss * weight, reduce=self.at_boundary)
 
     def step(self) -> bool:
-        """Update the parameters, if this microbatch was the last of the step; returns whether it was. Collective.
+        """Update the parameters if the step's last microbatch is done, and return whether it is. Collective.
 
-        A step whose gradients are not finite on some rank is skipped on all of them.
+        The update is skipped on all ranks if a gradient is not finite on some rank.
 
         Raises:
-            InputError: `backward` was not called since the last one, so that there is nothing to count.
+            InputError: If `backward` was not called since the last `step`.
         """
         if not self._pending:
             raise InputError(
@@ -171,7 +172,7 @@ class TrainingEngine:
         return True
 
     def _update(self) -> None:
-        """Update the parameters with the gradients of a whole step, and what follows from its number."""
+        """Update the parameters with the gradients of a whole step, and advance scheduler and counters."""
         with full_told(self.device):
             result = self._engine.step(self._next_rate())
         if self._scheduler is not None and not result.skipped:
@@ -180,9 +181,9 @@ class TrainingEngine:
         self.skipped += result.skipped
 
     def _next_rate(self) -> float | None:
-        """The learning rate of the coming update; None where the optimizer has it."""
+        """Return the learning rate of the next update; None if the optimizer already has it."""
         schedule, deepspeed = self.settings.schedule, self.settings.deepspeed is not None
-        update = self.steps - self.skipped * deepspeed  # which steps no schedule after an update that was skipped
+        update = self.steps - self.skipped * deepspeed  # DeepSpeed does not step a schedule for a skipped update
         if not isinstance(schedule, WarmUp) or schedule.peak is not None:
             return None if schedule is None else next_rate(schedule, self.optimizer, update)
         for group, own in zip(self.optimizer.param_groups, self._own_rates, strict=True):
@@ -190,21 +191,21 @@ class TrainingEngine:
         return None
 
     def train_batch(self, batches: Iterator[tuple[Any, Any]]) -> float:
-        """A whole step on the next microbatches (x, y) of an iterator, as many as it accumulates. Collective.
+        """Take a whole step on the next microbatches (x, y) of an iterator. Collective.
 
         Returns:
-            The mean loss over microbatches and ranks, and what terms of the model add to it.
+            Mean loss over microbatches and ranks, plus the loss terms of the model.
 
         Raises:
-            InputError: There is no loss function, a step has been begun, or the iterator ends in the middle of a step.
-            StopIteration: It has ended before.
+            InputError: If there is no loss function, a step has begun, or the iterator ends in the middle of a step.
+            StopIteration: If the iterator has no microbatch left.
         """
         self._require_loss("train_batch")
         engine, size = self._engine, self._engine.comm.size
         microbatches = [self.mesh.take(*self._next(batches, n)) for n in range(self.settings.accumulate)]
         weights = self._weights(microbatches)
         mean = torch.zeros(1 + len(engine.terms.names), dtype=torch.float64, device=self.device)
-        engine.terms.take(self.device)  # of loops without train_batch
+        engine.terms.take(self.device)  # drop terms of passes before this step
         for batch, weight in zip(microbatches, weights, strict=True):
             with self._computing():
                 x, y = moved(batch, self.device)
@@ -221,34 +222,35 @@ class TrainingEngine:
         return self._note_terms(told().tolist())
 
     def _weights(self, microbatches: Sequence[tuple[Any, Any]]) -> list[float]:
-        """What each microbatch of this rank weighs in the loss of a step. Collective where targets may be masked."""
+        """Return the weight of each microbatch in the loss of a step. Collective if targets may be masked."""
         engine, loss = self._engine, self._loss
         engine.counted = partial(counted, loss) if counts_targets(loss, microbatches[0][1]) else None
         weights: list[float] = engine.weigh([y for _, y in microbatches], [self._share] * len(microbatches))
         return weights
 
     def _note_terms(self, means: Sequence[float]) -> float:
-        """Set `loss_terms`, from the loss and the mean of each term; returns the loss."""
+        """Set `loss_terms`, and return the loss, from their means: first the loss, then each term."""
         self.loss_terms = dict(zip(self._engine.terms.names, means[1:], strict=True))
         return float(means[0])
 
     def eval_batch(self, batches: Iterator[tuple[Any, Any]]) -> float:
-        """The mean loss of as many microbatches as a step has, in evaluation mode, without gradients. Collective.
+        """Return the mean loss of the next microbatches of an iterator, as many as a step has, without training.
 
-        Raises what `train_batch` raises.
+        Collective.
+
+        Raises the errors of `train_batch`.
         """
         self._require_loss("eval_batch")
         return self.evaluate([self._next(batches, number) for number in range(self.settings.accumulate)])
 
     def evaluate(self, batches: Iterable[tuple[Any, Any]]) -> float:
-        """The mean loss of all samples (x, y) of this and the other ranks, in evaluation mode. Collective.
+        """Return the mean loss of the samples (x, y) of all ranks, in evaluation mode. Collective.
 
-        Over targets that are not masked, where there may be masked ones. Terms of the model are no part of it.
-
-        Data-parallel ranks may have unequally many samples, but at stage 3 as many batches each.
+        If targets may be masked, the mean is over those that are not. The model's loss terms are not included.
+        Data-parallel ranks may have different numbers of samples, but at stage 3 they need the same number of batches.
         """
         self._require_loss("evaluate")
-        on = self.device if self._engine.pipeline is None else CPU  # where a pipeline tells its losses
+        on = self.device if self._engine.pipeline is None else CPU  # a pipeline returns its losses on the host
         sums = torch.zeros(2, dtype=torch.float64, device=on)
         for batch in batches:
             with full_told(self.device):
@@ -257,7 +259,7 @@ class TrainingEngine:
                 count = self._engine.count(x, y)
                 sums[0] += self._engine.evaluate(x, y).double() * count
                 sums[1] += count
-        if self._engine.pipeline is not None:  # whose other stages may have no targets
+        if self._engine.pipeline is not None:  # other stages may have no targets
             self._engine.pipeline.comm.broadcast(sums, self._engine.pipeline.last_rank)
         self._engine.comm.all_reduce(sums)
         total, samples = sums.tolist()
@@ -272,7 +274,7 @@ class TrainingEngine:
             raise refusal(f"{method}: it needs a loss; give mt.initialize one")
 
     def _next(self, batches: Iterator[tuple[Any, Any]], number: int) -> tuple[Any, Any]:
-        """The next microbatch, that with this number of its step."""
+        """Return the next microbatch, which has index `number` in its step."""
         if not hasattr(batches, "__next__"):
             raise refusal(
                 f"a step's microbatches come from an iterator, and this is a {type(batches).__name__}; make "
@@ -291,13 +293,17 @@ class TrainingEngine:
     # -- checkpoints
 
     def save(self, path: str | Path, values: Mapping[str, Any] | None = None) -> Path:
-        """Write a checkpoint into the folder `path`, as path/step-N; returns that. Collective.
+        """Write a checkpoint into the folder path/step-N, and return that folder. Collective.
 
-        values: JSON to be given back by `load`, rank 0's. The folder then belongs to this job until it ends: another
-        job's `save` into it is refused. Nothing is removed or replaced there but what is known to be a checkpoint's.
+        The folder `path` belongs to this job until it ends: `save` of another job into it is refused. Only files that
+        are known to belong to a checkpoint are removed or replaced.
+
+        Args:
+            path: Folder of the checkpoints.
+            values: Values that `load` returns, representable as JSON; those of rank 0 are stored.
 
         Raises:
-            InputError: A step has been begun, or the folder is another job's.
+            InputError: If a step has begun, or another job uses the folder.
         """
         if self._passes or self._pending:
             raise InputError(
@@ -309,7 +315,7 @@ class TrainingEngine:
         rest["random"] = self._generators.values()
         mine = {"steps": self.steps, "skipped": self.skipped, "rates": rates, "values": dict(values or {})}
         if self._scheduler is not None:
-            kinds = (bool, int, float, str, list, type(None))  # what JSON can hold; the rest is functions
+            kinds = (bool, int, float, str, list, type(None))  # JSON's types; functions are left out
             state = self._scheduler.state_dict()
             mine["scheduler"] = {key: value for key, value in state.items() if isinstance(value, kinds)}
         self._store.move_to(Path(path))
@@ -319,14 +325,14 @@ class TrainingEngine:
         return folder
 
     def load(self, path: str | Path) -> dict[str, Any]:
-        """Go on from the newest whole checkpoint in `path`, or from that at `path`; returns its values. Collective.
+        """Load the checkpoint at `path`, or the newest complete one in it, and return its `values`. Collective.
 
-        It may be of another stage, mesh and number of ranks. On the mesh that saved it random generators go on where
-        they were; on another they are seeded for the step (see docs/loop.md).
+        ZeRO stage, mesh and number of ranks may differ from those that saved it. On the same mesh, random generators
+        continue; on another, they are seeded for the step (see docs/loop.md).
 
         Raises:
-            InputError: There is no checkpoint, or its optimizer's states are of another optimizer.
-            CheckpointError: None of them can be used.
+            InputError: If there is no checkpoint, or its optimizer states belong to another optimizer.
+            CheckpointError: If none of the checkpoints can be used.
         """
         self._store.move_to(Path(path))
         reasons = []
@@ -361,20 +367,20 @@ class TrainingEngine:
     # -- for people
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """A copy of the model's whole state, on every rank. Collective."""
+        """Return a copy of the whole model's state, on every rank. Collective."""
         if not self._divided:
             return self._engine.state_dict()
         parts, rest = self._engine.parts()
         return whole_state(self.mesh.world, parts, self._given.names, rest["tied"], self.device)
 
     def memory(self) -> MemoryAccount:
-        """Bytes by category on this rank, measured, and by formula."""
+        """Return the bytes of each category on this rank, as measured and by formula."""
         return self._engine.memory()
 
     def close(self) -> None:
-        """Give the model's parameters memory of their own again, and release the rest. Collective.
+        """Copy the parameters back into memory that the model owns, and free all other resources. Collective.
 
-        The model and the optimizer can be used by themselves then; whatever trains, saves or loads is an InputError.
+        Model and optimizer can then be used without the engine; methods that train, save or load raise InputError.
         """
         if isinstance(self._engine, ClosedEngine):
             return
@@ -386,10 +392,10 @@ class TrainingEngine:
 
 
 class PipelineEngine(TrainingEngine):
-    """A model in stages: all microbatches of a step go through them together, by `train_batch`.
+    """Engine of a model in stages, through which `train_batch` sends all microbatches of a step.
 
-    Ranks of one pipeline give the same microbatches; x is used on the first stage, y on the last. On the others tensors
-    of the same shapes will do.
+    All ranks of a pipeline pass the same microbatches. The first stage uses x and the last one y; on other stages,
+    tensors of the same shapes are enough.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -402,15 +408,14 @@ class PipelineEngine(TrainingEngine):
         raise whole_steps("engine.step")
 
     def train_batch(self, batches: Iterator[tuple[Any, Any]]) -> float:
-        """A whole step on the next microbatches (x, y) of an iterator, as many as a step has. Collective.
+        """Take a whole step on the next microbatches (x, y) of an iterator. Collective.
 
         Returns:
-            The mean loss over microbatches and data-parallel ranks, and what terms of the model add to it, on every
-            rank.
+            Mean loss over microbatches and data-parallel ranks, plus the model's loss terms, on every rank.
 
         Raises:
-            InputError: The iterator ends in the middle of a step.
-            StopIteration: It has ended before.
+            InputError: If the iterator ends in the middle of a step.
+            StopIteration: If the iterator has no microbatch left.
         """
         self._given.require_frozen()
         count, engine = self.settings.accumulate, self._engine
@@ -429,17 +434,17 @@ class PipelineEngine(TrainingEngine):
 def whole_state(
     world: Communicator, parts: Iterable[Part], names: Sequence[str], aliases: Mapping[str, str], device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """Put together what the ranks hold of a model. Collective.
+    """Assemble the whole state of a model from the parts of all ranks. Collective.
 
     Args:
-        world: All ranks that hold some of it.
-        parts: What this rank writes into a checkpoint.
-        names: Of the model's state, in order.
-        aliases: Further names of tensors, each with the name that it is saved under.
-        device: Where the state is wanted.
+        world: Ranks that have parts of the model.
+        parts: Parts that this rank writes into a checkpoint.
+        names: Names of the tensors in the model's state, in order.
+        aliases: Further names of tensors, mapped to the names under which they are saved.
+        device: Device of the result.
 
     Returns:
-        A tensor of each name; names of one tensor have the same.
+        The tensors by name; names of the same tensor share it.
     """
     model = [part for part in parts if part.spec.name.startswith(MODEL)]
     told = world.all_gather_object([[p.spec.name, list(p.spec.shape), p.spec.dtype] for p in model])
@@ -463,9 +468,9 @@ def whole_state(
 
 
 def require_same_optimizer(optimizer: torch.optim.Optimizer, manifest: Manifest, folder: Path) -> None:
-    """Raise InputError where a checkpoint has states that the optimizer does not know, or lacks some that it needs.
+    """Raise InputError if a checkpoint lacks states that the optimizer needs, or has states that it does not know.
 
-    One without any, of weights alone, will do, and so does each where a trial does not tell what there will be.
+    A checkpoint without optimizer states is accepted, and any is if a trial step does not show the states needed.
     """
     saved = {name.removeprefix(OPTIMIZER).split("/")[0] for name in manifest.tensors if name.startswith(OPTIMIZER)}
     trials = [
@@ -484,9 +489,9 @@ def require_same_optimizer(optimizer: torch.optim.Optimizer, manifest: Manifest,
     )
 
 
-# -- checks of what a loop gives an engine, and the model that has one
+# -- checks of a loop's arguments, and of the model that has an engine
 
-# what engines of DeepSpeed and modules of torch have, and what stands for it here
+# attributes of DeepSpeed's engines and torch's modules, and their replacements here
 _INSTEAD = {
     "forward": "engine(...)",
     "get_global_grad_norm": "engine.norm",
@@ -510,7 +515,7 @@ _INSTEAD = {
 
 
 def require_scalar(loss: Any) -> None:
-    """Raise InputError for what has no gradients that a step could use."""
+    """Raise InputError unless `loss` is a tensor of one element that requires gradients."""
     wrong = ""
     if not isinstance(loss, torch.Tensor):
         wrong = f"a {type(loss).__name__}; give the tensor that the loss function returned"
@@ -523,7 +528,7 @@ def require_scalar(loss: Any) -> None:
 
 
 def pair(batch: Any) -> tuple[Any, Any]:
-    """A microbatch as (x, y). Raises InputError where it is something else."""
+    """Return a microbatch as (x, y). Raises InputError if it is not a pair."""
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
         return batch[0], batch[1]
     found = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, (tuple, list)) else type(batch).__name__
@@ -534,24 +539,24 @@ def pair(batch: Any) -> tuple[Any, Any]:
 
 
 def whole_steps(what: str) -> InputError:
-    """The error of a call that a model in stages has no use for."""
+    """Return the error for a method that a model in stages does not support."""
     return InputError(
         f"{what} is not for a model in stages, through which all microbatches of a step go together; use "
         "engine.train_batch(iterator) and engine.evaluate(batches)"
     )
 
 
-_MARK = "_mpitrain_engine"  # attribute of a module that an engine has: its own id, which no copy of it has
+_MARK = "_mpitrain_engine"  # attribute of modules in an engine: the module's id, which differs from that of a copy
 
 
 class GivenModel:
-    """The model that an engine was made of.
+    """The model that was passed to `mpitrain.initialize`.
 
     Attributes:
-        names: Of its whole state, in order.
+        names: Names of the tensors in the model's whole state, in order.
 
     Raises:
-        InputError: Another engine, which was not closed, has some of it.
+        InputError: If another engine, which was not closed, has some of the model's modules.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -565,18 +570,18 @@ class GivenModel:
         self._frozen: list[tuple[str, nn.Parameter]] = []
 
     def take(self, module: nn.Module) -> None:
-        """An engine has it now. module: This rank's part of it."""
+        """Mark the model's modules as used by an engine. module: this rank's part of the model."""
         for m in self._modules:
             setattr(m, _MARK, id(m))
         self._frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
 
     def release(self) -> None:
-        """The engine was closed."""
+        """Remove the marks, after the engine was closed."""
         for m in self._modules:
             vars(m).pop(_MARK, None)
 
     def require_frozen(self) -> None:
-        """Raise InputError for a parameter that is trained only since the engine was made."""
+        """Raise InputError if a parameter requires gradients that did not when the engine was made."""
         if switched := next((name for name, p in self._frozen if p.requires_grad), None):
             raise InputError(
                 f"{switched} requires gradients, and did not when the engine was made, so that its gradients are "
@@ -585,7 +590,7 @@ class GivenModel:
 
 
 class ClosedEngine:
-    """Stand-in for the parts of an engine that was closed: whatever is asked of it is an error."""
+    """Replacement for the parts of a closed engine; any access to its attributes raises InputError."""
 
     def __getattr__(self, name: str) -> Any:
         raise InputError("the engine was closed; make another with mt.initialize, and load a checkpoint")
