@@ -1,7 +1,6 @@
 """A layout, the division of a model and its batches over ranks: as one line of text and as settings.
 
-4x2x1 zero1 mb2 1f1b          data x pipeline x tensor ranks, then all options that differ from the default, in any
-order
+4x2x1 zero1 mb2 1f1b          data x pipeline x tensor ranks, then what is not as it is by default, in any order
 
 zeroZ            parallel.zero                 slicesS         parallel.slices
 mbM              train.microbatch [1]          cut:3,2x4,3     parallel.cut [3, 4, 4, 3]

@@ -56,7 +56,7 @@ class Nodes:
     on_device: bool = False
 
     def evenly(self, layout: ParallelLayout) -> bool:
-        """Return True if every group of ranks with the same part of the model has equally many on each node (`shard_order`)."""
+        """Return True if ranks with the same part of the model are spread evenly over the nodes (`shard_order`)."""
         parts = layout.ranks // layout.replicas
         return self.each % parts == 0 or parts > self.each  # then at most one on each node
 
@@ -138,7 +138,7 @@ class LayoutPlaces:
 
     @property
     def stages(self) -> Group:
-        """Ranks that have the stages of the first replica. Their messages do not coincide with those of other groups."""
+        """Ranks that have the stages of the first replica. Replicas do not send at the same time: `beside` is 1."""
         return replace(self._dividing(BLOCKS), beside=1)
 
     @property
@@ -154,7 +154,7 @@ class LayoutPlaces:
         return self.over(*(axis.name for axis, _ in self.layout.sizes if axis.divides in kinds))
 
     def shards(self) -> tuple[Group, Group | None]:
-        """Return the ranks that shards are divided over, and the ranks that have the same shard (None if there are none)."""
+        """Return the ranks that shards are divided over, and the ranks with the same shard (None if there are none)."""
         data = self.replicas
         if not self.layout.zero or self.layout.shard_within == "all":
             return data, None

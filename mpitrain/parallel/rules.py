@@ -95,7 +95,7 @@ def _whole_where_reproducible(of: Combination) -> str:
 
 
 def _placed(of: Combination) -> str:
-    """Return a conflict of parameter placement over ranks with the same part of the model (`shard.placement`), or nothing."""
+    """Return a conflict in the placement of parameters over replicas (`shard.placement`); empty if there is none."""
     return placement.conflict(
         of.parallel.zero,
         of.count(SAMPLES, PARTS),
@@ -122,7 +122,7 @@ def _compiled_as_placed(of: Combination) -> str:
 
 
 def _samples_for_all(of: Combination) -> str:
-    """Return why ranks that communicate in their layers cannot share some batch (`VirtualWorkers`), or nothing."""
+    """Return why ranks that communicate in their layers cannot share a batch (`VirtualWorkers`); empty if they can."""
     if of.workers is None:
         return ""
     has = {"synchronous": of.synchronous, "gathers": of.gathers}

@@ -60,7 +60,7 @@ class TensorAxis(MeshAxis):
         return [{"sequence": each} for each in (False, True)[: 1 + (layout.tensor > 1 and model.takes(divided))]]
 
     def exchange_seconds(self, exchange: AxisExchange, group: Group, step: Any) -> float:
-        """Return the predicted seconds of an exchange, which passes through shared memory of the node (see `tensor.axis`).
+        """Return the predicted seconds of an exchange, which uses shared memory of the node (see `tensor.axis`).
 
         Each rank copies its part in, and sums or copies what it needs out. With two ranks, or few bytes, each rank sums
         all parts.
