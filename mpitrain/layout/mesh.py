@@ -1,4 +1,4 @@
-"""The mesh: the place of each rank along an ordered list of axes, and groups of ranks that share a place.
+"""The mesh: the place of each rank along an ordered list of axes, and the groups of ranks that follow from it.
 
 An axis says what its ranks divide (`MeshAxis.divides`); the axes of the package are declared in `mpitrain.parallel`.
 Ranks along the last axis of the list are neighbours. With 2 pipeline stages and 2 tensor ranks
@@ -333,7 +333,7 @@ def count_along(axes: Sizes, *kinds: str) -> int:
 
     Args:
         axes: Axes with the ranks along each.
-        kinds: SAMPLES, PARTS, BLOCKS or LAYERS.
+        *kinds: SAMPLES, PARTS, BLOCKS or LAYERS.
     """
     return prod(int(ranks) for axis, ranks in axes if axis.divides in kinds and ranks != "auto")
 

@@ -22,11 +22,11 @@ class DataAxis(MeshAxis):
     near = 0
 
     def sizes(self, model: ModelProfile, ranks: int, asked: int | str) -> Iterable[int]:
-        """Return the number of ranks that the other axes leave, if each of them gets a sample; else nothing."""
+        """Return the ranks that the other axes leave, if each of them gets a sample (see `MeshAxis.sizes`)."""
         return [ranks][: ranks <= model.batch]
 
     def options(self, layout: ParallelLayout, model: ModelProfile, places: Nodes) -> Iterable[Mapping[str, Any]]:
-        """Return the ways to place parameters, gradients and states over the ranks with the same part of the model."""
+        """Return the ways to place parameters, gradients and states over replicas (see `MeshAxis.options`)."""
         found: list[dict[str, Any]] = [{}]
         if layout.replicas > 1:
             found += [{"zero": zero} for zero in (1, 2, 3)]

@@ -47,7 +47,7 @@ class PipelineAxis(MeshAxis):
         )
 
     def divide(self, part: ModelPart, group: Communicator) -> None:
-        """Cut the model into stages, and keep this rank's stages. Collective."""
+        """Cut the model into stages, and keep this rank's stages (see `MeshAxis.divide`). Collective."""
         if group.size == 1:
             return
         from mpitrain.pipe.pipeline import Pipeline  # loads MPI
@@ -73,12 +73,12 @@ class PipelineAxis(MeshAxis):
         _require_parameters(group, pipeline.module)
 
     def sizes(self, model: ModelProfile, ranks: int, asked: int | str) -> Iterable[int]:
-        """Return the divisors of the number of ranks that are not above the number of blocks."""
+        """Return the divisors of the number of ranks that are not above the number of blocks (see `MeshAxis.sizes`)."""
         most = len(model.blocks(1)) if model.listed else 1
         return [n for n in divisors(ranks) if n <= most]
 
     def options(self, layout: ParallelLayout, model: ModelProfile, places: Any) -> Iterable[Mapping[str, Any]]:
-        """Return the schedules, each with the stages of a rank and the slices of a sequence."""
+        """Return the schedules, each with stages per rank and slices of a sequence (see `MeshAxis.options`)."""
         if layout.pipeline == 1:
             return [{}]
         blocks, divided = len(model.blocks(1)), Divided(layout.tensor)

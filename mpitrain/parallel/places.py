@@ -98,7 +98,7 @@ class LayoutPlaces:
 
     @property
     def turns(self) -> float:
-        """Slowdown of a rank's computation while all ranks of its node compute; 1 if each has a core."""
+        """Factor by which a rank computes slower while all ranks of its node compute; 1 if each has a core."""
         return max(1.0, self.nodes.each / self.cores)
 
     @property
@@ -138,7 +138,7 @@ class LayoutPlaces:
 
     @property
     def stages(self) -> Group:
-        """Ranks that have the stages of the first replica. Replicas do not send at the same time: `beside` is 1."""
+        """Ranks that have the stages of the first replica. Such groups do not communicate at once: `beside` is 1."""
         return replace(self._dividing(BLOCKS), beside=1)
 
     @property

@@ -44,7 +44,7 @@ class TensorAxis(MeshAxis):
         )
 
     def divide(self, part: ModelPart, group: Any) -> None:
-        """Divide the layers that the model's plan names."""
+        """Divide the layers that the model's plan names (see `MeshAxis.divide`). Collective."""
         if group.size > 1:
             parallel = part.parallel
             plan = plan_for(part.module, part.plan, sequence=parallel.sequence)
@@ -55,7 +55,7 @@ class TensorAxis(MeshAxis):
         return [n for n in divisors(ranks) if n == 1 or (model.divisible and model.takes(Divided(n)))]
 
     def options(self, layout: ParallelLayout, model: ModelProfile, places: Any) -> Iterable[Mapping[str, Any]]:
-        """Return the choices of dividing activations along the sequence: no, and yes where the model allows it."""
+        """Return whether to divide activations along the sequence: no, and yes if possible (see `MeshAxis.options`)."""
         divided = replace(Divided(layout.tensor), sequence=True)
         return [{"sequence": each} for each in (False, True)[: 1 + (layout.tensor > 1 and model.takes(divided))]]
 

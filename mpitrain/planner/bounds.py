@@ -257,7 +257,7 @@ class Bounds:
 
 
 def _thinner(block: BlockCost, part: float) -> BlockCost:
-    """Return a block with the same exchanges, of which a rank has only the share `part`."""
+    """Return a block with costs and divided weights scaled by `part`, and with unchanged exchanges."""
     return replace(
         block,
         **{name: getattr(block, name) * part for name in ("forward", "input", "weight", "later")},

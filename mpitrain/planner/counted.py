@@ -54,7 +54,7 @@ class CountedOperation(NamedTuple):
 
 
 class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Context manager that records every PyTorch operation, and when the memory of each result begins and ends.
+    """Context manager that records every PyTorch operation, and the allocation and release of each result's memory.
 
     Args:
         guess: If true, an integer that a block reads from a tensor without values is 0.
@@ -67,7 +67,7 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.operations: list[CountedOperation] = []
         self._guess = guess
-        self._changes: list[tuple[int, int]] = []  # number of the memory, bytes more or less
+        self._changes: list[tuple[int, int]] = []  # (number of the memory, bytes), with negative bytes at its release
         self._numbers: dict[int, int] = {}  # number of each piece of memory in use, by the address of its storage
         self._references: dict[int, weakref.ref[Any]] = {}
 
@@ -123,7 +123,7 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _flops(operation: Any, args: Any, kwargs: Any, out: Any) -> tuple[float, float]:
-    """Return the floating-point operations, and the number of equal matrix products that they belong to."""
+    """Return the floating-point operations of an operation's matrix products, and the number of these products."""
     count = flop_registry.get(operation)
     if operation is _ATEN._scaled_dot_product_flash_attention_for_cpu:  # the registry has only the attention of devices
         flops = sdpa_flop_count(*(t.shape for t in args[:3]))  # type: ignore[no-untyped-call]

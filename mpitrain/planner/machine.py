@@ -196,7 +196,7 @@ def size_of(text: str, option: str) -> float:
     """Return the bytes of a size from the command line, for example 32GiB, 1.5gb or 64.
 
     Args:
-        text: Size.
+        text: Number with a unit; bytes without a unit.
         option: Option of the command line, for the message.
 
     Raises:
@@ -208,7 +208,7 @@ def size_of(text: str, option: str) -> float:
 PRECISIONS = ("fp32", "bf16", "fp16")
 _DEFAULT = Machine()
 _CORE = 50e9  # operations per second of a core, if the nodes have devices and the file has no core.matrix
-_UPDATE_BYTES = 28  # of an element in AdamW: parameter, gradient, two moments are read, all but the gradient written
+_UPDATE_BYTES = 28  # per element in AdamW, which reads parameter, gradient and two moments, and writes all but gradient
 _CORE_CALL, _DEVICE_CALL = 1e-6, 5e-6  # seconds of starting a matrix product
 _CORE_SIZES, _DEVICE_SIZES = (64, 256, 1024), (256, 1024, 4096, 8192)
 
@@ -319,8 +319,8 @@ def derived(given: Mapping[str, float]) -> dict[str, float]:
 def _device_matrix(given: Mapping[str, Table], memory_rate: float) -> dict[str, list[tuple[int, float]]]:
     """Return the speeds of a device by precision and size.
 
-    If only one 16-bit precision is given, the other is as fast. If no 16-bit precision is given, both are as fast as
-    fp32; if only these are given, fp32 has an eighth of their speed.
+    A missing 16-bit precision is as fast as the other one, or as fast as fp32 if both are missing. A missing fp32 has
+    an eighth of the 16-bit speed.
 
     Args:
         given: Speeds from the file.
@@ -521,7 +521,7 @@ def _collectives(said: object, path: str) -> dict[tuple[Any, ...], float]:
 
 
 def _nested(first: Values, second: Values, levels: int) -> Values:
-    """Return both dictionaries merged recursively; `levels` deep, values are replaced as a whole."""
+    """Return both dictionaries merged recursively to a depth of `levels`; deeper values are replaced as a whole."""
     deeper = [name for name in first if levels > 1 and isinstance(second.get(name), dict)]
     return {**first, **second, **{name: _nested(first[name], second[name], levels - 1) for name in deeper}}
 

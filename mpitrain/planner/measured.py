@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from mpitrain.shard.gradients import Gradients
 
 _LAUNCHERS = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "SLURM_")
-_SECONDS = 0.8  # of rounds, for one number of samples
-_LEAST, _MOST = 3, 9  # rounds
+_SECONDS = 0.8  # time for the rounds of one number of samples
+_LEAST, _MOST = 3, 9  # number of rounds
 
 
 class Timed(NamedTuple):

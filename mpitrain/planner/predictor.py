@@ -2,8 +2,8 @@
 
     forward | backward, each bucket of gradients reduced when complete | norm, update | parameters made visible
 
-A step is simulated as its ranks would run it, with measured or counted costs. The model profile gives the cost of each
-block. A pipeline's schedule runs step by step (`pipe.simulate`). Each collective is the program that would run
+A step is simulated as its ranks would run it, with measured or estimated costs. The model profile gives the cost of
+each block. A pipeline's schedule runs step by step (`pipe.simulate`). Each collective is the program that would run
 (`collectives`), on the buckets that would be reduced (`memory`). If no core is free for communication, communication
 does not overlap with computation, as in the job. Ranks beyond a node's cores take turns.
 """
@@ -108,7 +108,7 @@ class StepSimulation:
     # -- without a pipeline
 
     def _passes(self) -> None:
-        """Add forward and backward of all microbatches of the rank that has most, and the reduction of gradients."""
+        """Add the passes of all microbatches of the rank that has most, and the reduction of gradients."""
         layout = self.layout
         share = -(-self.model.batch // layout.readers)
         full, rest = divmod(share, layout.microbatch)
@@ -134,7 +134,7 @@ class StepSimulation:
     def _one_pass(
         self, blocks: Sequence[BlockCost], holds: StageHoldings, pace: float, *, first: bool, last: bool
     ) -> None:
-        """Add one microbatch, whose communication overlaps with computation if a core is free for it."""
+        """Add the passes of one microbatch. Communication overlaps with computation if a core is free for it."""
         overlaps = self.places.overlaps
         each_pass = self.layout.zero >= 2
         reduces = each_pass or (last and overlaps)
@@ -185,7 +185,7 @@ class StepSimulation:
             self.parts["gradients"] += sum(self.seconds("all_reduce", nbytes, self.replicas) for nbytes in share)
 
     def _gathers(self, holds: StageHoldings) -> dict[str, float]:
-        """Return the seconds of gathering each unit's parameters, by block name; the first includes the root's."""
+        """Return the seconds of gathering each unit, by block name; those of the root are added to the first block."""
         meeting = self.meeting(self.shard)
         *units, root = [self.seconds("all_gather", n, self.shard, "private") + meeting for n in holds.buckets]
         found = dict(zip((b.name for b in reversed(holds.stages[0]) if b.is_unit), units, strict=True))
@@ -194,7 +194,7 @@ class StepSimulation:
         return found
 
     def _gather(self, seconds: float, meanwhile: float) -> float:
-        """Return the seconds of gathering a unit that the computation of the unit before it does not hide."""
+        """Return the seconds of gathering a unit that are not hidden by the computation of the unit before it."""
         return max(0.0, seconds - meanwhile) if self.places.overlaps else seconds
 
     def exchanges(self, exchanges: Sequence[AxisExchange]) -> float:
@@ -205,7 +205,7 @@ class StepSimulation:
     # -- with a pipeline
 
     def _through_pipeline(self, flow: Flow) -> None:
-        """Add all microbatches through all stages, then the reduction of gradients."""
+        """Add the passes of all microbatches through all stages, and the reduction of gradients."""
         schedule = flow.shape
         bounds = stage_bounds(self.blocks, schedule.stages, self.layout.cut)
         stages = [self.blocks[lo:hi] for lo, hi in pairwise(bounds)]
@@ -432,7 +432,7 @@ class Predictor:
     # -- for the simulation
 
     def turns(self, places: LayoutPlaces) -> float:
-        """Return the slowdown of a rank's computation while all ranks of its node, or of its device, compute."""
+        """Return the factor by which a rank computes slower while all ranks of its node, or of its device, compute."""
         return float(self._sharing) or places.turns
 
     def places(self, layout: ParallelLayout) -> LayoutPlaces:

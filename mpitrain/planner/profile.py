@@ -51,11 +51,11 @@ def profile_of(
         config: Configuration of the job.
         description: Description of the data that the model is trained on.
         machine: Machine whose speeds are used if seconds are not measured.
-        measure: Measure seconds on this machine; else estimate them from operations and bytes.
+        measure: If true, measure seconds on this machine; else estimate them from operations and bytes.
         budget: Seconds of measuring, after which divided models and further threads are estimated from earlier
             measurements.
-        ranks_per_node: Ranks of a node. At least as many processes measure side by side, and share its cores and caches
-            as the ranks will, but no more than four for each core.
+        ranks_per_node: Ranks of a node. As many processes measure side by side, so that they share cores and caches as
+            the ranks will; at least enough to keep all cores busy, and at most four per core.
 
     Raises:
         InputError: The model cannot be built, or does not fit the data.
@@ -135,12 +135,12 @@ class BlockProfile(ModelProfile):
         """Return the seconds of each block, estimated from operations and bytes."""
         machine, precision, itemsize = self._machine, self.precision, ITEMSIZE[self.precision]
         found: list[Timed] = []
-        once: dict[tuple[int, tuple[int, ...]], Timed] = {}  # blocks that are alike share what was observed
+        once: dict[tuple[int, tuple[int, ...]], Timed] = {}  # equal blocks share one observation
         for each, own in zip(observed, weights, strict=True):
             trained = [weight.numel for weight in own if weight.trained]
             key = id(each), tuple(trained)
             if key not in once:
-                # the first gradient of a small weight is copied to its place, the others are computed there
+                # the first gradient of a small weight is copied into flat memory, others are computed there
                 # (`shard.in_place`)
                 copied = [CountedOperation("copy_", 0.0, 2.0 * n * itemsize) for n in trained if n < LEAST]
                 more = sum(n * itemsize * (1 if n < LEAST else 3) for n in trained)
@@ -292,7 +292,7 @@ class _Times:
 def _line(a: Timed, b: Timed, along: float) -> Timed:
     """Return the seconds at `along` on the straight line from a (at 0) to b (at 1), or beyond.
 
-    Noise may make a longer than b. The result is therefore at least half of b, times `along` below 1.
+    Noise may make a longer than b. The result is therefore at least b / 2, or b * along / 2 for `along` below 1.
     """
     forward = max(a.forward + (b.forward - a.forward) * along, b.forward * min(1.0, along) / 2)
     backward = max(a.backward + (b.backward - a.backward) * along, b.backward * min(1.0, along) / 2)

@@ -337,7 +337,7 @@ def _class_of(pattern: str) -> str:
 
 
 class Refinement:
-    """Function from a layout to its variants, the most promising first and the layout itself last.
+    """Callable that returns the variants of a layout, the most promising first and the layout itself last.
 
     Args:
         predictor: Predictor with the model to cut and divide, and the machine that gives the seconds of messages.

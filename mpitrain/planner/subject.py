@@ -4,9 +4,9 @@ A `Cut` is a copy of the model as one rank has it. Its tensors are either real o
 FakeTensorMode) have shapes, dtypes and lifetimes, and take neither memory nor time. Of equal blocks, only the first is
 copied, divided and observed.
 
-One process plays rank 0 of each axis, without the other ranks. The model's own plan divides it over the tensor ranks,
-and its batch norms are divided over the data-parallel ranks. Exchanges with the other ranks are recorded instead of
-done: a tensor of the right shape is returned at once, whose values mean nothing.
+One process plays rank 0 of each axis, without the other ranks. The model's plan divides the layers over the tensor
+ranks, and batch norms are synchronized over the data-parallel ranks. Exchanges with the other ranks are recorded but
+not carried out: a tensor of the right shape is returned at once, whose values mean nothing.
 """
 
 from __future__ import annotations
