@@ -30,7 +30,7 @@ class Device:
     """Accelerators of a node.
 
     Attributes:
-        kind: Device type in PyTorch, for example "cuda".
+        kind: Device type, as in `torch.device.type`.
         count: Number of devices of a node.
         memory: Bytes of one device.
         matrix: Speeds by precision: (size, operations per second) of products of square matrices of that size.
