@@ -1,4 +1,4 @@
-"""Settings of how the training is spread over ranks, and how they communicate."""
+"""Settings of the division of training over ranks, and of the communication between ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mpitrain.config.section import Named, Section, declared, followed, followed
 _of_server = partial(setting, mode="server")
 _of_local = partial(setting, mode="local")
 
-# where the axes of a mesh are declared that a setting of the same name gives the ranks of, the outermost first
+# classes of the mesh axes whose number of ranks is a setting of the same name, the outermost axis first
 _AXES = {
     "data": "mpitrain.parallel.data:DataAxis",
     "pipeline": "mpitrain.parallel.pipeline:PipelineAxis",
@@ -39,7 +39,7 @@ def _blocks_of_stages(value: Any) -> Any:
 
 
 class ParallelSection(Section):
-    """[parallel]"""
+    """Settings of [parallel]: the division of training over ranks."""
 
     data: int | Literal["auto"] = followed("auto", "data-parallel ranks; auto: what is left", also=["dp"])
     pipeline: int = followed(1, "pipeline stages", ge=1, also=["pp", "pipeline_parallel"])
@@ -119,12 +119,12 @@ class ParallelSection(Section):
 
     @property
     def asked(self) -> dict[str, int | str]:
-        """Ranks along each axis, or "auto", by where it is declared: package.module:Class."""
+        """Ranks along each axis, or "auto", by the class that declares the axis (package.module:Class)."""
         return {path: getattr(self, name) for name, path in _AXES.items()} | dict(self.axes)
 
     @property
     def ranks_per_data(self) -> int:
-        """Ranks that one number along the data axis stands for."""
+        """Number of ranks that have the same number along the data axis."""
         return self.pipeline * self.tensor * prod(self.axes.values())
 
     @model_validator(mode="after")
@@ -140,7 +140,7 @@ class ParallelSection(Section):
 
 
 class CommSection(Section):
-    """[comm]"""
+    """Settings of [comm]: communication between ranks."""
 
     algorithm: Literal["auto", AllReduce] = followed("auto", "all-reduce algorithm", also=["all_reduce"])
     bucket_mb: float = followed(

@@ -1,7 +1,7 @@
-"""The mesh: every rank's place along an ordered list of axes, and groups of ranks by what they have in common.
+"""The mesh: the place of each rank along an ordered list of axes, and the groups of ranks that follow from it.
 
 An axis says what its ranks divide (`MeshAxis.divides`); the axes of the package are declared in `mpitrain.parallel`.
-The last axes of the list have neighbouring ranks: with 2 pipeline stages and 2 tensor ranks
+Ranks along the last axis of the list are neighbours. With 2 pipeline stages and 2 tensor ranks
 
     rank = (data * 2 + pipeline) * 2 + tensor
 
@@ -9,7 +9,7 @@ The last axes of the list have neighbouring ranks: with 2 pipeline stages and 2 
     data 0          0 1          2 3
     data 1          4 5          6 7        tensor ranks are neighbours: inside a node, where messages are fast
 
-Who does something together follows from what the axes divide:
+The groups that work together follow from what the axes divide:
 
     group       axes                 its ranks
     readers     SAMPLES              read different samples of a batch
@@ -41,14 +41,14 @@ SAMPLES, PARTS, BLOCKS, LAYERS = "samples", "parts", "blocks", "layers"
 
 
 class MeshAxis:
-    """A way to spread a training over ranks; a subclass declares it.
+    """A way to spread training over ranks, declared by a subclass.
 
     Attributes:
-        name: Of the axis: a key of `Mesh.shape`, and its label in the account of what ranks send.
-        divides: What its ranks have parts of: SAMPLES (of a batch), PARTS (of each sample, such as a sequence or an
-            image), BLOCKS (of the model) or LAYERS.
-        near: The greater, the closer together its ranks are: data 0, pipeline 10, tensor 20.
-        idle: Keys of [parallel] that say nothing where the axis has one rank.
+        name: Name of the axis: a key of `Mesh.shape`, and the label of its messages in the account of sent bytes.
+        divides: Things that its ranks have parts of: SAMPLES (of a batch), PARTS (of each sample, such as a sequence or
+            an image), BLOCKS (of the model) or LAYERS.
+        near: Closeness of its ranks, larger for closer ranks: data 0, pipeline 10, tensor 20.
+        idle: Keys of [parallel] that have no effect if the axis has one rank.
     """
 
     name: str
@@ -57,20 +57,20 @@ class MeshAxis:
     idle: tuple[str, ...] = ()
 
     def take(self, x: Any, y: Any, number: int, ranks: int) -> tuple[Any, Any]:
-        """Return a rank's part of samples and of their targets, where ranks have PARTS; else, both as they are.
+        """Return a rank's part of samples and of their targets if the axis divides PARTS, else both unchanged.
 
         Args:
             x: Samples [samples, ...].
-            y: Their targets [samples, ...]; None: there are none.
-            number: Of the rank along the axis.
-            ranks: Along the axis.
+            y: Targets [samples, ...], or None.
+            number: Number of the rank along the axis.
+            ranks: Number of ranks along the axis.
         """
         return x, y
 
-    # The rest is asked by whoever walks the axes of a mesh; what an axis does not override does nothing.
+    # The methods below are called for every axis of a mesh; by default they change nothing.
 
     def refuse(self, combination: Any) -> str:
-        """Return why this axis does not go with other settings, and what to change; empty where it does.
+        """Return why this axis conflicts with other settings, and how to fix it; empty if there is no conflict.
 
         Args:
             combination: A `parallel.rules.Combination`.
@@ -81,42 +81,42 @@ class MeshAxis:
         """Change a model into this rank's part of it along this axis. Collective.
 
         Args:
-            part: A `parallel.dividing.ModelPart`, whose module is the model as the axes before have left it.
-            group: Communicator of the ranks along this axis; the planner gives what stands in for it.
+            part: A `parallel.dividing.ModelPart`, whose module is the model after division along the earlier axes.
+            group: Communicator of the ranks along this axis; a stand-in for it in the planner.
         """
 
     def sizes(self, model: Any, ranks: int, asked: int | str) -> Iterable[int]:
-        """Return the numbers of ranks along this axis that a planner looks at.
+        """Return the numbers of ranks along this axis that a planner tries.
 
         Args:
             model: A `parallel.costs.ModelProfile`.
             ranks: Ranks that the axes further inside leave.
-            asked: What the configuration says.
+            asked: Number of ranks in the configuration, or "auto".
         """
         return [ranks if asked == "auto" else int(asked)]
 
     def options(self, layout: Any, model: Any, places: Any) -> Iterable[Mapping[str, Any]]:
-        """Return the changes of a layout that a planner looks at because of this axis.
+        """Return the changes of a layout that a planner tries because of this axis.
 
         Args:
-            layout: A `parallel.layouts.ParallelLayout` with its ranks, and the rest as it is by default.
+            layout: A `parallel.layouts.ParallelLayout` with its ranks, and defaults for the rest.
             model: A `parallel.costs.ModelProfile`.
-            places: The nodes, a `parallel.places.Nodes`.
+            places: Nodes of the job, a `parallel.places.Nodes`.
         """
         return [{}]
 
     def exchange_seconds(self, exchange: Any, group: Any, step: Any) -> float:
-        """Return the predicted seconds of an exchange along this axis in the midst of a pass.
+        """Return the predicted seconds of an exchange along this axis within a forward or backward pass.
 
         Args:
             exchange: A `parallel.costs.AxisExchange`.
-            group: The ranks, a `parallel.places.Group`.
+            group: Ranks that take part, a `parallel.places.Group`.
             step: The `planner.predictor.StepSimulation`.
         """
         return float(step.seconds(exchange.operation, float(exchange.nbytes), group, "private") + step.meeting(group))
 
     def buffers(self, sizes: Iterable[int]) -> float:
-        """Return the bytes of a rank that exchanges along this axis pass through.
+        """Return the bytes of a rank's buffers for exchanges along this axis.
 
         Args:
             sizes: Bytes of each exchange of a step.
@@ -134,10 +134,10 @@ Sizes = Sequence[tuple[MeshAxis, "int | str"]]  # ranks along each axis, or "aut
 
 
 def axes_of(parallel: ParallelSection) -> Sizes:
-    """Return the axes that settings ask for, outermost first, with the ranks along each ("auto": what is left).
+    """Return the axes that settings ask for, outermost first, with the ranks along each ("auto": the remaining ranks).
 
     Raises:
-        InputError: parallel.axes names no axis, or two of one name.
+        InputError: An entry of parallel.axes is not an axis, or two axes have the same name.
     """
     axes: list[tuple[MeshAxis, int | str]] = []
     for path, ranks in parallel.asked.items():
@@ -152,15 +152,15 @@ def axes_of(parallel: ParallelSection) -> Sizes:
 
 @dataclass(frozen=True)
 class Mesh:
-    """All ranks and this rank's place along the axes (torch's DeviceMesh has the same idea).
+    """All ranks, and this rank's place along the axes (similar to torch's DeviceMesh).
 
-    `mesh.NAME` is the communicator of the ranks that differ from this one along the axis of that name alone: data,
-    pipeline and tensor.
+    `mesh.NAME` is the communicator of the ranks that differ from this rank only along the axis NAME: data, pipeline or
+    tensor.
 
     Attributes:
-        world: All ranks.
-        axes: From the outermost to the one whose ranks are neighbours.
-        shape: Ranks along each axis, by its name, in that order.
+        world: Communicator of all ranks.
+        axes: Axes from the outermost to the one whose ranks are neighbours.
+        shape: Ranks along each axis, by its name, in the same order.
         coordinates: This rank's number along each axis.
     """
 
@@ -178,32 +178,32 @@ class Mesh:
         tensor: int = 1,
         axes: Mapping[str, int] = MappingProxyType({}),
     ) -> Mesh:
-        """Put all ranks into a mesh. Collective.
+        """Return the mesh of all ranks. Collective.
 
         Args:
-            world: All ranks.
-            data: Ranks along the data axis, or "auto" for what is left by the others.
+            world: Communicator of all ranks.
+            data: Ranks along the data axis; "auto": the ranks that the other axes leave.
             pipeline: Ranks along the pipeline axis.
             tensor: Ranks along the tensor axis.
-            axes: Ranks along further axes, as parallel.axes has them.
+            axes: Ranks along further axes, in the form of parallel.axes.
 
         Raises:
-            InputError: On all ranks alike, when the shape does not fit the number of ranks.
+            InputError: On all ranks, if the shape does not fit the number of ranks.
         """
         asked: dict[str, Any] = {"data": data, "pipeline": pipeline, "tensor": tensor, "axes": axes}
         return Mesh.of(world, axes_of(ParallelSection.model_construct(**asked)))
 
     @staticmethod
     def of(world: Communicator, axes: Sizes, *, itself: bool = False) -> Mesh:
-        """Put all ranks into a mesh of these axes. Collective.
+        """Return the mesh of all ranks along the given axes. Collective.
 
         Args:
-            world: All ranks.
-            axes: Outermost first, with the ranks along each.
-            itself: Whether a group of all ranks is `world`, not a communicator of its own.
+            world: Communicator of all ranks.
+            axes: Axes, outermost first, with the ranks along each.
+            itself: If true, a group of all ranks is `world` itself, else a new communicator.
 
         Raises:
-            InputError: On all ranks alike, when the shape does not fit the number of ranks.
+            InputError: On all ranks, if the shape does not fit the number of ranks.
         """
         shape = shape_of(axes, world.size)
         together = count_near(axes)
@@ -219,11 +219,14 @@ class Mesh:
         if itself:
             mesh._groups[tuple(name for name, ranks in shape.items() if ranks > 1)] = world
         for kinds in ((SAMPLES, PARTS), (BLOCKS,), (LAYERS,), (SAMPLES,), (PARTS,)):
-            mesh._dividing(*kinds)  # on all ranks in the same order
+            mesh._dividing(*kinds)  # collective, so in the same order on all ranks
         return mesh
 
     def over(self, *names: str) -> Communicator:
-        """The ranks that differ from this one along these axes alone. Collective where it was not asked for before."""
+        """Return the ranks that differ from this rank only along the named axes.
+
+        The first call for a set of axes is collective; the communicator is kept for later calls.
+        """
         chosen = tuple(name for name, ranks in self.shape.items() if name in names and ranks > 1)
         if chosen not in self._groups:
             color = self.number(*(name for name in self.shape if name not in chosen))
@@ -263,11 +266,11 @@ class Mesh:
 
     @property
     def divided(self) -> bool:
-        """Whether a replica of the model has several ranks."""
+        """True if a replica of the model is divided over several ranks."""
         return self.replicas.size < self.world.size
 
     def number(self, *names: str) -> int:
-        """This rank's number among the ranks that differ along these axes alone."""
+        """Return this rank's number among the ranks that differ only along the named axes."""
         found = 0
         for name in self.shape:
             if name in names:
@@ -276,21 +279,26 @@ class Mesh:
 
     @property
     def sizes(self) -> Sizes:
-        """The axes, each with its ranks."""
+        """Axes of the mesh, each with its ranks."""
         return list(zip(self.axes, self.shape.values(), strict=True))
 
     def dividing(self, *kinds: str) -> list[str]:
-        """Names of the axes that divide one of these kinds of things (SAMPLES, PARTS, BLOCKS, LAYERS)."""
+        """Return the names of the axes that divide one of `kinds` (SAMPLES, PARTS, BLOCKS, LAYERS)."""
         return [axis.name for axis in self.axes if axis.divides in kinds]
 
     def take(self, x: Any, y: Any = None) -> tuple[Any, Any]:
-        """This rank's part of samples and their targets, by all axes (see `MeshAxis.take`)."""
+        """Return this rank's part of samples and their targets, divided by all axes (see `MeshAxis.take`).
+
+        Args:
+            x: Samples [samples, ...].
+            y: Targets [samples, ...], or None.
+        """
         for axis in self.axes:
             x, y = axis.take(x, y, self.coordinates[axis.name], self.shape[axis.name])
         return x, y
 
     def free(self) -> None:
-        """Release the communicators of the mesh. Collective; the mesh is of no use afterwards."""
+        """Release the communicators of the mesh, which cannot be used afterwards. Collective."""
         for group in reversed(self._groups.values()):
             if group is not self.world:
                 group.free()
@@ -306,30 +314,49 @@ def _place(rank: int, sizes: Sequence[int]) -> Iterator[int]:
 
 
 def coordinates(rank: int, shape: Mapping[str, int]) -> dict[str, int]:
-    """A rank's number along each axis of a mesh of this shape."""
+    """Return a rank's number along each axis of a mesh.
+
+    Args:
+        rank: The rank.
+        shape: Ranks along each axis, outermost first.
+    """
     return dict(zip(shape, _place(rank, list(shape.values())), strict=True))
 
 
 def count_near(axes: Sizes) -> int:
-    """Ranks of a group that should lie inside a node: those that divide layers."""
+    """Return the number of ranks in a group that should lie inside a node: those along axes that divide layers."""
     return count_along(axes, LAYERS)
 
 
 def count_along(axes: Sizes, *kinds: str) -> int:
-    """Ranks of a group along all axes that divide one of these kinds of things; an "auto" counts as 1."""
+    """Return the number of ranks along all axes that divide one of `kinds`; "auto" counts as 1.
+
+    Args:
+        axes: Axes with the ranks along each.
+        *kinds: SAMPLES, PARTS, BLOCKS or LAYERS.
+    """
     return prod(int(ranks) for axis, ranks in axes if axis.divides in kinds and ranks != "auto")
 
 
 def count_readers(axes: Sizes, ranks: int) -> int:
-    """Return how many of so many ranks read different samples."""
+    """Return how many of all ranks read different samples.
+
+    Args:
+        axes: Axes with the ranks along each.
+        ranks: Number of all ranks.
+    """
     return ranks // count_along(axes, PARTS, BLOCKS, LAYERS)
 
 
 def shape_of(axes: Sizes, ranks: int) -> dict[str, int]:
-    """The ranks along each axis of a mesh of so many ranks, by its name, with "auto" filled in.
+    """Return the ranks along each axis by its name, with "auto" replaced by the remaining ranks.
+
+    Args:
+        axes: Axes with the ranks along each.
+        ranks: Number of all ranks.
 
     Raises:
-        InputError: The product is not the number of ranks; names shapes that would fit.
+        InputError: The product is not the number of ranks; the message suggests shapes that fit.
     """
     asked = {axis.name: size for axis, size in axes}
     given = {name: int(size) for name, size in asked.items() if size != "auto"}
@@ -354,7 +381,7 @@ def _settings(asked: Mapping[str, int | str]) -> Iterator[str]:
 
 
 def _factorizations(number: int, factors: int) -> Iterator[tuple[int, ...]]:
-    """All ways to write a number as a product of so many factors, in order."""
+    """Yield all ways to write a number as a product of `factors` factors, in order."""
     if factors == 1:
         yield (number,)
         return
@@ -365,12 +392,12 @@ def _factorizations(number: int, factors: int) -> Iterator[tuple[int, ...]]:
 
 
 def whole_groups_first(nodes: Sequence[int], size: int) -> list[int]:
-    """An order of ranks in which groups of `size` neighbours lie inside a node as far as that can be.
+    """Return an order of ranks in which as many groups of `size` neighbours as possible lie inside a node.
 
-    The ranks that are left over on their nodes come last.
+    Ranks left over on their nodes come last.
 
     Args:
-        nodes: The node of each rank.
+        nodes: Node of each rank.
         size: Ranks of a group.
     """
     groups: list[int] = []
@@ -384,5 +411,5 @@ def whole_groups_first(nodes: Sequence[int], size: int) -> list[int]:
 
 
 def _crosses_nodes(nodes: tuple[int, ...], size: int) -> bool:
-    """Whether some group of `size` neighbouring ranks has ranks on several nodes."""
+    """Return True if some group of `size` neighbouring ranks lies on several nodes."""
     return any(len(set(nodes[lo : lo + size])) > 1 for lo in range(0, len(nodes), size))

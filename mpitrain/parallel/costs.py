@@ -1,4 +1,4 @@
-"""What a model costs one rank, block by block, as whoever plans a layout asks a model profile for it."""
+"""Cost of a model on one rank, block by block, as a model profile reports it to the planner."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ REPLICAS = "replicas"
 
 @dataclass(frozen=True)
 class AxisExchange:
-    """A collective operation in the midst of a pass.
+    """A collective operation within a forward or backward pass.
 
     Attributes:
         operation: all_reduce, all_gather or reduce_scatter.
-        nbytes: Bytes of the whole vector on one rank (of all_gather: of the result).
-        axis: Name of the axis whose ranks take part; REPLICAS: all ranks with the same part of the model, over which
-            batch norms sum up.
+        nbytes: Bytes of the whole vector on one rank (for all_gather: of the result).
+        axis: Name of the axis whose ranks take part, or REPLICAS: all ranks with the same part of the model, which sum
+            the statistics of batch norms.
     """
 
     operation: str
@@ -29,14 +29,14 @@ class AxisExchange:
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter, as far as one tensor rank has it.
+    """A parameter, or one tensor rank's part of it.
 
     Attributes:
-        name: In the whole model.
-        numel: Elements.
-        replicated: Whether every tensor rank has the same.
-        trained: Whether it requires a gradient.
-        same_as: The name of the parameter of an earlier block that it is one with (tied); empty for none.
+        name: Name in the whole model.
+        numel: Number of elements.
+        replicated: True if every tensor rank has the same elements.
+        trained: True if it requires a gradient.
+        same_as: Name of the same (tied) parameter in an earlier block; empty if there is none.
     """
 
     name: str
@@ -48,22 +48,22 @@ class Weight:
 
 @dataclass(frozen=True)
 class BlockCost:
-    """A block as one rank computes it for one microbatch, without communication.
+    """Cost of one block for one microbatch on one rank, without communication.
 
     Attributes:
-        name: In the whole model.
-        forward: Seconds of the forward pass (with the loss, on the last block) while all cores of the node, or the
+        name: Name in the whole model.
+        forward: Seconds of the forward pass (on the last block, with the loss) while all cores of the node, or the
             rank's device, are as busy as in training.
-        input: Seconds of the gradients of its input.
-        weight: Seconds of the gradients of its parameters.
-        kept: Bytes that autograd keeps from the forward pass until backward, parameters not counted.
-        taken: Bytes of its input, which is all that is kept with recompute.
-        given: Bytes of its output, as sent to a next stage.
-        working: Bytes that are needed beside those kept while it computes forward or backward, at most.
-        weights: Its parameters, in the order of registration.
+        input: Seconds of the gradient of the block's input.
+        weight: Seconds of the gradients of the block's parameters.
+        kept: Bytes that autograd keeps from forward until backward, parameters not counted.
+        taken: Bytes of the input, which is all that recompute keeps.
+        given: Bytes of the output, as sent to the next stage.
+        working: Largest number of temporary bytes, beside `kept`, in forward or backward.
+        weights: Parameters of the block, in the order of registration.
         forwards: Exchanges in the forward pass.
         backwards: Exchanges in the backward pass.
-        later: Seconds that the gradients of its parameters take more where they are added to earlier ones.
+        later: Further seconds of parameter gradients that are added to existing ones.
     """
 
     name: str
@@ -86,26 +86,26 @@ class BlockCost:
 
     @property
     def numel(self) -> int:
-        """Elements of its parameters that no earlier block has."""
+        """Elements of the parameters that no earlier block has."""
         return sum(weight.numel for weight in self.weights if not weight.same_as)
 
     @property
     def is_unit(self) -> bool:
-        """Whether it is one of a list of blocks of the model: gathered, and recomputed, by itself (`shard.flat`)."""
+        """True if it is one of a list of blocks of the model, gathered and recomputed by itself (`shard.flat`)."""
         return self.name.rpartition(".")[2].isdigit()
 
 
 @dataclass(frozen=True)
 class Divided:
-    """How one rank's part of the model is cut out, before it is cut into stages.
+    """Division of the model's layers and sequences over ranks, before the model is cut into stages.
 
     Attributes:
         tensor: Ranks of the tensor axis.
-        sequence: Whether activations are divided along the sequence between divided layers.
+        sequence: If true, activations between divided layers are divided along the sequence.
         whole: Patterns of layers that stay whole.
-        slices: Pieces of a sequence that go through the pipeline by themselves.
-        synchronized: Whether batch norms are those of several ranks together.
-        axes: parallel.axes.
+        slices: Pieces of a sequence that pass through the pipeline one by one.
+        synchronized: If true, several ranks compute the statistics of batch norms together.
+        axes: The setting parallel.axes.
     """
 
     tensor: int = 1
@@ -117,18 +117,18 @@ class Divided:
 
 
 class ModelProfile(ABC):
-    """What the planner knows of a model, its precision and its batch.
+    """Facts about a model, its precision and its batch that the planner needs.
 
     Attributes:
         batch: Global batch in samples.
         precision: fp32, bf16 or fp16.
-        moments: fp32 numbers that the optimizer keeps per parameter (Adam: 2).
+        moments: fp32 numbers that the optimizer keeps per parameter element (Adam: 2).
         sample_bytes: Bytes of a sample's input and target.
-        listed: Whether the model lists its blocks, so that it can be cut into stages.
-        divisible: Whether the model says how its layers are divided over tensor ranks.
-        synchronous: Whether it has batch norms, so that every rank needs as many microbatches as any other.
-        has_units: Whether it has blocks that are recomputed, or compiled, by themselves (see `shard.flat`).
-        order: Names of all parameters in the order of registration, which is that of flat gradients reversed.
+        listed: True if the model lists its blocks, so that it can be cut into stages.
+        divisible: True if the model has a plan that divides its layers over tensor ranks.
+        synchronous: True if the model has batch norms, so that all ranks need the same number of microbatches.
+        has_units: True if the model has blocks that are recomputed or compiled one by one (see `shard.flat`).
+        order: Names of all parameters in the order of registration; flat gradients have the reverse order.
     """
 
     batch: int
@@ -143,19 +143,19 @@ class ModelProfile(ABC):
 
     @abstractmethod
     def blocks(self, samples: int, divided: Divided = Divided(), threads: int = 1) -> tuple[BlockCost, ...]:
-        """The blocks in order, for a microbatch (or a slice of one) of so many samples.
+        """Return the costs of the blocks, in order, for one microbatch (or a slice of one).
 
         Args:
-            samples: Of the microbatch, at least 1.
-            divided: How layers and sequences are divided.
-            threads: That a rank computes with.
+            samples: Samples of the microbatch, at least 1.
+            divided: Division of layers and sequences.
+            threads: Threads that a rank computes with.
 
         Raises:
-            InputError: The model cannot be divided so.
+            InputError: The model cannot be divided in this way.
         """
 
     def takes(self, divided: Divided) -> bool:
-        """Whether the model can be divided so, as far as that is known without a pass through it."""
+        """Return True if the model can be divided in this way, as far as that is known without a pass through it."""
         try:
             self.blocks(1, divided)
         except InputError:

@@ -12,9 +12,9 @@ from mpitrain.parallel.places import Nodes
 
 
 class DataAxis(MeshAxis):
-    """Data parallel and the stages of ZeRO.
+    """The axis of data parallelism and of ZeRO.
 
-    What its ranks have to do together, they do with all that have the same part of the model: see `Mesh.replicas`.
+    Collectives of its ranks include all ranks with the same part of the model: see `Mesh.replicas`.
     """
 
     name = "data"
@@ -22,11 +22,11 @@ class DataAxis(MeshAxis):
     near = 0
 
     def sizes(self, model: ModelProfile, ranks: int, asked: int | str) -> Iterable[int]:
-        """Return what the other axes leave, as far as each rank gets a sample."""
+        """Return the ranks that the other axes leave, if each of them gets a sample (see `MeshAxis.sizes`)."""
         return [ranks][: ranks <= model.batch]
 
     def options(self, layout: ParallelLayout, model: ModelProfile, places: Nodes) -> Iterable[Mapping[str, Any]]:
-        """Return the ways to place parameters, gradients and states over the ranks that have the same part."""
+        """Return the ways to place parameters, gradients and states over replicas (see `MeshAxis.options`)."""
         found: list[dict[str, Any]] = [{}]
         if layout.replicas > 1:
             found += [{"zero": zero} for zero in (1, 2, 3)]

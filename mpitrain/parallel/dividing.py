@@ -1,9 +1,10 @@
-"""From a whole model to this rank's part of it: every axis of the mesh changes the model in turn (`MeshAxis.divide`).
+"""Division of the whole model into one rank's part: each mesh axis changes the model in turn (`MeshAxis.divide`).
 
 task -> tensor parallel layers -> pipeline stages -> data parallel or ZeRO
         over mesh.layers          over mesh.stages    over mesh.replicas
 
-Axes that divide layers or samples come before those that cut the model into blocks: what is left then is a part.
+Axes that divide layers or samples come before those that divide the model into blocks, because after the latter only
+a part of the model is left.
 
 Reference:
     Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost (`recompute_blocks`).
@@ -38,20 +39,24 @@ Criterion = Callable[[Any, Any], torch.Tensor]
 
 @dataclass
 class ModelPart:
-    """A model on its way from the whole to this rank's part; `MeshAxis.divide` changes it.
+    """A model that is being divided into this rank's part; `MeshAxis.divide` changes it.
 
     Attributes:
-        module: The whole model, the same on all ranks; then, as the axes so far have left it, with the same names.
+        module: At first the whole model, equal on all ranks; then what the axes so far have left of it, with the same
+            names.
         parallel: The settings [parallel].
-        criterion: Gives the loss of an output and a target, once layers are divided; None: nobody needs it.
-        cut: What stages have equally much of, where it is not numbers of blocks.
-        device: What this rank computes on.
-        recompute: Whether activations are computed again in backward.
-        plan: How layers are divided (see `mpitrain.tensor.plan`); None: as the model says.
-        names: Names of the modules that one after the other are the model; empty: as the model says.
-        pipeline: What the module is a stage of; None: it is the whole.
-        blocks: Of the whole model, as `mpitrain.shard.flat.blocks_of` finds them before it is divided.
-        division: How the model is divided over the mesh, once it is.
+        criterion: Function that returns the loss function (output, target), called after layers are divided; None if no
+            loss is needed.
+        cut: Quantity that the stages have equal shares of, or the cost of each block; unused if parallel.cut lists the
+            blocks of each stage.
+        device: Device that this rank computes on.
+        recompute: If true, activations are recomputed in backward.
+        plan: Division of the layers (see `mpitrain.tensor.plan`). Default: the model's own plan.
+        names: Names of the modules that make up the model when called one after the other. Default: the model's own
+            list.
+        pipeline: Pipeline of which the module is a stage; None if the module is the whole model.
+        blocks: Blocks of the whole model, found by `mpitrain.shard.flat.blocks_of` before it is divided.
+        division: Division of the model over the mesh, set at the end.
     """
 
     module: nn.Module
@@ -68,7 +73,12 @@ class ModelPart:
 
 
 def divide(part: ModelPart, mesh: Mesh) -> ModelPart:
-    """Divide a model along all axes of a mesh, in place, and move this rank's part to its device. Collective."""
+    """Divide a model along all axes of a mesh, in place, and move this rank's part to its device. Collective.
+
+    Args:
+        part: The whole model with its settings; it is changed and returned.
+        mesh: The mesh of all ranks.
+    """
     aliases = tied_names(part.module)
     part.blocks = blocks_of(part.module)
     for axis in in_order(mesh.axes):
@@ -85,22 +95,31 @@ def divide(part: ModelPart, mesh: Mesh) -> ModelPart:
 
 
 def in_order(axes: Iterable[MeshAxis], *, blocks: bool = True) -> list[MeshAxis]:
-    """Return axes in the order in which they change a model; blocks: whether those that divide it into blocks too."""
+    """Return axes in the order in which they change a model.
+
+    Args:
+        axes: Axes of a mesh.
+        blocks: If false, axes that divide the model into blocks are left out.
+    """
     return sorted((axis for axis in axes if blocks or axis.divides != BLOCKS), key=lambda axis: axis.divides == BLOCKS)
 
 
 def tied_names(module: nn.Module) -> dict[str, str]:
-    """Return further names of parameters that have several: name -> the name they are saved under."""
+    """Return the further names of tied parameters: name -> the name under which the parameter is saved."""
     first = {id(p): name for name, p in module.named_parameters()}
     every: Iterable[tuple[str, nn.Parameter]] = module.named_parameters(remove_duplicate=False)
     return {name: first[id(p)] for name, p in every if first[id(p)] != name}
 
 
 def move(module: nn.Module, to: torch.device) -> None:
-    """Move a module to a device, in place; parameters stay the same objects, so that tied ones stay tied.
+    """Move a module to a device, in place. Parameters stay the same objects, so that tied ones stay tied.
+
+    Args:
+        module: Module to move.
+        to: Target device.
 
     Raises:
-        InputError: PyTorch cannot keep the objects for this kind of device.
+        InputError: PyTorch cannot keep the parameter objects for this kind of device.
     """
     if all(t.device == to for t in (*module.parameters(), *module.buffers())):
         return
@@ -114,18 +133,18 @@ def move(module: nn.Module, to: torch.device) -> None:
 
 
 def recompute_blocks(module: nn.Module) -> int:
-    """Let every block of a model keep its input alone, and be computed again in backward. Changes the module.
+    """Let every block of a model keep only its input and be recomputed in backward. Changes the module.
 
     Dropout draws the same numbers again.
 
     Args:
-        module: The model; `mpitrain.shard.flat.blocks_of` says what its blocks are.
+        module: The model, with blocks as defined by `mpitrain.shard.flat.blocks_of`.
 
     Returns:
         The number of blocks.
 
     Raises:
-        InputError: The model has none.
+        InputError: The model has no blocks.
     """
     blocks = blocks_of(module)
     if not blocks:
@@ -136,7 +155,7 @@ def recompute_blocks(module: nn.Module) -> int:
 
 
 def _recomputed(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The block's forward in training, which keeps its input alone."""
+    """Call a block's forward, with checkpointing in training mode so that only its input is kept."""
     if not block.training:
         return forward(*args, **kwargs)
     return checkpoint(forward, *args, use_reentrant=False, **kwargs)

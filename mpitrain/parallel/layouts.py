@@ -1,4 +1,4 @@
-"""A layout, how a model and its batches are spread over ranks: as one line of text, as settings, and what is predicted.
+"""A layout, the division of a model and its batches over ranks: as one line of text and as settings.
 
 4x2x1 zero1 mb2 1f1b          data x pipeline x tensor ranks, then what is not as it is by default, in any order
 
@@ -37,26 +37,26 @@ from mpitrain.pipe.schedule import default_microbatches
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """How a model is spread over data x pipeline x tensor ranks.
+    """Division of a model and its batches over data x pipeline x tensor ranks.
 
     Attributes:
-        data: Data-parallel ranks.
-        pipeline: Pipeline stages' ranks.
-        tensor: Tensor-parallel ranks.
+        data: Ranks of the data axis.
+        pipeline: Ranks of the pipeline axis.
+        tensor: Ranks of the tensor axis.
         zero: Stage of ZeRO, 0 to 3.
-        share_node: parallel.share_node.
-        shard_within: "all" or "node": which ranks share states (and gradients, parameters) out.
-        reshard: parallel.reshard.
+        share_node: The setting parallel.share_node.
+        shard_within: "all" or "node": ranks over which states (and gradients, parameters) are sharded.
+        reshard: The setting parallel.reshard.
         microbatch: Samples of a rank in one forward pass; at least 1.
-        schedule: Of the pipeline.
+        schedule: Schedule of the pipeline.
         chunks: Stages of a pipeline rank.
         slices: Pieces of a sequence in the pipeline.
-        cut: Blocks of each stage, in order; empty: equally many.
-        recompute: train.recompute.
-        offload: parallel.offload.
-        sequence: parallel.sequence.
-        whole: Patterns of names of layers that the tensor plan would divide and that every rank keeps whole.
-        axes: parallel.axes, as pairs: where an axis is declared, and its ranks.
+        cut: Number of blocks of each stage, in order; empty: equal numbers.
+        recompute: The setting train.recompute.
+        offload: The setting parallel.offload.
+        sequence: The setting parallel.sequence.
+        whole: Patterns of the names of layers that the tensor plan divides, but that every rank keeps whole.
+        axes: The setting parallel.axes, as pairs of an axis's class (package.module:Class) and its ranks.
     """
 
     data: int
@@ -79,37 +79,37 @@ class ParallelLayout:
 
     @property
     def sizes(self) -> tuple[tuple[MeshAxis, int], ...]:
-        """The axes of its mesh, outermost first, with the ranks along each."""
+        """Axes of the mesh, outermost first, with the ranks along each."""
         return sizes_of(self.data, self.pipeline, self.tensor, self.axes)
 
     @property
     def divided(self) -> Divided:
-        """How a rank's part of the model is cut out, before it is cut into stages."""
+        """Division of the model's layers and sequences, before the model is cut into stages."""
         return Divided(self.tensor, self.sequence, self.whole, self.slices, self.replicas > 1, in_layers(self.axes))
 
     @property
     def idle(self) -> set[str]:
-        """Settings that say nothing because the axis that they are for has one rank."""
+        """Settings without effect because their axis has one rank."""
         return {key for axis, ranks in self.sizes if ranks == 1 for key in axis.idle}
 
     def only(self, *names: str) -> ParallelLayout:
-        """Return a layout on this one's mesh with these of its settings; the others are as by default."""
+        """Return a layout on the same mesh that keeps the named settings and has defaults for all others."""
         names += ("data", "pipeline", "tensor", "axes")
         return ParallelLayout(**{name: getattr(self, name) for name in names})
 
     @property
     def ranks(self) -> int:
-        """Of all axes together."""
+        """Number of ranks: the product over all axes."""
         return prod(ranks for _, ranks in self.sizes)
 
     @property
     def readers(self) -> int:
-        """Ranks that read different samples (see `mpitrain.layout.mesh`)."""
+        """Number of ranks that read different samples (see `mpitrain.layout.mesh`)."""
         return count_along(self.sizes, SAMPLES)
 
     @property
     def replicas(self) -> int:
-        """Ranks that have the same part of the model."""
+        """Number of ranks that have the same part of the model."""
         return count_along(self.sizes, SAMPLES, PARTS)
 
 
@@ -121,7 +121,7 @@ _FLAGS: dict[str, tuple[str, Any]] = {
     "private": ("share_node", False),
     "kept": ("reshard", False),
 }
-SECTION_OF = {  # of the configuration, by key
+SECTION_OF = {  # section of the configuration for each key
     each.name: "train" if each.name in ("microbatch", "recompute") else "parallel" for each in fields(ParallelLayout)
 }
 _EXAMPLE = "4x2x1 zero1 mb2 1f1b"
@@ -131,19 +131,26 @@ _EXAMPLE = "4x2x1 zero1 mb2 1f1b"
 def sizes_of(
     data: int, pipeline: int, tensor: int, axes: tuple[tuple[str, int], ...] = ()
 ) -> tuple[tuple[MeshAxis, int], ...]:
-    """Return the axes of a mesh, outermost first, with the ranks along each."""
+    """Return the axes of a mesh, outermost first, with the ranks along each.
+
+    Args:
+        data: Ranks of the data axis.
+        pipeline: Ranks of the pipeline axis.
+        tensor: Ranks of the tensor axis.
+        axes: The setting parallel.axes, as pairs.
+    """
     asked = ParallelSection.model_construct(data=data, pipeline=pipeline, tensor=tensor, axes=dict(axes))
     return tuple((axis, int(ranks)) for axis, ranks in axes_of(asked))
 
 
 @lru_cache(maxsize=256)
 def in_layers(axes: tuple[tuple[str, int], ...]) -> tuple[tuple[str, int], ...]:
-    """Return the further axes that change what a layer computes."""
+    """Return those of the axes in parallel.axes that change what a layer computes."""
     return tuple(each for each in axes if find("parallel.axes", each[0])().divides in (LAYERS, PARTS))
 
 
 def text(layout: ParallelLayout) -> str:
-    """The layout as one line of text that `read` reads back."""
+    """Return the layout as one line of text that `read` can parse."""
     words = [f"{layout.data}x{layout.pipeline}x{layout.tensor}"]
     words += [f"zero{layout.zero}"] if layout.zero else []
     words += [f"mb{layout.microbatch}"]
@@ -161,10 +168,10 @@ def text(layout: ParallelLayout) -> str:
 
 
 def read(line: str) -> ParallelLayout:
-    """The layout that a text in this file's notation means.
+    """Return the layout that a line of text describes in this module's notation.
 
     Raises:
-        InputError: A word of it is unknown, or it has no shape.
+        InputError: A word is unknown, or the ranks are missing.
     """
     shape: tuple[int, ...] = ()
     found: dict[str, Any] = {}
@@ -182,7 +189,11 @@ def read(line: str) -> ParallelLayout:
 
 
 def _meant(word: str) -> dict[str, Any]:
-    """The fields that one word sets. Raises InputError for a word that is unknown."""
+    """Return the fields that one word sets.
+
+    Raises:
+        InputError: The word is unknown.
+    """
     if word in _FLAGS:
         return dict([_FLAGS[word]])
     name, colon, value = word.partition(":")
@@ -209,11 +220,11 @@ def _meant(word: str) -> dict[str, Any]:
 
 
 def settings(layout: ParallelLayout, wanted: Mapping[str, Any] = MappingProxyType({})) -> dict[str, dict[str, Any]]:
-    """The settings that run a layout, by section and key: all that it decides, defaults too.
+    """Return all settings that a layout determines, by section and key, defaults included.
 
     Args:
         layout: The layout.
-        wanted: Settings that stay as they were given, by key, which no two sections share.
+        wanted: Settings that replace those of the layout, by key; a key belongs to only one section.
     """
     found: dict[str, dict[str, Any]] = {"parallel": {}, "train": {}}
     for name, section in SECTION_OF.items():
@@ -225,15 +236,15 @@ def settings(layout: ParallelLayout, wanted: Mapping[str, Any] = MappingProxyTyp
 
 
 def layout_of(config: Config, ranks: int, blocks: Sequence[BlockCost] = ()) -> ParallelLayout:
-    """The layout that a configuration asks for.
+    """Return the layout that a configuration describes.
 
     Args:
-        config: The configuration; what it leaves open is filled in as training does.
-        ranks: That it runs on.
-        blocks: Of the model, for a cut by parameters or by time; without them such a cut is taken as uniform.
+        config: The configuration; open settings are filled in as in training.
+        ranks: Number of ranks.
+        blocks: Blocks of the model, for a cut by parameters or by time; without them, such a cut is taken as uniform.
 
     Raises:
-        InputError: The axes do not make so many ranks.
+        InputError: The product of the axes is not the number of ranks.
     """
     parallel, train = config.parallel, config.train
     asked = {name: getattr(getattr(config, section), name) for name, section in SECTION_OF.items()}
@@ -250,7 +261,7 @@ def layout_of(config: Config, ranks: int, blocks: Sequence[BlockCost] = ()) -> P
 
 
 def _cut(cut: str | Sequence[int], stages: int, blocks: Sequence[BlockCost]) -> tuple[int, ...]:
-    """Blocks of each stage; empty where stages have equally many."""
+    """Return the number of blocks of each stage; empty if the stages have equal numbers."""
     if not isinstance(cut, str):
         return tuple(int(number) for number in cut)
     if cut == "uniform" or len(blocks) < stages:
@@ -260,7 +271,7 @@ def _cut(cut: str | Sequence[int], stages: int, blocks: Sequence[BlockCost]) -> 
 
 
 def sizes(bounds: Sequence[int]) -> tuple[int, ...]:
-    """How many blocks each stage has, from the bounds of the stages; empty where they have equally many."""
+    """Return the number of blocks of each stage from the stages' bounds; empty if the numbers are equal."""
     counts = tuple(hi - lo for lo, hi in pairwise(bounds))
     return () if list(bounds) == split(bounds[-1], len(counts)) else counts
 
@@ -269,5 +280,5 @@ def sizes(bounds: Sequence[int]) -> tuple[int, ...]:
 
 
 def divisors(number: int) -> list[int]:
-    """Return the numbers that divide one, in order."""
+    """Return the divisors of a number, in ascending order."""
     return [n for n in range(1, number + 1) if number % n == 0]

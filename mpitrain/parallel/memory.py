@@ -1,7 +1,7 @@
-"""What the ranks of a layout hold, where they are and who communicates with whom, and the bytes that all of it takes.
+"""Parameters that the ranks of a layout hold, and the bytes that a step needs on a rank, by category.
 
-Parameters lie as `shard` lays them out. Bytes of a rank are told by category, as `trainer.memory` counts them, and with
-what a step needs beside them.
+Parameters are laid out in flat memory as `shard` does it. The categories are those of `trainer.memory`, and further
+ones for memory that a step needs temporarily.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class StageHoldings:
     """Blocks and parameters of the ranks at one pipeline position.
 
     Attributes:
-        stages: The blocks of each of its stages.
-        weights: The trained parameters, each once, in the order in which backward finishes their gradients.
-        where: Of each of these, the number of the first block (through all stages in order) that has it.
-        flat: Where they lie, in buckets and shares.
-        frozen: Elements of other parameters.
+        stages: Blocks of each of its stages.
+        weights: Trained parameters, each once, in the order in which backward finishes their gradients.
+        where: Number of the first block that has each of these parameters, counted through all stages in order.
+        flat: Layout of these parameters in flat memory, with buckets and shards.
+        frozen: Elements of parameters that are not trained.
         itemsize: Bytes of an element in the precision of the forward pass.
     """
 
@@ -47,22 +47,22 @@ class StageHoldings:
 
     @cached_property
     def numel(self) -> int:
-        """Trained elements."""
+        """Number of trained elements."""
         return sum(weight.numel for weight in self.weights)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of flat memory with all of them."""
+        """Bytes of the flat memory that holds all trained parameters."""
         return self.flat.numel * self.itemsize
 
     @cached_property
     def buckets(self) -> tuple[int, ...]:
-        """Bytes of each bucket, in the order in which they are reduced."""
+        """Bytes of each bucket, in the order in which buckets are reduced."""
         return tuple((hi - lo) * self.itemsize for lo, hi in pairwise(self.flat.bounds))
 
     @cached_property
     def ready(self) -> tuple[int, ...]:
-        """Of each bucket, the number of the block whose backward pass completes it: the earliest of its blocks."""
+        """Number of the block whose backward pass completes each bucket: the earliest with a parameter in it."""
         found = [len(self.where)] * self.flat.buckets
         for place, block in zip(self.flat.places, self.where, strict=True):
             found[place.bucket] = min(found[place.bucket], block)
@@ -78,15 +78,16 @@ def held(
     *,
     by_unit: bool = False,
 ) -> StageHoldings:
-    """What is held of some stages.
+    """Return the parameters of some stages and their layout in flat memory.
 
     Args:
-        stages: The blocks of each.
-        order: The names of parameters in the order of registration; others follow in the order of the blocks.
-        parts: Shares that each bucket is divided into.
+        stages: Blocks of each stage.
+        order: Names of parameters in the order of registration; parameters that are not listed follow in the order of
+            the blocks.
+        parts: Number of shards of each bucket.
         bucket_mb: MiB of a bucket.
         precision: fp32, bf16 or fp16.
-        by_unit: Buckets are the units of sharded parameters, the root last, instead.
+        by_unit: If true, each unit of sharded parameters is one bucket, the root last, and `bucket_mb` is ignored.
     """
     found: dict[str, tuple[Weight, int]] = {}
     every = [block for stage in stages for block in stage]
@@ -116,16 +117,16 @@ def held(
 
 
 CATEGORIES = ("parameters", "gradients", "states", "activations", "buffers", "working", "allocator", "process")
-_HOLES = 2.0  # times the working memory: what glibc was measured to keep between pieces in use, at most
+_HOLES = 2.0  # measured upper bound of the free memory that glibc keeps between pieces in use, in working memories
 
 
 @dataclass(frozen=True)
 class MemoryInputs:
-    """What memory depends on, beside what a rank has of a model.
+    """Inputs to the memory estimate that do not depend on the pipeline position.
 
     Attributes:
-        places: Of the ranks.
-        moments: fp32 numbers that the optimizer keeps per parameter.
+        places: Ranks of the layout on nodes.
+        moments: fp32 numbers that the optimizer keeps per parameter element.
         process: Bytes of a rank before it has a model.
         whole: Elements of the whole model, which every rank builds before it keeps its part.
     """
@@ -136,7 +137,12 @@ class MemoryInputs:
     whole: int
 
     def stored(self, numel: float, itemsize: int) -> Account:
-        """Parameters, gradients and states of so many elements on a rank."""
+        """Return the bytes of the parameters, gradients and states that a rank stores.
+
+        Args:
+            numel: Elements before sharding.
+            itemsize: Bytes of an element.
+        """
         places, layout = self.places, self.places.layout
         copied, sharing = bool(layout.offload) and places.on_device, places.replicas.local * places.shared
         shards = places.shards()[0].size
@@ -146,14 +152,14 @@ class MemoryInputs:
 def account(
     inputs: MemoryInputs, held: StageHoldings, flow: Flow | None = None, rank: int = 0, flying: float = 0.0
 ) -> dict[str, float]:
-    """Bytes of a rank at one pipeline position, by category.
+    """Return the bytes of a rank at one pipeline position, by category.
 
     Args:
-        inputs: What memory depends on.
-        held: What the rank holds.
-        flow: Of a pipeline, its schedule; None without one.
-        rank: The pipeline position.
-        flying: Of a pipeline, the bytes of activations between forward and backward (`in_flight`).
+        inputs: Inputs that do not depend on the position.
+        held: Blocks and parameters of the rank.
+        flow: Flow of microbatches through the pipeline; None without a pipeline.
+        rank: Pipeline position.
+        flying: Bytes of activations between forward and backward (`in_flight`), for a pipeline.
     """
     layout, places = inputs.places.layout, inputs.places
     stage = STAGES[layout.zero]
@@ -161,7 +167,7 @@ def account(
     stored, flat = inputs.stored(elements, held.itemsize), inputs.stored(held.flat.numel, held.itemsize)
     slots = places.slots() * max(held.buckets, default=0) if stage.gradients else 0
     gathered = 0.0
-    if places.gathers:  # into the root, and the unit that computes and the next, or all if they are kept
+    if places.gathers:  # the root, and two units (the next one is gathered early), or all if they are kept
         *units, root = held.buckets
         gathered = root + (2.0 * max(units, default=0) if layout.reshard else float(sum(units)))
     exchanged = [e for s in held.stages for b in s for e in (*b.forwards, *b.backwards)]
@@ -188,13 +194,14 @@ def account(
 
 
 def host_account(inputs: MemoryInputs, held: StageHoldings, data: float) -> dict[str, float]:
-    """Return the bytes of a rank with a device in the host's memory, by category, when it needs most there.
+    """Return the peak bytes in the host's memory of a rank with a device, by category.
 
-    It builds the whole model in fp32 there, and moves or copies its part; what is offloaded comes after that.
+    The rank builds the whole model in fp32 there, and moves or copies its part to the device. Offloaded memory is
+    allocated after that, so that the peak is the larger of both.
 
     Args:
-        inputs: What memory depends on.
-        held: What the rank holds.
+        inputs: Inputs that do not depend on the position.
+        held: Blocks and parameters of the rank.
         data: Bytes of batches that are read ahead.
     """
     layout, sharded = inputs.places.layout, STAGES[inputs.places.layout.zero].states
@@ -208,10 +215,11 @@ def host_account(inputs: MemoryInputs, held: StageHoldings, data: float) -> dict
 
 
 def _gradients_apart(layout: ParallelLayout, held: StageHoldings, schedule: Schedule, rank: int) -> float:
-    """Bytes of gradients that a stage of a pipeline has beside those in flat memory.
+    """Return the bytes of gradients of a pipeline stage that are not in flat memory.
 
-    Those of a weight come in memory of their own. With stages 2 and 3 they stay there until the last microbatch, and so
-    do those of a backward pass in halves, which runs no hooks; the first stage's backward pass is whole (`pipe.stage`).
+    Autograd allocates new memory for the gradient of a weight. At stages 2 and 3 of ZeRO it stays there until the last
+    microbatch. So does the gradient of a backward pass in halves, which runs no hooks; the first stage's backward pass
+    is not divided into halves (`pipe.stage`).
     """
     if layout.zero >= 2:
         return float(held.nbytes)
@@ -225,7 +233,13 @@ def _gradients_apart(layout: ParallelLayout, held: StageHoldings, schedule: Sche
 
 
 def in_flight(layout: ParallelLayout, flow: Flow, holds: Sequence[StageHoldings]) -> list[float]:
-    """Bytes of activations between forward and backward at most, at each position of a pipeline."""
+    """Return the peak bytes of activations between forward and backward, at each position of a pipeline.
+
+    Args:
+        layout: The layout.
+        flow: Flow of microbatches through the pipeline.
+        holds: Blocks and parameters at each position.
+    """
     keeps = [0.0] * flow.shape.stages
     for rank, held in enumerate(holds):
         for number, stage in zip(flow.shape.stages_of(rank), held.stages, strict=True):
@@ -235,7 +249,7 @@ def in_flight(layout: ParallelLayout, flow: Flow, holds: Sequence[StageHoldings]
 
 
 def _activations(layout: ParallelLayout, held: StageHoldings, flying: float) -> tuple[float, float]:
-    """Bytes kept at most between forward and backward, and those needed beside them while a block computes."""
+    """Return the peak bytes kept between forward and backward, and the further bytes needed while a block computes."""
     every = [block for stage in held.stages for block in stage]
     working = float(max((block.working for block in every), default=0))
     if layout.pipeline == 1:

@@ -1,4 +1,4 @@
-"""The pipeline axis: its ranks have stages of the model, one after the other."""
+"""The pipeline axis: its ranks hold consecutive stages of the model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SCHEDULES = [(schedule, n) for schedule, chunks in _CHUNKS.items() for n in chun
 
 
 class PipelineAxis(MeshAxis):
-    """Pipeline parallel."""
+    """The axis of pipeline parallelism."""
 
     name = "pipeline"
     divides = BLOCKS
@@ -34,7 +34,7 @@ class PipelineAxis(MeshAxis):
     idle = ("schedule", "slices")
 
     def refuse(self, combination: Combination) -> str:
-        """Refuse the blocks of stages where there are no stages, and a cut that needs samples where there are none."""
+        """Refuse a list of blocks per stage without stages, and a cut by time without a data set."""
         cut, staged = combination.parallel.cut, combination.size(self.name) > 1
         if cut and not isinstance(cut, str) and not staged:
             return (
@@ -47,7 +47,7 @@ class PipelineAxis(MeshAxis):
         )
 
     def divide(self, part: ModelPart, group: Communicator) -> None:
-        """Cut the model into stages, and keep this rank's."""
+        """Cut the model into stages, and keep this rank's stages (see `MeshAxis.divide`). Collective."""
         if group.size == 1:
             return
         from mpitrain.pipe.pipeline import Pipeline  # loads MPI
@@ -73,12 +73,12 @@ class PipelineAxis(MeshAxis):
         _require_parameters(group, pipeline.module)
 
     def sizes(self, model: ModelProfile, ranks: int, asked: int | str) -> Iterable[int]:
-        """Return the divisors of the ranks for which there are blocks."""
+        """Return the divisors of the number of ranks that are not above the number of blocks (see `MeshAxis.sizes`)."""
         most = len(model.blocks(1)) if model.listed else 1
         return [n for n in divisors(ranks) if n <= most]
 
     def options(self, layout: ParallelLayout, model: ModelProfile, places: Any) -> Iterable[Mapping[str, Any]]:
-        """Return the schedules, with the stages of a rank and the slices of a sequence."""
+        """Return the schedules, each with stages per rank and slices of a sequence (see `MeshAxis.options`)."""
         if layout.pipeline == 1:
             return [{}]
         blocks, divided = len(model.blocks(1)), Divided(layout.tensor)
@@ -92,7 +92,7 @@ class PipelineAxis(MeshAxis):
 
 
 def _require_parameters(ranks: Communicator, stage: nn.Module) -> None:
-    """Raise InputError where a stage would have nothing to train. Collective."""
+    """Raise InputError if a stage has no parameter to train. Collective."""
     trains = ranks.all_gather_object(any(p.requires_grad for p in stage.parameters()))
     if not all(trains):
         raise refusal(

@@ -1,4 +1,4 @@
-"""Where the ranks of a layout are, and which of them communicate with each other."""
+"""Nodes of the ranks of a layout, and the groups of ranks that communicate with each other."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from mpitrain.shard.placement import STAGES, bucket_size, node_has_one_copy, slo
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that communicate with each other, while groups like it do the same.
+    """Ranks that communicate with each other, while equal groups do the same.
 
     Attributes:
-        nodes: The node of each rank; equal numbers are neighbours in the list.
-        beside: Groups that have ranks on one node and are active at the same time, this one included.
-        oversubscribed: Whether nodes have more ranks than cores.
+        nodes: Node of each rank, in the order of the ranks; ranks of one node are neighbours.
+        beside: Number of groups that have ranks on one node and communicate at the same time, this group included.
+        oversubscribed: True if nodes have more ranks than cores.
     """
 
     nodes: tuple[int, ...]
@@ -27,28 +27,28 @@ class Group:
 
     @property
     def size(self) -> int:
-        """Ranks."""
+        """Number of ranks."""
         return len(self.nodes)
 
     @property
     def spans(self) -> int:
-        """Nodes that it lies on."""
+        """Number of nodes with ranks of the group."""
         return len(set(self.nodes))
 
     @property
     def local(self) -> int:
-        """Ranks on its first node, which has as many as any other or more."""
+        """Number of ranks on the first node; no node has more."""
         return self.nodes.count(self.nodes[0])
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """Nodes with equally many ranks each.
+    """Nodes with equal numbers of ranks.
 
     Attributes:
-        count: How many.
+        count: Number of nodes.
         each: Ranks of a node.
-        on_device: Whether ranks compute on devices.
+        on_device: True if ranks compute on devices.
     """
 
     count: int = 1
@@ -56,12 +56,12 @@ class Nodes:
     on_device: bool = False
 
     def evenly(self, layout: ParallelLayout) -> bool:
-        """Whether all nodes have as many ranks of a group with the same part of the model (`shard_order`)."""
+        """Return True if ranks with the same part of the model are spread evenly over the nodes (`shard_order`)."""
         parts = layout.ranks // layout.replicas
         return self.each % parts == 0 or parts > self.each  # then at most one on each node
 
     def share(self, layout: ParallelLayout) -> bool:
-        """Whether the ranks of a node have one copy of the parameters between them."""
+        """Return True if the ranks of a node share one copy of the parameters."""
         return node_has_one_copy(STAGES[layout.zero], layout.share_node, self.on_device, self.evenly(layout))
 
 
@@ -70,10 +70,10 @@ class LayoutPlaces:
     """The ranks of a layout on nodes, numbered node by node (see `mpitrain.layout.mesh`).
 
     Attributes:
-        nodes: The nodes.
-        cores: Of a node; may be a part of one.
+        nodes: Nodes that the ranks run on.
+        cores: Cores of a node; may be a fraction.
         layout: The layout.
-        seen: Cores that the system tells ranks of; 0: as many as there are.
+        seen: Cores that the operating system reports to ranks; 0: same as `cores`.
     """
 
     nodes: Nodes
@@ -83,78 +83,78 @@ class LayoutPlaces:
 
     @property
     def known_cores(self) -> float:
-        """Cores of a node that ranks know of."""
+        """Cores of a node that the operating system reports to ranks."""
         return self.seen or self.cores
 
     @property
     def oversubscribed(self) -> bool:
-        """Whether a node has more ranks than cores, as far as they know: those that do sleep while they wait."""
+        """True if a node has more ranks than known cores. Ranks that know this sleep while they wait."""
         return self.nodes.each > self.known_cores
 
     @property
     def overlaps(self) -> bool:
-        """Whether a core is left on each node for communication in the background."""
+        """True if each node has a free core for communication in the background."""
         return self.known_cores > self.nodes.each
 
     @property
     def turns(self) -> float:
-        """How much longer than alone a rank computes while all of its node do."""
+        """Factor by which a rank computes slower while all ranks of its node compute; 1 if each has a core."""
         return max(1.0, self.nodes.each / self.cores)
 
     @property
     def threads(self) -> int:
-        """Threads of a rank that compute at the same time, whatever cores it believes to have."""
+        """Number of threads of a rank that run at the same time, limited by the real cores."""
         return max(1, int(min(self.known_cores, self.cores) // self.nodes.each))
 
     @property
     def on_device(self) -> bool:
-        """Whether ranks compute on devices."""
+        """True if ranks compute on devices."""
         return self.nodes.on_device
 
     @property
     def shared(self) -> bool:
-        """Whether the ranks of a node have one copy of the parameters between them."""
+        """True if the ranks of a node share one copy of the parameters."""
         return self.nodes.share(self.layout)
 
     @property
     def gathers(self) -> bool:
-        """Whether parameters are gathered unit by unit while they are needed."""
+        """True if parameters are gathered unit by unit when they are needed."""
         return STAGES[self.layout.zero].parameters and not self.shared and self.shards()[0].size > 1
 
     def bucket_size(self, bucket_mb: float) -> float:
-        """MiB of a bucket, where `bucket_mb` are asked for."""
+        """Return the MiB of a bucket when the configuration requests `bucket_mb`."""
         sharded, spans = STAGES[self.layout.zero].gradients, self.shards()[0].spans
         return bucket_size(bucket_mb, sharded, self.overlaps, spans, self.on_device)
 
     def slots(self) -> int:
-        """Slots that gradients pass through where each rank keeps its share of them."""
+        """Return the number of buffer slots that gradients pass through if each rank keeps its shard of them."""
         shard, staged = self.shards()[0], self.layout.pipeline > 1  # stages add in a fixed order
         return slot_count(self.overlaps, staged, shard.size > 1 and not self.on_device, shard.spans)
 
     @property
     def replicas(self) -> Group:
-        """The ranks that have the first part of the model."""
+        """Ranks that have the first part of the model."""
         return self._dividing(SAMPLES, PARTS)
 
     @property
     def stages(self) -> Group:
-        """The ranks that have the blocks of the first replica; messages between them are not at the same time."""
+        """Ranks that have the stages of the first replica. Such groups do not communicate at once: `beside` is 1."""
         return replace(self._dividing(BLOCKS), beside=1)
 
     @property
     def layers(self) -> Group:
-        """The ranks that have parts of the first layers."""
+        """Ranks that have parts of the first layers."""
         return self._dividing(LAYERS)
 
     def over(self, *names: str) -> Group:
-        """The first ranks that differ along these axes alone."""
+        """Return the first group of ranks that differ only along the named axes."""
         return _group_of(self.layout.sizes, names, self.nodes.each, self.oversubscribed)
 
     def _dividing(self, *kinds: str) -> Group:
         return self.over(*(axis.name for axis, _ in self.layout.sizes if axis.divides in kinds))
 
     def shards(self) -> tuple[Group, Group | None]:
-        """The ranks that shares are divided over, and those that have the same share; None where there are none."""
+        """Return the ranks that shards are divided over, and the ranks with the same shard (None if there are none)."""
         data = self.replicas
         if not self.layout.zero or self.layout.shard_within == "all":
             return data, None
@@ -162,7 +162,7 @@ class LayoutPlaces:
         return replace(data, nodes=data.nodes[:1] * data.local), across if across.size > 1 else None
 
     def carriers(self) -> Group:
-        """The ranks, one a node, that carry updated parameters to each other, while all ranks of a node do so."""
+        """Return the ranks, one per node, that exchange updated parameters, while all ranks of each node do so."""
         return Group(tuple(sorted(set(self.replicas.nodes))), self.nodes.each, self.oversubscribed)
 
 
@@ -170,7 +170,7 @@ class LayoutPlaces:
 def _group_of(
     sizes: tuple[tuple[MeshAxis, int], ...], names: tuple[str, ...], each: int, oversubscribed: bool
 ) -> Group:
-    """The first group along some of the axes, where `each` ranks are on a node."""
+    """Return the first group along some of the axes if each node has `each` ranks."""
     ranks, stride = [0], prod(size for _, size in sizes)
     of = stride
     for axis, size in sizes:

@@ -1,7 +1,7 @@
-"""What goes together: one list of rules, asked by the start of a job, by a loop of the user's and by the planner.
+"""Rules about settings that exclude each other, used at the start of a job, in user loops and by the planner.
 
-A `Combination` holds the facts that are known so far; a rule says nothing about those that are not. What only one axis
-knows is in its own file (`MeshAxis.refuse`); the rules here depend on what the axes divide, whichever they are.
+A `Combination` contains the facts known so far; a rule ignores facts that are unknown. Rules of one axis alone are in
+that axis's file (`MeshAxis.refuse`). The rules here depend on what the axes divide, not on which axes there are.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from mpitrain.shard.virtual_workers import VirtualWorkers
 
 @dataclass(frozen=True)
 class Combination:
-    """Settings and facts of a training that may not go together.
+    """Settings and facts of a training job, to be checked for conflicts.
 
     Attributes:
-        parallel: The settings [parallel], or a layout, whose fields have the same names.
+        parallel: The settings [parallel], or a layout, which has fields of the same names.
         sizes: Axes of the mesh, each with its ranks.
-        compiled: model.compile.
-        reproducible: run.reproducible.
-        has_blocks: Whether the model has blocks that can be compiled by themselves.
-        has_data: Whether the data set is known, not only batches that a loop of the user's brings.
-        synchronous: Whether several ranks compute batch norms together.
-        one_copy: Whether the ranks of a node have one copy of the parameters, as far as is known.
-        gathers: Whether ranks gather parameters when they need them.
-        offload: parallel.offload_parameters.
-        on_device: Whether ranks compute on devices.
-        workers: How the ranks divide a batch; None: not known yet.
-        batches: Samples of each batch to come.
-        microbatch: Samples of a microbatch; 0 for all of a worker's at once.
+        compiled: The setting model.compile.
+        reproducible: The setting run.reproducible.
+        has_blocks: True if the model has blocks that can be compiled one by one.
+        has_data: True if the data set is known; false in a user loop, which only passes batches.
+        synchronous: True if several ranks compute batch norms together.
+        one_copy: True if the ranks of a node share one copy of the parameters, or if that is not known yet.
+        gathers: True if ranks gather parameters when they need them.
+        offload: The setting parallel.offload_parameters.
+        on_device: True if ranks compute on devices.
+        workers: Division of a batch over the ranks; None if not known yet.
+        batches: Number of samples of each batch to come.
+        microbatch: Samples of a microbatch; 0: all samples of a worker at once.
     """
 
     parallel: Any
@@ -58,22 +58,22 @@ class Combination:
     microbatch: int = 0
 
     def count(self, *kinds: str) -> int:
-        """Return the ranks along all axes that divide one of these kinds of things."""
+        """Return the number of ranks along all axes that divide one of `kinds` (SAMPLES, PARTS, BLOCKS, LAYERS)."""
         return count_along(self.sizes, *kinds)
 
     def size(self, name: str) -> int:
-        """Return the ranks along one axis."""
+        """Return the number of ranks along one axis."""
         return next((int(ranks) for axis, ranks in self.sizes if axis.name == name), 1)
 
 
 def conflict(combination: Combination) -> str:
-    """Return the first reason why a combination cannot be trained, and what to change; empty where it can."""
+    """Return the first reason why a combination cannot be trained, and how to fix it; empty if it can be trained."""
     refusals = [axis.refuse for axis, _ in combination.sizes]
     return next(filter(None, (rule(combination) for rule in (*RULES, *refusals))), "")
 
 
 def require_compatible(combination: Combination) -> None:
-    """Raise InputError for a combination that cannot be trained."""
+    """Raise InputError if a combination cannot be trained."""
     if why := conflict(combination):
         raise refusal(why)
 
@@ -95,7 +95,7 @@ def _whole_where_reproducible(of: Combination) -> str:
 
 
 def _placed(of: Combination) -> str:
-    """Ask how parameters are placed over the ranks that have the same part of the model (`shard.placement`)."""
+    """Return a conflict in the placement of parameters over replicas (`shard.placement`); empty if there is none."""
     return placement.conflict(
         of.parallel.zero,
         of.count(SAMPLES, PARTS),
@@ -122,7 +122,7 @@ def _compiled_as_placed(of: Combination) -> str:
 
 
 def _samples_for_all(of: Combination) -> str:
-    """Ask whether ranks that communicate in their layers can share every batch (`VirtualWorkers`)."""
+    """Return why ranks that communicate in their layers cannot share a batch (`VirtualWorkers`); empty if they can."""
     if of.workers is None:
         return ""
     has = {"synchronous": of.synchronous, "gathers": of.gathers}
@@ -139,23 +139,23 @@ RULES: Sequence[Callable[[Combination], str]] = (
 
 
 def without_blocks(key: str) -> str:
-    """Return what is wrong with a setting that is for the blocks of a model that has none."""
+    """Return the message for a setting that needs blocks when the model has none."""
     return f"{key} finds no blocks in the model: put its layers into a ModuleList or Sequential, or set it to false"
 
 
-# -- what a configuration leaves to a planner
+# -- layouts that a planner may choose
 
 
 @dataclass(frozen=True)
 class LayoutRules:
-    """What the rest of a configuration allows.
+    """Restrictions on layouts from the rest of a configuration.
 
     Attributes:
-        warmup: The sizes of the batches of a warm-up.
-        compiled: model.compile.
-        workers: run.workers, with run.reproducible; 0 without.
-        offload: parallel.offload_parameters.
-        axes: parallel.axes.
+        warmup: Sizes of the batches of a warm-up.
+        compiled: The setting model.compile.
+        workers: The setting run.workers if run.reproducible is on, else 0.
+        offload: The setting parallel.offload_parameters.
+        axes: The setting parallel.axes, as pairs.
     """
 
     warmup: tuple[int, ...] = ()
@@ -165,12 +165,12 @@ class LayoutRules:
     axes: tuple[tuple[str, int], ...] = ()
 
     def allow(self, layout: ParallelLayout, model: ModelProfile, nodes: Nodes = Nodes()) -> bool:
-        """Whether a job takes a layout, by the rules that it asks at its start.
+        """Return True if a job accepts a layout, by the rules that it checks at its start.
 
         Args:
-            layout: The layout; a microbatch of 0 is a rank's whole share of a batch.
-            model: What is trained.
-            nodes: Where.
+            layout: The layout; its microbatch 0 is a rank's whole share of a batch.
+            model: Profile of the model.
+            nodes: Nodes that the ranks run on.
         """
         stage, several = STAGES[layout.zero], layout.replicas > 1
         one_copy = nodes.share(layout) and not placement.is_elsewhere(self.offload, nodes.on_device)
@@ -188,10 +188,10 @@ class LayoutRules:
 
 
 def rules_of(config: Config) -> LayoutRules:
-    """What a configuration allows.
+    """Return the restrictions on layouts from a configuration.
 
     Raises:
-        InputError: It is not for ranks that train in step.
+        InputError: A planner cannot be used with parallel.mode or train.accumulation of the configuration.
     """
     if config.parallel.mode != "sync":
         raise refusal(

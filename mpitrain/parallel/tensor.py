@@ -1,4 +1,4 @@
-"""The tensor axis: its ranks have parts of the same layers and compute the same samples."""
+"""The tensor axis: its ranks hold parts of the same layers and compute the same samples."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mpitrain.tensor.plan import parallelize, plan_for
 
 
 class TensorAxis(MeshAxis):
-    """Tensor parallel."""
+    """The axis of tensor parallelism."""
 
     name = "tensor"
     divides = LAYERS
@@ -25,7 +25,7 @@ class TensorAxis(MeshAxis):
     idle = ("sequence",)
 
     def refuse(self, combination: Combination) -> str:
-        """Refuse what is for divided layers where there are none, and what a divided sequence does not go with."""
+        """Refuse settings for divided layers without tensor ranks, and settings that exclude a divided sequence."""
         parallel, several = combination.parallel, combination.size(self.name) > 1
         if parallel.whole and not several:
             return (
@@ -44,25 +44,31 @@ class TensorAxis(MeshAxis):
         )
 
     def divide(self, part: ModelPart, group: Any) -> None:
-        """Divide the layers that the model's plan names."""
+        """Divide the layers that the model's plan names (see `MeshAxis.divide`). Collective."""
         if group.size > 1:
             parallel = part.parallel
             plan = plan_for(part.module, part.plan, sequence=parallel.sequence)
             parallelize(part.module, group, plan, sequence=parallel.sequence, whole=parallel.whole)
 
     def sizes(self, model: ModelProfile, ranks: int, asked: int | str) -> Iterable[int]:
-        """Return the divisors of the ranks that the model's layers can be divided by."""
+        """Return the divisors of the number of ranks that the model's layers can be divided by."""
         return [n for n in divisors(ranks) if n == 1 or (model.divisible and model.takes(Divided(n)))]
 
     def options(self, layout: ParallelLayout, model: ModelProfile, places: Any) -> Iterable[Mapping[str, Any]]:
-        """Return whether activations are divided along the sequence, too."""
+        """Return whether to divide activations along the sequence: no, and yes if possible (see `MeshAxis.options`)."""
         divided = replace(Divided(layout.tensor), sequence=True)
         return [{"sequence": each} for each in (False, True)[: 1 + (layout.tensor > 1 and model.takes(divided))]]
 
     def exchange_seconds(self, exchange: AxisExchange, group: Group, step: Any) -> float:
-        """Return the seconds of an exchange, which passes through memory of the node (see `tensor.axis`).
+        """Return the predicted seconds of an exchange, which uses shared memory of the node (see `tensor.axis`).
 
-        Each rank copies its part in, and sums or copies what it needs out; of two ranks, or of little, each sums all.
+        Each rank copies its part in, and sums or copies what it needs out. With two ranks, or few bytes, each rank sums
+        all parts.
+
+        Args:
+            exchange: The collective.
+            group: Ranks that take part.
+            step: The `planner.predictor.StepSimulation`.
         """
         links, nbytes = step.machine.links, float(exchange.nbytes)
         seconds = float(step.seconds(exchange.operation, nbytes, group, "arena") + step.meeting(group))
@@ -79,5 +85,5 @@ class TensorAxis(MeshAxis):
         return float(seconds + 2 * copied)
 
     def buffers(self, sizes: Iterable[int]) -> float:
-        """Return the bytes of two of the largest exchanges, in memory that the node shares."""
+        """Return the bytes of two buffers for the largest exchange, in memory that the node shares."""
         return 2.0 * max(sizes, default=0)

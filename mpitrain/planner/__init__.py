@@ -1,14 +1,14 @@
-"""Which layout of a training job is fastest on a machine, and what it takes, before the job is started. Loads no MPI.
+"""The planner: finds the fastest layout of a training job on a machine before the job starts. Does not load MPI.
 
-candidates             all layouts that the runtime takes: what the axes of `parallel` offer
-machine                a machine's speeds and sizes; `machine.toml`, read, merged, written; machines/: some are given
-subject, profile       what each block of a model costs; the model as one rank has it, divided without the others
-counted                sizes and operations of blocks, from passes without values, and seconds reckoned from them
-measured               seconds of blocks, measured in processes side by side
-collectives            seconds of the collective that would run, simulated; between devices, in closed form
-predictor              everything of a layout; seconds of a step, simulated: blocks, messages, buckets, update
-refine                 the variants of a layout: which blocks a stage gets, which layers are divided
-bounds                 what a layout takes at least, and a guess, in microseconds
-search                 the best layouts of all, or of those that keep what a configuration says explicitly
-report                 what a plan says; how the best layouts go with the number of ranks
+candidates             every layout that the runtime accepts, from the options that the mesh axes offer
+machine                speeds and sizes of a machine; reads, merges and writes `machine.toml`; ready-made files:
+machines/ subject, profile       cost of each block of a model; one process builds the part of the model that one rank
+has counted                sizes and operations of blocks from passes without values, and seconds estimated from them
+measured               measured seconds of blocks, with several processes computing side by side
+collectives            seconds of collectives: simulated in host memory, in closed form between devices
+predictor              memory of a layout, and simulated seconds of a step: blocks, messages, buckets, update
+refine                 variants of a layout: which blocks each stage gets, which layers are divided
+bounds                 lower bounds and estimates of a layout's seconds and bytes, computed in microseconds
+search                 the best of all layouts, or of those that keep the explicit settings of a configuration
+report                 a plan as text, and the scaling of the best layouts with the number of ranks
 """

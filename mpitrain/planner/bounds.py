@@ -1,16 +1,18 @@
-"""Bounds and guesses of a layout that take microseconds, so that few of many thousands need be simulated.
+"""Lower bounds and estimates of a layout, computed in microseconds so that only few layouts need a simulation.
 
-A guess adds up what the simulation would, in closed form: a microbatch's seconds times their number, a pipeline's
-filling and draining (`estimate`) with stages cut as evenly as blocks allow, and each bucket's collective, of which
-what fits lies under backward.
+An estimate (`Bounds.guess`) adds up in closed form the times that the simulation would find: the seconds of a
+microbatch times the number of microbatches, the filling and draining of a pipeline (`estimate`) with stages as even as
+the blocks allow, and the collective of each bucket, minus the part that backward hides.
 
-The bound of a pipeline holds however its blocks are cut. With m microbatches and a microbatch's seconds t_j on stage j,
-of which it waits for r t_j before a later stage can work, stage s is done after m t_s + sum of r t_j over j < s at the
-earliest. Weighted so that all t_j count alike, the mean of these over the stages is
+The lower bound of a pipeline (`Bounds.at_least`) holds for every cut into stages. Let m be the number of microbatches,
+p the number of stages, and t_j the seconds of one microbatch on stage j; a later stage can start after the share r of
+t_j. Stage s then finishes no earlier than m t_s + sum of r t_j over j < s. Weight the stages so that every t_j has the
+same coefficient; the weighted mean over the stages is
 
     C x sum of t_j          with        C = r / (1 - (1 - r / m)^p)
 
-so one stage is not done before. r is 1 where backward is whole, else the forward pass's share of a block.
+and at least one stage finishes no earlier than this mean. r is 1 where backward is not divided into halves, else the
+forward pass's share of a block.
 """
 
 from __future__ import annotations
@@ -32,27 +34,27 @@ from mpitrain.shard.placement import STAGES
 
 
 class _Work:
-    """Sums over all blocks, for a microbatch.
+    """Costs of one microbatch, summed over all blocks.
 
     Attributes:
         passes: Seconds of computing: forward, gradients of inputs, gradients of weights.
-        seconds: Seconds of these together.
-        least: Seconds of computing, where any of the layers may stay whole, which saves their exchanges.
+        seconds: Sum of `passes`.
+        least: Lower bound of `seconds` if any layers may stay whole, which need no exchanges.
         again: Seconds of recomputing the blocks that are recomputed without a pipeline.
-        least_again: The same, where any of the layers may stay whole.
-        exchanged: Seconds of exchanges over the tensor axis, forward and backward.
+        least_again: Lower bound of `again` if any layers may stay whole.
+        exchanged: Seconds of exchanges over the tensor axis: forward, backward.
         exchanged_again: Seconds of the exchanges that recomputing repeats.
-        forward: The least share of a block's seconds that its forward pass takes.
-        each: Seconds of each block, with its exchanges.
-        each_forward: Seconds of each block's forward pass, with its exchanges.
+        forward: Smallest share of a block's seconds that its forward pass takes.
+        each: Seconds of each block, exchanges included.
+        each_forward: Seconds of each block's forward pass, exchanges included.
         given: Bytes of the longest message between blocks.
-        units: Blocks that are gathered by themselves.
+        units: Number of blocks that are gathered one by one.
         kept: Bytes that autograd keeps.
-        taken: The same with recompute, without a pipeline.
-        working: Bytes that a block needs meanwhile, at most.
-        numel: Elements of parameters.
-        largest: Elements of the block that has most.
-        values: Parameters.
+        taken: Bytes that autograd keeps with recompute, without a pipeline.
+        working: Largest number of temporary bytes of a block.
+        numel: Elements of all parameters.
+        largest: Elements of the largest block.
+        values: Number of parameters.
     """
 
     def __init__(self, blocks: Sequence[BlockCost], undivided: Sequence[BlockCost], step: StepSimulation) -> None:
@@ -80,13 +82,13 @@ class _Work:
 
 @dataclass(frozen=True)
 class _Around:
-    """What a placement of ranks costs, whatever their microbatches are.
+    """Costs of a placement of ranks that do not depend on the microbatches.
 
     Attributes:
-        step: A step of such a placement.
+        step: Simulation of a step with this placement.
         reduced: Seconds of reducing all gradients.
         gathered: Seconds of gathering all units.
-        once: Seconds of what comes once a step after the gradients.
+        once: Seconds of the work after the gradients, done once a step.
     """
 
     step: StepSimulation
@@ -96,10 +98,10 @@ class _Around:
 
 
 class Bounds:
-    """What the search asks of a predictor, with bounds and guesses of its own.
+    """The interface of a predictor that the search uses, with fast lower bounds and estimates.
 
     Args:
-        predictor: That predicts in full.
+        predictor: Predictor that simulates a layout in full.
     """
 
     def __init__(self, predictor: Predictor) -> None:
@@ -111,11 +113,11 @@ class Bounds:
         self._slowest = lru_cache(maxsize=None)(_slowest)
 
     def at_least(self, layout: ParallelLayout) -> float:
-        """Seconds that a step takes at least: computing, exchanging, and the pipeline's filling and draining.
+        """Return a lower bound of the seconds of a step: computing, exchanging, filling and draining the pipeline.
 
-        They are those of the variant of the layout that takes least.
+        The bound holds for every variant of the layout (cuts into stages, layers left whole).
         """
-        waited = 0.0  # the share of a stage's seconds that later stages wait for, where a bound is known
+        waited = 0.0  # r in the module's docstring, where a bound is known
         work, stages = self._work_of(layout), layout.pipeline
         turns = self._of.turns(self._of.places(layout))
         each = (work.seconds + work.least_again * layout.recompute) * turns + sum(work.exchanged)
@@ -131,7 +133,7 @@ class Bounds:
         return each * waited / (1.0 - (1.0 - waited / count) ** stages)
 
     def guess(self, layout: ParallelLayout) -> float:
-        """About the seconds of a step, with the best cut: the order in which layouts are looked at."""
+        """Return an estimate of the seconds of a step with the best cut. The search visits layouts in this order."""
         work = self._work_of(layout)
         around = self._around(layout.only("zero", "share_node", "shard_within", "offload"))
         share = -(-self._of.model.batch // layout.readers)
@@ -151,14 +153,14 @@ class Bounds:
         return seconds + reduced * (count if layout.zero >= 2 else 1) + around.once
 
     def _pipeline(self, layout: ParallelLayout, work: _Work, around: _Around, count: int) -> float:
-        """Seconds of so many microbatches, or slices of them, through the stages."""
+        """Return the seconds of `count` microbatches, or slices of them, through the stages."""
         ranks, stages = layout.pipeline, layout.pipeline * layout.chunks
         step = around.step
         python, halving = step.python, step.halving * (layout.schedule == "zero-bubble")
         forward, input_, weight = work.passes
         forward += work.exchanged[0]
         input_ += work.exchanged[1] + forward * layout.recompute
-        kinds = (forward, python), (input_, python), (weight, halving)  # seconds of all blocks, and more of each stage
+        kinds = (forward, python), (input_, python), (weight, halving)  # seconds of all blocks, overhead of each stage
         spread = [(seconds + stages * each) / ranks for seconds, each in kinds]
         uneven = self._slowest(work, layout.recompute, stages) - sum(spread) / layout.chunks
         slowest = sum(spread) + max(0.0, uneven + 2 * python + halving)  # one of the rank's stages is longer
@@ -169,7 +171,7 @@ class Bounds:
         return seconds if step.spins else max(seconds, sum(spread) * count * step.turns)
 
     def least_memory(self, layout: ParallelLayout) -> Mapping[str, float]:
-        """Bytes that the rank that needs most takes at least, by category."""
+        """Return a lower bound of the bytes of the rank that needs most, by category."""
         work, places = self._work_of(layout), self._of.places(layout)
         elements, itemsize = work.numel / layout.pipeline, ITEMSIZE[self._of.model.precision]
         stored = self._of.inputs(places).stored(elements, itemsize)
@@ -183,10 +185,11 @@ class Bounds:
         }
 
     def _kept(self, layout: ParallelLayout, work: _Work) -> float:
-        """Bytes of activations of the rank of a pipeline that holds most, at least.
+        """Return a lower bound of the activation bytes of the pipeline rank that keeps most.
 
-        Ranks that hold h_1, h_2, ... microbatches hold equally much if their blocks keep K / (h_s sum of 1 / h_j) each
-        of the model's K; with any other cut one of them holds more.
+        If rank s keeps h_s microbatches at once and the model keeps K bytes for each, all ranks keep the same number of
+        bytes when the blocks of rank s keep K / (h_s sum of 1 / h_j) for each microbatch. With any other cut, one rank
+        keeps more.
         """
         if layout.pipeline == 1:
             return float(work.taken + work.working if layout.recompute else work.kept + work.working)
@@ -196,10 +199,10 @@ class Bounds:
         held = held_at_most(layout.pipeline, 1, count, "gpipe" if layout.schedule == "gpipe" else "1f1b")
         return work.kept / sum(1 / each for each in held)
 
-    # -- what they are made of
+    # -- sums that bounds and estimates are made of
 
     def _work_of(self, layout: ParallelLayout) -> _Work:
-        """Return the sums of blocks; of other replicas only whether there are any matters, for batch norms."""
+        """Return the costs summed over blocks, which depend on the number of replicas only through batch norms."""
         rest = layout.data * layout.pipeline
         data, pipeline = (1, rest) if layout.data == 1 else (rest, 1)
         passes = layout.only("microbatch", "slices", "sequence", "whole")
@@ -207,8 +210,8 @@ class Bounds:
 
     def _sums(self, layout: ParallelLayout) -> _Work:
         tensor, microbatch, places = layout.tensor, layout.microbatch, self._of.places(layout)
-        # a pass through each division of the model would take long, and few of these layouts are worth it: the blocks
-        # of tensor ranks on several nodes are those of one node's ranks made thinner
+        # a pass through every division of the model would take too long, and few such layouts are good: the blocks
+        # of tensor ranks on several nodes are scaled down from those of tensor ranks on one node
         near = max(n for n in range(1, min(tensor, places.nodes.each) + 1) if tensor % n == 0)
         divided = replace(layout.divided, tensor=near)
         if near in (1, tensor) or not self._of.model.takes(divided):
@@ -254,7 +257,7 @@ class Bounds:
 
 
 def _thinner(block: BlockCost, part: float) -> BlockCost:
-    """Return a block with the same exchanges of which a rank has only this part."""
+    """Return a block with costs and divided weights scaled by `part`, and with unchanged exchanges."""
     return replace(
         block,
         **{name: getattr(block, name) * part for name in ("forward", "input", "weight", "later")},
@@ -264,12 +267,12 @@ def _thinner(block: BlockCost, part: float) -> BlockCost:
 
 
 def _slowest(work: _Work, recompute: bool, stages: int) -> float:
-    """Seconds of the slowest of so many stages, cut as evenly as blocks allow."""
+    """Return the seconds of the slowest stage when blocks are cut into `stages` as evenly as possible."""
     each = [s + f * recompute for s, f in zip(work.each, work.each_forward, strict=True)]
     low, high = max(max(each), sum(each) / stages), sum(each)
     for _ in range(20):  # halvings of the interval
         middle = (low + high) / 2
-        count, now = 1, 0.0  # stages, if none may take longer than the middle
+        count, now = 1, 0.0  # stages needed if none may take longer than the middle
         for seconds in each:
             if now + seconds > middle:
                 count, now = count + 1, 0.0

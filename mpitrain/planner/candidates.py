@@ -1,12 +1,12 @@
-"""All layouts that a model can be trained in: what the runtime takes, but for what is never better.
+"""All layouts that a model can be trained in, except those that are never better than another one.
 
-Left out, because another layout is always as good or cannot be told from it:
+Left out, because another layout is always at least as good or is identical:
 
-    zero 1-3 on one data-parallel rank                      there is nothing to share out
-    share_node false, but at zero 3 without a pipeline      one copy a node takes less memory and fewer messages
-    reshard false, but where zero 3 gathers                 it says nothing elsewhere
+    zero 1-3 on one data-parallel rank                      there is nothing to shard
+    share_node false, except at zero 3 without a pipeline   one copy per node takes less memory and fewer messages
+    reshard false, except where zero 3 gathers              it has no effect elsewhere
     offload without a device                                states are in the host's memory already
-    slices of a sequence that is divided already            a block takes its lengths from a part of what it attends to
+    slices of a sequence that is divided already            a block cannot tell its length from a part of the sequence
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from mpitrain.parallel.layouts import ParallelLayout
 from mpitrain.parallel.places import Nodes
 from mpitrain.parallel.rules import LayoutRules
 
-_STEPS = 4  # of the fewest microbatches of a rank, all numbers up to this are looked at
+_STEPS = 4  # every number of microbatches of a rank up to this one is tried
 
 
 def candidates(model: ModelProfile, nodes: Nodes, rules: LayoutRules = LayoutRules()) -> Iterator[ParallelLayout]:
-    """Every layout of a model on some nodes: all sizes and options that the axes of its mesh offer.
+    """Yield every layout of a model on some nodes: all sizes and options that the axes of its mesh offer.
 
     Args:
-        model: What is trained.
-        nodes: Where.
-        rules: What the rest of the configuration allows.
+        model: Profile of the model to train.
+        nodes: Nodes that it runs on.
+        rules: Restrictions from the rest of the configuration.
     """
     for base in shapes(model, nodes.count * nodes.each, rules):
         sizes, recomputes = microbatches(model.batch, base.readers), (False, True)[: 1 + _recomputes(model, base)]
@@ -46,7 +46,13 @@ def candidates(model: ModelProfile, nodes: Nodes, rules: LayoutRules = LayoutRul
 
 
 def shapes(model: ModelProfile, ranks: int, rules: LayoutRules = LayoutRules()) -> list[ParallelLayout]:
-    """The meshes that a model and its batch can be divided over, as layouts without options."""
+    """Return the meshes that a model and its batch can be divided over, as layouts without options.
+
+    Args:
+        model: Profile of the model to train.
+        ranks: Number of ranks of the mesh.
+        rules: Restrictions from the rest of the configuration.
+    """
     rules, asked = replace(rules, offload=""), ParallelSection.model_construct(axes=dict(rules.axes))
     none = ParallelLayout(1, axes=rules.axes, microbatch=0)
     bases = [replace(none, **shape) for shape in _meshes(axes_of(asked), ranks, model)]
@@ -54,7 +60,7 @@ def shapes(model: ModelProfile, ranks: int, rules: LayoutRules = LayoutRules()) 
 
 
 def _meshes(axes: Sizes, ranks: int, model: ModelProfile) -> Iterator[dict[str, Any]]:
-    """Ranks along each axis that has a setting of its own, the sizes of the innermost axis in the outermost loop."""
+    """Yield the ranks along each axis that has a setting of its own; the innermost axis varies slowest."""
     if not axes:
         yield from [{}][: ranks == 1]
         return
@@ -66,12 +72,12 @@ def _meshes(axes: Sizes, ranks: int, model: ModelProfile) -> Iterator[dict[str, 
 
 
 def _recomputes(model: ModelProfile, base: ParallelLayout) -> bool:
-    """Whether activations can be computed again: of blocks by themselves, or of a stage."""
+    """Return True if activations can be recomputed: block by block, or stage by stage in a pipeline."""
     return model.has_units or base.pipeline > 1
 
 
 def microbatches(batch: int, readers: int) -> list[int]:
-    """Sizes of microbatches that are looked at: powers of two, and a rank's share in one to a few equal pieces.
+    """Return the microbatch sizes to try: powers of two, and a rank's share divided into one to four equal pieces.
 
     Args:
         batch: Samples of a step.

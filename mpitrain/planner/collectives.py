@@ -1,29 +1,29 @@
-"""Seconds of messages and collective operations on a machine: the programs that would run there, simulated.
+"""Seconds of messages and collectives on a machine, from a simulation of the programs that would run there.
 
-Of an operation and its bytes the same rules choose the algorithm that choose it in the job (`comm.selection`), and its
-program is simulated with the machine's speeds (`comm.programs.program`). Where the rules choose the MPI library's own
-call, it is the fastest of the textbook programs that libraries are known to choose from (Thakur, Rabenseifner & Gropp,
-IJHPCA 19, 2005), without the cost of Python.
+The algorithm is chosen from the operation and its bytes by the rules that the job uses (`comm.selection`). The
+program of the algorithm is then simulated with the machine's speeds (`comm.programs.program`). If the rules choose the
+MPI library's own collective, its time is that of the fastest textbook program that libraries are known to use (Thakur,
+Rabenseifner & Gropp, IJHPCA 19, 2005), without the cost of Python.
 
-Two things keep this fast for thousands of ranks. Times between two sizes a power of two apart are interpolated, since
-every cost is linear in bytes, and those beyond 32 MiB on one node follow from 16 and 32 MiB. And of programs that go
-round a ring, whose steps are all alike, two smaller rings with messages of the same length are simulated, and the
-difference is added for each further node.
+Two shortcuts keep this fast for thousands of ranks. First, times are simulated at sizes that are powers of two and
+interpolated between them, since every cost is linear in bytes; beyond 32 MiB on one node, they are extrapolated from 16
+and 32 MiB. Second, the steps of a ring program are all alike, so two smaller rings with messages of equal length are
+simulated, and their difference is added for each further node.
 
-Vectors on devices go over the links of a node, and over the network between nodes (`DeviceLinks`):
+Vectors on devices travel over the links of a node, and over the network between nodes (`DeviceLinks`):
 
     device -- link -- device            inside a node: link_latency + bytes / link_bandwidth
-    device -- host -- device            inside a node without such links: through host memory, and over each one's bus
-    device -- bus -- network -- ...     between nodes: what is slower of a rank's bus and its part of the node's network
+    device -- host -- device            inside a node without links: through host memory and the bus of each device
+    device -- bus -- network -- ...     between nodes: the slower of a rank's bus and its share of the node's network
 
-A collective is the fastest of the textbook algorithms on two levels, as libraries for devices choose: a vector V goes
-in pieces, so that a node's links carry one while the network carries another. Of L ranks on each of N nodes, in a
-reduce-scatter or an all-gather, a rank sends
+The time of a device collective is that of the fastest textbook algorithm on two levels, as libraries for devices choose
+it. A vector V is sent in pieces, so that the links carry one piece while the network carries another. With L ranks on
+each of N nodes, each rank sends in a reduce-scatter or an all-gather
 
     (L - 1) / L of V over its link             in log2 L rounds
     (N - 1) / N of V / L over the network      in log2 N rounds, while its L - 1 neighbours do the same
 
-and an all-reduce is both, or, where V is short, log2 L + log2 N rounds of the whole vector.
+An all-reduce is one of each, or, if V is short, log2 L + log2 N rounds with the whole vector.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ from mpitrain.comm.selection import Setting, serving
 from mpitrain.parallel.places import Group
 from mpitrain.planner.machine import Device, Measured
 
-_LEAST = 1 << 6  # bytes: below, only latencies count
-_LARGE = 1 << 24  # bytes: beyond twice as many, time goes on in a straight line, as long as the algorithm is the same
-_LONG = 16  # nodes (or ranks alone on theirs) of a ring from which on its time is extrapolated
+_LEAST = 1 << 6  # bytes: below this, only latencies count
+_LARGE = 1 << 24  # bytes: beyond twice this, time grows linearly as long as the algorithm is the same
+_LONG = 16  # nodes of the smaller ring from which the time of a long ring is extrapolated
 _Make = Callable[[int, tuple[int, ...]], Program]
-_FEW_STEPS: dict[str, tuple[_Make, ...]] = {  # about log2 of the ranks
+_FEW_STEPS: dict[str, tuple[_Make, ...]] = {  # about log2(ranks) steps
     "all_reduce": (messages.doubling_all_reduce, lambda n, nodes: messages.halving_all_reduce(n, 1, nodes)),
     "reduce_scatter": (messages.halving_reduce_scatter,),
     "all_gather": (messages.doubling_all_gather,),
 }
-_MANY_STEPS: dict[str, tuple[_Make, ...]] = {  # about as many as ranks: not worth it for short messages to thousands
+_MANY_STEPS: dict[str, tuple[_Make, ...]] = {  # about as many steps as ranks: too many for thousands of ranks
     "all_reduce": (lambda n, nodes: messages.ring_all_reduce(n, 1, nodes),),
     "reduce_scatter": (messages.pairwise_reduce_scatter, lambda n, nodes: messages.ring_reduce_scatter(n, 1, nodes)),
     "all_gather": (lambda n, nodes: messages.ring_all_gather(n, 1, nodes),),
@@ -58,13 +58,13 @@ _MANY_STEPS: dict[str, tuple[_Make, ...]] = {  # about as many as ranks: not wor
 
 
 class CollectiveTimes:
-    """Seconds of operations.
+    """Seconds of messages and collectives on a machine.
 
     Args:
-        links: The speeds.
-        measured: Operations that were measured on this machine. Where as many ranks on as many nodes were, what is
-            simulated is multiplied by what was measured over what is simulated of that.
-        devices: The links of the devices that hold the vectors, whose formulas then serve; None: vectors are in host
+        links: Speeds of the machine.
+        measured: Collectives that were measured on this machine. A simulated time is multiplied by the ratio of
+            measured to simulated seconds if the same numbers of ranks and nodes were measured.
+        devices: Links of the devices that hold the vectors, for which formulas are used. Default: vectors are in host
             memory.
     """
 
@@ -77,13 +77,13 @@ class CollectiveTimes:
         self._at = lru_cache(None)(self._corrected)
 
     def seconds(self, operation: str, nbytes: float, group: Group, memory: str = "arena") -> float:
-        """How long an operation of nbytes takes, from when all ranks have come to it.
+        """Return the seconds of a collective, from the moment when all ranks have entered it.
 
         Args:
             operation: all_reduce, reduce_scatter or all_gather.
-            nbytes: Of the whole vector, which reduce_scatter takes and all_gather gives.
-            group: The ranks.
-            memory: Where the vectors lie: "arena" or "private", as in `comm.selection.Setting`.
+            nbytes: Bytes of the whole vector: the input of reduce_scatter, the output of all_gather.
+            group: Ranks that take part.
+            memory: Place of the vectors: "arena" or "private", as in `comm.selection.Setting`.
         """
         if group.size == 1 or nbytes <= 0:
             return 0.0
@@ -98,18 +98,18 @@ class CollectiveTimes:
         return first + (then - first) * (nbytes / (1 << low) - 1)
 
     def barrier(self, group: Group) -> float:
-        """How long the node's ranks of a group take to wait for each other."""
+        """Return the seconds of a barrier among the ranks of a group on one node."""
         local = group.local
         turns = max(1.0, local * group.beside / self._links.cores)
         return self._links.fence * math.ceil(math.log2(max(2, local))) * turns if local > 1 else 0.0
 
     def message(self, nbytes: float, inside: bool, beside: int = 1) -> float:
-        """How long a message between two ranks takes.
+        """Return the seconds of a message between two ranks.
 
         Args:
-            nbytes: Of the message.
-            inside: Whether both are on one node.
-            beside: Messages that leave a node at the same time.
+            nbytes: Bytes of the message.
+            inside: If true, both ranks are on one node.
+            beside: Number of messages that leave a node at the same time.
         """
         if self._devices is not None:
             return self._devices.message(nbytes, inside, beside)
@@ -124,9 +124,9 @@ class CollectiveTimes:
         return self._simulated(operation, name, nbytes, group, memory) * ratio
 
     def _ratio(self, operation: str, name: str, nbytes: int, group: Group, memory: str) -> float:
-        """What was measured over what is simulated, of as many ranks, at the sizes nearest to nbytes; 1 for no others.
+        """Return measured over simulated seconds for these ranks, interpolated between sizes; 1 if never measured.
 
-        Groups beside each other on one node take turns as one group of all their ranks does.
+        Groups beside each other on one node are compared with a measured group of all their ranks.
         """
         nodes = group.spans
         ranks = group.size * (group.beside if nodes == 1 else 1)
@@ -145,11 +145,11 @@ class CollectiveTimes:
         _, program = serving(operation, self._setting(nbytes, group, memory), algorithm=name)
         if program is None:
             instant = replace(links, step=0.0)
-            halves = operation == "all_reduce" or group.size & (group.size - 1) == 0  # else there are no halves
+            halves = operation == "all_reduce" or group.size & (group.size - 1) == 0  # halving needs a power of two
             many = group.size <= 4 * _LONG or not halves
             possible = (_FEW_STEPS[operation] if halves else ()) + (_MANY_STEPS[operation] if many else ())
             return min(_run(make(group.size, group.nodes), nbytes, instant) for make in possible)
-        if nbytes > 2 * _LARGE and group.spans == 1:  # steps of such programs grow in number with bytes
+        if nbytes > 2 * _LARGE and group.spans == 1:  # the number of steps of such programs grows with bytes
             few, more = (serving(operation, self._setting(n * _LARGE, group, memory))[0] for n in (1, 2))
             if few == more == name:
                 first, then = (self._simulated(operation, name, n * _LARGE, group, memory) for n in (1, 2))
@@ -159,7 +159,7 @@ class CollectiveTimes:
         return _run(program, nbytes, links)
 
     def _extrapolated(self, operation: str, name: str, nbytes: int, group: Group, memory: str) -> float:
-        """The time of a program round a ring of nodes, by two shorter rings with blocks as long."""
+        """Return the seconds of a ring program over many nodes, from two shorter rings with blocks of equal length."""
         nodes, times = group.spans, []
         for count in (_LONG, 2 * _LONG):
             smaller = replace(group, nodes=tuple(n for n in range(count) for _ in range(group.size // nodes)))
@@ -175,7 +175,7 @@ class CollectiveTimes:
         return Setting(nbytes, nbytes // 4, group.nodes, memory, group.oversubscribed, block=block)
 
     def _shared_with(self, groups: int) -> Machine:
-        """What one of several groups has of a node's cores, memory and link."""
+        """Return the share of a node's cores, memory and network that one of several groups gets."""
         shared = {name: getattr(self._links, name) / groups for name in ("bandwidth", "memory_rate", "cores")}
         return replace(self._links, **shared)
 
@@ -189,9 +189,9 @@ class DeviceLinks:
     """Speeds between the devices of a machine.
 
     Attributes:
-        links: Of the node's memory and its network.
-        device: One of its devices.
-        sharing: Ranks that share a device, its link and its bus.
+        links: Speeds of the node's memory and of the network.
+        device: The node's devices, all alike.
+        sharing: Number of ranks that share a device, its link and its bus.
     """
 
     links: Machine
@@ -199,24 +199,24 @@ class DeviceLinks:
     sharing: int = 1
 
     def message(self, nbytes: float, inside: bool, beside: int = 1) -> float:
-        """Seconds of a message between two ranks.
+        """Return the seconds of a message between two ranks.
 
         Args:
-            nbytes: Of the message.
-            inside: Whether both are on one node.
-            beside: Messages that leave a node at the same time.
+            nbytes: Bytes of the message.
+            inside: If true, both ranks are on one node.
+            beside: Number of messages that leave a node at the same time.
         """
         if inside:
             return self._hop() + nbytes / self._inside(self.sharing * self.device.count)
         return self._flight(nbytes) + nbytes / self._network(beside)
 
     def seconds(self, operation: str, nbytes: float, group: Group) -> float:
-        """Seconds of a collective, from when all ranks have come to it.
+        """Return the seconds of a collective, from the moment when all ranks have entered it.
 
         Args:
             operation: all_reduce, reduce_scatter or all_gather.
-            nbytes: Of the whole vector on one rank.
-            group: The ranks.
+            nbytes: Bytes of the whole vector on one rank.
+            group: Ranks that take part.
         """
         nodes, local = group.spans, group.local
         inside, across = self._inside(local * group.beside), self._network(local * group.beside)
@@ -233,25 +233,25 @@ class DeviceLinks:
         return min(2.0 * halves, whole) if operation == "all_reduce" else halves
 
     def _inside(self, ranks: int) -> float:
-        """Bytes per second between two devices of a node, while so many of its ranks send."""
+        """Return the bytes per second between two devices of a node while `ranks` of its ranks send."""
         if self.device.link_rate:
             return self.device.link_rate / self.sharing
         return min(self.device.host_rate / self.sharing, self.links.memory_rate / max(1, ranks))
 
     def _network(self, ranks: int) -> float:
-        """Bytes per second of a rank between nodes, while so many ranks of its node send."""
+        """Return the bytes per second of a rank between nodes while `ranks` ranks of its node send."""
         return min(self.device.host_rate / self.sharing, self.links.bandwidth / max(1, ranks))
 
     def _hop(self) -> float:
-        """Seconds until the first byte is in another device of the node."""
+        """Return the seconds until the first byte reaches another device of the node."""
         latency = self.device.link_latency
         return latency if self.device.link_rate else 2.0 * latency + self.links.local_latency
 
     def _flight(self, nbytes: float) -> float:
-        """Seconds until the first byte is in a device of another node."""
+        """Return the seconds until the first byte reaches a device of another node."""
         return 2.0 * self.device.link_latency + self.links.latency * float(self.links.flights(nbytes))
 
 
 def _rounds(ranks: int) -> int:
-    """Rounds in which the number of ranks that have something doubles."""
+    """Return the number of rounds that reach all ranks if each round doubles the ranks reached."""
     return (ranks - 1).bit_length()

@@ -1,8 +1,9 @@
-"""What the blocks of a model do, from one pass through each; seconds of it on a machine that one need not have.
+"""Operations and memory of each block of a model, from one pass through it, and estimated seconds on any machine.
 
-The pass is one of tensors without values; where a block asks for values (control flow that depends on data), of real
-ones. Recorded are operations with their products and bytes, and the memory that lives meanwhile. An operation takes
-what takes longer, its products or its bytes. (The roofline model: Williams et al. 2009.)
+The pass uses fake tensors, which have no values; if a block needs values (control flow that depends on data), the pass
+uses real ones. The pass records each operation with its matrix products and its bytes, and the memory in use. An
+operation takes the longer of the time for its products and the time for its bytes. (The roofline model: Williams et al.
+2009.)
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ _NOTHING = ("empty", "new_empty", "empty_like", "empty_strided", "detach", "_loc
 
 
 class CountedOperation(NamedTuple):
-    """An operation of PyTorch.
+    """An operation of PyTorch with the work that it does.
 
     Attributes:
-        name: As ATen has it.
-        flops: Floating-point operations of its matrix products; 0 where it is none.
-        nbytes: Read and written.
-        products: How many matrix products of one size it is.
+        name: Name of the operation in ATen.
+        flops: Floating-point operations of its matrix products; 0 if it has none.
+        nbytes: Bytes read and written.
+        products: Number of equal matrix products that it consists of.
     """
 
     name: str
@@ -48,26 +49,26 @@ class CountedOperation(NamedTuple):
 
     @property
     def size(self) -> float:
-        """The geometric mean of a product's three dimensions."""
+        """Geometric mean of the three dimensions of one of its matrix products."""
         return max(1.0, math.pow(self.flops / 2 / max(1.0, self.products), 1 / 3))
 
 
 class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Inside, notes every operation, and the beginning and end of the memory of each result.
+    """Context manager that records every PyTorch operation, and the allocation and release of each result's memory.
 
     Args:
-        guess: Take integers that are asked of tensors without values to be 0.
+        guess: If true, an integer that a block reads from a tensor without values is 0.
 
     Attributes:
-        operations: Noted since somebody last put another list here.
+        operations: Operations recorded since this list was last replaced.
     """
 
     def __init__(self, *, guess: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.operations: list[CountedOperation] = []
         self._guess = guess
-        self._changes: list[tuple[int, int]] = []  # number of the memory, bytes more or less
-        self._numbers: dict[int, int] = {}  # of the memory that lives, by its storage's address
+        self._changes: list[tuple[int, int]] = []  # (number of the memory, bytes), with negative bytes at its release
+        self._numbers: dict[int, int] = {}  # number of each piece of memory in use, by the address of its storage
         self._references: dict[int, weakref.ref[Any]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -86,20 +87,20 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def mark(self) -> int:
-        """Now, for `peak`."""
+        """Return a mark of the current time, for `peak`."""
         return len(self._changes)
 
     def number(self, tensor: torch.Tensor) -> int | None:
-        """Of the memory of a tensor; None for what was there before."""
+        """Return the number of the memory of a tensor; None for memory that is older than the recording."""
         return self._numbers.get(tensor.untyped_storage()._cdata)
 
     def peak(self, begin: int, end: int, without: Iterable[int | None] = ()) -> int:
-        """The most bytes that live at once between two marks, of what was made inside.
+        """Return the most bytes in use at once between two marks, counting memory that was allocated while recording.
 
         Args:
-            begin: A mark.
-            end: A later one.
-            without: Numbers of memory that does not count.
+            begin: First mark.
+            end: Second mark.
+            without: Numbers of memory that is not counted.
         """
         excluded = set(without)
         sizes = [0 if number in excluded else nbytes for number, nbytes in self._changes[:end]]
@@ -122,9 +123,9 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _flops(operation: Any, args: Any, kwargs: Any, out: Any) -> tuple[float, float]:
-    """Floating-point operations, and how many products of one size they are."""
+    """Return the floating-point operations of an operation's matrix products, and the number of these products."""
     count = flop_registry.get(operation)
-    if operation is _ATEN._scaled_dot_product_flash_attention_for_cpu:  # the registry has those of devices alone
+    if operation is _ATEN._scaled_dot_product_flash_attention_for_cpu:  # the registry has only the attention of devices
         flops = sdpa_flop_count(*(t.shape for t in args[:3]))  # type: ignore[no-untyped-call]
     elif operation is _ATEN._scaled_dot_product_flash_attention_for_cpu_backward:
         flops = sdpa_backward_flop_count(*(t.shape for t in args[:4]))  # type: ignore[no-untyped-call]
@@ -143,15 +144,15 @@ def _flops(operation: Any, args: Any, kwargs: Any, out: Any) -> tuple[float, flo
     return float(flops), float(products)
 
 
-_FALLBACK = 4e10  # operations per second of a core or device whose profile says nothing
+_FALLBACK = 4e10  # operations per second of a core or device whose profile has no table
 _START = 1.5e-5  # seconds until an operation begins, from Python or autograd, on one core
-_PREPARED = {  # further seconds of those that reorder their tensors, or are made of several
+_PREPARED = {  # further seconds of operations that reorder their tensors, or consist of several operations
     "convolution": 1.2e-4,
     "convolution_backward": 1.6e-4,
     "native_batch_norm": 5e-5,
     "native_batch_norm_backward": 5e-5,
 }
-_REACHED = {  # of the speed of a product of cold matrices of that size, on one core
+_REACHED = {  # share of the speed of a product of cold matrices of that size, on one core
     "convolution": 0.75,
     "convolution_backward": 0.7,
     "_scaled_dot_product_flash_attention_for_cpu": 0.7,
@@ -159,8 +160,8 @@ _REACHED = {  # of the speed of a product of cold matrices of that size, on one 
     "addmm": 0.9,
     "mm": 0.9,
 }
-_LAUNCH = 6e-6  # the same of a device
-_HEAVY = {  # operations that compute more on each byte than a copy does, in times of moving it on one core
+_LAUNCH = 6e-6  # seconds until an operation begins on a device
+_HEAVY = {  # seconds of an operation over those of moving its bytes, on one core; not listed: 1
     "gelu": 6.0,
     "gelu_backward": 6.0,
     "tanh": 4.0,
@@ -179,13 +180,13 @@ _HEAVY = {  # operations that compute more on each byte than a copy does, in tim
 
 
 def seconds(operations: Sequence[CountedOperation], machine: MachineProfile, precision: str, threads: int = 1) -> float:
-    """How long a rank takes for operations, while all others of its node do the same.
+    """Return the estimated seconds of a rank for some operations, while all other ranks of its node do the same.
 
     Args:
-        operations: One after the other.
-        machine: The speeds; of its device where it has one, else of a core.
-        precision: Of products.
-        threads: That the rank computes with, on the CPU.
+        operations: Operations that run one after the other.
+        machine: Profile with the speeds: of its device if it has one, else of a core.
+        precision: Precision of matrix products: fp32, bf16 or fp16.
+        threads: Threads that the rank computes with on the CPU.
     """
     on_core = machine.device is None
     gain, start = _gain(machine, threads), _START if on_core else _LAUNCH
@@ -201,7 +202,13 @@ def seconds(operations: Sequence[CountedOperation], machine: MachineProfile, pre
 
 
 def moving(nbytes: float, machine: MachineProfile, threads: int = 1) -> float:
-    """How long a rank takes to read or write so many bytes, beside what else an operation does."""
+    """Return the seconds in which a rank reads or writes some bytes, without the time to start an operation.
+
+    Args:
+        nbytes: Bytes read and written together.
+        machine: Profile with the speeds.
+        threads: Threads that the rank computes with on the CPU.
+    """
     return nbytes / _memory_rate(machine) / _gain(machine, threads)
 
 
@@ -210,7 +217,7 @@ def _gain(machine: MachineProfile, threads: int) -> float:
 
 
 def _memory_rate(machine: MachineProfile) -> float:
-    """Bytes per second, reads and writes together, of a rank's device or of a core while all others are as busy."""
+    """Return the bytes per second, read and written together, of a device, or of a core while all cores are busy."""
     if machine.device is not None:
         return machine.device.memory_rate
     links = machine.links
@@ -218,7 +225,7 @@ def _memory_rate(machine: MachineProfile) -> float:
 
 
 def _speed(table: Sequence[tuple[int, float]], size: float) -> float:
-    """Of products of a size: between the table's, linear in the size's logarithm; beyond them, the nearest's."""
+    """Return the speed of products of a size: linear in log(size) between entries of the table, constant beyond."""
     if not table:
         return _FALLBACK
     if size <= table[0][0]:
@@ -234,18 +241,18 @@ def _speed(table: Sequence[tuple[int, float]], size: float) -> float:
 
 @dataclass(frozen=True)
 class Observed:
-    """What a block does for one microbatch. Sizes are in bytes, as those of `model.Block`.
+    """Work and memory of a block for one microbatch. Sizes are in bytes, as in `costs.BlockCost`.
 
     Attributes:
-        kept: What autograd keeps.
-        taken: Its input.
-        given: Its output.
-        working: What is needed beside what is kept, at most; gradients of parameters not counted.
+        kept: Memory that autograd keeps for backward.
+        taken: Input of the block.
+        given: Output of the block.
+        working: Largest temporary memory beside `kept`; gradients of parameters are not counted.
         forward: Operations of the forward pass.
-        input: Operations of a backward pass to its input alone.
-        backward: Operations of the backward pass.
+        input: Operations of a backward pass that computes the gradient of the input alone.
+        backward: Operations of the whole backward pass.
         forwards: Exchanges in the forward pass.
-        backwards: Those in the backward pass.
+        backwards: Exchanges in the backward pass.
     """
 
     kept: float
@@ -261,20 +268,22 @@ class Observed:
 
 @dataclass(frozen=True)
 class _Passed:
-    """A tensor between two blocks."""
+    """Shape and type of a tensor that one block passes to the next."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     gradient: bool
-    counted: bool  # autograd keeps its memory already
+    counted: bool  # its memory was counted as kept by autograd in an earlier block
 
 
 def observe(cut: Cut, samples: int) -> list[Observed]:
-    """Let a microbatch go through all blocks, forward and backward; blocks that are alike do so once.
+    """Return the work and memory of every block, from a forward and a backward pass of one microbatch.
+
+    Equal blocks are run only once.
 
     Args:
-        cut: The model; afterwards it is as it was.
-        samples: Of the microbatch.
+        cut: Model as one rank has it; unchanged afterwards.
+        samples: Samples of the microbatch.
     """
     found: list[Observed] = []
     known: dict[Any, tuple[Observed, tuple[_Passed, ...], bool]] = {}
@@ -304,7 +313,7 @@ def observe(cut: Cut, samples: int) -> list[Observed]:
 
 
 class _Once:
-    """One block's forward and backward pass."""
+    """One forward and backward pass through one block."""
 
     def __init__(self, cut: Cut, number: int, inputs: Sequence[_Passed], values: Sequence[torch.Tensor]) -> None:
         self.cut, self.number, self.inputs = cut, number, inputs
@@ -325,7 +334,15 @@ class _Once:
         self.values: tuple[Any, ...] = ()
 
     def run(self, single: bool, y: torch.Tensor | None) -> tuple[Observed, tuple[_Passed, ...], bool]:
-        """Observe it; also what it gives, and whether that is one tensor. y: of the last block."""
+        """Run the block and observe it.
+
+        Args:
+            single: If true, the block takes one tensor, else a tuple of tensors.
+            y: Target, for the last block only.
+
+        Returns:
+            The observation, the tensors that the block outputs, and whether the output is one tensor.
+        """
         cut, recorder = self.cut, self.recorder
         of_input = [t.untyped_storage()._cdata for t in self.given]
         seen = {p.untyped_storage()._cdata for p in cut.module.parameters()}
@@ -370,7 +387,7 @@ class _Once:
     def _backward(
         self, roots: list[Any], gradients: list[torch.Tensor]
     ) -> tuple[tuple[tuple[CountedOperation, ...], tuple[CountedOperation, ...]], tuple[AxisExchange, ...], int]:
-        """Operations of both halves, exchanges, and the most bytes alive."""
+        """Return the operations of (backward to the input, whole backward), the exchanges, and the peak bytes."""
         recorder = self.recorder
         wanted = [t for t in self.leaves if t.requires_grad]
         of_input: tuple[CountedOperation, ...] = ()
@@ -391,13 +408,13 @@ class _Once:
         return (of_input, whole), backwards, peak
 
     def _taken(self) -> tuple[tuple[CountedOperation, ...], tuple[AxisExchange, ...]]:
-        """What has been noted since this was last asked."""
+        """Return the operations and exchanges recorded since the last call."""
         operations, self.recorder.operations = tuple(self.recorder.operations), []
         return operations, self.cut.exchanged()
 
 
 class _Sink(torch.autograd.Function):
-    """Where the gradient of a block's input ends: the block before would use it up, nobody collects it."""
+    """Identity that discards the gradient of a block's input, as if the block before had consumed that gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -409,14 +426,14 @@ class _Sink(torch.autograd.Function):
 
 
 class _Kept:
-    """Counts what autograd keeps, as `trainer.memory.ActivationMeter` does."""
+    """Counter of the bytes that autograd keeps, equivalent to `trainer.memory.ActivationMeter`."""
 
     def __init__(self, seen: set[int], recorder: OperationRecorder) -> None:
         self._seen, self._recorder = seen, recorder
-        self.nbytes = self.new = 0  # new: of it, made in the block
+        self.nbytes = self.new = 0  # new: the bytes of it that were allocated in the block
 
     def add(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Count a tensor."""
+        """Count a tensor that autograd keeps, and return it."""
         storage = tensor.untyped_storage()
         if storage._cdata not in self._seen:
             self._seen.add(storage._cdata)
@@ -427,12 +444,13 @@ class _Kept:
 
 
 def between(a: Any, b: Any, along: float) -> Any:
-    """Return what lies on the straight line from a (0) to b (1), or beyond.
+    """Return the value at `along` on the straight line from a (at 0) to b (at 1); `along` may lie beyond 1.
 
     Args:
-        a: Observed, or a part of it: a number, or some operations or exchanges.
-        b: As much for another number of samples; where this did other operations, it is what is returned.
-        along: Where.
+        a: `Observed` for one number of samples, or a part of it: a number, operations or exchanges.
+        b: `Observed`, or the same part of it, for another number of samples. It is returned unchanged if its operations
+            are not those of a.
+        along: Position on the line.
     """
     if isinstance(a, int | float):
         return max(0.0, a + (b - a) * along)

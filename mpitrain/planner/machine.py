@@ -1,11 +1,11 @@
-"""A machine profile, what a machine's nodes and its network can do; `machine.toml`, the file of one; those given.
+"""Machine profiles: the speeds and sizes of a machine's nodes and network, and the file `machine.toml` that has them.
 
-    machine = read_machine("gpu-8")                        given, see machines/
-    machine = read_machine("node.toml,network.toml")       key by key the later file wins
-    write_values(values, Path("machine.toml"))             of measurements or of other files
+    machine = read_machine("gpu-8")                        a ready-made profile, see machines/
+    machine = read_machine("node.toml,network.toml")       merged; for each key the later file wins
+    write_values(values, Path("machine.toml"))             values from measurements or from other files
 
-Quantities are text with a unit ("100 Gbit/s", "256 GiB", "2 us", "60 Gflop/s", "90 %"), or numbers of bytes, seconds,
-bytes per second, operations per second. What all files together leave out is derived (`derived`).
+Quantities are text with a unit ("100 Gbit/s", "256 GiB", "2 us", "60 Gflop/s", "90 %"), or plain numbers of bytes,
+seconds, bytes per second, or operations per second. Keys that no file has are derived from the others (`derived`).
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from mpitrain.storage.disk import write_whole
 
 @dataclass(frozen=True)
 class Device:
-    """The accelerators of a node.
+    """Accelerators of a node.
 
     Attributes:
-        kind: As PyTorch names it.
-        count: Of a node.
-        memory: Bytes of one.
-        matrix: By precision, (size, operations per second) of products of square matrices of that size.
-        memory_rate: Bytes per second of its own memory, reads and writes together.
-        host_rate: Bytes per second between it and the host, one way.
+        kind: Device type, as in `torch.device.type`.
+        count: Number of devices of a node.
+        memory: Bytes of one device.
+        matrix: Speeds by precision: (size, operations per second) of products of square matrices of that size.
+        memory_rate: Bytes per second of the device's own memory, reads and writes together.
+        host_rate: Bytes per second between a device and the host, one way.
         link_rate: Bytes per second of a message between two devices of a node; 0: no direct link, so that messages pass
             through host memory.
-        link_latency: Seconds of a message over that link, or of a copy between a device and the host.
+        link_latency: Seconds of latency of a message over that link, or of a copy between a device and the host.
     """
 
     kind: str
@@ -52,16 +52,16 @@ class Device:
 
 
 class Measured(NamedTuple):
-    """Seconds that one algorithm of a collective operation took.
+    """Measured seconds of one algorithm of a collective.
 
     Attributes:
         operation: all_reduce, reduce_scatter, all_gather or broadcast.
-        algorithm: By the name with which a caller chooses it.
-        ranks: How many took part.
-        nodes: On how many nodes.
-        memory: Where the vectors lay: arena or private.
+        algorithm: Name of the algorithm, as a caller chooses it.
+        ranks: Number of ranks that took part.
+        nodes: Number of their nodes.
+        memory: Place of the vectors: arena or private.
         nbytes: Bytes of a rank's whole vector.
-        seconds: From the first rank's start to the last rank's end.
+        seconds: Seconds from the first rank's start to the last rank's end.
     """
 
     operation: str
@@ -75,27 +75,27 @@ class Measured(NamedTuple):
 
 @dataclass(frozen=True)
 class MachineProfile:
-    """The speeds and sizes of a machine whose nodes are all alike.
+    """Speeds and sizes of a machine whose nodes are all alike.
 
     Attributes:
-        name: For people.
-        origin: Where the figures come from: "measured ..." or "specification".
-        cores: Of a node; a part of them where nodes are made of one machine's cores, or others use the rest.
+        name: Name for display.
+        origin: Source of the figures: "measured ..." or "specification".
+        cores: Cores of a node; a fraction of them if one machine plays several nodes or others use the rest.
         memory: Bytes of a node's memory.
-        links: Speeds of messages, copies and sums, as `comm.programs.program` reckons with; `links.cores` is `cores`.
-        matrix: By precision, (size, operations per second) of products of square matrices of that size on one core,
-            while all other cores do the same.
+        links: Speeds of messages, copies and sums, as `comm.programs.program` uses them; `links.cores` equals `cores`.
+        matrix: Speeds by precision: (size, operations per second) of products of square matrices of that size on one
+            core, while all other cores do the same.
         threads: Share of a core's speed that each further thread of a rank adds.
         update_rate: Elements per second that one core updates with AdamW, while all other cores do the same.
-        overhead: Seconds of a training step of a rank that go into neither blocks nor messages nor the update.
+        overhead: Seconds of a rank's training step spent outside of blocks, messages and the update.
         write_rate: Bytes per second that one node writes into the run folder.
-        rank_write_rate: Bytes per second that one rank alone writes there.
-        write_limit: Bytes per second that all nodes together write there.
-        process: Bytes of a rank that trains next to nothing.
-        device: The accelerators; None where there are none.
-        collectives: What collective operations took where they were measured; empty: nowhere.
-        seen_cores: How many cores the system tells ranks of. Ranks that believe to have one each keep it while they
-            wait.
+        rank_write_rate: Bytes per second that one rank alone writes into the run folder.
+        write_limit: Bytes per second that all nodes together write into the run folder.
+        process: Bytes of a rank that trains a tiny model.
+        device: Accelerators of a node. Default: none.
+        collectives: Measured seconds of collectives. Default: none.
+        seen_cores: Cores that the operating system reports to ranks; 0: same as `cores`. Ranks that seem to have a core
+            each keep it busy while they wait.
     """
 
     name: str
@@ -113,25 +113,25 @@ class MachineProfile:
     process: int = 360 << 20
     device: Device | None = None
     collectives: tuple[Measured, ...] = ()
-    seen_cores: float = 0.0  # 0: as many as there are
+    seen_cores: float = 0.0
 
 
 _DECIMAL = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 _BINARY = {f"{letter}i": 1024.0**power for power, letter in enumerate("KMGTP", 1)}
 _SMALL = {"": 1.0, "m": 1e-3, "u": 1e-6, "µ": 1e-6, "μ": 1e-6, "n": 1e-9}
 _NUMBER = re.compile(r"([-+]?[0-9][0-9_,]*(?:\.[0-9]*)?(?:[eE][-+]?[0-9]+)?)\s*(.*)")
-_DIGITS = 4  # of a number as it is written: no measurement is better
+_DIGITS = 4  # digits of a written number: no measurement is more precise
 
 
 @dataclass(frozen=True)
 class Unit:
-    """What a quantity is measured in.
+    """Unit of a quantity.
 
     Attributes:
-        bases: By name, what one of it counts: of bytes {"B": 1, "bit": 1/8}.
-        prefixes: By name, what they multiply that with.
-        written: The base and the prefixes that a value is written with.
-        example: A value as it may be written by hand.
+        bases: Size of each base unit by name, for example {"B": 1, "bit": 1/8} for bytes.
+        prefixes: Factor of each prefix by name.
+        written: Base unit and prefixes that values are written with.
+        example: Example value for error messages.
     """
 
     bases: Mapping[str, float]
@@ -140,14 +140,14 @@ class Unit:
     example: str
 
     def parsed(self, value: object, where: str) -> float:
-        """The number that a value of a TOML file stands for, in this unit's base.
+        """Return the number that a value of a TOML file stands for, in this unit's base.
 
         Args:
-            value: A number, which counts bases, or text of a number and a unit.
-            where: The file and the key, for the message.
+            value: Number in the unit's base, or text of a number and a unit.
+            where: File and key, for the message.
 
         Raises:
-            InputError: It is no such quantity, or not above 0.
+            InputError: The value is not a quantity in this unit, or not above 0.
         """
         found = 0.0
         if isinstance(value, int | float) and not isinstance(value, bool):
@@ -162,7 +162,7 @@ class Unit:
         return found
 
     def text(self, value: float) -> str:
-        """The value as a file tells it, with four digits, in the largest unit of which it is one or more."""
+        """Return a value as text with four digits, in the largest unit that gives a number of at least one."""
         base, prefixes = self.written
         value /= self.bases.get(base, 1.0)
         fitting = [prefix for prefix, factor in prefixes.items() if value >= factor * (1 - 1e-9)]
@@ -189,32 +189,40 @@ _EACH = dict.fromkeys(("elements/s", "element/s", "/s"), 1.0)
 ELEMENTS = Unit(_EACH, _DECIMAL, ("elements/s", {"": 1.0, "M": 1e6}), '"300 Melements/s"')
 FRACTION = Unit({"%": 0.01}, {"": 1.0}, ("%", {"": 1.0}), '0.9 or "90 %"')
 COUNT = Unit({}, {}, ("", {"": 1.0}), "128")
-TEXT = Unit({}, {}, ("", {}), "text")  # is no quantity
+TEXT = Unit({}, {}, ("", {}), "text")  # not a quantity
 
 
 def size_of(text: str, option: str) -> float:
-    """Return the bytes of a command line's size, as 32GiB, 1.5gb or 64. Raises InputError, which names the option."""
+    """Return the bytes of a size from the command line, for example 32GiB, 1.5gb or 64.
+
+    Args:
+        text: Number with a unit; bytes without a unit.
+        option: Option of the command line, for the message.
+
+    Raises:
+        InputError: The text is not a size.
+    """
     return BYTES.parsed(text.upper().replace("I", "i"), option)
 
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 _DEFAULT = Machine()
-_CORE = 50e9  # operations per second: of a core of a node whose devices compute
-_UPDATE_BYTES = 28  # of an element in AdamW: parameter, gradient, two moments are read, all but the gradient written
+_CORE = 50e9  # operations per second of a core, if the nodes have devices and the file has no core.matrix
+_UPDATE_BYTES = 28  # per element in AdamW, which reads parameter, gradient and two moments, and writes all but gradient
 _CORE_CALL, _DEVICE_CALL = 1e-6, 5e-6  # seconds of starting a matrix product
 _CORE_SIZES, _DEVICE_SIZES = (64, 256, 1024), (256, 1024, 4096, 8192)
 
 
 @dataclass(frozen=True)
 class MachineKey:
-    """A key of a section.
+    """A key in a section of a machine profile.
 
     Attributes:
-        unit: Of its value.
-        attribute: Of `MachineProfile`, of its `links` or of its `device` that it sets.
-        meaning: For the comment behind it.
-        factor: What the value is multiplied with to be the attribute.
-        table: Whether it is a section of its own: by precision a value, or a table of values by size.
+        unit: Unit of its value.
+        attribute: Attribute that it sets, of `MachineProfile`, its `links` or its `device`.
+        meaning: Comment behind the key in a written file.
+        factor: Number that the value is multiplied by to get the attribute.
+        table: If true, the key is a section: a value for each precision, or a table of values by size.
     """
 
     unit: Unit
@@ -224,7 +232,7 @@ class MachineKey:
     table: bool = False
 
 
-HEAD = ("name", "origin")  # for people, and where the figures come from
+HEAD = ("name", "origin")
 SECTIONS: Mapping[str, Mapping[str, MachineKey]] = {
     "node": {
         "cores": MachineKey(COUNT, "cores", "that ranks run on"),
@@ -276,18 +284,18 @@ KEYS = {f"{section}.{key}": of for section, keys in SECTIONS.items() for key, of
 REQUIRED = ("node.cores", "node.memory", "node.memory_bandwidth")
 REQUIRED_OF_DEVICE = ("device.kind", "device.count", "device.memory", "device.memory_bandwidth", "device.matrix")
 
-Table = Mapping[int, float]  # operations per second by the size of square matrices; by 0: at the best size
+Table = Mapping[int, float]  # operations per second by the size of square matrices; size 0: the best size
 
 
 def derived(given: Mapping[str, float]) -> dict[str, float]:
-    """What the figures that a file leaves out are, from those that every file gives.
+    """Return all figures of a profile: those of its files, and those derived from them.
 
     Args:
-        given: By "section.key", in the file's units; those required are there.
+        given: Figures by "section.key", in the files' units; the required keys are present.
 
     Returns:
-        By "section.key" all that are numbers, those given included, but for those with a default in `MachineProfile`
-        or its `links`; those of a device only where there is one.
+        All figures by "section.key", `given` included. Missing are tables, figures with a default in `MachineProfile`
+        or its `links`, and without a device those of the device.
     """
     bandwidth, cores = given["node.memory_bandwidth"], given["node.cores"]
     copy = given.get("core.copy_rate", min(_DEFAULT.copy_rate, bandwidth / 2))
@@ -309,14 +317,14 @@ def derived(given: Mapping[str, float]) -> dict[str, float]:
 
 
 def _device_matrix(given: Mapping[str, Table], memory_rate: float) -> dict[str, list[tuple[int, float]]]:
-    """Speed of a device by precision and size.
+    """Return the speeds of a device by precision and size.
 
-    Of the 16-bit precisions one is as fast as the other; fp32 is reckoned an eighth of them, or they as fast as fp32,
-    where one of these is all that is given.
+    A missing 16-bit precision is as fast as the other one, or as fast as fp32 if both are missing. A missing fp32 has
+    an eighth of the 16-bit speed.
 
     Args:
-        given: What the file gives.
-        memory_rate: Bytes per second of the device's memory, which small matrices wait for.
+        given: Speeds from the file.
+        memory_rate: Bytes per second of the device's memory, which limits small matrices.
     """
     half = given.get("bf16") or given.get("fp16")
     fp32 = given.get("fp32") or {size: rate / 8 for size, rate in (half or {}).items()}
@@ -326,24 +334,24 @@ def _device_matrix(given: Mapping[str, Table], memory_rate: float) -> dict[str, 
 
 
 def _sized(table: Table, sizes: tuple[int, ...], call: float, per_element: float) -> list[tuple[int, float]]:
-    """The table; or, of one figure for the best size, one by size: what is small waits for the call and for memory.
+    """Return speeds by size; one figure for the best size is expanded, with small products limited by calls and memory.
 
     Args:
-        table: As given.
-        sizes: For which to say how fast they are.
-        call: Seconds of starting a product.
-        per_element: Seconds in which memory brings an element.
+        table: Speeds from the file, by size, or by 0 for the best size.
+        sizes: Sizes to expand one figure to.
+        call: Seconds to start a product.
+        per_element: Seconds in which memory delivers an element.
     """
     if 0 not in table:
         return sorted(table.items())
     return [(n, 2.0 * n**3 / (call + max(2.0 * n**3 / table[0], 3 * n * n * per_element))) for n in sizes]
 
 
-# {"name": text, section: {key: number, or by precision {size: number}}, "collectives": {a `Measured` but the last: it}}
+# {"name": text, section: {key: number or {precision: {size: number}}}, "collectives": {fields of `Measured`: seconds}}
 Values = dict[str, Any]
 
 GIVEN = Path(__file__).parent / "machines"
-_COLLECTIVES = "collectives"  # in a file {"all_reduce ring": {"2 ranks on 1 node, arena": {bytes: seconds}}}
+_COLLECTIVES = "collectives"  # a file has {"all_reduce ring": {"2 ranks on 1 node, arena": {bytes: seconds}}}
 _PLACE = re.compile(r"(\d+) ranks? on (\d+) nodes?, (arena|private)")
 _ON_TOP = """\
 # A machine profile for python -m mpitrain.plan. Change what you know better; what is left out is derived.
@@ -352,18 +360,18 @@ _ON_TOP = """\
 
 
 def given_machines() -> list[str]:
-    """The names of the profiles that come along."""
+    """Return the names of the ready-made profiles."""
     return sorted(path.stem for path in GIVEN.glob("*.toml"))
 
 
 def read_machine(files: str | Path) -> MachineProfile:
-    """The profile of a file, of one that is given, or of several of them merged.
+    """Return the profile from a file, a ready-made profile, or several of them merged.
 
     Args:
-        files: Paths or names of given profiles, with commas between them.
+        files: Paths or names of ready-made profiles, separated by commas.
 
     Raises:
-        InputError: A file is missing, has an unknown key or a wrong value, or all together lack a key that is needed.
+        InputError: A file is missing, has an unknown key or a wrong value, or a required key is in none of the files.
     """
     values: Values = {}
     for part in str(files).split(","):
@@ -372,7 +380,11 @@ def read_machine(files: str | Path) -> MachineProfile:
 
 
 def read_values(file: str) -> Values:
-    """What one file says, in numbers. Raises InputError."""
+    """Return the values of one file as numbers.
+
+    Raises:
+        InputError: The file is missing, or has an unknown key or a wrong value.
+    """
     path = Path(file)
     if not path.suffix and not path.is_file():
         if file not in given_machines():
@@ -394,9 +406,14 @@ def read_values(file: str) -> Values:
 
 
 def merged(first: Values, second: Values) -> Values:
-    """Both together; where both say something, what the second says. Neither is changed.
+    """Return the values of both, neither of which is changed; where both have a key, the second wins.
 
-    A table of matrix products is taken as a whole for each precision, times of collectives size by size.
+    For each precision, a table of matrix products is replaced as a whole. Seconds of collectives are merged size by
+    size.
+
+    Args:
+        first: Values of one file, or of several merged.
+        second: Values that take precedence.
     """
     found = _nested(first, second, 3)
     origins = [values["origin"] for values in (first, second) if values.get("origin")]
@@ -406,11 +423,11 @@ def merged(first: Values, second: Values) -> Values:
 
 
 def profile_of(values: Values, where: str) -> MachineProfile:
-    """The profile that values give, with what they leave out derived.
+    """Return the profile that some values describe, with missing figures derived.
 
     Args:
-        values: From files or measurements.
-        where: Where they come from, for the message.
+        values: Values from files or measurements.
+        where: Origin of the values, for the message.
 
     Raises:
         InputError: A figure is missing that cannot be derived.
@@ -431,7 +448,7 @@ def profile_of(values: Values, where: str) -> MachineProfile:
         device["kind"] = str(flat["device.kind"])
         device["matrix"] = _device_matrix(flat["device.matrix"], device["memory_rate"])
     core = flat.get("core.matrix", {})
-    best = next((core[name] for name in PRECISIONS if core.get(name)), {0: _CORE})  # for precisions not given
+    best = next((core[name] for name in PRECISIONS if core.get(name)), {0: _CORE})  # for missing precisions
     return MachineProfile(
         name=values.get("name", "machine"),
         origin=values.get("origin", "written by hand"),
@@ -444,7 +461,12 @@ def profile_of(values: Values, where: str) -> MachineProfile:
 
 
 def write_values(values: Values, path: Path) -> None:
-    """Write what values say, and nothing that is derived."""
+    """Write values to a file, without derived figures.
+
+    Args:
+        values: Values from files or measurements.
+        path: File to write.
+    """
     write_whole(path, "\n".join(lines_of(values)) + "\n")
 
 
@@ -468,7 +490,7 @@ def _section(section: str, said: object, path: str) -> Iterator[tuple[str, Any]]
 
 
 def _tables(of: MachineKey, said: object, where: str) -> Iterator[tuple[str, dict[int, float]]]:
-    """By precision: by size of matrices the speed; by 0: the speed at the best size."""
+    """Yield each precision with its speeds by size of matrices; size 0 stands for the best size."""
     for precision, value in (said if isinstance(said, Mapping) else {"fp32": said}).items():
         if precision not in PRECISIONS:
             raise refusal(f"{where}.{precision} is no precision; there are {', '.join(PRECISIONS)}")
@@ -499,7 +521,7 @@ def _collectives(said: object, path: str) -> dict[tuple[Any, ...], float]:
 
 
 def _nested(first: Values, second: Values, levels: int) -> Values:
-    """Return both together; below so many levels a table is taken as a whole."""
+    """Return both dictionaries merged recursively to a depth of `levels`; deeper values are replaced as a whole."""
     deeper = [name for name in first if levels > 1 and isinstance(second.get(name), dict)]
     return {**first, **second, **{name: _nested(first[name], second[name], levels - 1) for name in deeper}}
 
@@ -518,7 +540,7 @@ def _unknown(path: str, name: str) -> InputError:
 
 
 def lines_of(values: Values) -> Iterator[str]:
-    """The lines of a file."""
+    """Yield the lines of a profile's file."""
     yield _ON_TOP
     for name in HEAD:
         if name in values:

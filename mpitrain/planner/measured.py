@@ -1,10 +1,10 @@
-"""Seconds of every block, measured as in training: all cores of the node do the same at once.
+"""Seconds of every block, measured as in training: all cores of the node compute at the same time.
 
-`Workers` are processes without MPI, as many as ranks would compute beside each other. Each runs the whole model
-forward through all blocks and then backward, so that a block finds its weights and activations as cold as in a step,
-and tells the medians over several rounds. They are asked, and answer, in lines of JSON.
+`Workers` are processes without MPI, as many as there are ranks that compute side by side. Each process runs the whole
+model forward and then backward, so that a block's weights and activations are as cold in the caches as in a real step.
+It answers with medians over several rounds. Questions and answers are lines of JSON.
 
-A rank of one thread is timed by the processor time it takes: what else runs on the machine then does not count.
+A rank of one thread is timed by its processor time, so that other processes on the machine do not count.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ if TYPE_CHECKING:
     from mpitrain.shard.gradients import Gradients
 
 _LAUNCHERS = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "SLURM_")
-_SECONDS = 0.8  # of rounds, for one number of samples
-_LEAST, _MOST = 3, 9  # rounds
+_SECONDS = 0.8  # time for the rounds of one number of samples
+_LEAST, _MOST = 3, 9  # number of rounds
 
 
 class Timed(NamedTuple):
     """Seconds of one block.
 
     Attributes:
-        forward: Of the forward pass.
-        backward: Of the backward pass.
-        later: How much longer that takes where gradients are there already, to which it adds.
+        forward: Seconds of the forward pass.
+        backward: Seconds of the backward pass.
+        later: Further seconds of a backward pass that adds to existing gradients.
     """
 
     forward: float
@@ -57,30 +57,30 @@ class Timed(NamedTuple):
 
 
 class MeasuringFailed(MpitrainError):
-    """A process that measures came to an end, or could not do what it was asked."""
+    """Error of a measuring process that ended, or that could not measure a block."""
 
 
 class Workers:
-    """Processes that measure side by side.
+    """Processes that measure blocks side by side.
 
     Args:
-        config: Of the job.
-        description: Of its data.
-        count: Processes.
-        threads: Of each.
+        config: Configuration of the job.
+        description: Description of the job's data.
+        count: Number of processes.
+        threads: Threads of each process.
 
     Attributes:
-        close: Ends the processes.
+        close: Function that ends the processes.
     """
 
     def __init__(self, config: Config, description: Description, count: int, threads: int) -> None:
-        told = asdict(replace(description, columns=None))  # which make no difference to a block
+        told = asdict(replace(description, columns=None))  # columns make no difference to a block
         told |= {key: told[key].str for key in ("x_dtype", "y_dtype")}
         subject = {"config": config.to_dict(), "description": told, "threads": threads}
         environment = unlaunched_environment() | {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
         command = [sys.executable, "-m", "mpitrain.planner.measured"]
-        # what they say for people, of which the end is told if one fails
-        self._told = tempfile.TemporaryFile()  # noqa: SIM115 as long as they run
+        # their stderr, whose last line is in the error message if one of them fails
+        self._told = tempfile.TemporaryFile()  # noqa: SIM115 open as long as they run
         self._processes = [
             subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._told, env=environment)
             for _ in range(count)
@@ -89,14 +89,14 @@ class Workers:
         self._say(subject)
 
     def measure(self, samples: int, divided: Divided) -> list[Timed]:
-        """Of each block.
+        """Return the seconds of each block, as the median over the processes.
 
         Args:
-            samples: Of the microbatch.
-            divided: How the model is divided.
+            samples: Samples of the microbatch.
+            divided: Division of the model.
 
         Raises:
-            MeasuringFailed: It cannot be measured, as for want of memory.
+            MeasuringFailed: The blocks cannot be measured, for example because memory runs out.
         """
         self._say({"samples": samples, **asdict(divided)})
         answers = []
@@ -128,24 +128,27 @@ class Workers:
 
 
 def unlaunched_environment() -> dict[str, str]:
-    """The environment of a process that a rank starts and that is none: an MPI loaded in it would look for the job."""
+    """Return the environment for a child process that is not a rank, without the launcher's variables.
+
+    With these variables, an MPI library loaded in the child would look for the job.
+    """
     return {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS)}
 
 
 def time_blocks(cut: Cut, samples: int, device: torch.device) -> list[Timed]:
-    """Seconds of each block in this process, medians over rounds; blocks that are alike get their mean.
+    """Return the seconds of each block in this process, as medians over rounds; equal blocks get their mean.
 
     Args:
-        cut: The model, with values.
-        samples: Of the microbatch.
-        device: Where the model is.
+        cut: Model with values, as one rank has it.
+        samples: Samples of the microbatch.
+        device: Device that the model is on.
     """
     places, on_device = _Places(cut.module), devices.is_accelerator(device)
     now = time.thread_time if not on_device and torch.get_num_threads() == 1 else time.perf_counter
     wait = partial(devices.synchronize, device) if on_device else lambda: None
     x, y = cut.samples(samples)
     rounds: list[list[tuple[float, float]]] = []
-    again: list[list[tuple[float, float]]] = []  # where gradients are there already
+    again: list[list[tuple[float, float]]] = []  # rounds that add to existing gradients
     try:
         _round(cut, x, y, wait, now)
         end = time.perf_counter() + _SECONDS
@@ -156,7 +159,7 @@ def time_blocks(cut: Cut, samples: int, device: torch.device) -> list[Timed]:
     finally:
         places.remove()
     first, second = np.array(rounds), np.array(again)  # [rounds, blocks, 2]
-    later = np.median(second[..., 1] - first[..., 1], axis=0)  # of pairs: what else runs changes from round to round
+    later = np.median(second[..., 1] - first[..., 1], axis=0)  # by pairs: the load of the machine varies
     seconds = np.column_stack([np.median(first, axis=0), later])
     alike: dict[Any, list[int]] = {}
     for number, (_, block) in enumerate(cut.blocks):
@@ -169,9 +172,9 @@ def time_blocks(cut: Cut, samples: int, device: torch.device) -> list[Timed]:
 
 
 def _round(cut: Cut, x: Any, y: Any, wait: Callable[[], object], now: Callable[[], float]) -> list[tuple[float, float]]:
-    """(forward, backward) of each block, in one pass of a microbatch through all."""
+    """Return (forward, backward) seconds of each block, from one pass of a microbatch through all blocks."""
     count = len(cut.blocks)
-    begins, ends = [0.0] * count, [0.0] * count  # of forward
+    begins, ends = [0.0] * count, [0.0] * count  # of the forward passes
     reached: list[float | None] = [None] * count  # when the gradient of a block's output was there
 
     def stamp(number: int, gradient: torch.Tensor) -> None:
@@ -199,16 +202,16 @@ def _round(cut: Cut, x: Any, y: Any, wait: Callable[[], object], now: Callable[[
     backward = [0.0] * count
     for number in reversed(range(count)):
         arrived = reached[number - 1] if number else None
-        until = over if arrived is None else max(arrived, back)  # what two blocks share arrives at both in any order
+        until = over if arrived is None else max(arrived, back)  # gradients of a shared tensor come in any order
         backward[number], back = until - back, until
     return list(zip(forward, backward, strict=True))
 
 
 class _Places:
-    """Where gradients go: memory that was there before, as the engine has it.
+    """Memory for gradients that is allocated once, as in the engine.
 
-    Those of large linear layers are computed in their places, others copied there as soon as they are complete (see
-    `shard.in_place` and `shard.gradients`).
+    Gradients of large linear layers are computed directly in this memory; other gradients are copied into it as soon as
+    they are complete (see `shard.in_place` and `shard.gradients`).
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -221,17 +224,17 @@ class _Places:
         self._in_place = InPlace(module, trained, cast("Gradients", self))
 
     def place(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Memory to compute a gradient in."""
+        """Return the memory to compute a gradient in; None if the parameter has a gradient already."""
         place = self._places[parameter]
         return place.view_as(place) if parameter.grad is None else None
 
     def zero(self) -> None:
-        """Forget the gradients."""
+        """Set all gradients to None."""
         for parameter in self._places:
             parameter.grad = None
 
     def remove(self) -> None:
-        """Leave the module as it was."""
+        """Remove all gradients and hooks from the module."""
         self.zero()
         self._in_place.remove()
         for hook in self._hooks:
@@ -253,7 +256,12 @@ def _ended(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def serve(asked: IO[bytes], answers: IO[bytes]) -> None:
-    """Measure what is asked, until nobody asks any more."""
+    """Read questions and answer them with measured seconds until the input ends.
+
+    Args:
+        asked: Lines of JSON: first the configuration, the data and the threads, then one question a line.
+        answers: Stream for the answers, one line of JSON for each question.
+    """
     subject = json.loads(asked.readline())
     torch.set_num_threads(subject["threads"])
     config = Config.from_dict(subject["config"])
@@ -273,7 +281,7 @@ def serve(asked: IO[bytes], answers: IO[bytes]) -> None:
                 cuts.clear()
                 cuts[divided] = whole.cut(divided, fake=False, device=device)
             answer: dict[str, Any] = {"seconds": time_blocks(cuts[divided], samples, device)}
-        except (Exception, MemoryError) as error:  # of whatever the model does
+        except (Exception, MemoryError) as error:  # the model's code may raise anything
             answer = {"error": " ".join(f"{type(error).__name__}: {error}".split())}
         answers.write(json.dumps(answer).encode() + b"\n")
         answers.flush()
@@ -281,6 +289,6 @@ def serve(asked: IO[bytes], answers: IO[bytes]) -> None:
 
 if __name__ == "__main__":
     private = os.dup(1)
-    os.dup2(2, 1)  # what a model prints is no answer
+    os.dup2(2, 1)  # a model's prints must not mix with the answers
     with os.fdopen(private, "wb") as out:
         serve(sys.stdin.buffer, out)

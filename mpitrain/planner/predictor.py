@@ -1,11 +1,11 @@
-"""Predicts layouts: seconds and bytes of a step, of one model on so many nodes of a machine.
+"""Predicted seconds and bytes of a training step, for a layout of one model on some nodes of a machine.
 
-    forward | backward, a bucket of gradients reduced whenever one is complete | norm, update | parameters shown
+    forward | backward, each bucket of gradients reduced when complete | norm, update | parameters made visible
 
-A step is simulated: what its ranks would do, with measured or counted costs. Blocks cost what the model profile says; a
-schedule runs step by step (`pipe.simulate`); every collective is the program that would run (`collectives`), of the
-buckets that would be reduced (`memory`). Where no core is free for communication it comes after what it would otherwise
-lie under, as in the job. Ranks beyond a node's cores compute in turns.
+A step is simulated as its ranks would run it, with measured or estimated costs. The model profile gives the cost of
+each block. A pipeline's schedule runs step by step (`pipe.simulate`). Each collective is the program that would run
+(`collectives`), on the buckets that would be reduced (`memory`). If no core is free for communication, communication
+does not overlap with computation, as in the job. Ranks beyond a node's cores take turns.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ from mpitrain.planner.machine import MachineProfile
 from mpitrain.shard.offload import HOST
 from mpitrain.shard.placement import STAGES, formula
 
-_STEP = 1.8e-4  # seconds of Python for a step of a pipeline's schedule with its message, as measured on one core
-_HALVES = 4e-4  # the same of dividing the backward pass of a stage in halves
-_CHANGE = 9e-5  # seconds by which each further rank of a core delays a meeting, as measured on one machine
-_SLICE = 5e-3  # the same where ranks do not give their core away while they wait: until the system takes it from them
-_VALUE = 6e-6  # seconds of Python for each parameter that the optimizer is given
+_STEP = 1.8e-4  # seconds of Python for a step of a pipeline's schedule with its message, measured on one core
+_HALVES = 4e-4  # seconds of Python for dividing the backward pass of a stage into halves
+_CHANGE = 9e-5  # seconds by which each further rank of a core delays a collective, measured on one machine
+_SLICE = 5e-3  # the same delay if waiting ranks keep their core busy until the operating system preempts them
+_VALUE = 6e-6  # seconds of Python for each parameter that the optimizer updates
 PARTS = ("compute", "tensor", "pipeline", "gradients", "update", "parameters", "other")
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Time and memory of a layout on so many ranks of a machine.
+    """Predicted time and memory of a layout.
 
     Attributes:
-        layout: The layout.
-        seconds: Of one step.
-        parts: Seconds of the step by part, in the order in which they are shown; they add up to `seconds`: compute,
-            tensor, pipeline (idle and messages), gradients (communication not hidden), update, parameters
-            (communication of updated or gathered parameters not hidden), other.
-        memory: Bytes on the rank that needs most, by category, in the order in which they are shown: parameters,
-            gradients, states, activations, buffers, working, process.
-        samples: Of a global batch, so that samples / seconds is the throughput.
+        layout: Layout that was predicted.
+        seconds: Seconds of one step.
+        parts: Seconds of the step by part, in display order; they add up to `seconds`: compute, tensor, pipeline (idle
+            and messages), gradients (communication not hidden), update, parameters (communication of updated or
+            gathered parameters not hidden), other.
+        memory: Bytes on the rank that needs most, by category, in display order: parameters, gradients, states,
+            activations, buffers, working, allocator, process.
+        samples: Samples of a global batch, so that samples / seconds is the throughput.
     """
 
     layout: ParallelLayout
@@ -62,23 +62,23 @@ class Prediction:
 
     @property
     def total_memory(self) -> float:
-        """Bytes of all categories."""
+        """Bytes of all categories together."""
         return sum(self.memory.values())
 
 
 class StepSimulation:
-    """One step of one layout.
+    """Simulation of one step of one layout.
 
     Args:
-        predictor: Which model, on which machine.
-        places: The ranks of the layout.
+        predictor: Predictor with the model and the machine.
+        places: Ranks of the layout on the machine's nodes.
     """
 
     def __init__(self, predictor: Predictor, places: LayoutPlaces) -> None:
         self.predictor, self.places, self.layout = predictor, places, places.layout
         self.model, self.machine = predictor.model, predictor.machine
         self.turns = predictor.turns(places)
-        # ranks that do not know of others on their cores keep them while they wait
+        # ranks that do not know that they share a core keep it busy while they wait
         self.spins = self.turns > 1.0 and not places.oversubscribed and not self.places.on_device
         self.parts = dict.fromkeys(PARTS, 0.0)
         self.shard, self.replicas = places.shards()
@@ -89,11 +89,11 @@ class StepSimulation:
 
     @cached_property
     def blocks(self) -> tuple[BlockCost, ...]:
-        """The blocks for a microbatch, or a slice of one."""
+        """Costs of the blocks for a microbatch, or a slice of one."""
         return self.predictor.blocks(self.layout, self.places)
 
     def run(self) -> dict[str, float]:
-        """Seconds by part, see `PARTS`."""
+        """Simulate the step, and return its seconds by part, see `PARTS`."""
         flow = self.predictor.flow(self.layout)
         if flow is None:
             self._passes()
@@ -108,25 +108,25 @@ class StepSimulation:
     # -- without a pipeline
 
     def _passes(self) -> None:
-        """Forward and backward of all microbatches of the rank that has most, and the reduction of gradients."""
+        """Add the passes of all microbatches of the rank that has most, and the reduction of gradients."""
         layout = self.layout
         share = -(-self.model.batch // layout.readers)
         full, rest = divmod(share, layout.microbatch)
         sizes = [layout.microbatch] * full + [rest] * (rest > 0)
         holds = self.predictor.held(layout, self.places, 0)
-        # how much longer than alone this rank computes: others of its node may have fewer samples, but ranks that wait
-        # keep their cores, so that three ranks on two cores take two turns
+        # slowdown of this rank's computation: others of its node may have fewer samples, but ranks that wait
+        # keep their cores busy, so that three ranks on two cores take two turns
         even = self.model.batch / layout.readers / share
         pace = 1.0 if self.turns == 1.0 else max(1.0, math.ceil(self.turns - 1e-3) * even)
         for number, samples in enumerate(sizes):
             blocks = self.model.blocks(samples, layout.divided, self.places.threads)
             self._one_pass(blocks, holds, pace, first=number == 0, last=number == len(sizes) - 1)
-        if self.layout.zero < 2 and not self.places.overlaps:  # nothing was reduced under backward
+        if self.layout.zero < 2 and not self.places.overlaps:  # no reduction overlapped with backward
             self.parts["gradients"] += self._reduced(holds)
         self._among_replicas(holds)
 
     def meeting(self, group: Group) -> float:
-        """What it costs ranks that share cores to come together once more, beside what an exchange takes."""
+        """Return the extra seconds that a collective takes because ranks of the group share cores."""
         if group.size == 1 or self.places.on_device:
             return 0.0
         return (_SLICE if self.spins else _CHANGE) * (self.turns - 1.0)
@@ -134,11 +134,11 @@ class StepSimulation:
     def _one_pass(
         self, blocks: Sequence[BlockCost], holds: StageHoldings, pace: float, *, first: bool, last: bool
     ) -> None:
-        """One microbatch. Communication lies under computation where a core is free for it."""
+        """Add the passes of one microbatch. Communication overlaps with computation if a core is free for it."""
         overlaps = self.places.overlaps
         each_pass = self.layout.zero >= 2
         reduces = each_pass or (last and overlaps)
-        clock = free = 0.0  # when the computation, and when the communication in the background, is done so far
+        clock = free = 0.0  # end so far of the computation, and of the communication in the background
         compute = tensor = waits = gathers = 0.0
         units = self._gathers(holds) if self.places.gathers else {}
         for block in blocks:
@@ -169,12 +169,12 @@ class StepSimulation:
         self.parts["parameters"] += gathers
 
     def _reductions(self, holds: StageHoldings) -> list[float]:
-        """Seconds of each bucket's reduction."""
+        """Return the seconds of each bucket's reduction."""
         operation = "reduce_scatter" if self.layout.zero else "all_reduce"
         return [self.seconds(operation, n, self.shard) + self.meeting(self.shard) for n in holds.buckets]
 
     def _reduced(self, holds: StageHoldings) -> float:
-        """Seconds of reducing all gradients at once, or where they are shared out, or might be hidden, in buckets."""
+        """Return the seconds of reducing all gradients: in one call at zero 0 without overlap, else in buckets."""
         if self.layout.zero == 0 and not self.places.overlaps:
             return self.seconds("all_reduce", holds.nbytes, self.shard)
         return sum(self._reductions(holds))
@@ -185,7 +185,7 @@ class StepSimulation:
             self.parts["gradients"] += sum(self.seconds("all_reduce", nbytes, self.replicas) for nbytes in share)
 
     def _gathers(self, holds: StageHoldings) -> dict[str, float]:
-        """Seconds of gathering each unit's parameters, by the name of its block; the first block has the root's too."""
+        """Return the seconds of gathering each unit, by block name; those of the root are added to the first block."""
         meeting = self.meeting(self.shard)
         *units, root = [self.seconds("all_gather", n, self.shard, "private") + meeting for n in holds.buckets]
         found = dict(zip((b.name for b in reversed(holds.stages[0]) if b.is_unit), units, strict=True))
@@ -194,18 +194,18 @@ class StepSimulation:
         return found
 
     def _gather(self, seconds: float, meanwhile: float) -> float:
-        """What is not hidden of gathering a unit; where a core is free, the one before computes meanwhile."""
+        """Return the seconds of gathering a unit that are not hidden by the computation of the unit before it."""
         return max(0.0, seconds - meanwhile) if self.places.overlaps else seconds
 
     def exchanges(self, exchanges: Sequence[AxisExchange]) -> float:
-        """Seconds of the exchanges of a block's pass."""
+        """Return the seconds of the exchanges in a block's pass."""
         found = ((each, *self.groups[each.axis]) for each in exchanges)
         return sum(axis.exchange_seconds(each, group, self) for each, axis, group in found)
 
     # -- with a pipeline
 
     def _through_pipeline(self, flow: Flow) -> None:
-        """All microbatches through all stages, then the gradients."""
+        """Add the passes of all microbatches through all stages, and the reduction of gradients."""
         schedule = flow.shape
         bounds = stage_bounds(self.blocks, schedule.stages, self.layout.cut)
         stages = [self.blocks[lo:hi] for lo, hi in pairwise(bounds)]
@@ -217,9 +217,9 @@ class StepSimulation:
         python, splitting = self.python, self.halving * halves
         forward = [sum(b.forward for b in stage) + t[0] + python for stage, t in zip(stages, tensor, strict=True)]
         back = [sum(b.input for b in stage) + t[1] for stage, t in zip(stages, tensor, strict=True)]
-        early = [0.0, *back[1:]]  # nobody waits for the gradient of the first stage's input: it is left to the weights
+        early = [0.0, *back[1:]]  # nobody waits for the first stage's input gradient: it is computed with the weights'
         input_ = [s + python + again * self.layout.recompute for s, again in zip(early, forward, strict=True)]
-        # gradients are added or copied to where they belong, those of the first microbatch too (no in_place)
+        # gradients are added to or copied into flat memory, for the first microbatch too (no in_place)
         weight = [
             sum(b.weight + b.later for b in stage) + late - soon + splitting
             for stage, late, soon in zip(stages, back, early, strict=True)
@@ -238,7 +238,10 @@ class StepSimulation:
     def _ends(
         self, flow: Flow, passes: Sequence[Sequence[float]], stages: Sequence[Sequence[BlockCost]]
     ) -> Sequence[float]:
-        """When each rank of a pipeline has done its last step. passes: seconds of each stage's three kinds of steps."""
+        """Return the time at which each rank of a pipeline finishes its last step.
+
+        passes: Seconds of forward, of input gradients and of weight gradients, each by stage.
+        """
         nodes, schedule = self.places.stages.nodes, flow.shape
         local, (_, beside) = nodes.count(nodes[0]), self.on_the_way()
 
@@ -254,20 +257,20 @@ class StepSimulation:
         return flow.ends(Costs(forward, input_, weight, longest))
 
     def on_the_way(self) -> tuple[bool, int]:
-        """Whether the pipeline lies on one node, and how many pipelines' messages leave a node at the same time."""
+        """Return whether the pipeline lies on one node, and how many pipelines send messages out of a node at once."""
         nodes = self.places.stages.nodes
         local = nodes.count(nodes[0])
         return local == len(nodes), self.places.nodes.each // max(1, local)
 
     def _reduce_stages(self, schedule: Schedule, ends: Sequence[float]) -> None:
-        """The gradients of each position's ranks, from when those are done."""
+        """Add the reduction of each pipeline rank's gradients, which starts at the end of its last step."""
         holds = [self.predictor.held(self.layout, self.places, rank) for rank in range(len(ends))]
         reduced = [end + self._reduced(holds[rank]) + self._tied(schedule, rank) for rank, end in enumerate(ends)]
         self.parts["gradients"] += max(reduced) - max(ends)
         self._among_replicas(holds[reduced.index(max(reduced))])
 
     def _tied(self, schedule: Schedule, rank: int) -> float:
-        """Seconds of adding up the gradients of parameters that the first and the last stage share."""
+        """Return the seconds of summing the gradients of parameters that the first and the last stage share."""
         ties = sum(w.numel for block in self.blocks for w in block.weights if w.same_as and w.trained)
         ranks = {schedule.rank_of[0], schedule.rank_of[-1]}
         if not ties or rank not in ranks or len(ranks) == 1:
@@ -279,7 +282,7 @@ class StepSimulation:
     # -- after the gradients
 
     def _update(self, holds: StageHoldings) -> None:
-        """Norm and update of this rank's elements, and what shows the others their result."""
+        """Add the gradient norm, the update of this rank's elements, and the communication of updated parameters."""
         layout, places = self.layout, self.places
         shards = self.shard.size if layout.zero else 1
         elements = (holds.flat.numel if layout.zero else holds.numel) / shards
@@ -301,12 +304,12 @@ class StepSimulation:
         self.parts["parameters"] += gather
 
     def updating(self, elements: float, squared: float, values: int) -> float:
-        """Seconds of the gradients' norm and of the update.
+        """Return the seconds of the gradients' norm and of the update.
 
         Args:
             elements: Elements that this rank updates.
-            squared: Elements whose squares it adds up.
-            values: Tensors that the optimizer is given.
+            squared: Elements whose squares this rank adds up for the norm.
+            values: Number of tensors that the optimizer updates.
         """
         machine, device = self.machine, self.machine.device
         rate = machine.update_rate * (1 + (self.places.threads - 1) * machine.threads)  # elements per second
@@ -320,7 +323,7 @@ class StepSimulation:
         return seconds * self.turns + self._offloading(elements)
 
     def _offloading(self, elements: float) -> float:
-        """Seconds of moving gradients and parameters between a device and the host, and of states into a folder."""
+        """Return the seconds of moving gradients and parameters between device and host, and states to files."""
         layout, machine, seconds = self.layout, self.machine, 0.0
         if layout.offload and machine.device is not None:
             moved = 2.0 * elements * ITEMSIZE[self.model.precision]
@@ -334,20 +337,20 @@ class StepSimulation:
 
 
 class Predictor:
-    """Predicts layouts of one model on so many nodes of a machine.
+    """Predicted seconds and bytes of any layout of one model on some nodes of a machine.
 
     Args:
-        model: What its blocks cost.
-        machine: The machine.
-        nodes: How many nodes.
-        ranks_per_node: Ranks of each.
-        memory: Bytes that a rank may take; None: its part of the node's (or the device's) memory.
+        model: Profile of the model, with the costs of its blocks.
+        machine: Profile of the machine.
+        nodes: Number of nodes.
+        ranks_per_node: Ranks of each node.
+        memory: Bytes that a rank may use. Default: its share of the node's (or the device's) memory.
         bucket_mb: MiB of a bucket of gradients.
 
     Attributes:
-        at: The nodes.
-        collectives: Seconds of operations.
-        held: What the ranks at a pipeline position hold: held(layout, places, rank).
+        at: Nodes that the ranks run on.
+        collectives: Seconds of messages and collectives on this machine.
+        held: Function held(layout, places, rank) that returns the blocks and parameters at a pipeline position.
     """
 
     def __init__(
@@ -373,11 +376,11 @@ class Predictor:
 
     @property
     def ranks(self) -> int:
-        """Of all nodes."""
+        """Number of ranks on all nodes."""
         return self.at.count * self.at.each
 
     def room(self) -> float:
-        """Bytes that a rank may take."""
+        """Return the bytes that a rank may use."""
         if self._room is not None:
             return self._room
         if self.machine.device is not None:
@@ -385,16 +388,16 @@ class Predictor:
         return self.machine.memory / self.at.each
 
     def predict(self, layout: ParallelLayout) -> Prediction:
-        """Simulate a step.
+        """Simulate a step of a layout.
 
         Raises:
-            InputError: The layout is impossible for this model, or on so many ranks.
+            InputError: The layout is impossible for this model, or has another number of ranks.
         """
         parts = StepSimulation(self, self.places(layout)).run()
         return Prediction(layout, sum(parts.values()), parts, self.memory(layout), self.model.batch)
 
     def memory(self, layout: ParallelLayout) -> Mapping[str, float]:
-        """Bytes by category of the rank that takes most."""
+        """Return the bytes of the rank that needs most, by category."""
         places = self.places(layout)
         inputs, flow = self.inputs(places), self.flow(layout)
         holds = [self.held(layout, places, rank) for rank in range(layout.pipeline)]
@@ -403,7 +406,7 @@ class Predictor:
         return max(accounts, key=lambda each: sum(each.values()))
 
     def host_memory(self, layout: ParallelLayout) -> Mapping[str, float]:
-        """Bytes by category in the host's memory, of the rank that takes most there; empty without devices."""
+        """Return the bytes in the host's memory of the rank that needs most, by category; empty without devices."""
         if self.machine.device is None:
             return {}
         places = self.places(layout)
@@ -414,29 +417,29 @@ class Predictor:
         return max(accounts, key=lambda each: sum(each.values()))
 
     def host_room(self) -> float:
-        """Bytes of its node's memory that a rank may take."""
+        """Return the bytes of its node's memory that a rank may use."""
         return self.machine.memory / self.at.each
 
     def inputs(self, places: LayoutPlaces) -> MemoryInputs:
-        """Return what memory depends on."""
+        """Return the inputs to the memory estimate."""
         return MemoryInputs(places, self.model.moments, self.machine.process, self._elements)
 
     @cached_property
     def _elements(self) -> int:
-        """Of the whole model."""
+        """Number of elements of the whole model."""
         return sum(block.numel for block in self.model.blocks(1))
 
     # -- for the simulation
 
     def turns(self, places: LayoutPlaces) -> float:
-        """How much longer than alone a rank computes while all others of its node, or of its device, do."""
+        """Return the factor by which a rank computes slower while all ranks of its node, or of its device, compute."""
         return float(self._sharing) or places.turns
 
     def places(self, layout: ParallelLayout) -> LayoutPlaces:
-        """Where the layout's ranks are.
+        """Return the layout's ranks on the nodes.
 
         Raises:
-            InputError: It is one of another number of ranks.
+            InputError: The layout has another number of ranks.
         """
         if layout.ranks != self.ranks:
             shape = " x ".join(f"{axis.name} {ranks}" for axis, ranks in layout.sizes)
@@ -444,15 +447,20 @@ class Predictor:
         return LayoutPlaces(self.at, self.machine.cores, layout, self.machine.seen_cores)
 
     def blocks(self, layout: ParallelLayout, places: LayoutPlaces) -> tuple[BlockCost, ...]:
-        """What each block costs for a microbatch (or a slice of one)."""
+        """Return the cost of each block for a microbatch (or a slice of one).
+
+        Args:
+            layout: Layout, which divides the model.
+            places: Ranks of the layout, which give the threads of a rank.
+        """
         return self.model.blocks(layout.microbatch, layout.divided, places.threads)
 
     def microbatches(self, layout: ParallelLayout) -> int:
-        """Of the rank that has most."""
+        """Return the number of microbatches of the rank that has most."""
         return -(-self.model.batch // (layout.readers * layout.microbatch))
 
     def flow(self, layout: ParallelLayout) -> Flow | None:
-        """Through the pipeline; None without one."""
+        """Return the flow of microbatches through the pipeline; None without a pipeline."""
         if layout.pipeline == 1:
             return None
         return self._flow(layout.schedule, layout.pipeline, self.microbatches(layout), layout.chunks, layout.slices)
@@ -468,7 +476,7 @@ class Predictor:
         bucket_mb = places.bucket_size(self.bucket_mb)
         stages = tuple(blocks[lo:hi] for lo, hi in spans)
         key = layout.divided, spans, parts, bucket_mb, places.gathers
-        if key not in self._flat:  # where parameters lie is the same for every microbatch
+        if key not in self._flat:  # the flat layout does not depend on the microbatch
             order, precision = self.model.order, self.model.precision
             self._flat[key] = held(stages, order, parts, bucket_mb, precision, by_unit=places.gathers)
         if not self._flat[key].weights:

@@ -1,4 +1,4 @@
-"""A model profile from a configuration: sizes from passes without values, seconds measured or counted."""
+"""A model profile from a configuration: sizes from passes without values, and measured or estimated seconds."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from mpitrain.planner.subject import Cut, Subject
 from mpitrain.shard.flat import blocks_of
 from mpitrain.shard.in_place import LEAST
 
-_EXACT = 4  # samples up to which passes are made; sizes of more follow in a straight line
-_POINTS = (2, _EXACT)  # samples of the passes that the straight line goes through; counting makes no others
-_LONG = 0.35  # seconds of a microbatch beyond which a larger one is not measured, but follows in a straight line
+_EXACT = 4  # samples up to which passes are made; sizes for more samples are extrapolated linearly
+_POINTS = (2, _EXACT)  # samples of the passes that the straight line goes through; without measuring, the only passes
+_LONG = 0.35  # seconds of a microbatch beyond which larger ones are extrapolated linearly, not measured
 _MOST = 4  # processes that measure on each core, however many ranks there are
-_BUDGET = 25.0  # seconds of measuring, after which what is asked is reckoned from what is known
+_BUDGET = 25.0  # seconds of measuring, after which further seconds are estimated from those measured
 
 
 def profile_of(
@@ -45,20 +45,20 @@ def profile_of(
     budget: float = _BUDGET,
     ranks_per_node: int = 1,
 ) -> BlockProfile:
-    """What each block of the configuration's model costs one rank.
+    """Return the profile of a configuration's model: the cost of each block on one rank.
 
     Args:
-        config: The configuration.
-        description: Of the data that it is trained on.
-        machine: Whose speeds are reckoned with where seconds are not measured.
-        measure: Measure seconds on this machine; else count operations and bytes.
-        ranks_per_node: Ranks of a node: at least so many processes measure side by side, and share its cores and caches
-            as the ranks will, but no more than four for each core.
-        budget: Seconds of measuring, after which divided models and further threads are reckoned from what was
-            measured.
+        config: Configuration of the job.
+        description: Description of the data that the model is trained on.
+        machine: Machine whose speeds are used if seconds are not measured.
+        measure: If true, measure seconds on this machine; else estimate them from operations and bytes.
+        budget: Seconds of measuring, after which divided models and further threads are estimated from earlier
+            measurements.
+        ranks_per_node: Ranks of a node. As many processes measure side by side, so that they share cores and caches as
+            the ranks will; at least enough to keep all cores busy, and at most four per core.
 
     Raises:
-        InputError: The model cannot be built, or not for these data.
+        InputError: The model cannot be built, or does not fit the data.
     """
     known = machine or MachineProfile("nobody's", "assumed", _cores(), 0)
     times = _Times(config, description, known, budget, ranks_per_node) if measure else None
@@ -66,7 +66,7 @@ def profile_of(
 
 
 class BlockProfile(ModelProfile):
-    """See `profile_of`. Measures when it is asked, and remembers the answers."""
+    """Model profile that measures on demand and caches the results; `profile_of` makes one."""
 
     def __init__(self, subject: Subject, machine: MachineProfile, times: _Times | None) -> None:
         config = subject.config
@@ -83,23 +83,23 @@ class BlockProfile(ModelProfile):
         self._made = lru_cache(None)(self._make)
 
     def blocks(self, samples: int, divided: Divided = Divided(), threads: int = 1) -> tuple[BlockCost, ...]:
-        """As `ModelProfile.blocks` says."""
+        """Return the cost of each block, see `ModelProfile.blocks`."""
         if divided.synchronized and not self.synchronous:
             divided = replace(divided, synchronized=False)
         return self._made(samples, divided, threads)
 
     def takes(self, divided: Divided) -> bool:
-        """As `ModelProfile.takes` says."""
+        """Return True if the model can be divided in this way, see `ModelProfile.takes`."""
         try:
             self._cut(divided, True)
         except InputError:
             return False
-        except Exception:  # of whatever the model does without values
+        except Exception:  # the model's code may raise anything without values
             return super().takes(divided)
         return True
 
     def close(self) -> None:
-        """End the processes that measure, if there are any; what has been asked before can be asked still."""
+        """End the measuring processes, if any. Cached results remain available."""
         if self._times is not None:
             self._times.close()
 
@@ -132,15 +132,15 @@ class BlockProfile(ModelProfile):
         return tuple(found)
 
     def _reckoned(self, observed: Sequence[Observed], weights: Sequence[Sequence[Weight]], threads: int) -> list[Timed]:
-        """Seconds of each block, counted."""
+        """Return the seconds of each block, estimated from operations and bytes."""
         machine, precision, itemsize = self._machine, self.precision, ITEMSIZE[self.precision]
         found: list[Timed] = []
-        once: dict[tuple[int, tuple[int, ...]], Timed] = {}  # blocks that are alike share what was observed
+        once: dict[tuple[int, tuple[int, ...]], Timed] = {}  # equal blocks share one observation
         for each, own in zip(observed, weights, strict=True):
             trained = [weight.numel for weight in own if weight.trained]
             key = id(each), tuple(trained)
             if key not in once:
-                # the first gradient of a small weight is copied to its place, the others are computed there
+                # the first gradient of a small weight is copied into flat memory, others are computed there
                 # (`shard.in_place`)
                 copied = [CountedOperation("copy_", 0.0, 2.0 * n * itemsize) for n in trained if n < LEAST]
                 more = sum(n * itemsize * (1 if n < LEAST else 3) for n in trained)
@@ -158,9 +158,9 @@ class BlockProfile(ModelProfile):
                 return observe(self._cut(divided, fake), samples)
             except InputError:
                 raise
-            except Exception as error:  # of whatever the model does without values
+            except Exception as error:  # the model's code may raise anything without values
                 failed = error
-        if samples == 1:  # a batch norm has no variance of one value
+        if samples == 1:  # a batch norm cannot compute the variance of one value
             return self._in_line(samples, divided)
         text = " ".join(f"{type(failed).__name__}: {failed}".split())
         raise InputError(f"a pass through the model fails for {samples} samples: {text}") from failed
@@ -179,7 +179,7 @@ class BlockProfile(ModelProfile):
         return self._subject.cut(divided, fake=fake)
 
     def _list_weights(self, divided: Divided) -> tuple[list[str], list[tuple[Weight, ...]]]:
-        """Names of the blocks, and what each has."""
+        """Return the names of the blocks, and the weights of each block."""
         first: dict[int, str] = {}
         found: list[tuple[Weight, ...]] = []
         cut = self._cut(divided, True)
@@ -198,7 +198,7 @@ class BlockProfile(ModelProfile):
 
 
 class _Times:
-    """Measured seconds, and others reckoned from them."""
+    """Measured seconds of blocks, and seconds estimated from them."""
 
     def __init__(
         self, config: Config, description: Description, machine: MachineProfile, budget: float, ranks: int
@@ -207,7 +207,7 @@ class _Times:
         self._left, self._ranks = budget, ranks
         self._workers: dict[int, Workers] = {}
         self._points: dict[tuple[Divided, int, int], list[Timed] | None] = {}
-        self._failed, self._said = "", False  # why a measurement failed; whether anybody has been told
+        self._failed, self._said = "", False  # why a measurement failed; whether a warning was given
 
     def close(self) -> None:
         for workers in self._workers.values():
@@ -217,14 +217,14 @@ class _Times:
     def of(
         self, samples: int, divided: Divided, threads: int, reckoned: Sequence[Timed], undivided: Sequence[Timed]
     ) -> list[Timed]:
-        """Of each block.
+        """Return the seconds of each block.
 
         Args:
-            samples: Of the microbatch.
-            divided: How the model is divided.
-            threads: Of a rank.
-            reckoned: What counting says.
-            undivided: What it says of the model that is not divided.
+            samples: Samples of the microbatch.
+            divided: Division of the model.
+            threads: Threads of a rank.
+            reckoned: Seconds of each block, estimated from operations and bytes.
+            undivided: Estimated seconds of each block of the model that is not divided.
         """
         plain = Divided()
         if threads > 1 and (self._left <= 0 or threads > _cores()):
@@ -246,7 +246,7 @@ class _Times:
         ]
 
     def _along(self, samples: int, divided: Divided, threads: int) -> list[Timed] | None:
-        """In a straight line through the nearest two of the powers of two that are measured; None without these."""
+        """Return seconds on a straight line through the two nearest measured powers of two; None if not measured."""
         known = self._powers(samples, divided, threads)
         if samples in known or len(known) < 2:
             return known.get(samples)
@@ -257,7 +257,7 @@ class _Times:
         return [_line(a, b, along) for a, b in zip(known[low], known[high], strict=True)]
 
     def _powers(self, samples: int, divided: Divided, threads: int) -> dict[int, list[Timed]]:
-        """What is measured for 1, 2, 4 and so on samples, up to `samples` or to where it takes long."""
+        """Return seconds measured for 1, 2, 4 ... samples, up to `samples` or until a microbatch takes too long."""
         found: dict[int, list[Timed]] = {}
         size = 1
         while True:
@@ -265,13 +265,13 @@ class _Times:
             if point is not None:
                 found[size] = point
             if (size >= samples and found) or (size > 1 and point is None):
-                return found  # batch norms may not take a single sample
+                return found  # a failure at size 1 is no reason to stop: batch norms may refuse a single sample
             if point is not None and sum(t.forward + t.backward for t in point) > _LONG and len(found) > 1:
                 return found
             size *= 2
 
     def _point(self, samples: int, divided: Divided, threads: int) -> list[Timed] | None:
-        """Measured, once; None where it cannot be."""
+        """Return the seconds measured for a number of samples, from the cache if there; None if measuring fails."""
         key = (divided, samples, threads)
         if key not in self._points:
             if threads not in self._workers:
@@ -290,20 +290,23 @@ class _Times:
 
 
 def _line(a: Timed, b: Timed, along: float) -> Timed:
-    """From a (0) to b (1) and beyond; never less than a part of b, should noise have made a longer than b."""
+    """Return the seconds at `along` on the straight line from a (at 0) to b (at 1), or beyond.
+
+    Noise may make a longer than b. The result is therefore at least b / 2, or b * along / 2 for `along` below 1.
+    """
     forward = max(a.forward + (b.forward - a.forward) * along, b.forward * min(1.0, along) / 2)
     backward = max(a.backward + (b.backward - a.backward) * along, b.backward * min(1.0, along) / 2)
-    return Timed(forward, backward, (a.later + b.later) / 2)  # it does not depend on samples
+    return Timed(forward, backward, (a.later + b.later) / 2)  # `later` does not depend on samples
 
 
 def _cores() -> int:
-    """Cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 def moments(section: OptimSection) -> int:
-    """fp32 numbers that the configured optimizer keeps for each element; 2 where it does not tell."""
-    own = {"muon": 2, "lion": 1}  # muon: of what is no hidden matrix, which keeps most
+    """Return how many fp32 numbers the configured optimizer keeps for each element; 2 if that cannot be found out."""
+    own = {"muon": 2, "lion": 1}  # muon: the parameters that are not hidden matrices keep most
     if section.name.lower() in own:
         return own[section.name.lower()]
     try:
@@ -315,5 +318,5 @@ def moments(section: OptimSection) -> int:
         optimizer.step()
         kept = [value for value in optimizer.state[tensor].values() if torch.is_tensor(value)]
         return round(sum(value.nbytes for value in kept) / tensor.nbytes)
-    except Exception:  # the job itself will tell what is wrong with it
+    except Exception:  # the job itself reports what is wrong with the optimizer
         return 2

@@ -1,39 +1,40 @@
-"""The variants of a layout that only its own costs tell: stages that are even in time, and small layers left whole.
+"""Variants of a layout that depend on the costs of its blocks: stages of equal time, and small layers left whole.
 
-**Stages.** Blocks go to the stages of a pipeline by the contiguous partition with the least time bound, found by
-dynamic programming.
+**Stages.** Contiguous runs of blocks go to the stages of a pipeline so that this time is least, by dynamic programming:
 
     seconds = sum of the stages / chunks + (microbatches x chunks - 1) x the slowest stage         (1)
 
-A stage's seconds are those of its blocks, forward and backward, and of the messages to the stage after it. With one
-stage a rank this is the latency of a pipeline in Zheng et al. 2022 (Alpa, section 5.1), which 1F1B and GPipe reach
-where stages are equal; with more chunks a rank, the idle share shrinks as in Narayanan et al. 2021 (section 2.2). It
-ranks cuts; the seconds of the chosen one are simulated.
+The seconds of a stage are those of its blocks, forward and backward, and of the messages to the next stage. With one
+stage per rank, (1) is the latency of a pipeline in Zheng et al. 2022 (Alpa, section 5.1), which 1F1B and GPipe reach
+with equal stages. With more chunks per rank, the idle share shrinks as in Narayanan et al. 2021 (section 2.2). (1) only
+ranks the cuts; the seconds of the chosen cut are simulated.
 
-As Alpa does, the slowest stage is fixed and the least sum with no stage slower is found by dynamic programming over
-(stages, blocks), for one value after the other until no better sum could make up for a slower stage. What differs: the
-shape of the mesh is given by the layout and the same for all stages, so that neither submeshes nor their assignment
-are searched, and the dimension of devices in Alpa's recurrence goes away; a stage's memory limit depends on its
-position, because the first stage holds more microbatches than the last. The result is exact: Alpa's step width between
-values (its epsilon) is zero here. Where all messages are equally long, as in a transformer, one value is enough.
+The algorithm follows Alpa. For a fixed limit on the slowest stage, dynamic programming over (stages, blocks) finds the
+least sum with no stage slower than the limit. The limit is raised from value to value until no better sum could make
+up for a slower stage. There are three differences. All stages have the same mesh, whose shape the layout gives, so
+submeshes and their assignment are not searched, and Alpa's recurrence loses the dimension of devices. The memory limit
+of a stage depends on its position, because the first stage keeps more microbatches than the last. The result is exact:
+Alpa's step width between values (its epsilon) is zero here. If all messages have the same length, as in a transformer,
+one value of the limit is enough.
 
-**Layers.** A divided pair of layers computes less on each rank and keeps less, and pays for it with exchanges; where
-its layers are small, the exchanges cost more. Alpa (Zheng et al. 2022, section 4.2) chooses among all shardings of
-every operator of a graph, with costs of resharding between neighbours, by integer linear programming. Here a tensor
-plan has paired the layers already, so that activations between pairs are whole either way: there is no cost of
-resharding, and what is left is a knapsack,
+**Layers.** A divided pair of layers computes and keeps less on each rank, but needs exchanges, which cost more than
+they save if the layers are small. Alpa (Zheng et al. 2022, section 4.2) chooses among all shardings of every operator
+of a graph, with costs of resharding between neighbours, by integer linear programming. Here a tensor plan has already
+paired the layers, so that activations between pairs are whole either way and resharding costs nothing. A knapsack
+problem remains:
 
     least  sum of seconds of the choices       with  sum of bytes of the choices <= limit,
 
-with one integer for each class of equal pairs: how many of them stay whole. `choose` solves it class by class, by
-dynamic programming over the combinations that no other one beats in both sums:
+with one integer for each class of equal pairs: the number of pairs that stay whole. `choose` solves it class by class,
+by dynamic programming over the combinations that are not worse than another one in both sums:
 
     G. L. Nemhauser and Z. Ullmann: Discrete dynamic programming and capital allocation. Management Science 15 (9),
     1969, pages 494-505.
 
-That is exact, for numbers that are no integers too. Where more than 16,384 combinations are left, those are thinned out
-as in O. H. Ibarra and C. E. Kim: Fast approximation algorithms for the knapsack and sum of subset problems. Journal of
-the ACM 22 (4), 1975, pages 463-468: of each 1 / 16,384 of the range of seconds the one with the fewest bytes stays.
+This is exact, also for numbers that are not integers. If more than 16,384 combinations remain, they are thinned out as
+in O. H. Ibarra and C. E. Kim: Fast approximation algorithms for the knapsack and sum of subset problems. Journal of the
+ACM 22 (4), 1975, pages 463-468: the range of seconds is divided into 16,384 equal intervals, and in each interval the
+combination with the fewest bytes stays.
 """
 
 from __future__ import annotations
@@ -58,13 +59,13 @@ _EVEN = 1e-9  # share of a stage's seconds that decides between cuts that are eq
 
 @dataclass(frozen=True)
 class Limits:
-    """What a stage may take.
+    """Memory limits of the stages of a pipeline.
 
     Attributes:
         room: Bytes for activations, parameters, gradients and states of a stage.
-        held: Microbatches that each stage holds at most.
-        per_element: Bytes of a parameter with its gradient and states on one rank.
-        recompute: Whether a block keeps its input alone.
+        held: Largest number of microbatches that each stage keeps at once.
+        per_element: Bytes of a parameter element with its gradient and states on one rank.
+        recompute: If true, a block keeps only its input.
     """
 
     room: float
@@ -74,9 +75,15 @@ class Limits:
 
 
 def held_at_most(pipeline: int, chunks: int, microbatches: int, schedule: str) -> list[int]:
-    """Microbatches that each stage of a pipeline holds at most, in the order of the stages (see `pipe.schedule`).
+    """Return the largest number of microbatches that each stage keeps at once (see `pipe.schedule`).
 
-    With several stages a rank it is their mean.
+    With several stages per rank, the number is a mean over them.
+
+    Args:
+        pipeline: Ranks of the pipeline.
+        chunks: Stages of a rank.
+        microbatches: Microbatches of a step.
+        schedule: Schedule of the pipeline.
     """
     if schedule == "1f1b":
         return [min(pipeline - rank, microbatches) for rank in range(pipeline)]
@@ -92,19 +99,19 @@ def best_cut(
     message: Callable[[int], float] = lambda nbytes: 0.0,
     limits: Limits | None = None,
 ) -> list[int] | None:
-    """Bounds of the stages in the list of blocks, of which (1) is least.
+    """Return the bounds of the stages in the list of blocks for which (1) in the module's docstring is least.
 
     Args:
-        blocks: Of the model, in order.
-        stages: How many; each gets a block at least.
-        microbatches: Of a step.
+        blocks: Blocks of the model, in order.
+        stages: Number of stages; each gets at least one block.
+        microbatches: Microbatches of a step.
         chunks: Stages of a rank.
-        message: Seconds of a message of so many bytes from a stage to the next; gradients come back in the same.
-        limits: What each stage may take; None: anything.
+        message: Function from bytes to the seconds of a message to the next stage; gradients take as long to come back.
+        limits: Memory limits of the stages. Default: none.
 
     Returns:
-        One bound more than stages: stage s has blocks bounds[s] to bounds[s + 1] - 1; of several best cuts that with
-        the most even stages. None where no cut is possible.
+        One bound more than stages: stage s has blocks bounds[s] to bounds[s + 1] - 1. Of several best cuts, the one
+        with the most even stages. None if no cut is possible.
     """
     if not 1 <= stages <= len(blocks):
         return None
@@ -127,7 +134,13 @@ def best_cut(
 
 
 def stage_seconds(blocks: Sequence[BlockCost], message: Callable[[int], float], recompute: bool = False) -> _Array:
-    """Seconds [begin, end] of a stage of blocks begin to end - 1; infinite where there is none."""
+    """Return seconds [begin, end] of a stage of blocks begin to end - 1; infinite for end <= begin.
+
+    Args:
+        blocks: Blocks of the model, in order.
+        message: Function from bytes to the seconds of a message to the next stage.
+        recompute: If true, the stage computes its forward pass twice.
+    """
     forward = np.array([block.forward for block in blocks])
     each = forward * (2 if recompute else 1) + np.array([block.input + block.weight for block in blocks])
     sums = np.concatenate([[0.0], np.cumsum(each)])
@@ -138,9 +151,13 @@ def stage_seconds(blocks: Sequence[BlockCost], message: Callable[[int], float], 
 
 
 def stage_fits(blocks: Sequence[BlockCost], limits: Limits) -> list[npt.NDArray[np.bool_]]:
-    """Of each stage, whether blocks [begin, end) fit on its rank.
+    """Return an array [begin, end] for each stage that is true where blocks begin to end - 1 fit on its rank.
 
     Tied parameters count in every block that has them.
+
+    Args:
+        blocks: Blocks of the model, in order.
+        limits: Memory limits of the stages.
     """
     kept = np.array([block.taken if limits.recompute else block.kept for block in blocks], dtype=float)
     weights = np.array([sum(weight.numel for weight in block.weights) for block in blocks], dtype=float)
@@ -154,7 +171,7 @@ def stage_fits(blocks: Sequence[BlockCost], limits: Limits) -> list[npt.NDArray[
 def _least(
     seconds: _Array, allowed: Sequence[npt.NDArray[np.bool_]], combine: Callable[[_Array, _Array], _Array]
 ) -> tuple[float, list[int]]:
-    """The least combination (sum, maximum) of the seconds of stages that are allowed, and their bounds."""
+    """Return the least combination (sum or maximum) of the seconds of allowed stages, and their bounds."""
     places = len(seconds)
     best = np.full(places, np.inf)
     best[0] = 0.0
@@ -170,17 +187,17 @@ def _least(
     return float(best[-1]), bounds[::-1]
 
 
-_MOST = 1 << 14  # combinations that are looked at before the next class
+_MOST = 1 << 14  # combinations that are kept for the next class
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """Layers of a tensor plan that are equal, and each divided or whole by itself.
+    """A class of equal pairs of layers in a tensor plan, each of which may be divided or whole.
 
     Attributes:
-        patterns: Of each of them the pattern that its names match (as parallel.whole takes it).
-        seconds: That one takes more where it is whole, in a step; negative where that is faster.
-        nbytes: That one takes more of a rank's memory where it is whole.
+        patterns: Patterns of each pair that its names match (as in parallel.whole).
+        seconds: Further seconds of a step for each pair that is whole; negative if whole is faster.
+        nbytes: Further bytes of a rank's memory for each pair that is whole.
     """
 
     patterns: tuple[tuple[str, ...], ...]
@@ -189,17 +206,17 @@ class Pairs:
 
 
 def choose(pairs: Sequence[Pairs], limit: float) -> tuple[int, ...] | None:
-    """Return how many of each class stay whole, so that it takes the least seconds.
+    """Return how many pairs of each class stay whole, so that a step takes the least seconds within the memory limit.
 
-    The least there is, unless combinations had to be thinned out: then at most 1 / 16,384 of what all seconds add up to
-    is lost for each class.
+    The result is optimal unless combinations are thinned out. In that case each class costs at most 1 / 16,384 of the
+    range of seconds.
 
     Args:
         pairs: Classes of equal pairs.
-        limit: Bytes that are left where everything is divided; below 0 where not even that fits.
+        limit: Bytes that are free if everything is divided; negative if not even that fits.
 
     Returns:
-        A number for each class; None where nothing fits.
+        A number for each class; None if nothing fits.
     """
     seconds, nbytes, counts = np.zeros(1), np.zeros(1), np.zeros((1, 0), dtype=np.int64)
     for each in pairs:
@@ -215,12 +232,17 @@ def choose(pairs: Sequence[Pairs], limit: float) -> tuple[int, ...] | None:
             thinned = np.flatnonzero(np.diff((of_range * _MOST).astype(int), prepend=-1))
             kept, seconds, nbytes = kept[thinned], seconds[thinned], nbytes[thinned]
         counts = np.column_stack((counts[kept // len(more)], kept % len(more)))
-    fitting = np.count_nonzero(nbytes <= limit)  # the first ones, of which the last is fastest
+    fitting = np.count_nonzero(nbytes <= limit)  # the first ones fit, and the last of these is fastest
     return tuple(counts[fitting - 1].tolist()) if fitting else None
 
 
 def whole_patterns(pairs: Sequence[Pairs], counts: Sequence[int]) -> tuple[str, ...]:
-    """The patterns of parallel.whole for so many of each class; all of a class in as few words as they allow."""
+    """Return the patterns of parallel.whole that keep a number of pairs of each class whole, as short as possible.
+
+    Args:
+        pairs: Classes of equal pairs.
+        counts: Number of pairs of each class that stay whole.
+    """
     found: list[str] = []
     for each, count in zip(pairs, counts, strict=True):
         chosen = [pattern for patterns in each.patterns[:count] for pattern in patterns]
@@ -239,23 +261,23 @@ def pairs_of(
     per_element: float,
     threads: int = 1,
 ) -> list[Pairs]:
-    """The classes of pairs that a model's plan divides, with what each costs if it is whole instead.
+    """Return the classes of pairs that a model's plan divides, with the extra cost of each pair if it stays whole.
 
-    Compares profiles: with everything divided, and with all pairs of one class whole. Layers belong together that have
-    the same parent or share parameters, or of which one cannot be whole without the next.
+    The cost is the difference of two profiles: with everything divided, and with all pairs of one class whole. Layers
+    belong to one pair if they have the same parent, share parameters, or cannot be whole without each other.
 
     Args:
-        model: The model's profile.
-        samples: Of a microbatch.
-        divided: How it is divided otherwise; `whole` is not looked at.
-        exchange: Seconds of a collective of the tensor axis.
-        microbatches: Of a step.
-        per_element: Bytes of a parameter with its gradient and states on one rank.
-        threads: That a rank computes with.
+        model: Profile of the model.
+        samples: Samples of a microbatch.
+        divided: Division of the model; its `whole` is ignored.
+        exchange: Function that returns the seconds of a collective of the tensor axis.
+        microbatches: Microbatches of a step.
+        per_element: Bytes of a parameter element with its gradient and states on one rank.
+        threads: Threads that a rank computes with.
     """
 
     def cost(blocks: Sequence[BlockCost]) -> tuple[float, float]:
-        """(seconds of a step, bytes) of blocks."""
+        """Return (seconds of a step, bytes) of blocks."""
         seconds = sum(block.seconds for block in blocks)
         seconds += sum(exchange(each) for block in blocks for each in (*block.forwards, *block.backwards))
         numel, kept = sum(block.numel for block in blocks), sum(block.kept for block in blocks)
@@ -274,13 +296,13 @@ def pairs_of(
 
 
 def _units(blocks: Sequence[BlockCost]) -> list[tuple[str, ...]]:
-    """Patterns of the layers that belong together, in the order of the model."""
+    """Return the patterns of layers that are divided or whole together, in the order of the model."""
     weights = [weight for block in blocks for weight in block.weights if not weight.replicated]
     units: dict[str, list[str]] = {}
     unit_of: dict[str, str] = {}
     for weight in weights:
         layer = weight.name.rpartition(".")[0]
-        around = layer.rpartition(".")[0]  # of a layer that is a block, or outside of all, the layer itself
+        around = layer.rpartition(".")[0]  # parent; for a layer that is a block, or in no block, the layer
         inside = any(around == block.name or around.startswith(f"{block.name}.") for block in blocks)
         key = unit_of.get(weight.same_as) or (around if inside else layer)
         unit_of[weight.name] = key
@@ -293,7 +315,7 @@ def _units(blocks: Sequence[BlockCost]) -> list[tuple[str, ...]]:
 
 
 def _classes(model: ModelProfile, base: Divided, units: Sequence[tuple[str, ...]]) -> list[list[tuple[str, ...]]]:
-    """Units in classes of equal ones, each of which can be whole by itself; what cannot is left out."""
+    """Return classes of equal units, each of which can be whole by itself; other units are left out."""
     classes: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
     for unit in units:
         classes.setdefault(tuple(map(_class_of, unit)), []).append(unit)
@@ -310,15 +332,15 @@ def _classes(model: ModelProfile, base: Divided, units: Sequence[tuple[str, ...]
 
 
 def _class_of(pattern: str) -> str:
-    """A pattern with the numbers in it left open."""
+    """Return a pattern with its numbers replaced by "*"."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", pattern)
 
 
 class Refinement:
-    """Gives the variants of a layout, the most promising first and itself last.
+    """Callable that returns the variants of a layout, the most promising first and the layout itself last.
 
     Args:
-        predictor: Whose model is cut and divided, and whose machine tells what messages cost.
+        predictor: Predictor with the model to cut and divide, and the machine that gives the seconds of messages.
     """
 
     def __init__(self, predictor: Predictor) -> None:
@@ -337,7 +359,7 @@ class Refinement:
         return found
 
     def _find_cut(self, layout: ParallelLayout, per_element: float) -> tuple[int, ...]:
-        """Blocks of each stage; empty where equally many are best."""
+        """Return the number of blocks of each stage; empty if stages of equally many blocks are best."""
         count, stages = self._of.microbatches(layout), layout.pipeline * layout.chunks
         held = held_at_most(layout.pipeline, layout.chunks, count, layout.schedule)
         room = (self._of.room() - self._of.machine.process) / layout.chunks
@@ -350,7 +372,7 @@ class Refinement:
         return sizes(bounds) if bounds else ()
 
     def _find_whole(self, layout: ParallelLayout) -> tuple[str, ...]:
-        """Patterns of the layers that are better left whole, as far as there is room for it."""
+        """Return patterns of the layers that are better left whole, as far as memory allows."""
         places = self._of.places(layout)
 
         def exchange(each: AxisExchange) -> float:
@@ -369,11 +391,11 @@ class Refinement:
         return whole_patterns(pairs, counts) if counts and any(counts) else ()
 
     def _per_element(self, layout: ParallelLayout) -> float:
-        """Bytes of a parameter with its gradient and states on one rank."""
+        """Return the bytes of a parameter element with its gradient and states on one rank."""
         return self._of.inputs(self._of.places(layout)).stored(1.0, ITEMSIZE[self._of.model.precision]).total
 
 
 def _plain(layout: ParallelLayout) -> ParallelLayout:
-    """The layout without what neither a cut nor a division depends on: where states are."""
+    """Return the layout with default placement of states, which neither a cut nor a division depends on."""
     placement = {"zero", "share_node", "shard_within", "reshard", "offload"}
     return layout.only(*(SECTION_OF.keys() - placement))

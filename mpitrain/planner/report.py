@@ -1,7 +1,7 @@
-"""What a plan says, in lines of up to 120 characters; how the best layouts go with the number of ranks, predicted.
+"""A plan as lines of up to 120 characters, and the predicted scaling of the best layouts with the number of ranks.
 
 Strong scaling keeps the global batch; weak scaling keeps the samples of a rank. Efficiency is the throughput of a rank
-against that at the smallest number of ranks.
+divided by that at the smallest number of ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _WIDTH = 118
 
 
 def table(found: Sequence[Prediction]) -> str:
-    """Predictions, one a line, the best one first."""
+    """Return predictions as a table, one a line, the best one first."""
     lines = ["      step   samples/s      memory   compute  exchanged   idle  layout"]
     for number, each in enumerate(found, 1):
         share = {name: seconds / each.seconds for name, seconds in each.parts.items()}
@@ -34,11 +34,16 @@ def table(found: Sequence[Prediction]) -> str:
 
 
 def details(prediction: Prediction, room: float) -> str:
-    """Everything that is predicted of one layout."""
+    """Return all predicted figures of one layout as text.
+
+    Args:
+        prediction: Prediction of the layout.
+        room: Bytes that a rank may use.
+    """
     parts = [
         f"{name} {seconds_text(seconds)} ({seconds / prediction.seconds:.0%})"
         for name, seconds in prediction.parts.items()
-        if seconds > prediction.seconds * 0.005  # smaller parts are not told
+        if seconds > prediction.seconds * 0.005  # smaller parts are not shown
     ]
     large = [f"{name} {bytes_text(nbytes)}" for name, nbytes in prediction.memory.items() if nbytes >= 1024]
     rows = [
@@ -50,7 +55,7 @@ def details(prediction: Prediction, room: float) -> str:
 
 
 def refused(excess: Sequence[Excess]) -> str:
-    """Why layouts do not fit."""
+    """Return text that says by how much layouts exceed the memory, and which category of memory takes most."""
     lines = []
     for each in excess:
         lines.append(f"  {_shortened(text(each.layout), _WIDTH - 2)}")
@@ -61,11 +66,11 @@ def refused(excess: Sequence[Excess]) -> str:
 
 
 def report(plan: LayoutPlan, title: str) -> str:
-    """All of a plan: the best layouts, the first one in detail, and what does not fit.
+    """Return a plan as text: the best layouts, the first one in detail, and layouts that do not fit.
 
     Args:
-        plan: What the search found.
-        title: For what: the ranks and the machine.
+        plan: Result of the search.
+        title: Heading, with the ranks and the machine.
     """
     parts = [f"{title}: {plan.layouts:,} layouts, {plan.predicted:,} simulated, {bytes_text(plan.room)} a rank"]
     if plan.found:
@@ -81,7 +86,7 @@ def report(plan: LayoutPlan, title: str) -> str:
 
 
 def nothing_fits(plan: LayoutPlan) -> str:
-    """Why a plan has no layout, in a sentence."""
+    """Return a sentence that explains why a plan has no layout."""
     if not plan.excess:
         return f"none of {plan.layouts:,} layouts can be trained"
     least = plan.excess[0]
@@ -93,7 +98,7 @@ def nothing_fits(plan: LayoutPlan) -> str:
 
 
 def _blame(excess: Excess) -> str:
-    """The category that takes most, and what makes it smaller."""
+    """Return the category that takes most memory, and a setting that makes it smaller."""
     layout, blame = excess.layout, excess.blame
     mends = {
         "states": "" if layout.zero else "a higher zero",
@@ -110,7 +115,7 @@ def _blame(excess: Excess) -> str:
 
 
 def _wrapped(rows: Sequence[tuple[str, str]]) -> str:
-    """Rows of a label and a text, whose lines are broken at commas."""
+    """Return rows of a label and a text as lines, broken at commas."""
     broken = []
     width = _WIDTH - 5 - max(len(label) for label, _ in rows)
     for label, told in rows:
@@ -129,11 +134,11 @@ def _shortened(line: str, width: int) -> str:
     return line if len(line) <= width else f"{line[: width - 1]}…"
 
 
-Point = tuple[int, Prediction | None]  # a number of ranks, and the best layout that fits on so many
+Point = tuple[int, Prediction | None]  # a number of ranks, and the best layout that fits on them
 
 
 def efficiency_of(points: Sequence[Point]) -> float:
-    """Throughput of a rank at the last point that has a layout, against that at the first."""
+    """Return the throughput of a rank at the last point that has a layout, divided by that at the first point."""
     rates = [of.samples / of.seconds / ranks for ranks, of in points if of is not None]
     return rates[-1] / rates[0]
 
@@ -142,7 +147,7 @@ HEAD = "  ranks       step   samples/s  efficiency      memory   batch  layout"
 
 
 def row(points: Sequence[Point]) -> str:
-    """The line of a table about the last of some points; see `HEAD`."""
+    """Return the line of a table for the last of some points; `HEAD` is the table's heading."""
     ranks, found = points[-1]
     if found is None:
         return f"{ranks:7,}  nothing fits"
@@ -151,7 +156,14 @@ def row(points: Sequence[Point]) -> str:
 
 
 def picture(figure: Any, strong: Sequence[Point], weak: Sequence[Point], title: str) -> None:
-    """Draw step time, efficiency and memory over ranks into a figure of matplotlib."""
+    """Draw step time, efficiency and memory over the number of ranks into a matplotlib figure.
+
+    Args:
+        figure: Figure of matplotlib.
+        strong: Points with the same global batch.
+        weak: Points with the same samples of a rank.
+        title: Heading of the figure.
+    """
     figure.suptitle(title, fontsize=10)
     time, efficiency, memory = figure.subplots(1, 3)
     for points, name, style in ((strong, "strong", "o-"), (weak, "weak", "s--")):

@@ -1,11 +1,12 @@
-"""The best layouts of all, or of those that keep what a configuration says explicitly, without a simulation of each.
+"""Search for the best of all layouts, or of those that keep a configuration's explicit settings, with few simulations.
 
-Layouts are looked at in the order of a guess of their seconds, each in its best variant first (stages of unequal
-length, layers kept whole); the other variants come when nothing else is guessed to be faster than the first. What does
-not fit into memory is set aside, what fits is simulated, and a layout is left out if as many as are wanted are faster
-than a lower bound of it: so the result is that of simulating all (branch and bound), unless the number of simulations
-reaches its limit before. That limit counts work and not time, so that an answer does not depend on how busy the machine
-is. A layout that only saves memory compared with another (offload) is looked at where that one does not fit.
+The search is a branch and bound. Layouts are visited in the order of their estimated seconds, each with its best
+variant first (stages of unequal length, layers kept whole). The other variants follow when no other layout is estimated
+to be faster than the first variant. A variant that does not fit into memory is set aside; one that fits is simulated. A
+layout is skipped if the requested number of layouts is already known to be faster than its lower bound. The result
+therefore equals that of simulating all layouts, unless the number of simulations reaches its limit. The limit counts
+simulations instead of seconds, so that the answer does not depend on how busy the machine is. A layout that only saves
+memory compared with another (offload) is visited only if the other one does not fit.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from mpitrain.planner.refine import Refinement
 
 COUNT = 10
 SIMULATED = 200  # layouts and variants that a search simulates at most
-_REFUSED = 10  # times as many may turn out not to fit before the search asks which layout is closest to fitting
-_NEAR = 6  # layouts that do not fit that a plan tells of
+_REFUSED = 10  # variants that may not fit, per allowed simulation, before the search looks for the smallest layout
+_NEAR = 6  # maximum number of layouts in a plan that do not fit
 
 Variants = Callable[[ParallelLayout], Iterable[ParallelLayout]]
 _Waiting = tuple[float, int, ParallelLayout, tuple[ParallelLayout, ...] | None]
@@ -38,14 +39,14 @@ _Waiting = tuple[float, int, ParallelLayout, tuple[ParallelLayout, ...] | None]
 
 @dataclass(frozen=True)
 class Excess:
-    """A layout that does not fit.
+    """A layout that does not fit into memory.
 
     Attributes:
-        layout: The layout.
+        layout: Layout that does not fit.
         memory: Bytes on the rank that needs most, by category.
-        room: Bytes that it may take.
-        seconds: That a step would take at least.
-        host: Whether these are bytes of the host's memory, and the rank computes on a device.
+        room: Bytes that this rank may use.
+        seconds: Lower bound of the seconds of a step.
+        host: If true, the bytes are those of the host's memory while the rank computes on a device.
     """
 
     layout: ParallelLayout
@@ -56,28 +57,29 @@ class Excess:
 
     @property
     def missing(self) -> float:
-        """Bytes by which it is too large."""
+        """Bytes by which the layout is too large."""
         return sum(self.memory.values()) - self.room
 
     @property
     def blame(self) -> str:
-        """The category that takes most of it."""
+        """Category that takes the most memory."""
         return max(self.memory, key=lambda category: self.memory[category])
 
 
 @dataclass(frozen=True)
 class LayoutPlan:
-    """What a search found.
+    """Result of a search.
 
     Attributes:
         found: Predictions of the best layouts, the best one first.
-        excess: The fastest layouts that do not fit, by their bounds; where nothing fits, those that lack least.
-        room: Bytes that a rank may take.
-        layouts: How many there are.
-        predicted: How many were simulated, variants counted.
-        beyond: Where the search ended at its limit: the least guess of the seconds of a layout that was not looked at;
-            else infinite, and the result is that of simulating all.
-        left: Layouts that were not looked at.
+        excess: The fastest layouts that do not fit, by their lower bounds; if nothing fits, those that are closest to
+            fitting.
+        room: Bytes that a rank may use.
+        layouts: Number of layouts in the search.
+        predicted: Number of simulations, variants included.
+        beyond: Least estimated seconds of a layout that was not visited because the search reached its limit; infinite
+            if it did not, and the result is that of simulating all layouts.
+        left: Number of layouts that were not visited.
     """
 
     found: Sequence[Prediction]
@@ -96,14 +98,14 @@ def best(
     seconds: float = float("inf"),
     wanted: Mapping[str, Any] = MappingProxyType({}),
 ) -> LayoutPlan:
-    """Return the best layouts of all that a model can be trained in.
+    """Return the best of all layouts that a model can be trained in.
 
     Args:
-        predictor: Of seconds and bytes on so many ranks of a machine.
-        rules: What the rest of the configuration allows.
-        count: How many are wanted.
-        seconds: Seconds after which the search ends, too, if it has found a layout.
-        wanted: Settings that the layouts must have, as `given` finds them.
+        predictor: Predictor of seconds and bytes on the machine's ranks.
+        rules: Restrictions from the rest of the configuration.
+        count: Number of layouts to return.
+        seconds: Seconds after which the search also ends if it has found a layout.
+        wanted: Settings that the layouts must have, as returned by `given`.
 
     Raises:
         InputError: There is no layout with these settings.
@@ -131,13 +133,13 @@ def best_of(
     """Return the best of some layouts.
 
     Args:
-        predictor: Of their seconds and bytes.
-        layouts: To choose from.
-        count: How many are wanted.
-        variants: The ways to cut a layout into stages and to divide its layers, the most promising first: what its
-            bound holds for.
-        limit: Simulations at most.
-        seconds: Seconds after which the search ends, too, if it has found a layout.
+        predictor: Predictor of seconds and bytes, with lower bounds.
+        layouts: Layouts to choose from.
+        count: Number of layouts to return.
+        variants: Function that returns the ways to cut a layout into stages and to divide its layers, the most
+            promising first; the lower bound of the layout must hold for all of them.
+        limit: Maximum number of simulations.
+        seconds: Seconds after which the search also ends if it has found a layout.
     """
     guesses = []
     for layout in layouts:
@@ -155,15 +157,15 @@ def best_of(
 
 
 class _Search:
-    """A search under way.
+    """State of a search.
 
     Attributes:
-        waiting: A heap of (guess, number, layout, variants of it to look at; None: all).
-        best: The best predictions, as many as are wanted.
-        excess: What does not fit.
-        predicted: Simulations so far.
-        refused: Layouts so far whose bytes were added up and do not fit.
-        hopeless: Whether the host has no room for the model that every rank builds, whatever the layout.
+        waiting: Heap of (estimate, number, layout, variants to visit; None: all).
+        best: Best predictions, at most the requested number.
+        excess: Layouts that do not fit.
+        predicted: Number of simulations so far.
+        refused: Number of variants so far that do not fit by their full memory account.
+        hopeless: True if the host has no memory for the whole model that every rank builds, whatever the layout.
     """
 
     def __init__(
@@ -180,7 +182,12 @@ class _Search:
         self.hopeless = False
 
     def run(self, limit: int, seconds: float) -> None:
-        """Look at layouts until there are no more, or a limit is reached."""
+        """Visit layouts until none are left or a limit is reached.
+
+        Args:
+            limit: Maximum number of simulations.
+            seconds: Seconds after which the search also ends if it has found a layout.
+        """
         end = time.monotonic() + seconds
         while self.waiting and self.predicted < limit and not self.hopeless:
             if self.refused > _REFUSED * limit or (self.best and time.monotonic() > end):
@@ -198,7 +205,7 @@ class _Search:
             self._look(layout, left, at_least)
 
     def _look(self, layout: ParallelLayout, variants: Sequence[ParallelLayout], at_least: float) -> None:
-        """Simulate the first variant that fits; the others wait until nothing is guessed to be faster than that."""
+        """Simulate the first variant that fits; the others wait until no layout is estimated to be faster than it."""
         too_large = []
         for number, variant in enumerate(variants, 1):
             try:
@@ -238,7 +245,7 @@ class _Search:
         self.waiting = []  # nothing fits
 
     def nearest(self) -> list[Excess]:
-        """Return what did not fit and is worth telling: one of a mesh and stage of ZeRO."""
+        """Return the layouts that do not fit and are worth showing: at most one for each mesh and stage of ZeRO."""
         if not self.best:
             self.excess.sort(key=lambda each: each.missing)
         told: dict[tuple[int, ...], Excess] = {}
@@ -252,17 +259,17 @@ class _Search:
         return list(told.values())[:_NEAR]
 
     def _slower_than_best(self, at_least: float) -> bool:
-        """Whether as many as are wanted are known that are faster."""
+        """Return True if the requested number of layouts is known to be faster."""
         return len(self.best) >= self._count and _rounded(at_least) > _rounded(self.best[-1].seconds)
 
 
 def excess_of(predictor: Bounds | Predictor, layout: ParallelLayout, at_least: float = 0.0) -> Excess | None:
-    """Return by how much a layout exceeds the memory of the device or the host; None if it fits.
+    """Return the layout's excess over the memory of the device or the host; None if it fits.
 
     Args:
-        predictor: Of bytes.
-        layout: The layout.
-        at_least: Seconds of a step at least.
+        predictor: Predictor of bytes.
+        layout: Layout to check.
+        at_least: Lower bound of the seconds of a step, stored in the result.
     """
     memory, room = predictor.memory(layout), predictor.room()
     if sum(memory.values()) > room:
@@ -272,17 +279,17 @@ def excess_of(predictor: Bounds | Predictor, layout: ParallelLayout, at_least: f
 
 
 def ranked(found: Iterable[Prediction]) -> list[Prediction]:
-    """Predictions, the best first; of those that are equally fast the simpler layout."""
+    """Return predictions, the best first; if two are equally fast, the simpler layout comes first."""
     return sorted(found, key=lambda each: (_rounded(each.seconds), simplicity(each.layout)))
 
 
 def _rounded(seconds: float) -> float:
-    """Seconds, to the digits that make one layout better than another."""
+    """Return seconds rounded to six digits; smaller differences do not make a layout better."""
     return float(f"{seconds:.6g}")
 
 
 def simplicity(layout: ParallelLayout) -> tuple[Any, ...]:
-    """A key that is less for a layout that is simpler: fewer axes, a lower stage of ZeRO, fewer pieces."""
+    """Return a sort key that is smaller for a simpler layout: fewer axes, a lower stage of ZeRO, fewer pieces."""
     axes = sum(ranks > 1 for _, ranks in layout.sizes)
     options = (layout.recompute, bool(layout.offload), layout.sequence, layout.shard_within != "all")
     own = (not layout.share_node, not layout.reshard, bool(layout.cut), len(layout.whole))
@@ -290,20 +297,26 @@ def simplicity(layout: ParallelLayout) -> tuple[Any, ...]:
     return (axes, layout.zero, sum(options), *own, layout.schedule not in ("1f1b", "gpipe"), *sizes, layout.schedule)
 
 
-_OPEN = {"data": "auto", "microbatch": 0}  # values that leave the choice to the program
-_TAKEN = ("microbatch", "offload", "share_node", "reshard")  # as they are, whatever else a layout has
+_OPEN = {"data": "auto", "microbatch": 0}  # values that leave the choice to the planner
+_TAKEN = ("microbatch", "offload", "share_node", "reshard")  # settings that replace those of any layout
 _CHOSEN = [key for key in SECTION_OF if key not in (*_TAKEN, "cut", "whole", "axes")]
 
 
 def given(config: Config) -> dict[str, Any]:
-    """The settings of a layout that a configuration sets explicitly, by their keys, which no two sections share."""
+    """Return the layout settings that a configuration sets explicitly, by key; a key belongs to only one section."""
     sections = {key: getattr(config, name) for key, name in SECTION_OF.items()}
     found = {key: getattr(of, key) for key, of in sections.items() if key in of.model_fields_set}
     return {key: value for key, value in found.items() if key not in _OPEN or value != _OPEN[key]}
 
 
 def offered(predictor: Predictor, rules: LayoutRules, wanted: Mapping[str, Any]) -> dict[ParallelLayout, None]:
-    """The layouts with given settings that a job takes, in order."""
+    """Return the layouts that a job accepts and that have the given settings, as the ordered keys of a dictionary.
+
+    Args:
+        predictor: Predictor with the model and its nodes.
+        rules: Restrictions from the rest of the configuration.
+        wanted: Settings that the layouts must have, as returned by `given`.
+    """
     model, nodes = predictor.model, predictor.at
     layouts = candidates(model, nodes, rules)
     if not wanted:
@@ -326,12 +339,12 @@ def _with(layouts: Iterable[ParallelLayout], wanted: Mapping[str, Any]) -> Itera
 
 
 def _list(value: Any) -> tuple[Any, ...]:
-    """What is listed; nothing for a word."""
+    """Return a list as a tuple; empty for a word."""
     return () if isinstance(value, str) else tuple(value)
 
 
 def _matters(key: str, layout: ParallelLayout) -> bool:
-    """Whether a setting says anything about a layout."""
+    """Return True if a setting has an effect on a layout."""
     sharded = layout.zero > 0
     where = {"share_node": sharded, "shard_within": sharded, "reshard": layout.zero == 3}
     return where.get(key, key not in layout.idle)

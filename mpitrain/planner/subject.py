@@ -1,12 +1,12 @@
-"""A model profile, what each block of a model costs one rank; what is profiled: a task, its blocks, and samples.
+"""The model that a profile measures: a task, its blocks, and samples, divided as one rank of a layout has it.
 
-A cut is a copy of the model as one rank of a layout has it. Its tensors are either real or fake: fake ones (PyTorch's
-FakeTensorMode) have shapes, dtypes and lifetimes, and take neither memory nor time. Of blocks that do the same, only
-the first is copied, divided and observed.
+A `Cut` is a copy of the model as one rank has it. Its tensors are either real or fake: fake ones (PyTorch's
+FakeTensorMode) have shapes, dtypes and lifetimes, and take neither memory nor time. Of equal blocks, only the first is
+copied, divided and observed.
 
-The model is divided over tensor ranks by its own plan, and its batch norms over data-parallel ones, without the others:
-one process plays rank 0 of an axis. What that rank would exchange with the others is noted and not done: a tensor of
-the right shape comes back at once, whose numbers mean nothing.
+One process plays rank 0 of each axis, without the other ranks. The model's plan divides the layers over the tensor
+ranks, and batch norms are synchronized over the data-parallel ranks. Exchanges with the other ranks are recorded but
+not carried out: a tensor of the right shape is returned at once, whose values mean nothing.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ if TYPE_CHECKING:
 
 
 class StandIn(Axis):
-    """Rank 0 of an axis that divides layers, all by itself.
+    """Stand-in for rank 0 of an axis that divides layers, in a process without the other ranks.
 
     Args:
         size: Ranks of the axis.
-        name: Of the axis.
-        times: Whether passes are timed: results then cost no time, because they are not computed but shared.
+        name: Name of the axis.
+        times: If true, passes are timed. Results then share memory and are not computed, so that they cost no time.
 
     Attributes:
-        noted: The exchanges since somebody last put another list here.
+        noted: Exchanges recorded since this list was last replaced.
     """
 
     def __init__(self, size: int, name: str = "tensor", times: bool = False) -> None:
@@ -71,19 +71,32 @@ class StandIn(Axis):
         self._pool: dict[tuple[Any, ...], torch.Tensor] | None = {} if times else None
 
     def all_reduce(self, x: torch.Tensor, tag: int = 0) -> torch.Tensor:
-        """A tensor like x."""
+        """Record the exchange, and return a tensor of the shape of x."""
         self.noted.append(AxisExchange("all_reduce", x.nbytes, self.name))
         return self._like(x, x.shape)
 
     def reduce_scatter(self, x: torch.Tensor, dim: int, lengths: Sequence[int] | None = None) -> torch.Tensor:
-        """A tensor like rank 0's part of x."""
+        """Record the exchange, and return a tensor of the shape of rank 0's part of x.
+
+        Args:
+            x: Tensor of any shape.
+            dim: Dimension that is divided over the ranks.
+            lengths: Length of each rank's part. Default: as even as possible.
+        """
         self.noted.append(AxisExchange("reduce_scatter", x.nbytes, self.name))
         return self._like(x, _resized(x.shape, dim, lengths[0] if lengths else self.bounds(x.shape[dim])[1]))
 
     def all_gather(
         self, x: torch.Tensor, dim: int, tag: int = 0, lengths: Sequence[int] | None = None
     ) -> tuple[torch.Tensor, list[int]]:
-        """A tensor like all ranks' x; where nobody knows the others' lengths, they are taken to be that of x."""
+        """Record the exchange, and return a tensor of the shape of all ranks' x, and the length of each rank's x.
+
+        Args:
+            x: Tensor of any shape.
+            dim: Dimension along which the ranks' tensors are joined.
+            tag: Ignored.
+            lengths: Length of each rank's x along `dim`. Default: that of this x.
+        """
         told = list(lengths) if lengths is not None else [x.shape[dim]] * self.size
         whole = self._like(x, _resized(x.shape, dim, sum(told)))
         self.noted.append(AxisExchange("all_gather", whole.nbytes, self.name))
@@ -96,12 +109,12 @@ class StandIn(Axis):
         kept = self._pool.get(key)
         if kept is None:
             kept = self._pool[key] = x.new_full(tuple(shape), 0.01)
-        # no view for autograd, so that it may be written to in place
+        # not a view in autograd, so that it may be written to in place
         return kept.new_empty(0).set_(kept.untyped_storage(), 0, kept.shape, kept.stride())
 
 
 class _NoStreams(RngTracker):
-    """Draws nothing: where tensors have no values, generators have no states."""
+    """Random generators that do nothing, because there are no generator states for tensors without values."""
 
     def enter(self, opener: object, device: torch.device) -> None:
         """Do nothing."""
@@ -111,14 +124,14 @@ class _NoStreams(RngTracker):
 
 
 class GroupStandIn:
-    """Rank 0 of several ranks, as far as layers ask a communicator for sums and parts: its own are left as they are.
+    """Stand-in for a communicator of several ranks that leaves rank 0's tensors unchanged and records the exchanges.
 
     Args:
-        size: Ranks.
-        name: Of the axis along which they are, or REPLICAS.
+        size: Number of ranks.
+        name: Name of the axis of these ranks, or REPLICAS.
 
     Attributes:
-        noted: The exchanges since somebody last put another list here.
+        noted: Exchanges recorded since this list was last replaced.
     """
 
     def __init__(self, size: int, name: str) -> None:
@@ -126,11 +139,11 @@ class GroupStandIn:
         self.noted: list[AxisExchange] = []
 
     def all_reduce(self, x: torch.Tensor) -> None:
-        """Note it."""
+        """Record the exchange."""
         self.noted.append(AxisExchange("all_reduce", x.nbytes, self.name))
 
     def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> None:
-        """Note it."""
+        """Record the exchange."""
         self.noted.append(AxisExchange("all_gather", out.nbytes, self.name))
 
 
@@ -141,18 +154,19 @@ def _resized(shape: Sequence[int], dim: int, length: int) -> tuple[int, ...]:
 
 
 class Double(nn.Module):
-    """Stands in a copied model in the place of a block that is like an earlier one."""
+    """Placeholder, in a copied model, for a block that is equal to an earlier one."""
 
 
 def alike(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], patterns: Iterable[str]) -> list[int]:
-    """Of each block the number of the first block that it is like: its own where there is none before it.
+    """Return for each block the number of the first block that is equal to it, which may be its own number.
 
-    Blocks are alike where they do the same, share no parameters with others, and the same patterns match their layers.
+    Blocks are equal if they do the same, share no parameters with other blocks, and the same patterns match their
+    layers.
 
     Args:
         model: The whole model.
-        blocks: Its blocks in order, with their names.
-        patterns: Of names of modules that are going to be treated differently.
+        blocks: Blocks of the model in order, with their names.
+        patterns: Patterns of the names of modules that will be treated differently.
     """
     owners = Counter(id(p) for _, block in blocks for p in block.parameters())
     names = {module: name for name, module in model.named_modules()}
@@ -170,7 +184,7 @@ def alike(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], patterns: I
 
 
 def signature(block: nn.Module) -> Any:
-    """Equal for blocks that do the same: their structure, attributes, and parameters' shapes."""
+    """Return a key that is equal for blocks that do the same: structure, attributes, and shapes of the parameters."""
     simple = (int, float, str, bool, tuple, type(None))
     told: list[Any] = []
     for name, module in block.named_modules():
@@ -186,15 +200,15 @@ class Cut:
 
     Attributes:
         module: The model.
-        blocks: (name, module) in order; a model that lists none is one block without a name.
-        loss: Of the last block's output and the target.
-        among: What stands in for the ranks of each axis that changes layers, and at last for the replicas.
-        fake: The mode in which its tensors are made and used; None where they are real.
+        blocks: (name, module) of each block in order; one block without a name if the model lists none.
+        loss: Loss of the last block's output and the target.
+        among: Stand-ins for the ranks of each axis that changes layers, and the last one for the replicas.
+        fake: Mode in which its tensors are made and used; None if the tensors are real.
         slices: Pieces of each sequence.
-        samples: Makes (x, y) of so many samples, or of a slice of them.
-        precision: Of its parameters.
-        like: Of each block, the number of the first that it is like. Without values, one module stands for all of
-            these in `blocks`, and the others' are not in the model.
+        samples: Function that makes (x, y) of a number of samples, or of a slice of them.
+        precision: Precision of its parameters.
+        like: Number of the first block that is equal to each block. Without values, `blocks` has one module for all
+            equal blocks, and the model does not contain the others.
     """
 
     module: nn.Module
@@ -208,11 +222,11 @@ class Cut:
     like: list[int]
 
     def mode(self) -> AbstractContextManager[Any]:
-        """In which its passes run."""
+        """Return the context manager in which passes through the model run."""
         return self.fake if self.fake is not None else nullcontext()
 
     def exchanged(self) -> tuple[AxisExchange, ...]:
-        """What has been exchanged since this was last asked."""
+        """Return the exchanges recorded since the last call."""
         found: list[AxisExchange] = []
         for group in self.among:
             found += group.noted
@@ -220,11 +234,16 @@ class Cut:
         return tuple(found)
 
     def autocast(self, device: str = "cpu") -> AbstractContextManager[Any]:
-        """As the engine computes."""
+        """Return the context manager for mixed precision that the engine uses."""
         return torch.autocast(device, DTYPES[self.precision]) if self.precision != "fp32" else nullcontext()
 
     def past(self, number: int, x: Any) -> list[Any]:
-        """The states of half of the other slices, where a block that looks back is to be called with a slice."""
+        """Return the states of half of the other slices, if the block looks back at earlier slices; else an empty list.
+
+        Args:
+            number: Number of the block.
+            x: Input of the block.
+        """
         look_back: Any = getattr(self.blocks[number][1], "forward_slice", None)
         if self.slices == 1 or look_back is None:
             return []
@@ -233,26 +252,32 @@ class Cut:
         return [state] * (self.slices // 2)
 
     def call(self, number: int, x: Any, past: list[Any]) -> Any:
-        """The output of a block. past: what `past` has made of the same input."""
+        """Return the output of a block.
+
+        Args:
+            number: Number of the block.
+            x: Input of the block.
+            past: Result of `Cut.past` for the same input.
+        """
         block: Any = self.blocks[number][1]
         return block.forward_slice(x, past)[0] if past else block(x)
 
 
 class Subject:
-    """A configuration's model, on the data that a description describes.
+    """Model of a configuration, for the data of a description.
 
     Args:
         config: The configuration.
-        description: Of the data.
-        real: Whether the model is needed with values; else it is built without them where that can be done.
+        description: Description of the data.
+        real: If true, the model has values; else it is built without values if possible.
 
     Attributes:
         config: The configuration.
         module: The whole model.
-        listed: Whether the model lists its blocks.
-        divisible: Whether it says how its layers are divided.
-        synchronous: Whether it has batch norms.
-        shapes: Of a sample's x and y, with dtypes.
+        listed: True if the model lists its blocks.
+        divisible: True if the model has a plan that divides its layers.
+        synchronous: True if the model has batch norms.
+        shapes: (shape, dtype) of a sample's x and of its y.
     """
 
     def __init__(self, config: Config, description: Description, *, real: bool) -> None:
@@ -270,15 +295,15 @@ class Subject:
         self.shapes = [(tuple(shape), getattr(torch, dtype.name)) for shape, dtype in forms]
 
     def cut(self, divided: Divided, *, fake: bool, device: torch.device | None = None) -> Cut:
-        """A copy of the model, divided.
+        """Return a copy of the model, divided as one rank has it.
 
         Args:
-            divided: How.
-            fake: Without values.
-            device: Where it is to be timed; None where it is not.
+            divided: Division of the model.
+            fake: If true, the copy has no values.
+            device: Device on which the copy is timed; None if it is not timed.
 
         Raises:
-            InputError: The model cannot be divided so.
+            InputError: The model cannot be divided in this way.
         """
         mode = (self._fake or FakeTensorMode()) if fake else None
         with mode if mode is not None else nullcontext():
@@ -315,7 +340,7 @@ class Subject:
         return Cut(module, blocks, task.loss, [*among, replicas], mode, divided.slices, samples, precision, like)
 
     def _build(self, real: bool) -> Task:
-        """The task; `self._fake` is the mode of its tensors where they have no values."""
+        """Return the task. If it has no values, `self._fake` becomes the mode of its tensors."""
         if not real:
             mode = FakeTensorMode()
             try:
@@ -326,7 +351,7 @@ class Subject:
             except InputError as error:
                 if error.__cause__ is None:
                     raise
-            except Exception:  # code that is not ours may look at values, which there are none of
+            except Exception:  # the model's code may need values
                 pass
         return self._built()
 
@@ -334,7 +359,7 @@ class Subject:
         return build_model(self.config.model, self._description)
 
     def _copied(self, mode: FakeTensorMode | None, like: Sequence[int]) -> Task:
-        """A copy of the task, with a `Double` in the place of each block that is like an earlier one."""
+        """Return a copy of the task, with a `Double` in place of each block that is equal to an earlier one."""
         if mode is None and self._fake is not None:
             return self._built()
         blocks = listed_blocks(self.module) if like else []
@@ -354,7 +379,7 @@ class Subject:
     def _samples(
         self, slices: int, device: torch.device, sizes: Mapping[MeshAxis, int], samples: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Make samples: floats are normally distributed, integers spread over what there is."""
+        """Return random samples (x, y): normally distributed floats, uniformly distributed valid integers."""
         tokens, made = self._description.vocabulary or 1, list[torch.Tensor]()
         counts = tokens, len(self._description.classes or ()) or tokens
         for (shape, dtype), count in zip(self.shapes, counts, strict=True):
@@ -370,10 +395,10 @@ class Subject:
 
 
 def description_of(config: Config) -> Description:
-    """What a configuration's data hold; embedded ones that are not there yet are made.
+    """Return the description of a configuration's data. Built-in data sets that do not exist yet are created.
 
     Raises:
-        InputError: They cannot be read, or are too few for a batch.
+        InputError: The data cannot be read, or are too few for a batch.
     """
     data = open_split(config, TRAIN)
     assert data is not None

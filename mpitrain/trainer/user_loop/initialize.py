@@ -226,8 +226,9 @@ def settings_told(settings: Settings, own_optimizer: bool) -> Iterator[tuple[str
 
 
 def values_told(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the numbers, strings and booleans in a nested value, as (name, text); for other objects the name of their
-    type.
+    """Yield the numbers, strings and booleans in a nested value as (name, text).
+
+    Other objects yield the name of their type.
 
     Args:
         value: The value.
