@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from mpitrain.checkpoint import contents, convert, folders
-from mpitrain.checkpoint.manifest import is_fruitful
+from mpitrain.checkpoint.manifest import was_finite
 from mpitrain.early import VERSION
 from mpitrain.errors import EXIT_DONE, EXIT_FAILED, CheckpointError, InputError, exit_code_of, tell
 from mpitrain.storage import locks
@@ -128,8 +128,8 @@ def _prune(arguments: argparse.Namespace) -> None:
     if listed == [arguments.path]:
         raise InputError(f"{arguments.path} is one checkpoint; give its run folder")
 
-    def fruitful(step: int) -> bool:
-        return is_fruitful(root / folders.folder_name(step))
+    def finite(step: int) -> bool:
+        return was_finite(root / folders.folder_name(step))
 
     with _occupied(*folders.locked_with(root)):
         verified: list[int] = []
@@ -140,11 +140,11 @@ def _prune(arguments: argparse.Namespace) -> None:
                 unusable.add(step)
                 continue
             verified.append(step)
-            if fruitful(step):
+            if finite(step):
                 break
         if not verified:
             raise CheckpointError(f"none of the {len(steps)} checkpoints in {root} verifies; nothing is removed")
-        for step in folders.doomed(steps, arguments.keep, verified, unusable, fruitful, folders.best_step(root)):
+        for step in folders.doomed(steps, arguments.keep, verified, unusable, finite, folders.best_step(root)):
             name = folders.folder_name(step)
             if folders.is_checkpoint(root / name):
                 folders.discard(root / name)

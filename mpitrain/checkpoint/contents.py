@@ -18,10 +18,10 @@ from mpitrain.checkpoint import folders
 from mpitrain.checkpoint.files import Part, gaps
 from mpitrain.checkpoint.manifest import (
     DTYPES,
-    FRUITLESS,
     HASHED,
     MANIFEST,
     MODEL,
+    NON_FINITE_SINCE,
     Extent,
     Manifest,
     TensorSpec,
@@ -108,7 +108,7 @@ def listing(path: Path) -> Iterator[str]:
         except (CheckpointError, OSError):
             step = folder.name.partition("-")[2].lstrip("0") or "0"
             files = size = time = "?"
-        since = manifest.values.get(FRUITLESS) if manifest is not None else None
+        since = manifest.values.get(NON_FINITE_SINCE) if manifest is not None else None
         remark = f", nothing learned since step {since}" if since else ""
         remark += ", best" if best is not None and folder.name == folders.folder_name(best) else ""
         yield f"{step:>10}  {size:>11}  {files:>5}  {time:19}  {state(folder)}{remark}"

@@ -21,7 +21,7 @@ from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
-from mpitrain.checkpoint.manifest import FORMAT, MANIFEST, is_fruitful
+from mpitrain.checkpoint.manifest import FORMAT, MANIFEST, was_finite
 from mpitrain.errors import CheckpointError, InputError
 from mpitrain.storage import disk
 from mpitrain.storage.hdf5 import SIGNATURE
@@ -56,9 +56,9 @@ def finished_steps(root: Path) -> list[int]:
     return sorted((int(match[1]) for match in matches if match), reverse=True)
 
 
-def newest_fruitful(root: Path) -> int | None:
+def newest_finite(root: Path) -> int | None:
     """Return the step of the newest checkpoint saved while training was still learning; None if there is none."""
-    return next((step for step in finished_steps(root) if is_fruitful(root / folder_name(step))), None)
+    return next((step for step in finished_steps(root) if was_finite(root / folder_name(step))), None)
 
 
 def find(path: Path) -> list[Path]:
@@ -237,7 +237,7 @@ def doomed(
     keep: int,
     verified: Collection[int],
     unusable: Collection[int],
-    fruitful: Callable[[int], bool] = lambda step: True,
+    finite: Callable[[int], bool] = lambda step: True,
     spared: int | None = None,
 ) -> list[int]:
     """Return the steps of the checkpoints to remove.
@@ -251,13 +251,13 @@ def doomed(
         keep: Number of usable checkpoints to keep.
         verified: Steps of checkpoints known to be whole.
         unusable: Steps of checkpoints known to be damaged.
-        fruitful: Predicate that is true if the checkpoint of a step was saved while training was learning.
+        finite: Predicate that is true if the checkpoint of a step was saved while training was learning.
         spared: Step of a further checkpoint to keep, or None.
     """
     usable = [step for step in steps if step not in unusable]
     whole = [step for step in usable if step in verified]
     staying = {*usable[:keep], *whole[:1]}
-    staying.update(*(islice(filter(fruitful, some), 1) for some in (usable, whole)))
+    staying.update(*(islice(filter(finite, some), 1) for some in (usable, whole)))
     oldest = min(staying, default=0)  # if nothing stays, no checkpoint is usable, and none is removed
     staying.add(spared if spared is not None else oldest)
     return [step for step in steps if step not in staying and (step not in unusable or step < oldest)]

@@ -27,7 +27,15 @@ from mpitrain.checkpoint import folders, parity
 from mpitrain.checkpoint.commit import FileLayout, Target, attempt, write_checkpoint
 from mpitrain.checkpoint.contents import has_whole_tensors
 from mpitrain.checkpoint.files import Part
-from mpitrain.checkpoint.manifest import FRUITLESS, MANIFEST, Manifest, Values, decode, missing_file, read_manifest
+from mpitrain.checkpoint.manifest import (
+    MANIFEST,
+    NON_FINITE_SINCE,
+    Manifest,
+    Values,
+    decode,
+    missing_file,
+    read_manifest,
+)
 from mpitrain.checkpoint.parity import FileTransfer, exchange
 from mpitrain.errors import CheckpointError, InputError
 from mpitrain.storage.disk import read_plain, remove_folder, reporting, sync, write_whole
@@ -133,7 +141,7 @@ class LocalFolders:
         """
         target = Target(self.folder(step), self._leads(layout.comm), alone=False)
         write_checkpoint(layout, target, step, parts, values, partial(self._protect, layout.comm))
-        self.forget(layout.comm, step - 1, fruitful=not values.get(FRUITLESS))
+        self.forget(layout.comm, step - 1, finite=not values.get(NON_FINITE_SINCE))
 
     def _protect(
         self, comm: Communicator, folder: Path, owners: dict[str, int], sizes: dict[str, int]
@@ -150,18 +158,18 @@ class LocalFolders:
                     sync(folder / name)
         return [one for one, _ in sets]
 
-    def forget(self, comm: Communicator, step: int, *, fruitful: bool = True) -> None:
+    def forget(self, comm: Communicator, step: int, *, finite: bool = True) -> None:
         """Remove the checkpoints up to a step. Collective.
 
         Args:
             comm: All ranks.
             step: Last step whose checkpoint is removed.
-            fruitful: If true, the checkpoint that replaces them was saved while training was learning; if false, the
+            finite: If true, the checkpoint that replaces them was saved while training was learning; if false, the
                 newest such checkpoint is kept.
         """
 
         def remove() -> None:
-            spared = None if fruitful else folders.newest_fruitful(self.root)
+            spared = None if finite else folders.newest_finite(self.root)
             for old in folders.finished_steps(self.root):
                 if old <= step and old != spared:
                     folders.discard(self.folder(old))

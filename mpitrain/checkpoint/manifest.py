@@ -38,7 +38,7 @@ from mpitrain.storage.disk import from_json, read_plain, write_durably
 MANIFEST = "manifest.json"
 MODEL = "model/"  # prefix of the names of parameters and buffers
 MASTER = "master/"  # prefix of the optimizer's fp32 copies in 16-bit training
-FRUITLESS = "fruitless_since"  # key of a value: step since which nothing was learned, 0 if training was learning
+NON_FINITE_SINCE = "fruitless_since"  # key of a value: step since which nothing was learned, 0 if training was learning
 HASHED = 4 << 20  # bytes covered by one hash
 _LARGEST = 1 << 30  # largest manifest in bytes, enough for millions of pieces
 
@@ -349,10 +349,10 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def is_fruitful(folder: Path) -> bool:
+def was_finite(folder: Path) -> bool:
     """Return whether a checkpoint was saved while training was still learning; False if its manifest cannot be read."""
     try:
-        return not read_manifest(folder).values.get(FRUITLESS)
+        return not read_manifest(folder).values.get(NON_FINITE_SINCE)
     except CheckpointError:
         return False
 

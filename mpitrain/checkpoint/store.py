@@ -30,7 +30,7 @@ from mpitrain.checkpoint import folders
 from mpitrain.checkpoint.commit import FileLayout, Target, attempt, write_checkpoint
 from mpitrain.checkpoint.files import Part
 from mpitrain.checkpoint.local import LocalFolders
-from mpitrain.checkpoint.manifest import FRUITLESS, Manifest, Values, is_fruitful, read_manifest, require_files
+from mpitrain.checkpoint.manifest import NON_FINITE_SINCE, Manifest, Values, read_manifest, require_files, was_finite
 from mpitrain.checkpoint.reading import Block, cooperative_read, files_of, plan
 from mpitrain.errors import CheckpointError, InputError, MpitrainError, refusal
 from mpitrain.storage import disk, locks
@@ -92,7 +92,7 @@ class Store:
         self.best, self.keeps_best = -1, False
         self._verified: set[int] = set()  # steps that this job has written or fully read
         self._unusable: set[int] = set()
-        self._fruitful: dict[int, bool] = {}  # cached result of `is_fruitful` for steps in `root`
+        self._finite: dict[int, bool] = {}  # cached result of `was_finite` for steps in `root`
 
     @property
     def remark(self) -> str:
@@ -176,9 +176,9 @@ class Store:
             entries += [(step, 1, self._local.folder(step)) for step in self._local.steps(self.comm)]
         return [folder for *_, folder in sorted(entries, reverse=True)]
 
-    def newest_fruitful(self) -> Path | None:
+    def newest_finite(self) -> Path | None:
         """Return the newest checkpoint folder in `root` saved while training was still learning, or None."""
-        step = self.comm.on_root(lambda: folders.newest_fruitful(self.root))
+        step = self.comm.on_root(lambda: folders.newest_finite(self.root))
         return None if step is None else self.folder(step)
 
     def at(self, path: Path) -> list[Path]:
@@ -303,14 +303,14 @@ class Store:
             self._local.save(layout, step, parts, values)
             return
         target = Target(self.folder(step), layout.comm.rank == 0, alone=True)
-        fruitful = not values.get(FRUITLESS)
+        finite = not values.get(NON_FINITE_SINCE)
 
         def after() -> None:
             folders.point_to(self.folder(step))
             if folders.is_checkpoint(self.folder(best)):
                 folders.point_to(self.folder(best), folders.BEST)
-            self._fruitful[step] = fruitful
-            known = self._verified | {step}, self._unusable - {step}, self._was_fruitful
+            self._finite[step] = finite
+            known = self._verified | {step}, self._unusable - {step}, self._was_finite
             old = folders.doomed(folders.finished_steps(self.root), self.keep, *known, folders.best_step(self.root))
             hidden = [folders.hide(self.folder(step)) for step in old if folders.is_checkpoint(self.folder(step))]
             if hidden:  # removing gigabytes takes a while, so it is done in a thread
@@ -320,12 +320,12 @@ class Store:
         self._verified.add(step)
         self._unusable.discard(step)
         if self._local is not None:
-            self._local.forget(layout.comm, step, fruitful=fruitful)
+            self._local.forget(layout.comm, step, finite=finite)
 
-    def _was_fruitful(self, step: int) -> bool:
-        if step not in self._fruitful:
-            self._fruitful[step] = is_fruitful(self.folder(step))
-        return self._fruitful[step]
+    def _was_finite(self, step: int) -> bool:
+        if step not in self._finite:
+            self._finite[step] = was_finite(self.folder(step))
+        return self._finite[step]
 
     # -- loading
 

@@ -3,7 +3,7 @@
 A signal, a file, or the end of the job's time stops a run; it is saved and can be resumed. Any rank may receive the
 request, and all ranks agree on it at the end of a step.
 
-A fruitless step teaches nothing, because its gradients or its loss are not finite. An occasional step whose gradients
+A non-finite step teaches nothing, because its gradients or its loss are not finite. An occasional step whose gradients
 overflow in fp16 does not count, because the loss scale adapts. A series of such steps has consequences: checkpoints
 made during it are marked, so that they do not replace earlier ones, and a run that ends in it has failed. A run whose
 very first losses are not finite ends at once, because further steps cannot help.
@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from mpitrain import early
-from mpitrain.checkpoint import FRUITLESS
+from mpitrain.checkpoint import NON_FINITE_SINCE
 from mpitrain.checkpoint.folders import is_checkpoint
 from mpitrain.errors import NothingLearned, refusal
 from mpitrain.monitor.run_files import HELD_OUT
@@ -133,8 +133,8 @@ def seconds_of(text: str) -> float | None:
 
 
 @dataclass(frozen=True)
-class Fruitless:
-    """A series of fruitless steps that ends with the last step done.
+class NonFiniteSteps:
+    """A series of non-finite steps that ends with the last step done.
 
     Attributes:
         since: First step of the series; 0 if the last step was good.
@@ -148,7 +148,7 @@ class Fruitless:
     skipped: bool = True
     loss: float = math.nan
 
-    def after(self, step: int, loss: float, skipped: bool, scale: LossScale) -> Fruitless:
+    def after(self, step: int, loss: float, skipped: bool, scale: LossScale) -> NonFiniteSteps:
         """Return the series after one more step.
 
         Args:
@@ -159,10 +159,10 @@ class Fruitless:
         """
         finite = math.isfinite(loss)
         if finite and not skipped:
-            return Fruitless()
+            return NonFiniteSteps()
         since = self.since or step
         adjusting = scale.dynamic and step - since <= scale.spare  # the scale needs this many steps to adapt
-        return Fruitless(since, finite and adjusting, skipped, loss)
+        return NonFiniteSteps(since, finite and adjusting, skipped, loss)
 
     @property
     def bad(self) -> bool:
@@ -190,33 +190,33 @@ class Fruitless:
 
 
 class LearningCheck(Callback):
-    """Fails a run that ends in a series of fruitless steps, and marks the checkpoints made during it.
+    """Fails a run that ends in a series of non-finite steps, and marks the checkpoints made during it.
 
     Attributes:
-        row: Series of fruitless steps that ends with the last step done.
+        row: Series of non-finite steps that ends with the last step done.
     """
 
     def __init__(self) -> None:
-        self.row = Fruitless()
+        self.row = NonFiniteSteps()
 
     def on_restore(self, trainer: Run, values: dict[str, Any]) -> None:
-        self.row = Fruitless(values.get(FRUITLESS, 0))
+        self.row = NonFiniteSteps(values.get(NON_FINITE_SINCE, 0))
 
     def on_update(self, trainer: Run, step: Step) -> None:
         before, self.row = self.row, self.row.after(step.number, step.loss, step.skipped, trainer.engine.scale)
         if self.row.hopeless(step.number, trainer.config.train.abort_after):
-            raise refusal(f"{self.row.reason}; {_mend(trainer.store.newest_fruitful(), self.row.since)}")
+            raise refusal(f"{self.row.reason}; {_mend(trainer.store.newest_finite(), self.row.since)}")
         if self.row.bad and not before.bad:
             trainer.say(self.row.reason)
 
     def state(self, trainer: Run) -> dict[str, Any]:
-        return {FRUITLESS: self.row.since if self.row.bad else 0}
+        return {NON_FINITE_SINCE: self.row.since if self.row.bad else 0}
 
     def on_fit_end(self, trainer: Run) -> None:
         """Raise NothingLearned if the run is over; an interrupted run may still recover."""
         if self.row.bad and trainer.done:
             raise NothingLearned(
-                f"{self.row.reason}; {_mend(trainer.store.newest_fruitful(), self.row.since)}", agreed=True
+                f"{self.row.reason}; {_mend(trainer.store.newest_finite(), self.row.since)}", agreed=True
             )
 
 

@@ -12,7 +12,7 @@ import pytest
 from mpitrain.config.settings import Config
 from mpitrain.storage.text import counted, duration, short
 from mpitrain.trainer.recording import console
-from mpitrain.trainer.stopping import Fruitless
+from mpitrain.trainer.stopping import NonFiniteSteps
 
 
 def run(*, step: int = 0, tokens: int = 128, held_out: bool = True, warm_up: str = "", stop: str = "") -> Any:
@@ -45,7 +45,7 @@ def last_lines(monkeypatch, capsys):
     monkeypatch.setattr(console, "peak_of_ranks", lambda trainer: 512_000_000)
     monkeypatch.setattr(console.time, "monotonic", lambda: 1000.0)
 
-    def lines(trainer, *, start=0, loss=2.41234, seconds=80.0, skipped=0, row=Fruitless()) -> list[str]:
+    def lines(trainer, *, start=0, loss=2.41234, seconds=80.0, skipped=0, row=NonFiniteSteps()) -> list[str]:
         callback = console.Console(SimpleNamespace(row=row))
         trainer.began, trainer.start, trainer.skipped = 900.0, start, skipped
         callback._loss, callback._step_seconds = loss, seconds
@@ -111,7 +111,7 @@ def test_a_run_that_ended_early_or_learned_nothing_says_why(last_lines):
     assert early[0] == "done at step 150 of 300, no better since step 100"
     assert early[-2].endswith("--run.resume true --train.patience 0")
     assert "  skipped             1 step, for gradients that were not finite" in early
-    bad = last_lines(run(step=300), row=Fruitless(since=200))
+    bad = last_lines(run(step=300), row=NonFiniteSteps(since=200))
     assert bad[0] == "ended at step 300 of 300, nothing learned since step 200" and "go on" not in "".join(bad)
 
 

@@ -7,11 +7,11 @@ from train.jobs import run
 
 from mpitrain.checkpoint.__main__ import main
 from mpitrain.checkpoint.folders import finished_steps
-from mpitrain.checkpoint.manifest import FRUITLESS, read_manifest
+from mpitrain.checkpoint.manifest import NON_FINITE_SINCE, read_manifest
 from mpitrain.errors import EXIT_FAILED, NothingLearned
 from mpitrain.monitor.run_files import summary
 from mpitrain.trainer.engine import LossScale
-from mpitrain.trainer.stopping import Fruitless
+from mpitrain.trainer.stopping import NonFiniteSteps
 
 
 def sections(text, options, parallel=None, steps=14, **checkpoint):
@@ -72,7 +72,7 @@ def test_a_run_that_learns_again_is_a_good_one(world, folder, text):
         assert [m["step"] for m in lines if m.get("skipped")] == skipped_steps
         for step in range(1, 11):
             manifest = read_manifest(folder / name / f"checkpoints/step-{step:08d}")
-            assert manifest.values[FRUITLESS] == marks.get(step, 0)
+            assert manifest.values[NON_FINITE_SINCE] == marks.get(step, 0)
     lines = run(world, folder / "few", **sections(text, {"first": 5, "last": 8}, steps=14))
     assert finished_steps(folder / "few/checkpoints") == [14, 12]
 
@@ -91,16 +91,16 @@ def test_what_the_search_for_a_loss_scale_skips_is_expected_of_fp16_alone():
     nan = float("nan")
     for precision, expected in (("fp16", True), ("bf16", False), ("fp32", False)):
         scale = LossScale.of(precision)
-        row = Fruitless().after(4, 2.0, True, scale)
+        row = NonFiniteSteps().after(4, 2.0, True, scale)
         assert row.since == 4 and row.bad != expected
         assert row.after(5, 2.0, True, scale).bad and not row.after(5, 2.0, False, scale).since
-        assert Fruitless().after(4, nan, True, scale).bad and Fruitless().after(4, nan, False, scale).bad
+        assert NonFiniteSteps().after(4, nan, True, scale).bad and NonFiniteSteps().after(4, nan, False, scale).bad
 
 
 def test_a_row_of_skipped_steps_ends_a_run_after_as_many_as_abort_after_says():
     nan, scale = float("nan"), LossScale.of("fp32")
-    row = Fruitless().after(7, 2.0, True, scale)
+    row = NonFiniteSteps().after(7, 2.0, True, scale)
     assert [row.hopeless(step, 5) for step in (10, 11)] == [False, True] and not row.hopeless(1000, 0)
-    first = Fruitless().after(1, nan, True, scale)
+    first = NonFiniteSteps().after(1, nan, True, scale)
     assert [first.hopeless(step, 50) for step in (2, 3)] == [False, True] and first.hopeless(1, 1)
-    assert not Fruitless().after(1, 2.0, True, scale).hopeless(3, 50)  # its loss is finite
+    assert not NonFiniteSteps().after(1, 2.0, True, scale).hopeless(3, 50)  # its loss is finite
