@@ -206,11 +206,11 @@ class Mesh:
             InputError: On all ranks, if the shape does not fit the number of ranks.
         """
         shape = shape_of(axes, world.size)
-        together = count_near(axes)
-        if world.rank == 0 and _crosses_nodes(world.nodes, together):
+        group_size = count_near(axes)
+        if world.rank == 0 and _crosses_nodes(world.nodes, group_size):
             names = " x ".join(f"parallel.{axis.name}" for axis, _ in axes if axis.divides == LAYERS)
             warnings.warn(
-                f"a tensor group of {together} ranks spans several nodes, so that each layer waits for the network; "
+                f"a tensor group of {group_size} ranks spans several nodes, so that each layer waits for the network; "
                 f"make {names} a divisor of the ranks on a node",
                 stacklevel=2,
             )
@@ -271,11 +271,11 @@ class Mesh:
 
     def number(self, *names: str) -> int:
         """Return this rank's number among the ranks that differ only along the named axes."""
-        found = 0
+        number = 0
         for name in self.shape:
             if name in names:
-                found = found * self.shape[name] + self.coordinates[name]
-        return found
+                number = number * self.shape[name] + self.coordinates[name]
+        return number
 
     @property
     def sizes(self) -> Sizes:
@@ -358,21 +358,23 @@ def shape_of(axes: Sizes, ranks: int) -> dict[str, int]:
     Raises:
         InputError: The product is not the number of ranks; the message suggests shapes that fit.
     """
-    asked = {axis.name: size for axis, size in axes}
-    given = {name: int(size) for name, size in asked.items() if size != "auto"}
-    if min(given.values(), default=1) < 1:
-        raise refusal(f"{', '.join(_settings(asked))}: each must be at least 1")
-    each, left = prod(given.values()), [name for name in asked if name not in given]
+    requested = {axis.name: size for axis, size in axes}
+    fixed = {name: int(size) for name, size in requested.items() if size != "auto"}
+    if min(fixed.values(), default=1) < 1:
+        raise refusal(f"{', '.join(_settings(requested))}: each must be at least 1")
+    each, left = prod(fixed.values()), [name for name in requested if name not in fixed]
     if (ranks % each == 0) if left else (ranks == each):
-        return {name: given.get(name, ranks // each if name in left[:1] else 1) for name in asked}
-    names = list(asked)
+        return {name: fixed.get(name, ranks // each if name in left[:1] else 1) for name in requested}
+    names = list(requested)
 
     def distance(shape: tuple[int, ...]) -> int:  # the first axis has what is left
-        return sum(abs(size - given.get(name, size)) for name, size in list(zip(names, shape, strict=True))[1:])
+        return sum(abs(size - fixed.get(name, size)) for name, size in list(zip(names, shape, strict=True))[1:])
 
     shapes = sorted(_factorizations(ranks, len(names)), key=lambda shape: (distance(shape), shape))
     nearest = ", ".join("x".join(map(str, shape)) for shape in shapes[:4])
-    raise refusal(f"{' x '.join(_settings(asked))} does not make {ranks} ranks; {' x '.join(names)} may be {nearest}")
+    raise refusal(
+        f"{' x '.join(_settings(requested))} does not make {ranks} ranks; {' x '.join(names)} may be {nearest}"
+    )
 
 
 def _settings(asked: Mapping[str, int | str]) -> Iterator[str]:

@@ -27,14 +27,14 @@ class DataAxis(MeshAxis):
 
     def options(self, layout: ParallelLayout, model: ModelProfile, places: Nodes) -> Iterable[Mapping[str, Any]]:
         """Return the ways to place parameters, gradients and states over replicas (see `MeshAxis.options`)."""
-        found: list[dict[str, Any]] = [{}]
+        options: list[dict[str, Any]] = [{}]
         if layout.replicas > 1:
-            found += [{"zero": zero} for zero in (1, 2, 3)]
+            options += [{"zero": zero} for zero in (1, 2, 3)]
             third = {"zero": 3, "share_node": places.on_device}
-            found += ([] if places.on_device else [third]) + [third | {"reshard": False}]
-        apart = layout.ranks // layout.replicas  # ranks with different parts of the model
-        if places.count > 1 and places.evenly(layout) and places.each > apart:
-            found += [each | {"shard_within": "node"} for each in found if each.get("zero")]
+            options += ([] if places.on_device else [third]) + [third | {"reshard": False}]
+        ranks_per_replica = layout.ranks // layout.replicas  # ranks with different parts of the model
+        if places.count > 1 and places.evenly(layout) and places.each > ranks_per_replica:
+            options += [each | {"shard_within": "node"} for each in options if each.get("zero")]
         if places.on_device:
-            found += [each | {"offload": "host"} for each in found]
-        return found
+            options += [each | {"offload": "host"} for each in options]
+        return options

@@ -174,18 +174,18 @@ def read(line: str) -> ParallelLayout:
         InputError: A word is unknown, or the ranks are missing.
     """
     shape: tuple[int, ...] = ()
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for word in line.split():
         if match := re.fullmatch(r"(\d+)x(\d+)x(\d+)", word):
             shape = tuple(map(int, match.groups()))
         else:
-            found.update(_meant(word))
+            values.update(_meant(word))
     if not shape:
         raise refusal(f"layout {line!r} does not begin with data x pipeline x tensor ranks; write {_EXAMPLE!r}")
-    if min(shape) < 1 or min(found.get(name, 1) for name in ("microbatch", "chunks", "slices")) < 1:
+    if min(shape) < 1 or min(values.get(name, 1) for name in ("microbatch", "chunks", "slices")) < 1:
         raise refusal(f"layout {line!r}: each number must be at least 1; write {_EXAMPLE!r}")
     data, pipeline, tensor = shape
-    return ParallelLayout(data, pipeline, tensor, **found)
+    return ParallelLayout(data, pipeline, tensor, **values)
 
 
 def _meant(word: str) -> dict[str, Any]:
@@ -226,13 +226,13 @@ def settings(layout: ParallelLayout, wanted: Mapping[str, Any] = MappingProxyTyp
         layout: The layout.
         wanted: Settings that replace those of the layout, by key; a key belongs to only one section.
     """
-    found: dict[str, dict[str, Any]] = {"parallel": {}, "train": {}}
+    sections: dict[str, dict[str, Any]] = {"parallel": {}, "train": {}}
     for name, section in SECTION_OF.items():
         value = dict(layout.axes) if name == "axes" else getattr(layout, name)
         if isinstance(value, tuple):
             value = list(value) or ("uniform" if name == "cut" else [])
-        found[section][name] = wanted.get(name, value)
-    return found
+        sections[section][name] = wanted.get(name, value)
+    return sections
 
 
 def layout_of(config: Config, ranks: int, blocks: Sequence[BlockCost] = ()) -> ParallelLayout:
@@ -247,11 +247,11 @@ def layout_of(config: Config, ranks: int, blocks: Sequence[BlockCost] = ()) -> P
         InputError: The product of the axes is not the number of ranks.
     """
     parallel, train = config.parallel, config.train
-    asked = {name: getattr(getattr(config, section), name) for name, section in SECTION_OF.items()}
+    values = {name: getattr(getattr(config, section), name) for name, section in SECTION_OF.items()}
     shape = shape_of(axes_of(parallel), ranks)
-    asked |= {name: shape[name] for name in ("data", "pipeline", "tensor")}
-    asked["axes"] = tuple(sorted(parallel.axes.items()))
-    layout = ParallelLayout(**asked | {"cut": (), "whole": tuple(parallel.whole)})
+    values |= {name: shape[name] for name in ("data", "pipeline", "tensor")}
+    values["axes"] = tuple(sorted(parallel.axes.items()))
+    layout = ParallelLayout(**values | {"cut": (), "whole": tuple(parallel.whole)})
     most = layout.readers * default_microbatches(layout.pipeline)
     return replace(
         layout.only(*(SECTION_OF.keys() - layout.idle)),

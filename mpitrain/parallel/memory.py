@@ -63,10 +63,10 @@ class StageHoldings:
     @cached_property
     def ready(self) -> tuple[int, ...]:
         """Number of the block whose backward pass completes each bucket: the earliest with a parameter in it."""
-        found = [len(self.where)] * self.flat.buckets
+        earliest = [len(self.where)] * self.flat.buckets
         for place, block in zip(self.flat.places, self.where, strict=True):
-            found[place.bucket] = min(found[place.bucket], block)
-        return tuple(found)
+            earliest[place.bucket] = min(earliest[place.bucket], block)
+        return tuple(earliest)
 
 
 def held(
@@ -89,19 +89,19 @@ def held(
         precision: fp32, bf16 or fp16.
         by_unit: If true, each unit of sharded parameters is one bucket, the root last, and `bucket_mb` is ignored.
     """
-    found: dict[str, tuple[Weight, int]] = {}
-    every = [block for stage in stages for block in stage]
-    for number, block in enumerate(every):
+    named_weights: dict[str, tuple[Weight, int]] = {}
+    blocks = [block for stage in stages for block in stage]
+    for number, block in enumerate(blocks):
         for weight in block.weights:
-            found.setdefault(weight.same_as or weight.name, (weight, number))
+            named_weights.setdefault(weight.same_as or weight.name, (weight, number))
     places = {name: number for number, name in enumerate(order)}
-    names = sorted(found, key=lambda name: places.get(name, len(places)))
-    trained = [found[name] for name in reversed(names) if found[name][0].trained]
+    names = sorted(named_weights, key=lambda name: places.get(name, len(places)))
+    trained = [named_weights[name] for name in reversed(names) if named_weights[name][0].trained]
     itemsize = ITEMSIZE[precision]
     if by_unit:
-        units = [n for n in range(len(every) - 1, -1, -1) if every[n].is_unit]
+        units = [n for n in range(len(blocks) - 1, -1, -1) if blocks[n].is_unit]
         buckets = [[each for each in trained if each[1] == n] for n in units]
-        buckets.append([each for each in trained if not every[each[1]].is_unit])
+        buckets.append([each for each in trained if not blocks[each[1]].is_unit])
         trained = [each for bucket in buckets for each in bucket]
         flat = lay_out([[weight.numel for weight, _ in bucket] for bucket in buckets], itemsize, parts, MULTIPLE)
     else:
@@ -111,7 +111,7 @@ def held(
         tuple(weight for weight, _ in trained),
         tuple(block for _, block in trained),
         flat,
-        sum(weight.numel for weight, _ in found.values() if not weight.trained),
+        sum(weight.numel for weight, _ in named_weights.values() if not weight.trained),
         itemsize,
     )
 
@@ -177,7 +177,7 @@ def account(
         peak += _gradients_apart(layout, held, flow.shape, rank)
     shards = places.shards()[0].size if stage.states else 1
     scratch = min(SCRATCH, elements // shards) * 4.0 if held.itemsize < 4 else 0.0
-    found = {
+    categories = {
         "parameters": stored.parameters + held.frozen * held.itemsize,
         "gradients": flat.gradients,
         "states": stored.states if not (layout.offload and places.on_device) else 0.0,
@@ -189,8 +189,8 @@ def account(
     }
     # a rank builds the whole model in fp32 in the host's memory, and then moves or copies its part of it
     building = 4.0 * (held.numel if places.on_device else inputs.whole + held.numel * (inputs.whole > held.numel))
-    found["working"] += max(0.0, building - sum(found.values()) + inputs.process)
-    return found
+    categories["working"] += max(0.0, building - sum(categories.values()) + inputs.process)
+    return categories
 
 
 def host_account(inputs: MemoryInputs, held: StageHoldings, data: float) -> dict[str, float]:
@@ -206,10 +206,10 @@ def host_account(inputs: MemoryInputs, held: StageHoldings, data: float) -> dict
     """
     layout, sharded = inputs.places.layout, STAGES[inputs.places.layout.zero].states
     elements = held.flat.numel if sharded else held.numel
-    stored, own = inputs.stored(elements, held.itemsize), elements / (inputs.places.shards()[0].size if sharded else 1)
+    stored, part = inputs.stored(elements, held.itemsize), elements / (inputs.places.shards()[0].size if sharded else 1)
     building, training = {"model": 4.0 * inputs.whole}, {"data": data}
     if layout.offload:  # gradients and, where they are rounded, parameters pass through pinned memory
-        training["pinned"] = own * held.itemsize * (2 if held.itemsize < 4 else 1)
+        training["pinned"] = part * held.itemsize * (2 if held.itemsize < 4 else 1)
         training["states"] = stored.states if layout.offload == HOST else 0.0
     return {"process": float(inputs.process)} | max(training, building, key=lambda each: sum(each.values()))
 
@@ -241,8 +241,8 @@ def in_flight(layout: ParallelLayout, flow: Flow, holds: Sequence[StageHoldings]
         holds: Blocks and parameters at each position.
     """
     keeps = [0.0] * flow.shape.stages
-    for rank, held in enumerate(holds):
-        for number, stage in zip(flow.shape.stages_of(rank), held.stages, strict=True):
+    for rank, holdings in enumerate(holds):
+        for number, stage in zip(flow.shape.stages_of(rank), holdings.stages, strict=True):
             whole = float(sum(block.kept for block in stage))
             keeps[number] = float(stage[0].taken) if layout.recompute and stage else whole
     return flow.held(tuple(keeps))
@@ -250,12 +250,14 @@ def in_flight(layout: ParallelLayout, flow: Flow, holds: Sequence[StageHoldings]
 
 def _activations(layout: ParallelLayout, held: StageHoldings, flying: float) -> tuple[float, float]:
     """Return the peak bytes kept between forward and backward, and the further bytes needed while a block computes."""
-    every = [block for stage in held.stages for block in stage]
-    working = float(max((block.working for block in every), default=0))
+    blocks = [block for stage in held.stages for block in stage]
+    working = float(max((block.working for block in blocks), default=0))
     if layout.pipeline == 1:
-        again = [layout.recompute and block.is_unit for block in every]
-        kept = sum(block.taken if r else block.kept for block, r in zip(every, again, strict=True))
-        return float(kept), working + max((block.kept for block, r in zip(every, again, strict=True) if r), default=0)
+        again = [layout.recompute and block.is_unit for block in blocks]
+        nbytes = sum(block.taken if r else block.kept for block, r in zip(blocks, again, strict=True))
+        return float(nbytes), working + max(
+            (block.kept for block, r in zip(blocks, again, strict=True) if r), default=0
+        )
     once = max((sum(block.kept for block in stage) for stage in held.stages), default=0) if layout.recompute else 0
     ends = max((stage[-1].given for stage in held.stages if stage), default=0)
     return flying + 2.0 * ends, working + once

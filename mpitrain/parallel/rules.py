@@ -178,12 +178,16 @@ class LayoutRules:
             workers = VirtualWorkers.of(layout.readers, self.workers > 0, self.workers)
         except InputError:
             return False
-        found = Combination(layout, layout.sizes, self.compiled, self.workers > 0, model.has_units)
+        combination = Combination(layout, layout.sizes, self.compiled, self.workers > 0, model.has_units)
         gathers = stage.parameters and several and not one_copy
         batches, synchronous = {model.batch, *self.warmup}, model.synchronous and several
-        found = replace(found, synchronous=synchronous, one_copy=one_copy, gathers=gathers, offload=self.offload)
+        combination = replace(
+            combination, synchronous=synchronous, one_copy=one_copy, gathers=gathers, offload=self.offload
+        )
         return not conflict(
-            replace(found, on_device=nodes.on_device, workers=workers, batches=batches, microbatch=layout.microbatch)
+            replace(
+                combination, on_device=nodes.on_device, workers=workers, batches=batches, microbatch=layout.microbatch
+            )
         )
 
 

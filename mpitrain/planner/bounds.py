@@ -58,25 +58,25 @@ class _Work:
     """
 
     def __init__(self, blocks: Sequence[BlockCost], undivided: Sequence[BlockCost], step: StepSimulation) -> None:
-        talk = [(step.exchanges(block.forwards), step.exchanges(block.backwards)) for block in blocks]
-        again = [(b, other, f) for b, other, (f, _) in zip(blocks, undivided, talk, strict=True) if b.is_unit]
-        own = [block.numel for block in blocks]
+        exchanges = [(step.exchanges(block.forwards), step.exchanges(block.backwards)) for block in blocks]
+        units = [(b, other, f) for b, other, (f, _) in zip(blocks, undivided, exchanges, strict=True) if b.is_unit]
+        sizes = [block.numel for block in blocks]
         self.passes = sum(b.forward for b in blocks), sum(b.input for b in blocks), sum(b.weight for b in blocks)
         self.seconds = sum(self.passes)
         self.least = sum(min(a.seconds, b.seconds) for a, b in zip(blocks, undivided, strict=True))
-        self.again = sum(block.forward for block, _, _ in again)
-        self.least_again = sum(min(block.forward, other.forward) for block, other, _ in again)
-        self.exchanged = sum(f for f, _ in talk), sum(b for _, b in talk)
-        self.exchanged_again = sum(f for _, _, f in again)
+        self.again = sum(block.forward for block, _, _ in units)
+        self.least_again = sum(min(block.forward, other.forward) for block, other, _ in units)
+        self.exchanged = sum(f for f, _ in exchanges), sum(b for _, b in exchanges)
+        self.exchanged_again = sum(f for _, _, f in units)
         self.forward = min((block.forward / block.seconds for block in blocks if block.seconds > 0), default=1.0)
-        self.each = tuple(block.seconds + sum(both) for block, both in zip(blocks, talk, strict=True))
-        self.each_forward = tuple(block.forward + f for block, (f, _) in zip(blocks, talk, strict=True))
+        self.each = tuple(block.seconds + sum(both) for block, both in zip(blocks, exchanges, strict=True))
+        self.each_forward = tuple(block.forward + f for block, (f, _) in zip(blocks, exchanges, strict=True))
         self.given = max((block.given for block in blocks[:-1]), default=0)
-        self.units = len(again)
+        self.units = len(units)
         self.kept = sum(block.kept for block in blocks)
         self.taken = sum(min(block.taken, block.kept) if block.is_unit else block.kept for block in blocks)
         self.working = max((block.working for block in blocks), default=0)
-        self.numel, self.largest = sum(own), max(own)
+        self.numel, self.largest = sum(sizes), max(sizes)
         self.values = sum(not weight.same_as for block in blocks for weight in block.weights)
 
 
@@ -143,13 +143,13 @@ class Bounds:
         turns = around.step.turns
         forward, input_, weight = (s * turns for s in work.passes)
         backward = input_ + weight + work.again * turns * layout.recompute
-        talk = sum(work.exchanged) + work.exchanged_again * layout.recompute
-        ways = [around.gathered, around.gathered if layout.reshard else 0.0]
+        exchanges = sum(work.exchanged) + work.exchanged_again * layout.recompute
+        gathers = [around.gathered, around.gathered if layout.reshard else 0.0]
         reduced = around.reduced
         if around.step.places.overlaps:
-            ways = [max(0.0, way - meanwhile) for way, meanwhile in zip(ways, (forward, backward), strict=True)]
+            gathers = [max(0.0, way - meanwhile) for way, meanwhile in zip(gathers, (forward, backward), strict=True)]
             reduced = max(reduced - backward, reduced / (1 + work.units))
-        seconds = (forward + backward) * share / layout.microbatch + (talk + sum(ways)) * count
+        seconds = (forward + backward) * share / layout.microbatch + (exchanges + sum(gathers)) * count
         return seconds + reduced * (count if layout.zero >= 2 else 1) + around.once
 
     def _pipeline(self, layout: ParallelLayout, work: _Work, around: _Around, count: int) -> float:
@@ -175,10 +175,10 @@ class Bounds:
         work, places = self._work_of(layout), self._of.places(layout)
         elements, itemsize = work.numel / layout.pipeline, ITEMSIZE[self._of.model.precision]
         stored = self._of.inputs(places).stored(elements, itemsize)
-        apart = elements * itemsize if STAGES[layout.zero].gradients and layout.pipeline > 1 else 0.0
+        separate_gradients = elements * itemsize if STAGES[layout.zero].gradients and layout.pipeline > 1 else 0.0
         return {
             "parameters": stored.parameters,
-            "gradients": stored.gradients + apart,
+            "gradients": stored.gradients + separate_gradients,
             "states": 0.0 if layout.offload and places.on_device else stored.states,
             "activations": self._kept(layout, work),
             "process": float(self._of.machine.process),
@@ -196,8 +196,8 @@ class Bounds:
         if layout.recompute:
             return work.kept / layout.pipeline / layout.chunks
         count = self._of.microbatches(layout)
-        held = held_at_most(layout.pipeline, 1, count, "gpipe" if layout.schedule == "gpipe" else "1f1b")
-        return work.kept / sum(1 / each for each in held)
+        stored_microbatches = held_at_most(layout.pipeline, 1, count, "gpipe" if layout.schedule == "gpipe" else "1f1b")
+        return work.kept / sum(1 / each for each in stored_microbatches)
 
     # -- sums that bounds and estimates are made of
 
@@ -242,17 +242,17 @@ class Bounds:
         values = pieces if zero else math.ceil(work.values / pipeline)
         update = step.updating(numel / (shard.size if zero else 1), numel / layout.replicas, values)
         replicated = took("all_reduce", nbytes / shard.size, replicas)
-        shown = 0.0
+        published = 0.0
         if zero and places.shared and replicas is None:
-            shown = took("all_gather", nbytes / places.replicas.local, places.carriers())
+            published = took("all_gather", nbytes / places.replicas.local, places.carriers())
         elif zero and not places.shared and not places.gathers:
-            shown = took("all_gather", nbytes, shard)
+            published = took("all_gather", nbytes, shard)
         whole = zero == 0 and not places.overlaps
         return _Around(
             step=step,
             reduced=took("reduce_scatter" if zero else "all_reduce", nbytes, shard, 1 if whole else pieces),
             gathered=took("all_gather", nbytes, shard) if places.gathers else 0.0,
-            once=replicated + shown + update + self._of.machine.overhead * step.turns,
+            once=replicated + published + update + self._of.machine.overhead * step.turns,
         )
 
 

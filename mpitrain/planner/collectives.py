@@ -135,8 +135,10 @@ class CollectiveTimes:
             return 1.0
         for row in rows:
             if row not in self._ratios:
-                alike = Group(tuple(n for n in range(nodes) for _ in range(ranks // nodes)), 1, group.oversubscribed)
-                self._ratios[row] = row.seconds / self._simulated(operation, name, row.nbytes, alike, memory)
+                measured_group = Group(
+                    tuple(n for n in range(nodes) for _ in range(ranks // nodes)), 1, group.oversubscribed
+                )
+                self._ratios[row] = row.seconds / self._simulated(operation, name, row.nbytes, measured_group, memory)
         sizes = sorted((math.log2(row.nbytes), self._ratios[row]) for row in rows)
         return float(np.interp(math.log2(nbytes), [size for size, _ in sizes], [ratio for _, ratio in sizes]))
 

@@ -285,7 +285,7 @@ def observe(cut: Cut, samples: int) -> list[Observed]:
         cut: Model as one rank has it; unchanged afterwards.
         samples: Samples of the microbatch.
     """
-    found: list[Observed] = []
+    observations: list[Observed] = []
     known: dict[Any, tuple[Observed, tuple[_Passed, ...], bool]] = {}
     with cut.mode():
         x, y = cut.samples(samples)
@@ -300,16 +300,16 @@ def observe(cut: Cut, samples: int) -> list[Observed]:
                 observed, outputs, single = known[key]
                 if cut.fake is None:
                     with torch.no_grad():
-                        given = values[0] if single else values
-                        values = as_tuple(cut.call(number, given, cut.past(number, given)))
+                        block_input = values[0] if single else values
+                        values = as_tuple(cut.call(number, block_input, cut.past(number, block_input)))
             else:
                 once = _Once(cut, number, inputs, values if cut.fake is None or number == 0 else ())
                 observed, outputs, single = once.run(single, y if number == last else None)
                 values = once.values
                 known[key] = observed, outputs, single
-            found.append(observed)
+            observations.append(observed)
             inputs = outputs
-    return found
+    return observations
 
 
 class _Once:
@@ -344,38 +344,40 @@ class _Once:
             The observation, the tensors that the block outputs, and whether the output is one tensor.
         """
         cut, recorder = self.cut, self.recorder
-        of_input = [t.untyped_storage()._cdata for t in self.given]
-        seen = {p.untyped_storage()._cdata for p in cut.module.parameters()}
-        seen.update(at for at, each in zip(of_input, self.inputs, strict=True) if each.counted)
-        made = _Kept(seen, recorder)
+        input_storages = [t.untyped_storage()._cdata for t in self.given]
+        counted_storages = {p.untyped_storage()._cdata for p in cut.module.parameters()}
+        counted_storages.update(at for at, each in zip(input_storages, self.inputs, strict=True) if each.counted)
+        counter = _Kept(counted_storages, recorder)
         x = self.given[0] if single else tuple(self.given)
         with cut.autocast():
             past = cut.past(self.number, x)
         with recorder:
-            with saved_tensors_hooks(made.add, lambda kept: kept), cut.autocast():
+            with saved_tensors_hooks(counter.add, lambda kept: kept), cut.autocast():
                 out = cut.call(self.number, x, past)
                 single = isinstance(out, torch.Tensor)
                 if y is not None:
                     out = cut.loss(out, y)
             forward, forwards = self._taken()
             outputs = tuple(
-                _Passed(tuple(t.shape), t.dtype, t.requires_grad, t.untyped_storage()._cdata in seen)
+                _Passed(tuple(t.shape), t.dtype, t.requires_grad, t.untyped_storage()._cdata in counted_storages)
                 for t in as_tuple(out)
             )
-            given = sum(t.nbytes for t in as_tuple(out))
+            output_bytes = sum(t.nbytes for t in as_tuple(out))
             if cut.fake is None:
                 self.values = tuple(t.detach() for t in as_tuple(out))
-            held = sum(each.nbytes for each, at in zip(self.given, of_input, strict=True) if at not in seen)
-            peak = recorder.peak(0, recorder.mark()) + held
+            input_bytes = sum(
+                each.nbytes for each, at in zip(self.given, input_storages, strict=True) if at not in counted_storages
+            )
+            peak = recorder.peak(0, recorder.mark()) + input_bytes
             roots = [get_gradient_edge(t) for t in as_tuple(out) if t.requires_grad]
             gradients = [torch.ones_like(t) for t in as_tuple(out) if t.requires_grad]
             del out
             halves, backwards, peak_back = self._backward(roots, gradients) if roots else (((), ()), (), 0)
         observed = Observed(
-            kept=made.nbytes,
+            kept=counter.nbytes,
             taken=sum(t.nbytes for t in self.given),
-            given=given,
-            working=max(0, peak - made.new, peak_back - made.new),
+            given=output_bytes,
+            working=max(0, peak - counter.new, peak_back - counter.new),
             forward=forward,
             input=halves[0],
             backward=halves[1],
@@ -389,12 +391,12 @@ class _Once:
     ) -> tuple[tuple[tuple[CountedOperation, ...], tuple[CountedOperation, ...]], tuple[AxisExchange, ...], int]:
         """Return the operations of (backward to the input, whole backward), the exchanges, and the peak bytes."""
         recorder = self.recorder
-        wanted = [t for t in self.leaves if t.requires_grad]
-        of_input: tuple[CountedOperation, ...] = ()
+        inputs = [t for t in self.leaves if t.requires_grad]
+        input_operations: tuple[CountedOperation, ...] = ()
         self._taken()
-        if wanted and self.parameters:
-            torch.autograd.grad(roots, wanted, gradients, retain_graph=True, allow_unused=True)
-            of_input, _ = self._taken()
+        if inputs and self.parameters:
+            torch.autograd.grad(roots, inputs, gradients, retain_graph=True, allow_unused=True)
+            input_operations, _ = self._taken()
         begin = recorder.mark()
         torch.autograd.backward(roots, gradients)
         end = recorder.mark()
@@ -404,8 +406,8 @@ class _Once:
         for parameter in self.parameters:
             parameter.grad = None
         if not self.parameters:
-            of_input = whole
-        return (of_input, whole), backwards, peak
+            input_operations = whole
+        return (input_operations, whole), backwards, peak
 
     def _taken(self) -> tuple[tuple[CountedOperation, ...], tuple[AxisExchange, ...]]:
         """Return the operations and exchanges recorded since the last call."""
@@ -459,6 +461,6 @@ def between(a: Any, b: Any, along: float) -> Any:
     if isinstance(a, AxisExchange):
         return replace(b, nbytes=round(between(a.nbytes, b.nbytes, along)))
     if isinstance(a, tuple):
-        alike = [getattr(each, "name", "") for each in a] == [getattr(each, "name", "") for each in b]
-        return tuple(between(x, y, along) for x, y in zip(a, b, strict=True)) if alike else b
+        same_operations = [getattr(each, "name", "") for each in a] == [getattr(each, "name", "") for each in b]
+        return tuple(between(x, y, along) for x, y in zip(a, b, strict=True)) if same_operations else b
     return replace(b, **{each.name: between(getattr(a, each.name), getattr(b, each.name), along) for each in fields(a)})

@@ -149,17 +149,18 @@ class Unit:
         Raises:
             InputError: The value is not a quantity in this unit, or not above 0.
         """
-        found = 0.0
+        number = 0.0
         if isinstance(value, int | float) and not isinstance(value, bool):
-            found = float(value) if value < 1e300 else 0.0  # TOML's whole numbers have no bounds
+            number = float(value) if value < 1e300 else 0.0  # TOML's whole numbers have no bounds
         elif isinstance(value, str) and (match := _NUMBER.fullmatch(value.strip())):
             units = {"": 1.0} | {p + b: self.bases[b] * self.prefixes[p] for b in self.bases for p in self.prefixes}
             factor = units.get("".join(match[2].split()), 0.0)
-            found = float(match[1].replace(",", "").replace("_", ""))
-            found = found / round(1 / factor) if 0 < factor < 1 else found * factor  # 20 us are 2e-5 s to the last bit
-        if not math.isfinite(found) or found <= 0:
+            number = float(match[1].replace(",", "").replace("_", ""))
+            # 20 us are 2e-5 s to the last bit
+            number = number / round(1 / factor) if 0 < factor < 1 else number * factor
+        if not math.isfinite(number) or number <= 0:
             raise refusal(f"{where} = {value!r:.100} is no quantity of this kind above 0; write {self.example}")
-        return found
+        return number
 
     def text(self, value: float) -> str:
         """Return a value as text with four digits, in the largest unit that gives a number of at least one."""
@@ -300,7 +301,7 @@ def derived(given: Mapping[str, float]) -> dict[str, float]:
     bandwidth, cores = given["node.memory_bandwidth"], given["node.cores"]
     copy = given.get("core.copy_rate", min(_DEFAULT.copy_rate, bandwidth / 2))
     write = given.get("folder.write_rate", given.get("folder.rank_write_rate", 1e9))
-    found = {
+    figures = {
         "node.seen_cores": cores,
         "core.update_rate": min(2 * copy, bandwidth / cores) / _UPDATE_BYTES,
         "core.copy_rate": copy,
@@ -312,8 +313,8 @@ def derived(given: Mapping[str, float]) -> dict[str, float]:
         "folder.write_limit": max(1e11, write),
     }
     if "device.count" in given:
-        found |= {"device.host_bandwidth": 20e9, "device.link_bandwidth": 0.0, "device.link_latency": 1e-5}
-    return found | dict(given)
+        figures |= {"device.host_bandwidth": 20e9, "device.link_bandwidth": 0.0, "device.link_latency": 1e-5}
+    return figures | dict(given)
 
 
 def _device_matrix(given: Mapping[str, Table], memory_rate: float) -> dict[str, list[tuple[int, float]]]:
@@ -415,11 +416,11 @@ def merged(first: Values, second: Values) -> Values:
         first: Values of one file, or of several merged.
         second: Values that take precedence.
     """
-    found = _nested(first, second, 3)
+    result = _nested(first, second, 3)
     origins = [values["origin"] for values in (first, second) if values.get("origin")]
     if origins:
-        found["origin"] = "; ".join(dict.fromkeys(origins))
-    return found
+        result["origin"] = "; ".join(dict.fromkeys(origins))
+    return result
 
 
 def profile_of(values: Values, where: str) -> MachineProfile:
@@ -503,7 +504,7 @@ def _tables(of: MachineKey, said: object, where: str) -> Iterator[tuple[str, dic
 
 
 def _collectives(said: object, path: str) -> dict[tuple[Any, ...], float]:
-    found: dict[tuple[Any, ...], float] = {}
+    seconds: dict[tuple[Any, ...], float] = {}
     for name, places in (said if isinstance(said, Mapping) else {"": said}).items():
         where = f"{path}: {_COLLECTIVES}.{name}"
         if len(name.split()) != 2 or not isinstance(places, Mapping):
@@ -516,8 +517,8 @@ def _collectives(said: object, path: str) -> dict[tuple[Any, ...], float]:
                 )
             key = *name.split(), int(match[1]), int(match[2]), match[3]
             sizes = {size: round(BYTES.parsed(int(size) if size.isdigit() else size, where)) for size in times}
-            found |= {(*key, sizes[size]): SECONDS.parsed(value, where) for size, value in times.items()}
-    return found
+            seconds |= {(*key, sizes[size]): SECONDS.parsed(value, where) for size, value in times.items()}
+    return seconds
 
 
 def _nested(first: Values, second: Values, levels: int) -> Values:

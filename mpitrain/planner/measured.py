@@ -74,9 +74,9 @@ class Workers:
     """
 
     def __init__(self, config: Config, description: Description, count: int, threads: int) -> None:
-        told = asdict(replace(description, columns=None))  # columns make no difference to a block
-        told |= {key: told[key].str for key in ("x_dtype", "y_dtype")}
-        subject = {"config": config.to_dict(), "description": told, "threads": threads}
+        serializable = asdict(replace(description, columns=None))  # columns make no difference to a block
+        serializable |= {key: serializable[key].str for key in ("x_dtype", "y_dtype")}
+        subject = {"config": config.to_dict(), "description": serializable, "threads": threads}
         environment = unlaunched_environment() | {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
         command = [sys.executable, "-m", "mpitrain.planner.measured"]
         # their stderr, whose last line is in the error message if one of them fails
@@ -161,10 +161,10 @@ def time_blocks(cut: Cut, samples: int, device: torch.device) -> list[Timed]:
     first, second = np.array(rounds), np.array(again)  # [rounds, blocks, 2]
     later = np.median(second[..., 1] - first[..., 1], axis=0)  # by pairs: the load of the machine varies
     seconds = np.column_stack([np.median(first, axis=0), later])
-    alike: dict[Any, list[int]] = {}
+    equal_blocks: dict[Any, list[int]] = {}
     for number, (_, block) in enumerate(cut.blocks):
-        alike.setdefault((signature(block), number in (0, len(cut.blocks) - 1)), []).append(number)
-    for numbers in alike.values():
+        equal_blocks.setdefault((signature(block), number in (0, len(cut.blocks) - 1)), []).append(number)
+    for numbers in equal_blocks.values():
         seconds[numbers] = seconds[numbers].mean(0)
     seconds[:, 2] = np.maximum(seconds[:, 2], 0.0)
     seconds[[not any(p.requires_grad for p in block.parameters()) for _, block in cut.blocks], 2] = 0.0
@@ -265,10 +265,12 @@ def serve(asked: IO[bytes], answers: IO[bytes]) -> None:
     subject = json.loads(asked.readline())
     torch.set_num_threads(subject["threads"])
     config = Config.from_dict(subject["config"])
-    told = subject["description"]
-    told |= {key: tuple(told[key]) for key in ("x_shape", "y_shape", "classes") if told[key] is not None}
-    told |= {key: np.dtype(told[key]) for key in ("x_dtype", "y_dtype")}
-    whole = Subject(config, Description(**told), real=True)
+    description = subject["description"]
+    description |= {
+        key: tuple(description[key]) for key in ("x_shape", "y_shape", "classes") if description[key] is not None
+    }
+    description |= {key: np.dtype(description[key]) for key in ("x_dtype", "y_dtype")}
+    whole = Subject(config, Description(**description), real=True)
     device = devices.of_rank(config.run.device, 0)
     cuts: dict[Divided, Cut] = {}
     for line in asked:

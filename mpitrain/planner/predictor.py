@@ -188,10 +188,10 @@ class StepSimulation:
         """Return the seconds of gathering each unit, by block name; those of the root are added to the first block."""
         meeting = self.meeting(self.shard)
         *units, root = [self.seconds("all_gather", n, self.shard, "private") + meeting for n in holds.buckets]
-        found = dict(zip((b.name for b in reversed(holds.stages[0]) if b.is_unit), units, strict=True))
+        seconds = dict(zip((b.name for b in reversed(holds.stages[0]) if b.is_unit), units, strict=True))
         first = holds.stages[0][0].name
-        found[first] = found.get(first, 0.0) + root / 2  # gathered once, for forward and backward
-        return found
+        seconds[first] = seconds.get(first, 0.0) + root / 2  # gathered once, for forward and backward
+        return seconds
 
     def _gather(self, seconds: float, meanwhile: float) -> float:
         """Return the seconds of gathering a unit that are not hidden by the computation of the unit before it."""
@@ -199,8 +199,8 @@ class StepSimulation:
 
     def exchanges(self, exchanges: Sequence[AxisExchange]) -> float:
         """Return the seconds of the exchanges in a block's pass."""
-        found = ((each, *self.groups[each.axis]) for each in exchanges)
-        return sum(axis.exchange_seconds(each, group, self) for each, axis, group in found)
+        with_groups = ((each, *self.groups[each.axis]) for each in exchanges)
+        return sum(axis.exchange_seconds(each, group, self) for each, axis, group in with_groups)
 
     # -- with a pipeline
 
@@ -413,7 +413,7 @@ class Predictor:
         # three batches have been read and are not yet used, with the one on its way to the device
         data = 3 * -(-self.model.batch // layout.readers) * float(self.model.sample_bytes)
         holds = (self.held(layout, places, rank) for rank in range(layout.pipeline))
-        accounts = [host_account(self.inputs(places), held, data) for held in holds]
+        accounts = [host_account(self.inputs(places), holdings, data) for holdings in holds]
         return max(accounts, key=lambda each: sum(each.values()))
 
     def host_room(self) -> float:

@@ -113,7 +113,7 @@ class BlockProfile(ModelProfile):
             if divided != whole:
                 undivided = self._reckoned(self._observed(samples, whole), self._weights(whole)[1], threads)
             timed = self._times.of(samples, divided, threads, reckoned, undivided)
-        found = []
+        blocks = []
         for name, weight, each, one, time_ in zip(names, weights, observed, reckoned, timed, strict=True):
             inner = counted.seconds(each.input, self._machine, self.precision, threads)
             part = min(1.0, inner / one.backward) if one.backward else 1.0
@@ -128,16 +128,16 @@ class BlockProfile(ModelProfile):
                 backwards=each.backwards,
                 later=time_.later,
             )
-            found.append(block)
-        return tuple(found)
+            blocks.append(block)
+        return tuple(blocks)
 
     def _reckoned(self, observed: Sequence[Observed], weights: Sequence[Sequence[Weight]], threads: int) -> list[Timed]:
         """Return the seconds of each block, estimated from operations and bytes."""
         machine, precision, itemsize = self._machine, self.precision, ITEMSIZE[self.precision]
-        found: list[Timed] = []
+        times: list[Timed] = []
         once: dict[tuple[int, tuple[int, ...]], Timed] = {}  # equal blocks share one observation
-        for each, own in zip(observed, weights, strict=True):
-            trained = [weight.numel for weight in own if weight.trained]
+        for each, block_weights in zip(observed, weights, strict=True):
+            trained = [weight.numel for weight in block_weights if weight.trained]
             key = id(each), tuple(trained)
             if key not in once:
                 # the first gradient of a small weight is copied into flat memory, others are computed there
@@ -147,8 +147,8 @@ class BlockProfile(ModelProfile):
                 passes = each.forward, (*each.backward, *copied)
                 forward, backward = (counted.seconds(one, machine, precision, threads) for one in passes)
                 once[key] = Timed(forward, backward, counted.moving(more, machine, threads))
-            found.append(once[key])
-        return found
+            times.append(once[key])
+        return times
 
     def _observe(self, samples: int, divided: Divided) -> list[Observed]:
         if samples > _EXACT or (self._times is None and samples not in _POINTS):
@@ -168,11 +168,11 @@ class BlockProfile(ModelProfile):
     def _in_line(self, samples: int, divided: Divided) -> list[Observed]:
         few, more = (self._observed(size, divided) for size in _POINTS)
         along = (samples - _POINTS[0]) / (_POINTS[1] - _POINTS[0])
-        made: dict[tuple[int, int], Observed] = {}
+        interpolated: dict[tuple[int, int], Observed] = {}
         for a, b in zip(few, more, strict=True):
-            if (id(a), id(b)) not in made:
-                made[id(a), id(b)] = between(a, b, along)
-        return [made[id(a), id(b)] for a, b in zip(few, more, strict=True)]
+            if (id(a), id(b)) not in interpolated:
+                interpolated[id(a), id(b)] = between(a, b, along)
+        return [interpolated[id(a), id(b)] for a, b in zip(few, more, strict=True)]
 
     @lru_cache(64)  # noqa: B019 a profile lives as long as the plan
     def _cut(self, divided: Divided, fake: bool) -> Cut:
@@ -181,20 +181,22 @@ class BlockProfile(ModelProfile):
     def _list_weights(self, divided: Divided) -> tuple[list[str], list[tuple[Weight, ...]]]:
         """Return the names of the blocks, and the weights of each block."""
         first: dict[int, str] = {}
-        found: list[tuple[Weight, ...]] = []
+        weights: list[tuple[Weight, ...]] = []
         cut = self._cut(divided, True)
         names = [name for name, _ in cut.blocks]
         for number, (name, block) in enumerate(cut.blocks):
-            like, own = cut.like[number], list[Weight]()
+            like, block_weights = cut.like[number], list[Weight]()
             if like != number:
-                own = [replace(each, name=name + each.name.removeprefix(names[like])) for each in found[like]]
+                block_weights = [
+                    replace(each, name=name + each.name.removeprefix(names[like])) for each in weights[like]
+                ]
             else:
                 for key, p in block.named_parameters(prefix=name):
                     before = first.setdefault(id(p), key)
                     same_as = before if before != key else ""
-                    own.append(Weight(key, p.numel(), is_replicated(p), p.requires_grad, same_as))
-            found.append(tuple(own))
-        return names, found
+                    block_weights.append(Weight(key, p.numel(), is_replicated(p), p.requires_grad, same_as))
+            weights.append(tuple(block_weights))
+        return names, weights
 
 
 class _Times:
@@ -231,9 +233,9 @@ class _Times:
             gain = 1 + (threads - 1) * self._machine.threads
             return [Timed(*(s / gain for s in t)) for t in self.of(samples, divided, 1, reckoned, undivided)]
         if divided == plain or (self._left > 0 and not divided.whole):
-            found = self._along(samples, divided, threads)
-            if found is not None:
-                return found
+            times = self._along(samples, divided, threads)
+            if times is not None:
+                return times
         if divided == plain:
             if not self._said:
                 self._said, why = True, self._failed or "there was no time"
@@ -258,16 +260,16 @@ class _Times:
 
     def _powers(self, samples: int, divided: Divided, threads: int) -> dict[int, list[Timed]]:
         """Return seconds measured for 1, 2, 4 ... samples, up to `samples` or until a microbatch takes too long."""
-        found: dict[int, list[Timed]] = {}
+        measured: dict[int, list[Timed]] = {}
         size = 1
         while True:
             point = self._point(size, divided, threads)
             if point is not None:
-                found[size] = point
-            if (size >= samples and found) or (size > 1 and point is None):
-                return found  # a failure at size 1 is no reason to stop: batch norms may refuse a single sample
-            if point is not None and sum(t.forward + t.backward for t in point) > _LONG and len(found) > 1:
-                return found
+                measured[size] = point
+            if (size >= samples and measured) or (size > 1 and point is None):
+                return measured  # a failure at size 1 is no reason to stop: batch norms may refuse a single sample
+            if point is not None and sum(t.forward + t.backward for t in point) > _LONG and len(measured) > 1:
+                return measured
             size *= 2
 
     def _point(self, samples: int, divided: Divided, threads: int) -> list[Timed] | None:
@@ -306,9 +308,9 @@ def _cores() -> int:
 
 def moments(section: OptimSection) -> int:
     """Return how many fp32 numbers the configured optimizer keeps for each element; 2 if that cannot be found out."""
-    own = {"muon": 2, "lion": 1}  # muon: the parameters that are not hidden matrices keep most
-    if section.name.lower() in own:
-        return own[section.name.lower()]
+    own_optimizers = {"muon": 2, "lion": 1}  # muon: the parameters that are not hidden matrices keep most
+    if section.name.lower() in own_optimizers:
+        return own_optimizers[section.name.lower()]
     try:
         kinds = {key.lower(): kind for key, kind in vars(torch.optim).items() if isinstance(kind, type)}
         kind = find("optim.name", section.name) if ":" in section.name else kinds[section.name.lower()]
@@ -316,7 +318,7 @@ def moments(section: OptimSection) -> int:
         tensor.grad = torch.ones(32, 32)
         optimizer = kind([tensor], **{"lr": section.lr, **section.options})
         optimizer.step()
-        kept = [value for value in optimizer.state[tensor].values() if torch.is_tensor(value)]
-        return round(sum(value.nbytes for value in kept) / tensor.nbytes)
+        states = [value for value in optimizer.state[tensor].values() if torch.is_tensor(value)]
+        return round(sum(value.nbytes for value in states) / tensor.nbytes)
     except Exception:  # the job itself reports what is wrong with the optimizer
         return 2

@@ -117,20 +117,20 @@ def best_cut(
         return None
     seconds = stage_seconds(blocks, message, limits is not None and limits.recompute)
     allowed = [np.isfinite(seconds)] * stages if limits is None else stage_fits(blocks, limits)
-    of_sum, of_slowest = 1 / chunks, microbatches * chunks - 1
+    sum_weight, slowest_weight = 1 / chunks, microbatches * chunks - 1
     slowest = _least(seconds, allowed, np.maximum)[0]
     if not np.isfinite(slowest):
         return None
     least_sum = _least(seconds, allowed, np.add)[0]
-    best, found = np.inf, None
+    best, best_bounds = np.inf, None
     for limit in np.unique(seconds[(seconds >= slowest) & np.isfinite(seconds)]):
-        if of_sum * least_sum + of_slowest * limit >= best:
+        if sum_weight * least_sum + slowest_weight * limit >= best:
             break
         uneven = seconds * (1 + _EVEN * seconds / limit) if limit else seconds
         total, bounds = _least(uneven, [possible & (seconds <= limit) for possible in allowed], np.add)
-        if of_sum * total + of_slowest * limit < best:
-            best, found = of_sum * total + of_slowest * limit, bounds
-    return found
+        if sum_weight * total + slowest_weight * limit < best:
+            best, best_bounds = sum_weight * total + slowest_weight * limit, bounds
+    return best_bounds
 
 
 def stage_seconds(blocks: Sequence[BlockCost], message: Callable[[int], float], recompute: bool = False) -> _Array:
@@ -159,11 +159,11 @@ def stage_fits(blocks: Sequence[BlockCost], limits: Limits) -> list[npt.NDArray[
         blocks: Blocks of the model, in order.
         limits: Memory limits of the stages.
     """
-    kept = np.array([block.taken if limits.recompute else block.kept for block in blocks], dtype=float)
+    activations = np.array([block.taken if limits.recompute else block.kept for block in blocks], dtype=float)
     weights = np.array([sum(weight.numel for weight in block.weights) for block in blocks], dtype=float)
     fits = []
-    for held in limits.held:
-        sums = np.concatenate([[0.0], np.cumsum(kept * held + weights * limits.per_element)])
+    for microbatches in limits.held:
+        sums = np.concatenate([[0.0], np.cumsum(activations * microbatches + weights * limits.per_element)])
         fits.append(sums[None, :] - sums[:, None] <= limits.room)
     return fits
 
@@ -223,15 +223,15 @@ def choose(pairs: Sequence[Pairs], limit: float) -> tuple[int, ...] | None:
         more = np.arange(len(each.patterns) + 1)
         all_seconds = np.add.outer(seconds, more * each.seconds).ravel()
         all_bytes = np.add.outer(nbytes, more * each.nbytes).ravel()
-        kept = np.lexsort((all_seconds, all_bytes))
-        least = np.minimum.accumulate(all_seconds[kept])
-        kept = kept[np.diff(least, prepend=np.inf) < 0]  # more bytes only for fewer seconds
-        seconds, nbytes = all_seconds[kept], all_bytes[kept]
-        if len(kept) > _MOST:
+        indices = np.lexsort((all_seconds, all_bytes))
+        least = np.minimum.accumulate(all_seconds[indices])
+        indices = indices[np.diff(least, prepend=np.inf) < 0]  # more bytes only for fewer seconds
+        seconds, nbytes = all_seconds[indices], all_bytes[indices]
+        if len(indices) > _MOST:
             of_range = (seconds - seconds[-1]) / (seconds[0] - seconds[-1])
             thinned = np.flatnonzero(np.diff((of_range * _MOST).astype(int), prepend=-1))
-            kept, seconds, nbytes = kept[thinned], seconds[thinned], nbytes[thinned]
-        counts = np.column_stack((counts[kept // len(more)], kept % len(more)))
+            indices, seconds, nbytes = indices[thinned], seconds[thinned], nbytes[thinned]
+        counts = np.column_stack((counts[indices // len(more)], indices % len(more)))
     fitting = np.count_nonzero(nbytes <= limit)  # the first ones fit, and the last of these is fastest
     return tuple(counts[fitting - 1].tolist()) if fitting else None
 
@@ -243,13 +243,13 @@ def whole_patterns(pairs: Sequence[Pairs], counts: Sequence[int]) -> tuple[str, 
         pairs: Classes of equal pairs.
         counts: Number of pairs of each class that stay whole.
     """
-    found: list[str] = []
+    all_patterns: list[str] = []
     for each, count in zip(pairs, counts, strict=True):
         chosen = [pattern for patterns in each.patterns[:count] for pattern in patterns]
         if count == len(each.patterns) > 1:
             chosen = list(dict.fromkeys(map(_class_of, chosen)))
-        found += chosen
-    return tuple(found)
+        all_patterns += chosen
+    return tuple(all_patterns)
 
 
 def pairs_of(
@@ -280,19 +280,19 @@ def pairs_of(
         """Return (seconds of a step, bytes) of blocks."""
         seconds = sum(block.seconds for block in blocks)
         seconds += sum(exchange(each) for block in blocks for each in (*block.forwards, *block.backwards))
-        numel, kept = sum(block.numel for block in blocks), sum(block.kept for block in blocks)
-        return seconds * microbatches, kept + numel * per_element
+        numel, activations = sum(block.numel for block in blocks), sum(block.kept for block in blocks)
+        return seconds * microbatches, activations + numel * per_element
 
     base = replace(divided, whole=())
     blocks = model.blocks(samples, base, threads)
     before = cost(blocks)
-    found: list[Pairs] = []
+    classes: list[Pairs] = []
     for patterns in _classes(model, base, _units(blocks)):
         whole = replace(base, whole=tuple(name for each in patterns for name in each))
         seconds, nbytes = cost(model.blocks(samples, whole, threads))
         count = len(patterns)
-        found.append(Pairs(tuple(patterns), (seconds - before[0]) / count, (nbytes - before[1]) / count))
-    return found
+        classes.append(Pairs(tuple(patterns), (seconds - before[0]) / count, (nbytes - before[1]) / count))
+    return classes
 
 
 def _units(blocks: Sequence[BlockCost]) -> list[tuple[str, ...]]:
@@ -319,16 +319,16 @@ def _classes(model: ModelProfile, base: Divided, units: Sequence[tuple[str, ...]
     classes: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
     for unit in units:
         classes.setdefault(tuple(map(_class_of, unit)), []).append(unit)
-    found: list[list[tuple[str, ...]]] = []
+    separable: list[list[tuple[str, ...]]] = []
     waiting: list[tuple[str, ...]] = []
-    for alike in classes.values():
-        by_two = [(*first, *second) for first, second in zip(alike[::2], alike[1::2], strict=False)]
-        with_last = [(*first, *second) for first, second in zip(waiting, alike, strict=False)]
-        fitting = (each for each in (alike, by_two, with_last) if each and model.takes(replace(base, whole=each[0])))
+    for members in classes.values():
+        by_two = [(*first, *second) for first, second in zip(members[::2], members[1::2], strict=False)]
+        with_last = [(*first, *second) for first, second in zip(waiting, members, strict=False)]
+        fitting = (each for each in (members, by_two, with_last) if each and model.takes(replace(base, whole=each[0])))
         chosen = next(fitting, [])
-        waiting = [] if chosen else alike
-        found += [chosen] if chosen else []
-    return found
+        waiting = [] if chosen else members
+        separable += [chosen] if chosen else []
+    return separable
 
 
 def _class_of(pattern: str) -> str:
@@ -349,21 +349,21 @@ class Refinement:
         self._cut = lru_cache(maxsize=None)(self._find_cut)
 
     def __call__(self, layout: ParallelLayout) -> list[ParallelLayout]:
-        found = [layout]
+        variants = [layout]
         if layout.tensor > 1 and not layout.sequence:
             whole = self._whole(_plain(layout))
-            found = ([replace(layout, whole=whole)] if whole else []) + found
+            variants = ([replace(layout, whole=whole)] if whole else []) + variants
         if layout.pipeline > 1:
-            cuts = [(each, self._cut(_plain(each), self._per_element(each))) for each in found]
-            found = [replace(each, cut=cut) for each, cut in cuts if cut] + found
-        return found
+            cuts = [(each, self._cut(_plain(each), self._per_element(each))) for each in variants]
+            variants = [replace(each, cut=cut) for each, cut in cuts if cut] + variants
+        return variants
 
     def _find_cut(self, layout: ParallelLayout, per_element: float) -> tuple[int, ...]:
         """Return the number of blocks of each stage; empty if stages of equally many blocks are best."""
         count, stages = self._of.microbatches(layout), layout.pipeline * layout.chunks
-        held = held_at_most(layout.pipeline, layout.chunks, count, layout.schedule)
+        microbatches = held_at_most(layout.pipeline, layout.chunks, count, layout.schedule)
         room = (self._of.room() - self._of.machine.process) / layout.chunks
-        limits = Limits(room, held, per_element, layout.recompute)
+        limits = Limits(room, microbatches, per_element, layout.recompute)
         places = self._of.places(layout)
         message = partial(self._of.collectives.message, inside=places.stages.spans == 1)
         blocks = self._of.blocks(layout, places)

@@ -100,7 +100,7 @@ def nothing_fits(plan: LayoutPlan) -> str:
 def _blame(excess: Excess) -> str:
     """Return the category that takes most memory, and a setting that makes it smaller."""
     layout, blame = excess.layout, excess.blame
-    mends = {
+    fixes = {
         "states": "" if layout.zero else "a higher zero",
         "gradients": "zero 2" if layout.zero < 2 else "",
         "parameters": "zero 3" if layout.zero < 3 else "more pipeline or tensor ranks",
@@ -110,16 +110,16 @@ def _blame(excess: Excess) -> str:
         "model": "fewer ranks a node",
         "pinned": "a higher zero" if not layout.zero else "",
     }
-    mend = mends.get(blame, "")
-    return f"{blame}, {bytes_text(excess.memory[blame])}" + (f" ({mend} takes less)" if mend else "")
+    fix = fixes.get(blame, "")
+    return f"{blame}, {bytes_text(excess.memory[blame])}" + (f" ({fix} takes less)" if fix else "")
 
 
 def _wrapped(rows: Sequence[tuple[str, str]]) -> str:
     """Return rows of a label and a text as lines, broken at commas."""
     broken = []
     width = _WIDTH - 5 - max(len(label) for label, _ in rows)
-    for label, told in rows:
-        line, *parts = told.split(", ")
+    for label, content in rows:
+        line, *parts = content.split(", ")
         for part in parts:
             if len(line) + len(part) + 2 > width:
                 broken.append((label, f"{line},"))
@@ -139,7 +139,7 @@ Point = tuple[int, Prediction | None]  # a number of ranks, and the best layout 
 
 def efficiency_of(points: Sequence[Point]) -> float:
     """Return the throughput of a rank at the last point that has a layout, divided by that at the first point."""
-    rates = [of.samples / of.seconds / ranks for ranks, of in points if of is not None]
+    rates = [prediction.samples / prediction.seconds / ranks for ranks, prediction in points if prediction is not None]
     return rates[-1] / rates[0]
 
 
@@ -148,11 +148,11 @@ HEAD = "  ranks       step   samples/s  efficiency      memory   batch  layout"
 
 def row(points: Sequence[Point]) -> str:
     """Return the line of a table for the last of some points; `HEAD` is the table's heading."""
-    ranks, found = points[-1]
-    if found is None:
+    ranks, best = points[-1]
+    if best is None:
         return f"{ranks:7,}  nothing fits"
-    told = f"{seconds_text(found.seconds):>9}  {found.samples / found.seconds:10,.1f}  {efficiency_of(points):10.0%}"
-    return f"{ranks:7,}  {told}  {bytes_text(found.total_memory):>10}  {found.samples:6,}  {text(found.layout)}"
+    speed = f"{seconds_text(best.seconds):>9}  {best.samples / best.seconds:10,.1f}  {efficiency_of(points):10.0%}"
+    return f"{ranks:7,}  {speed}  {bytes_text(best.total_memory):>10}  {best.samples:6,}  {text(best.layout)}"
 
 
 def picture(figure: Any, strong: Sequence[Point], weak: Sequence[Point], title: str) -> None:
@@ -167,11 +167,11 @@ def picture(figure: Any, strong: Sequence[Point], weak: Sequence[Point], title: 
     figure.suptitle(title, fontsize=10)
     time, efficiency, memory = figure.subplots(1, 3)
     for points, name, style in ((strong, "strong", "o-"), (weak, "weak", "s--")):
-        fits = [(count, found) for count, found in points if found is not None]
+        fits = [(count, prediction) for count, prediction in points if prediction is not None]
         ranks = [count for count, _ in fits]
-        time.plot(ranks, [found.seconds for _, found in fits], style, label=name)
+        time.plot(ranks, [prediction.seconds for _, prediction in fits], style, label=name)
         efficiency.plot(ranks, [efficiency_of(fits[: n + 1]) for n in range(len(fits))], style, label=name)
-        memory.plot(ranks, [found.total_memory / 2**30 for _, found in fits], style, label=name)
+        memory.plot(ranks, [prediction.total_memory / 2**30 for _, prediction in fits], style, label=name)
     time.set(ylabel="seconds a step", yscale="log")
     efficiency.set(ylabel="efficiency", ylim=(0, 1.1))
     memory.set(ylabel="GiB a rank", ylim=(0, None))

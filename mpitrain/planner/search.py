@@ -112,8 +112,10 @@ def best(
     """
     layouts = offered(predictor, rules, wanted)
     if wanted and not layouts:
-        said = ", ".join(f"{SECTION_OF[key]}.{key} {value}" for key, value in wanted.items())
-        raise refusal(f"parallel.auto finds no layout of {predictor.ranks} ranks with {said}; leave some of these out")
+        settings = ", ".join(f"{SECTION_OF[key]}.{key} {value}" for key, value in wanted.items())
+        raise refusal(
+            f"parallel.auto finds no layout of {predictor.ranks} ranks with {settings}; leave some of these out"
+        )
     variants, fixed = Refinement(predictor), [key for key in ("cut", "whole") if key in wanted]
 
     def refined(layout: ParallelLayout) -> list[ParallelLayout]:
@@ -215,14 +217,14 @@ class _Search:
                     too_large.append(excess)
                     self.refused += 1
                     continue
-                found = self._predictor.predict(variant)
+                prediction = self._predictor.predict(variant)
             except InputError:
                 continue
             self.predicted += 1
             self._fitting.add(layout)
-            self.best = ranked([*self.best, found])[: self._count]
+            self.best = ranked([*self.best, prediction])[: self._count]
             if variants[number:]:
-                heapq.heappush(self.waiting, (found.seconds, self._number, layout, tuple(variants[number:])))
+                heapq.heappush(self.waiting, (prediction.seconds, self._number, layout, tuple(variants[number:])))
                 self._number += 1
             return
         if too_large and layout not in self._fitting:
@@ -248,15 +250,15 @@ class _Search:
         """Return the layouts that do not fit and are worth showing: at most one for each mesh and stage of ZeRO."""
         if not self.best:
             self.excess.sort(key=lambda each: each.missing)
-        told: dict[tuple[int, ...], Excess] = {}
+        nearest: dict[tuple[int, ...], Excess] = {}
         for each in self.excess:
             if self._slower_than_best(each.seconds):
                 continue
             layout = each.layout
             kind = (*(ranks for _, ranks in layout.sizes), layout.zero)
-            if kind not in told or each.missing < told[kind].missing:
-                told[kind] = each
-        return list(told.values())[:_NEAR]
+            if kind not in nearest or each.missing < nearest[kind].missing:
+                nearest[kind] = each
+        return list(nearest.values())[:_NEAR]
 
     def _slower_than_best(self, at_least: float) -> bool:
         """Return True if the requested number of layouts is known to be faster."""
@@ -292,9 +294,9 @@ def simplicity(layout: ParallelLayout) -> tuple[Any, ...]:
     """Return a sort key that is smaller for a simpler layout: fewer axes, a lower stage of ZeRO, fewer pieces."""
     axes = sum(ranks > 1 for _, ranks in layout.sizes)
     options = (layout.recompute, bool(layout.offload), layout.sequence, layout.shard_within != "all")
-    own = (not layout.share_node, not layout.reshard, bool(layout.cut), len(layout.whole))
+    flags = (not layout.share_node, not layout.reshard, bool(layout.cut), len(layout.whole))
     sizes = (layout.chunks, layout.slices, layout.tensor, layout.pipeline, -layout.microbatch)
-    return (axes, layout.zero, sum(options), *own, layout.schedule not in ("1f1b", "gpipe"), *sizes, layout.schedule)
+    return (axes, layout.zero, sum(options), *flags, layout.schedule not in ("1f1b", "gpipe"), *sizes, layout.schedule)
 
 
 _OPEN = {"data": "auto", "microbatch": 0}  # values that leave the choice to the planner
@@ -305,8 +307,8 @@ _CHOSEN = [key for key in SECTION_OF if key not in (*_TAKEN, "cut", "whole", "ax
 def given(config: Config) -> dict[str, Any]:
     """Return the layout settings that a configuration sets explicitly, by key; a key belongs to only one section."""
     sections = {key: getattr(config, name) for key, name in SECTION_OF.items()}
-    found = {key: getattr(of, key) for key, of in sections.items() if key in of.model_fields_set}
-    return {key: value for key, value in found.items() if key not in _OPEN or value != _OPEN[key]}
+    values = {key: getattr(section, key) for key, section in sections.items() if key in section.model_fields_set}
+    return {key: value for key, value in values.items() if key not in _OPEN or value != _OPEN[key]}
 
 
 def offered(predictor: Predictor, rules: LayoutRules, wanted: Mapping[str, Any]) -> dict[ParallelLayout, None]:
@@ -333,9 +335,9 @@ def _with(layouts: Iterable[ParallelLayout], wanted: Mapping[str, Any]) -> Itera
         changed["whole"] = _list(wanted.get("whole", ""))
         if ":" in schedule and layout.schedule == "1f1b" and layout.pipeline > 1:  # the user's code takes its place
             changed["schedule"] = schedule
-        made = replace(layout, **changed)
-        if all(getattr(made, key) == wanted[key] for key in _CHOSEN if key in wanted and _matters(key, made)):
-            yield made
+        variant = replace(layout, **changed)
+        if all(getattr(variant, key) == wanted[key] for key in _CHOSEN if key in wanted and _matters(key, variant)):
+            yield variant
 
 
 def _list(value: Any) -> tuple[Any, ...]:

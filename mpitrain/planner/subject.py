@@ -97,20 +97,20 @@ class StandIn(Axis):
             tag: Ignored.
             lengths: Length of each rank's x along `dim`. Default: that of this x.
         """
-        told = list(lengths) if lengths is not None else [x.shape[dim]] * self.size
-        whole = self._like(x, _resized(x.shape, dim, sum(told)))
+        all_lengths = list(lengths) if lengths is not None else [x.shape[dim]] * self.size
+        whole = self._like(x, _resized(x.shape, dim, sum(all_lengths)))
         self.noted.append(AxisExchange("all_gather", whole.nbytes, self.name))
-        return whole, told
+        return whole, all_lengths
 
     def _like(self, x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
         if self._pool is None:
             return x.new_empty(shape)
         key = (tuple(shape), x.dtype, x.device)
-        kept = self._pool.get(key)
-        if kept is None:
-            kept = self._pool[key] = x.new_full(tuple(shape), 0.01)
+        pooled = self._pool.get(key)
+        if pooled is None:
+            pooled = self._pool[key] = x.new_full(tuple(shape), 0.01)
         # not a view in autograd, so that it may be written to in place
-        return kept.new_empty(0).set_(kept.untyped_storage(), 0, kept.shape, kept.stride())
+        return pooled.new_empty(0).set_(pooled.untyped_storage(), 0, pooled.shape, pooled.stride())
 
 
 class _NoStreams(RngTracker):
@@ -172,26 +172,26 @@ def alike(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], patterns: I
     names = {module: name for name, module in model.named_modules()}
     several = Counter(block for _, block in blocks)
     known: dict[Any, int] = {}
-    found = []
+    firsts = []
     for number, (_, block) in enumerate(blocks):
-        own = all(owners[id(p)] == 1 for p in block.parameters()) and several[block] == 1
+        independent = all(owners[id(p)] == 1 for p in block.parameters()) and several[block] == 1
         key: Any = number
-        if own and block in names and any(True for _ in block.parameters()):
+        if independent and block in names and any(True for _ in block.parameters()):
             inside = [(m, [p for p in patterns if fnmatchcase(names.get(m, ""), p)]) for m in block.modules()]
             key = signature(block), tuple(tuple(matching) for _, matching in inside)
-        found.append(known.setdefault(key, number))
-    return found
+        firsts.append(known.setdefault(key, number))
+    return firsts
 
 
 def signature(block: nn.Module) -> Any:
     """Return a key that is equal for blocks that do the same: structure, attributes, and shapes of the parameters."""
     simple = (int, float, str, bool, tuple, type(None))
-    told: list[Any] = []
+    structure: list[Any] = []
     for name, module in block.named_modules():
-        own = tuple((k, repr(v)) for k, v in vars(module).items() if isinstance(v, simple))
+        attributes = tuple((k, repr(v)) for k, v in vars(module).items() if isinstance(v, simple))
         hooks = len(module._forward_hooks) + len(module._forward_pre_hooks)
-        told.append((name, type(module), own, hooks))
-    return tuple(told), tuple((n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in block.named_parameters())
+        structure.append((name, type(module), attributes, hooks))
+    return tuple(structure), tuple((n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in block.named_parameters())
 
 
 @dataclass
@@ -227,11 +227,11 @@ class Cut:
 
     def exchanged(self) -> tuple[AxisExchange, ...]:
         """Return the exchanges recorded since the last call."""
-        found: list[AxisExchange] = []
+        exchanges: list[AxisExchange] = []
         for group in self.among:
-            found += group.noted
+            exchanges += group.noted
             group.noted = []
-        return tuple(found)
+        return tuple(exchanges)
 
     def autocast(self, device: str = "cpu") -> AbstractContextManager[Any]:
         """Return the context manager for mixed precision that the engine uses."""
@@ -380,15 +380,15 @@ class Subject:
         self, slices: int, device: torch.device, sizes: Mapping[MeshAxis, int], samples: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return random samples (x, y): normally distributed floats, uniformly distributed valid integers."""
-        tokens, made = self._description.vocabulary or 1, list[torch.Tensor]()
+        tokens, tensors = self._description.vocabulary or 1, list[torch.Tensor]()
         counts = tokens, len(self._description.classes or ()) or tokens
         for (shape, dtype), count in zip(self.shapes, counts, strict=True):
             size = (samples, *(shape if slices == 1 else (-(-shape[0] // slices), *shape[1:])))
             floating = dtype.is_floating_point
-            made.append(
+            tensors.append(
                 torch.randn(size, device=device) if floating else torch.randint(count, size, dtype=dtype, device=device)
             )
-        x, y = made
+        x, y = tensors
         for axis, ranks in sizes.items():
             x, y = axis.take(x, y, 0, ranks)
         return x.to(DTYPES[self.config.train.precision]) if x.is_floating_point() else x, y

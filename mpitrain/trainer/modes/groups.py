@@ -100,10 +100,10 @@ def require_samples(config: Config, engine: Engine, places: GroupPlaces, sizes: 
         sizes: Samples of the parts of all groups.
     """
     gathers = engine.sharding.parameters.gathers and engine.pipeline is None
-    found = Combination(config.parallel, synchronous=engine.synchronous, gathers=gathers, workers=places.workers)
+    combination = Combination(config.parallel, synchronous=engine.synchronous, gathers=gathers, workers=places.workers)
     for size in sizes:
         microbatch = microbatch_size(config, places.mesh, size)
-        require_compatible(replace(found, batches=[size], microbatch=microbatch))
+        require_compatible(replace(combination, batches=[size], microbatch=microbatch))
 
 
 REPLICA, MOMENTUM, LEFT_OUT = "replica/", "outer/momentum/", "local_compression/"
@@ -172,18 +172,21 @@ class LocalEngine(Engine):
         """
         sharding = self.sharding
         names = {p: name for name, p in self.module.named_parameters()}
-        kept = [(names[p], lo, hi, at) for f in sharding.flat_parameters for p, lo, hi, at in f.contents]
+        contents = [(names[p], lo, hi, at) for f in sharding.flat_parameters for p, lo, hi, at in f.contents]
         replica = sharding.replicas.rank if sharding.replicas is not None else 0
         place = [*(other.rank for other in division.others.values()), sharding.shard.rank, replica]
-        mine = [self.grouping.number, place, sharding.shard.size, zlib.crc32(repr(kept).encode())]
+        mine = [self.grouping.number, place, sharding.shard.size, zlib.crc32(repr(contents).encode())]
         everyone = self._world.all_gather_object(mine)
-        groups = [sorted(rest for of, *rest in everyone if of == number) for number in range(self.grouping.count)]
+        groups = [
+            sorted(member for group_number, *member in everyone if group_number == number)
+            for number in range(self.grouping.count)
+        ]
         if any(group != groups[0] for group in groups):
             raise refusal(
                 f"parallel.zero {self.sharding.parallel.zero} lays shares out otherwise in some groups than in others, "
                 "because they lie otherwise on the nodes; let parallel.local_group divide the ranks of each node"
             )
-        return [rest[0] for rest in groups[0]].index(place)
+        return [member[0] for member in groups[0]].index(place)
 
     def _contents(self, number: int, part: FlatSlice) -> Iterator[tuple[nn.Parameter, int, int, int]]:
         """Yield (parameter, first, last, place in the slice) of the parameters in a slice."""
@@ -205,13 +208,13 @@ class LocalEngine(Engine):
     @torch.no_grad()
     def average_buffers(self) -> None:
         """Average the module's floating-point buffers, such as the statistics of BatchNorm. Collective."""
-        kept = self.module.state_dict()
-        buffers = [b for n, b in self.module.named_buffers() if n in kept and b.is_floating_point() and b.numel()]
+        saved = self.module.state_dict()
+        buffers = [b for n, b in self.module.named_buffers() if n in saved and b.is_floating_point() and b.numel()]
         if not buffers:
             return
-        together = torch.cat([b.reshape(-1).double() for b in buffers])  # so that equal buffers stay bitwise equal
-        self.meeting.all_reduce(together.mul_(self.grouping.weight), reproducible=self.cut)
-        for buffer, values in zip(buffers, together.split([b.numel() for b in buffers]), strict=True):
+        joined = torch.cat([b.reshape(-1).double() for b in buffers])  # so that equal buffers stay bitwise equal
+        self.meeting.all_reduce(joined.mul_(self.grouping.weight), reproducible=self.cut)
+        for buffer, values in zip(buffers, joined.split([b.numel() for b in buffers]), strict=True):
             buffer.copy_(values.view(buffer.shape))
 
     def step(self, lr: float | None = None) -> StepResult:
@@ -270,10 +273,10 @@ class LocalEngine(Engine):
         parts, values = super().parts(alone=alone)
         number = self.grouping.number
         if number:
-            kept = [p for p in parts if p.spec.name.startswith("compression/")]
-            parts = [_renamed(p, self._prefix) for p in parts if p.spec.name.startswith(OPTIMIZER)] + kept
-        own = [h for h in self._outer() if not number] + self._ahead()
-        parts += [part for h in own if h.written for part in h.parts(h.data, 0, h.last - h.first)]
+            compression = [p for p in parts if p.spec.name.startswith("compression/")]
+            parts = [_renamed(p, self._prefix) for p in parts if p.spec.name.startswith(OPTIMIZER)] + compression
+        holdings = [h for h in self._outer() if not number] + self._ahead()
+        parts += [part for h in holdings if h.written for part in h.parts(h.data, 0, h.last - h.first)]
         parts += self._left_out.parts()
         of_groups = self.meeting.all_gather_object({key: values[key] for key in ("optimizer", "loss_scale")})
         local = {"groups": self.grouping.count, "ahead": self.averaging.ahead is not None}
@@ -303,18 +306,18 @@ class LocalEngine(Engine):
         averaging, grouping = self.averaging, self.grouping
         averaging.forget()
         saved = manifest.values.get("local") or {}
-        alike = self._alike(manifest)
-        prefix = self._prefix if alike and grouping.number else ""
-        found = super().parts_to_load(self._of_group(manifest, alike))
-        found = [_renamed(p, prefix) if p.spec.name.startswith(OPTIMIZER) else p for p in found]
+        same_groups = self._alike(manifest)
+        prefix = self._prefix if same_groups and grouping.number else ""
+        parts = super().parts_to_load(self._of_group(manifest, same_groups))
+        parts = [_renamed(p, prefix) if p.spec.name.startswith(OPTIMIZER) else p for p in parts]
         for momentum in averaging.outer.momenta:
             momentum.zero_()
-        ahead = alike and saved.get("ahead") and self.config.parallel.overlap
+        ahead = same_groups and saved.get("ahead") and self.config.parallel.overlap
         averaging.ahead = [s.empty() for s in averaging.slices] if ahead else None
         for h in self._outer() + self._ahead():
             if h.name in manifest.tensors:
-                found += h.parts(h.data, 0, h.last - h.first)
-        return found + self._left_out.parts_to_load(manifest, self.device, alike=alike)
+                parts += h.parts(h.data, 0, h.last - h.first)
+        return parts + self._left_out.parts_to_load(manifest, self.device, alike=same_groups)
 
     def _alike(self, manifest: Manifest) -> bool:
         """Return whether the same number of groups wrote the checkpoint."""
@@ -326,16 +329,16 @@ class LocalEngine(Engine):
             return manifest
         number, prefix, tensors = self.grouping.number, self._prefix, dict(manifest.tensors)
         if number:
-            own = {n.removeprefix(prefix): s for n, s in tensors.items() if n.startswith(prefix + OPTIMIZER)}
+            states = {n.removeprefix(prefix): s for n, s in tensors.items() if n.startswith(prefix + OPTIMIZER)}
             tensors = {n: s for n, s in tensors.items() if not n.startswith(OPTIMIZER)}
-            tensors |= {name: replace(spec, name=name) for name, spec in own.items()}
+            tensors |= {name: replace(spec, name=name) for name, spec in states.items()}
         return replace(manifest, tensors=tensors, values=manifest.values | manifest.value("replicas")[number])
 
     def finish_load(self, manifest: Manifest) -> None:
-        alike = self._alike(manifest)
-        super().finish_load(self._of_group(manifest, alike))
-        self.note = "" if alike else self.note
-        if not alike and not self.note and any(name.startswith(OPTIMIZER) for name in manifest.tensors):
+        same_groups = self._alike(manifest)
+        super().finish_load(self._of_group(manifest, same_groups))
+        self.note = "" if same_groups else self.note
+        if not same_groups and not self.note and any(name.startswith(OPTIMIZER) for name in manifest.tensors):
             self.note = f"{self.grouping.count} groups begin with the one optimizer's state that was saved"
         self._left_out.finish_load()
 
@@ -477,18 +480,18 @@ def notices(config: Config, *, overlaps: bool) -> list[str]:
     parallel, steps = config.parallel, config.train.steps
     if as_one(config, steps):
         return []
-    found = []
+    remarks = []
     if left := max(0, steps - parallel.warm) % parallel.local_steps:
-        found.append(f"the last period has {left} of parallel.local_steps {parallel.local_steps} steps")
+        remarks.append(f"the last period has {left} of parallel.local_steps {parallel.local_steps} steps")
     keys = {"checkpoint.every": config.checkpoint.every, "train.evaluate_every": config.train.evaluate_every}
     for key, every in keys.items():
         if every and every != "auto" and (every % parallel.local_steps or parallel.warm % parallel.local_steps):
-            found.append(
+            remarks.append(
                 f"{key} {every}: what is due within a period of {parallel.local_steps} steps is done at its end"
             )
     if parallel.overlap and not overlaps:
-        found.append("parallel.overlap: no core is free to average in the background, so it is done between periods")
-    return found
+        remarks.append("parallel.overlap: no core is free to average in the background, so it is done between periods")
+    return remarks
 
 
 def refuse_what_does_not_go_together(config: Config) -> None:

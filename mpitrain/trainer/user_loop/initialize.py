@@ -88,22 +88,22 @@ def initialize(
     read, ours = settings.deepspeed, settings.config
     _refuse_twice(_origin(config), "an optimizer", optimizer, read and "name" in ours.optim.model_fields_set)
     _refuse_twice(_origin(config), "a scheduler", scheduler, settings.schedule or (read and read.torch_schedule))
-    given = GivenModel(model)
-    told = {"optimizer of your own": optimizer is not None, "scheduler of your own": scheduler is not None}
-    require_alike(comm, [*settings_told(settings, optimizer is not None), *values_told(told), *model_told(model)])
+    passed_model = GivenModel(model)
+    arguments = {"optimizer of your own": optimizer is not None, "scheduler of your own": scheduler is not None}
+    require_alike(comm, [*settings_told(settings, optimizer is not None), *values_told(arguments), *model_told(model)])
     _begin(settings, comm)
     make = _optimizing(optimizer, settings, model, comm)
     mesh = places(comm, ours.parallel)
     divided, loss = place_on_mesh(model, mesh, ours, loss=loss, plan=plan, blocks=blocks)
-    made = make(divided.module)  # groups from the configuration may differ between stages
-    require_alike(comm, [] if optimizer is None else [*groups_told(made, whole=not mesh.divided)])
-    engine = _engine(divided, loss or (lambda output, y: output), made, mesh, settings)
+    local_optimizer = make(divided.module)  # groups from the configuration may differ between stages
+    require_alike(comm, [] if optimizer is None else [*groups_told(local_optimizer, whole=not mesh.divided)])
+    engine = _engine(divided, loss or (lambda output, y: output), local_optimizer, mesh, settings)
     if ours.model.compile:
         compile_blocks(divided.blocks, engine, comm)
     if read is not None and read.torch_schedule is not None:
         scheduler = partial(make_scheduler, *read.torch_schedule)
     kind = TrainingEngine if engine.pipeline is None else PipelineEngine
-    return kind(engine, settings, loss, scheduling(scheduler, made), mesh, given)
+    return kind(engine, settings, loss, scheduling(scheduler, local_optimizer), mesh, passed_model)
 
 
 def _engine(divided: ModelPart, loss: Loss, optimizer: torch.optim.Optimizer, mesh: Mesh, settings: Settings) -> Engine:
@@ -146,12 +146,12 @@ def _optimizing(
 
     def make(module: nn.Module) -> torch.optim.Optimizer:
         if given is None:
-            made = make_optimizer(section, module.named_parameters(), roles)
+            optimizer = make_optimizer(section, module.named_parameters(), roles)
         else:
-            made = following(given, names, module, comm)
+            optimizer = following(given, names, module, comm)
         if read is not None and read.any_optimizer:
-            made.elementwise = True  # type: ignore[attr-defined]
-        return made
+            optimizer.elementwise = True  # type: ignore[attr-defined]
+        return optimizer
 
     return make
 
@@ -340,15 +340,15 @@ def place_on_mesh(
     Raises:
         InputError: If the model cannot be divided like this, or a pipeline lacks a loss.
     """
-    own = getattr(model, "loss", None)
-    own, before = own if callable(own) else None, getattr(model, "criterion", None)
+    own_loss = getattr(model, "loss", None)
+    own_loss, before = own_loss if callable(own_loss) else None, getattr(model, "criterion", None)
     staged, whole = mesh.stages.size > 1, not mesh.divided
     device = found_on(model, config.run.device, mesh.world)
     if not whole:
         broadcast_state(model, mesh.world)  # so that all ranks get parts of the same model
 
     def criterion() -> Callable[[Any, Any], torch.Tensor]:
-        chosen = _loss_of(model, loss, own, before, staged=staged)
+        chosen = _loss_of(model, loss, own_loss, before, staged=staged)
         if chosen is None:
             raise refusal(
                 f"stages need a loss, and {type(model).__name__} has none; give mt.initialize loss=, or the model an "
@@ -359,10 +359,10 @@ def place_on_mesh(
     parallel, recompute = config.parallel, config.train.recompute
     divided = divide(ModelPart(model, parallel, criterion, parallel.cut, device, recompute, plan, blocks), mesh)
     if whole:
-        if own is None and (blocks or plan is not None or hasattr(model, "pipeline_blocks")):
-            own = before  # as it would be with stages
-        return divided, loss if loss is not None else own
-    chosen = _loss_of(model, loss, own, before, staged=staged)
+        if own_loss is None and (blocks or plan is not None or hasattr(model, "pipeline_blocks")):
+            own_loss = before  # as it would be with stages
+        return divided, loss if loss is not None else own_loss
+    chosen = _loss_of(model, loss, own_loss, before, staged=staged)
     if isinstance(chosen, nn.Module):
         move(chosen, device)
     return divided, chosen
@@ -409,8 +409,8 @@ def following(given: Any, names: Names, module: nn.Module, comm: Communicator) -
     if any(p not in names for group in given.param_groups for p in group["params"]):
         raise refusal("the optimizer has parameters that are not the model's; give it those alone")
     parts = dict(module.named_parameters(remove_duplicate=False))
-    kept = {p: [parts[name] for name in named if name in parts][:1] for p, named in names.items()}
-    if all(len(found) == 1 and found[0] is p for p, found in kept.items()):
+    local_parts = {p: [parts[name] for name in named if name in parts][:1] for p, named in names.items()}
+    if all(len(local) == 1 and local[0] is p for p, local in local_parts.items()):
         return given
     if has_stepped(given):
         raise refusal(
@@ -418,7 +418,7 @@ def following(given: Any, names: Names, module: nn.Module, comm: Communicator) -
             "load a checkpoint after"
         )
     for group in given.param_groups:
-        group["params"] = [part for p in group["params"] for part in kept[p]]
+        group["params"] = [part for p in group["params"] for part in local_parts[p]]
     return given
 
 
@@ -428,16 +428,18 @@ def _made(make: Any, module: nn.Module, comm: Communicator) -> torch.optim.Optim
         raise refusal(
             f"optimizer is a {type(make).__name__}; give an optimizer, or a function of parameters that makes one"
         )
-    made = make([p for p in module.parameters() if p.requires_grad])
-    if not hasattr(made, "param_groups"):
-        raise refusal(f"the function given as optimizer returned a {type(made).__name__}; let it return an optimizer")
-    counts = comm.all_gather_object(len(made.param_groups))
+    optimizer = make([p for p in module.parameters() if p.requires_grad])
+    if not hasattr(optimizer, "param_groups"):
+        raise refusal(
+            f"the function given as optimizer returned a {type(optimizer).__name__}; let it return an optimizer"
+        )
+    counts = comm.all_gather_object(len(optimizer.param_groups))
     if other := next((rank for rank, count in enumerate(counts) if count != counts[0]), 0):
         raise refusal(
             f"the function given as optimizer made {counts[0]} groups of parameters on rank 0 and {counts[other]} on "
             f"rank {other}; let it make as many on every rank, empty ones too"
         )
-    return made
+    return optimizer
 
 
 def scheduling(given: Any, optimizer: torch.optim.Optimizer) -> Any:
@@ -453,21 +455,21 @@ def scheduling(given: Any, optimizer: torch.optim.Optimizer) -> Any:
     if given is None:
         return None
     if hasattr(given, "step") and not isinstance(given, type):
-        made = given
+        scheduler = given
     elif callable(given):
-        made = given(optimizer)
+        scheduler = given(optimizer)
     else:
         raise refusal(
             f"scheduler is a {type(given).__name__}; give a scheduler, or a function of an optimizer that makes one"
         )
-    if isinstance(made, torch.optim.lr_scheduler.ReduceLROnPlateau):
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise refusal(
             "scheduler ReduceLROnPlateau follows held-out losses, which a loop of your own has; leave it out, and step "
             "it with what engine.evaluate returns"
         )
-    if getattr(made, "optimizer", optimizer) is not optimizer:
+    if getattr(scheduler, "optimizer", optimizer) is not optimizer:
         raise refusal(
             "the scheduler is of another optimizer than the engine's, whose learning rates it would not change; make "
             "it of the one that mt.initialize is given"
         )
-    return made
+    return scheduler
