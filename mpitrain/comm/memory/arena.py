@@ -396,7 +396,12 @@ def _are_each_others(node: MPI.Intracomm, tensor: torch.Tensor, memories: Sequen
 
 
 def all_agree(comm: MPI.Intracomm, yes: bool) -> bool:
-    """Return True if `yes` is true on all ranks. Collective."""
+    """Return True if `yes` is true on all ranks. Collective.
+
+    Args:
+        comm: Communicator of the ranks.
+        yes: This rank's answer.
+    """
     answer = np.array([yes], dtype=np.int64)
     comm.Allreduce(MPI.IN_PLACE, answer, MPI.MIN)
     return bool(answer[0])
