@@ -139,7 +139,7 @@ def orthogonal(matrix: torch.Tensor, coefficients: Sequence[float], steps: int, 
     """Return approximately U V' for a matrix U S V', computed in bfloat16 by Newton-Schulz iterations.
 
     One iteration is X <- a X + (b X X' + c (X X')^2) X. The singular values of the result are between 0.5 and 1.5. The
-    bits are those of torch.optim.Muon.
+    result is bitwise equal to that of torch.optim.Muon.
 
     Args:
         matrix: Matrix [m, n], any float dtype.

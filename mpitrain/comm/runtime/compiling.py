@@ -389,7 +389,7 @@ class Plan:
             self._order.local(lambda binding: executor.scaling(binding.view(place), scale), [region], [region])
 
     def _bring_home(self) -> None:
-        """Copy the blocks of this rank's result that were never written from the caller's input to the output."""
+        """Fill the blocks of this rank's output that no step writes: copy them from the caller's input."""
         segments = self._program.segments
         for goal in self._program.collective.ends(self._rank):
             if goal.memory == WORK and not any(self._arrived[goal.cell * segments : (goal.cell + 1) * segments]):

@@ -373,7 +373,7 @@ class Binding:
         self._tellings: dict[str, Telling] = {}
 
     def address(self, place: Place) -> int:
-        """Return the address of a place in bytes."""
+        """Return the memory address of the first byte of a place."""
         return self._base(place.memory, place.owner) + place.start * self.item
 
     def view(self, place: Place) -> Array:

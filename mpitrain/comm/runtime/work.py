@@ -53,7 +53,7 @@ class Work:
         raise NotImplementedError
 
     def release(self) -> None:
-        """Block until the memory that the operation reads can be written again: at its completion, or later."""
+        """Block until the caller may overwrite the memory that the operation reads: at its completion, or later."""
         self.wait()
 
 
