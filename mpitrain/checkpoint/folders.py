@@ -114,7 +114,10 @@ def set_aside(folder: Path) -> Path:
 
 
 def remove_leftovers(root: Path) -> None:
-    """Remove what killed saves have left. Only for the holder of the run's lock, because nobody else saves then."""
+    """Remove temporary files and folders of saves that were killed.
+
+    The caller must hold the run's lock, so that no save is in progress.
+    """
     for folder in list(disk.leftovers(root, _FOLDER, is_checkpoint)):
         remove(folder)
     for path in root.iterdir():

@@ -19,7 +19,7 @@ _WIDTH = 118
 
 
 def table(found: Sequence[Prediction]) -> str:
-    """Return predictions as a table, one a line, the best one first."""
+    """Return predictions, sorted from best to worst, as a table with one line each."""
     lines = ["      step   samples/s      memory   compute  exchanged   idle  layout"]
     for number, each in enumerate(found, 1):
         share = {name: seconds / each.seconds for name, seconds in each.parts.items()}

@@ -241,7 +241,7 @@ def has_stepped(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def begin_states(optimizer: torch.optim.Optimizer) -> None:
-    """Give each parameter without a state the one that the optimizer's constructor makes, as torch's Adagrad does.
+    """Create the missing initial states of an optimizer whose constructor creates them (torch's Adagrad).
 
     States of parameters that are not in the optimizer's groups are dropped.
     """

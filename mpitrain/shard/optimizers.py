@@ -506,7 +506,7 @@ class SquaresSum:
             )
 
     def follow(self, chosen: Sequence[FlatParameter]) -> None:
-        """Take the parameters from these flat parameters from now on."""
+        """Use these flat parameters from now on, in place of the earlier ones."""
         self.parts: Parts = [
             (flat.value, at, at + last - first, self._numbers[p])
             for flat in chosen

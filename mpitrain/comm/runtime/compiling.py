@@ -105,7 +105,7 @@ class _CallOrder:
         self.entries.append(_Entry("barrier", call))
 
     def exchange(self, number: int, messages: list[Message], reads: Sequence[Region], writes: Sequence[Region]) -> None:
-        """Add an exchange of messages; its posting may be moved ahead.
+        """Add an exchange of messages. Its messages are posted as early as the entries before it allow.
 
         Args:
             number: Number of the exchange in the program.

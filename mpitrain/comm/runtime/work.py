@@ -282,7 +282,7 @@ class Worker:
                 self.progress.deferring.discard(self)
 
     def start_beside(self) -> None:
-        """Start a thread that carries out the queue, unless somebody does so already or MPI is single-threaded."""
+        """Start a thread that carries out the queue, unless a thread does so already or MPI allows only one thread."""
         if not self._running.locked() and MPI.Query_thread() == MPI.THREAD_MULTIPLE:
             self.start()
 

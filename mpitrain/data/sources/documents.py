@@ -148,7 +148,10 @@ def _by_split(
     held_out: float,
     encoder: Encoder,
 ) -> Iterator[tuple[bool, list[tuple[Tokens, int]]]]:
-    """Yield (True if held out, documents as (tokens, number of prompt tokens)), some documents each time."""
+    """Encode documents in batches, and yield each batch as (held_out, documents).
+
+    held_out is True if the documents belong to the held-out split. A document is (tokens, number of prompt tokens).
+    """
     number = 0
     for path, documents in texts:
         while batch := list(islice(documents, _AT_ONCE)):

@@ -228,7 +228,10 @@ class Pair:
 
 
 def _stretches(path: Path, places: Iterable[tuple[int, int]]) -> Iterator[bytes]:
-    """Yield the bytes at each (offset, count) of a file; to go back in one that is not seekable, open it again."""
+    """Yield the bytes at each (offset, count) of a file.
+
+    A file that is not seekable, such as a compressed one, is opened again for an earlier offset.
+    """
     with ExitStack() as stack:
         file, at = stack.enter_context(opened(path)), 0
         for offset, count in places:
@@ -253,7 +256,10 @@ def is_index(path: Path) -> bool:
 
 
 def pairs_of(files: Sequence[Path]) -> tuple[list[Pair], list[Path]]:
-    """Return the pairs among the files, for which one of the two is enough, and the other files."""
+    """Return the pairs (.bin, .idx) among the files, and the remaining files.
+
+    A pair is found if only one of its two files is listed.
+    """
     indices: dict[Path, Path] = {}  # index: data
     others: list[Path] = []
     for path in files:

@@ -443,7 +443,7 @@ class Local(Strategy):
 
 
 def as_one(config: Config, step: int) -> bool:
-    """Return whether all groups together take the step that follows `step` steps.
+    """Return True if all groups take the next step together, as ordinary data-parallel training.
 
     Args:
         config: The settings.
