@@ -243,7 +243,7 @@ class Barriers:
         return tags[self._count % len(tags)]
 
     def wait(self, seconds: float) -> None:
-        """Return when every rank has called this.
+        """Wait until every rank has called this.
 
         Args:
             seconds: Time limit.

@@ -366,7 +366,7 @@ class Flow:
         return self._prepared(few), self._prepared(few + (more > 0) * ranks), more
 
     def _extended(self, most: int, of: Callable[[PreparedSchedule], list[float]]) -> list[float]:
-        """Return the values of the whole schedule, extrapolated from two shorter ones where it is long."""
+        """Return the values of the whole schedule; those of a long one are extrapolated from two shorter schedules."""
         short, long, more = self._rounds(most)
         return [a + (b - a) * more for a, b in zip(of(short), of(long), strict=True)] if more else of(short)
 

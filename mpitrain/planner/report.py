@@ -147,7 +147,7 @@ HEAD = "  ranks       step   samples/s  efficiency      memory   batch  layout"
 
 
 def row(points: Sequence[Point]) -> str:
-    """Return the line of a table for the last of some points; `HEAD` is the table's heading."""
+    """Return the table line of the last point, with its efficiency relative to the first; `HEAD` is the heading."""
     ranks, found = points[-1]
     if found is None:
         return f"{ranks:7,}  nothing fits"

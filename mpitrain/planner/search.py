@@ -342,7 +342,7 @@ def _with(layouts: Iterable[ParallelLayout], wanted: Mapping[str, Any]) -> Itera
 
 
 def _list(value: Any) -> tuple[Any, ...]:
-    """Return a list as a tuple; empty for a word."""
+    """Return the elements of a setting that is a list; none if it is a word such as "uniform"."""
     return () if isinstance(value, str) else tuple(value)
 
 

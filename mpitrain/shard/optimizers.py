@@ -175,7 +175,7 @@ class MatrixGather:
         self._buckets = self._listed()
 
     def follow(self, chosen: Sequence[FlatParameter]) -> None:
-        """Take the matrices from these flat parameters from now on."""
+        """Use the matrices in these flat parameters from now on, in place of the earlier ones."""
         self._own: dict[nn.Parameter, MatrixPart] = {}
         for flat in chosen:
             for parameter, first, last, place in flat.contents:

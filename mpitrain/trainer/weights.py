@@ -399,7 +399,7 @@ class NamedPart:
     head_dim: int = 0
 
     def to_ours(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the rows of our parameter from their tensor."""
+        """Return the rows of our parameter that correspond to their tensor."""
         if self.transposed:
             return tensor.t()
         if self.head_dim:
@@ -407,7 +407,7 @@ class NamedPart:
         return tensor
 
     def to_theirs(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return their tensor from the whole of our parameter."""
+        """Return their tensor, made from rows of our whole parameter."""
         if self.transposed:
             return tensor.t().contiguous()
         rows = tensor.narrow(0, self.first, self.shape[0])

@@ -4,8 +4,8 @@
     {"prompt": "...", "completion": "..."}   whole pairs packed into samples; tokens of prompts are not trained on
     with `pack`                              whole documents packed into samples (see `encoder.py`)
 
-Documents are read one after the other, for any size of the files. Documents are held out that are spread evenly over
-the input; or, if some files are named train, those that are named val, validation, dev or test.
+Documents are read one after the other, for any size of the files. If some files are named train and the others val,
+validation, dev or test, the latter are held out; otherwise, documents at evenly spread places of the input.
 """
 
 from __future__ import annotations

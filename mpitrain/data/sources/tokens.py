@@ -4,8 +4,9 @@
     tokens.npy             a one-dimensional array of integers
     data.idx + data.bin    documents of Megatron-LM
 
-Flat files are read in the order given. The end of all of them is held out; or, if some files are named train..., those
-that are named val.... In Megatron's files, documents are held out that are spread evenly over them.
+Flat files are read in the order given. If some files are named train... and the others val... (see `splits_by_name`),
+the latter are held out. Otherwise, the end of the flat files is held out, or documents at evenly spread places of
+Megatron's files.
 
 In Megatron-LM's indexed data sets, NAME.idx lists the places of the documents in NAME.bin.
 
