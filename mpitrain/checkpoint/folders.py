@@ -225,9 +225,9 @@ def hide(folder: Path) -> Path:
 
 
 def remove(*hidden: Path) -> None:
-    """Remove hidden folders. What cannot be removed now is a leftover that the next start removes.
+    """Remove hidden folders. If a part cannot be removed now, the next start of a job removes it.
 
-    A folder that contains files of others keeps these, and is renamed to step-00000100.1.
+    Files that mpitrain did not write are kept; their folder is then renamed, for example to step-00000100.1.
     """
     for folder in hidden:
         if disk.remove_folder(folder, (MANIFEST, disk.MARK), lambda name: bool(_OURS.fullmatch(name))):

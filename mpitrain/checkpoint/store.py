@@ -107,7 +107,7 @@ class Store:
     # -- the folders
 
     def prepare(self, set_aside: bool, *, lock: bool = False) -> None:
-        """Create the folders, and remove what killed saves have left. Only for the job that holds the run's lock.
+        """Create the folders, and remove leftovers of killed saves. Only the job that holds the run's lock may call it.
 
         Args:
             set_aside: If true, rename existing checkpoints, because their run is not resumed.

@@ -358,7 +358,7 @@ class Flow:
         return self._prepared(self._count).ends_on_shared_cores(costs, nodes, cores, message)
 
     def _rounds(self, most: int) -> tuple[PreparedSchedule, PreparedSchedule, int]:
-        """Return the schedule with fewer microbatches, the one with a round more, and the number of rounds to add."""
+        """Return a shorter schedule, the same with one more round, and the number of rounds missing from the first."""
         few, ranks = self._count, self._ranks
         if self._built_in and few > most * ranks:
             few = (most - 1) * ranks + few % ranks

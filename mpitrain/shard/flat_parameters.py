@@ -58,7 +58,7 @@ class FlatParameter:
             self.stored.copy_(self.value)
 
     def unused(self, parameters: Set[nn.Parameter]) -> bool:
-        """Return whether its parameters are among the given ones, which must include all or none of them."""
+        """Return True if its parameters are among the given ones, which must include all or none of them."""
         return self.contents[0][0] in parameters
 
     def pieces(self, keys: Sequence[object]) -> list[tuple[FlatParameter, slice]]:

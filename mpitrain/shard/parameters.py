@@ -110,7 +110,7 @@ class Parameters(ABC):
         return nullcontext()
 
     def gradients_taken(self, bucket: int) -> None:
-        """Take note that the gradients of a bucket of one group have been copied from its parameters.
+        """Record that the gradients of a bucket of one group have been copied from its parameters.
 
         The gradients call it once for each group.
         """

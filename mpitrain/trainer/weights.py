@@ -446,7 +446,7 @@ def from_theirs(parts: Sequence[NamedPart], tensors: Mapping[str, torch.Tensor],
 
 
 def as_saved(family: str, names: Iterable[str], tied: bool) -> dict[str, str]:
-    """Return the names of tensors in weight files, by their names in a whole model with its head.
+    """Return, for each tensor name in a whole model with its head, the name of the tensor in the weight files.
 
     A model that was saved without its head has names without a prefix. Buffers are left out, and so is a tied head.
 

@@ -382,7 +382,7 @@ def map_each_other(
 
 
 def _are_each_others(node: MPI.Intracomm, tensor: torch.Tensor, memories: Sequence[torch.Tensor]) -> bool:
-    """Return True if each mapped memory is really its owner's: device numbers may differ between processes."""
+    """Return True if each mapping shows the right rank's memory. Device numbers may differ between processes."""
     first_byte = tensor.view(-1).view(torch.uint8)[:1]
     first_byte.fill_(1 + node.rank % 255)
     synchronize(tensor.device)
