@@ -88,7 +88,7 @@ class PeerCopy:
 class Alone(NamedTuple):
     """Copy of the whole state of a rank, which at stage 0 is equal on all ranks of its column of the mesh.
 
-    columns: number of columns; a rank's column is its number modulo this. crc: CRC-32 of the copy.
+    columns: number of columns; a rank's column is its number modulo this. crc: CRC-32 of the copy, equal in a column.
     """
 
     copy: PeerCopy

@@ -259,7 +259,7 @@ def is_index(path: Path) -> bool:
 def pairs_of(files: Sequence[Path]) -> tuple[list[Pair], list[Path]]:
     """Return the pairs (.bin, .idx) among the files, and the remaining files.
 
-    A pair is found if only one of its two files is listed.
+    A pair is found even if only one of its two files is listed.
     """
     indices: dict[Path, Path] = {}  # index: data
     others: list[Path] = []
