@@ -207,7 +207,10 @@ def reach(world: Communicator) -> list[Line]:
 
 
 def speed(world: Communicator) -> list[Line]:
-    """Return lines with measured rates of messages and all-reduces, in about a second. Collective."""
+    """Measure the bandwidth of messages and the time of all-reduces in about a second; return the report's lines.
+
+    Collective.
+    """
     if world.size == 1:
         return [(OK, "bandwidth", "one rank, nothing to measure")]
     lines: list[Line] = []

@@ -85,7 +85,11 @@ def _run(arguments: argparse.Namespace, job: Job) -> int:
     module = task.module.to(device)
 
     def rows_of(lo: int, hi: int) -> np.ndarray:
-        """Return a row per sample in [lo, hi) that was not left out: its number, followed by its prediction."""
+        """Return one row for each sample that was not left out: its number, followed by its prediction.
+
+        Args:
+            lo, hi: Range [lo, hi) of sample numbers; may be empty.
+        """
         numbers, x, y = samples.read(lo, hi) if lo < hi else (np.empty(0), np.empty(0), None)
         if len(numbers) == 0:
             return np.empty((0, 1 + table_format.width))

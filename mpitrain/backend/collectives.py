@@ -1,13 +1,11 @@
 """The collectives of a process group. Each method checks and converts its arguments and calls the communicator.
 
 Ranks are ranks of the group; options are torch's. PREMUL_SUM is a sum of scaled values. Bitwise operations and sparse
-sums gather the values of all ranks and combine them locally. They are meant for masks and embeddings, not for large
-dense data.
+sums gather the values of all ranks and combine them locally: use them for masks and embeddings, not large dense data.
 
 torch calls a process group written in Python directly, which is fast but hides the operation from torch's dispatcher.
 Therefore, while a dispatch mode (such as CommDebugMode) or the profiler is active, an operation is issued through the
-dispatcher like torch's own, for instance as `c10d::allreduce_`. Below all modes, the dispatcher then calls a kernel
-that carries out our operation.
+dispatcher like torch's own, for instance as `c10d::allreduce_`. The dispatcher then calls a kernel of ours.
 """
 
 from __future__ import annotations
@@ -112,7 +110,12 @@ class Reducing:
         into.land()
 
     def reduce(self, tensor: torch.Tensor, root: int) -> None:
-        """Reduce the tensors of all ranks into the root's tensor; the other tensors keep their values."""
+        """Reduce the tensors of all ranks into the root's tensor; the other tensors keep their values.
+
+        Args:
+            tensor: This rank's values; on the root, also the destination of the result.
+            root: Rank that receives the result.
+        """
         at_root, into = self.comm.rank == root, Written(tensor, keep=True)
         if self.bitwise is not None:
             result = self._gathered(into.whole)
@@ -316,7 +319,12 @@ class GroupCollectives(Base):
 
     @by_inner_tensors
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
-        """Write to each output this rank's block of the reduction of its input, a list with one block per rank."""
+        """Write to each output this rank's block of the reduction of its input.
+
+        Args:
+            outputs: Tensor or list of tensors.
+            inputs: For each output, a list with one block per rank; blocks may have different sizes.
+        """
         outputs, opts = listed(outputs), options(opts, dist.ReduceScatterOptions)
         lists = [inputs] if isinstance(inputs[0], torch.Tensor) else list(inputs)
         check_length(self.comm, "reduce_scatter", "input", lists)
@@ -368,7 +376,12 @@ class GroupCollectives(Base):
 
     @by_inner_tensors
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
-        """Gather each input from all ranks into a list of outputs; sizes may differ between ranks."""
+        """Gather each input from all ranks into a list of outputs; sizes may differ between ranks.
+
+        Args:
+            outputs: For each input, a list with one tensor per rank.
+            inputs: Tensor or list of tensors.
+        """
         inputs, opts = listed(inputs), options(opts, c10d.AllgatherOptions)
         lists = [outputs] if isinstance(outputs[0], torch.Tensor) else list(outputs)
         check_length(self.comm, "all_gather", "output", lists)
@@ -412,7 +425,12 @@ class GroupCollectives(Base):
 
     @by_inner_tensors
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
-        """Gather the inputs of all ranks into the root's list of outputs."""
+        """Gather the inputs of all ranks into the root's list of outputs.
+
+        Args:
+            outputs: On the root, a list with one tensor per rank, possibly in another list; empty on other ranks.
+            inputs: This rank's tensor, possibly in a list.
+        """
         [x] = listed(inputs)
         opts = options(opts, dist.GatherOptions)
         root, outs = opts.rootRank, flat_list(outputs)
@@ -432,7 +450,12 @@ class GroupCollectives(Base):
 
     @by_inner_tensors
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
-        """Send element r of the root's list of inputs to the output of rank r."""
+        """Send element r of the root's list of inputs to the output of rank r.
+
+        Args:
+            outputs: Tensor that receives this rank's element, possibly in a list.
+            inputs: On the root, a list with one tensor per rank, possibly in another list; empty on other ranks.
+        """
         [out] = listed(outputs)
         opts = options(opts, dist.ScatterOptions)
         root, blocks = opts.rootRank, flat_list(inputs)
@@ -488,7 +511,11 @@ class GroupCollectives(Base):
 
     @by_inner_tensors
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
-        """Send input r to rank r and receive output s from rank s."""
+        """Send input r to rank r and receive output s from rank s.
+
+        Args:
+            outputs, inputs: Lists with one tensor per rank; sizes may differ.
+        """
         outputs, inputs, opts = list(outputs), list(inputs), options(opts, dist.AllToAllOptions)
         check_length(self.comm, "all_to_all", "output", [outputs])
         check_length(self.comm, "all_to_all", "input", [inputs])

@@ -243,7 +243,7 @@ class Barriers:
         return tags[self._count % len(tags)]
 
     def wait(self, seconds: float) -> None:
-        """Return when every rank has called this.
+        """Wait until every rank has called this.
 
         Args:
             seconds: Time limit.
@@ -465,10 +465,9 @@ class MPIProcessGroup(GroupCollectives):
         self.timeout = timeout.total_seconds()
 
     def shutdown(self) -> None:
-        """Complete the operations under way, and give the communicator back.
+        """Complete the operations under way, and return the communicator to the `GroupRegistry`.
 
-        The communicator is kept for the next group that all of its ranks make, which re-uses or frees it
-        (`GroupRegistry`).
+        The registry reuses or frees it when all of its ranks make the next group.
         """
         if not self._closed:
             self._closed = True

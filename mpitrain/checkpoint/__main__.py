@@ -39,7 +39,14 @@ def _parser() -> argparse.ArgumentParser:
     def command(
         name: str, act: Callable[[argparse.Namespace], int | None], text: str, **paths: str
     ) -> argparse.ArgumentParser:
-        """Declare a subcommand. paths: path arguments, with the names that the help shows."""
+        """Declare a subcommand, and return its parser.
+
+        Args:
+            name: Name of the subcommand.
+            act: Function that runs it; it returns the exit code, or None for success.
+            text: Description in the help.
+            paths: Name of each path argument, mapped to its name in the help.
+        """
         subparser = commands.add_parser(name, help=text, description=text)
         subparser.set_defaults(act=act)
         for path, shown in paths.items():

@@ -122,7 +122,7 @@ def make_first(root: Path, origin: Path, tensors: Mapping[str, torch.Tensor], si
 
 
 def _parts(file: Path, tensors: Mapping[str, torch.Tensor], size: int) -> tuple[list[Part], dict[str, str]]:
-    """Return the parts of the checkpoint, and the saved name of each further name of a tensor.
+    """Return the parts of the checkpoint, and for each alias of a tensor, the name under which it is saved.
 
     Args:
         file: Path of the file, for messages.

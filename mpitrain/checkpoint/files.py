@@ -143,9 +143,9 @@ def gaps(stretches: Sequence[tuple[int, int]], size: int) -> list[tuple[int, int
 
 
 def write_parts(path: Path, parts: Sequence[Part], offsets: Sequence[int]) -> list[Extent]:
-    """Write parts into a file that already has its structure, and fsync it.
+    """Write parts into a file that already has its `Structure`, and fsync it.
 
-    Another thread hashes the data meanwhile, and the disk starts writing before all data is in the page cache.
+    Another thread hashes the data at the same time. The disk starts writing before all data is in the page cache.
 
     Args:
         path: Path of the file.

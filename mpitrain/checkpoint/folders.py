@@ -114,7 +114,10 @@ def set_aside(folder: Path) -> Path:
 
 
 def remove_leftovers(root: Path) -> None:
-    """Remove what killed saves have left. Only for the holder of the run's lock, because nobody else saves then."""
+    """Remove temporary files and folders of saves that were killed.
+
+    The caller must hold the run's lock, so that no save is in progress.
+    """
     for folder in list(disk.leftovers(root, _FOLDER, is_checkpoint)):
         remove(folder)
     for path in root.iterdir():
@@ -222,9 +225,9 @@ def hide(folder: Path) -> Path:
 
 
 def remove(*hidden: Path) -> None:
-    """Remove hidden folders. What cannot be removed now is a leftover that the next start removes.
+    """Remove hidden folders. If a part cannot be removed now, the next start of a job removes it.
 
-    A folder that contains files of others keeps these, and is renamed to step-00000100.1.
+    Files that mpitrain did not write are kept; their folder is then renamed, for example to step-00000100.1.
     """
     for folder in hidden:
         if disk.remove_folder(folder, (MANIFEST, disk.MARK), lambda name: bool(_OURS.fullmatch(name))):

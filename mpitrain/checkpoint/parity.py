@@ -64,7 +64,7 @@ class Move:
 
 
 def partner_copies(owners: Mapping[str, int], sizes: Mapping[str, int], nodes: Sequence[int]) -> list[Move]:
-    """Return the copies that put every file also on the next node.
+    """Return the messages that copy every file to the next node.
 
     Args:
         owners: Rank that wrote each file.
@@ -72,7 +72,7 @@ def partner_copies(owners: Mapping[str, int], sizes: Mapping[str, int], nodes: S
         nodes: Node of each rank.
 
     Returns:
-        One copy per file; none on a single node.
+        One message per file; none on a single node.
     """
     ranks = ranks_of(nodes)
     numbers = sorted(ranks)

@@ -107,7 +107,7 @@ class Store:
     # -- the folders
 
     def prepare(self, set_aside: bool, *, lock: bool = False) -> None:
-        """Create the folders, and remove what killed saves have left. Only for the job that holds the run's lock.
+        """Create the folders, and remove leftovers of killed saves. Only the job that holds the run's lock may call it.
 
         Args:
             set_aside: If true, rename existing checkpoints, because their run is not resumed.
@@ -209,12 +209,12 @@ class Store:
         background: bool = False,
         durable: bool = False,
     ) -> Path:
-        """Write a checkpoint of the tensors that the ranks hold together, after the previous save has ended.
+        """Write a checkpoint of tensors that are distributed over the ranks, after the previous save has ended.
 
         Args:
             step: Step at which it is saved.
-            parts: Parts that this rank writes. A piece given by several ranks is written by each of them
-                (see `mpitrain.layout.ownership`).
+            parts: Parts that this rank writes. If several ranks pass the same piece, each of them writes it; see
+                `mpitrain.layout.ownership` to avoid this.
             values: Values to store beside the tensors, as JSON; those of rank 0 are used.
             background: If true, return once the parts are copied, and write from a thread.
             durable: If true, write to `root` even if only a node-local checkpoint is due.

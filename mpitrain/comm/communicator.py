@@ -335,7 +335,7 @@ class Alternating:
         slot 0  | rank 0's bytes | rank 1's | ...        fill this rank's slot, meet, read all slots in place
         slot 1  | rank 0's bytes | rank 1's | ...        the next turn
 
-    For data whose addresses change all the time, or of which each rank needs only parts. Nothing is sent, and a turn
+    Use it for data whose addresses change often, or of which each rank needs only parts. Nothing is sent, and a turn
     costs one fence (`alternating_all_gather`). All ranks of the communicator are on one node.
 
     Attributes:

@@ -282,8 +282,7 @@ class TopK(Remembering):
     """Compression that sends the k = ratio * numel largest elements of each rank (at least one), with error feedback.
 
     Each rank sends its k elements of largest magnitude with their indices, and every rank adds up what it receives
-    (Stich,
-    Cordonnier and Jaggi 2018, "Sparsified SGD with memory"):
+    (Stich, Cordonnier and Jaggi 2018, "Sparsified SGD with memory"):
 
         acc = x + error;  S = indices of the k largest abs(acc);  error = acc outside S, 0 in S
             x = sum over ranks of acc[S]

@@ -294,7 +294,7 @@ class Mailbox(Member):
         self.process.watchdog.forget(self._record)
 
     def _empty(self) -> None:
-        """Return when no letter is under way between any ranks."""
+        """Wait until no letter is under way between any ranks; arriving letters are discarded. Collective."""
         everybody: MPI.Request | None = None
         letters: list[Letter] = []
 
@@ -347,7 +347,7 @@ class Mailbox(Member):
                 self._lock.release()
 
     def _until(self, happened: Callable[[], bool], deadline: float | None = None) -> None:
-        """Return when `happened()` is true or the deadline has passed. Other threads and processes run meanwhile."""
+        """Wait until `happened()` is true or the deadline has passed, and let other threads and processes run."""
         rounds, nap = 0, _NAP[0]
         while not happened() and (deadline is None or time.monotonic() < deadline):
             rounds += 1

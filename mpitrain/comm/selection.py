@@ -77,7 +77,7 @@ class Setting:
 
     @property
     def place(self) -> str:
-        """Name of the tuning rules that apply (see `Tuning`)."""
+        """Placement of ranks and data, a part of the key of the tuning rules (see `Tuning`)."""
         if len(set(self.nodes)) == self.size:
             place = "nodes single"
         else:
@@ -295,7 +295,10 @@ def rules_key(operation: str, place: str, ranks: int) -> str:
 
 
 def _present(key: str) -> str:
-    """Return a key in today's form: the first tables had all_reduce alone, and "crowded" for "oversubscribed"."""
+    """Return a key in the present format.
+
+    In tables of the first format, all keys are of all_reduce and lack its name, and "oversubscribed" is "crowded".
+    """
     key = key.replace(" crowded", " oversubscribed")
     return f"all_reduce {key}" if key.startswith("node") else key
 
@@ -547,7 +550,7 @@ def reduce_scatter_name(name: str, setting: Setting, *, by_itself: bool, halves:
 
 
 def all_gather_name(name: str, setting: Setting) -> str:
-    """Return the algorithm to use for a requested all_gather algorithm: ring if the vector is too long for mpi.
+    """Return the all_gather algorithm to use: the requested one, but ring if the vector is too long for mpi.
 
     Args:
         name: Requested algorithm.

@@ -76,7 +76,7 @@ class LearningRate:
         return self.last + (self.peak - self.last) * DECAYS[self.kind](self, step - self.warmup)
 
     def progress(self, since: int) -> float:
-        """Return the fraction, 0 to 1, of the steps after the warm-up that is done when `since` of them are."""
+        """Return the finished fraction (0 to 1) of the steps after the warm-up, if `since` of them are finished."""
         return min(1.0, since / max(1, self.steps - self.warmup))
 
 

@@ -13,7 +13,7 @@ from mpitrain.config.section import Named, Section, followed_apart, setting
 
 
 class RunSection(Section):
-    """Settings of [run]: the run as a whole: its folder, seed, device and time limit."""
+    """Settings of [run]: folder, seed, device and time limit of the run."""
 
     dir: str = setting(
         "", "run folder; empty: runs/<date>-<time>, or runs/job-<id> in a batch job", also=["output_dir", "folder"]
@@ -62,7 +62,7 @@ class DataSection(Section):
 
 
 class CheckpointSection(Section):
-    """Settings of [checkpoint]: checkpoints: when they are saved, where, and which are kept."""
+    """Settings of [checkpoint]: when and where checkpoints are saved, and which are kept."""
 
     every: Annotated[int, Ge(0)] | Literal["auto"] = setting(
         100,

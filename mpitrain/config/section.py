@@ -66,7 +66,7 @@ def other_names(field: FieldInfo) -> list[str]:
 
 
 def declared(field: FieldInfo, kind: str) -> Any:
-    """Return one argument with which `setting` declared a field.
+    """Return the value of one argument of the `setting` call that declared a field.
 
     Args:
         field: Field of a `Section`.

@@ -358,7 +358,7 @@ def our_name(section: str, key: str) -> tuple[str, str]:
 
 
 def _by_our_names(values: Mapping[str, Any], origin: str) -> dict[str, Any]:
-    """Return nested values with each alias replaced by our name, and without removed settings at their old default.
+    """Return nested values with each alias replaced by our name. Removed settings at their old default are dropped.
 
     Args:
         values: {section: {key: value}}, unchecked.

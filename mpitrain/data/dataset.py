@@ -145,9 +145,10 @@ class Dataset(ABC):
         return places * len(self) // chosen
 
     def parts(self, chosen: int) -> dict[str, int]:
-        """Return how many of the `chosen` ids of `spread` belong to each data set of a mix, by its name, in order.
+        """Return how many ids `spread` takes from each data set of a mix, by name and in order; empty without a mix.
 
-        Empty if this is a single data set.
+        Args:
+            chosen: Total number of ids, as for `spread`.
         """
         return {}
 

@@ -82,9 +82,7 @@ class StateCache:
         return self.past()[0]
 
     def shared(self, make: Callable[..., torch.Tensor], *of: Hashable) -> torch.Tensor:
-        """Return `make(*of)`, computed once for all blocks that ask for it in turn.
-
-        Only the last result is remembered.
+        """Return `make(*of)`. The last result is cached, so consecutive blocks with equal calls share it.
 
         Args:
             make: Function that computes a tensor.

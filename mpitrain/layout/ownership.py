@@ -118,7 +118,7 @@ class Division:
         return self.owners.get(name) or Ownership.of(tensor)
 
     def copies(self, owner: Ownership, comm: Communicator) -> list[Communicator]:
-        """Return the communicators that connect all replicas with a copy of a tensor, when used one after the other.
+        """Return communicators which, used one after the other, reach all replicas that have a copy of a tensor.
 
         The initial value is broadcast over each of them in turn, and the gradient is summed over each in turn.
 

@@ -111,7 +111,7 @@ class Clock:
         self._open: list[Portion] = []  # parts of these steps that have not been granted, in order
 
     def open(self, limit: int) -> bool:
-        """Allow parts up to step `limit`. Returns whether the limit is higher than any before.
+        """Allow parts up to step `limit`. Return True if this limit is higher than all earlier ones.
 
         A lower or equal limit is ignored, so that workers that have not seen a `stop` yet do not undo it.
         """
@@ -121,7 +121,7 @@ class Clock:
         return True
 
     def claim(self, worker: int) -> Portion | None:
-        """Grant a worker its next part. Returns None if there is no part for it at present."""
+        """Grant a worker its next part, and return the part; None if there is no part for it at present."""
         ahead = self.limit if self.staleness is None else self.applied.completed + 1 + self.staleness
         while True:
             for portion in self._open:  # at staleness 0 each worker gets the part with its own number
@@ -140,7 +140,7 @@ class Clock:
         return not self._open and self._begun >= self.limit
 
     def stop(self) -> int:
-        """Grant no steps beyond those that have begun, but at least one step. Returns the last step to be granted."""
+        """Lower the limit to the last step that has begun, but allow at least one step. Return the new limit."""
         self.limit = min(self.limit, max(self._begun, self._before + 1))
         return self.limit
 

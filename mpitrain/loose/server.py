@@ -253,7 +253,7 @@ class Server:
         return set.intersection(*sets) if sets else set()
 
     def _committed(self, letter: Letter) -> None:
-        """Handle COMMIT: queue the part, to be applied once its gradients are there."""
+        """Handle COMMIT: queue the part, which is applied when all of its gradients have arrived."""
         worker, commit = letter.source, Commit(*letter.words[1:])
         if self._bulk:
             self._sum.commits[int(commit.part)] = commit
@@ -344,7 +344,7 @@ class Server:
         return Summing([0] * self._buckets, [{} for _ in range(self._buckets)])
 
     def _add_in_order(self, part: int, bucket: int, gradients: torch.Tensor) -> None:
-        """Add a part's gradients once those of all earlier parts have been added."""
+        """Add the gradients of a part to the sum of a bucket, after the gradients of all earlier parts."""
         waiting, added = self._sum.waiting[bucket], self._sum.added
         waiting[part] = gradients
         while (next_gradients := waiting.pop(added[bucket], None)) is not None:
@@ -353,7 +353,7 @@ class Server:
         self._finish_sum()
 
     def _finish_sum(self) -> None:
-        """Send the squares of this server's sums to the other servers, once all gradients are added."""
+        """Send the sum of squares of this server's gradients to the other servers, once all gradients are added."""
         parts, step = self.applied.parts, self.applied.completed + 1
         if self._sum.told or len(self._sum.commits) < parts or min(self._sum.added, default=parts) < parts:
             return
@@ -365,7 +365,7 @@ class Server:
         self._know_squares(step, own_squares)
 
     def _know_squares(self, step: int, squares: float) -> None:
-        """Add a server's squares of a step, and update once those of all servers are there."""
+        """Record a server's sum of squares for a step; update when the sums of all servers are known."""
         known = self._squares.setdefault(step, [])
         known.append(squares)
         if len(known) < len(self._roles.servers):
@@ -532,7 +532,7 @@ class ServedWorker:
                 self._receiving[0][0].wait()  # a blocking wait, which the watchdog supervises
 
     def _received(self) -> bool:
-        """Record the parameters that have arrived. Returns whether there were any."""
+        """Record the parameters that have arrived. Return True if there were any."""
         arrivals = [each for each in self._receiving if each[0].done()]
         self._receiving = [each for each in self._receiving if each not in arrivals]
         for _, bucket in arrivals:

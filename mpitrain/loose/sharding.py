@@ -78,7 +78,7 @@ class SharedFlats:
         self.parameters, self.gradients = ([world.arena(g.layout.numel, g.dtype) for g in groups] for _ in range(2))
 
     def sees(self, rank: int) -> bool:
-        """Return whether this rank shares memory with another rank; it always does with itself."""
+        """Return True if this rank can access the memory of `rank`, which may be this rank itself."""
         other = self._world.world_ranks[rank]
         return rank == self._world.rank or all(other in arena.segments for arena in (*self.parameters, *self.gradients))
 

@@ -375,8 +375,8 @@ class PerClass(OfCounts):
 class AUROC(Collected):
     """Area under the receiver operating characteristic; for two classes, that of the second class.
 
-    For more classes it is the mean over them, each against the others, without the classes of all or of no samples. It
-    needs memory on every rank: 8 bytes per sample and class.
+    For more classes it is the mean over the classes, each against all others; classes that no sample or every sample
+    has are left out. It needs memory on every rank: 8 bytes per sample and class.
 
     Args:
         classes: Names of the classes.

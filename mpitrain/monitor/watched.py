@@ -254,7 +254,7 @@ class Watched:
             self.lost += [rank for rank in event.get("ranks") or [] if isinstance(rank, int)]
 
     def _take_log(self, lines: Iterable[bytes]) -> None:
-        """Keep warnings and errors; of the lines that belong to one, such as a traceback, keep the last."""
+        """Keep warnings and errors. If one has several lines, such as a traceback, its last line becomes its text."""
         records: list[tuple[str, int, str, str]] = []
         relevant = False
         for raw in lines:

@@ -22,11 +22,26 @@ class DataAxis(MeshAxis):
     near = 0
 
     def sizes(self, model: ModelProfile, ranks: int, asked: int | str) -> Iterable[int]:
-        """Return the ranks that the other axes leave, if each of them gets a sample (see `MeshAxis.sizes`)."""
+        """Return the one size that a planner tries: all ranks that the other axes leave, if each gets a sample.
+
+        Args:
+            model: Profile of the model, which has the size of the global batch.
+            ranks: Ranks that the other axes leave.
+            asked: Ignored.
+        """
         return [ranks][: ranks <= model.batch]
 
     def options(self, layout: ParallelLayout, model: ModelProfile, places: Nodes) -> Iterable[Mapping[str, Any]]:
-        """Return the ways to place parameters, gradients and states over replicas (see `MeshAxis.options`)."""
+        """Return the ways to store parameters, gradients and optimizer states that a planner tries.
+
+        Args:
+            layout: Layout with its ranks, and defaults for the rest.
+            model: Ignored.
+            places: Nodes of the job.
+
+        Returns:
+            Changes of the layout, each with some of the keys zero, share_node, reshard, shard_within and offload.
+        """
         options: list[dict[str, Any]] = [{}]
         if layout.replicas > 1:
             options += [{"zero": zero} for zero in (1, 2, 3)]

@@ -189,7 +189,7 @@ def read(line: str) -> ParallelLayout:
 
 
 def _meant(word: str) -> dict[str, Any]:
-    """Return the fields that one word sets.
+    """Return the fields of a layout that one word of its text sets.
 
     Raises:
         InputError: The word is unknown.

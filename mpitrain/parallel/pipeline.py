@@ -47,7 +47,15 @@ class PipelineAxis(MeshAxis):
         )
 
     def divide(self, part: ModelPart, group: Communicator) -> None:
-        """Cut the model into stages, and keep this rank's stages (see `MeshAxis.divide`). Collective."""
+        """Cut the model into stages, and keep this rank's stages. Collective.
+
+        Args:
+            part: The model, divided along the earlier axes. Its `pipeline` and `module` are replaced.
+            group: Ranks of the pipeline.
+
+        Raises:
+            InputError: The model does not fit the settings, or a rank would have no parameter to train.
+        """
         if group.size == 1:
             return
         from mpitrain.pipe.pipeline import Pipeline  # loads MPI
@@ -73,12 +81,27 @@ class PipelineAxis(MeshAxis):
         _require_parameters(group, pipeline.module)
 
     def sizes(self, model: ModelProfile, ranks: int, asked: int | str) -> Iterable[int]:
-        """Return the divisors of the number of ranks that are not above the number of blocks (see `MeshAxis.sizes`)."""
+        """Return the numbers of pipeline ranks that a planner tries: divisors of `ranks`, at most one rank per block.
+
+        Args:
+            model: Profile of the model. If the model is not a list of blocks, the only size is 1.
+            ranks: Ranks that the axes further inside leave.
+            asked: Ignored.
+        """
         most = len(model.blocks(1)) if model.listed else 1
         return [n for n in divisors(ranks) if n <= most]
 
     def options(self, layout: ParallelLayout, model: ModelProfile, places: Any) -> Iterable[Mapping[str, Any]]:
-        """Return the schedules, each with stages per rank and slices of a sequence (see `MeshAxis.options`)."""
+        """Return the schedules that a planner tries, each with numbers of stages per rank and slices of a sequence.
+
+        Args:
+            layout: Layout with its ranks, and defaults for the rest.
+            model: Profile of the model, which limits the number of stages and says if sequences can be sliced.
+            places: Ignored.
+
+        Returns:
+            Changes of the layout, with the keys schedule, chunks and slices; no change without a pipeline.
+        """
         if layout.pipeline == 1:
             return [{}]
         blocks, divided = len(model.blocks(1)), Divided(layout.tensor)

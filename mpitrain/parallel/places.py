@@ -138,7 +138,7 @@ class LayoutPlaces:
 
     @property
     def stages(self) -> Group:
-        """Ranks that have the stages of the first replica. Such groups do not communicate at once: `beside` is 1."""
+        """Ranks of the first pipeline. Pipelines communicate at different times, so `beside` is 1."""
         return replace(self._dividing(BLOCKS), beside=1)
 
     @property
@@ -162,7 +162,10 @@ class LayoutPlaces:
         return replace(data, nodes=data.nodes[:1] * data.local), across if across.size > 1 else None
 
     def carriers(self) -> Group:
-        """Return the ranks, one per node, that exchange updated parameters, while all ranks of each node do so."""
+        """Return a group of one rank per node that exchanges updated parameters.
+
+        Every rank of a node belongs to such a group, and all groups communicate at the same time.
+        """
         return Group(tuple(sorted(set(self.replicas.nodes))), self.nodes.each, self.oversubscribed)
 
 

@@ -44,18 +44,38 @@ class TensorAxis(MeshAxis):
         )
 
     def divide(self, part: ModelPart, group: Any) -> None:
-        """Divide the layers that the model's plan names (see `MeshAxis.divide`). Collective."""
+        """Divide the layers that the model's plan names. Collective.
+
+        Args:
+            part: The model, divided along the earlier axes. Layers of its module are replaced.
+            group: Communicator of the tensor ranks, or its stand-in in the planner.
+        """
         if group.size > 1:
             parallel = part.parallel
             plan = plan_for(part.module, part.plan, sequence=parallel.sequence)
             parallelize(part.module, group, plan, sequence=parallel.sequence, whole=parallel.whole)
 
     def sizes(self, model: ModelProfile, ranks: int, asked: int | str) -> Iterable[int]:
-        """Return the divisors of the number of ranks that the model's layers can be divided by."""
+        """Return the numbers of tensor ranks that a planner tries: divisors of `ranks` that can divide the layers.
+
+        Args:
+            model: Profile of the model.
+            ranks: Ranks that the axes further inside leave.
+            asked: Ignored.
+        """
         return [n for n in divisors(ranks) if n == 1 or (model.divisible and model.takes(Divided(n)))]
 
     def options(self, layout: ParallelLayout, model: ModelProfile, places: Any) -> Iterable[Mapping[str, Any]]:
-        """Return whether to divide activations along the sequence: no, and yes if possible (see `MeshAxis.options`)."""
+        """Return the values of parallel.sequence that a planner tries: false, and true if the model allows it.
+
+        Args:
+            layout: Layout with its ranks, and defaults for the rest.
+            model: Profile of the model.
+            places: Ignored.
+
+        Returns:
+            Changes of the layout, with the key sequence.
+        """
         divided = replace(Divided(layout.tensor), sequence=True)
         return [{"sequence": each} for each in (False, True)[: 1 + (layout.tensor > 1 and model.takes(divided))]]
 

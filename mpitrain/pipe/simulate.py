@@ -358,7 +358,7 @@ class Flow:
         return self._prepared(self._count).ends_on_shared_cores(costs, nodes, cores, message)
 
     def _rounds(self, most: int) -> tuple[PreparedSchedule, PreparedSchedule, int]:
-        """Return the schedule with fewer microbatches, the one with a round more, and the number of rounds to add."""
+        """Return a shorter schedule, the same with one more round, and the number of rounds missing from the first."""
         few, ranks = self._count, self._ranks
         if self._built_in and few > most * ranks:
             few = (most - 1) * ranks + few % ranks
@@ -366,7 +366,7 @@ class Flow:
         return self._prepared(few), self._prepared(few + (more > 0) * ranks), more
 
     def _extended(self, most: int, of: Callable[[PreparedSchedule], list[float]]) -> list[float]:
-        """Return the values of the whole schedule, extrapolated from two shorter ones where it is long."""
+        """Return the values of the whole schedule; those of a long one are extrapolated from two shorter schedules."""
         short, long, more = self._rounds(most)
         return [a + (b - a) * more for a, b in zip(of(short), of(long), strict=True)] if more else of(short)
 
@@ -453,7 +453,7 @@ def verify(program: PipelineProgram, training: bool = True) -> None:
 
 
 class _Check:
-    """State of all ranks during the symbolic run of a program."""
+    """Run of a program that computes nothing: it checks the order of the steps and messages of all ranks."""
 
     def __init__(self, program: PipelineProgram, training: bool) -> None:
         self.program, self.schedule, self.training = program, program.schedule, training
@@ -477,7 +477,7 @@ class _Check:
         self._check_complete()
 
     def _advance(self, rank: int) -> bool:
-        """Run a rank's next step if its input is there. Returns whether the step ran."""
+        """Run a rank's next step, unless it waits for another rank. Return True if it ran."""
         steps = self.program.steps[rank]
         if self.at[rank] == len(steps):
             return False
@@ -491,7 +491,7 @@ class _Check:
         return True
 
     def _send(self, rank: int, step: Send) -> bool:
-        """Run a Send together with its Receive, if the other rank has reached it. Returns whether it ran."""
+        """Run a Send and its Receive, if the other rank has reached the Receive. Return True if they ran."""
         theirs = self.program.steps[step.to]
         at = self.at[step.to]
         if at == len(theirs):
@@ -514,7 +514,11 @@ class _Check:
         return True
 
     def _compute(self, rank: int, step: Compute) -> None:
-        """Run a compute step, which must be this rank's, not done yet, and have its input there."""
+        """Run a compute step.
+
+        Raises:
+            ScheduleError: The step belongs to another rank, has run already, or runs before its input is available.
+        """
         schedule = self.schedule
         stage, microbatch = step.stage, step.microbatch
         if not 0 <= stage < schedule.stages or schedule.rank_of[stage] != rank:
@@ -566,6 +570,6 @@ class _Check:
                 raise ScheduleError(f"{schedule.name}: rank {rank} ends with {sorted(left)} that nobody used")
 
     def _error(self, rank: int, what: str) -> ScheduleError:
-        """Return an error at a rank's current step."""
+        """Return an error that names a rank and its current step."""
         at = self.at[rank]
         return ScheduleError(f"{self.schedule.name}: rank {rank}, step {at} ({self.program.steps[rank][at]}) {what}")

@@ -202,7 +202,11 @@ class Bounds:
     # -- sums that bounds and estimates are made of
 
     def _work_of(self, layout: ParallelLayout) -> _Work:
-        """Return the costs summed over blocks, which depend on the number of replicas only through batch norms."""
+        """Return the costs of a layout, summed over blocks.
+
+        Layouts that differ only in their number of replicas, if it is above 1, share one result: replicas matter only
+        to batch norms, which are synchronized if there are several.
+        """
         rest = layout.data * layout.pipeline
         data, pipeline = (1, rest) if layout.data == 1 else (rest, 1)
         passes = layout.only("microbatch", "slices", "sequence", "whole")

@@ -171,7 +171,7 @@ def stage_fits(blocks: Sequence[BlockCost], limits: Limits) -> list[npt.NDArray[
 def _least(
     seconds: _Array, allowed: Sequence[npt.NDArray[np.bool_]], combine: Callable[[_Array, _Array], _Array]
 ) -> tuple[float, list[int]]:
-    """Return the least combination (sum or maximum) of the seconds of allowed stages, and their bounds."""
+    """Return the least sum (or maximum) of the stages' seconds over all allowed cuts, and the bounds of that cut."""
     places = len(seconds)
     best = np.full(places, np.inf)
     best[0] = 0.0

@@ -19,7 +19,7 @@ _WIDTH = 118
 
 
 def table(found: Sequence[Prediction]) -> str:
-    """Return predictions as a table, one a line, the best one first."""
+    """Return predictions, sorted from best to worst, as a table with one line each."""
     lines = ["      step   samples/s      memory   compute  exchanged   idle  layout"]
     for number, each in enumerate(found, 1):
         share = {name: seconds / each.seconds for name, seconds in each.parts.items()}
@@ -147,7 +147,7 @@ HEAD = "  ranks       step   samples/s  efficiency      memory   batch  layout"
 
 
 def row(points: Sequence[Point]) -> str:
-    """Return the line of a table for the last of some points; `HEAD` is the table's heading."""
+    """Return the table line of the last point, with its efficiency relative to the first; `HEAD` is the heading."""
     ranks, best = points[-1]
     if best is None:
         return f"{ranks:7,}  nothing fits"

@@ -207,7 +207,10 @@ class _Search:
             self._look(layout, left, at_least)
 
     def _look(self, layout: ParallelLayout, variants: Sequence[ParallelLayout], at_least: float) -> None:
-        """Simulate the first variant that fits; the others wait until no layout is estimated to be faster than it."""
+        """Simulate the first variant that fits.
+
+        The remaining variants are queued with the simulated time of this one as their estimate.
+        """
         too_large = []
         for number, variant in enumerate(variants, 1):
             try:
@@ -341,7 +344,7 @@ def _with(layouts: Iterable[ParallelLayout], wanted: Mapping[str, Any]) -> Itera
 
 
 def _list(value: Any) -> tuple[Any, ...]:
-    """Return a list as a tuple; empty for a word."""
+    """Return the elements of a setting that is a list; none if it is a word such as "uniform"."""
     return () if isinstance(value, str) else tuple(value)
 
 

@@ -71,7 +71,12 @@ class StandIn(Axis):
         self._pool: dict[tuple[Any, ...], torch.Tensor] | None = {} if times else None
 
     def all_reduce(self, x: torch.Tensor, tag: int = 0) -> torch.Tensor:
-        """Record the exchange, and return a tensor of the shape of x."""
+        """Record the exchange, and return a tensor of the shape of x.
+
+        Args:
+            x: Tensor of any shape.
+            tag: Ignored.
+        """
         self.noted.append(AxisExchange("all_reduce", x.nbytes, self.name))
         return self._like(x, x.shape)
 
@@ -139,11 +144,16 @@ class GroupStandIn:
         self.noted: list[AxisExchange] = []
 
     def all_reduce(self, x: torch.Tensor) -> None:
-        """Record the exchange."""
+        """Record the exchange; x does not change."""
         self.noted.append(AxisExchange("all_reduce", x.nbytes, self.name))
 
     def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> None:
-        """Record the exchange."""
+        """Record the exchange, and write nothing.
+
+        Args:
+            out: Tensor for the x of all ranks; only its size is used.
+            x: Ignored.
+        """
         self.noted.append(AxisExchange("all_gather", out.nbytes, self.name))
 
 

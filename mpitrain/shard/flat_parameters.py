@@ -58,7 +58,7 @@ class FlatParameter:
             self.stored.copy_(self.value)
 
     def unused(self, parameters: Set[nn.Parameter]) -> bool:
-        """Return whether its parameters are among the given ones, which must include all or none of them."""
+        """Return True if its parameters are among the given ones, which must include all or none of them."""
         return self.contents[0][0] in parameters
 
     def pieces(self, keys: Sequence[object]) -> list[tuple[FlatParameter, slice]]:
@@ -241,7 +241,7 @@ def has_stepped(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def begin_states(optimizer: torch.optim.Optimizer) -> None:
-    """Give each parameter without a state the one that the optimizer's constructor makes, as torch's Adagrad does.
+    """Create the missing initial states of an optimizer whose constructor creates them (torch's Adagrad).
 
     States of parameters that are not in the optimizer's groups are dropped.
     """

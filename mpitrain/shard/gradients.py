@@ -62,7 +62,7 @@ class Gradients(ABC):
         """
 
     def arrived(self, parameter: nn.Parameter) -> None:
-        """Take note that autograd has finished the parameter's gradient in this backward pass."""
+        """Record that autograd has finished the parameter's gradient in this backward pass."""
         return
 
     @abstractmethod

@@ -139,7 +139,7 @@ def orthogonal(matrix: torch.Tensor, coefficients: Sequence[float], steps: int, 
     """Return approximately U V' for a matrix U S V', computed in bfloat16 by Newton-Schulz iterations.
 
     One iteration is X <- a X + (b X X' + c (X X')^2) X. The singular values of the result are between 0.5 and 1.5. The
-    bits are those of torch.optim.Muon.
+    result is bitwise equal to that of torch.optim.Muon.
 
     Args:
         matrix: Matrix [m, n], any float dtype.
@@ -175,7 +175,7 @@ class MatrixGather:
         self._buckets = self._listed()
 
     def follow(self, chosen: Sequence[FlatParameter]) -> None:
-        """Take the matrices from these flat parameters from now on."""
+        """Use the matrices in these flat parameters from now on, in place of the earlier ones."""
         self._own: dict[nn.Parameter, MatrixPart] = {}
         for flat in chosen:
             for parameter, first, last, place in flat.contents:
@@ -506,7 +506,7 @@ class SquaresSum:
             )
 
     def follow(self, chosen: Sequence[FlatParameter]) -> None:
-        """Take the parameters from these flat parameters from now on."""
+        """Use these flat parameters from now on, in place of the earlier ones."""
         self.parts: Parts = [
             (flat.value, at, at + last - first, self._numbers[p])
             for flat in chosen

@@ -110,7 +110,7 @@ class Parameters(ABC):
         return nullcontext()
 
     def gradients_taken(self, bucket: int) -> None:
-        """Take note that the gradients of a bucket of one group have been copied from its parameters.
+        """Record that the gradients of a bucket of one group have been copied from its parameters.
 
         The gradients call it once for each group.
         """
@@ -244,13 +244,12 @@ class NodeParameters(Parameters):
 
 
 def shard_order(comm: Communicator) -> int | None:
-    """Return this rank's number when ranks are counted across the nodes, local rank by local rank.
+    """Return this rank's number in an order that alternates between the nodes; None if nodes differ in size.
 
         node A: 0 2 4      node B: 1 3 5
 
     With this order, the shares of ranks that have the same local rank on different nodes are adjacent, and one
-    all-gather among those ranks moves one stretch of memory. The result is None if the nodes have different numbers of
-    ranks.
+    all-gather among those ranks moves one stretch of memory.
     """
     if len({comm.nodes.count(node) for node in comm.nodes}) > 1:
         return None

@@ -86,7 +86,7 @@ def conflict(zero: int, ranks: int, *, staged: bool, one_copy: bool, offload: st
 
 
 def is_elsewhere(offload: str, on_device: bool) -> bool:
-    """Return whether offloaded data is in other memory than that in which the ranks compute.
+    """Return True if data is offloaded to memory other than the memory in which the ranks compute.
 
     Args:
         offload: "host", or a folder for mapped files; empty for no offload.

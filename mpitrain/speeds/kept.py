@@ -70,7 +70,11 @@ def _of_core(found: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _add_links(values: Values, results: dict[int, Any], cores: int) -> None:
-    """Add the speeds of messages from the most ranks that had a core each, or else from the fewest ranks."""
+    """Add the measured speeds of messages to the values of a profile.
+
+    They are from the measurement with the most ranks that had a core each; if there is none, from the one with the
+    fewest ranks.
+    """
     counts = {ranks: max(map(of["nodes"].count, of["nodes"])) for ranks, of in results.items() if "links" in of}
     if not counts:
         return

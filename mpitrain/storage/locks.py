@@ -180,7 +180,7 @@ class _Lease:
 
 
 def _await_end(path: Path) -> None:
-    """Return when nobody holds the lease any more. Raises LockHeld if its holder is alive."""
+    """Wait until the lease is free or stale, and remove a stale one. Raises LockHeld if its holder is alive."""
     first = _read(path)
     if first is None:
         return

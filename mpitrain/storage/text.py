@@ -61,7 +61,7 @@ def duration(seconds: float) -> str:
 
 
 def lasting(seconds: float) -> str:
-    """Format a duration in words: 0.045 s, 2.1 s, 12 minutes, 4.3 hours, 45 days."""
+    """Return a duration as text, such as 0.045 s, 2.1 s, 12 minutes, 4.3 hours or 45 days."""
     units = ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes"))
     size, unit = next((each for each in units if seconds / each[0] >= 2.0), (1.0, "s"))
     number = seconds / size

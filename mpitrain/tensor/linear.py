@@ -205,7 +205,7 @@ class ColumnInput:
         self.keeping = _only_the_part(self.whole, x.detach(), axis)
 
     def is_for(self, x: torch.Tensor) -> bool:
-        """Return whether this input was made from `x`, unchanged since then, in the same grad mode."""
+        """Return True if this input was made from `x` in the present grad mode, and `x` has not changed since."""
         return self._x is x and self._version == x._version and self._graph == torch.is_grad_enabled()
 
 
@@ -401,7 +401,7 @@ def column_features(
 
 
 def in_heads(name: str, sections: Sequence[int], parent: nn.Module, ranks: int, heads: int | None) -> Features:
-    """Divide sections, such as the inputs of a row layer, by whole heads; without known heads, feature by feature.
+    """Divide sections of features, such as the inputs of a row layer, between heads; or anywhere, if heads are unknown.
 
     Args:
         name: Name of the layer in the model, for messages.
@@ -426,7 +426,7 @@ def in_heads(name: str, sections: Sequence[int], parent: nn.Module, ranks: int, 
 
 
 def localize_heads(name: str, parent: nn.Module, ranks: int, planned: Sequence[str]) -> dict[str, int]:
-    """Return new values for the attributes in which an attention module counts its heads: those of one rank.
+    """Return the values that the attributes with numbers of heads of an attention module need on one rank.
 
     Args:
         name: Name of the attention module.

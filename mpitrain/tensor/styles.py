@@ -152,12 +152,15 @@ class Vocabulary(ParallelStyle):
 
 @dataclass(frozen=True)
 class Undivided(ParallelStyle):
-    """Style of a module that each rank has whole; with sequence=True it marks where the sequence is divided.
+    """Style of a module that is not divided: each rank has all of it.
+
+    The attributes matter only if activations are divided along the sequence.
 
     Attributes:
-        exchange: Function applied to the module's output: `scatter` divides it along the sequence from here on,
-            `gather` concatenates it; None for neither.
-        sums: If true, the module works on its part of the sequence, so the gradients of its own parameters are summed.
+        exchange: Function applied to the module's output: `scatter` divides it along the sequence, `gather`
+            concatenates the parts of all ranks; None leaves it unchanged.
+        sums: If true, sum the gradients of the module's own parameters over the ranks, because each rank applies the
+            module to a part of the sequence.
         begins_sequence: See `ParallelStyle`.
         replicated: See `ParallelStyle`.
     """

@@ -78,9 +78,9 @@ def assemble(
 
 
 def tried_out(config: Config, mesh: Mesh, task: Task, data: Dataset) -> Cut:
-    """Return parallel.cut, or with "time" the cost of each block, which one rank measures for all. Collective.
+    """Return parallel.cut, or if it is "time", the measured cost of each block. Collective.
 
-    This must precede any other division of the model, because one rank cannot compute divided layers.
+    Rank 0 measures alone and cannot compute divided layers, so call this before the model is divided.
 
     Args:
         config: The settings.

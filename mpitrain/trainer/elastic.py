@@ -1,22 +1,20 @@
 """Recovery from the death of ranks: copies of the state in other ranks' memory, and training without a new job.
 
-At the end of every copied step, each rank stores its parts of a checkpoint in host memory and sends them to a partner
-on another node:
+At the end of every copied step, each rank stores a copy of its parts of a checkpoint in host memory and sends it to a
+partner on another node. The copies of all ranks at one step are a set:
 
     rank 0   own parts | rank 2's         Ranks 0 and 1 are on node A, 2 and 3 on node B. Copies of two steps are kept,
     rank 1   own parts | rank 3's         so that one set is complete everywhere while the next one is made.
     rank 2   own parts | rank 0's
     rank 3   own parts | rank 1's
 
-When ranks die, the others form a smaller world and load the newest set of copies that is complete, like a checkpoint
-that other ranks wrote. If a rank died together with its partner, they use the state of any rank in its column of the
-mesh, which is the same at stage 0; at other stages they load the last checkpoint.
+When ranks die, the others form a smaller world and load the newest complete set. It is read like a checkpoint whose
+files are the copies: each rank plans from its manifest which bytes of which copy it needs. If a rank died together with
+its partner, the others use the state of any rank in its column of the mesh, which is the same at stage 0; at other
+stages they load the last checkpoint.
 
 As many of the ranks train as the layout allows (`data_ranks`); the others wait and provide their copies. If no layout
 fits, the newest set is written as a checkpoint, and the job ends for a restart.
-
-A copy has the contents of a rank's file in a checkpoint. The copies of all ranks at one step are a set, with a manifest
-whose files are the copies; from it a rank plans which bytes of which copy it needs.
 """
 
 from __future__ import annotations
@@ -88,9 +86,9 @@ class PeerCopy:
 
 
 class Alone(NamedTuple):
-    """Copy of everything that a rank has, which is equal in all ranks of its column of the mesh (stage 0).
+    """Copy of the whole state of a rank, which at stage 0 is equal on all ranks of its column of the mesh.
 
-    columns: number of columns; a rank's column is its number modulo this. crc: of the memory, equal within a column.
+    columns: number of columns; a rank's column is its number modulo this. crc: CRC-32 of the copy, equal in a column.
     """
 
     copy: PeerCopy
@@ -129,10 +127,9 @@ class Copies:
         own_copy.key = key
 
     def take_alone(self, engine: Engine, key: Key, values: dict[str, Any], rank: int, columns: int) -> None:
-        """Copy everything that this rank has, after ranks died together with their partners; needs stage 0.
+        """Copy the whole state of this rank, at stage 0, after ranks died together with their partners.
 
-        key: set that the copy may replace. rank: this rank's number when the engine was made. columns: those of the
-        mesh.
+        key: set that the copy may replace. rank: this rank's number in the engine's world. columns: of the mesh.
         """
         copy = PeerCopy()
         parts, engine_values = engine.parts(alone=True)
@@ -161,11 +158,13 @@ class Copies:
         self._world = world
 
     def restore(self, world: Communicator, engine: Engine | None) -> Manifest | None:
-        """Load the newest complete set into the engine, and return its manifest; None if no set is complete.
+        """Load the newest complete set, and return its manifest; None if no set is complete. Collective.
 
-        Collective.
+        The set stays until a newer one is complete.
 
-        The set stays until a newer one is complete. engine: None on a rank that only provides its copies.
+        Args:
+            world: Ranks that have copies.
+            engine: Engine to load; None on a rank that only provides its copies.
         """
         newest = self.newest(world)
         if newest is None:
@@ -263,7 +262,10 @@ def fetch(
 ) -> None:
     """Copy the blocks of a plan from the memory of the ranks that have them. Collective.
 
-    files: memory of the copies on this rank, by name. holders: rank from which each copy is read.
+    Args:
+        blocks: Blocks that this rank needs.
+        files: Memory of the copies on this rank, by name.
+        holders: Rank from which each copy is read, by name.
     """
     ordered = sorted(blocks, key=lambda block: holders[block.extent.file])
     requests = np.array([[int(b.extent.file), b.offset, b.size] for b in ordered], dtype=np.int64).reshape(-1, 3)

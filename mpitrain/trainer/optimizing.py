@@ -214,7 +214,10 @@ def make_optimizer(
 def _kind_for(
     section: OptimSection, name: str, parameter: nn.Parameter, number: int | None, roles: ParameterRoles
 ) -> _Kind:
-    """Return the class that updates a parameter, from its group or else from the whole section."""
+    """Return the optimizer class of a parameter: that of its group, or else of the section.
+
+    If the section's class is Muon, AdamW updates the parameters that are not hidden matrices.
+    """
     override = section.groups[number].get("optimizer") if number is not None else None
     kind = (
         optimizer_class("optim.groups, optimizer", override)

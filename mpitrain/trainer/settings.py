@@ -66,7 +66,7 @@ def with_planned_layout(config: Config, world: Communicator, device: torch.devic
 
 
 def while_others_sleep(world: Communicator, act: Callable[[], Any]) -> Any:
-    """Return `act()`, called on rank 0 alone, on every rank. Collective.
+    """Call `act()` on rank 0 alone, and return its result on every rank. Collective.
 
     The other ranks sleep meanwhile and leave rank 0 their cores. Errors are handled as by `world.on_root`.
 

@@ -352,7 +352,7 @@ class Trainer(Run):
     # -- internals
 
     def make_room(self) -> None:
-        """Move folders out of the way of coming checkpoints, and check the free space. Collective.
+        """Rename damaged checkpoints whose folders the run will write again, and check the free space. Collective.
 
         Raises:
             InputError: On all ranks, if a folder cannot be moved, or the free space is too small.

@@ -399,7 +399,7 @@ class NamedPart:
     head_dim: int = 0
 
     def to_ours(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the rows of our parameter from their tensor."""
+        """Return the rows of our parameter that correspond to their tensor."""
         if self.transposed:
             return tensor.t()
         if self.head_dim:
@@ -407,7 +407,7 @@ class NamedPart:
         return tensor
 
     def to_theirs(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return their tensor from the whole of our parameter."""
+        """Return their tensor, made from rows of our whole parameter."""
         if self.transposed:
             return tensor.t().contiguous()
         rows = tensor.narrow(0, self.first, self.shape[0])
@@ -446,7 +446,7 @@ def from_theirs(parts: Sequence[NamedPart], tensors: Mapping[str, torch.Tensor],
 
 
 def as_saved(family: str, names: Iterable[str], tied: bool) -> dict[str, str]:
-    """Return the names of tensors in weight files, by their names in a whole model with its head.
+    """Return, for each tensor name in a whole model with its head, the name of the tensor in the weight files.
 
     A model that was saved without its head has names without a prefix. Buffers are left out, and so is a tied head.
 

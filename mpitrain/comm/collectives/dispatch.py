@@ -151,7 +151,7 @@ class Dispatcher(Member):
         self.journal.switched.add(self.binder.cache.forget_ready)
 
     def entered(self, name: str, moved: Moved, begin: float, key: str = "", sequence: int = 0) -> None:
-        """Enter an operation in the journal that this rank performed with others but did not dispatch.
+        """Record in the journal an operation that this rank took part in but did not dispatch.
 
         Args:
             name: Name of the operation.
@@ -431,7 +431,7 @@ class Dispatcher(Member):
 
 
 def _may_repeat(x: Any) -> bool:
-    """Return whether every contiguous tensor with x's address, size and dtype has the same meaning as x.
+    """Return True if every contiguous tensor with x's address, size and dtype has the same values as x.
 
     It may not have: a complex tensor can be lazily conjugated, and the imaginary part of such a tensor is lazily
     negated. An imaginary part that is contiguous has one element, at an odd offset of its storage.

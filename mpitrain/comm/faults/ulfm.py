@@ -123,7 +123,7 @@ class UlfmFailures:
                     comm.Revoke()
 
     def look(self) -> None:
-        """Give up the world if one of its ranks died or gave it up. A thread calls this periodically."""
+        """Call `give_up` if a rank has died or has given the world up. A thread calls this periodically."""
         if len(set(self.nodes)) > 1:
             self._connections.limit(_RECOVERING if self._given_up else self._silence, now=self._given_up)
         if not self._given_up and self.noticed():

@@ -278,7 +278,7 @@ class Departures:
         self._suspect: tuple[Record, float] | None = None
 
     def wait_for_all(self, code: int | None = None) -> None:
-        """Return when every rank has called this at its end.
+        """Wait until every rank has called this at the end of its program.
 
         Args:
             code: Exit code of this rank, if known.

@@ -147,7 +147,7 @@ def _named(folder: Path, pattern: re.Pattern[str], kind: Callable[[int], bool]) 
 
 
 def unused(found: Sequence[Leftover]) -> list[Leftover]:
-    """Return the leftovers that certainly no process uses. `found` must have been collected before the call."""
+    """Return the leftovers in `found` that no process uses. Collect `found` before the call, not lazily."""
     open_files = held_by_processes()
 
     def dead(one: Leftover) -> bool:

@@ -86,7 +86,10 @@ def end_soon(process: int, unless: Sequence[int] = ()) -> None:
 
 
 def _begin_apart(command: Sequence[str], stderr: int = subprocess.DEVNULL) -> None:
-    """Start a process that outlives this one. It inherits no pipe of mpirun, which waits until its pipes close."""
+    """Start a process that outlives this one.
+
+    It inherits none of mpirun's pipes, because mpirun waits until all of them are closed.
+    """
     nowhere = subprocess.DEVNULL
     subprocess.Popen(command, stdin=nowhere, stdout=nowhere, stderr=stderr, start_new_session=True)
 

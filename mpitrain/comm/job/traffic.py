@@ -444,7 +444,12 @@ def blocks_sent(operation: str, rank: int, blocks: Sequence[int], root: int = 0)
 
 
 def even_shares(nbytes: int, size: int) -> list[int]:
-    """Divide `nbytes` bytes over `size` ranks as evenly as possible; the first ranks get the remainder."""
+    """Return the bytes of each rank's share of a vector that is divided as evenly as possible.
+
+    Args:
+        nbytes: Bytes of the vector. The first nbytes % size ranks get one byte more than the others.
+        size: Number of ranks.
+    """
     each, rest = divmod(nbytes, size)
     return [each + (rank < rest) for rank in range(size)]
 

@@ -382,7 +382,7 @@ def map_each_other(
 
 
 def _are_each_others(node: MPI.Intracomm, tensor: torch.Tensor, memories: Sequence[torch.Tensor]) -> bool:
-    """Return True if each mapped memory is really its owner's: device numbers may differ between processes."""
+    """Return True if each mapping shows the right rank's memory. Device numbers may differ between processes."""
     first_byte = tensor.view(-1).view(torch.uint8)[:1]
     first_byte.fill_(1 + node.rank % 255)
     synchronize(tensor.device)
@@ -396,7 +396,12 @@ def _are_each_others(node: MPI.Intracomm, tensor: torch.Tensor, memories: Sequen
 
 
 def all_agree(comm: MPI.Intracomm, yes: bool) -> bool:
-    """Return True if `yes` is true on all ranks. Collective."""
+    """Return True if `yes` is true on all ranks. Collective.
+
+    Args:
+        comm: Communicator of the ranks.
+        yes: This rank's answer.
+    """
     answer = np.array([yes], dtype=np.int64)
     comm.Allreduce(MPI.IN_PLACE, answer, MPI.MIN)
     return bool(answer[0])

@@ -335,7 +335,12 @@ def generator_state(device: torch.device) -> torch.Tensor:
 
 
 def set_generator_state(device: torch.device, state: torch.Tensor) -> None:
-    """Set the state of the device's default random generator; `state` comes from `generator_state`."""
+    """Set the state of the device's default random generator.
+
+    Args:
+        device: CPU or accelerator.
+        state: Result of `generator_state` for a device of the same kind.
+    """
     if not is_accelerator(device):
         torch.set_rng_state(state)
     else:
@@ -343,7 +348,12 @@ def set_generator_state(device: torch.device, state: torch.Tensor) -> None:
 
 
 def seed_generator(device: torch.device, seed: int) -> None:
-    """Seed the default random generator of the device, and no other."""
+    """Seed the default random generator of one device; generators of other devices do not change.
+
+    Args:
+        device: CPU or accelerator.
+        seed: Seed, as for `torch.manual_seed`.
+    """
     if not is_accelerator(device):
         torch.default_generator.manual_seed(seed)
         return

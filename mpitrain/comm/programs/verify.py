@@ -135,11 +135,11 @@ class _Rank:
 
 @dataclass
 class _Access:
-    """Last accesses to a cell, as numbers of the stretches in which ranks made them.
+    """Last accesses to a cell. Each is identified by the rank and the number of the stretch of its steps.
 
     Attributes:
         write: (rank, stretch) of the last write.
-        reads: Stretch of the last read since then, by rank.
+        reads: Stretch of each rank's last read since that write, by rank.
     """
 
     write: tuple[int, int] | None = None

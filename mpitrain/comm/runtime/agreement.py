@@ -91,7 +91,7 @@ class Register:
         return Signature(self, digest, together)
 
     def look(self, number: int, digest: int, together: bool) -> None:
-        """Check that no other rank is in a different operation of this number, or has left this operation already.
+        """Compare this rank's operation with the words of the other ranks.
 
         If two ranks arrive at the same time, at least one of them must see the word of the other. Taking a lock ensures
         this: the processor writes this rank's word before it reads the others'.
@@ -102,7 +102,8 @@ class Register:
             together: True if no rank can complete it before all have begun it.
 
         Raises:
-            CommunicationError: Another rank has signed for something else.
+            CommunicationError: Another rank has signed a different operation with the same number; or, if `together`,
+                a later operation, although it cannot have completed this one.
         """
         with self._lock:
             pass
@@ -403,7 +404,10 @@ class Board:
         return self._rows.tobytes()
 
     def check(self) -> None:
-        """Raise CommunicationError, on all ranks in this program, unless all ranks are in it and have equal rows."""
+        """Raise CommunicationError unless all ranks are in the same program and their rows are equal.
+
+        Every rank that is in this program raises the error.
+        """
         rows = self.rows()
         each = [rows[lo : lo + ROW] for lo in range(0, len(rows), ROW)]
         if self.shared:

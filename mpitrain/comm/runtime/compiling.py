@@ -105,7 +105,7 @@ class _CallOrder:
         self.entries.append(_Entry("barrier", call))
 
     def exchange(self, number: int, messages: list[Message], reads: Sequence[Region], writes: Sequence[Region]) -> None:
-        """Add an exchange of messages; its posting may be moved ahead.
+        """Add an exchange of messages. Its messages are posted as early as the entries before it allow.
 
         Args:
             number: Number of the exchange in the program.
@@ -389,7 +389,7 @@ class Plan:
             self._order.local(lambda binding: executor.scaling(binding.view(place), scale), [region], [region])
 
     def _bring_home(self) -> None:
-        """Copy the blocks of this rank's result that were never written from the caller's input to the output."""
+        """Fill the blocks of this rank's output that no step writes: copy them from the caller's input."""
         segments = self._program.segments
         for goal in self._program.collective.ends(self._rank):
             if goal.memory == WORK and not any(self._arrived[goal.cell * segments : (goal.cell + 1) * segments]):

@@ -373,7 +373,7 @@ class Binding:
         self._tellings: dict[str, Telling] = {}
 
     def address(self, place: Place) -> int:
-        """Return the address of a place in bytes."""
+        """Return the memory address of the first byte of a place."""
         return self._base(place.memory, place.owner) + place.start * self.item
 
     def view(self, place: Place) -> Array:
@@ -403,7 +403,7 @@ class Binding:
         return where(owner)
 
     def telling(self, event: str) -> Telling:
-        """Return this rank's part in an event of the program."""
+        """Return the `Telling` of an event of the program; the first call creates it."""
         if event not in self._tellings:
             self._tellings[event] = Telling(self.layout.events[event], row_of(0, *self.layout.said))
         return self._tellings[event]

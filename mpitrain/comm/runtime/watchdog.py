@@ -127,7 +127,7 @@ class Watchdog:
         return waits
 
     def record(self, label: str, members: Sequence[int] = ()) -> Record:
-        """Create the record of one communicator's operations; it is watched for as long as anybody uses it.
+        """Create the record of one communicator's operations. It is watched until it is dropped or `forget` is called.
 
         Args:
             label: Name of the communicator, for messages.
@@ -257,7 +257,7 @@ class Watchdog:
         return False
 
     def _wait(self, seconds: float) -> None:
-        """Wait for some time, or until the thread must end, and answer questions meanwhile."""
+        """Answer questions of other ranks for `seconds`, or until the thread must end."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and not self._stop.wait(0.02):
             with suppress(MPI.Exception):  # raised on a world that was abandoned

@@ -53,7 +53,7 @@ class Work:
         raise NotImplementedError
 
     def release(self) -> None:
-        """Block until the memory that the operation reads can be written again: at its completion, or later."""
+        """Block until the caller may overwrite the memory that the operation reads: at its completion, or later."""
         self.wait()
 
 
@@ -282,7 +282,7 @@ class Worker:
                 self.progress.deferring.discard(self)
 
     def start_beside(self) -> None:
-        """Start a thread that carries out the queue, unless somebody does so already or MPI is single-threaded."""
+        """Start a thread that carries out the queue, unless a thread does so already or MPI allows only one thread."""
         if not self._running.locked() and MPI.Query_thread() == MPI.THREAD_MULTIPLE:
             self.start()
 

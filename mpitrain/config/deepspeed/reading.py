@@ -248,7 +248,7 @@ def _setting(name: str, auto: Config) -> Any:
 
 
 def _monitors(values: Mapping[str, Any], findings: Findings) -> dict[str, str]:
-    """Return the monitors that are on, each with the setting of ours that replaces it; list the others as ignored."""
+    """Return the enabled monitors, each with our setting that replaces it; report the others as ignored."""
     on = {key: instead for key, instead in MONITORS.items() if not is_off(values.get(key))}
     findings.ignored += [key for key in MONITORS if key in values and key not in on]
     wandb = values.get("wandb")

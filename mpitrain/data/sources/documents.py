@@ -4,8 +4,8 @@
     {"prompt": "...", "completion": "..."}   whole pairs packed into samples; tokens of prompts are not trained on
     with `pack`                              whole documents packed into samples (see `encoder.py`)
 
-Documents are read one after the other, for any size of the files. Documents are held out that are spread evenly over
-the input; or, if some files are named train, those that are named val, validation, dev or test.
+Documents are read one after the other, for any size of the files. If some files are named train and the others val,
+validation, dev or test, the latter are held out; otherwise, documents at evenly spread places of the input.
 """
 
 from __future__ import annotations
@@ -148,7 +148,10 @@ def _by_split(
     held_out: float,
     encoder: Encoder,
 ) -> Iterator[tuple[bool, list[tuple[Tokens, int]]]]:
-    """Yield (True if held out, documents as (tokens, number of prompt tokens)), some documents each time."""
+    """Encode documents in batches, and yield each batch as (held_out, documents).
+
+    held_out is True if the documents belong to the held-out split. A document is (tokens, number of prompt tokens).
+    """
     number = 0
     for path, documents in texts:
         while batch := list(islice(documents, _AT_ONCE)):

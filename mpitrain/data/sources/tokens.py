@@ -4,8 +4,9 @@
     tokens.npy             a one-dimensional array of integers
     data.idx + data.bin    documents of Megatron-LM
 
-Flat files are read in the order given. The end of all of them is held out; or, if some files are named train..., those
-that are named val.... In Megatron's files, documents are held out that are spread evenly over them.
+Flat files are read in the order given. If some files are named train... and the others val... (see `splits_by_name`),
+the latter are held out. Otherwise, the end of the flat files is held out, or documents at evenly spread places of
+Megatron's files.
 
 In Megatron-LM's indexed data sets, NAME.idx lists the places of the documents in NAME.bin.
 
@@ -228,7 +229,10 @@ class Pair:
 
 
 def _stretches(path: Path, places: Iterable[tuple[int, int]]) -> Iterator[bytes]:
-    """Yield the bytes at each (offset, count) of a file; to go back in one that is not seekable, open it again."""
+    """Yield the bytes at each (offset, count) of a file.
+
+    A file that is not seekable, such as a compressed one, is opened again for an earlier offset.
+    """
     with ExitStack() as stack:
         file, at = stack.enter_context(opened(path)), 0
         for offset, count in places:
@@ -253,7 +257,10 @@ def is_index(path: Path) -> bool:
 
 
 def pairs_of(files: Sequence[Path]) -> tuple[list[Pair], list[Path]]:
-    """Return the pairs among the files, for which one of the two is enough, and the other files."""
+    """Return the pairs (.bin, .idx) among the files, and the remaining files.
+
+    A pair is found even if only one of its two files is listed.
+    """
     indices: dict[Path, Path] = {}  # index: data
     others: list[Path] = []
     for path in files:

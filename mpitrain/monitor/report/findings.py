@@ -218,7 +218,7 @@ class SentRow:
 
 
 def parts_a_step(rank: MeasuredRank) -> dict[str, float]:
-    """Return the seconds per step by part, as the mean over the steps that a rank measured."""
+    """Return the mean seconds per step that a rank spent in each of `PARTS`."""
     steps = float(rank.steps.sum())
     return {part: float(np.nansum(rank.seconds[part])) / steps for part in PARTS}
 
@@ -450,7 +450,7 @@ def changed_settings(config: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return the settings of a run that differ from their defaults.
 
     Returns:
-        Value of the run and default, by section.key; the default of an unknown setting is None.
+        Pairs (value in the run, default) by section.key; the default of an unknown setting is None.
     """
     defaults = flat(Config().model_dump(mode="json"))
     return {

@@ -373,7 +373,7 @@ class LibraryMetric(Collected):
         return dict(self._named(self.name, self._tried(self._metric.compute)))
 
     def _metrics(self) -> Iterator[Any]:
-        """Return all metrics in this one, whose states are gathered."""
+        """Return the metric and the metrics that it contains; their states are to be gathered from all ranks."""
         return (part for part in self._metric.modules() if hasattr(part, "_reductions"))
 
     def _named(self, name: str, value: Any) -> Iterator[tuple[str, float]]:

@@ -165,7 +165,7 @@ class LocalEngine(Engine):
         self.averaging = Averaging(slices, peers, weight, parallel, buckets, reproducible=exact, wrote=self._wrote)
 
     def _require_alike(self, division: Division) -> int:
-        """Return this rank's place in its group.
+        """Check that all groups divide the model equally, and return this rank's place in its group. Collective.
 
         Raises:
             InputError: On all ranks, if groups divide their parts differently.
@@ -446,7 +446,7 @@ class Local(Strategy):
 
 
 def as_one(config: Config, step: int) -> bool:
-    """Return whether all groups together take the step that follows `step` steps.
+    """Return True if all groups take the next step together, as ordinary data-parallel training.
 
     Args:
         config: The settings.

@@ -101,9 +101,9 @@ class ServedEngine(Engine):
             buffer.copy_(before_it)
 
     def step(self, lr: float | None = None) -> StepResult:
-        """Return the norm of the gradients of the mean loss over this worker's samples, without an update.
+        """Return the gradient norm of this worker's mean loss; the servers update the parameters.
 
-        The servers update. If they also compute the norm of the whole batch's gradients, the result is 0.
+        The norm is 0 if the servers compute the gradient norm of the whole batch.
         """
         if self._bulk:
             return StepResult(0.0, False)

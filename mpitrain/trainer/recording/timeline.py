@@ -50,7 +50,7 @@ class _Call:
         self.name, self.parent, self.begin = name, parent, begin
 
     def inside(self, other: _Call) -> bool:
-        """Return whether this call was made within another one."""
+        """Return True if this call was made during the call `other`, directly or indirectly."""
         at = self.parent
         while at is not None and at is not other:
             at = at.parent
@@ -119,10 +119,10 @@ class ModuleHooks:
                 y._watched = (self, call, True)
 
     def _tells(self, x: Any, call: _Call) -> bool:
-        """Return whether an existing hook ends this call's backward when the gradient of its input is ready.
+        """Return True if an existing hook on the input `x` already marks the end of this call's backward.
 
-        This is the hook of the call whose output the input is, or of a call around this one with the same input. A
-        further hook would take microseconds, which add up over all modules.
+        The hook belongs to the call that returned `x`, or to an enclosing call that has the same input. Another hook
+        would cost microseconds, which add up over all modules.
         """
         by, other, output = getattr(x, "_watched", (None, call, False))
         return by is self and (output or call.inside(other))

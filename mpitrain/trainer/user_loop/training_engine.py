@@ -234,11 +234,9 @@ class TrainingEngine:
         return float(means[0])
 
     def eval_batch(self, batches: Iterator[tuple[Any, Any]]) -> float:
-        """Return the mean loss of the next microbatches of an iterator, as many as a step has, without training.
+        """Return the mean loss of the next microbatches of an iterator, without training. Collective.
 
-        Collective.
-
-        Raises the errors of `train_batch`.
+        It takes as many microbatches as a step has, and raises the errors of `train_batch`.
         """
         self._require_loss("eval_batch")
         return self.evaluate([self._next(batches, number) for number in range(self.settings.accumulate)])
@@ -470,7 +468,12 @@ def whole_state(
 def require_same_optimizer(optimizer: torch.optim.Optimizer, manifest: Manifest, folder: Path) -> None:
     """Raise InputError if a checkpoint lacks states that the optimizer needs, or has states that it does not know.
 
-    A checkpoint without optimizer states is accepted, and any is if a trial step does not show the states needed.
+    Checkpoints without optimizer states pass. All pass if a trial step cannot show which states the optimizer needs.
+
+    Args:
+        optimizer: Optimizer of the engine.
+        manifest: Manifest of the checkpoint.
+        folder: Folder of the checkpoint, for the message.
     """
     saved = {name.removeprefix(OPTIMIZER).split("/")[0] for name in manifest.tensors if name.startswith(OPTIMIZER)}
     trials = [

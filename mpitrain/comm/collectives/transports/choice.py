@@ -202,7 +202,7 @@ class Direct(Transport):
         self._binder = binder
 
     def carries(self, call: DeviceCall) -> bool:
-        """Return True if the library can perform the call at once, in its own order of reduction."""
+        """Return True if the MPI library can perform the call in one operation; the library orders the reduction."""
         size = self._binder.topology.size
         reduction = call.reduction(size)
         return (
