@@ -1,4 +1,4 @@
-"""What a recorded step costs (`monitor.timeline`): steps with and without, in turns, of one run.
+"""Cost of a step that `monitor.timeline` records: steps with and without it, in turns, of one run.
 
 The trainer trains its own GPT, and every second step is recorded as the timeline does it: parts, modules, single
 operations. Each recorded step is compared with the step before or after it, so that other load on the machine affects

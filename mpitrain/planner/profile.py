@@ -115,15 +115,15 @@ class BlockProfile(ModelProfile):
     def _make(self, samples: int, divided: Divided, threads: int) -> tuple[BlockCost, ...]:
         names, weights = self._weights(divided)
         observed = self._observed(samples, divided)
-        reckoned = self._reckoned(observed, weights, threads)
-        timed = reckoned
+        estimates = self._estimate(observed, weights, threads)
+        timed = estimates
         if self._times is not None:
-            undivided, whole = reckoned, Divided()
+            undivided, whole = estimates, Divided()
             if divided != whole:
-                undivided = self._reckoned(self._observed(samples, whole), self._weights(whole)[1], threads)
-            timed = self._times.of(samples, divided, threads, reckoned, undivided)
+                undivided = self._estimate(self._observed(samples, whole), self._weights(whole)[1], threads)
+            timed = self._times.of(samples, divided, threads, estimates, undivided)
         blocks = []
-        for name, weight, each, one, time_ in zip(names, weights, observed, reckoned, timed, strict=True):
+        for name, weight, each, one, time_ in zip(names, weights, observed, estimates, timed, strict=True):
             inner = counted.seconds(each.input, self._machine, self.precision, threads)
             part = min(1.0, inner / one.backward) if one.backward else 1.0
             block = BlockCost(
@@ -140,7 +140,7 @@ class BlockProfile(ModelProfile):
             blocks.append(block)
         return tuple(blocks)
 
-    def _reckoned(self, observed: Sequence[Observed], weights: Sequence[Sequence[Weight]], threads: int) -> list[Timed]:
+    def _estimate(self, observed: Sequence[Observed], weights: Sequence[Sequence[Weight]], threads: int) -> list[Timed]:
         """Return the seconds of each block, estimated from operations and bytes."""
         machine, precision, itemsize = self._machine, self.precision, ITEMSIZE[self.precision]
         times: list[Timed] = []
@@ -226,7 +226,7 @@ class _Times:
         self._workers.clear()
 
     def of(
-        self, samples: int, divided: Divided, threads: int, reckoned: Sequence[Timed], undivided: Sequence[Timed]
+        self, samples: int, divided: Divided, threads: int, estimates: Sequence[Timed], undivided: Sequence[Timed]
     ) -> list[Timed]:
         """Return the seconds of each block.
 
@@ -234,13 +234,13 @@ class _Times:
             samples: Samples of the microbatch.
             divided: Division of the model.
             threads: Threads of a rank.
-            reckoned: Seconds of each block, estimated from operations and bytes.
+            estimates: Seconds of each block, estimated from operations and bytes.
             undivided: Estimated seconds of each block of the model that is not divided.
         """
         plain = Divided()
         if threads > 1 and (self._left <= 0 or threads > _cores()):
             gain = 1 + (threads - 1) * self._machine.threads
-            return [Timed(*(s / gain for s in t)) for t in self.of(samples, divided, 1, reckoned, undivided)]
+            return [Timed(*(s / gain for s in t)) for t in self.of(samples, divided, 1, estimates, undivided)]
         if divided == plain or (self._left > 0 and not divided.whole):
             times = self._along(samples, divided, threads)
             if times is not None:
@@ -249,11 +249,11 @@ class _Times:
             if not self._said:
                 self._said, why = True, self._failed or "there was no time"
                 warnings.warn(f"seconds are counted, not measured, which is less exact: {why}", stacklevel=2)
-            return list(reckoned)
+            return list(estimates)
         base = self.of(samples, plain, threads, undivided, undivided)
         return [
             Timed(*(seconds * part / whole if whole else part for seconds, part, whole in zip(*each, strict=True)))
-            for each in zip(base, reckoned, undivided, strict=True)
+            for each in zip(base, estimates, undivided, strict=True)
         ]
 
     def _along(self, samples: int, divided: Divided, threads: int) -> list[Timed] | None:
