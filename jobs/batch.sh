@@ -1,11 +1,12 @@
-# What the batch scripts share; to be sourced. Each step is a function, in the order in which they are called.
-# Needs `job`: the batch system's name for it, the same after each requeue; `nodes`; `ranks`, `each` of a node with
-# `cores` each; `other_launcher`: what starts them when the MPI is not Open MPI; `host_options`, if any: for Open MPI.
-#   SITE=FILE           sourced first, for `module load` and what else a cluster needs (default: site.sh beside this file,
-#                       if it is there); it may set the other variables
-#   VENV=DIR            the environment (default: .venv beside jobs/, else the python on the PATH)
-#   LAUNCH="COMMAND"    what starts the ranks, for an MPI that is not recognised
-#   ATTEMPTS=3          give up after so many attempts in a row from the same checkpoint
+# Functions that the batch scripts share; source this file. The functions stand in the order in which they are called.
+# The caller sets `job`, the batch system's name of the job, which stays the same after each requeue; `nodes`; `ranks`;
+# `each`, the ranks of a node; `cores`, the cores of a rank; `other_launcher`, the command that starts ranks if the MPI
+# is not Open MPI; and optionally `host_options` for Open MPI.
+#   SITE=FILE           file to source first, with `module load` and anything else that the cluster needs (default:
+#                       site.sh beside this file, if it exists); it may set the other variables
+#   VENV=DIR            Python environment (default: .venv beside jobs/, else the python on the PATH)
+#   LAUNCH="COMMAND"    command that starts the ranks, for an MPI that is not recognised
+#   ATTEMPTS=3          number of attempts in a row from the same checkpoint, after which the job gives up
 
 say() { echo "$(date '+%F %T') $*"; }
 
@@ -69,7 +70,7 @@ cores_of_this_node() {
 choose_launcher() { # sets launcher: the MPI that mpi4py has decides, with its binding told
     local library binding=(--bind-to core) here
     here=$(cores_of_this_node)
-    # more than the cores there are can only be hardware threads
+    # a count above the number of cores can only be hardware threads
     [ "$here" -eq 0 ] || [ $((each * cores)) -le "$here" ] || binding=(--use-hwthread-cpus --bind-to hwthread)
     library=$(python -c '
 import mpi4py

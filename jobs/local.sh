@@ -8,9 +8,9 @@ root=$(cd "$(dirname "$0")/.." && pwd)
 mpi=${MPI:-openmpi}
 "$root/jobs/setup.sh" "$mpi" monitor data
 . "$root/jobs/mpirun.sh"
-# where a clone named mpitrain lies in the working directory, Python would take that folder for the package
+# if the working directory contains a clone named mpitrain, Python would import that folder instead of the package
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
-# what is to be typed for the run to go on
+# command that the run prints for resuming
 again=$(printf %q "$0")
 export MPITRAIN_AGAIN="${N:+N=$N }${MPI:+MPI=$MPI }$again"
 exec "${MPIRUN[@]}" -n "${N:-8}" python -m mpitrain.train "$@"

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Makes .venv and installs mpitrain into it, unless that was done for these very requirements before.
-# Usage: jobs/setup.sh openmpi|mpich [EXTRA...]      Sourced by nothing; called by jobs/local.sh and tests/run.sh.
-#   PYTHON=python3.12        the Python to make .venv with (default python3), 3.10 or newer
-#   TORCH=cpu|cuda|rocm      the build of torch; default auto: for the accelerator that this machine has, else cpu.
-#                            Any other word is handed to uv's --torch-backend (cu128, rocm7.1, xpu)
+# Creates .venv and installs mpitrain into it, unless it was installed with the same requirements before.
+# Usage: jobs/setup.sh openmpi|mpich [EXTRA...]      jobs/local.sh and tests/run.sh call it.
+#   PYTHON=python3.12        Python for .venv (default python3), 3.10 or newer
+#   TORCH=cpu|cuda|rocm      build of torch; default auto: the build for this machine's accelerator, else cpu.
+#                            Any other word is passed to uv's --torch-backend (cu128, rocm7.1, xpu)
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 venv=$root/.venv

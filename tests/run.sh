@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Runs the whole suite: lint and types, the tests of ranks under mpirun at 1, 2, 3, 4 and 8 of them (and under the
-# other MPI what depends on that), and the serial tests, which start mpirun themselves: in two halves at once, since
-# much of their time is waiting.
+# Runs the whole suite: lint and types; the rank tests under mpirun at 1, 2, 3, 4 and 8 ranks (and those that depend on
+# the MPI under the other MPI, too); and the serial tests, which start mpirun themselves. The serial tests run in two
+# halves at the same time, because they spend much of their time waiting.
 #   tests/run.sh [--campaign | --full | --slice K/N] [--sizes "2 3"] [--no-serial] [PYTEST ARGUMENTS...]
 #   --campaign     only the long tests: kills, clusters; one of each kind, for CI has an hour for everything
 #   --full         the long tests in all their cases: hours, for people
@@ -97,7 +97,7 @@ for size in $sizes; do
 done
 built
 if [ "$mpi" = openmpi ] && [ "$sizes" = "1 2 3 4 8" ]; then
-    # the other MPI, from an environment that borrows everything else from .venv: what calls MPI, at one size
+    # the tests that call MPI, at one size, with the other MPI: its environment borrows everything else from .venv
     (
         tests/second_mpi.sh mpich || exit 1
         PATH=$root/.venv-mpich/bin:$PATH

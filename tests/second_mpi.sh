@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes .venv-MPI: an environment with another MPI, and everything else borrowed from .venv.
+# Creates .venv-MPI, an environment with another MPI that borrows everything else from .venv.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 venv=$root/.venv-$1
