@@ -56,7 +56,7 @@ _BESIDE_OR_NOT = "with self._order.beside() if self._order is not None else null
 
 # what waits: file, what is replaced, by what, the tests that find it
 MUTATIONS = {
-    "copies in, for the caller's stream": (STAGED, "self._in.wait_event(asked)", "pass", ORDER),
+    "copies in, for the caller's stream": (STAGED, "self._in.wait_event(submission)", "pass", ORDER),
     "who fills a slot, until it is empty": (STAGED, "self._in.wait_event(emptied)", "pass", REPLACED),
     "the host, for what is copied in": (STAGED, "ready.event.synchronize()", "pass", ORDER),
     "the caller's stream, for what is copied out": (STAGED, "caller.wait_event(emptied)", "pass", ORDER),
@@ -70,7 +70,7 @@ MUTATIONS = {
     ),
     "who fills the room, until it is empty": (
         PEER,
-        "current_stream(own[0].device).wait_event(self._emptied)",
+        "current_stream(vectors[0].device).wait_event(self._emptied)",
         "pass",
         SUBMITTED,
     ),
@@ -134,7 +134,7 @@ MUTATIONS = {
     "who reads a file, until the buffer is free": (STATE, "left.popleft().synchronize()", "pass", RESUMED),
     "the background save, for its copy": (SNAPSHOT, "recorded(away[0].device).synchronize()", "pass", SAVED_BESIDE),
     "the model, for its batch": (BATCHES, "device.current_stream(to).wait_event(copied)", "pass", LOADER),
-    "who gives a batch, until it is copied": (PLACED, "device.recorded(to, beside).synchronize()", "pass", BATCH),
+    "who gives a batch, until it is copied": (PLACED, "device.recorded(to, copy_stream).synchronize()", "pass", BATCH),
     "the log, for what it tells": (DEVICE, "        copied.synchronize()", "        pass", LOSSES),
 }
 
