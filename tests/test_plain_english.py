@@ -1,4 +1,4 @@
-"""What can be checked by a program of how docstrings and names read; whether they are understood, readers judge."""
+"""Mechanical checks of docstrings and names. Whether a reader understands them, no program can tell."""
 
 from __future__ import annotations
 

@@ -420,7 +420,7 @@ class Engine:
         """Return the loss of this rank's samples without training on them.
 
         Args:
-            x: Inputs; None to take part in the other ranks' forward passes without samples of one's own.
+            x: Inputs; None to take part in the forward passes of other ranks without samples.
             y: Targets.
             seen: Called with each output and its targets on the rank that has the model's last block. The scores in the
                 output may be one tensor rank's part of them.
