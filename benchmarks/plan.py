@@ -275,13 +275,13 @@ def report(results: dict[int, dict[str, list[Row]]], options: argparse.Namespace
         results: Results of `measure`, by number of ranks.
         options: Options of the command.
     """
-    tables = [table(ranks, model, rows) for ranks, by_model in results.items() for model, rows in by_model.items()]
-    every = [row for by_model in results.values() for rows in by_model.values() for row in rows]
-    groups = [rows for by_model in results.values() for rows in by_model.values()]
+    tables = [table(ranks, model, rows) for ranks, cases in results.items() for model, rows in cases.items()]
+    every = [row for cases in results.values() for rows in cases.values() for row in rows]
+    groups = [rows for cases in results.values() for rows in cases.values()]
     times = [abs(row["seconds"] / seconds(row) - 1) for row in every]
     memory = [abs(predicted_bytes(row) / row["measured"]["memory"] - 1) for row in every]
-    models = dict.fromkeys(model for by_model in results.values() for model in by_model)
-    of_models = [[row for by_model in results.values() for row in by_model.get(model, [])] for model in models]
+    models = dict.fromkeys(model for cases in results.values() for model in cases)
+    of_models = [[row for cases in results.values() for row in cases.get(model, [])] for model in models]
     order = [_order(rows) for rows in of_models]
     agreed = [_agreement(rows) for rows in of_models if len(rows[0]["measured"]["seconds"]) > 1]
     chosen = [seconds(rows[0]) / min(map(seconds, rows)) for rows in groups]
@@ -345,22 +345,18 @@ def table(ranks: int, model: str, rows: Sequence[Row]) -> ReportTable:
     columns += ["account, MiB"]
     cells = []
     for row in sorted(rows, key=seconds):
-        nbytes, measured_bytes = predicted_bytes(row), row["measured"]["memory"]
+        nbytes, used = predicted_bytes(row), row["measured"]["memory"]
         choice = row["choice"] + 1 if row["choice"] >= 0 else None
         time = (1e3 * row["seconds"], 1e3 * seconds(row), row["seconds"] / seconds(row))
         account = sum(row["measured"]["account"].values()) / MIB
-        cells.append(
-            (row["layout"], choice, *time, nbytes / MIB, measured_bytes / MIB, nbytes / measured_bytes, account)
-        )
+        cells.append((row["layout"], choice, *time, nbytes / MIB, used / MIB, nbytes / used, account))
     note = f"Rank correlation {_order(rows):.2f}. Memory is what is in use above that of a process without a model."
     return ReportTable(f"{model}, {ranks} ranks", columns, cells, note)
 
 
 def _panels(results: dict[int, dict[str, list[Row]]]) -> list[Panel]:
     """Return two plots, of predicted against measured times and bytes, with points by model and number of ranks."""
-    groups = {
-        f"{model}, {ranks} ranks": rows for ranks, by_model in results.items() for model, rows in by_model.items()
-    }
+    groups = {f"{model}, {ranks} ranks": rows for ranks, cases in results.items() for model, rows in cases.items()}
     times = {n: ([1e3 * seconds(r) for r in rows], [1e3 * r["seconds"] for r in rows]) for n, rows in groups.items()}
     memory = {
         name: ([r["measured"]["memory"] / MIB for r in rows], [predicted_bytes(r) / MIB for r in rows])

@@ -88,28 +88,23 @@ def report(results: dict[int, Result], options: argparse.Namespace) -> Report:
     if asked_for_device(options):
         return report_on_device(results)
     tables = []
-    for ranks, numel, batch, by_contender in _each(results):
-        tables += [_times(ranks, numel, batch, by_contender), _memory_table(ranks, numel, batch, by_contender)]
+    for ranks, numel, batch, stats in _each(results):
+        tables += [_times(ranks, numel, batch, stats), _memory_table(ranks, numel, batch, stats)]
         if batch == HEAVY:
-            tables.append(_accounts(ranks, numel, by_contender))
-    targets = [
-        t for ranks, _, batch, by_contender in _each(results) if batch == HEAVY for t in _targets(ranks, by_contender)
-    ]
+            tables.append(_accounts(ranks, numel, stats))
+    targets = [t for ranks, _, batch, stats in _each(results) if batch == HEAVY for t in _targets(ranks, stats)]
     return Report(
-        "A training step",
-        tables,
-        targets,
-        [_panels(ranks, b, by_contender) for ranks, _, b, by_contender in _each(results)],
+        "A training step", tables, targets, [_panels(ranks, b, stats) for ranks, _, b, stats in _each(results)]
     )
 
 
 def _each(results: dict[int, Result]) -> list[tuple[int, int, str, Found]]:
     """Return one (ranks, number of parameters, batch, values by contender) per measured case."""
     return [
-        (ranks, int(numel), batch, by_contender)
+        (ranks, int(numel), batch, stats)
         for ranks, result in results.items()
         for numel, batches in result["sizes"].items()
-        for batch, by_contender in batches.items()
+        for batch, stats in batches.items()
     ]
 
 
@@ -334,15 +329,11 @@ def _memory(world: Communicator, name: str, shape: Shape, samples: int) -> dict[
             trainee.prepare()
             trainee.step()
         world.barrier()
-    memories = world.all_gather_object((world.node, memory.taken, memory.process()))
+    sizes = world.all_gather_object((world.node, memory.taken, memory.process()))
     trainee.close()
     take_from_system(LARGE)
-    nodes = [sum(taken for node, taken, _ in memories if node == number) for number in range(world.num_nodes)]
-    return {
-        "rank": max(taken for _, taken, _ in memories),
-        "node": max(nodes),
-        "process": max(of for *_, of in memories),
-    }
+    nodes = [sum(taken for node, taken, _ in sizes if node == number) for number in range(world.num_nodes)]
+    return {"rank": max(taken for _, taken, _ in sizes), "node": max(nodes), "process": max(of for *_, of in sizes)}
 
 
 def _groups(world: Communicator, names: Sequence[str], shape: Shape) -> tuple[list[list[str]], list[str]]:

@@ -197,16 +197,16 @@ def report(results: dict[int, dict[str, Found]], options: argparse.Namespace) ->
     """
     tables, targets, panels = [], [], []
     for ranks, runs in results.items():
-        common_loss = max(min(smoothed(of["loss"])) for of in runs.values())  # the lowest that all contenders reach
+        goal = max(min(smoothed(of["loss"])) for of in runs.values())  # the lowest that all contenders reach
         rows, base = [], tokens_per_second(runs[SYNC])
         for name, of in runs.items():
-            rate, to = tokens_per_second(of), seconds_to(of, common_loss)
+            rate, to = tokens_per_second(of), seconds_to(of, goal)
             losses = (smoothed(of["loss"])[-1], of["held_out_loss"])
             rows.append((name, rate, rate / base, to, *losses, of["staleness_max"]))
             if name in _JUDGED and options.slowed == 3.0:
                 what = f"{ranks - 1} workers, one slowed 3 times, {name}: tokens a second against sync"
                 targets.append(judged(what, rate / base, least=_WANTED, where=" times"))
-        columns = ["contender", "tokens/s", "/ sync", f"s to a loss of {common_loss:.2f}", "last loss", "held-out loss"]
+        columns = ["contender", "tokens/s", "/ sync", f"s to a loss of {goal:.2f}", "last loss", "held-out loss"]
         columns.append("most staleness, steps")
         slow = f"rank 1 slowed {options.slowed:g} times" if options.slowed > 1 else "no rank is slow"
         note = (
@@ -215,9 +215,7 @@ def report(results: dict[int, dict[str, Found]], options: argparse.Namespace) ->
         )
         tables.append(ReportTable(f"{ranks - 1} workers", columns, rows, note))
         lines = {name: (list(accumulate(of["seconds"])), smoothed(of["loss"])) for name, of in runs.items()}
-        panels.append(
-            Panel(f"{ranks - 1} workers", "loss, nats a token", lines=lines, across="seconds", mark=common_loss)
-        )
+        panels.append(Panel(f"{ranks - 1} workers", "loss, nats a token", lines=lines, across="seconds", mark=goal))
     return Report("Training with a slow rank", tables, targets, [panels])
 
 

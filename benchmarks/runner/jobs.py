@@ -192,11 +192,9 @@ def timed(
     Returns:
         Times of each contender, by name.
     """
-    all_contenders = {
-        n: one if isinstance(one, Contender) else Contender(one, single=True) for n, one in contenders.items()
-    }
+    every = {n: one if isinstance(one, Contender) else Contender(one, single=True) for n, one in contenders.items()}
     budget = getattr(options, "seconds", math.inf)
-    times = interleaved(world, all_contenders, options.repeats, budget, begins=begins)
+    times = interleaved(world, every, options.repeats, budget, begins=begins)
     if what:
         say(world, f"{what}: " + ", ".join(f"{name} {of.median * 1e3:.3g} ms" for name, of in times.items()))
     return times

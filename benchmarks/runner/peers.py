@@ -310,10 +310,8 @@ def require_alike(losses: Mapping[str, Sequence[float]], tolerance: float) -> No
     expected = next(iter(losses.values()), ())
     for name, of in losses.items():
         if any(not abs(a - b) <= tolerance * abs(b) for a, b in zip(of, expected, strict=True)):
-            losses_text = "; ".join(
-                f"{one} {', '.join(f'{loss:.5f}' for loss in each)}" for one, each in losses.items()
-            )
-            raise CommunicationError(f"the contenders do not train the same: losses {losses_text}; {name} differs")
+            shown = "; ".join(f"{one} {', '.join(f'{loss:.5f}' for loss in each)}" for one, each in losses.items())
+            raise CommunicationError(f"the contenders do not train the same: losses {shown}; {name} differs")
 
 
 # -- the contenders of a training step ---------------------------------------------------------------------
