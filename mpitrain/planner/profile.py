@@ -83,16 +83,7 @@ class BlockProfile(ModelProfile):
         self._made = lru_cache(None)(self._make)
 
     def blocks(self, samples: int, divided: Divided = Divided(), threads: int = 1) -> tuple[BlockCost, ...]:
-        """Return the cost of each block in order, for one microbatch (or a slice of one).
-
-        Args:
-            samples: Samples of the microbatch, at least 1.
-            divided: Division of layers and sequences.
-            threads: Threads that a rank computes with.
-
-        Raises:
-            InputError: The model cannot be divided in this way.
-        """
+        """Return the costs of the blocks, measured or estimated; the rest is as in `ModelProfile.blocks`."""
         if divided.synchronized and not self.synchronous:
             divided = replace(divided, synchronized=False)
         return self._made(samples, divided, threads)

@@ -219,7 +219,7 @@ def with_a_term(description):
     return model
 
 
-# -- loops of one's own
+# -- training loops written by the user
 
 
 def masked_batch(step, samples=12, sequence=4):
