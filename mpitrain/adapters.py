@@ -18,7 +18,7 @@ from mpitrain.checkpoint import contents
 from mpitrain.checkpoint.convert import save_torch, write_safetensors
 from mpitrain.config.training import ModelSection
 from mpitrain.early import VERSION
-from mpitrain.errors import EXIT_DONE, InputError, exit_code_of, tell
+from mpitrain.errors import EXIT_DONE, InputError, echo, exit_code_of
 from mpitrain.inference.commands import add_trust
 from mpitrain.loading import BASE, saved_in
 from mpitrain.models import Task
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
 
     def act() -> int:
-        tell(arguments.act(arguments))
+        echo(arguments.act(arguments))
         return EXIT_DONE
 
     return exit_code_of(act)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpitrain import early
-from mpitrain.errors import EXIT_DONE, InputError, refusal, tell
+from mpitrain.errors import EXIT_DONE, InputError, echo, refusal
 from mpitrain.inference.commands import add_trust, parse
 from mpitrain.storage.disk import reason, replacing, write_whole
 from mpitrain.storage.text import aligned, counted, spoken
@@ -101,8 +101,8 @@ def _divided(words: list[str]) -> tuple[list[str], list[str]]:
 def _tell(told: Evaluation, options: argparse.Namespace) -> None:
     """Print the metrics and write the requested files, on one rank."""
     split = options.split.replace("_", "-")
-    tell(f"{told.checkpoint} on {counted(told.samples, f'{split} sample')} of {told.data or 'data.path'}")
-    tell(aligned([(spoken(name), f"{value:.6g}") for name, value in told.figures.items()]))
+    echo(f"{told.checkpoint} on {counted(told.samples, f'{split} sample')} of {told.data or 'data.path'}")
+    echo(aligned([(spoken(name), f"{value:.6g}") for name, value in told.figures.items()]))
     counts: list[list[int]] = told.confusion.tolist() if told.confusion is not None else []
     values = {"checkpoint": str(told.checkpoint), "step": told.step, "data": told.data, "split": options.split}
     values |= {"samples": told.samples}

@@ -38,26 +38,26 @@ from mpitrain.models.task import Task, TrainedBase
 from mpitrain.storage.run_folder import CHECKPOINTS, CONFIG
 
 
-def require_same_model(own: Mapping[str, Any], told: Mapping[str, Any], folder: Path, mend: str = "") -> None:
+def require_same_model(section: Mapping[str, Any], saved: Mapping[str, Any], folder: Path, fix: str = "") -> None:
     """Raise InputError if a checkpoint's gpt model computes something else than the run's.
 
     Args:
-        own: Keys of [model] of the run.
-        told: Keys of [model] that the checkpoint was trained with; empty if unknown.
+        section: Keys of [model] of the run.
+        saved: Keys of [model] that the checkpoint was trained with; empty if unknown.
         folder: Folder of the checkpoint.
-        mend: Advice for the message; by default, to train with the settings beside the checkpoint.
+        fix: Advice for the message; by default, to train with the settings beside the checkpoint.
     """
-    if own.get("factory") or told.get("factory") or own["name"] != "gpt" or told.get("name") != "gpt":
+    if section.get("factory") or saved.get("factory") or section["name"] != "gpt" or saved.get("name") != "gpt":
         return
     from mpitrain.models.gpt import Form
 
     for key in ("layers", "width", "heads", *(f.name for f in fields(Form) if f.name != "hidden"), "tied"):
-        mine, theirs = own[key], told.get(key, own[key])
+        mine, theirs = section[key], saved.get(key, section[key])
         if key == "kv_heads":
-            mine, theirs = mine or own["heads"], theirs or told.get("heads", own["heads"])
+            mine, theirs = mine or section["heads"], theirs or saved.get("heads", section["heads"])
         if mine != theirs:
             settings = folder.parent.parent / CONFIG
-            how = mend or (f"train with {settings}" if settings.exists() else f"set model.{key} to {theirs}")
+            how = fix or (f"train with {settings}" if settings.exists() else f"set model.{key} to {theirs}")
             raise refusal(f"{folder} is of a model with {key} {theirs}, and model.{key} is {mine}; {how}")
 
 

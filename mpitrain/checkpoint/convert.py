@@ -289,8 +289,8 @@ def save_torch(state: Mapping[str, torch.Tensor], path: Path) -> None:
 
 
 def _read_torch(file: Path) -> dict[str, torch.Tensor]:
-    mend = "save a state dictionary with torch.save"
-    with refusing(f"{file} is no file of plain tensors that torch.load reads", mend), warnings.catch_warnings():
+    fix = "save a state dictionary with torch.save"
+    with refusing(f"{file} is no file of plain tensors that torch.load reads", fix), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if zipfile.is_zipfile(file) and any(of.compress_type for of in zipfile.ZipFile(file).infolist()):
             raise ValueError("it is compressed, which torch.save never does")  # torch would map the compressed bytes

@@ -285,7 +285,7 @@ def more_room(size: int, saves: int, keep: int, held: Sequence[int]) -> int:
     return most
 
 
-def require_room(root: Path, what: str, size: int, saves: int, keep: int, mend: str) -> None:
+def require_room(root: Path, what: str, size: int, saves: int, keep: int, fix: str) -> None:
     """Raise InputError if future saves do not fit on the disk.
 
     Args:
@@ -294,7 +294,7 @@ def require_room(root: Path, what: str, size: int, saves: int, keep: int, mend: 
         size: Size of a checkpoint in bytes.
         saves: Number of saves.
         keep: Number of checkpoints to keep.
-        mend: Advice for the message.
+        fix: Advice for the message.
     """
     with disk.reporting(f"{what} {root} cannot be used", "choose another folder"):
         saved_folders = [root / folder_name(step) for step in finished_steps(root)]
@@ -308,7 +308,7 @@ def require_room(root: Path, what: str, size: int, saves: int, keep: int, mend: 
         many = f"{number} checkpoints of {each} at a time" if number > 1 else f"a checkpoint of {each}"
         raise InputError(
             f"{what} {root} is to hold {many}, for which {bytes_text(more_bytes)} more are needed, "
-            f"but {shortage}; {mend}"
+            f"but {shortage}; {fix}"
         )
 
 

@@ -125,8 +125,8 @@ class LocalFolders:
             size += of_nodes[number - 1]
         elif nodes > 1 and self._redundancy == "xor":
             size += size // (nodes - 1)
-        mend = "make room on that node, or give another folder"
-        self._on_leaders(comm, partial(folders.require_room, self.root, "checkpoint.local", size, saves, 1, mend))
+        fix = "make room on that node, or give another folder"
+        self._on_leaders(comm, partial(folders.require_room, self.root, "checkpoint.local", size, saves, 1, fix))
 
     # -- saving
 

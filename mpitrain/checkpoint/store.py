@@ -164,9 +164,9 @@ class Store:
         if self._local is not None:
             self._local.require_room(self.comm, of_ranks.tolist(), saves)
             shared = min(saves, saves // self.flush_every + 1)
-        mend = "make room, lower checkpoint.keep, or choose another run.dir"
+        fix = "make room, lower checkpoint.keep, or choose another run.dir"
         need = "checkpoint folder", total, shared, self.keep + self.keeps_best
-        self.comm.on_root(lambda: folders.require_room(self.root, *need, mend))
+        self.comm.on_root(lambda: folders.require_room(self.root, *need, fix))
 
     def newest_first(self) -> list[Path]:
         """Return the folders of the finished checkpoints, including those on the nodes' local disks."""

@@ -15,7 +15,7 @@ from typing import get_args
 
 from mpitrain.data.format import HELD_OUT, TOKENIZER, TRAIN, Categories, DatasetManifest, Missing, Scale
 from mpitrain.early import VERSION, whole_number
-from mpitrain.errors import EXIT_DONE, InputError, exit_code_of, printable, tell
+from mpitrain.errors import EXIT_DONE, InputError, echo, exit_code_of, printable
 from mpitrain.storage.text import bytes_text, counted
 
 _SOURCES = """\
@@ -135,8 +135,8 @@ def _prepare(arguments: argparse.Namespace) -> int:
             progress=progress if sys.stderr.isatty() else None,
             more=more,
         )
-    tell(*describe(arguments.out, manifest))
-    tell(f"\ntrain on it: python -m mpitrain.train --data.path {shlex.quote(str(arguments.out))}{_settings(manifest)}")
+    echo(*describe(arguments.out, manifest))
+    echo(f"\ntrain on it: python -m mpitrain.train --data.path {shlex.quote(str(arguments.out))}{_settings(manifest)}")
     return EXIT_DONE
 
 
@@ -160,8 +160,8 @@ def _tokenizer(arguments: argparse.Namespace) -> int:
     options = {key: getattr(arguments, key) for key in ("text", "prompt", "completion", "encoding")}
     size = train_tokenizer(arguments.sources, arguments.out, arguments.vocabulary, PrepareOptions(**options))
     fewer = f" (the text gives no more than that, of {arguments.vocabulary:,})" if size < arguments.vocabulary else ""
-    tell(f"{arguments.out}: {size:,} tokens{fewer}")
-    tell(f"\nuse it: python -m mpitrain.data prepare SOURCE... --tokenizer {arguments.out} --out DIR")
+    echo(f"{arguments.out}: {size:,} tokens{fewer}")
+    echo(f"\nuse it: python -m mpitrain.data prepare SOURCE... --tokenizer {arguments.out} --out DIR")
     return EXIT_DONE
 
 
@@ -171,10 +171,10 @@ def _info(arguments: argparse.Namespace) -> int:
 
     folder = arguments.dir
     manifest = read_manifest(folder)
-    tell(*describe(folder, manifest))
+    echo(*describe(folder, manifest))
     damages = list(verify(folder, manifest)) if arguments.verify else []
     if damages:
-        tell(*damages)
+        echo(*damages)
         raise InputError(f"data set {folder}: {len(damages)} damaged places, listed above; restore or prepare it again")
     print(f"hashes      {'all right' if arguments.verify else 'not checked (--verify reads everything)'}")
     return EXIT_DONE

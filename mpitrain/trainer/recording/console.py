@@ -23,7 +23,7 @@ from mpitrain.config.settings import Config
 from mpitrain.data.folders import tokenizer_of
 from mpitrain.data.mix import data_paths
 from mpitrain.early import __version__
-from mpitrain.errors import EXIT_REQUEUE, InputError, MpitrainError, tell
+from mpitrain.errors import EXIT_REQUEUE, InputError, MpitrainError, echo
 from mpitrain.layout.mesh import axes_of, count_readers, shape_of
 from mpitrain.models.build import loss_unit
 from mpitrain.monitor import EventLog, peak_memory_bytes
@@ -53,7 +53,7 @@ class Console(Callback):
         if trainer.start is not None:  # the job continues after a loss of ranks
             return
         if trainer.world.rank == 0:
-            tell(banner(trainer))
+            echo(banner(trainer))
             trainer.folder.write_config(trainer.config)
             trainer.folder.keep_tokenizer(tokenizer_of(data_paths(trainer.config)[0]))
         for text in doubtful_settings(
@@ -97,7 +97,7 @@ class Console(Callback):
         notes = f" ({trainer.step - start:,} since the resume)" if start else ""
         notes += f", nothing learned since step {row.since:,}" if row.bad else ""
         notes += f", {trainer.stop_reason}" if early else ""
-        tell(f"{done} at step {trainer.step:,} of {steps:,}{notes}", aligned(rows))
+        echo(f"{done} at step {trainer.step:,} of {steps:,}{notes}", aligned(rows))
 
 
 def peak_of_ranks(trainer: Run) -> int:
