@@ -29,9 +29,9 @@ from benchmarks.runner.report import Panel, Report, ReportTable, milliseconds
 from mpitrain.comm import Communicator
 from mpitrain.config.settings import Config
 from mpitrain.errors import CommunicationError
-from mpitrain.loose.clock import Clock, Commit, Portion, Remembered
+from mpitrain.loose.clock import Clock, Commit, History, Portion
 from mpitrain.loose.server import ServedWorker, Server
-from mpitrain.loose.sharding import OwnShares, Roles, ServedSharding
+from mpitrain.loose.sharding import Roles, ServedSharding, ServerShares
 from mpitrain.measuring.self_start import byte_sizes, temporary_folder
 from mpitrain.storage.text import bytes_text
 
@@ -160,12 +160,12 @@ class ModeServer:
     def _make_server(self, roles: Roles) -> Server:
         groups, flats, update = self._sharding.groups, self._sharding.flats, self._sharding.update
         assert update is not None
-        inbox = {w: OwnShares(groups, 0, [torch.float32]) for w in roles.workers if not flats.sees(w)}
-        remembered, bytes_between = Remembered(len(roles.workers), 0), dict.fromkeys(roles.workers, 0)
-        clock = Clock(remembered.applied(), roles.workers, None)
+        inbox = {w: ServerShares(groups, 0, [torch.float32]) for w in roles.workers if not flats.sees(w)}
+        history, bytes_between = History(len(roles.workers), 0), dict.fromkeys(roles.workers, 0)
+        clock = Clock(history.applied(), roles.workers, None)
         asynchronous = {"mode": "server", "staleness": "none"}
         config = Config.from_dict({"parallel": asynchronous, "train": {"clip": 0.0}})
-        return Server(0, roles, flats, update, self._boxes, remembered, clock, config, 0, bytes_between, inbox)
+        return Server(0, roles, flats, update, self._boxes, history, clock, config, 0, bytes_between, inbox)
 
     def push(self) -> None:
         """Push the gradient `x` and wait until the server has updated its parameters; `x` may then be overwritten."""
@@ -190,8 +190,8 @@ class ModeServer:
             self._server.finals = 0
         else:
             self._worker.pull(0, final=True)
-            self._worker.need(self._buckets)
-            self._worker.look()
+            self._worker.wait_for(self._buckets)
+            self._worker.handle_messages()
 
     def free(self) -> None:
         """Free the memory. Collective."""

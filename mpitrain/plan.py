@@ -20,7 +20,7 @@ from mpitrain.parallel import layouts
 from mpitrain.parallel.costs import ModelProfile
 from mpitrain.parallel.layouts import ParallelLayout
 from mpitrain.parallel.rules import LayoutRules, rules_of
-from mpitrain.pipe.draw import drawn
+from mpitrain.pipe.draw import figure_file
 from mpitrain.planner.machine import MachineProfile, given_machines, read_machine, size_of
 from mpitrain.planner.predictor import Predictor
 from mpitrain.planner.report import HEAD, Point, details, nothing_fits, picture, refused, report, row
@@ -127,7 +127,7 @@ def scaled(
             print(row(points), flush=True)
         print()
     if out is not None:
-        with drawn(out, 13, 4.2) as figure:
+        with figure_file(out, 13, 4.2) as figure:
             picture(figure, lines[False], lines[True], f"{machine.name} ({machine.origin})")
         print(f"drawn: {out}")
 

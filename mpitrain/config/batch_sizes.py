@@ -81,22 +81,22 @@ class BatchSizes:
         return f"{', '.join(stages)} samples" if stages else ""
 
 
-def checked_warmup(given: Any) -> Any:
+def check_warmup(warmup: Any) -> Any:
     """Return the value of train.batch_warmup unchanged if it is a list of [steps, samples] pairs.
 
     Raises:
-        ValueError: `given` is not a list of such pairs of integers of at least 1; the message names the wrong entry.
+        ValueError: `warmup` is not a list of such pairs of integers of at least 1; the message names the wrong entry.
     """
-    if not isinstance(given, (list, tuple)):
-        raise ValueError(f"train.batch_warmup = {given!r:.200} is no list of [steps, samples]; write {_EXAMPLE}")
-    for number, entry in enumerate(given):
+    if not isinstance(warmup, (list, tuple)):
+        raise ValueError(f"train.batch_warmup = {warmup!r:.200} is no list of [steps, samples]; write {_EXAMPLE}")
+    for number, entry in enumerate(warmup):
         fine = isinstance(entry, (list, tuple)) and len(entry) == 2
         if not fine or not all(type(value) is int and 1 <= value < 1 << 62 for value in entry):
             raise ValueError(
                 f"train.batch_warmup, entry {number + 1}: {entry!r:.200} is not [steps, samples], two numbers of at "
                 f"least 1; write {_EXAMPLE}"
             )
-    return given
+    return warmup
 
 
 def require_multiples(sizes: BatchSizes, groups: int) -> None:

@@ -232,12 +232,12 @@ def cycle_of(section: OptimSection, steps: int) -> OneCycle | RangeTest:
         options["lr_range_test_step_rate"] = section.lr / first - 1
     kind = CYCLES["one-cycle" if section.schedule == "one-cycle" else "range-test"]
     try:
-        return made(kind, options | section.schedule_options)
+        return make_cycle(kind, options | section.schedule_options)
     except InputError as error:
         raise refusal(f"optim.schedule_options: {error}") from None
 
 
-def made(kind: type[OneCycle] | type[RangeTest], options: Mapping[str, Any]) -> OneCycle | RangeTest:
+def make_cycle(kind: type[OneCycle] | type[RangeTest], options: Mapping[str, Any]) -> OneCycle | RangeTest:
     """Create a cycle from a mapping of its attributes.
 
     Args:
@@ -282,14 +282,14 @@ class WarmUp:
     steps: int = 0
     logarithmic: bool = True
 
-    def rate(self, update: int, own: float = 1.0) -> float:
+    def rate(self, update: int, group_rate: float = 1.0) -> float:
         """Return the learning rate of one parameter group.
 
         Args:
             update: Number of the update, from 0.
-            own: Learning rate of the parameter group itself, used if `peak` is None.
+            group_rate: Learning rate of the parameter group itself, used if `peak` is None.
         """
-        peak, batch = own if self.peak is None else self.peak, update - 1
+        peak, batch = group_rate if self.peak is None else self.peak, update - 1
         if batch < 0:
             return 0.0 if self.kind == "cosine" else self.first  # a cosine starts at 0, whatever `first` is
         if batch >= self.warmup:

@@ -69,7 +69,7 @@ def require_outside(key: str, path: str, folder: Path) -> None:
             library, which contains no models but many functions that execute their arguments.
     """
     module_name = path.partition(":")[0]
-    _look_here()
+    _search_working_directory()
     sys.path.sort(key=lambda entry: _is_within(entry, folder))
     parts = module_name.split(".")
     if parts[0] in sys.stdlib_module_names:
@@ -94,7 +94,7 @@ def _is_within(path: str, folder: Path) -> bool:
     return any(Path(resolve(path)).is_relative_to(resolve(folder)) for resolve in (os.path.abspath, os.path.realpath))
 
 
-def _look_here() -> None:
+def _search_working_directory() -> None:
     """Add the working directory to `sys.path`, as `python -m` does, however the job was started."""
     here = os.getcwd()
     if here not in sys.path and "" not in sys.path:
@@ -102,13 +102,13 @@ def _look_here() -> None:
 
 
 def _import(named: str, module_name: str) -> ModuleType:
-    _look_here()
+    _search_working_directory()
     try:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         # a module that it imports may be the missing one: then report that one
         if error.name is None or not (module_name + ".").startswith(error.name + "."):
-            raise InputError(f"{named}: {module_name} needs {told(error)}; install it") from error
+            raise InputError(f"{named}: {module_name} needs {describe_error(error)}; install it") from error
         # the package in which the module was expected, or all top-level modules
         parent, dot, _ = error.name.rpartition(".")
         where = list(getattr(sys.modules.get(parent), "__path__", [])) if dot else None
@@ -118,7 +118,7 @@ def _import(named: str, module_name: str) -> ModuleType:
             + suggestion(error.name, beside, "start the job in its folder, or install it")
         ) from None
     except (Exception, SystemExit) as error:
-        raise InputError(f"{named}: importing {module_name} raised {told(error)}; mend it") from error
+        raise InputError(f"{named}: importing {module_name} raised {describe_error(error)}; mend it") from error
 
 
 def suggestion(name: str, known: Iterable[str], otherwise: str) -> str:
@@ -133,7 +133,7 @@ def suggestion(name: str, known: Iterable[str], otherwise: str) -> str:
     return f"did you mean {near[0]!r}?" if near else otherwise
 
 
-def told(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Return one line with an error of the user's code and its place: `ValueError: depth is 0 (model.py:12)`."""
     plumbing = (_PACKAGE, "<frozen importlib", importlib.__file__)
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(plumbing)]

@@ -27,7 +27,7 @@ _Cut = Literal["uniform", "parameters", "time"]
 _CUTS: Sequence[str] = get_args(_Cut)
 
 
-def _blocks_of_stages(value: Any) -> Any:
+def _check_cut(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         if not value or not all(type(each) is int and each > 0 for each in value):
             raise ValueError(f"parallel.cut {list(value)} is no list of the blocks of each stage; give each 1 or more")
@@ -63,7 +63,7 @@ class ParallelSection(Section):
     schedule: PipelineSchedule | Named = followed(
         "1f1b", "pipeline schedule, or package.module:function of your own", also=["pipeline_schedule"]
     )
-    cut: Annotated[_Cut | tuple[int, ...], BeforeValidator(_blocks_of_stages)] = followed(
+    cut: Annotated[_Cut | tuple[int, ...], BeforeValidator(_check_cut)] = followed(
         "uniform",
         "what stages have equally much of (uniform: of blocks), or how many blocks each has, as [5, 7]",
     )
@@ -118,7 +118,7 @@ class ParallelSection(Section):
     )
 
     @property
-    def asked(self) -> dict[str, int | str]:
+    def requested_sizes(self) -> dict[str, int | str]:
         """Ranks along each axis, or "auto", by the class that declares the axis (package.module:Class)."""
         return {path: getattr(self, name) for name, path in _AXES.items()} | dict(self.axes)
 
@@ -128,7 +128,7 @@ class ParallelSection(Section):
         return self.pipeline * self.tensor * prod(self.axes.values())
 
     @model_validator(mode="after")
-    def _belong_to_the_mode(self) -> ParallelSection:
+    def _check_mode(self) -> ParallelSection:
         for key, field in type(self).model_fields.items():
             mode, value = declared(field, "mode"), getattr(self, key)
             if mode not in ("", self.mode) and value != field.default:

@@ -25,26 +25,26 @@ Values = dict[str, Any]
 Number = TypeVar("Number", int, float)
 
 
-def with_preset(given: Mapping[str, Any]) -> Values:
+def with_preset(settings: Mapping[str, Any]) -> Values:
     """Return the keys of [model], completed with the values of the config.json that `preset` names.
 
     Args:
-        given: The keys of [model] that the user set, with `preset`; they win over the config.json.
+        settings: The keys of [model] that the user set, with `preset`; they win over the config.json.
 
     Raises:
-        InputError: The config.json cannot be read, describes a model that gpt cannot represent, or contradicts `given`
-            although `given` sets all of its keys.
+        InputError: The config.json cannot be read, describes a model that gpt cannot represent, or contradicts
+            `settings` although `settings` sets all of its keys.
     """
-    path = Path(str(given["preset"]))
+    path = Path(str(settings["preset"]))
     with refusing(f"model.preset {path} is no config.json", "give that of a model"):
         preset = preset_values(path := path.expanduser())
-    other = [key for key, value in preset.items() if given.get(key, value) != value]
-    if other and preset.keys() <= given.keys():
+    other = [key for key, value in preset.items() if settings.get(key, value) != value]
+    if other and preset.keys() <= settings.keys():
         raise InputError(
-            f"model.preset {path} has {other[0]} {preset[other[0]]}, and model.{other[0]} is {given[other[0]]}, as all "
+            f"model.preset {path} has {other[0]} {preset[other[0]]}, and model.{other[0]} is {settings[other[0]]}, as all "
             "its keys are given: remove them, or model.preset"
         )
-    return {**preset, **given, "preset": ""}
+    return {**preset, **settings, "preset": ""}
 
 
 def preset_values(path: Path) -> Values:
@@ -64,7 +64,7 @@ def preset_values(path: Path) -> Values:
             f"model.preset {file}: model_type {family!r:.80} is none of {', '.join(_FAMILIES)}; use model.factory for "
             "it"
         )
-    source.only("quantization_config", None)
+    source.require_one_of("quantization_config", None)
     return _FAMILIES[family](source)
 
 
@@ -87,7 +87,7 @@ def config_json(model: Mapping[str, Any], vocabulary: int, dtype: str) -> Values
         "bos_token_id": None,
         "eos_token_id": None,
     }
-    if (family := form_of(model)) == "gpt2":
+    if (family := family_of(model)) == "gpt2":
         return common | {
             "model_type": "gpt2",
             "architectures": ["GPT2LMHeadModel"],
@@ -125,7 +125,7 @@ def config_json(model: Mapping[str, Any], vocabulary: int, dtype: str) -> Values
     }
 
 
-def form_of(model: Mapping[str, Any]) -> str:
+def family_of(model: Mapping[str, Any]) -> str:
     """Return the Hugging Face family whose blocks equal those of a model: gpt2, llama, qwen2 or qwen3.
 
     The blocks of Mistral are those of llama.
@@ -171,7 +171,7 @@ class _Source:
     def __init__(self, file: Path, values: Values) -> None:
         self.file, self.values = file, values
 
-    def only(self, key: str, *fitting: Any) -> None:
+    def require_one_of(self, key: str, *fitting: Any) -> None:
         """Raise InputError unless `key` has one of the `fitting` values; the first of them is its default."""
         value = self.values.get(key, fitting[0])
         if value not in fitting:
@@ -208,15 +208,15 @@ class _Source:
         Raises:
             InputError: The value is not a boolean.
         """
-        self.only(key, otherwise, not otherwise)
+        self.require_one_of(key, otherwise, not otherwise)
         return bool(self.values.get(key, otherwise))
 
 
 def _gpt2(source: _Source) -> Values:
-    source.only("activation_function", *_TANH_GELU)
-    source.only("scale_attn_weights", True)
-    source.only("scale_attn_by_inverse_layer_idx", False)
-    source.only("add_cross_attention", False)
+    source.require_one_of("activation_function", *_TANH_GELU)
+    source.require_one_of("scale_attn_weights", True)
+    source.require_one_of("scale_attn_by_inverse_layer_idx", False)
+    source.require_one_of("add_cross_attention", False)
     width = source.number("n_embd", 768)
     return {
         "layers": source.number("n_layer", 12),
@@ -235,14 +235,14 @@ def _gpt2(source: _Source) -> Values:
 
 
 def _llama(source: _Source) -> Values:
-    source.only("sliding_window", None)
+    source.require_one_of("sliding_window", None)
     bias = source.flag("attention_bias", False)
     if source.flag("mlp_bias", False) != bias:
         raise InputError(
             f"model.preset {source.file}: attention_bias and mlp_bias differ, and gpt has biases everywhere or "
             "nowhere; use model.factory for it"
         )
-    return _like_llama(source) | {"bias": bias}
+    return _llama_keys(source) | {"bias": bias}
 
 
 def _mistral(source: _Source) -> Values:
@@ -250,27 +250,27 @@ def _mistral(source: _Source) -> Values:
     window = source.values.get("sliding_window", 4096)
     if not (isinstance(window, int) and window >= positions):  # a window as long as the longest text has no effect
         source.values["sliding_window"] = window
-        source.only("sliding_window", None)
-    return _like_llama(source, hidden=14336, kv_heads=8, positions=positions)
+        source.require_one_of("sliding_window", None)
+    return _llama_keys(source, hidden=14336, kv_heads=8, positions=positions)
 
 
 def _qwen2(source: _Source) -> Values:
-    source.only("use_sliding_window", False)
-    return _like_llama(source, hidden=22016, kv_heads=32, positions=32768, vocabulary=151936) | {"qkv_bias": True}
+    source.require_one_of("use_sliding_window", False)
+    return _llama_keys(source, hidden=22016, kv_heads=32, positions=32768, vocabulary=151936) | {"qkv_bias": True}
 
 
 def _qwen3(source: _Source) -> Values:
-    source.only("use_sliding_window", False)
-    source.only("attention_bias", False)
+    source.require_one_of("use_sliding_window", False)
+    source.require_one_of("attention_bias", False)
     if source.values.get("head_dim") is None:
         source.values["head_dim"] = 128  # Qwen3's default, whatever the width
     layers = source.values.get("layer_types") or []
     if not isinstance(layers, list) or any(layer != "full_attention" for layer in layers):
-        source.only("layer_types", None)
-    return _like_llama(source, hidden=22016, kv_heads=32, positions=32768, vocabulary=151936) | {"qk_norm": True}
+        source.require_one_of("layer_types", None)
+    return _llama_keys(source, hidden=22016, kv_heads=32, positions=32768, vocabulary=151936) | {"qk_norm": True}
 
 
-def _like_llama(
+def _llama_keys(
     source: _Source, *, hidden: int = 11008, kv_heads: int | None = None, positions: int = 2048, vocabulary: int = 32000
 ) -> Values:
     """Return the keys of [model] that Llama, Mistral, Qwen2 and Qwen3 have in common.
@@ -282,10 +282,10 @@ def _like_llama(
         positions: The family's default of max_position_embeddings.
         vocabulary: The family's default of vocab_size.
     """
-    source.only("hidden_act", "silu", "swish")
+    source.require_one_of("hidden_act", "silu", "swish")
     width, heads = source.number("hidden_size", 4096), source.number("num_attention_heads", 32)
     if source.values.get("head_dim") is not None:
-        source.only("head_dim", width // heads)
+        source.require_one_of("head_dim", width // heads)
     return {
         "layers": source.number("num_hidden_layers", 32),
         "width": width,
@@ -321,7 +321,7 @@ def _rope_base(source: _Source) -> float:
     for where in (source.values, source.values.get("rope_parameters") or {}):
         if where.get("partial_rotary_factor", 1.0) != 1.0:
             source.values["partial_rotary_factor"] = where["partial_rotary_factor"]
-            source.only("partial_rotary_factor", 1.0)
+            source.require_one_of("partial_rotary_factor", 1.0)
     return base
 
 
@@ -341,26 +341,26 @@ def _read(file: Path) -> Values:
 
 
 # keys that are never copied from the base run
-_OWN = ("base", "compile", "lora", "lora_alpha", "lora_dropout", "lora_targets", "preset")
+_NOT_COPIED = ("base", "compile", "lora", "lora_alpha", "lora_dropout", "lora_targets", "preset")
 
 
-def with_base(given: Mapping[str, Any]) -> dict[str, Any]:
+def with_base(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of [model], completed with the settings of the run or checkpoint that `base` names.
 
     A checkpoint outside a run folder has no settings, so nothing is added; loading its weights then reports a mismatch.
 
     Args:
-        given: The keys of [model] that the user set, with `base`; they win over those of the base run.
+        settings: The keys of [model] that the user set, with `base`; they win over those of the base run.
 
     Raises:
         InputError: `base` does not exist, or its settings cannot be read.
     """
-    path = Path(str(given["base"])).expanduser()
+    path = Path(str(settings["base"])).expanduser()
     if not path.exists():
         raise InputError(f"model.base: {path} does not exist; give a checkpoint folder or a run folder")
     files = [file for file in (path / CONFIG, path.absolute().parent.parent / CONFIG) if file.is_file()]
     base = read_toml(str(files[0])).get("model", {}) if files else {}
-    return {key: value for key, value in base.items() if key not in _OWN} | dict(given)
+    return {key: value for key, value in base.items() if key not in _NOT_COPIED} | dict(settings)
 
 
 # defaults of single models, where they differ from those of `ModelSection` and `OptimSection`
@@ -374,7 +374,7 @@ _BY_MODEL: dict[Model, dict[str, dict[str, Any]]] = {
 }
 
 
-def completed(values: Mapping[str, Any]) -> Mapping[str, Any]:
+def with_model_defaults(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the values of a configuration, by section and key, completed with the defaults of its model.name.
 
     If the user chose an optimizer, nothing is added to [optim], because a learning rate for one optimizer does not suit

@@ -55,7 +55,7 @@ class DataSection(Section):
     record_ids: bool = setting(False, "write each step's sample ids into metrics.jsonl")
 
     @model_validator(mode="after")
-    def _one_source(self) -> DataSection:
+    def _check_one_source(self) -> DataSection:
         if self.path and self.mix:
             raise ValueError("data.path and data.mix both name the data; put the path among those of data.mix")
         return self
@@ -105,7 +105,7 @@ def timeline_steps(value: str) -> tuple[int, int]:
     return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
-def _from_a_step_to_a_later_one(value: str) -> str:
+def _check_timeline(value: str) -> str:
     if value:
         first, last = timeline_steps(value)
         if not 1 <= first <= last:
@@ -128,7 +128,7 @@ class MonitorSection(Section):
     )
     project: str = setting("mpitrain", "W&B's project and MLflow's experiment of the run", also=["wandb_project"])
     name: str = setting("", "the run's name in W&B and MLflow; empty: that of the run folder", also=["run_name"])
-    timeline: Annotated[str, AfterValidator(_from_a_step_to_a_later_one)] = setting(
+    timeline: Annotated[str, AfterValidator(_check_timeline)] = setting(
         "",
         "A:B records what every rank computes and communicates in steps A to B, as a trace and a picture; empty: none",
         also=["profile"],

@@ -23,11 +23,11 @@ from pydantic import ValidationError, model_validator
 
 from mpitrain import early
 from mpitrain.config.parallel import CommSection, ParallelSection
-from mpitrain.config.preset import completed, defaults_by_model
+from mpitrain.config.preset import defaults_by_model, with_model_defaults
 from mpitrain.config.run import CheckpointSection, DataSection, ElasticSection, MonitorSection, RunSection
 from mpitrain.config.section import Section, Sections, declared, other_names
 from mpitrain.config.toml_file import read_toml, toml_value
-from mpitrain.config.training import INSTEAD, ModelSection, OptimSection, TrainSection
+from mpitrain.config.training import EXCLUSIVE, ModelSection, OptimSection, TrainSection
 from mpitrain.errors import InputError, refusal
 
 COMMAND_LINE = "command line"
@@ -35,13 +35,13 @@ _NEAR = 0.6  # least similarity of a misspelled section name
 _OWN_SECTION = 0.1  # bonus of a key in the same section over an equally similar key elsewhere
 _SHOWN = 3  # most keys in one suggestion
 _LONGEST = 100  # characters of a name that are compared
-_SPELLED = {
+_SYNTAX_HINTS = {
     "dict_type": '; write {a = 1} or {"a": 1}',
     "list_type": "; write [{a = 1}]",
     "tuple_type": '; write ["a", "b"]',
 }  # hints for values that are not text
 # names of other tools whose meaning differs from that of the setting nearest to them
-_DIFFERENT = {
+_DIFFERENT_MEANING = {
     "batch_size": "train.batch counts the samples of all ranks together, train.microbatch those of one rank at a time",
     "per_device_train_batch_size": "train.batch is the global batch, over all ranks and microbatches",
     "per_device_batch_size": "train.batch is the global batch, over all ranks and microbatches",
@@ -70,23 +70,23 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def _complete(cls, values: Any) -> Any:
-        return completed(values) if isinstance(values, Mapping) else values
+        return with_model_defaults(values) if isinstance(values, Mapping) else values
 
     @staticmethod
-    def of(given: Given) -> Config:
+    def of(source: ConfigSource) -> Config:
         """Return the configuration for any form of settings that a caller may pass.
 
         Args:
-            given: A `Config`, nested values, the path of a TOML file, a function that returns one of these, or None.
+            source: A `Config`, nested values, the path of a TOML file, a function that returns one of these, or None.
 
         Raises:
             InputError: A key or a value is wrong, or the file cannot be read.
         """
-        if isinstance(given, Config):
-            return given
-        if callable(given):
-            return Config.of(given())
-        return Config.from_args([str(given)]) if isinstance(given, (str, Path)) else Config.from_dict(given or {})
+        if isinstance(source, Config):
+            return source
+        if callable(source):
+            return Config.of(source())
+        return Config.from_args([str(source)]) if isinstance(source, (str, Path)) else Config.from_dict(source or {})
 
     @staticmethod
     def from_dict(values: Mapping[str, Any], origin: str = "config") -> Config:
@@ -99,7 +99,7 @@ class Config(Section):
         Raises:
             InputError: A key or a value is wrong; the message names it and the fix.
         """
-        return _checked(_by_our_names(values, origin), {}, origin)
+        return _validate(_with_our_names(values, origin), {}, origin)
 
     @staticmethod
     def from_args(arguments: Sequence[str]) -> Config:
@@ -115,15 +115,15 @@ class Config(Section):
             InputError: A key or a value is wrong, or the file cannot be read; the message names it and the fix.
         """
         file, flags = parse(arguments)
-        values = {} if file is None else _by_our_names(read_toml(file), file)
-        for key, other, _ in INSTEAD:
+        values = {} if file is None else _with_our_names(read_toml(file), file)
+        for key, other, _ in EXCLUSIVE:
             if (flagged := {key, other} & flags.get("train", {}).keys()) and "train" in values:
                 for each in {key, other} - flagged:
                     values["train"].pop(each, None)
         for section, keys in flags.items():
             values.setdefault(section, {}).update(keys)
         by_flags = {f"{section}.{key}": COMMAND_LINE for section, keys in flags.items() for key in keys}
-        return _checked(values, by_flags, file or COMMAND_LINE)
+        return _validate(values, by_flags, file or COMMAND_LINE)
 
     def to_toml(self) -> str:
         """Return all settings as the text of a TOML file; reading it gives an equal configuration."""
@@ -137,14 +137,14 @@ class Config(Section):
         If train.epochs is set, train.steps is left out; if train.accumulation is set, train.microbatch is.
         """
         values = self.model_dump()
-        for key, other, _ in INSTEAD:
+        for key, other, _ in EXCLUSIVE:
             if values["train"][key]:
                 del values["train"][other]
         return values
 
 
 # a Config, nested values, the path of a TOML file, a function that returns one of these, or None for the defaults
-Given: TypeAlias = Config | Mapping[str, Any] | str | Path | Callable[[], Any] | None
+ConfigSource: TypeAlias = Config | Mapping[str, Any] | str | Path | Callable[[], Any] | None
 
 
 def sections() -> Sections:
@@ -182,9 +182,9 @@ def parse(arguments: Sequence[str]) -> tuple[str | None, dict[str, dict[str, Any
         if not word.startswith("--") or not name:
             raise refusal(f"argument {word!r} is not understood; write --section.key value")
         if not dot:
-            raise (_not_a_key if name in known else _unknown)(name, COMMAND_LINE)
+            raise (_section_without_key if name in known else _unknown_key)(name, COMMAND_LINE)
         if (ours := our_name(section, key)) != (section, key):
-            early.say(_renamed(COMMAND_LINE, name, ".".join(ours)))
+            early.say(_alias_notice(COMMAND_LINE, name, ".".join(ours)))
             section, key = ours
         _check_names({section: {key: None}}, COMMAND_LINE)
         if not equals:
@@ -208,7 +208,7 @@ def help_text(program: str) -> str:
     return "\n".join(lines)
 
 
-def _checked(values: Mapping[str, Any], origin: Mapping[str, str], otherwise: str) -> Config:
+def _validate(values: Mapping[str, Any], origin: Mapping[str, str], otherwise: str) -> Config:
     """Validate nested values and return them as a configuration.
 
     Args:
@@ -227,8 +227,8 @@ def _checked(values: Mapping[str, Any], origin: Mapping[str, str], otherwise: st
     where = origin.get(name, otherwise)
     if problem["type"] == "value_error":  # a check across keys, which names them itself
         raise refusal(f"{where}: {problem['msg'].removeprefix('Value error, ')}")
-    mend = _SPELLED.get(problem["type"], "")
-    raise refusal(f"{where}: {name} = {problem['input']!r:.200} is wrong: {problem['msg'].lower()}{mend}")
+    hint = _SYNTAX_HINTS.get(problem["type"], "")
+    raise refusal(f"{where}: {name} = {problem['input']!r:.200} is wrong: {problem['msg'].lower()}{hint}")
 
 
 def _choices(annotation: Any) -> tuple[Any, ...]:
@@ -262,19 +262,19 @@ def _check_names(values: Mapping[str, Any], origin: str) -> None:
     known = sections()
     for section, keys in values.items():
         if section not in known:
-            raise _wrong_name(str(section), origin, [*map(str, keys)] if isinstance(keys, Mapping) else [])
+            raise _unknown_section(str(section), origin, [*map(str, keys)] if isinstance(keys, Mapping) else [])
         if not isinstance(keys, Mapping):
-            raise _not_a_key(section, origin)
+            raise _section_without_key(section, origin)
         for key in keys:
             if key not in known[section]:
-                raise _unknown(f"{section}.{key}", origin)
+                raise _unknown_key(f"{section}.{key}", origin)
 
 
-def _unknown(name: str, origin: str) -> InputError:
+def _unknown_key(name: str, origin: str) -> InputError:
     """Return the error for an unknown section.key, with the settings that were probably meant."""
     section, dot, key = name.partition(".")
     if not dot:
-        return _wrong_name(name, origin, [])
+        return _unknown_section(name, origin, [])
     if name in REMOVED:
         return refusal(f"{origin}: {name} is gone: {REMOVED[name][1]}")
     if key in sections().get(section, {}):
@@ -282,39 +282,39 @@ def _unknown(name: str, origin: str) -> InputError:
             f"{origin}: {name!r} is key {key!r} of section {section!r}; write [{section}] and {key} under it"
         )
     _, nearest = _nearest(section, key)
-    return _mistaken(name, nearest, origin)
+    return _misspelled(name, nearest, origin)
 
 
-def _not_a_key(section: str, origin: str) -> InputError:
+def _section_without_key(section: str, origin: str) -> InputError:
     """Return the error for a section that was given a value instead of keys."""
     example = next(iter(sections()[section]))
     in_file, as_flag = f"[{section}] and its keys, as {example}, under it", f"--{section}.KEY VALUE"
-    mend = f"{as_flag}, as --{section}.{example}" if origin == COMMAND_LINE else in_file
-    return refusal(f"{origin}: {section} is a section; write {mend}")
+    fix = f"{as_flag}, as --{section}.{example}" if origin == COMMAND_LINE else in_file
+    return refusal(f"{origin}: {section} is a section; write {fix}")
 
 
-def _wrong_name(name: str, origin: str, keys: list[str]) -> InputError:
+def _unknown_section(name: str, origin: str, keys: list[str]) -> InputError:
     """Return the error for an unknown section `name` in which `keys` were set."""
     if "." in name:
-        return _unknown(name, origin)
+        return _unknown_key(name, origin)
     sure, nearest = _nearest(name, keys[0]) if keys else _nearest("", name)
     near = difflib.get_close_matches(name[:_LONGEST], sections(), n=1, cutoff=_NEAR)
     if keys and near and (sure < 1 or keys[0] in sections()[near[0]]):  # else only the key decides
-        return _mistaken(name, near, origin)
+        return _misspelled(name, near, origin)
     if keys:
-        return _mistaken(f"{name}.{keys[0]}", nearest, origin)
-    if near and _alike(name, near[0]) >= sure:
-        return _mistaken(name, near, origin)
+        return _misspelled(f"{name}.{keys[0]}", nearest, origin)
+    if near and _similarity(name, near[0]) >= sure:
+        return _misspelled(name, near, origin)
     if sure < _NEAR:
         return refusal(f"{origin}: unknown key {name!r:.200}; see --help for the list")
-    return _mistaken(name, nearest, origin)
+    return _misspelled(name, nearest, origin)
 
 
-def _mistaken(name: str, found: list[str], origin: str) -> InputError:
-    meant = " or ".join(map(repr, found))
-    different = _DIFFERENT.get(name.rpartition(".")[2].replace("-", "_"))
+def _misspelled(name: str, candidates: list[str], origin: str) -> InputError:
+    suggestions = " or ".join(map(repr, candidates))
+    different = _DIFFERENT_MEANING.get(name.rpartition(".")[2].replace("-", "_"))
     hint = f" ({different})" if different else ""
-    return refusal(f"{origin}: unknown key {name!r:.200}; did you mean {meant}?{hint}")
+    return refusal(f"{origin}: unknown key {name!r:.200}; did you mean {suggestions}?{hint}")
 
 
 def _nearest(section: str, key: str) -> tuple[float, list[str]]:
@@ -325,7 +325,8 @@ def _nearest(section: str, key: str) -> tuple[float, list[str]]:
         matches as well; names has up to three settings as section.key.
     """
     scores = {
-        f"{of}.{name}": max(_alike(key, word) for word in (name, *other_names(field))) + _OWN_SECTION * (of == section)
+        f"{of}.{name}": max(_similarity(key, word) for word in (name, *other_names(field)))
+        + _OWN_SECTION * (of == section)
         for of, settings in sections().items()
         for name, field in settings.items()
     }
@@ -333,7 +334,7 @@ def _nearest(section: str, key: str) -> tuple[float, list[str]]:
     return best, [name for name, score in scores.items() if score > best - 1e-9][:_SHOWN]
 
 
-def _alike(one: str, other: str) -> float:
+def _similarity(one: str, other: str) -> float:
     """Return the similarity of two words, 0 to 1: 1 if they are equal, 0 if they have no letter in common."""
     return difflib.SequenceMatcher(None, one[:_LONGEST].lower().replace("-", "_"), other).ratio()
 
@@ -357,7 +358,7 @@ def our_name(section: str, key: str) -> tuple[str, str]:
     return section, key
 
 
-def _by_our_names(values: Mapping[str, Any], origin: str) -> dict[str, Any]:
+def _with_our_names(values: Mapping[str, Any], origin: str) -> dict[str, Any]:
     """Return nested values with each alias replaced by our name. Removed settings at their old default are dropped.
 
     Args:
@@ -379,11 +380,11 @@ def _by_our_names(values: Mapping[str, Any], origin: str) -> dict[str, Any]:
             if name in target:
                 raise refusal(f"{origin}: {section}.{key} and {of}.{name} are the same setting; give one of them")
             target[name] = result[section].pop(key)
-            early.say(_renamed(origin, f"{section}.{key}", f"{of}.{name}"))
+            early.say(_alias_notice(origin, f"{section}.{key}", f"{of}.{name}"))
     _check_names(result, origin)
     return result
 
 
-def _renamed(origin: str, theirs: str, ours: str) -> str:
+def _alias_notice(origin: str, theirs: str, ours: str) -> str:
     """Return the line that tells the user our name for a setting of another tool."""
     return f"{origin}: {theirs} is called {ours} here"

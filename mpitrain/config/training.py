@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from mpitrain import choices
-from mpitrain.config.batch_sizes import BatchSizes, Stages, checked_warmup
+from mpitrain.config.batch_sizes import BatchSizes, Stages, check_warmup
 from mpitrain.config.named import suggestion
 from mpitrain.config.preset import with_base, with_preset
 from mpitrain.config.section import ClassName, Named, Section, followed, followed_apart, for_optimizer, setting
@@ -17,16 +17,16 @@ from mpitrain.config.section import ClassName, Named, Section, followed, followe
 _Metric = choices.Measured | choices.OfClasses
 _Weight = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 # keys of [train]: (key, the key that it replaces, the quantity that both set)
-INSTEAD = (
+EXCLUSIVE = (
     ("epochs", "steps", "how long the run is"),
     ("accumulation", "microbatch", "how a rank's samples are divided"),
 )
 
 
-OWN = ("match", "optimizer", "lr", "lr_scale")  # keys of a group that are not options of the optimizer
+GROUP_KEYS = ("match", "optimizer", "lr", "lr_scale")  # keys of a group that are not options of the optimizer
 
 
-def _checked_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _check_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the groups unchanged. Raises ValueError, which names the entry and the fix, if one of them is invalid."""
     for number, group in enumerate(groups):
         where = f"optim.groups, entry {number + 1}"
@@ -159,7 +159,7 @@ class ModelSection(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _of_others(cls, values: Any) -> Any:
+    def _complete(cls, values: Any) -> Any:
         if isinstance(values, dict) and values.get("base") and cls.model_fields.keys() - values.keys():
             values = with_base(values)
         if isinstance(values, dict) and values.get("preset"):
@@ -171,7 +171,7 @@ class ModelSection(Section):
         return values
 
     @model_validator(mode="after")
-    def _fits_the_model(self) -> ModelSection:
+    def _check_model(self) -> ModelSection:
         if self.base and not self.lora:
             raise ValueError(
                 f"model.base {self.base} is for adapters, and model.lora is 0; set model.lora, or train all of the "
@@ -200,13 +200,13 @@ class ModelSection(Section):
         return self
 
 
-def _known_metrics(given: Any) -> Any:
+def _check_metrics(names: Any) -> Any:
     known = (*get_args(choices.Measured), *get_args(choices.OfClasses))
-    for name in given if isinstance(given, (list, tuple)) else ():
+    for name in names if isinstance(names, (list, tuple)) else ():
         if isinstance(name, str) and ":" not in name and name not in known:
             hint = suggestion(name, known, f"choose {', '.join(known)}, or package.module:function")
             raise ValueError(f"train.metrics has no {name!r}; {hint}")
-    return given
+    return names
 
 
 class TrainSection(Section):
@@ -229,7 +229,7 @@ class TrainSection(Section):
         alias=["global_batch_size", "train_batch_size"],
         also=["batch_size"],
     )
-    batch_warmup: Annotated[Stages, BeforeValidator(checked_warmup)] = setting(
+    batch_warmup: Annotated[Stages, BeforeValidator(check_warmup)] = setting(
         (),
         "smaller global batches of the first steps: [[100, 8], [100, 16]] for 100 steps of 8 samples, then 100 of 16",
         also=["rampup_batch_size", "batch_size_warmup", "batch_rampup"],
@@ -278,7 +278,7 @@ class TrainSection(Section):
         ge=0,
         also=["max_skipped_steps", "skip_limit"],
     )
-    metrics: Annotated[tuple[Named | _Metric, ...], BeforeValidator(_known_metrics)] = setting(
+    metrics: Annotated[tuple[Named | _Metric, ...], BeforeValidator(_check_metrics)] = setting(
         (),
         'more metrics: ["f1", "auroc", ...], or your own, "package.module:function", called as function(output, y)',
         also=["compute_metrics"],
@@ -305,8 +305,8 @@ class TrainSection(Section):
     )
 
     @model_validator(mode="after")
-    def _says_each_thing_once(self) -> TrainSection:
-        for key, other, what in INSTEAD:
+    def _check_exclusive_keys(self) -> TrainSection:
+        for key, other, what in EXCLUSIVE:
             if getattr(self, key) and {key, other} <= self.model_fields_set and getattr(self, other):
                 raise ValueError(f"train.{key} and train.{other} each say {what}; give one of them")
         return self
@@ -317,7 +317,7 @@ class TrainSection(Section):
         return BatchSizes(self.batch_warmup, self.batch)
 
     @model_validator(mode="after")
-    def _warms_up_to_the_batch(self) -> TrainSection:
+    def _check_warmup_batches(self) -> TrainSection:
         largest = max((size for _, size in self.batch_warmup), default=0)
         if largest > self.batch:
             raise ValueError(
@@ -368,7 +368,7 @@ class OptimSection(Section):
     options: dict[str, Any] = for_optimizer(
         {}, "further keyword arguments of the optimizer: {betas = [0.9, 0.95]}", also=["betas", "momentum"]
     )
-    groups: Annotated[list[dict[str, Any]], AfterValidator(_checked_groups)] = for_optimizer(
+    groups: Annotated[list[dict[str, Any]], AfterValidator(_check_groups)] = for_optimizer(
         [],
         'parameters with options of their own, the first match counts: [{match = "*.norm.*", weight_decay = 0.0}]; '
         "lr, lr_scale, weight_decay, optimizer and the options of that",

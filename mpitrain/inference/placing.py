@@ -31,7 +31,7 @@ from mpitrain.models.earlier import POSITIONS, State
 from mpitrain.models.hugging_face import CACHE_NAMES
 from mpitrain.parallel.dividing import ModelPart, in_order
 from mpitrain.pipe.partition import check_slices, listed_blocks, parameter_costs, stage_bounds
-from mpitrain.pipe.wire import OutputSpec, Wire, as_tuple
+from mpitrain.pipe.wire import OutputSpec, StageMessages, as_tuple
 
 if TYPE_CHECKING:
     from mpitrain.layout.mesh import Mesh
@@ -438,8 +438,8 @@ class _Line:
 
     def __init__(self, mesh: Mesh, device: torch.device, vocabulary: int) -> None:
         self._stages, self._parts, self._vocabulary = mesh.stages, mesh.layers, vocabulary
-        self._wire = Wire(mesh.stages)
-        self._wire.device = device
+        self._messages = StageMessages(mesh.stages)
+        self._messages.device = device
         self._ends = mesh.stages.rank == mesh.stages.size - 1
         self._widths: list[int] | None = None  # number of scores on each tensor rank, gathered once
 
@@ -450,19 +450,19 @@ class _Line:
             x: Input of the model, used on the first stage.
             stage: Function that runs this rank's part of the model.
         """
-        comm, wire = self._stages, self._wire
+        comm, messages = self._stages, self._messages
         if comm.rank > 0:
-            spec = wire.receive_header(comm.rank - 1)
-            tensors, works = wire.receive(spec.tensors, comm.rank - 1, False)
+            spec = messages.receive_header(comm.rank - 1)
+            tensors, works = messages.receive(spec.tensors, comm.rank - 1, False)
             for work in works:
-                wire.wait(work)
+                messages.wait(work)
             x = tensors[0] if spec.single else tuple(tensors)
         x = stage(x)
         if self._ends:
             return self._whole(x)
-        wire.finish()  # sends of the previous position
-        wire.send_header(OutputSpec.of(x), comm.rank + 1)
-        wire.send(list(as_tuple(x)), comm.rank + 1, False)
+        messages.finish()  # sends of the previous position
+        messages.send_header(OutputSpec.of(x), comm.rank + 1)
+        messages.send(list(as_tuple(x)), comm.rank + 1, False)
         return None
 
     def _whole(self, scores: Any) -> Any:
@@ -491,5 +491,5 @@ class _Line:
         if self._ends:
             self._parts.broadcast(result, 0)
         self._stages.broadcast(result, self._stages.size - 1)
-        self._wire.finish()
+        self._messages.finish()
         return result

@@ -140,7 +140,7 @@ def axes_of(parallel: ParallelSection) -> Sizes:
         InputError: An entry of parallel.axes is not an axis, or two axes have the same name.
     """
     axes: list[tuple[MeshAxis, int | str]] = []
-    for path, ranks in parallel.asked.items():
+    for path, ranks in parallel.requested_sizes.items():
         axis = find("parallel.axes", path)()
         if not isinstance(axis, MeshAxis):
             raise refusal(f"parallel.axes {path} is no subclass of mpitrain.layout.mesh.MeshAxis; name one")

@@ -20,7 +20,7 @@ Workers and servers exchange small messages (letters) of a few numbers; the firs
     UNUSED  step, part       parameters unused by the part                               bucket b is ready
     COMMIT  step, part, ...  request to apply the gradients  RECORD   step, loss, ...    a step is complete
     SQUARES step, sum        sum of the shares' squares      FAILED                      this rank's server failed
-    HERE                     the worker is ready to meet     TOGETHER                    all workers are ready to meet
+    READY                     the worker is ready to meet     ALL_READY                    all workers are ready to meet
     END                      no more messages will come
 
 Gradients and parameters travel with PUSHED and BUCKET if the ranks share no memory (see `mpitrain.loose.sharding`).
@@ -153,14 +153,14 @@ class LetterKind(IntEnum):
     PUSHED = 3
     COMMIT = 4
     SQUARES = 5
-    HERE = 6
+    READY = 6
     END = 7
     UNUSED = 8
     GRANT = 11
     MEET = 12
     BUCKET = 13
     RECORD = 14
-    TOGETHER = 15
+    ALL_READY = 15
     FAILED = 16
 
 
@@ -233,13 +233,13 @@ class Pull(NamedTuple):
 
 
 @dataclass
-class Summing:
+class StepSum:
     """Sum of the gradients of a bulk-synchronous step in progress."""
 
     added: list[int]  # number of parts added, by bucket; parts are added in order
     waiting: list[dict[int, torch.Tensor]]  # gradients of later parts, by bucket and part
     commits: dict[int, Commit] = field(default_factory=dict)  # by part
-    told: bool = False  # whether this server's squares have been sent to the others
+    squares_sent: bool = False  # whether this server's squares have been sent to the others
 
 
 class AppliedPart(NamedTuple):
@@ -258,21 +258,21 @@ class AppliedPart(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Remembered:
+class History:
     """Record of the applied parts, from which servers can continue.
 
     Attributes:
         parts: Number of parts of each step.
         completed: Last step up to which all parts have been applied.
         beyond: Applied parts of later steps.
-        told: Applied parts of each incomplete step, by step.
+        applied_parts: Applied parts of each incomplete step, by step.
         records: Statistics of the steps since all ranks last met.
     """
 
     parts: int
     completed: int
     beyond: Sequence[Portion] = ()
-    told: Mapping[int, Sequence[AppliedPart]] = field(default_factory=dict)
+    applied_parts: Mapping[int, Sequence[AppliedPart]] = field(default_factory=dict)
     records: Sequence[StepRecord] = ()
 
     def applied(self) -> Applied:
@@ -281,14 +281,14 @@ class Remembered:
 
     def to_json(self) -> list[Any]:
         """Return the record as values that JSON can represent."""
-        return [self.parts, self.completed, list(self.beyond), list(self.told.items()), list(self.records)]
+        return [self.parts, self.completed, list(self.beyond), list(self.applied_parts.items()), list(self.records)]
 
     @staticmethod
-    def from_json(values: Sequence[Any]) -> Remembered:
+    def from_json(values: Sequence[Any]) -> History:
         """Return the record that `to_json` encoded."""
         parts, completed, beyond, listed, records = values
         applied_parts = {
             step: [AppliedPart(worker, Commit(*of), late) for worker, of, late in some] for step, some in listed
         }
         portions = [Portion(*portion) for portion in beyond]
-        return Remembered(parts, completed, portions, applied_parts, [StepRecord(*record) for record in records])
+        return History(parts, completed, portions, applied_parts, [StepRecord(*record) for record in records])

@@ -30,8 +30,8 @@ from mpitrain.comm.mailbox import Letter, Mailbox
 from mpitrain.comm.runtime.work import Messages
 from mpitrain.config.settings import Config
 from mpitrain.errors import CommunicationError
-from mpitrain.loose.clock import AppliedPart, Clock, Commit, LetterKind, Portion, Pull, Remembered, StepRecord, Summing
-from mpitrain.loose.sharding import OwnShares, Roles, SharedFlats, ShareUpdate, squares
+from mpitrain.loose.clock import AppliedPart, Clock, Commit, History, LetterKind, Portion, Pull, StepRecord, StepSum
+from mpitrain.loose.sharding import Roles, ServerShares, SharedFlats, ShareUpdate, squares
 
 _IDLE = 0.5  # seconds to wait for a message before checking whether to continue
 _RECEIVING = 1e-4  # seconds to wait for a message while payloads arrive
@@ -46,11 +46,11 @@ class Server:
         flats: Memory of the workers, where it is shared.
         update: Optimizer of the shares.
         boxes: Mailbox of the messages to servers, and mailbox of the answers to all ranks.
-        remembered: Record of parts applied before.
+        history: Record of parts applied before.
         clock: Assignment of parts to workers; None on all servers but the first.
         config: Settings of staleness and clipping.
         known: Last step that all ranks know to be complete.
-        apart: Bytes sent between nodes for a part, by the worker's rank.
+        remote_bytes: Bytes sent between nodes for a part, by the worker's rank.
         inbox: Buffers in which gradients arrive, for each worker whose memory this rank does not share.
 
     Attributes:
@@ -68,46 +68,48 @@ class Server:
         flats: SharedFlats,
         update: ShareUpdate,
         boxes: tuple[Mailbox, Mailbox],
-        remembered: Remembered,
+        history: History,
         clock: Clock | None,
         config: Config,
         known: int,
-        apart: dict[int, int],
-        inbox: dict[int, OwnShares],
+        remote_bytes: dict[int, int],
+        inbox: dict[int, ServerShares],
     ) -> None:
         self._share, self._roles, self._flats, self._update = share, roles, flats, update
         self._questions, self._answers = boxes
-        self._clock, self._apart, self.inbox = clock, apart, inbox
+        self._clock, self._remote_bytes, self.inbox = clock, remote_bytes, inbox
         self._bulk, self._corrected = config.parallel.staleness == 0, config.parallel.staleness_lr
         self._clip = config.train.clip
-        self.applied = remembered.applied() if clock is None else clock.applied
+        self.applied = history.applied() if clock is None else clock.applied
         self._known = known
-        self.limit = self.finals = self._here = 0
+        self.limit = self.finals = self._workers_ready = 0
         # only one server sends records, so that workers get each step once
-        self._records = list(remembered.records) if clock is not None else []
+        self._records = list(history.records) if clock is not None else []
         self._buckets = len(flats.buckets)
         self.progress = self.applied.completed + len(self.applied.beyond) / self.applied.parts  # steps applied
         self._ready: list[tuple[int, Commit]] = []  # (worker, its commit), to be applied
         self._receiving: list[tuple[Work, Callable[[], None]]] = []  # with the function to call after each
         self._arriving: dict[int, int] = {}  # number of each worker's payloads that have not arrived
-        self._held: list[tuple[int, Commit]] = []  # commits whose payloads have not arrived
+        self._incomplete: list[tuple[int, Commit]] = []  # commits whose payloads have not arrived
         self._pulls: list[Pull] = []
-        self._asking: list[int] = []  # workers that wait for a part
-        self._told = {step: list(parts) for step, parts in remembered.told.items()}  # parts of incomplete steps
+        self._claims: list[int] = []  # workers that wait for a part
+        self._applied_parts = {
+            step: list(parts) for step, parts in history.applied_parts.items()
+        }  # parts of incomplete steps
         self._squares: dict[int, list[float]] = {}  # sums of squares from the servers, by step
         self._unused: dict[Portion, set[nn.Parameter]] = {}  # only for parts that did not use all
         self._sum = self._new_sum()
         self._since = time.perf_counter()  # time when the last step was complete, or a new limit was opened
         self._end = False
-        self._do: dict[LetterKind, Callable[[Letter], None]] = {
-            LetterKind.CLAIM: self._claimed,
-            LetterKind.PULL: self._pulled,
-            LetterKind.PUSHED: self._pushed,
-            LetterKind.UNUSED: self._left_alone,
-            LetterKind.COMMIT: self._committed,
-            LetterKind.SQUARES: lambda letter: self._know_squares(int(letter.words[1]), letter.words[2]),
-            LetterKind.HERE: self._arrived,
-            LetterKind.END: self._ended,
+        self._handlers: dict[LetterKind, Callable[[Letter], None]] = {
+            LetterKind.CLAIM: self._handle_claim,
+            LetterKind.PULL: self._handle_pull,
+            LetterKind.PUSHED: self._handle_pushed,
+            LetterKind.UNUSED: self._handle_unused,
+            LetterKind.COMMIT: self._handle_commit,
+            LetterKind.SQUARES: lambda letter: self._add_squares(int(letter.words[1]), letter.words[2]),
+            LetterKind.READY: self._handle_ready,
+            LetterKind.END: self._handle_end,
         }
 
     # -- the loop
@@ -118,14 +120,14 @@ class Server:
         Args:
             limit: Step after which all ranks meet; None to serve until END.
         """
-        self.finals, self._here, self.limit = 0, 0, limit or 0
+        self.finals, self._workers_ready, self.limit = 0, 0, limit or 0
         for record in self._records:  # from before ranks died; not all ranks have them
             if record.step > self._known:
                 self._post_to_all([LetterKind.RECORD, *record])
         workers = len(self._roles.workers)
         with self._questions.listening(self._roles.workers, "letters of workers"):
             while not self._end:
-                if limit and self.finals == workers and (self._clock is None or self._here == workers):
+                if limit and self.finals == workers and (self._clock is None or self._workers_ready == workers):
                     break
                 self.turn()
         self._records.clear()
@@ -134,7 +136,7 @@ class Server:
         """Wait briefly for messages, and handle those that have arrived."""
         letter = self._questions.take(_RECEIVING if self._receiving else _IDLE)
         while letter is not None:
-            self._do[LetterKind(int(letter.words[0]))](letter)
+            self._handlers[LetterKind(int(letter.words[0]))](letter)
             letter = self._questions.take(0)
         for work, then in [each for each in self._receiving if each[0].done()]:
             self._receiving = [each for each in self._receiving if each[0] is not work]
@@ -143,27 +145,27 @@ class Server:
         self._answer()
 
     @property
-    def remembered(self) -> Remembered:
+    def history(self) -> History:
         """Record of the applied parts, from which servers can continue."""
         applied = self.applied
-        return Remembered(applied.parts, applied.completed, applied.beyond, dict(self._told), list(self._records))
+        return History(applied.parts, applied.completed, applied.beyond, dict(self._applied_parts), list(self._records))
 
     def _answer(self) -> None:
         """Grant parts and send parameters to the workers whose requests can be served now."""
         completed = self.applied.completed
         for pull in [p for p in self._pulls if p.least <= completed and not self._arriving.get(p.worker)]:
-            if any(worker == pull.worker for worker, _ in self._held):
+            if any(worker == pull.worker for worker, _ in self._incomplete):
                 continue
             self._pulls.remove(pull)
             for bucket in range(self._buckets - 1, -1, -1):  # as forward needs them
-                self._give(pull.worker, bucket)
+                self._send_bucket(pull.worker, bucket)
             self.finals += pull.final
         if self._clock is not None:
-            self._give_samples(self._clock)
+            self._grant_parts(self._clock)
 
-    def _give_samples(self, clock: Clock) -> None:
+    def _grant_parts(self, clock: Clock) -> None:
         """Grant parts to the workers that wait for one, or send MEET if there are no more."""
-        for worker in list(self._asking):
+        for worker in list(self._claims):
             portion = clock.claim(worker)
             if portion is not None:
                 self._answers.post(worker, [LetterKind.GRANT, portion.step, portion.part])
@@ -171,9 +173,9 @@ class Server:
                 self._answers.post(worker, [LetterKind.MEET, clock.limit])
             else:
                 continue
-            self._asking.remove(worker)
+            self._claims.remove(worker)
 
-    def _give(self, worker: int, bucket: int) -> None:
+    def _send_bucket(self, worker: int, bucket: int) -> None:
         """Give a worker the parameters of a bucket."""
         values = self._update.published.bucket(bucket)
         words = [LetterKind.BUCKET, bucket, self._share, self.applied.completed, self.progress]
@@ -185,29 +187,29 @@ class Server:
 
     # -- requests
 
-    def _ended(self, letter: Letter) -> None:
+    def _handle_end(self, letter: Letter) -> None:
         """Handle END: stop serving."""
         self._end = True
 
-    def _arrived(self, letter: Letter) -> None:
-        """Handle HERE: send TOGETHER to all ranks once all workers are ready to meet.
+    def _handle_ready(self, letter: Letter) -> None:
+        """Handle READY: send ALL_READY to all ranks once all workers are ready to meet.
 
         Until then no worker should wait in MPI, where it would take the core from ranks that compute.
         """
-        self._here += 1
-        if self._here % len(self._roles.workers) == 0:
-            self._post_to_all([LetterKind.TOGETHER])
+        self._workers_ready += 1
+        if self._workers_ready % len(self._roles.workers) == 0:
+            self._post_to_all([LetterKind.ALL_READY])
 
-    def _claimed(self, letter: Letter) -> None:
+    def _handle_claim(self, letter: Letter) -> None:
         """Handle CLAIM: open steps up to the worker's limit, and queue its request for a part."""
         assert self._clock is not None
         if self._clock.open(int(letter.words[1])):
             self._since = time.perf_counter()
         if letter.words[2]:
             self._clock.stop()
-        self._asking.append(letter.source)
+        self._claims.append(letter.source)
 
-    def _pulled(self, letter: Letter) -> None:
+    def _handle_pull(self, letter: Letter) -> None:
         """Handle PULL: queue the worker's request for parameters."""
         self._pulls.append(Pull(letter.source, int(letter.words[1]), bool(letter.words[2])))
         if not self._bulk:
@@ -218,7 +220,7 @@ class Server:
             for part in mine & waiting.keys():
                 waiting[part] = waiting[part].clone()
 
-    def _pushed(self, letter: Letter) -> None:
+    def _handle_pushed(self, letter: Letter) -> None:
         """Handle PUSHED: add the gradients, or start receiving them if the worker's memory is not shared."""
         _, _, part, bucket = map(int, letter.words[:4])
         worker = letter.source
@@ -234,12 +236,12 @@ class Server:
             if self._bulk:
                 self._add_in_order(part, bucket, place)
             elif not self._arriving[worker]:
-                self._ready += [each for each in self._held if each[0] == worker]
-                self._held = [each for each in self._held if each[0] != worker]
+                self._ready += [each for each in self._incomplete if each[0] == worker]
+                self._incomplete = [each for each in self._incomplete if each[0] != worker]
 
         self._receiving.append((letter.receive(place), arrived))
 
-    def _left_alone(self, letter: Letter) -> None:
+    def _handle_unused(self, letter: Letter) -> None:
         """Handle UNUSED: remember the parameters that the part did not use."""
         every = self._update.parameters
         flags = torch.empty(len(every), dtype=torch.uint8)
@@ -252,7 +254,7 @@ class Server:
         sets = [self._unused.pop(portion, set()) for portion in portions]
         return set.intersection(*sets) if sets else set()
 
-    def _committed(self, letter: Letter) -> None:
+    def _handle_commit(self, letter: Letter) -> None:
         """Handle COMMIT: queue the part, which is applied when all of its gradients have arrived."""
         worker, commit = letter.source, Commit(*letter.words[1:])
         if self._bulk:
@@ -260,7 +262,7 @@ class Server:
             self._worker_of[int(commit.part)] = worker
             self._finish_sum()
         elif self._arriving.get(worker):
-            self._held.append((worker, commit))
+            self._incomplete.append((worker, commit))
         else:
             self._ready.append((worker, commit))
 
@@ -279,7 +281,7 @@ class Server:
         unused = self._unused_by(Portion(int(c.step), int(c.part)) for _, c in commits if c.factor != 0.0)
         for worker, commit in commits:
             missed = max(0.0, self.progress - commit.progress)
-            self._told.setdefault(int(commit.step), []).append(AppliedPart(worker, commit, missed))
+            self._applied_parts.setdefault(int(commit.step), []).append(AppliedPart(worker, commit, missed))
             if commit.factor == 0.0:  # gradients are not finite
                 continue
             correction = 1.0 / max(1.0, missed) if self._corrected else 1.0
@@ -296,9 +298,11 @@ class Server:
             complete += self.applied.add(Portion(int(commit.step), int(commit.part)))
         seconds = self._lap(len(complete))
         for step in complete:
-            applied_parts = self._told.pop(step)
+            applied_parts = self._applied_parts.pop(step)
             norm = math.sqrt(sum(t.commit.norm**2 for t in applied_parts) / len(applied_parts))
-            self._tell(step, applied_parts, norm, seconds, skipped=any(t.commit.factor == 0.0 for t in applied_parts))
+            self._send_record(
+                step, applied_parts, norm, seconds, skipped=any(t.commit.factor == 0.0 for t in applied_parts)
+            )
 
     def _gradients(self, worker: int, bucket: int) -> torch.Tensor:
         if self._flats.sees(worker):
@@ -312,20 +316,22 @@ class Server:
         self._since = now if steps else self._since
         return seconds
 
-    def _tell(self, step: int, told: Sequence[AppliedPart], norm: float, seconds: float, *, skipped: bool) -> None:
+    def _send_record(
+        self, step: int, parts: Sequence[AppliedPart], norm: float, seconds: float, *, skipped: bool
+    ) -> None:
         """Send the statistics of a complete step to all ranks, on the first server only."""
         if self._clock is None:
             return
-        losses = [t.commit.loss for t in told]
+        losses = [t.commit.loss for t in parts]
         record = StepRecord(
             step,
             math.fsum(losses) if all(map(math.isfinite, losses)) else math.nan,
             norm,
             skipped,
-            sum(t.staleness for t in told) / len(told),
-            max(t.staleness for t in told),
-            max(t.commit.ahead for t in told),
-            sum(self._apart.get(t.worker, 0) for t in told),
+            sum(t.staleness for t in parts) / len(parts),
+            max(t.staleness for t in parts),
+            max(t.commit.ahead for t in parts),
+            sum(self._remote_bytes.get(t.worker, 0) for t in parts),
             seconds,
         )
         if self.limit:
@@ -338,10 +344,10 @@ class Server:
 
     # -- bulk-synchronous steps
 
-    def _new_sum(self) -> Summing:
+    def _new_sum(self) -> StepSum:
         """Return an empty sum for the next bulk-synchronous step."""
         self._worker_of: dict[int, int] = {}  # worker of each part of the step in progress
-        return Summing([0] * self._buckets, [{} for _ in range(self._buckets)])
+        return StepSum([0] * self._buckets, [{} for _ in range(self._buckets)])
 
     def _add_in_order(self, part: int, bucket: int, gradients: torch.Tensor) -> None:
         """Add the gradients of a part to the sum of a bucket, after the gradients of all earlier parts."""
@@ -355,16 +361,16 @@ class Server:
     def _finish_sum(self) -> None:
         """Send the sum of squares of this server's gradients to the other servers, once all gradients are added."""
         parts, step = self.applied.parts, self.applied.completed + 1
-        if self._sum.told or len(self._sum.commits) < parts or min(self._sum.added, default=parts) < parts:
+        if self._sum.squares_sent or len(self._sum.commits) < parts or min(self._sum.added, default=parts) < parts:
             return
-        self._sum.told = True
+        self._sum.squares_sent = True
         own_squares = squares(self._update.sums)
         for server in self._roles.servers:
             if server != self._questions.rank:
                 self._questions.post(server, [LetterKind.SQUARES, step, own_squares])
-        self._know_squares(step, own_squares)
+        self._add_squares(step, own_squares)
 
-    def _know_squares(self, step: int, squares: float) -> None:
+    def _add_squares(self, step: int, squares: float) -> None:
         """Record a server's sum of squares for a step; update when the sums of all servers are known."""
         known = self._squares.setdefault(step, [])
         known.append(squares)
@@ -390,14 +396,14 @@ class Server:
                 self._update.apply([bucket], applied_parts[0].commit.lr, factor, unused)
             try:
                 for pull in waiting:
-                    self._give(pull.worker, bucket)
+                    self._send_bucket(pull.worker, bucket)
             except CommunicationError as error:  # a rank may have died; complete the update first
                 failed = error
         if failed is not None:
             raise failed
         self.finals += sum(pull.final for pull in waiting)
         self._sum = self._new_sum()
-        self._tell(step, applied_parts, norm, self._lap(1), skipped=not finite)
+        self._send_record(step, applied_parts, norm, self._lap(1), skipped=not finite)
 
 
 _NAP = 1e-4  # seconds between checks for arriving parameters; other ranks may need the core meanwhile
@@ -417,7 +423,7 @@ class ServedWorker:
     Attributes:
         records: Statistics of complete steps that have not been taken yet.
         portion: Part in progress.
-        came: Function called with the number of a bucket when its parameters are in this rank's memory.
+        on_arrival: Function called with the number of a bucket when its parameters are in this rank's memory.
     """
 
     def __init__(
@@ -427,10 +433,10 @@ class ServedWorker:
         self._questions, self._answers = boxes
         self.records: deque[StepRecord] = deque()
         self.portion = Portion(0, 0)
-        self.came: Callable[[int], object] = lambda bucket: None
+        self.on_arrival: Callable[[int], object] = lambda bucket: None
         self._sees = {server: flats.sees(server) for server in roles.servers}
         self._answer: Letter | None = None  # answer to a claim
-        self._together = False  # whether all workers are ready to meet
+        self._all_ready = False  # whether all workers are ready to meet
         self._receiving: list[tuple[Messages, int]] = []  # arriving parameters, and their bucket
         self._missing: list[int] = [0] * len(flats.buckets)  # number of each bucket's shares that have not arrived
         self._progress = [0.0] * len(roles.servers)  # progress of each server when it sent the parameters
@@ -455,7 +461,7 @@ class ServedWorker:
         return self.portion
 
     def pull(self, least: int, *, final: bool = False) -> None:
-        """Start getting the parameters; call `need` before using them.
+        """Start getting the parameters; call `wait_for` before using them.
 
         Args:
             least: Step up to which the parameters must include all updates.
@@ -465,7 +471,7 @@ class ServedWorker:
         for server in self._roles.servers:
             self._questions.post(server, [LetterKind.PULL, least, final])
 
-    def need(self, buckets: Iterable[int]) -> None:
+    def wait_for(self, buckets: Iterable[int]) -> None:
         """Wait until the parameters of these buckets have arrived."""
         for bucket in buckets:
             while self._missing[bucket]:
@@ -502,10 +508,10 @@ class ServedWorker:
         """
         coordinator = self._roles.servers[0]
         if works:
-            self._questions.post(coordinator, [LetterKind.HERE])
-        while not self._together:
+            self._questions.post(coordinator, [LetterKind.READY])
+        while not self._all_ready:
             self._take([coordinator], "the others")
-        self._together = False
+        self._all_ready = False
 
     def next_record(self) -> StepRecord:
         """Return the statistics of the next complete step. Waits for it."""
@@ -513,7 +519,7 @@ class ServedWorker:
             self._take([self._roles.servers[0]], "the end of a step")
         return self.records.popleft()
 
-    def look(self) -> None:
+    def handle_messages(self) -> None:
         """Handle the messages that have arrived, without waiting."""
         while (letter := self._answers.take(0)) is not None:
             self._read(letter)
@@ -524,19 +530,19 @@ class ServedWorker:
             self._read(self._answers.wait(list(awaited), name))
             return
         deadline = time.monotonic() + _SOON
-        while not self._received():
+        while not self._finish_receiving():
             if (letter := self._answers.take(_NAP)) is not None:
                 self._read(letter)
                 return
             if time.monotonic() > deadline:
                 self._receiving[0][0].wait()  # a blocking wait, which the watchdog supervises
 
-    def _received(self) -> bool:
+    def _finish_receiving(self) -> bool:
         """Record the parameters that have arrived. Return True if there were any."""
         arrivals = [each for each in self._receiving if each[0].done()]
         self._receiving = [each for each in self._receiving if each not in arrivals]
         for _, bucket in arrivals:
-            self._has_come(bucket)
+            self._count_share(bucket)
         return bool(arrivals)
 
     def _read(self, letter: Letter) -> None:
@@ -546,8 +552,8 @@ class ServedWorker:
             self._receive(letter)
         elif kind == LetterKind.RECORD:
             self.records.append(StepRecord(*letter.words[1:]))
-        elif kind == LetterKind.TOGETHER:
-            self._together = True
+        elif kind == LetterKind.ALL_READY:
+            self._all_ready = True
         elif kind == LetterKind.FAILED:
             self._failed()
             raise CommunicationError("the server of this rank failed")
@@ -562,10 +568,10 @@ class ServedWorker:
             place = self._flats.parameter_share(self._questions.rank, bucket, share)
             self._receiving.append((letter.receive(place), bucket))
         else:
-            self._has_come(bucket)
+            self._count_share(bucket)
 
-    def _has_come(self, bucket: int) -> None:
-        """Record that a share of a bucket has arrived, and call `came` once all have."""
+    def _count_share(self, bucket: int) -> None:
+        """Record that a share of a bucket has arrived, and call `on_arrival` once all have."""
         self._missing[bucket] -= 1
         if not self._missing[bucket]:
-            self.came(bucket)
+            self.on_arrival(bucket)

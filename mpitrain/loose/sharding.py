@@ -124,7 +124,7 @@ class SharedFlats:
             arena.free()
 
 
-class OwnShares:
+class ServerShares:
     """One server's shares of a flat vector with the layout of the parameters.
 
     The shares are concatenated in private memory. On a rank that only serves, they can instead be in place in memory
@@ -190,35 +190,35 @@ class PulledParameters(Parameters):
         published: This rank's shares as a server, which get the module's values; None on a rank that only works.
 
     Attributes:
-        need: Function that returns when the parameters of the given buckets have arrived. The caller sets it once the
-            servers run.
+        wait_for: Function that returns when the parameters of the given buckets have arrived. The caller sets it once
+            the servers run.
     """
 
     def __init__(
-        self, module: nn.Module, groups: Sequence[FlatGroup], flats: SharedFlats, published: OwnShares | None
+        self, module: nn.Module, groups: Sequence[FlatGroup], flats: SharedFlats, published: ServerShares | None
     ) -> None:
         self._groups, self._flats, self._published = groups, flats, published
-        self._far = [
+        self._device_copies = [
             torch.zeros(g.layout.numel, dtype=g.dtype, device=g.device) if is_accelerator(g.device) else None
             for g in groups
         ]
-        for group, arena, far in zip(groups, flats.parameters, self._far, strict=True):
+        for group, arena, far in zip(groups, flats.parameters, self._device_copies, strict=True):
             move_into(group, arena.tensor if far is None else far, fill=True)
         if published is not None:
             for number, (g, _) in enumerate(flats.buckets):
                 lo, hi = flats.share_bounds(number, published.share)
-                far = self._far[g]
+                far = self._device_copies[g]
                 published.bucket(number).copy_((flats.parameters[g].tensor if far is None else far)[lo:hi])
-        self.need: Callable[[Buckets], object] = lambda buckets: None
+        self.wait_for: Callable[[Buckets], object] = lambda buckets: None
         self._hooks = [
-            unit.register_forward_pre_hook(lambda *_, buckets=buckets: self.need(buckets))
+            unit.register_forward_pre_hook(lambda *_, buckets=buckets: self.wait_for(buckets))
             for unit, buckets in _buckets_of_units(module, groups, flats.buckets)
         ]
 
-    def came(self, bucket: int) -> None:
+    def copy_to_device(self, bucket: int) -> None:
         """Copy a bucket's parameters, which have arrived in host memory, to the module's device."""
         g, b = self._flats.buckets[bucket]
-        far = self._far[g]
+        far = self._device_copies[g]
         if far is not None:
             bounds = slice(*self._groups[g].layout.bounds[b : b + 2])
             far[bounds].copy_(self._flats.parameters[g].tensor[bounds])
@@ -230,7 +230,7 @@ class PulledParameters(Parameters):
     @contextmanager
     def whole(self) -> Iterator[None]:
         """Make all parameters readable inside the context: the values that this worker pulled last."""
-        self.need(range(len(self._flats.buckets)))
+        self.wait_for(range(len(self._flats.buckets)))
         yield
 
     def publish(self) -> None:
@@ -321,8 +321,8 @@ class ServedSharding(Sharding):
         roles: Roles,
     ) -> None:
         self.world, self.roles, self.writes_copies = world, roles, world.rank == roles.workers[0]
-        self.published: OwnShares | None = None
-        self.sums: OwnShares | None = None
+        self.published: ServerShares | None = None
+        self.sums: ServerShares | None = None
         super().__init__(module, optimizer, alone, config)
         self.update: ShareUpdate | None = None
         if self.published is not None and self.sums is not None:
@@ -335,7 +335,7 @@ class ServedSharding(Sharding):
         self.flats = SharedFlats(groups, self.world)
         if self.share is not None:
             kinds = [g.dtype for g in groups]
-            self.published = OwnShares(groups, self.share, kinds, self._in_place(self.flats.parameters, kinds))
+            self.published = ServerShares(groups, self.share, kinds, self._in_place(self.flats.parameters, kinds))
         return groups, PulledParameters(self.module, groups, self.flats, self.published)
 
     def _place_gradients(self) -> Gradients:
@@ -346,7 +346,7 @@ class ServedSharding(Sharding):
         if self.share is None:
             return []
         kinds = [g.dtype if g.dtype.itemsize >= 4 else torch.float32 for g in self.groups]
-        self.sums = OwnShares(self.groups, self.share, kinds, self._in_place(self.flats.gradients, kinds))
+        self.sums = ServerShares(self.groups, self.share, kinds, self._in_place(self.flats.gradients, kinds))
         share_of, gradient = self.parameters.own, self.sums.between
         return sharded_flat_parameters(self.optimizer, self.groups, self.share, share_of, gradient, counted)
 
@@ -390,7 +390,7 @@ class ShareUpdate:
         published: Parameters that workers pull.
     """
 
-    def __init__(self, sharding: Sharding, sums: OwnShares, published: OwnShares, buckets: int) -> None:
+    def __init__(self, sharding: Sharding, sums: ServerShares, published: ServerShares, buckets: int) -> None:
         self._sharding, self.published = sharding, published
         self.sums = [sums.bucket(number) for number in range(buckets)]
         self.parameters = [p for group in sharding.groups for p in group.parameters]

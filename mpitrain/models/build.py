@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from mpitrain.choices import Model
-from mpitrain.config.named import find, told
+from mpitrain.config.named import describe_error, find
 from mpitrain.config.training import ModelSection
 from mpitrain.errors import InputError, refusal
 from mpitrain.layers.images import image_form, is_image
@@ -51,7 +51,7 @@ def build_from_factory(path: str, description: Description, options: Mapping[str
     try:
         result = function(description, **options)
     except (Exception, SystemExit) as error:
-        raise InputError(f"model.factory {path} raised {told(error)}; mend it or model.options") from error
+        raise InputError(f"model.factory {path} raised {describe_error(error)}; mend it or model.options") from error
     module, loss = result if isinstance(result, tuple) and len(result) == 2 else (result, getattr(result, "loss", None))
     if not isinstance(module, nn.Module):
         raise InputError(

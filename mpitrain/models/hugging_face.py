@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from mpitrain.choices import one_of
-from mpitrain.config.named import told
+from mpitrain.config.named import describe_error
 from mpitrain.errors import InputError, refusal
 from mpitrain.layers.images import image_form
 from mpitrain.models.earlier import Earlier, EarlierSlices, State, seen_before
@@ -343,7 +343,7 @@ def refused(named: str, mend: str) -> Iterator[None]:
     try:
         yield
     except (Exception, SystemExit) as error:
-        raise InputError(f"{named}: {told(error)}; {mend}") from error
+        raise InputError(f"{named}: {describe_error(error)}; {mend}") from error
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from mpitrain.config.named import find, told
+from mpitrain.config.named import describe_error, find
 from mpitrain.config.run import MonitorSection
 from mpitrain.errors import InputError, MpitrainError
 from mpitrain.monitor.report.findings import flat
@@ -255,7 +255,9 @@ class Tracking:
             except MpitrainError:
                 raise
             except Exception as error:
-                raise InputError(f"{_name(tracker)} cannot start: {told(error)}; mend that, or leave it out") from error
+                raise InputError(
+                    f"{_name(tracker)} cannot start: {describe_error(error)}; mend that, or leave it out"
+                ) from error
 
     def log(self, step: int, figures: Mapping[str, Any]) -> None:
         """Pass the numeric figures of a step to each tracker.
@@ -272,7 +274,7 @@ class Tracking:
                 tracker.log(step, numbers)
             except Exception as error:
                 self._trackers.remove(tracker)
-                self._warn(f"{_name(tracker)} failed and is left out from step {step} on: {told(error)}")
+                self._warn(f"{_name(tracker)} failed and is left out from step {step} on: {describe_error(error)}")
                 with suppress(Exception):
                     tracker.close()
 
@@ -283,7 +285,7 @@ class Tracking:
             try:
                 tracker.close()
             except Exception as error:
-                self._warn(f"{_name(tracker)} failed as it ended: {told(error)}")
+                self._warn(f"{_name(tracker)} failed as it ended: {describe_error(error)}")
 
 
 def _name(tracker: Tracker) -> str:

@@ -56,10 +56,10 @@ class BlockCost:
             rank's device, are as busy as in training.
         input: Seconds of the gradient of the block's input.
         weight: Seconds of the gradients of the block's parameters.
-        kept: Bytes that autograd keeps from forward until backward, parameters not counted.
-        taken: Bytes of the input, which is all that recompute keeps.
-        given: Bytes of the output, as sent to the next stage.
-        working: Largest number of temporary bytes, beside `kept`, in forward or backward.
+        saved_bytes: Bytes that autograd keeps from forward until backward, parameters not counted.
+        input_bytes: Bytes of the input, which is all that recompute keeps.
+        output_bytes: Bytes of the output, as sent to the next stage.
+        working: Largest number of temporary bytes, beside `saved_bytes`, in forward or backward.
         weights: Parameters of the block, in the order of registration.
         forwards: Exchanges in the forward pass.
         backwards: Exchanges in the backward pass.
@@ -70,9 +70,9 @@ class BlockCost:
     forward: float
     input: float
     weight: float
-    kept: int
-    taken: int
-    given: int
+    saved_bytes: int
+    input_bytes: int
+    output_bytes: int
     working: int
     weights: tuple[Weight, ...]
     forwards: tuple[AxisExchange, ...] = ()

@@ -139,8 +139,8 @@ def sizes_of(
         tensor: Ranks of the tensor axis.
         axes: The setting parallel.axes, as pairs.
     """
-    asked = ParallelSection.model_construct(data=data, pipeline=pipeline, tensor=tensor, axes=dict(axes))
-    return tuple((axis, int(ranks)) for axis, ranks in axes_of(asked))
+    section = ParallelSection.model_construct(data=data, pipeline=pipeline, tensor=tensor, axes=dict(axes))
+    return tuple((axis, int(ranks)) for axis, ranks in axes_of(section))
 
 
 @lru_cache(maxsize=256)
@@ -179,7 +179,7 @@ def read(line: str) -> ParallelLayout:
         if match := re.fullmatch(r"(\d+)x(\d+)x(\d+)", word):
             shape = tuple(map(int, match.groups()))
         else:
-            values.update(_meant(word))
+            values.update(_parse_word(word))
     if not shape:
         raise refusal(f"layout {line!r} does not begin with data x pipeline x tensor ranks; write {_EXAMPLE!r}")
     if min(shape) < 1 or min(values.get(name, 1) for name in ("microbatch", "chunks", "slices")) < 1:
@@ -188,7 +188,7 @@ def read(line: str) -> ParallelLayout:
     return ParallelLayout(data, pipeline, tensor, **values)
 
 
-def _meant(word: str) -> dict[str, Any]:
+def _parse_word(word: str) -> dict[str, Any]:
     """Return the fields of a layout that one word of its text sets.
 
     Raises:
@@ -219,19 +219,21 @@ def _meant(word: str) -> dict[str, Any]:
     )
 
 
-def settings(layout: ParallelLayout, wanted: Mapping[str, Any] = MappingProxyType({})) -> dict[str, dict[str, Any]]:
+def settings(
+    layout: ParallelLayout, replacements: Mapping[str, Any] = MappingProxyType({})
+) -> dict[str, dict[str, Any]]:
     """Return all settings that a layout determines, by section and key, defaults included.
 
     Args:
         layout: The layout.
-        wanted: Settings that replace those of the layout, by key; a key belongs to only one section.
+        replacements: Settings that replace those of the layout, by key; a key belongs to only one section.
     """
     sections: dict[str, dict[str, Any]] = {"parallel": {}, "train": {}}
     for name, section in SECTION_OF.items():
         value = dict(layout.axes) if name == "axes" else getattr(layout, name)
         if isinstance(value, tuple):
             value = list(value) or ("uniform" if name == "cut" else [])
-        sections[section][name] = wanted.get(name, value)
+        sections[section][name] = replacements.get(name, value)
     return sections
 
 

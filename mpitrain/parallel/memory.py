@@ -69,7 +69,7 @@ class StageHoldings:
         return tuple(earliest)
 
 
-def held(
+def stage_holdings(
     stages: Sequence[Sequence[BlockCost]],
     order: Sequence[str],
     parts: int,
@@ -150,50 +150,54 @@ class MemoryInputs:
 
 
 def account(
-    inputs: MemoryInputs, held: StageHoldings, flow: Flow | None = None, rank: int = 0, flying: float = 0.0
+    inputs: MemoryInputs, holdings: StageHoldings, flow: Flow | None = None, rank: int = 0, flying: float = 0.0
 ) -> dict[str, float]:
     """Return the bytes of a rank at one pipeline position, by category.
 
     Args:
         inputs: Inputs that do not depend on the position.
-        held: Blocks and parameters of the rank.
+        holdings: Blocks and parameters of the rank.
         flow: Flow of microbatches through the pipeline; None without a pipeline.
         rank: Pipeline position.
         flying: Bytes of activations between forward and backward (`in_flight`), for a pipeline.
     """
     layout, places = inputs.places.layout, inputs.places
     stage = STAGES[layout.zero]
-    elements = held.flat.numel if stage.states else held.numel  # gradients lie flat at every stage
-    stored, flat = inputs.stored(elements, held.itemsize), inputs.stored(held.flat.numel, held.itemsize)
-    slots = places.slots() * max(held.buckets, default=0) if stage.gradients else 0
+    elements = holdings.flat.numel if stage.states else holdings.numel  # gradients lie flat at every stage
+    stored, flat = inputs.stored(elements, holdings.itemsize), inputs.stored(holdings.flat.numel, holdings.itemsize)
+    slots = places.slots() * max(holdings.buckets, default=0) if stage.gradients else 0
     gathered = 0.0
     if places.gathers:  # the root, and two units (the next one is gathered early), or all if they are kept
-        *units, root = held.buckets
+        *units, root = holdings.buckets
         gathered = root + (2.0 * max(units, default=0) if layout.reshard else float(sum(units)))
-    exchanged = [e for s in held.stages for b in s for e in (*b.forwards, *b.backwards)]
+    exchanged = [e for s in holdings.stages for b in s for e in (*b.forwards, *b.backwards)]
     passing = sum(axis.buffers(e.nbytes for e in exchanged if e.axis == axis.name) for axis, _ in layout.sizes)
-    activations, peak = _activations(layout, held, flying)
+    activations, peak = _activations(layout, holdings, flying)
     if flow is not None:
-        peak += _gradients_apart(layout, held, flow.shape, rank)
+        peak += _gradients_outside_flat(layout, holdings, flow.shape, rank)
     shards = places.shards()[0].size if stage.states else 1
-    scratch = min(SCRATCH, elements // shards) * 4.0 if held.itemsize < 4 else 0.0
+    scratch = min(SCRATCH, elements // shards) * 4.0 if holdings.itemsize < 4 else 0.0
     categories = {
-        "parameters": stored.parameters + held.frozen * held.itemsize,
+        "parameters": stored.parameters + holdings.frozen * holdings.itemsize,
         "gradients": flat.gradients,
         "states": stored.states if not (layout.offload and places.on_device) else 0.0,
         "activations": activations,
         "buffers": slots + gathered + passing,
         "working": max(peak, scratch - activations),
-        "allocator": 0.0 if places.on_device else _HOLES * max((b.working for s in held.stages for b in s), default=0),
+        "allocator": 0.0
+        if places.on_device
+        else _HOLES * max((b.working for s in holdings.stages for b in s), default=0),
         "process": float(inputs.process),
     }
     # a rank builds the whole model in fp32 in the host's memory, and then moves or copies its part of it
-    building = 4.0 * (held.numel if places.on_device else inputs.whole + held.numel * (inputs.whole > held.numel))
+    building = 4.0 * (
+        holdings.numel if places.on_device else inputs.whole + holdings.numel * (inputs.whole > holdings.numel)
+    )
     categories["working"] += max(0.0, building - sum(categories.values()) + inputs.process)
     return categories
 
 
-def host_account(inputs: MemoryInputs, held: StageHoldings, data: float) -> dict[str, float]:
+def host_account(inputs: MemoryInputs, holdings: StageHoldings, data: float) -> dict[str, float]:
     """Return the peak bytes in the host's memory of a rank with a device, by category.
 
     The rank builds the whole model in fp32 there, and moves or copies its part to the device. Offloaded memory is
@@ -201,20 +205,23 @@ def host_account(inputs: MemoryInputs, held: StageHoldings, data: float) -> dict
 
     Args:
         inputs: Inputs that do not depend on the position.
-        held: Blocks and parameters of the rank.
+        holdings: Blocks and parameters of the rank.
         data: Bytes of batches that are read ahead.
     """
     layout, sharded = inputs.places.layout, STAGES[inputs.places.layout.zero].states
-    elements = held.flat.numel if sharded else held.numel
-    stored, part = inputs.stored(elements, held.itemsize), elements / (inputs.places.shards()[0].size if sharded else 1)
+    elements = holdings.flat.numel if sharded else holdings.numel
+    stored, part = (
+        inputs.stored(elements, holdings.itemsize),
+        elements / (inputs.places.shards()[0].size if sharded else 1),
+    )
     building, training = {"model": 4.0 * inputs.whole}, {"data": data}
     if layout.offload:  # gradients and, where they are rounded, parameters pass through pinned memory
-        training["pinned"] = part * held.itemsize * (2 if held.itemsize < 4 else 1)
+        training["pinned"] = part * holdings.itemsize * (2 if holdings.itemsize < 4 else 1)
         training["states"] = stored.states if layout.offload == HOST else 0.0
     return {"process": float(inputs.process)} | max(training, building, key=lambda each: sum(each.values()))
 
 
-def _gradients_apart(layout: ParallelLayout, held: StageHoldings, schedule: Schedule, rank: int) -> float:
+def _gradients_outside_flat(layout: ParallelLayout, holdings: StageHoldings, schedule: Schedule, rank: int) -> float:
     """Return the bytes of gradients of a pipeline stage that are not in flat memory.
 
     Autograd allocates new memory for the gradient of a weight. At stages 2 and 3 of ZeRO it stays there until the last
@@ -222,14 +229,14 @@ def _gradients_apart(layout: ParallelLayout, held: StageHoldings, schedule: Sche
     is not divided into halves (`pipe.stage`).
     """
     if layout.zero >= 2:
-        return float(held.nbytes)
+        return float(holdings.nbytes)
     halves = any(isinstance(step, BackwardInput) for step in schedule.steps[rank])
     sizes = {
         number: [weight.numel for block in stage for weight in block.weights if weight.trained]
-        for number, stage in zip(schedule.stages_of(rank), held.stages, strict=True)
+        for number, stage in zip(schedule.stages_of(rank), holdings.stages, strict=True)
     }
     stay = sum(sum(each) for number, each in sizes.items() if halves and number > 0)
-    return float(stay + max((n for each in sizes.values() for n in each), default=0)) * held.itemsize
+    return float(stay + max((n for each in sizes.values() for n in each), default=0)) * holdings.itemsize
 
 
 def in_flight(layout: ParallelLayout, flow: Flow, holds: Sequence[StageHoldings]) -> list[float]:
@@ -243,21 +250,25 @@ def in_flight(layout: ParallelLayout, flow: Flow, holds: Sequence[StageHoldings]
     keeps = [0.0] * flow.shape.stages
     for rank, holdings in enumerate(holds):
         for number, stage in zip(flow.shape.stages_of(rank), holdings.stages, strict=True):
-            whole = float(sum(block.kept for block in stage))
-            keeps[number] = float(stage[0].taken) if layout.recompute and stage else whole
-    return flow.held(tuple(keeps))
+            whole = float(sum(block.saved_bytes for block in stage))
+            keeps[number] = float(stage[0].input_bytes) if layout.recompute and stage else whole
+    return flow.peak_bytes(tuple(keeps))
 
 
-def _activations(layout: ParallelLayout, held: StageHoldings, flying: float) -> tuple[float, float]:
+def _activations(layout: ParallelLayout, holdings: StageHoldings, flying: float) -> tuple[float, float]:
     """Return the peak bytes kept between forward and backward, and the further bytes needed while a block computes."""
-    blocks = [block for stage in held.stages for block in stage]
+    blocks = [block for stage in holdings.stages for block in stage]
     working = float(max((block.working for block in blocks), default=0))
     if layout.pipeline == 1:
         again = [layout.recompute and block.is_unit for block in blocks]
-        nbytes = sum(block.taken if r else block.kept for block, r in zip(blocks, again, strict=True))
+        nbytes = sum(block.input_bytes if r else block.saved_bytes for block, r in zip(blocks, again, strict=True))
         return float(nbytes), working + max(
-            (block.kept for block, r in zip(blocks, again, strict=True) if r), default=0
+            (block.saved_bytes for block, r in zip(blocks, again, strict=True) if r), default=0
         )
-    once = max((sum(block.kept for block in stage) for stage in held.stages), default=0) if layout.recompute else 0
-    ends = max((stage[-1].given for stage in held.stages if stage), default=0)
+    once = (
+        max((sum(block.saved_bytes for block in stage) for stage in holdings.stages), default=0)
+        if layout.recompute
+        else 0
+    )
+    ends = max((stage[-1].output_bytes for stage in holdings.stages if stage), default=0)
     return flying + 2.0 * ends, working + once

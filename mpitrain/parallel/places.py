@@ -73,18 +73,18 @@ class LayoutPlaces:
         nodes: Nodes that the ranks run on.
         cores: Cores of a node; may be a fraction.
         layout: The layout.
-        seen: Cores that the operating system reports to ranks; 0: same as `cores`.
+        reported_cores: Cores that the operating system reports to ranks; 0: same as `cores`.
     """
 
     nodes: Nodes
     cores: float
     layout: ParallelLayout
-    seen: float = 0.0
+    reported_cores: float = 0.0
 
     @property
     def known_cores(self) -> float:
         """Cores of a node that the operating system reports to ranks."""
-        return self.seen or self.cores
+        return self.reported_cores or self.cores
 
     @property
     def oversubscribed(self) -> bool:

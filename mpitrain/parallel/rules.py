@@ -78,7 +78,7 @@ def require_compatible(combination: Combination) -> None:
         raise refusal(why)
 
 
-def _compiled_as_called(of: Combination) -> str:
+def _compile_conflict(of: Combination) -> str:
     if not of.compiled or not (of.reproducible or of.parallel.slices > 1):
         return ""
     why = "run.reproducible needs sums whose order is known"
@@ -86,7 +86,7 @@ def _compiled_as_called(of: Combination) -> str:
     return f"model.compile: {why}; set one of them to its default"
 
 
-def _whole_where_reproducible(of: Combination) -> str:
+def _reproducible_conflict(of: Combination) -> str:
     cut = [axis.name for axis, ranks in of.sizes if axis.divides != SAMPLES and ranks != 1]
     return bool(of.reproducible and cut) * (
         "run.reproducible is for data parallel runs: a cut model sums in another order; set parallel.pipeline and "
@@ -94,7 +94,7 @@ def _whole_where_reproducible(of: Combination) -> str:
     )
 
 
-def _placed(of: Combination) -> str:
+def _placement_conflict(of: Combination) -> str:
     """Return a conflict in the placement of parameters over replicas (`shard.placement`); empty if there is none."""
     return placement.conflict(
         of.parallel.zero,
@@ -106,7 +106,7 @@ def _placed(of: Combination) -> str:
     )
 
 
-def _compiled_as_placed(of: Combination) -> str:
+def _compiled_placement_conflict(of: Combination) -> str:
     if not of.compiled:
         return ""
     if not of.has_blocks:
@@ -121,7 +121,7 @@ def _compiled_as_placed(of: Combination) -> str:
     )
 
 
-def _samples_for_all(of: Combination) -> str:
+def _batch_conflict(of: Combination) -> str:
     """Return why ranks that communicate in their layers cannot share a batch (`VirtualWorkers`); empty if they can."""
     if of.workers is None:
         return ""
@@ -130,11 +130,11 @@ def _samples_for_all(of: Combination) -> str:
 
 
 RULES: Sequence[Callable[[Combination], str]] = (
-    _compiled_as_called,
-    _whole_where_reproducible,
-    _placed,
-    _compiled_as_placed,
-    _samples_for_all,
+    _compile_conflict,
+    _reproducible_conflict,
+    _placement_conflict,
+    _compiled_placement_conflict,
+    _batch_conflict,
 )
 
 

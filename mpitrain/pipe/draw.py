@@ -68,7 +68,7 @@ def text(simulation: Simulation, width: int) -> str:
 
 
 @contextmanager
-def drawn(path: Path, width: float, height: float) -> Iterator[Any]:
+def figure_file(path: Path, width: float, height: float) -> Iterator[Any]:
     """Yield an empty matplotlib figure, and write it to a file on exit.
 
     Args:
@@ -147,15 +147,15 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.out is None:
         print(text(simulation, shutil.get_terminal_size((120, 24)).columns))
     else:
-        with drawn(arguments.out, 16, 1.2 + 0.45 * schedule.ranks) as figure:
+        with figure_file(arguments.out, 16, 1.2 + 0.45 * schedule.ranks) as figure:
             picture(simulation, figure)
         print(f"picture: {arguments.out}")
 
 
-def _costs(given: str) -> Costs:
+def _costs(text: str) -> Costs:
     """Parse the argument of --costs."""
     try:
-        forward, input_, weight, message = (float(part) for part in given.split(","))
+        forward, input_, weight, message = (float(part) for part in text.split(","))
     except ValueError:
         raise argparse.ArgumentTypeError("give four numbers: forward, input, weight, message") from None
     if min(forward, input_, weight) <= 0 or message < 0:

@@ -27,14 +27,16 @@ from mpitrain.pipe.schedule import (
     Step,
 )
 from mpitrain.pipe.simulate import needs
-from mpitrain.pipe.stage import Kept, Past, Stage
-from mpitrain.pipe.wire import OutputSpec, Wire, as_tuple
+from mpitrain.pipe.stage import Past, SavedForward, Stage
+from mpitrain.pipe.wire import OutputSpec, StageMessages, as_tuple
 
 Loss = Callable[[Any, Any], torch.Tensor]
 Seen = Callable[[Any, Any], None]  # called with an output and its targets
-Half = Callable[[Stage, Kept, Sequence[torch.Tensor]], list[torch.Tensor]]  # one half of a backward pass, or all of it
+Half = Callable[
+    [Stage, SavedForward, Sequence[torch.Tensor]], list[torch.Tensor]
+]  # one half of a backward pass, or all of it
 Watched = Callable[[Step, Callable[[], None]], Callable[[], None]]
-Known = dict[int, OutputSpec]  # output spec by stage, for microbatches of the same shapes
+KnownSpecs = dict[int, OutputSpec]  # output spec by stage, for microbatches of the same shapes
 Arriving = tuple[list[torch.Tensor], list[Work]]  # from another rank, or (without works) from this one
 
 
@@ -56,7 +58,7 @@ class PipelineBatch:
     targets: Sequence[Any]
     weights: Sequence[float]
     shares: Sequence[float]
-    known: Sequence[Known]
+    known: Sequence[KnownSpecs]
     seen: Seen | None = None
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
 
@@ -72,11 +74,11 @@ class Executor:
         rank: This rank's number in the pipeline.
         stages: Stages of this rank, by stage number.
         loss: Loss function of (output, targets); None on ranks without the last stage.
-        wire: Messages between the ranks of the pipeline.
+        messages: Messages between the ranks of the pipeline.
         watched: Function of (step, call) that returns the call to make instead, such as a timed one; None for none.
 
     Attributes:
-        most_kept: Largest number of (stage, microbatch) pairs that were in flight at once in the last batch.
+        peak_in_flight: Largest number of (stage, microbatch) pairs that were in flight at once in the last batch.
     """
 
     def __init__(
@@ -85,20 +87,20 @@ class Executor:
         rank: int,
         stages: Mapping[int, Stage],
         loss: Loss | None,
-        wire: Wire,
+        messages: StageMessages,
         watched: Watched | None = None,
     ) -> None:
         self.schedule = program.schedule
-        self.stages, self.loss, self.wire = stages, loss, wire
+        self.stages, self.loss, self.messages = stages, loss, messages
         self._last = self.schedule.stages - 1
         self._headers = False
         self._batch = _NONE
         self._arriving: dict[tuple[int, int, bool], Arriving] = {}
         self._abandoned: list[dict[tuple[int, int, bool], Arriving]] = []  # MPI may still write there
         self._leaving: dict[tuple[int, int, bool], list[torch.Tensor]] = {}
-        self._kept: dict[tuple[int, int], Kept] = {}
+        self._saved: dict[tuple[int, int], SavedForward] = {}
         self._past: dict[tuple[int, int], Past] = {}
-        self.most_kept = 0  # see the class's docstring
+        self.peak_in_flight = 0  # see the class's docstring
         self._calls: list[Callable[[], None]] = []
         for step in program.steps[rank]:
             need = None if isinstance(step, Send | Receive) else needs(step, self._last)
@@ -117,11 +119,11 @@ class Executor:
         Returns:
             The weighted losses in the order of the microbatches; empty except on the last stage's rank.
         """
-        self._batch, self._headers, self.most_kept = batch, headers, 0
+        self._batch, self._headers, self.peak_in_flight = batch, headers, 0
         try:
             for call in self._calls:
                 call()
-            self.wire.finish()
+            self.messages.finish()
             return [batch.losses[j] for j in sorted(batch.losses)]
         except BaseException:
             self._abandoned.append(self._arriving)
@@ -129,7 +131,7 @@ class Executor:
             raise
         finally:
             self._batch = _NONE
-            for store in (self._leaving, self._kept, self._past):
+            for store in (self._leaving, self._saved, self._past):
                 store.clear()
 
     def _bind(self, step: Step) -> Callable[[], None]:
@@ -140,9 +142,9 @@ class Executor:
             return partial(self._receive, step.stage, step.microbatch, step.gradient, step.source)
         runs: dict[type, Callable[[int, Stage, int], None]] = {
             Forward: self._forward,
-            Backward: partial(self._backward, Stage.backward, self._kept.pop),
-            BackwardInput: partial(self._backward, Stage.backward_input, self._kept.__getitem__),
-            BackwardWeight: lambda n, stage, m: stage.backward_weight(self._kept.pop((n, m))),
+            Backward: partial(self._backward, Stage.backward, self._saved.pop),
+            BackwardInput: partial(self._backward, Stage.backward_input, self._saved.__getitem__),
+            BackwardWeight: lambda n, stage, m: stage.backward_weight(self._saved.pop((n, m))),
         }
         return partial(runs[type(step)], step.stage, self.stages[step.stage], step.microbatch)
 
@@ -153,15 +155,15 @@ class Executor:
         batch = self._batch
         x = batch.inputs[microbatch] if number == 0 else self._input(number - 1, microbatch)
         past = self._past_of(number, microbatch)
-        ending = partial(self._ending, microbatch) if number == self._last else None
-        output, saved = stage.forward(x, ending, past, batch.shares[microbatch])
+        compute_loss = partial(self._compute_loss, microbatch) if number == self._last else None
+        output, saved = stage.forward(x, compute_loss, past, batch.shares[microbatch])
         if torch.is_grad_enabled():
-            self._kept[number, microbatch] = saved
-            self.most_kept = max(self.most_kept, len(self._kept))
-        if ending is not None:
+            self._saved[number, microbatch] = saved
+            self.peak_in_flight = max(self.peak_in_flight, len(self._saved))
+        if compute_loss is not None:
             batch.losses[microbatch] = output.detach()
             return
-        self._tell(number, microbatch, OutputSpec.of(output))
+        self._record_spec(number, microbatch, OutputSpec.of(output))
         self._pass_on(number, microbatch, False, list(as_tuple(output)), number + 1)
 
     def _past_of(self, number: int, microbatch: int) -> Past | None:
@@ -172,10 +174,10 @@ class Executor:
         key = number, microbatch // slices
         past = self._past.setdefault(key, {})
         if microbatch % slices == slices - 1:
-            del self._past[key]  # not needed any more: each slice's `Kept` has what backward needs
+            del self._past[key]  # not needed any more: each slice's `SavedForward` has what backward needs
         return past
 
-    def _ending(self, microbatch: int, output: Any) -> torch.Tensor:
+    def _compute_loss(self, microbatch: int, output: Any) -> torch.Tensor:
         """Return the weighted loss of a microbatch's output."""
         assert self.loss is not None
         targets, weight = self._batch.targets[microbatch], self._batch.weights[microbatch]
@@ -184,19 +186,24 @@ class Executor:
         return self.loss(output, targets) * weight if weight else nothing(output)
 
     def _backward(
-        self, run: Half, kept: Callable[[tuple[int, int]], Kept], number: int, stage: Stage, microbatch: int
+        self,
+        run: Half,
+        take_saved: Callable[[tuple[int, int]], SavedForward],
+        number: int,
+        stage: Stage,
+        microbatch: int,
     ) -> None:
         """Compute gradients of a stage, and pass on those of its input.
 
         Args:
             run: Backward pass, or the half of it, to call.
-            kept: Lookup of the stage's saved forward data; it removes the data unless a weight half follows.
+            take_saved: Lookup of the stage's saved forward data; it removes the data unless a weight half follows.
             number: Number of the stage.
             stage: Blocks of the stage.
             microbatch: Number of the microbatch.
         """
         gradients = [] if number == self._last else self._arriving.pop((number + 1, microbatch, True))[0]
-        input_gradients = run(stage, kept((number, microbatch)), gradients)
+        input_gradients = run(stage, take_saved((number, microbatch)), gradients)
         if number > 0:
             self._pass_on(number, microbatch, True, input_gradients, number - 1)
 
@@ -213,21 +220,21 @@ class Executor:
     def _send(self, number: int, microbatch: int, gradient: bool, to: int) -> None:
         """Start sending a step's results, after a header if headers are on."""
         if self._headers and not gradient:
-            self.wire.send_header(self._batch.known[microbatch][number], to)
-        self.wire.send(self._leaving.pop((number, microbatch, gradient)), to, gradient)
+            self.messages.send_header(self._batch.known[microbatch][number], to)
+        self.messages.send(self._leaving.pop((number, microbatch, gradient)), to, gradient)
 
     def _receive(self, number: int, microbatch: int, gradient: bool, source: int) -> None:
         """Start receiving the input of a later step, after its header if headers are on."""
         if self._headers and not gradient:
-            self._tell(number, microbatch, self.wire.receive_header(source))
+            self._record_spec(number, microbatch, self.messages.receive_header(source))
         known = self._batch.known[microbatch]
         specs = known[number - 1].gradients if gradient else known[number].tensors
-        self._arriving[number, microbatch, gradient] = self.wire.receive(specs, source, gradient)
+        self._arriving[number, microbatch, gradient] = self.messages.receive(specs, source, gradient)
 
     def _wait(self, key: tuple[int, int, bool]) -> None:
         """Wait until the tensors from another rank have arrived."""
         for work in self._arriving[key][1]:
-            self.wire.wait(work)
+            self.messages.wait(work)
 
     def _input(self, number: int, microbatch: int) -> Any:
         """Return the output of stage `number` as the input of the next stage, whose graph starts at these tensors."""
@@ -238,7 +245,7 @@ class Executor:
                 t.requires_grad_(tensor_spec.gradient)
         return tensors[0] if spec.single else tuple(tensors)
 
-    def _tell(self, number: int, microbatch: int, spec: OutputSpec) -> None:
+    def _record_spec(self, number: int, microbatch: int, spec: OutputSpec) -> None:
         """Remember the shapes of a stage's output. Raises InputError if they differ from the remembered ones."""
         known = self._batch.known[microbatch].setdefault(number, spec)
         if known != spec:

@@ -22,7 +22,7 @@ from mpitrain.comm.memory import device as devices
 from mpitrain.errors import InputError, refusal
 from mpitrain.layers.loss_terms import Counts, numbers, shares_of
 from mpitrain.layout.boxes import split
-from mpitrain.pipe.wire import as_tuple, look, mapped
+from mpitrain.pipe.wire import as_tuple, map_tensors, signature_of
 
 _TRIES = 3  # timings of a block; the fastest counts
 
@@ -183,7 +183,7 @@ def _timed(block: nn.Module, x: Any) -> tuple[float, Any]:
     if outputs and leaves:
         torch.autograd.grad(outputs, leaves, [torch.ones_like(t) for t in outputs], allow_unused=True)
     devices.synchronize(device)
-    return time.perf_counter() - begin, mapped(torch.Tensor.detach, y)
+    return time.perf_counter() - begin, map_tensors(torch.Tensor.detach, y)
 
 
 _SEQUENCE = 1  # the sequence's dimension in [samples, sequence, ...]
@@ -214,7 +214,7 @@ def slice_sequences(
         length = x.shape[_SEQUENCE] if isinstance(x, torch.Tensor) and x.dim() > 1 else 0
         if length < slices or not isinstance(y, torch.Tensor) or y.shape[:2] != x.shape[:2]:
             raise refusal(
-                f"a microbatch of x {look(x)} and y {look(y)} does not give {slices} slices of the sequence; both must "
+                f"a microbatch of x {signature_of(x)} and y {signature_of(y)} does not give {slices} slices of the sequence; both must "
                 "be one tensor [samples, sequence, ...]; use fewer slices"
             )
         for lo, hi in pairwise(split(length, slices)):
@@ -267,9 +267,9 @@ def check_slices(blocks: Sequence[tuple[str, nn.Module]], x: torch.Tensor, y: to
                 parameter.normal_(std=0.1)
             for name, block in blocks:
                 if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in block.modules()):
-                    raise _refused(name, block, slices, "it normalises over all positions of a batch")
+                    raise _slices_error(name, block, slices, "it normalises over all positions of a batch")
                 whole = block(x)
-                _compare(name, block, x, whole, bounds)
+                _require_equal_slices(name, block, x, whole, bounds)
                 x = whole
     finally:
         for module, training in modes:
@@ -279,7 +279,7 @@ def check_slices(blocks: Sequence[tuple[str, nn.Module]], x: torch.Tensor, y: to
                 parameter.zero_()
 
 
-def _compare(name: str, block: nn.Module, x: Any, whole: Any, bounds: Sequence[int]) -> None:
+def _require_equal_slices(name: str, block: nn.Module, x: Any, whole: Any, bounds: Sequence[int]) -> None:
     """Raise InputError unless the block's outputs for the slices of x are the slices of `whole`."""
     slices = len(bounds) - 1
     look_back = getattr(block, "forward_slice", None)
@@ -287,7 +287,7 @@ def _compare(name: str, block: nn.Module, x: Any, whole: Any, bounds: Sequence[i
     parts: list[Any] = []
 
     def positions(value: Any, lo: int, hi: int) -> Any:
-        return mapped(lambda t: t[:, lo:hi], value)
+        return map_tensors(lambda t: t[:, lo:hi], value)
 
     try:
         for lo, hi in pairwise(bounds):
@@ -304,12 +304,12 @@ def _compare(name: str, block: nn.Module, x: Any, whole: Any, bounds: Sequence[i
             for a, b in zip(as_tuple(part), as_tuple(positions(whole, lo, hi)), strict=True)
         )
     except (RuntimeError, ValueError, IndexError, TypeError) as error:
-        raise _refused(name, block, slices, f"it fails: {' '.join(str(error).split())}") from error
+        raise _slices_error(name, block, slices, f"it fails: {' '.join(str(error).split())}") from error
     if not equal:
-        raise _refused(name, block, slices, "it gives something else")
+        raise _slices_error(name, block, slices, "it gives something else")
 
 
-def _refused(name: str, block: nn.Module, slices: int, what: str) -> InputError:
+def _slices_error(name: str, block: nn.Module, slices: int, what: str) -> InputError:
     """Return the error that names a block and the reason why it cannot take slices."""
     return refusal(
         f"{slices} slices of the sequence: block {name} ({type(block).__name__}) does not do for them what it does for "

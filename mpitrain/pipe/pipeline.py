@@ -26,7 +26,7 @@ from mpitrain.errors import InputError, refusal
 from mpitrain.layers.loss_terms import Counts, numbers, shares_of
 from mpitrain.layout.boxes import split
 from mpitrain.layout.mesh import Mesh
-from mpitrain.pipe.executor import Executor, Known, Loss, PipelineBatch, Seen, Watched
+from mpitrain.pipe.executor import Executor, KnownSpecs, Loss, PipelineBatch, Seen, Watched
 from mpitrain.pipe.partition import (
     listed_blocks,
     parameter_costs,
@@ -38,9 +38,9 @@ from mpitrain.pipe.partition import (
 from mpitrain.pipe.schedule import BackwardInput, Schedule, make_schedule
 from mpitrain.pipe.simulate import forward_only, with_messages
 from mpitrain.pipe.stage import Stage
-from mpitrain.pipe.wire import Wire, look
+from mpitrain.pipe.wire import StageMessages, signature_of
 
-_REMEMBERED = 1024  # distinct input shapes whose internal shapes are remembered
+_MOST_SHAPES = 1024  # distinct input shapes whose internal shapes are remembered
 
 
 class Pipeline:
@@ -95,7 +95,7 @@ class Pipeline:
         static_shapes: bool = True,
     ) -> None:
         self.comm = mesh.stages if isinstance(mesh, Mesh) else mesh
-        self._named = schedule, chunks, slices
+        self._schedule_options = schedule, chunks, slices
         self._microbatches, self._static = microbatches, static_shapes
         plan = self._schedule(max(1, microbatches))
         listed = listed_blocks(model)
@@ -115,10 +115,10 @@ class Pipeline:
         self._loss = loss if self.comm.rank == self.last_rank else None  # a bound method would keep its model alive
         if device is not None:
             self.module.to(device)
-        self._wire = Wire(self.comm)
+        self._messages = StageMessages(self.comm)
         self._device = device
         self._executors: dict[tuple[int, bool], Executor] = {}
-        self._known: dict[Any, Known] = {}
+        self._known: dict[Any, KnownSpecs] = {}
         self.peak_in_flight = 0.0
         self.watched: Watched | None = None
         self.counted: Counts | None = None
@@ -227,39 +227,43 @@ class Pipeline:
         seen: Seen | None = None,
     ) -> float:
         """Run all microbatches, and return their weighted loss on every rank."""
-        slices = self._named[2]
+        slices = self._schedule_options[2]
         if slices > 1:
             _, shares = slice_sequences(microbatches, shares, slices)
             microbatches, weights = slice_sequences(microbatches, weights, slices, self.counted)
-        self._wire.device = self._device or next((p.device for p in self.module.parameters()), self._wire.device)
+        self._messages.device = self._device or next(
+            (p.device for p in self.module.parameters()), self._messages.device
+        )
         key = len(microbatches) // slices, training
         if key not in self._executors:
             schedule = self._schedule(key[0])
             program = with_messages(schedule if training else forward_only(schedule))
-            self._executors[key] = Executor(program, self.comm.rank, self._stages, self._loss, self._wire, self.watched)
+            self._executors[key] = Executor(
+                program, self.comm.rank, self._stages, self._loss, self._messages, self.watched
+            )
         executor = self._executors[key]
         known, headers = self._shapes(microbatches, training)
         inputs, targets = [x for x, _ in microbatches], [y for _, y in microbatches]
         losses = executor.run(PipelineBatch(inputs, targets, weights, shares, known, seen), headers)
-        self.peak_in_flight = executor.most_kept / executor.schedule.chunks / slices
+        self.peak_in_flight = executor.peak_in_flight / executor.schedule.chunks / slices
         numbers = torch.stack(losses).tolist() if losses else []  # the only wait for the device in a batch
-        return self._wire.share_loss(sum(numbers), self.last_rank)
+        return self._messages.share_loss(sum(numbers), self.last_rank)
 
     def _schedule(self, microbatches: int) -> Schedule:
         """Return the configured schedule for this number of microbatches."""
-        name, chunks, slices = self._named
+        name, chunks, slices = self._schedule_options
         return make_schedule(name, self.comm.size, microbatches, chunks, slices)
 
-    def _shapes(self, microbatches: Sequence[tuple[Any, Any]], training: bool) -> tuple[list[Known], bool]:
+    def _shapes(self, microbatches: Sequence[tuple[Any, Any]], training: bool) -> tuple[list[KnownSpecs], bool]:
         """Return the known shapes of each microbatch, and whether headers are needed; the same on all ranks."""
         if not self._static:
             return [{} for _ in microbatches], True
-        device = self._wire.device.type
+        device = self._messages.device.type
         mode = training, self.module.training, torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled(device)
-        kinds = [(mode, look(x), look(y)) for x, y in microbatches]
+        kinds = [(mode, signature_of(x), signature_of(y)) for x, y in microbatches]
         if all(kind in self._known for kind in kinds):
             return [self._known[kind] for kind in kinds], False
-        if len(self._known) > _REMEMBERED:
+        if len(self._known) > _MOST_SHAPES:
             self._known.clear()
         return [self._known.setdefault(kind, {}) for kind in kinds], True
 

@@ -341,11 +341,11 @@ def in_slices(schedule: Schedule, slices: int) -> Schedule:
             "at once; set parallel.slices to 1, or parallel.schedule to gpipe, 1f1b or interleaved"
         )
 
-    def taken(step: Compute) -> list[Compute]:
+    def slices_of(step: Compute) -> list[Compute]:
         order = range(slices) if isinstance(step, Forward) else reversed(range(slices))
         return [type(step)(step.stage, step.microbatch * slices + number) for number in order]
 
-    steps = tuple(tuple(part for step in of_rank for part in taken(step)) for of_rank in schedule.steps)
+    steps = tuple(tuple(part for step in of_rank for part in slices_of(step)) for of_rank in schedule.steps)
     return replace(schedule, microbatches=schedule.microbatches * slices, steps=steps, slices=slices)
 
 
@@ -403,12 +403,12 @@ def _scheduled(name: str, microbatches: int, rank_of: Iterable[int], orders: Ite
     """
     steps: list[tuple[Compute, ...]] = []
     for order in orders:
-        taken: Counter[Entry] = Counter()
+        counts: Counter[Entry] = Counter()
         rank_steps: list[Compute] = []
         for kind, stage in order:
-            if taken[kind, stage] < microbatches:
-                rank_steps.append(kind(stage, taken[kind, stage]))
-            taken[kind, stage] += 1
+            if counts[kind, stage] < microbatches:
+                rank_steps.append(kind(stage, counts[kind, stage]))
+            counts[kind, stage] += 1
         steps.append(tuple(rank_steps))
     return Schedule(name, len(steps), microbatches, tuple(rank_of), tuple(steps))
 

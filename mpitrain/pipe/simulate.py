@@ -240,7 +240,7 @@ class PreparedSchedule:
         self._require_done(at)
         return ends
 
-    def held(self, activations: Sequence[float]) -> list[float]:
+    def peak_bytes(self, activations: Sequence[float]) -> list[float]:
         """Return the largest number of bytes of activations on each rank.
 
         Args:
@@ -278,7 +278,7 @@ def simulate(schedule: Schedule, costs: Costs = Costs()) -> Simulation:
         tuple(TimedStep(step, *time) for step, time in zip(steps, rank_times, strict=True))
         for steps, rank_times in zip(schedule.steps, times, strict=True)
     )
-    return Simulation(schedule, runs, tuple(map(int, prepared.held([1] * schedule.stages))))
+    return Simulation(schedule, runs, tuple(map(int, prepared.peak_bytes([1] * schedule.stages))))
 
 
 def needs(step: Compute, last: int) -> tuple[type, int] | None:
@@ -321,15 +321,17 @@ class Flow:
 
     Attributes:
         microbatches: Number of microbatches that the steps of the whole schedule count; slices, if there are slices.
-        held: Function that returns the largest bytes of activations on each rank, given the bytes that each stage keeps
-            of a microbatch.
+        peak_bytes: Function that returns the largest bytes of activations on each rank, given the bytes that each stage
+            keeps of a microbatch.
     """
 
     def __init__(self, name: str, ranks: int, microbatches: int, chunks: int = 1, slices: int = 1) -> None:
         self._count, self._ranks, self._built_in = microbatches, ranks, name in SCHEDULES
         self.microbatches = microbatches * slices
         self._prepared: Callable[[int], PreparedSchedule] = lambda count: _prepared(name, ranks, count, chunks, slices)
-        self.held = lru_cache(maxsize=64)(lambda kept: self._extended(_FULL, lambda prepared: prepared.held(kept)))
+        self.peak_bytes = lru_cache(maxsize=64)(
+            lambda kept: self._extended(_FULL, lambda prepared: prepared.peak_bytes(kept))
+        )
 
     @property
     def shape(self) -> Schedule:

@@ -38,27 +38,27 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from mpitrain.comm.memory import device as devices
 from mpitrain.layers.loss_terms import terms_in
-from mpitrain.pipe.wire import as_tuple, mapped
+from mpitrain.pipe.wire import as_tuple, map_tensors
 
 State = tuple[torch.Tensor, ...]
-_TOGETHER = 4  # blocks in one graph, with backward in halves
+_BLOCKS_PER_GRAPH = 4  # blocks in one graph, with backward in halves
 Past = dict[int, list[State]]  # states of the earlier slices by block, for one microbatch and stage
 Joint = list[tuple[torch.Tensor, torch.Tensor]]  # tensors that end one graph, and the leaves that begin the next
 
 
 @dataclass
-class Kept:
+class SavedForward:
     """Data that a stage keeps of one microbatch (or slice) between forward and backward."""
 
     inputs: tuple[Any, ...]
     single: bool  # the input is a tensor, not a tuple
     outputs: tuple[torch.Tensor, ...] = ()  # the tensors of the output, or the loss
-    wanting: tuple[bool, ...] = ()  # for each output, whether it gets a gradient
-    made: list[tuple[State, State]] = field(default_factory=list)  # pairs: state in the graph, its detached copy
+    needs_gradient: tuple[bool, ...] = ()  # for each output, whether it gets a gradient
+    states: list[tuple[State, State]] = field(default_factory=list)  # pairs: state in the graph, its detached copy
     past: Past = field(default_factory=dict)
     # before forward, with recompute: states of the generators of the CPU and of the device, if there is one
     random: list[tuple[torch.device, torch.Tensor]] | None = None
-    ending: Callable[[Any], torch.Tensor] | None = None  # the loss of the output, on the last stage
+    compute_loss: Callable[[Any], torch.Tensor] | None = None  # the loss of the output, on the last stage
     joints: list[Joint] = field(default_factory=list)  # where the graph is divided between blocks, in order
     weights: list[Callable[[], None]] = field(default_factory=list)  # functions that run the weight half
     share: float = 1.0  # the microbatch's share in the loss terms that the stage adds
@@ -79,7 +79,7 @@ class Stage:
     def __init__(self, blocks: Sequence[nn.Module], *, first: bool, recompute: bool, halves: bool = False) -> None:
         self.blocks, self.first, self.recompute = list(blocks), first, recompute
         self._breaks_before = [
-            halves and not first and number > 0 and number % _TOGETHER == 0 and not _begins_in_place(block)
+            halves and not first and number > 0 and number % _BLOCKS_PER_GRAPH == 0 and not _begins_in_place(block)
             for number, block in enumerate(self.blocks)
         ]
         self._terms = terms_in(self.blocks)
@@ -88,22 +88,22 @@ class Stage:
     def forward(
         self,
         x: Any,
-        ending: Callable[[Any], torch.Tensor] | None = None,
+        compute_loss: Callable[[Any], torch.Tensor] | None = None,
         past: Past | None = None,
         share: float = 1.0,
-    ) -> tuple[Any, Kept]:
+    ) -> tuple[Any, SavedForward]:
         """Compute the stage's output.
 
         Args:
             x: Input of the stage, a tensor or a tuple; tensors from another stage are leaves of their graph.
-            ending: Function that computes the loss from the output, on the last stage.
+            compute_loss: Function that computes the loss from the output, on the last stage.
             past: States of earlier slices, to which this slice's states are added; None for a whole sequence.
             share: Share of the microbatch in the terms that a `LossTerm` adds to the loss.
 
         Returns:
-            The output, or the result of `ending`, and the data that backward needs.
+            The output, or the result of `compute_loss`, and the data that backward needs.
         """
-        saved = Kept(as_tuple(x), not isinstance(x, tuple | list), ending=ending, share=share)
+        saved = SavedForward(as_tuple(x), not isinstance(x, tuple | list), compute_loss=compute_loss, share=share)
         if past is not None:
             saved.past = {number: list(states) for number, states in past.items()}
         if self.recompute and torch.is_grad_enabled():
@@ -113,108 +113,110 @@ class Stage:
                 output, states = self._run(x, saved, past is not None)
             # the output has no graph, but requires gradients if the recomputed one will
             if self._inputs(saved) or any(p.requires_grad for block in self.blocks for p in block.parameters()):
-                output = mapped(lambda t: t.detach().requires_grad_(t.is_floating_point()), output)
+                output = map_tensors(lambda t: t.detach().requires_grad_(t.is_floating_point()), output)
         else:
             output, states = self._run(x, saved, past is not None)
             saved.outputs = as_tuple(output)
-        saved.wanting = tuple(isinstance(t, torch.Tensor) and t.requires_grad for t in as_tuple(output))
+        saved.needs_gradient = tuple(isinstance(t, torch.Tensor) and t.requires_grad for t in as_tuple(output))
         if past is not None:
             for number, state in states.items():
                 detached = tuple(t.detach().requires_grad_(torch.is_grad_enabled()) for t in state)
-                saved.made.append((state, detached))
+                saved.states.append((state, detached))
                 past.setdefault(number, []).append(detached)
         return output, saved
 
-    def backward(self, kept: Kept, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def backward(self, saved: SavedForward, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Add the parameters' gradients to `.grad`, and return the gradients of the inputs.
 
         Args:
-            kept: Data that `forward` returned.
+            saved: Data that `forward` returned.
             gradients: Gradients of the outputs that require one; unused on the last stage, whose output is the loss.
         """
-        roots, values = self._roots(kept, gradients)
+        roots, values = self._roots(saved, gradients)
         if roots:
             torch.autograd.backward(roots, values)
-        return [_complete(t.grad, t) for t in self._inputs(kept)]
+        return [_complete(t.grad, t) for t in self._inputs(saved)]
 
-    def backward_input(self, kept: Kept, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def backward_input(self, saved: SavedForward, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the gradients of the inputs, and leave those of the parameters to `backward_weight`.
 
         Args:
-            kept: Data that `forward` returned.
+            saved: Data that `forward` returned.
             gradients: Gradients of the outputs that require one; unused on the last stage, whose output is the loss.
         """
-        roots, values = self._roots(kept, gradients)
-        for joint in reversed(kept.joints):
+        roots, values = self._roots(saved, gradients)
+        for joint in reversed(saved.joints):
             if roots:
                 input_gradients, weights = backward_inputs(roots, values, [leaf for _, leaf in joint])
-                kept.weights.append(weights)
+                saved.weights.append(weights)
                 reached = [(t, g) for (t, _), g in zip(joint, input_gradients, strict=True) if g is not None]
                 roots, values = [t for t, _ in reached], [g for _, g in reached]
-        inputs = self._inputs(kept)
+        inputs = self._inputs(saved)
         if not roots:
             return [_complete(None, t) for t in inputs]
         if not inputs:  # the first stage, or nothing trained before it: no rank waits, so it can be done later
-            kept.weights.append(partial(torch.autograd.backward, roots, values))
+            saved.weights.append(partial(torch.autograd.backward, roots, values))
             return []
         input_gradients, weights = backward_inputs(roots, values, inputs)
-        kept.weights.append(weights)
+        saved.weights.append(weights)
         return [_complete(g, t) for g, t in zip(input_gradients, inputs, strict=True)]
 
-    def backward_weight(self, kept: Kept) -> None:
+    def backward_weight(self, saved: SavedForward) -> None:
         """Add the gradients that `backward_input` deferred to the parameters' `.grad`."""
-        for weights in kept.weights:
+        for weights in saved.weights:
             weights()
 
-    def _run(self, x: Any, kept: Kept, sliced: bool) -> tuple[Any, dict[int, State]]:
+    def _run(self, x: Any, saved: SavedForward, sliced: bool) -> tuple[Any, dict[int, State]]:
         """Run the blocks. Returns the output (or the loss), and the states of the blocks that use earlier positions."""
         states: dict[int, State] = {}
         for term in self._terms:
-            term.share = kept.share
+            term.share = saved.share
         if self._copies_input and torch.is_grad_enabled():
-            x = mapped(torch.clone, x)
+            x = map_tensors(torch.clone, x)
         for number, block in enumerate(self.blocks):
             if self._breaks_before[number] and torch.is_grad_enabled():
                 joint = [(t, t.detach().requires_grad_(t.requires_grad)) for t in as_tuple(x)]
-                kept.joints.append([(t, leaf) for t, leaf in joint if t.requires_grad])
+                saved.joints.append([(t, leaf) for t, leaf in joint if t.requires_grad])
                 x = joint[0][1] if isinstance(x, torch.Tensor) else tuple(leaf for _, leaf in joint)
             look_back = getattr(block, "forward_slice", None) if sliced else None
             if look_back is None:
                 x = block(x)
             else:
-                x, states[number] = look_back(x, kept.past.get(number, []))
-        return (x if kept.ending is None else kept.ending(x)), states
+                x, states[number] = look_back(x, saved.past.get(number, []))
+        return (x if saved.compute_loss is None else saved.compute_loss(x)), states
 
-    def _roots(self, kept: Kept, gradients: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def _roots(
+        self, saved: SavedForward, gradients: Sequence[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return the tensors that backward starts from (outputs and states), and their gradients."""
-        if kept.random is not None:
-            self._recompute(kept)
-        outputs = [t for t, wants in zip(kept.outputs, kept.wanting, strict=True) if wants]
-        if kept.ending is not None:
+        if saved.random is not None:
+            self._recompute(saved)
+        outputs = [t for t, wants in zip(saved.outputs, saved.needs_gradient, strict=True) if wants]
+        if saved.compute_loss is not None:
             gradients = [torch.ones_like(t) for t in outputs]
         reached = [(t, g) for t, g in zip(outputs, gradients, strict=True) if t.requires_grad]
         roots, values = [t for t, _ in reached], [g for _, g in reached]
-        for state, detached in kept.made:
+        for state, detached in saved.states:
             for t, leaf in zip(state, detached, strict=True):
                 if leaf.grad is not None and t.requires_grad:
                     roots.append(t)
                     values.append(leaf.grad)
         return roots, values
 
-    def _recompute(self, kept: Kept) -> None:
+    def _recompute(self, saved: SavedForward) -> None:
         """Run forward again with a graph, from the same state of the random generators."""
-        assert kept.random is not None
-        with devices.generators_kept(kept.random[-1][0]), torch.enable_grad():
-            for device, state in kept.random:
+        assert saved.random is not None
+        with devices.generators_kept(saved.random[-1][0]), torch.enable_grad():
+            for device, state in saved.random:
                 devices.set_generator_state(device, state)
-            x = kept.inputs[0] if kept.single else kept.inputs
-            output, states = self._run(x, kept, bool(kept.made))
-        kept.outputs, kept.random = as_tuple(output), None
-        kept.made = list(zip(states.values(), (leaves for _, leaves in kept.made), strict=True))
+            x = saved.inputs[0] if saved.single else saved.inputs
+            output, states = self._run(x, saved, bool(saved.states))
+        saved.outputs, saved.random = as_tuple(output), None
+        saved.states = list(zip(states.values(), (leaves for _, leaves in saved.states), strict=True))
 
-    def _inputs(self, kept: Kept) -> list[torch.Tensor]:
+    def _inputs(self, saved: SavedForward) -> list[torch.Tensor]:
         """Return the inputs whose gradients the previous stage waits for."""
-        return [] if self.first else [t for t in kept.inputs if t.requires_grad]
+        return [] if self.first else [t for t in saved.inputs if t.requires_grad]
 
 
 def _complete(gradient: torch.Tensor | None, of: torch.Tensor) -> torch.Tensor:

@@ -96,7 +96,7 @@ def as_tuple(value: Any) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, tuple | list) else (value,)
 
 
-def mapped(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     """Apply a function to a tensor, or to each tensor of a tuple.
 
     Args:
@@ -109,7 +109,7 @@ def mapped(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     return change(value) if isinstance(value, torch.Tensor) else tuple(change(t) for t in value)
 
 
-def look(value: Any) -> Any:
+def signature_of(value: Any) -> Any:
     """Return the shapes and dtypes of an input, which determine all shapes inside the model.
 
     Anything that is neither a tensor nor a tuple or list is represented by its type.
@@ -117,14 +117,14 @@ def look(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return tuple(value.shape), value.dtype
     if isinstance(value, tuple | list):
-        return tuple(look(v) for v in value)
+        return tuple(signature_of(v) for v in value)
     return type(value)
 
 
 _HEADER, _OUTPUT, _GRADIENT, _LOSS = range(4)  # message tags
 
 
-class Wire:
+class StageMessages:
     """Messages between the ranks of one pipeline.
 
     MPI polls while it waits, which is fastest if every rank has its own core. With more ranks than cores, polling takes

@@ -71,10 +71,12 @@ class _Work:
         self.forward = min((block.forward / block.seconds for block in blocks if block.seconds > 0), default=1.0)
         self.each = tuple(block.seconds + sum(both) for block, both in zip(blocks, exchanges, strict=True))
         self.each_forward = tuple(block.forward + f for block, (f, _) in zip(blocks, exchanges, strict=True))
-        self.given = max((block.given for block in blocks[:-1]), default=0)
+        self.given = max((block.output_bytes for block in blocks[:-1]), default=0)
         self.units = len(units)
-        self.kept = sum(block.kept for block in blocks)
-        self.taken = sum(min(block.taken, block.kept) if block.is_unit else block.kept for block in blocks)
+        self.kept = sum(block.saved_bytes for block in blocks)
+        self.taken = sum(
+            min(block.input_bytes, block.saved_bytes) if block.is_unit else block.saved_bytes for block in blocks
+        )
         self.working = max((block.working for block in blocks), default=0)
         self.numel, self.largest = sum(sizes), max(sizes)
         self.values = sum(not weight.same_as for block in blocks for weight in block.weights)
@@ -265,7 +267,7 @@ def _thinner(block: BlockCost, part: float) -> BlockCost:
     return replace(
         block,
         **{name: getattr(block, name) * part for name in ("forward", "input", "weight", "later")},
-        kept=int(block.kept * part),
+        saved_bytes=int(block.saved_bytes * part),
         weights=tuple(w if w.replicated else replace(w, numel=int(w.numel * part)) for w in block.weights),
     )
 

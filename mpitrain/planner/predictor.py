@@ -21,7 +21,15 @@ from mpitrain.errors import refusal
 from mpitrain.layout.mesh import MeshAxis
 from mpitrain.parallel.costs import REPLICAS, AxisExchange, BlockCost, ModelProfile
 from mpitrain.parallel.layouts import ParallelLayout
-from mpitrain.parallel.memory import ITEMSIZE, MemoryInputs, StageHoldings, account, held, host_account, in_flight
+from mpitrain.parallel.memory import (
+    ITEMSIZE,
+    MemoryInputs,
+    StageHoldings,
+    account,
+    host_account,
+    in_flight,
+    stage_holdings,
+)
 from mpitrain.parallel.places import Group, LayoutPlaces, Nodes
 from mpitrain.pipe.partition import stage_bounds
 from mpitrain.pipe.schedule import BackwardInput, Schedule
@@ -246,7 +254,7 @@ class StepSimulation:
         local, (_, beside) = nodes.count(nodes[0]), self.on_the_way()
 
         def message(stage: int, to: int) -> float:
-            nbytes = stages[min(stage, to)][-1].given
+            nbytes = stages[min(stage, to)][-1].output_bytes
             inside = nodes[schedule.rank_of[stage]] == nodes[schedule.rank_of[to]]
             return self.predictor.collectives.message(nbytes, inside, beside)
 
@@ -478,7 +486,7 @@ class Predictor:
         key = layout.divided, spans, parts, bucket_mb, places.gathers
         if key not in self._flat:  # the flat layout does not depend on the microbatch
             order, precision = self.model.order, self.model.precision
-            self._flat[key] = held(stages, order, parts, bucket_mb, precision, by_unit=places.gathers)
+            self._flat[key] = stage_holdings(stages, order, parts, bucket_mb, precision, by_unit=places.gathers)
         if not self._flat[key].weights:
             raise refusal(f"rank {rank} of the pipeline would have no parameter to train")
         return replace(self._flat[key], stages=stages)

@@ -145,7 +145,7 @@ def stage_seconds(blocks: Sequence[BlockCost], message: Callable[[int], float], 
     each = forward * (2 if recompute else 1) + np.array([block.input + block.weight for block in blocks])
     sums = np.concatenate([[0.0], np.cumsum(each)])
     seconds: _Array = sums[None, :] - sums[:, None]
-    seconds[:, 1:-1] += 2 * np.array([message(block.given) for block in blocks[:-1]])[None, :]
+    seconds[:, 1:-1] += 2 * np.array([message(block.output_bytes) for block in blocks[:-1]])[None, :]
     seconds[np.tril_indices(len(sums))] = np.inf
     return seconds
 
@@ -159,7 +159,9 @@ def stage_fits(blocks: Sequence[BlockCost], limits: Limits) -> list[npt.NDArray[
         blocks: Blocks of the model, in order.
         limits: Memory limits of the stages.
     """
-    activations = np.array([block.taken if limits.recompute else block.kept for block in blocks], dtype=float)
+    activations = np.array(
+        [block.input_bytes if limits.recompute else block.saved_bytes for block in blocks], dtype=float
+    )
     weights = np.array([sum(weight.numel for weight in block.weights) for block in blocks], dtype=float)
     fits = []
     for microbatches in limits.held:
@@ -280,7 +282,7 @@ def pairs_of(
         """Return (seconds of a step, bytes) of blocks."""
         seconds = sum(block.seconds for block in blocks)
         seconds += sum(exchange(each) for block in blocks for each in (*block.forwards, *block.backwards))
-        numel, activations = sum(block.numel for block in blocks), sum(block.kept for block in blocks)
+        numel, activations = sum(block.numel for block in blocks), sum(block.saved_bytes for block in blocks)
         return seconds * microbatches, activations + numel * per_element
 
     base = replace(divided, whole=())

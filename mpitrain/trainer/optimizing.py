@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from mpitrain.config.learning_rate import CYCLES, DECAYS, LearningRate, OneCycle, cycle_of
 from mpitrain.config.named import find
-from mpitrain.config.training import OWN, OptimSection, patterns_of
+from mpitrain.config.training import GROUP_KEYS, OptimSection, patterns_of
 from mpitrain.errors import refusal
 from mpitrain.shard.flat_parameters import begin_states
 from mpitrain.shard.optimizers import Lamb, Lars, Muon, checked_betas
@@ -202,7 +202,7 @@ def make_optimizer(
         group: dict[str, Any] = {"params": chosen[kind, number, decays], "lr": section.lr}
         if scale != 1.0:
             group |= {"lr": section.lr * scale, SCALE: scale}
-        options = {key: value for key, value in entry.items() if key not in OWN}
+        options = {key: value for key, value in entry.items() if key not in GROUP_KEYS}
         refuse_unknown(f"optim.groups, match = {entry.get('match')!r}", kind, options, _SET_APART)
         if "weight_decay" in inspect.signature(kind).parameters:
             group["weight_decay"] = section.weight_decay if decays else 0.0

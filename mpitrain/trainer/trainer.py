@@ -24,7 +24,7 @@ from torch import nn
 from mpitrain.checkpoint import Store
 from mpitrain.choices import Mode
 from mpitrain.comm import Communicator, carry_device_memory, init, set_timeout
-from mpitrain.config.settings import Config, Given
+from mpitrain.config.settings import Config, ConfigSource
 from mpitrain.data import Batch, Dataset
 from mpitrain.errors import EXIT_DONE, EXIT_REQUEUE
 from mpitrain.layout.mesh import BLOCKS, PARTS
@@ -84,7 +84,9 @@ class Trainer(Run):
     roles: ParameterRoles
     met = 0
 
-    def __init__(self, config: Given, callbacks: Sequence[Callback] = (), *, world: Communicator | None = None) -> None:
+    def __init__(
+        self, config: ConfigSource, callbacks: Sequence[Callback] = (), *, world: Communicator | None = None
+    ) -> None:
         self.world = world if world is not None else init()
         # rank 0 reads them; the other ranks learn which settings were set explicitly
         requested = Config.from_dict(self.world.on_root(lambda: Config.of(config).model_dump(exclude_unset=True)))

@@ -27,7 +27,7 @@ import torch
 from mpitrain.checkpoint.contents import load_tensor, whole
 from mpitrain.checkpoint.convert import import_weights, make_first, os_errors, read_tensors, write_safetensors
 from mpitrain.checkpoint.manifest import DTYPES, MODEL, Manifest
-from mpitrain.config.preset import CONFIG_JSON, config_json, form_of, preset_values
+from mpitrain.config.preset import CONFIG_JSON, config_json, family_of, preset_values
 from mpitrain.config.settings import Config
 from mpitrain.data.format import TOKENIZER
 from mpitrain.errors import InputError
@@ -181,7 +181,7 @@ def import_folder(source: Path, run: Path, arguments: Sequence[str]) -> Path:
     for file in files:
         with os_errors(file):
             tensors |= read_tensors(file)
-    family = form_of(model)
+    family = family_of(model)
     parts = named_parts(family, model, model["vocabulary"])
     named = as_saved(family, tensors, model["tied"])
     shapes = {name: tuple(tensors[saved].shape) for name, saved in named.items()}
@@ -219,7 +219,7 @@ def export_folder(folder: Path, out: Path, shard: str) -> int:
     if str(((manifest.values.get(TASK) or {}).get("model") or {}).get("factory", "")).startswith(PREFIX):
         return _export_theirs(folder, out, most)
     model, vocabulary = _model_of(folder, manifest)
-    parts = _present(folder, manifest, named_parts(form_of(model), model, vocabulary))
+    parts = _present(folder, manifest, named_parts(family_of(model), model, vocabulary))
     config = config_json(model, vocabulary, manifest.tensors[MODEL + parts[0].ours].dtype)
     config["eos_token_id"] = ((manifest.values.get(TASK) or {}).get("data") or {}).get("document_end")
 
@@ -305,7 +305,7 @@ def _model_of(folder: Path, manifest: Manifest) -> tuple[dict[str, Any], int]:
             )
         settings = Config.from_args([str(file)]).model.model_dump()
     model = Config.from_dict({"model": settings}, str(folder)).model.model_dump()
-    form_of(model)
+    family_of(model)
     sizes = {"embedding.weight": "vocabulary", "blocks.0.mlp.up.weight": "hidden", "positions.weight": "max_positions"}
     for name, key in sizes.items():
         spec = manifest.tensors.get(MODEL + name)

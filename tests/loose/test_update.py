@@ -9,7 +9,7 @@ import torch
 from support import config_of
 from torch import nn
 
-from mpitrain.loose.clock import Clock, Commit, LetterKind, Remembered, StepRecord
+from mpitrain.loose.clock import Clock, Commit, History, LetterKind, StepRecord
 from mpitrain.loose.server import Server
 from mpitrain.loose.sharding import Roles, ServedSharding
 
@@ -54,7 +54,7 @@ def served(world):
     flats, roles, boxes = Flats(sharding.flats.buckets, gradients), Roles((0, 1, 2), (0,)), (Box(), Box())
 
     def make(staleness, **settings):
-        before, config = Remembered(3, 4), config_of(mode="server", staleness=staleness, **settings)
+        before, config = History(3, 4), config_of(mode="server", staleness=staleness, **settings)
         clock = Clock(before.applied(), [0, 1, 2], None if staleness == "none" else staleness)
         return Server(0, roles, flats, sharding.update, boxes, before, clock, config, 4, {0: 8, 1: 0, 2: 2}, {})
 

@@ -137,4 +137,4 @@ def test_an_axis_that_divides_samples_is_planned_with_what_it_exchanges():
     assert prediction.layout.axes == tuple(axes.items()) and prediction.parts["tensor"] > 0
     whole, half = (profile.blocks(6, each.divided) for each in (ParallelLayout(2), prediction.layout))
     assert {each.axis for block in half for each in block.forwards} == {"height", REPLICAS}
-    assert sum(block.kept for block in half) < 0.8 * sum(block.kept for block in whole)
+    assert sum(block.saved_bytes for block in half) < 0.8 * sum(block.saved_bytes for block in whole)

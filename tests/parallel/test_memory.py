@@ -8,7 +8,7 @@ import pytest
 from mpitrain.config.settings import Config
 from mpitrain.data import Description
 from mpitrain.parallel.layouts import ParallelLayout
-from mpitrain.parallel.memory import _gradients_apart
+from mpitrain.parallel.memory import _gradients_outside_flat
 from mpitrain.planner.machine import MachineProfile
 from mpitrain.planner.predictor import Predictor
 from mpitrain.planner.profile import profile_of
@@ -25,7 +25,7 @@ def test_gradients_of_a_pipeline_that_are_not_in_flat_memory_are_counted():
     def apart(rank, **changes):
         layout = ParallelLayout(2, 2, microbatch=4, cut=(2, 2), **changes)
         flow, share = predictor.flow(layout), predictor.held(layout, predictor.places(layout), rank)
-        return _gradients_apart(layout, share, flow.shape, rank)
+        return _gradients_outside_flat(layout, share, flow.shape, rank)
 
     first, last = 64 * 48 + 48, 48 * 10 + 10
     assert apart(0) == apart(0, schedule="zero-bubble") == 4 * 64 * 48  # the largest, until it is copied

@@ -125,7 +125,7 @@ def test_idle_and_microbatches_held_are_those_of_the_literature(schedule, peak, 
 
 
 def test_memory_counts_each_stages_bytes():
-    assert PreparedSchedule(one_f_one_b(3, 5)).held([10, 20, 40]) == [30, 40, 40]
+    assert PreparedSchedule(one_f_one_b(3, 5)).peak_bytes([10, 20, 40]) == [30, 40, 40]
 
 
 def test_a_message_delays_those_who_wait_for_it():

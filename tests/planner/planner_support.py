@@ -91,7 +91,7 @@ class MadeUpPredictor:
     def memory(self, layout: ParallelLayout) -> Mapping[str, float]:
         blocks = self.model.blocks(layout.microbatch, Divided(layout.tensor, layout.sequence, layout.whole))
         numel = sum(weight.numel for each in blocks for weight in each.weights) / layout.pipeline
-        activations = sum(each.taken if layout.recompute else each.kept for each in blocks)
+        activations = sum(each.input_bytes if layout.recompute else each.saved_bytes for each in blocks)
         states = 0 if layout.offload else 8 * numel / (layout.data if layout.zero else 1)
         gradients = 4 * numel / (layout.data if layout.zero > 1 else 1)
         return {"parameters": 4 * numel, "gradients": gradients, "states": states, "activations": float(activations)}

@@ -25,6 +25,6 @@ def test_a_flow_is_the_schedule_simulated(name, chunks, many):
             near = 1e-2 if many else 1e-12
             assert (flow.shape.microbatches < flow.microbatches) == many
             assert flow.ends(costs) == pytest.approx([runs[-1].end for runs in whole.runs], rel=near)
-            assert flow.held(tuple(seconds[3])) == pytest.approx(
-                PreparedSchedule(whole.schedule).held(seconds[3]), rel=near
+            assert flow.peak_bytes(tuple(seconds[3])) == pytest.approx(
+                PreparedSchedule(whole.schedule).peak_bytes(seconds[3]), rel=near
             )

@@ -53,7 +53,7 @@ def test_as_many_bytes_are_kept_as_the_meter_counts(model, description, precisio
         x, y = cut.samples(samples)
         with cut.autocast(), saved_tensors_hooks(meter.add, lambda kept: kept):
             cut.loss(cut.module(x), y)
-        assert sum(block.kept for block in profile.blocks(samples)) == meter.nbytes
+        assert sum(block.saved_bytes for block in profile.blocks(samples)) == meter.nbytes
 
 
 @pytest.mark.parametrize("divided", [Divided(tensor=2), Divided(tensor=4, sequence=True)])
@@ -140,8 +140,8 @@ def test_operations_and_sizes_of_linear_layers():
     _, first, tanh, last = profile.blocks(6)
     flops = [sum(each.flops for each in block.forward) for block in profile._observed(6, Divided())]
     assert (flops[1], flops[3]) == (2 * 6 * 64 * 48, 2 * 6 * 48 * 10)
-    assert (tanh.taken, tanh.given, tanh.kept) == (6 * 48 * 4, 6 * 48 * 4, 6 * 48 * 4)
-    assert last.given == 4  # the loss
+    assert (tanh.input_bytes, tanh.output_bytes, tanh.saved_bytes) == (6 * 48 * 4, 6 * 48 * 4, 6 * 48 * 4)
+    assert last.output_bytes == 4  # the loss
     assert first.input == 0 < first.weight  # nobody wants the gradient of the data
     assert (profile.moments, profile.sample_bytes) == (2, 64 * 4 + 8)
     assert profile.listed and not profile.divisible

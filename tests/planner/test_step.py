@@ -90,7 +90,7 @@ def test_a_pipeline_runs_its_schedule() -> None:
     prediction = Predictor(model, TWO, 1, 2).predict(layout)
     blocks = model.blocks(2)
     stages = [blocks[:4], blocks[4:]]
-    message = CollectiveTimes(LINKS).message(blocks[3].given, True)
+    message = CollectiveTimes(LINKS).message(blocks[3].output_bytes, True)
     costs = Costs(
         [sum(b.forward for b in s) + step._STEP for s in stages],
         [sum(b.input for b in s) + step._STEP for s in stages],

@@ -30,29 +30,30 @@ class Keys:
     """Valid keys of one section, sorted by how they are treated.
 
     Attributes:
-        taken: Keys that are converted to our settings.
+        converted: Keys that are converted to our settings.
         harmless: Keys that are ignored, whatever their values: they tune DeepSpeed's own machinery, or only report.
-        refused: Keys that are an error unless they are off; None, the default: all that are neither taken nor harmless.
+        refused: Keys that are an error unless they are off; None, the default: all other
+            keys.
     """
 
-    taken: Collection[str]
+    converted: Collection[str]
     harmless: Collection[str] = ()
     refused: Collection[str] | None = None
 
 
-def _keys(taken: str = "", harmless: str = "", refused: str | None = None) -> Keys:
+def _keys(converted: str = "", harmless: str = "", refused: str | None = None) -> Keys:
     """Return `Keys` from texts that list the keys, separated by spaces."""
-    return Keys(taken.split(), harmless.split(), None if refused is None else refused.split())
+    return Keys(converted.split(), harmless.split(), None if refused is None else refused.split())
 
 
 SCALING = "loss_scale initial_scale_power loss_scale_window min_loss_scale hysteresis consecutive_hysteresis"
 _OFFLOAD = _keys(
-    taken="device nvme_path",
+    converted="device nvme_path",
     harmless="pin_memory buffer_count buffer_size fast_init pipeline pipeline_read pipeline_write max_in_cpu",
 )
 SECTIONS = {
     "": _keys(
-        taken=f"""{" ".join((*BATCH, *MONITORS, MANAGED))} zero_optimization bf16 bfloat16 fp16 optimizer scheduler
+        converted=f"""{" ".join((*BATCH, *MONITORS, MANAGED))} zero_optimization bf16 bfloat16 fp16 optimizer scheduler
             gradient_clipping activation_checkpointing communication_data_type data_types zero_allow_untested_optimizer
             fp32_allreduce checkpoint compile""",
         harmless="""steps_per_print wall_clock_breakdown dump_state prescale_gradients gradient_predivide_factor
@@ -65,7 +66,7 @@ SECTIONS = {
     ),
     "zero_optimization": _keys(
         # cpu_offload...: names of the two sections of offload in DeepSpeed's first versions
-        taken="""stage offload_optimizer offload_param reduce_bucket_size ignore_unused_parameters cpu_offload
+        converted="""stage offload_optimizer offload_param reduce_bucket_size ignore_unused_parameters cpu_offload
             cpu_offload_params""",
         harmless="""allgather_partitions allgather_bucket_size contiguous_gradients load_from_fp32_weights
             log_trace_cache_warnings memory_efficient_linear overlap_comm reduce_scatter round_robin_gradients
@@ -78,21 +79,21 @@ SECTIONS = {
     "zero_optimization.offload_optimizer": _OFFLOAD,
     "zero_optimization.offload_param": _OFFLOAD,
     "fp16": _keys(
-        taken=f"enabled {SCALING}",
+        converted=f"enabled {SCALING}",
         # master weights stay fp32 here, and inputs always become 16-bit; DeepSpeed itself ignores the last three
         harmless="fp16_master_weights_and_grads auto_cast opt_level fp16_scale_tolerance scale_tolerance",
     ),
     "bf16": _keys(
-        taken="enabled check_grad_overflow",
+        converted="enabled check_grad_overflow",
         harmless=f"immediate_grad_update bf16_master_weights_and_grads {SCALING}",
     ),
     "activation_checkpointing": _keys(
         harmless="""number_checkpoints profile synchronize_checkpoint_boundary partition_activations
             contiguous_memory_optimization""",
     ),
-    "data_types": _keys(taken="grad_accum_dtype"),
-    "optimizer": _keys(taken="type params", harmless="legacy_fusion"),
-    "scheduler": _keys(taken="type params"),
+    "data_types": _keys(converted="grad_accum_dtype"),
+    "optimizer": _keys(converted="type params", harmless="legacy_fusion"),
+    "scheduler": _keys(converted="type params"),
     # for DeepSpeed's own checkpoints, and for torch.compile if its engine calls that
     "checkpoint": _keys(harmless="tag_validation load_universal use_node_local_storage parallel_write writer"),
     "compile": _keys(harmless="disable backend kwargs offload_activation double_buffer symmetric_memory"),
@@ -161,72 +162,74 @@ class Findings:
 
     def __init__(self, origin: str) -> None:
         self._origin = origin
-        self._wrong: dict[str, str] = {}  # error -> fix
+        self._errors: dict[str, str] = {}  # error -> fix
         self.ignored: list[str] = []
 
-    def wrong(self, what: str, mend: str) -> None:
+    def add_error(self, error: str, fix: str) -> None:
         """Record an error.
 
         Args:
-            what: The error.
-            mend: The fix, as an imperative.
+            error: The error.
+            fix: The fix, as an imperative.
         """
-        self._wrong[what] = mend
+        self._errors[error] = fix
 
     def unsupported(self, key: str) -> None:
         """Record an error for a key that requests a feature without a counterpart in our settings."""
-        self.wrong(f"{key} has no counterpart here", INSTEAD.get(key, INSTEAD.get(key.partition(".")[0], "remove it")))
+        self.add_error(
+            f"{key} has no counterpart here", INSTEAD.get(key, INSTEAD.get(key.partition(".")[0], "remove it"))
+        )
 
-    def section(self, name: str, given: Any) -> Mapping[str, Any]:
+    def section(self, name: str, value: Any) -> Mapping[str, Any]:
         """Return a section as a mapping, empty if it is missing; record an error if it is anything else.
 
         Args:
             name: Name of the section, for the error.
-            given: Value of the section in the configuration.
+            value: Value of the section in the configuration.
         """
-        if given and not isinstance(given, Mapping):
-            self.wrong(f"{name} {given!r:.80} is no section", 'write {"key": value, ...}')
-        return given if isinstance(given, Mapping) else {}
+        if value and not isinstance(value, Mapping):
+            self.add_error(f"{name} {value!r:.80} is no section", 'write {"key": value, ...}')
+        return value if isinstance(value, Mapping) else {}
 
-    def number(self, name: str, given: Any) -> float:
+    def number(self, name: str, value: Any) -> float:
         """Return a finite number, which may be written as text; for anything else, record an error and return 0.
 
         Args:
             name: Name of the key, for the error.
-            given: Value of the key.
+            value: Value of the key.
         """
         try:
-            if not isinstance(given, bool) and math.isfinite(value := float(given)):
-                return value
+            if not isinstance(value, bool) and math.isfinite(number := float(value)):
+                return number
         except (TypeError, ValueError, OverflowError):
             pass
-        self.wrong(f"{name} {given!r:.80} is no number", "give one")
+        self.add_error(f"{name} {value!r:.80} is no number", "give one")
         return 0.0
 
-    def whole(self, name: str, given: Any, least: int = 0) -> int:
+    def integer(self, name: str, value: Any, least: int = 0) -> int:
         """Return an integer of at least `least`; for anything else, record an error and return `least`.
 
         Args:
             name: Name of the key, for the error.
-            given: Value of the key; may be written as text or as a float such as 1e3.
+            value: Value of the key; may be written as text or as a float such as 1e3.
             least: Smallest valid value, default 0.
         """
-        value = self.number(name, given)
-        if value == int(value) and least <= value < 2**53:
-            return int(value)
-        self.wrong(f"{name} {given!r:.80} is no whole number", f"give one from {least:,} on")
+        number = self.number(name, value)
+        if number == int(number) and least <= number < 2**53:
+            return int(number)
+        self.add_error(f"{name} {value!r:.80} is no whole number", f"give one from {least:,} on")
         return least
 
     @contextmanager
-    def noting(self, where: str = "") -> Iterator[None]:
+    def recording_errors(self, where: str = "") -> Iterator[None]:
         """Record an InputError raised in the `with` block instead of raising it, with `where` before its message."""
         try:
             yield
         except InputError as error:
-            what, _, mend = str(error).partition("; ")
-            self.wrong(where + what, mend or "mend it")
+            problem, _, fix = str(error).partition("; ")
+            self.add_error(where + problem, fix or "mend it")
 
-    def look(self, section: Mapping[str, Any], name: str, keys: Keys | None = None) -> None:
+    def check_section(self, section: Mapping[str, Any], name: str, keys: Keys | None = None) -> None:
         """Check the keys of a section: record unsupported and misspelled keys as errors, and list the ignored ones.
 
         Args:
@@ -234,28 +237,28 @@ class Findings:
             name: Name of the section, such as `zero_optimization`; empty for the whole configuration.
             keys: Valid keys of the section; None: `SECTIONS[name]`.
         """
-        may = keys or SECTIONS[name]
-        taken, harmless, refused = may.taken, may.harmless, may.refused
+        valid = keys or SECTIONS[name]
+        converted, harmless, refused = valid.converted, valid.harmless, valid.refused
         name = f"{name}." if name else ""
-        known = [*taken, *harmless, *(refused or ())]
+        known = [*converted, *harmless, *(refused or ())]
         for number, key in enumerate(section):
-            if key in taken:
+            if key in converted:
                 continue
-            near = number < _MOST_COMPARED and key not in known
+            comparable = number < _MOST_COMPARED and key not in known
             off = is_off(section[key]) or section[key] == ONE_IS_OFF.get(key)
-            unseen = refused is not None and key not in refused  # DeepSpeed ignores it, too
-            meant = difflib.get_close_matches(key[:_LONGEST], known, n=1, cutoff=_NEAR) if near else []
+            unknown = refused is not None and key not in refused  # DeepSpeed ignores it, too
+            meant = difflib.get_close_matches(key[:_LONGEST], known, n=1, cutoff=_NEAR) if comparable else []
             if meant and meant[0] not in harmless:
-                self.wrong(f"{name}{key} is unknown", f"did you mean {meant[0]!r}?")
-            elif key in harmless or meant or off or unseen:
+                self.add_error(f"{name}{key} is unknown", f"did you mean {meant[0]!r}?")
+            elif key in harmless or meant or off or unknown:
                 self.ignored.append(name + key)
             else:
                 self.unsupported(name + key)
 
-    def tell(self) -> None:
+    def raise_errors(self) -> None:
         """Raise one InputError with all recorded errors, if there are any."""
-        if len(self._wrong) == 1:
-            ((what, mend),) = self._wrong.items()
-            raise refusal(f"{self._origin}: {what}; {mend}")
-        if self._wrong:
-            raise refusal(f"{self._origin}: " + "; ".join(f"{what} ({mend})" for what, mend in self._wrong.items()))
+        if len(self._errors) == 1:
+            ((error, fix),) = self._errors.items()
+            raise refusal(f"{self._origin}: {error}; {fix}")
+        if self._errors:
+            raise refusal(f"{self._origin}: " + "; ".join(f"{error} ({fix})" for error, fix in self._errors.items()))

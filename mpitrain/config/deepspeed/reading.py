@@ -18,7 +18,7 @@ from typing import Any
 from mpitrain.choices import Decay, Precision
 from mpitrain.config.batch_sizes import accumulation
 from mpitrain.config.deepspeed.keys import BATCH, MANAGED, MONITORS, SCALING, SECTIONS, Findings, Keys, is_off
-from mpitrain.config.learning_rate import OneCycle, RangeTest, WarmUp, made
+from mpitrain.config.learning_rate import OneCycle, RangeTest, WarmUp, make_cycle
 from mpitrain.config.parallel import CommSection
 from mpitrain.config.settings import Config
 from mpitrain.errors import refusal, refusing
@@ -96,7 +96,7 @@ def read_json(path: Path) -> dict[str, Any]:
         try:
             values = from_json(text)
         except json.JSONDecodeError as error:
-            plain = _kept_strings(_LAST_COMMAS, _kept_strings(_COMMENTS, text))
+            plain = _remove_outside_strings(_LAST_COMMAS, _remove_outside_strings(_COMMENTS, text))
             try:
                 values = from_json(plain)
             except json.JSONDecodeError:
@@ -108,14 +108,14 @@ def read_json(path: Path) -> dict[str, Any]:
     return values
 
 
-def _kept_strings(pattern: re.Pattern[str], text: str) -> str:
+def _remove_outside_strings(pattern: re.Pattern[str], text: str) -> str:
     """Remove the matches of `pattern` from the text, but keep its groups: strings and unterminated comments."""
     return pattern.sub(lambda match: match[match.lastindex] if match.lastindex else "", text)
 
 
 def looks_like_deepspeed(values: Mapping[str, Any]) -> bool:
     """Return True if the values have keys that only a DeepSpeed configuration has, not one of ours."""
-    return bool(set(values) & (set(SECTIONS[""].taken) - {"optimizer", "scheduler", "checkpoint"}))
+    return bool(set(values) & (set(SECTIONS[""].converted) - {"optimizer", "scheduler", "checkpoint"}))
 
 
 def read_deepspeed(
@@ -136,21 +136,21 @@ def read_deepspeed(
         return _read(values, ranks, Findings(origin), auto or Config(), origin)
 
 
-def _read(given: Mapping[str, Any], ranks: int, findings: Findings, auto: Config, origin: str) -> DeepSpeedConfig:
-    filled: list[str] = []
-    values = _filled(given, "", auto, findings, filled)
-    findings.look(values, "")
+def _read(original: Mapping[str, Any], ranks: int, findings: Findings, auto: Config, origin: str) -> DeepSpeedConfig:
+    replacements: list[str] = []
+    values = _replace_auto(original, "", auto, findings, replacements)
+    findings.check_section(values, "")
     for key in ("checkpoint", "compile"):  # sections that do nothing unless a key in them is on
         section = findings.section(key, values.get(key))
         if key in values and is_off(section):
             findings.ignored.append(key)
         else:
-            findings.look(section, key)
+            findings.check_section(section, key)
     if not values.get(MANAGED, True):
         findings.unsupported(f"{MANAGED} false")
     micro, steps = 0, 1
-    numbers = [None if values.get(key) is None else findings.whole(key, values[key], 1) for key in BATCH]
-    with findings.noting():
+    numbers = [None if values.get(key) is None else findings.integer(key, values[key], 1) for key in BATCH]
+    with findings.recording_errors():
         micro, steps = accumulation(*numbers, ranks=ranks, names=BATCH)
     zero = values.get("zero_optimization")
     if not isinstance(zero, Mapping):  # early versions had a boolean here; true means stage 1
@@ -181,7 +181,7 @@ def _read(given: Mapping[str, Any], ranks: int, findings: Findings, auto: Config
         "comm": {"bucket_mb": bucket_mb},
     }
     reduce_dtype = _reduce_dtype(values, findings)
-    findings.tell()
+    findings.raise_errors()
     return DeepSpeedConfig(
         Config.from_dict(ours, origin),
         scale=scale,
@@ -191,12 +191,12 @@ def _read(given: Mapping[str, Any], ranks: int, findings: Findings, auto: Config
         torch_schedule=torch_schedule,
         trackers=trackers,
         without_effect=tuple(findings.ignored),
-        filled=tuple(filled),
+        filled=tuple(replacements),
     )
 
 
-def _filled(
-    values: Mapping[str, Any], section: str, auto: Config, findings: Findings, told: list[str]
+def _replace_auto(
+    values: Mapping[str, Any], section: str, auto: Config, findings: Findings, replacements: list[str]
 ) -> dict[str, Any]:
     """Return the values of a section with each "auto" replaced by our setting.
 
@@ -208,26 +208,26 @@ def _filled(
         section: Name of the section; empty for the whole configuration.
         auto: Our settings that replace "auto".
         findings: Collector of errors.
-        told: List to which each replacement is appended as `key value (our setting)`.
+        replacements: List to which each replacement is appended as `key value (our setting)`.
     """
     result: dict[str, Any] = {}
     for key, value in values.items():
         name = f"{section}.{key}" if section else key
         if not isinstance(key, str):
-            findings.wrong(f"{name!r:.80} is no name", "write keys as texts")
+            findings.add_error(f"{name!r:.80} is no name", "write keys as texts")
         elif isinstance(value, Mapping):
-            result[key] = _filled(value, name, auto, findings, told)
+            result[key] = _replace_auto(value, name, auto, findings, replacements)
         elif not isinstance(value, str) or value != _AUTO:
             result[key] = value
         elif (ours := _setting(name, auto)) is not None:
             result[key] = ours
-            told.append(f"{name} {ours} ({_AUTO_OF[name]})")
+            replacements.append(f"{name} {ours} ({_AUTO_OF[name]})")
         elif name in _AUTO_OF:
             continue
         elif name.partition(".")[0] in MONITORS or any(key in keys.harmless for keys in SECTIONS.values()):
             result[key] = value
         else:
-            findings.wrong(f'{name} is "auto", for which we have no setting', "give a value")
+            findings.add_error(f'{name} is "auto", for which we have no setting', "give a value")
     return result
 
 
@@ -263,22 +263,22 @@ def _recompute(section: Mapping[str, Any] | None, findings: Findings) -> bool:
     if section is None:
         return False
     section = findings.section("activation_checkpointing", section)
-    findings.look(section, "activation_checkpointing")
+    findings.check_section(section, "activation_checkpointing")
     return not section or not all(is_off(value) for value in section.values())
 
 
 def _reduce_dtype(values: Mapping[str, Any], findings: Findings) -> Precision | None:
     section = findings.section("data_types", values.get("data_types"))
-    findings.look(section, "data_types")
+    findings.check_section(section, "data_types")
     dtypes: set[Precision] = set()
     sent = values.get("communication_data_type", "fp32" if values.get("fp32_allreduce") else None)
     for name in (sent, section.get("grad_accum_dtype")):
         if name is not None and (not isinstance(name, str) or name not in _DTYPES):
-            findings.wrong(f"{name!r:.80} is no type to reduce in", f"use one of {sorted(_DTYPES)}")
+            findings.add_error(f"{name!r:.80} is no type to reduce in", f"use one of {sorted(_DTYPES)}")
         elif name is not None:
             dtypes.add(_DTYPES[name])
     if len(dtypes) > 1:
-        findings.wrong(
+        findings.add_error(
             "gradients are added up and sent in one type, but communication_data_type and data_types.grad_accum_dtype "
             "differ",
             "make them equal",
@@ -288,12 +288,12 @@ def _reduce_dtype(values: Mapping[str, Any], findings: Findings) -> Precision | 
 
 def _zero(section: Mapping[str, Any], findings: Findings) -> dict[str, Any]:
     """Return the keys of [parallel]: zero (the stage), offload (optimizer states) and offload_parameters."""
-    findings.look(section, "zero_optimization")
+    findings.check_section(section, "zero_optimization")
     if not section.get("ignore_unused_parameters", True):
         findings.unsupported("zero_optimization.ignore_unused_parameters false")
     stage = section.get("stage", 0)
     if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
-        findings.wrong(f"zero_optimization.stage {stage!r:.80} is not a stage", "give 0, 1, 2 or 3")
+        findings.add_error(f"zero_optimization.stage {stage!r:.80} is not a stage", "give 0, 1, 2 or 3")
         stage = 0
     states = _offload(section, "offload_optimizer", "cpu_offload", findings)
     parameters = _offload(section, "offload_param", "cpu_offload_params", findings)
@@ -314,16 +314,16 @@ def _offload(section: Mapping[str, Any], key: str, before: str, findings: Findin
     """
     name = f"zero_optimization.{key}"
     offload = findings.section(name, section.get(key)) or ({"device": "cpu"} if section.get(before) else {})
-    findings.look(offload, name)
+    findings.check_section(offload, name)
     device = offload.get("device", "none")
     if device == "none" and offload:
         findings.ignored.append(name)
     if device == "nvme":
         if not offload.get("nvme_path"):
-            findings.wrong(f"{name}.device nvme needs an nvme_path", "give a folder")
+            findings.add_error(f"{name}.device nvme needs an nvme_path", "give a folder")
         return str(offload.get("nvme_path") or "")
     if device not in ("none", "cpu"):
-        findings.wrong(f"{name}.device {device!r:.80} is unknown", "give none, cpu or nvme")
+        findings.add_error(f"{name}.device {device!r:.80} is unknown", "give none, cpu or nvme")
     return "host" if device == "cpu" else ""
 
 
@@ -331,26 +331,26 @@ def _precision(values: Mapping[str, Any], findings: Findings) -> tuple[Precision
     """Return (precision, arguments of the `LossScale` or None if the precision needs none)."""
     before = values.get("bfloat16")  # the section's name in DeepSpeed's first versions
     bf16, fp16 = findings.section("bf16", values.get("bf16", before)), findings.section("fp16", values.get("fp16"))
-    findings.look(bf16, "bf16")
+    findings.check_section(bf16, "bf16")
     if bf16.get("enabled") and fp16.get("enabled"):
-        findings.wrong("bf16 and fp16 are both enabled", "choose one")
+        findings.add_error("bf16 and fp16 are both enabled", "choose one")
     if bf16.get("enabled"):
         return "bf16", None
     if not fp16.get("enabled"):
         return "fp32", None
-    findings.look(fp16, "fp16")
+    findings.check_section(fp16, "fp16")
     if fixed := findings.number("fp16.loss_scale", fp16.get("loss_scale", 0)):
         return "fp16", {"value": fixed}
     power = findings.number("fp16.initial_scale_power", fp16.get("initial_scale_power", 16))
     if abs(power) > _LARGEST_POWER:
-        findings.wrong(f"fp16.initial_scale_power {power:g} is out of range", "give a power of 2, as 16")
+        findings.add_error(f"fp16.initial_scale_power {power:g} is out of range", "give a power of 2, as 16")
         power = 0.0
     return "fp16", {
         "value": 2.0**power,
         "dynamic": True,
-        "patience": findings.whole("fp16.loss_scale_window", fp16.get("loss_scale_window", 1000)),
+        "patience": findings.integer("fp16.loss_scale_window", fp16.get("loss_scale_window", 1000)),
         "least": findings.number("fp16.min_loss_scale", fp16.get("min_loss_scale", 1)),
-        "spare": findings.whole("fp16.hysteresis", fp16.get("hysteresis", 2)) - 1,
+        "spare": findings.integer("fp16.hysteresis", fp16.get("hysteresis", 2)) - 1,
         "refill": bool(fp16.get("consecutive_hysteresis", False)),
     }
 
@@ -392,23 +392,23 @@ def _optimizer(section: Mapping[str, Any], params: Mapping[str, Any], findings: 
 
     DeepSpeed's "Adam" is AdamW unless adam_w_mode is false.
     """
-    findings.look(section, "optimizer")
+    findings.check_section(section, "optimizer")
     if not section:
         return {}
     if "type" not in section:
-        findings.wrong("optimizer.type is missing", "name a class of torch.optim")
+        findings.add_error("optimizer.type is missing", "name a class of torch.optim")
         return {}
     name = str(section["type"])
     kind = name.lower()
     if kind in _INSTEAD:
-        findings.wrong(f"optimizer.type {name} has no counterpart here", _INSTEAD[kind])
+        findings.add_error(f"optimizer.type {name} has no counterpart here", _INSTEAD[kind])
         return {}
     decay = findings.number("optimizer.params.weight_decay", params.get("weight_decay", 0.0))
     rates = {"lr": findings.number("optimizer.params.lr", params["lr"])} if "lr" in params else {}
     options = {key: value for key, value in params.items() if key not in ("lr", "weight_decay")}
     if kind in _KNOWN:
         taken = _KNOWN[kind] | (_ADAMS_OWN if kind in _ADAM else set())
-        findings.look(options, "optimizer.params", Keys({*taken, "lr", "weight_decay"}, _HARMLESS))
+        findings.check_section(options, "optimizer.params", Keys({*taken, "lr", "weight_decay"}, _HARMLESS))
         options = {key: value for key, value in options.items() if key in taken}
     if kind in _ADAM:
         name, options = _adam(kind, options, findings)
@@ -423,7 +423,9 @@ def _adam(kind: str, options: dict[str, Any], findings: Findings) -> tuple[str, 
         return "AdamW" if decoupled else "Adam", options
     for key in sorted(set(options) - {"betas", "eps"}):
         if options.pop(key):
-            findings.wrong(f"optimizer.params.{key} does not go with bias_correction false", "leave one of them out")
+            findings.add_error(
+                f"optimizer.params.{key} does not go with bias_correction false", "leave one of them out"
+            )
     return "UncorrectedAdamW", options if decoupled else options | {"decoupled": False}
 
 
@@ -433,7 +435,7 @@ def _lamb(options: dict[str, Any], findings: Findings) -> dict[str, Any]:
         options[key] = findings.number(f"optimizer.params.{key}", options[key])
     least, most = options.pop("min_coeff"), options.pop("max_coeff")
     if not 0.0 <= least <= most:
-        findings.wrong(
+        findings.add_error(
             f"optimizer.params.min_coeff {least:g} and max_coeff {most:g} are no range from 0 on",
             "give the smaller one as min_coeff",
         )
@@ -459,7 +461,7 @@ def _schedule(
     section: Mapping[str, Any], optim: Mapping[str, Any], findings: Findings
 ) -> tuple[OfDeepSpeed | None, tuple[str, dict[str, Any]] | None]:
     """Return (schedule of DeepSpeed, schedule of torch); at least one of them is None."""
-    findings.look(section, "scheduler")
+    findings.check_section(section, "scheduler")
     if not section or section.get("type") is None:  # DeepSpeed also accepts null
         return None, None
     name, params = str(section["type"]), dict(findings.section("scheduler.params", section.get("params")))
@@ -469,14 +471,14 @@ def _schedule(
         return _warmup(name, params, optim, findings), None
     if not name:
         names = ", ".join((*_WARMUPS, *_CYCLES))
-        findings.wrong("scheduler.type is empty", f"use {names}, or a class of torch.optim.lr_scheduler")
+        findings.add_error("scheduler.type is empty", f"use {names}, or a class of torch.optim.lr_scheduler")
     elif name == "ReduceLROnPlateau":
-        findings.wrong(
+        findings.add_error(
             "scheduler.type ReduceLROnPlateau follows held-out losses, which a loop of your own has",
             "leave it out, and step torch's with engine.optimizer and what engine.evaluate returns",
         )
     elif name in ("LambdaLR", "MultiplicativeLR"):
-        findings.wrong(
+        findings.add_error(
             f"scheduler.type {name} calls a function, which a file cannot hold",
             "leave it out, and give mt.initialize scheduler = a function that makes it of the optimizer",
         )
@@ -488,16 +490,18 @@ def _warmup(name: str, params: dict[str, Any], optim: Mapping[str, Any], finding
     taken = {"warmup_num_steps", "total_num_steps"}
     taken |= {"warmup_min_ratio", "cos_min_ratio"} if kind == "cosine" else {"warmup_min_lr", "warmup_max_lr"}
     known = {"warmup_type", *taken} - ({"total_num_steps"} if kind == "constant" else set())
-    findings.look(params, "scheduler.params", Keys(known))
+    findings.check_section(params, "scheduler.params", Keys(known))
     numbers = {
         key: findings.number(f"scheduler.params.{key}", value)
         for key, value in params.items()
         if key in taken and value is not None
     }
     if kind != "constant" and "total_num_steps" not in numbers:
-        findings.wrong(f"scheduler.params has no total_num_steps for {name}", "give the steps of the whole training")
+        findings.add_error(
+            f"scheduler.params has no total_num_steps for {name}", "give the steps of the whole training"
+        )
     if (curve := params.get("warmup_type") or "log") not in ("log", "linear"):
-        findings.wrong(f"scheduler.params.warmup_type {curve!r:.80} is unknown", "give log or linear")
+        findings.add_error(f"scheduler.params.warmup_type {curve!r:.80} is unknown", "give log or linear")
     peak = optim.get("lr")
     if kind == "linear" and "warmup_max_lr" not in params:
         peak = 1e-3  # DeepSpeed's default, for this schedule only
@@ -517,12 +521,12 @@ def _cycle(
 ) -> OneCycle | RangeTest | None:
     kind = _CYCLES[name]
     known = kind.model_fields.keys()
-    findings.look(params, "scheduler.params", Keys(known))
+    findings.check_section(params, "scheduler.params", Keys(known))
     schedule = None
-    with findings.noting(f"scheduler.params of {name}: "):
-        schedule = made(kind, {key: value for key, value in params.items() if key in known})
+    with findings.recording_errors(f"scheduler.params of {name}: "):
+        schedule = make_cycle(kind, {key: value for key, value in params.items() if key in known})
     if params.get("cycle_second_step_size") == 0:
-        findings.wrong(
+        findings.add_error(
             "scheduler.params.cycle_second_step_size 0 leaves the cycle no second half",
             "leave it out for as many steps as the first has",
         )

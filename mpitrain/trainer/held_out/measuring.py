@@ -25,7 +25,7 @@ from torch import nn
 
 from mpitrain.comm import Communicator
 from mpitrain.comm.memory.device import CPU
-from mpitrain.config.named import find, told
+from mpitrain.config.named import describe_error, find
 from mpitrain.config.settings import Config
 from mpitrain.data import Dataset, Description, evaluation_batches
 from mpitrain.data.on_device import on_device
@@ -313,7 +313,7 @@ def _tried(named: str, act: Callable[[], Any]) -> Any:
     try:
         return act()
     except Exception as error:
-        raise InputError(f"{named} raised {told(error)}; mend it") from error
+        raise InputError(f"{named} raised {describe_error(error)}; mend it") from error
 
 
 def _of_model(function: Function, output: Any, y: Any) -> dict[str, torch.Tensor]:

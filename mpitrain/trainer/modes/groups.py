@@ -126,7 +126,7 @@ class LocalEngine(Engine):
 
     Attributes:
         grouping: Division of the ranks into groups.
-        together: True if all groups take the next steps together.
+        is_joint: True if all groups take the next steps together.
         averaging: Average of the parameters over the groups.
         meeting: Ranks with this rank's place in all groups, in the order of the groups.
     """
@@ -143,10 +143,10 @@ class LocalEngine(Engine):
     ) -> None:
         broadcast_state(module, everyone)
         super().__init__(module, *rest, division=division, **more)
-        self._world, self.grouping, self.together = world, grouping, False
+        self._world, self.grouping, self.is_joint = world, grouping, False
         self._prefix = f"{REPLICA}{grouping.number}/"
         self.cut = any(other.size > 1 for other in division.others.values())
-        place = self._require_alike(division)
+        place = self._require_equal_division(division)
         self.meeting, self._peers = (world.split(place, grouping.number, label=n) for n in ("meeting", "peers"))
         self._holders = self.sharding.replicas if self.sharding.stage.states else self.comm
         flat_of = {flat.value: flat for flat in self.sharding.flat_parameters}
@@ -164,7 +164,7 @@ class LocalEngine(Engine):
         exact, weight, peers = self.cut, grouping.weight, self._peers
         self.averaging = Averaging(slices, peers, weight, parallel, buckets, reproducible=exact, wrote=self._wrote)
 
-    def _require_alike(self, division: Division) -> int:
+    def _require_equal_division(self, division: Division) -> int:
         """Check that all groups divide the model equally, and return this rank's place in its group. Collective.
 
         Raises:
@@ -218,7 +218,7 @@ class LocalEngine(Engine):
             buffer.copy_(values.view(buffer.shape))
 
     def step(self, lr: float | None = None) -> StepResult:
-        if self.together:
+        if self.is_joint:
             self._sum_gradients()
         return super().step(lr)
 
@@ -233,7 +233,7 @@ class LocalEngine(Engine):
             )
         holders = self._holders
         ranks, rank = (holders.size, holders.rank) if holders is not None else (1, 0)
-        self._remember_used()
+        self._restore_used()
         for bucket in sharding.reduced_gradients():
             each = bucket.numel() // ranks
             mine, rest = bucket[rank * each : (rank + 1) * each], bucket[ranks * each :]
@@ -243,7 +243,7 @@ class LocalEngine(Engine):
             if holders is not None and ranks > 1 and each:
                 holders.all_gather(bucket[: ranks * each], mine)
 
-    def _remember_used(self) -> None:
+    def _restore_used(self) -> None:
         """Restore the gradients of parameters that only other groups used (see `Reducer`, stage 0)."""
         sharding = self.sharding
         if sharding.stage.states or sharding.reduce_dtype is not None:
@@ -261,7 +261,7 @@ class LocalEngine(Engine):
 
     def bytes_sent(self) -> float:
         """Return the bytes that this rank sends to other groups in one period, by formula."""
-        if not self.together:
+        if not self.is_joint:
             return self.averaging.bytes_sent()
         ranks = self._peers.size
         parts = self._holders.size if self._holders is not None else 1
@@ -306,7 +306,7 @@ class LocalEngine(Engine):
         averaging, grouping = self.averaging, self.grouping
         averaging.forget()
         saved = manifest.values.get("local") or {}
-        same_groups = self._alike(manifest)
+        same_groups = self._is_same_grouping(manifest)
         prefix = self._prefix if same_groups and grouping.number else ""
         parts = super().parts_to_load(self._of_group(manifest, same_groups))
         parts = [_renamed(p, prefix) if p.spec.name.startswith(OPTIMIZER) else p for p in parts]
@@ -319,13 +319,13 @@ class LocalEngine(Engine):
                 parts += h.parts(h.data, 0, h.last - h.first)
         return parts + self._left_out.parts_to_load(manifest, self.device, alike=same_groups)
 
-    def _alike(self, manifest: Manifest) -> bool:
+    def _is_same_grouping(self, manifest: Manifest) -> bool:
         """Return whether the same number of groups wrote the checkpoint."""
         return (manifest.values.get("local") or {}).get("groups") == self.grouping.count
 
-    def _of_group(self, manifest: Manifest, alike: bool) -> Manifest:
+    def _of_group(self, manifest: Manifest, same_groups: bool) -> Manifest:
         """Return the manifest with the states of this group's optimizer under their plain names."""
-        if not alike:
+        if not same_groups:
             return manifest
         number, prefix, tensors = self.grouping.number, self._prefix, dict(manifest.tensors)
         if number:
@@ -335,7 +335,7 @@ class LocalEngine(Engine):
         return replace(manifest, tensors=tensors, values=manifest.values | manifest.value("replicas")[number])
 
     def finish_load(self, manifest: Manifest) -> None:
-        same_groups = self._alike(manifest)
+        same_groups = self._is_same_grouping(manifest)
         super().finish_load(self._of_group(manifest, same_groups))
         self.note = "" if same_groups else self.note
         if not same_groups and not self.note and any(name.startswith(OPTIMIZER) for name in manifest.tensors):
@@ -363,7 +363,7 @@ class Local(Strategy):
 
     def __init__(self, config: Config, world: Communicator) -> None:
         super().__init__(config, world)
-        refuse_what_does_not_go_together(config)
+        refuse_incompatible_settings(config)
         self.grouping = Grouping.of(world, config.parallel, config.train.batch)
         require_multiples(config.train.batch_sizes, self.grouping.count)
 
@@ -396,15 +396,15 @@ class Local(Strategy):
         with batches(config, share, trainer.data, trainer.position, trainer.device, step=trainer.step) as loader:
             coming = on_device(loader, trainer.device)
             while True:
-                yield from self._period(trainer, engine, coming)
+                yield from self._averaging_round(trainer, engine, coming)
 
-    def _period(self, trainer: Run, engine: LocalEngine, coming: Iterator[Batch]) -> list[Step]:
+    def _averaging_round(self, trainer: Run, engine: LocalEngine, coming: Iterator[Batch]) -> list[Step]:
         """Take and return the steps up to the next one after which all groups synchronize."""
-        first, last = trainer.step, end_of_period(trainer.config, trainer.step)
+        first, last = trainer.step, end_of_round(trainer.config, trainer.step)
         began = time.perf_counter()
         done: list[Step] = []
-        engine.together = as_one(trainer.config, first)
-        if not engine.together:
+        engine.is_joint = is_joint_step(trainer.config, first)
+        if not engine.is_joint:
             engine.averaging.begin()
         for trainer.step in range(first, last):
             lo, hi = self.grouping.part(trainer.batch_sizes.size(trainer.step))
@@ -417,21 +417,21 @@ class Local(Strategy):
         trainer.step = first
         with engine.clock.optimizer:
             engine.average_buffers()
-            if not engine.together:
+            if not engine.is_joint:
                 engine.averaging.end(final=last >= trainer.config.train.steps)
-        _total(engine, done)
+        _combine_groups(engine, done)
         for step in done:
             step.seconds = (time.perf_counter() - began) / len(done)
         done[-1].extras["between_groups_bytes"] = round(engine.bytes_sent() / len(done))
         return done
 
     def next_meeting(self, trainer: Run) -> int:
-        return end_of_period(trainer.config, trainer.step)
+        return end_of_round(trainer.config, trainer.step)
 
     def describe(self) -> str:
         parallel, grouping = self.config.parallel, self.grouping
         groups = f"{grouping.count} groups of {grouping.each}" if grouping.each > 1 else f"{grouping.count} replicas"
-        if parallel.local_steps == 1 and as_one(self.config, 0):
+        if parallel.local_steps == 1 and is_joint_step(self.config, 0):
             return f"local, {groups}, which average gradients in each step"
         words = [f"local, {groups}, averaged every {parallel.local_steps} steps"]
         if parallel.warm:
@@ -445,7 +445,7 @@ class Local(Strategy):
         return ", ".join(words)
 
 
-def as_one(config: Config, step: int) -> bool:
+def is_joint_step(config: Config, step: int) -> bool:
     """Return True if all groups take the next step together, as ordinary data-parallel training.
 
     Args:
@@ -457,14 +457,14 @@ def as_one(config: Config, step: int) -> bool:
     return step < parallel.warm or (parallel.local_steps == 1 and plain)
 
 
-def end_of_period(config: Config, step: int) -> int:
+def end_of_round(config: Config, step: int) -> int:
     """Return the next step after which all groups synchronize.
 
     Args:
         config: The settings.
         step: Steps done.
     """
-    if as_one(config, step):
+    if is_joint_step(config, step):
         return step + 1
     warm, each = config.parallel.warm, config.parallel.local_steps
     return min(warm + ((step - warm) // each + 1) * each, config.train.steps)
@@ -478,7 +478,7 @@ def notices(config: Config, *, overlaps: bool) -> list[str]:
         overlaps: If true, communication makes progress in the background.
     """
     parallel, steps = config.parallel, config.train.steps
-    if as_one(config, steps):
+    if is_joint_step(config, steps):
         return []
     remarks = []
     if left := max(0, steps - parallel.warm) % parallel.local_steps:
@@ -494,7 +494,7 @@ def notices(config: Config, *, overlaps: bool) -> list[str]:
     return remarks
 
 
-def refuse_what_does_not_go_together(config: Config) -> None:
+def refuse_incompatible_settings(config: Config) -> None:
     """Raise InputError for settings that parallel.mode local does not support."""
     parallel = config.parallel
     if config.elastic.mode != "off":
@@ -524,7 +524,7 @@ def refuse_what_does_not_go_together(config: Config) -> None:
         )
 
 
-def _total(engine: LocalEngine, steps: Sequence[Step]) -> None:
+def _combine_groups(engine: LocalEngine, steps: Sequence[Step]) -> None:
     """Combine all groups' figures into those of the global batches, in one exchange. Collective over all groups.
 
     Losses and loss terms become means over the global batch. The norm becomes the mean over the groups with the same

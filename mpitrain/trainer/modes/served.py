@@ -28,9 +28,9 @@ from mpitrain.errors import refusal
 from mpitrain.layout.boxes import split
 from mpitrain.layout.mesh import Mesh
 from mpitrain.layout.ownership import Division
-from mpitrain.loose.clock import Clock, Commit, LetterKind, Portion, Remembered, StepRecord
+from mpitrain.loose.clock import Clock, Commit, History, LetterKind, Portion, StepRecord
 from mpitrain.loose.server import ServedWorker, Server
-from mpitrain.loose.sharding import OwnShares, Roles, ServedSharding, squares
+from mpitrain.loose.sharding import Roles, ServedSharding, ServerShares, squares
 from mpitrain.shard.ddp import broadcast_state, broadcast_tensors
 from mpitrain.shard.virtual_workers import VirtualWorkers
 from mpitrain.trainer.data import GroupPlaces, augment_of
@@ -41,7 +41,7 @@ from mpitrain.trainer.options import every_setting
 from mpitrain.trainer.run import Restored, Run, Step, Strategy
 from mpitrain.trainer.saving import SaveSchedule
 
-_LEFT_OUT = {  # settings that must have their default in this mode
+_UNSUPPORTED = {  # settings that must have their default in this mode
     *("parallel.pipeline", "parallel.tensor", "parallel.zero", "parallel.offload", "parallel.offload_parameters"),
     *("run.reproducible", "comm.compression", "model.compile"),
 }
@@ -60,7 +60,7 @@ class ServedEngine(Engine):
     """
 
     sharding: ServedSharding
-    inbox: Mapping[int, OwnShares]  # on a server: buffers for gradients of workers that share no memory with it
+    inbox: Mapping[int, ServerShares]  # on a server: buffers for gradients of workers that share no memory with it
 
     def __init__(self, *args: Any, world: Communicator, roles: Roles, bulk: bool, **kwargs: Any) -> None:
         self._world, self._roles, self._bulk, self.inbox = world, roles, bulk, {}
@@ -124,15 +124,15 @@ class Served(Strategy):
     Attributes:
         roles: Roles of the ranks: workers and servers.
         session: Session of the current training; None before it begins.
-        remembered: State of the steps before workers died, from which training continues; None if it continues from a
+        history: State of the steps before workers died, from which training continues; None if it continues from a
             checkpoint or begins at step 0.
     """
 
     def __init__(self, config: Config, world: Communicator) -> None:
         super().__init__(config, world)
         self.session: Session | None = None
-        self.remembered: Remembered | None = None
-        refuse_what_servers_cannot(config, world.size)
+        self.history: History | None = None
+        refuse_unsupported_settings(config, world.size)
         self.roles = Roles.of(world.size, config.parallel.servers)
 
     def places(self, config: Config, world: Communicator) -> GroupPlaces:
@@ -152,10 +152,10 @@ class Served(Strategy):
         return f"parameter server, {pace}; {who}"
 
     def steps(self, trainer: Run) -> Iterator[Step]:
-        remembered, self.remembered = self.remembered, None
-        if remembered is None:
-            remembered = Remembered(len(self.roles.workers), trainer.step)
-        self.session = Session(trainer, self.roles, remembered)
+        history, self.history = self.history, None
+        if history is None:
+            history = History(len(self.roles.workers), trainer.step)
+        self.session = Session(trainer, self.roles, history)
         with self.session.open():
             while True:
                 yield from self.session.until(self.next_meeting(trainer))
@@ -173,7 +173,7 @@ class Served(Strategy):
         return ServedSurvivors(trainer, self)
 
 
-def refuse_what_servers_cannot(config: Config, ranks: int) -> None:
+def refuse_unsupported_settings(config: Config, ranks: int) -> None:
     """Raise InputError for settings that parameter servers do not support.
 
     Args:
@@ -192,7 +192,7 @@ def refuse_what_servers_cannot(config: Config, ranks: int) -> None:
             "with it; set parallel.servers to 1 or more"
         )
     for key, field, value in every_setting(config):
-        if key in _LEFT_OUT and value != field.default:
+        if key in _UNSUPPORTED and value != field.default:
             shown = str(value).lower() if isinstance(value, bool) else value
             raise refusal(
                 f"{key} {shown} does not go with parallel.mode server, whose workers have the whole model and whose "
@@ -223,49 +223,49 @@ class Session:
     Args:
         trainer: Trainer of the run.
         roles: Roles of the ranks: workers and servers.
-        remembered: State of the steps applied before.
+        history: State of the steps applied before.
 
     Attributes:
         engine: Engine of this rank.
     """
 
-    def __init__(self, trainer: Run, roles: Roles, remembered: Remembered) -> None:
+    def __init__(self, trainer: Run, roles: Roles, history: History) -> None:
         self._trainer, self._roles, self._staleness = trainer, roles, trainer.config.parallel.staleness
-        world, self._sizes, self._parts = trainer.world, trainer.batch_sizes, remembered.parts
+        world, self._sizes, self._parts = trainer.world, trainer.batch_sizes, history.parts
         self._origin = trainer.position - self._sizes.before(trainer.step)  # position of the run's first step
         self._order = trainer.data.order(trainer.config.run.seed)
         assert isinstance(trainer.engine, ServedEngine)
         self.engine, self._sharding = trainer.engine, trainer.engine.sharding
         self._boxes = world.mailbox("to servers"), world.mailbox("to workers")
         self._error: BaseException | None = None
-        self._server = self._make_server(world, remembered) if world.rank in roles.servers else None
+        self._server = self._make_server(world, history) if world.rank in roles.servers else None
         self._worker = ServedWorker(roles, self._sharding.flats, self._boxes, self._staleness == 0, self._raise_failure)
         if world.rank in roles.workers:
             parameters, worker = self._sharding.parameters, self._worker
-            parameters.need, worker.came = worker.need, parameters.came
+            parameters.wait_for, worker.on_arrival = worker.wait_for, parameters.copy_to_device
             self._sharding.gradients.push = worker.push
 
-    def _make_server(self, world: Communicator, remembered: Remembered) -> Server:
+    def _make_server(self, world: Communicator, history: History) -> Server:
         roles, flats, sharding = self._roles, self._sharding.flats, self._sharding
         share, update = sharding.share, sharding.update
         assert share is not None and update is not None
         kinds = [g.dtype for g in sharding.groups]
-        inbox = {w: OwnShares(sharding.groups, share, kinds) for w in roles.workers if not flats.sees(w)}
+        inbox = {w: ServerShares(sharding.groups, share, kinds) for w in roles.workers if not flats.sees(w)}
         self.engine.inbox = inbox
         staleness = None if self._staleness == "none" else self._staleness
-        clock = Clock(remembered.applied(), roles.workers, staleness) if world.rank == roles.servers[0] else None
+        clock = Clock(history.applied(), roles.workers, staleness) if world.rank == roles.servers[0] else None
         # bytes between nodes for one part: gradients to servers on other nodes, and parameters from them
         moved = 2 * sum(g.layout.numel // g.layout.parts * g.dtype.itemsize for g in sharding.groups)
         nodes, trainer = world.nodes, self._trainer
         remote_bytes = {w: moved * sum(nodes[server] != nodes[w] for server in roles.servers) for w in roles.workers}
         config, step = trainer.config, trainer.step
-        return Server(share, roles, flats, update, self._boxes, remembered, clock, config, step, remote_bytes, inbox)
+        return Server(share, roles, flats, update, self._boxes, history, clock, config, step, remote_bytes, inbox)
 
     @property
-    def remembered(self) -> Remembered | None:
+    def history(self) -> History | None:
         """State of the applied steps, on the server that assigns samples; None on other ranks."""
         gives_out = self._trainer.world.rank == self._roles.servers[0]
-        return self._server.remembered if self._server is not None and gives_out else None
+        return self._server.history if self._server is not None and gives_out else None
 
     @property
     def known(self) -> int:
@@ -329,7 +329,7 @@ class Session:
         # each worker has buffers, such as batch statistics, of its own samples: evaluate those that are saved
         broadcast_tensors(self.engine.module.buffers(), world, self._roles.workers[0])
         for number in range(max(first, self._trainer.step) + 1, last + 1):
-            yield self._step(self._worker.next_record(), together=number == last)
+            yield self._step(self._worker.next_record(), is_last=number == last)
 
     def _work(self, limit: int) -> Iterator[Step]:
         """Work on the portions assigned to this rank, and yield steps as they become known, except the last one."""
@@ -338,14 +338,14 @@ class Session:
         while True:
             portion = worker.claim(limit, stop=bool(trainer.stop_reason))
             while worker.records and (portion is not None or worker.records[0].step < worker.portion.step):
-                step = self._step(worker.records.popleft(), together=False)
+                step = self._step(worker.records.popleft(), is_last=False)
                 done = step.number
                 yield step
             if portion is None:
                 break
             self._compute(portion)
         worker.pull(worker.portion.step, final=True)
-        worker.need(range(len(self._sharding.flats.buckets)))
+        worker.wait_for(range(len(self._sharding.flats.buckets)))
         trainer.step = done
 
     def _compute(self, portion: Portion) -> None:
@@ -358,7 +358,7 @@ class Session:
         trainer.step, trainer.samples = portion.step - 1, self._sizes.size(portion.step - 1)
         trainer.places = replace(trainer.places, first_worker=portion.part)
         step = trainer.train_step(batch)
-        worker.need(range(len(self._sharding.flats.buckets)))  # a part without samples has not used them
+        worker.wait_for(range(len(self._sharding.flats.buckets)))  # a part without samples has not used them
         lo, hi = self._bounds(portion)
         weight = (hi - lo) / trainer.samples
         norm = step.norm / weight if weight else 0.0
@@ -379,14 +379,14 @@ class Session:
         x = augment_of(trainer.config)(x, ids, np.arange(begin + lo, begin + hi) // len(trainer.data))
         return next(on_device(iter([pin(Batch(ids, x, y, begin), to=trainer.device)]), trainer.device))
 
-    def _step(self, record: StepRecord, *, together: bool) -> Step:
+    def _step(self, record: StepRecord, *, is_last: bool) -> Step:
         """Return a step in the form that the trainer uses."""
         trainer, number = self._trainer, int(record.step)
         size, begin = self._sizes.size(number - 1), self.position(number - 1)
         ids = self._order.ids(begin, size if trainer.config.data.record_ids else 0)
         batch = Batch(ids, torch.empty(0), torch.empty(0), begin)  # without samples: other workers have most of them
         lr, skipped = trainer.schedule.rate(number - 1), bool(record.skipped)
-        step = Step(number, batch, record.loss, lr, record.norm, skipped, seconds=record.seconds, together=together)
+        step = Step(number, batch, record.loss, lr, record.norm, skipped, seconds=record.seconds, together=is_last)
         if len(ids):
             step.extras["ids"] = ids.tolist()
         if self._staleness != 0:
@@ -414,7 +414,7 @@ class ServedSurvivors(Survivors):
         super().__init__(trainer)
         self._strategy = strategy
         # from before ranks died: the engine with its memory, the applied steps, the last step that all ranks know
-        self._left: tuple[ServedEngine, Remembered, Restored] | None = None
+        self._left: tuple[ServedEngine, History, Restored] | None = None
         self._servers = set(strategy.roles.servers)  # numbers in the first world
         self._completed = 0  # steps that were complete when ranks died
 
@@ -453,25 +453,25 @@ class ServedSurvivors(Survivors):
         trainer, session = self._trainer, self._strategy.session
         if session is None:
             return
-        own_remembered = session.remembered  # None except on the server that assigns samples
+        own_history = session.history  # None except on the server that assigns samples
         old_rank = trainer.world.rank
         reports = self.everyone.all_gather_object(
-            [old_rank, session.known, own_remembered.to_json() if own_remembered is not None else None]
+            [old_rank, session.known, own_history.to_json() if own_history is not None else None]
         )
-        remembered = Remembered.from_json(next(encoded for _, _, encoded in reports if encoded is not None))
+        history = History.from_json(next(encoded for _, _, encoded in reports if encoded is not None))
         # servers learn the step when all synchronize
         step = min(int(known) for _, known, _ in reports[: -len(self._servers)])
-        if reports[0][0] != 0 and remembered.records:  # rank 0 died, and its last record is unknown
-            step = int(remembered.records[0].step) - 1
+        if reports[0][0] != 0 and history.records:  # rank 0 died, and its last record is unknown
+            step = int(history.records[0].step) - 1
         values = trainer.state() | {"position": session.position(step)}
-        self._left, self._completed = (session.engine, remembered, Restored(step, values)), remembered.completed
+        self._left, self._completed = (session.engine, history, Restored(step, values)), history.completed
 
     def restore(self, trainer: Run) -> Restored | None:
         self._store = trainer.store
         if self._left is None:
             return None
         assert isinstance(trainer.engine, ServedEngine)
-        earlier, self._strategy.remembered, restored = self._left
+        earlier, self._strategy.history, restored = self._left
         trainer.engine.take_over(earlier)
         self._left = None
         return restored

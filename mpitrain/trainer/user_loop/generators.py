@@ -42,7 +42,7 @@ class Generators:
     def __init__(self, mesh: Mesh, device: torch.device) -> None:
         self._mesh, self._device, self._name = mesh, device, f"{RANDOM}{mesh.world.rank}"
         self.seed = int(mesh.world.broadcast_object(torch.initial_seed()))
-        self._filled: torch.Tensor | None = None
+        self._loaded: torch.Tensor | None = None
 
     def part(self) -> Part:
         """Return the states of this rank's generators as a part of a checkpoint."""
@@ -60,11 +60,11 @@ class Generators:
 
         `finish_load` then uses it.
         """
-        self._filled, spec = None, manifest.tensors.get(self._name)
+        self._loaded, spec = None, manifest.tensors.get(self._name)
         if spec is None or manifest.values.get("random", {}).get("mesh") != list(self._mesh.shape.values()):
             return []
-        self._filled = torch.empty(spec.shape, dtype=torch.uint8)
-        return [Part(spec, Piece.whole(self._name, spec.numel), self._filled)]
+        self._loaded = torch.empty(spec.shape, dtype=torch.uint8)
+        return [Part(spec, Piece.whole(self._name, spec.numel), self._loaded)]
 
     def finish_load(self, manifest: Manifest) -> None:
         """Restore the generators from the checkpoint, or seed them for its step if the mesh differs."""
@@ -72,8 +72,8 @@ class Generators:
         if saved is None:  # saved by the trainer, which seeds each step
             return
         self.seed = int(saved["seed"])
-        if self._filled is not None:
-            _restore(json.loads(self._filled.numpy().tobytes(), object_hook=_decoded), self._device)
+        if self._loaded is not None:
+            _restore(json.loads(self._loaded.numpy().tobytes(), object_hook=_decode), self._device)
             return
         seed_worker(self.seed, manifest.step, self._mesh.replicas.rank)
         drawn = torch.initial_seed()
@@ -92,7 +92,7 @@ class DividedDraws:
     def __init__(self, generators: Generators, mesh: Mesh, device: torch.device) -> None:
         self._generators, self._device = generators, device
         self._place = mesh.number(*mesh.dividing(SAMPLES, PARTS, BLOCKS))
-        self._on = _devices(device)
+        self._drawing_devices = _devices(device)
         self._states: list[torch.Tensor] = []
         self._step = -1
 
@@ -104,12 +104,12 @@ class DividedDraws:
                 seed_worker(self._generators.seed, step, self._place)
                 self._step = step
             else:
-                for on, state in zip(self._on, self._states, strict=True):
+                for on, state in zip(self._drawing_devices, self._states, strict=True):
                     devices.set_generator_state(on, state)
             try:
                 yield
             finally:
-                self._states = [devices.generator_state(on) for on in self._on]
+                self._states = [devices.generator_state(on) for on in self._drawing_devices]
 
     def restart(self) -> None:
         """Forget the current step, because another state was loaded."""
@@ -141,7 +141,7 @@ def _restore(states: Mapping[str, Any], device: torch.device) -> None:
         devices.set_generator_state(of, torch.from_numpy(_array(state, np.uint8).copy()))
 
 
-def _decoded(value: dict[str, Any]) -> Any:
+def _decode(value: dict[str, Any]) -> Any:
     """Return the array that a JSON object encodes; other objects are returned as they are."""
     if set(value) != {"array", "dtype"}:
         return value

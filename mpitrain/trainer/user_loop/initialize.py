@@ -25,7 +25,7 @@ from mpitrain.comm import Communicator, carry_device_memory, init, set_timeout
 from mpitrain.config.deepspeed import looks_like_deepspeed, read_deepspeed, read_json
 from mpitrain.config.parallel import ParallelSection
 from mpitrain.config.section import declared
-from mpitrain.config.settings import Config, Given
+from mpitrain.config.settings import Config, ConfigSource
 from mpitrain.config.training import OptimSection
 from mpitrain.errors import refusal
 from mpitrain.layers.precision import DTYPES
@@ -39,7 +39,7 @@ from mpitrain.trainer.device import found_on
 from mpitrain.trainer.engine import Engine, Loss, LossScale
 from mpitrain.trainer.optimizing import ParameterRoles, make_optimizer, make_scheduler, optimizer_class
 from mpitrain.trainer.options import Settings, every_setting, from_config, from_deepspeed
-from mpitrain.trainer.user_loop.training_engine import GivenModel, PipelineEngine, TrainingEngine
+from mpitrain.trainer.user_loop.training_engine import PipelineEngine, TrainingEngine, UserModel
 
 Names = Mapping[nn.Parameter, Sequence[str]]
 OptimizerOf = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -48,14 +48,14 @@ OptimizerOf = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.o
 def initialize(
     model: nn.Module,
     optimizer: OptimizerOf | None = None,
-    config: Given = None,
+    config: ConfigSource = None,
     *,
     loss: Loss | None = None,
     scheduler: Any = None,
     comm: Communicator | None = None,
     plan: Plan | None = None,
     blocks: Sequence[str] = (),
-    auto: Given = None,
+    auto: ConfigSource = None,
 ) -> TrainingEngine:
     """Make an engine that trains a model on the ranks of a communicator. Collective.
 
@@ -88,22 +88,24 @@ def initialize(
     read, ours = settings.deepspeed, settings.config
     _refuse_twice(_origin(config), "an optimizer", optimizer, read and "name" in ours.optim.model_fields_set)
     _refuse_twice(_origin(config), "a scheduler", scheduler, settings.schedule or (read and read.torch_schedule))
-    passed_model = GivenModel(model)
+    passed_model = UserModel(model)
     arguments = {"optimizer of your own": optimizer is not None, "scheduler of your own": scheduler is not None}
-    require_alike(comm, [*settings_told(settings, optimizer is not None), *values_told(arguments), *model_told(model)])
-    _begin(settings, comm)
-    make = _optimizing(optimizer, settings, model, comm)
-    mesh = places(comm, ours.parallel)
+    require_equal(
+        comm, [*describe_settings(settings, optimizer is not None), *describe_values(arguments), *describe_model(model)]
+    )
+    _apply_process_settings(settings, comm)
+    make = _optimizer_maker(optimizer, settings, model, comm)
+    mesh = make_mesh(comm, ours.parallel)
     divided, loss = place_on_mesh(model, mesh, ours, loss=loss, plan=plan, blocks=blocks)
     local_optimizer = make(divided.module)  # groups from the configuration may differ between stages
-    require_alike(comm, [] if optimizer is None else [*groups_told(local_optimizer, whole=not mesh.divided)])
+    require_equal(comm, [] if optimizer is None else [*describe_groups(local_optimizer, whole=not mesh.divided)])
     engine = _engine(divided, loss or (lambda output, y: output), local_optimizer, mesh, settings)
     if ours.model.compile:
         compile_blocks(divided.blocks, engine, comm)
     if read is not None and read.torch_schedule is not None:
         scheduler = partial(make_scheduler, *read.torch_schedule)
     kind = TrainingEngine if engine.pipeline is None else PipelineEngine
-    return kind(engine, settings, loss, scheduling(scheduler, local_optimizer), mesh, passed_model)
+    return kind(engine, settings, loss, resolve_scheduler(scheduler, local_optimizer), mesh, passed_model)
 
 
 def _engine(divided: ModelPart, loss: Loss, optimizer: torch.optim.Optimizer, mesh: Mesh, settings: Settings) -> Engine:
@@ -124,14 +126,14 @@ def _refuse_model(model: nn.Module) -> None:
         raise refusal(f"no parameter of {type(model).__name__} requires gradients; leave some to train")
 
 
-def _refuse_twice(origin: str, what: str, given: object, named: object) -> None:
+def _refuse_twice(origin: str, what: str, argument: object, configured: object) -> None:
     """Raise InputError if both the caller and the configuration specify something."""
-    if given is not None and named:
+    if argument is not None and configured:
         raise refusal(f"{what} was given, and {origin} names another; leave one out")
 
 
-def _optimizing(
-    given: OptimizerOf | None, settings: Settings, model: nn.Module, comm: Communicator
+def _optimizer_maker(
+    user_optimizer: OptimizerOf | None, settings: Settings, model: nn.Module, comm: Communicator
 ) -> Callable[[nn.Module], torch.optim.Optimizer]:
     """Return a function that makes the optimizer of this rank's part, the caller's or the configuration's. Collective.
 
@@ -141,14 +143,14 @@ def _optimizing(
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
-    section = _optim(settings) if given is None else settings.config.optim
-    roles = ParameterRoles.of(section, model) if given is None else None
+    section = _optim(settings) if user_optimizer is None else settings.config.optim
+    roles = ParameterRoles.of(section, model) if user_optimizer is None else None
 
     def make(module: nn.Module) -> torch.optim.Optimizer:
-        if given is None:
+        if user_optimizer is None:
             optimizer = make_optimizer(section, module.named_parameters(), roles)
         else:
-            optimizer = following(given, names, module, comm)
+            optimizer = optimizer_for_part(user_optimizer, names, module, comm)
         if read is not None and read.any_optimizer:
             optimizer.elementwise = True  # type: ignore[attr-defined]
         return optimizer
@@ -167,7 +169,7 @@ def _optim(settings: Settings) -> OptimSection:
     return section.model_copy(update={"lr": float(rate)})
 
 
-def _begin(settings: Settings, comm: Communicator) -> None:
+def _apply_process_settings(settings: Settings, comm: Communicator) -> None:
     """Apply the settings of the process, and print remarks about the settings on rank 0."""
     ours, read = settings.config.comm, settings.deepspeed
     if "timeout" in ours.model_fields_set:
@@ -188,7 +190,7 @@ def _begin(settings: Settings, comm: Communicator) -> None:
         )
 
 
-def _read(config: Given, ranks: int, auto: Given, *, own_optimizer: bool) -> Settings:
+def _read(config: ConfigSource, ranks: int, auto: ConfigSource, *, own_optimizer: bool) -> Settings:
     file = isinstance(config, (str, Path)) and str(config).endswith(".json")
     if file or (isinstance(config, Mapping) and looks_like_deepspeed(config)):
         values = read_json(Path(str(config))) if file else config
@@ -199,11 +201,11 @@ def _read(config: Given, ranks: int, auto: Given, *, own_optimizer: bool) -> Set
     return from_config(Config.of(config), ranks, own_optimizer=own_optimizer, origin=_origin(config))
 
 
-def _origin(config: Given) -> str:
+def _origin(config: ConfigSource) -> str:
     return str(config) if isinstance(config, (str, Path)) else "config"
 
 
-def settings_told(settings: Settings, own_optimizer: bool) -> Iterator[tuple[str, str]]:
+def describe_settings(settings: Settings, own_optimizer: bool) -> Iterator[tuple[str, str]]:
     """Yield the settings that must be equal on all ranks, as (section.key, value).
 
     Each rank updates its slice of the parameters with its own settings, so a difference would silently change the
@@ -218,14 +220,14 @@ def settings_told(settings: Settings, own_optimizer: bool) -> Iterator[tuple[str
         if loop == "followed_folder":
             yield (name, value if value in ("", "host") else "a folder")
         elif loop == "followed" or (loop == "for_optimizer" and not own_optimizer):
-            yield from values_told(value, name)
-    yield from values_told({"train.microbatch": settings.microbatch, "train.accumulation": settings.accumulate})
+            yield from describe_values(value, name)
+    yield from describe_values({"train.microbatch": settings.microbatch, "train.accumulation": settings.accumulate})
     if (read := settings.deepspeed) is not None:
-        yield from values_told({"scheduler": read.schedule or read.torch_schedule, "fp16": read.scale})
-        yield from values_told({"reduced in": read.reduce_dtype, "any optimizer": read.any_optimizer})
+        yield from describe_values({"scheduler": read.schedule or read.torch_schedule, "fp16": read.scale})
+        yield from describe_values({"reduced in": read.reduce_dtype, "any optimizer": read.any_optimizer})
 
 
-def values_told(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
+def describe_values(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
     """Yield the numbers, strings and booleans in a nested value as (name, text).
 
     Other objects yield the name of their type.
@@ -241,22 +243,22 @@ def values_told(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
         value = value.item()
     if isinstance(value, Mapping):
         for key in sorted(value, key=str):
-            yield from values_told(value[key], f"{name}.{key}" if name else str(key))
+            yield from describe_values(value[key], f"{name}.{key}" if name else str(key))
     elif isinstance(value, (list, tuple)):
         for number, each in enumerate(value):
-            yield from values_told(each, f"{name}[{number}]")
+            yield from describe_values(each, f"{name}[{number}]")
     else:
-        yield (name, _shown(value))
+        yield (name, _as_text(value))
 
 
-def model_told(model: nn.Module) -> Iterator[tuple[str, str]]:
+def describe_model(model: nn.Module) -> Iterator[tuple[str, str]]:
     """Yield dtype and shape of each parameter, and "frozen" if it is not trained, as (name, text)."""
     for name, p in model.named_parameters():
         kind = str(p.dtype).removeprefix("torch.")
         yield (f"model.{name}", f"{kind} {list(p.shape)}{'' if p.requires_grad else ' frozen'}")
 
 
-def groups_told(optimizer: torch.optim.Optimizer, *, whole: bool) -> Iterator[tuple[str, str]]:
+def describe_groups(optimizer: torch.optim.Optimizer, *, whole: bool) -> Iterator[tuple[str, str]]:
     """Yield the class and the group settings of an optimizer, as (name, text).
 
     Args:
@@ -266,19 +268,21 @@ def groups_told(optimizer: torch.optim.Optimizer, *, whole: bool) -> Iterator[tu
     yield ("optimizer", type(optimizer).__name__)
     for number, group in enumerate(optimizer.param_groups):
         name = f"optimizer.param_groups[{number}]"
-        yield from values_told({key: each for key, each in group.items() if key not in ("params", "param_names")}, name)
+        yield from describe_values(
+            {key: each for key, each in group.items() if key not in ("params", "param_names")}, name
+        )
         if whole:
             yield (f"parameters in {name}", str(len(group["params"])))
 
 
-def require_alike(comm: Communicator, told: Sequence[tuple[str, str]]) -> None:
+def require_equal(comm: Communicator, values: Sequence[tuple[str, str]]) -> None:
     """Raise InputError if values differ between ranks, naming the first that does. Collective.
 
     Args:
         comm: All ranks.
-        told: Names and values, as text.
+        values: Names and values, as text.
     """
-    mine = dict(told)
+    mine = dict(values)
     digests = comm.all_gather_object(hashlib.sha256(json.dumps(mine).encode()).hexdigest())
     if len(set(digests)) == 1:
         return
@@ -292,7 +296,7 @@ def require_alike(comm: Communicator, told: Sequence[tuple[str, str]]) -> None:
     )
 
 
-def _shown(value: Any) -> str:
+def _as_text(value: Any) -> str:
     if isinstance(value, float) and value.is_integer():
         return str(int(value))  # 1.0 equals 1
     if isinstance(value, torch.dtype):
@@ -303,7 +307,7 @@ def _shown(value: Any) -> str:
 # -- the user's model, optimizer and scheduler on a mesh
 
 
-def places(comm: Communicator, parallel: ParallelSection) -> Mesh:
+def make_mesh(comm: Communicator, parallel: ParallelSection) -> Mesh:
     """Return the mesh of a user's training loop. Collective.
 
     If the model is not divided, the communicator of all ranks is `comm` itself.
@@ -368,34 +372,39 @@ def place_on_mesh(
     return divided, chosen
 
 
-def _loss_of(model: nn.Module, given: Loss | None, own: Loss | None, before: Any, *, staged: bool) -> Loss | None:
+def _loss_of(
+    model: nn.Module, user_loss: Loss | None, model_loss: Loss | None, old_criterion: Any, *, staged: bool
+) -> Loss | None:
     """Return the loss of a model whose layers are divided.
 
     Args:
         model: The model; its `criterion` was replaced if its scores are divided.
-        given: Loss from the user; None if there is none.
-        own: The model's method `loss`; None if it has none.
-        before: The model's `criterion` before the division.
+        user_loss: Loss from the user; None if there is none.
+        model_loss: The model's method `loss`; None if it has none.
+        old_criterion: The model's `criterion` before the division.
         staged: If true, the loss must not be a method, because a method would keep the whole model in memory.
     """
     criterion: Loss | None = getattr(model, "criterion", None)
-    if given is not None and given not in (own, before):
-        if criterion is not before:
+    if user_loss is not None and user_loss not in (model_loss, old_criterion):
+        if criterion is not old_criterion:
             raise refusal(
                 f"the plan leaves the scores of {type(model).__name__} divided, which the given loss cannot know; "
                 "leave loss out, and the model's `criterion` is replaced, or plan the head as Column(gather=True)"
             )
-        return given
-    if given is not None and given == before:
+        return user_loss
+    if user_loss is not None and user_loss == old_criterion:
         return criterion
-    return criterion if criterion is not None and (staged or own is None) else own
+    return criterion if criterion is not None and (staged or model_loss is None) else model_loss
 
 
-def following(given: Any, names: Names, module: nn.Module, comm: Communicator) -> torch.optim.Optimizer:
+def optimizer_for_part(
+    user_optimizer: Any, names: Names, module: nn.Module, comm: Communicator
+) -> torch.optim.Optimizer:
     """Return the optimizer of this rank's part of a model. Collective.
 
     Args:
-        given: Optimizer of the whole model's parameters, or a class or function that makes one from parameters.
+        user_optimizer: Optimizer of the whole model's parameters, or a class or function that makes one from
+            parameters.
         names: Names of each parameter of the whole model.
         module: This rank's part of the model; the whole model if it is not divided.
         comm: All ranks.
@@ -404,25 +413,25 @@ def following(given: Any, names: Names, module: nn.Module, comm: Communicator) -
         InputError: If the optimizer already has a state or has parameters of another model, the function does not
             return an optimizer, or the number of its groups differs between ranks.
     """
-    if isinstance(given, type) or not hasattr(given, "param_groups"):
-        return _made(given, module, comm)
-    if any(p not in names for group in given.param_groups for p in group["params"]):
+    if isinstance(user_optimizer, type) or not hasattr(user_optimizer, "param_groups"):
+        return _call_maker(user_optimizer, module, comm)
+    if any(p not in names for group in user_optimizer.param_groups for p in group["params"]):
         raise refusal("the optimizer has parameters that are not the model's; give it those alone")
     parts = dict(module.named_parameters(remove_duplicate=False))
     local_parts = {p: [parts[name] for name in named if name in parts][:1] for p, named in names.items()}
     if all(len(local) == 1 and local[0] is p for p, local in local_parts.items()):
-        return given
-    if has_stepped(given):
+        return user_optimizer
+    if has_stepped(user_optimizer):
         raise refusal(
             "the optimizer has a state already, of parameters that are divided now; give mt.initialize a new one, and "
             "load a checkpoint after"
         )
-    for group in given.param_groups:
+    for group in user_optimizer.param_groups:
         group["params"] = [part for p in group["params"] for part in local_parts[p]]
-    return given
+    return user_optimizer
 
 
-def _made(make: Any, module: nn.Module, comm: Communicator) -> torch.optim.Optimizer:
+def _call_maker(make: Any, module: nn.Module, comm: Communicator) -> torch.optim.Optimizer:
     """Return the optimizer that `make` returns for this rank's parameters."""
     if not callable(make):
         raise refusal(
@@ -442,25 +451,25 @@ def _made(make: Any, module: nn.Module, comm: Communicator) -> torch.optim.Optim
     return optimizer
 
 
-def scheduling(given: Any, optimizer: torch.optim.Optimizer) -> Any:
+def resolve_scheduler(user_scheduler: Any, optimizer: torch.optim.Optimizer) -> Any:
     """Return the user's learning-rate scheduler, or the one that the user's function makes from the optimizer.
 
     Args:
-        given: Scheduler or function; None if there is none.
+        user_scheduler: Scheduler or function; None if there is none.
         optimizer: Optimizer of the engine.
 
     Raises:
         InputError: If it is not a scheduler, follows a loss, or belongs to another optimizer.
     """
-    if given is None:
+    if user_scheduler is None:
         return None
-    if hasattr(given, "step") and not isinstance(given, type):
-        scheduler = given
-    elif callable(given):
-        scheduler = given(optimizer)
+    if hasattr(user_scheduler, "step") and not isinstance(user_scheduler, type):
+        scheduler = user_scheduler
+    elif callable(user_scheduler):
+        scheduler = user_scheduler(optimizer)
     else:
         raise refusal(
-            f"scheduler is a {type(given).__name__}; give a scheduler, or a function of an optimizer that makes one"
+            f"scheduler is a {type(user_scheduler).__name__}; give a scheduler, or a function of an optimizer that makes one"
         )
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise refusal(

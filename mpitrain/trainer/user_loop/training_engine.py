@@ -53,15 +53,15 @@ class TrainingEngine:
     """
 
     def __init__(
-        self, engine: Engine, settings: Settings, loss: Loss | None, scheduler: Any, mesh: Mesh, given: GivenModel
+        self, engine: Engine, settings: Settings, loss: Loss | None, scheduler: Any, mesh: Mesh, model: UserModel
     ) -> None:
         self._engine: Any = engine  # an Engine, until it is closed
         self.settings, self._loss, self._scheduler = settings, loss, scheduler
         self.module, self.optimizer, self.device = engine.module, engine.optimizer, engine.device
-        self.mesh, self._given, stages = mesh, given, mesh.stages
+        self.mesh, self._user_model, stages = mesh, model, mesh.stages
         self.data_rank, self.data_size = mesh.readers.rank, mesh.readers.size
         self.is_first_stage, self.is_last_stage = stages.rank == 0, stages.rank == stages.size - 1
-        given.take(engine.module)
+        model.mark(engine.module)
         self.steps, self._passes, self.norm, self.skipped = 0, 0, 0.0, 0
         self._own_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         self._store: Any = Store(Path(), mesh.world, ALL)  # one for all folders, because it has communicators
@@ -143,7 +143,7 @@ class TrainingEngine:
     def _backward(self, loss: torch.Tensor, weight: float) -> None:
         """Add the gradients of a microbatch's mean loss, times its weight in the step's loss."""
         require_scalar(loss)
-        self._given.require_frozen()
+        self._user_model.require_frozen()
         self._pending = True
         if self._passes == 0:
             self._engine.sharding.gradients.zero()
@@ -219,7 +219,7 @@ class TrainingEngine:
                 engine.comm.all_reduce(mean, "avg")
                 fetched_mean = fetched(mean)
             self.step()
-        return self._note_terms(fetched_mean().tolist())
+        return self._set_loss_terms(fetched_mean().tolist())
 
     def _weights(self, microbatches: Sequence[tuple[Any, Any]]) -> list[float]:
         """Return the weight of each microbatch in the loss of a step. Collective if targets may be masked."""
@@ -228,7 +228,7 @@ class TrainingEngine:
         weights: list[float] = engine.weigh([y for _, y in microbatches], [self._share] * len(microbatches))
         return weights
 
-    def _note_terms(self, means: Sequence[float]) -> float:
+    def _set_loss_terms(self, means: Sequence[float]) -> float:
         """Set `loss_terms`, and return the loss, from their means: first the loss, then each term."""
         self.loss_terms = dict(zip(self._engine.terms.names, means[1:], strict=True))
         return float(means[0])
@@ -252,7 +252,7 @@ class TrainingEngine:
         sums = torch.zeros(2, dtype=torch.float64, device=on)
         for batch in batches:
             with full_told(self.device):
-                x, y = moved(pair(batch), self.device)
+                x, y = moved(as_pair(batch), self.device)
                 self._engine.counted = partial(counted, self._loss) if counts_targets(self._loss, y) else None
                 count = self._engine.count(x, y)
                 sums[0] += self._engine.evaluate(x, y).double() * count
@@ -279,7 +279,7 @@ class TrainingEngine:
                 "iter(...) of it once, before the steps"
             )
         try:
-            return pair(next(batches))
+            return as_pair(next(batches))
         except StopIteration:
             if not number:
                 raise
@@ -369,7 +369,7 @@ class TrainingEngine:
         if not self._divided:
             return self._engine.state_dict()
         parts, rest = self._engine.parts()
-        return whole_state(self.mesh.world, parts, self._given.names, rest["tied"], self.device)
+        return whole_state(self.mesh.world, parts, self._user_model.names, rest["tied"], self.device)
 
     def memory(self) -> MemoryAccount:
         """Return the bytes of each category on this rank, as measured and by formula."""
@@ -385,7 +385,7 @@ class TrainingEngine:
         self._store.close()
         self._engine.close()
         self.mesh.free()
-        self._given.release()
+        self._user_model.release()
         self._engine = self._store = ClosedEngine()
 
 
@@ -397,13 +397,13 @@ class PipelineEngine(TrainingEngine):
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise whole_steps("engine(...)")
+        raise unsupported_in_stages("engine(...)")
 
     def backward(self, loss: torch.Tensor) -> None:
-        raise whole_steps("engine.backward")
+        raise unsupported_in_stages("engine.backward")
 
     def step(self) -> bool:
-        raise whole_steps("engine.step")
+        raise unsupported_in_stages("engine.step")
 
     def train_batch(self, batches: Iterator[tuple[Any, Any]]) -> float:
         """Take a whole step on the next microbatches (x, y) of an iterator. Collective.
@@ -415,7 +415,7 @@ class PipelineEngine(TrainingEngine):
             InputError: If the iterator ends in the middle of a step.
             StopIteration: If the iterator has no microbatch left.
         """
-        self._given.require_frozen()
+        self._user_model.require_frozen()
         count, engine = self.settings.accumulate, self._engine
         microbatches = [self.mesh.take(*self._next(batches, number)) for number in range(count)]
         weights = self._weights(microbatches) if self.is_last_stage else [self._share] * count
@@ -426,7 +426,7 @@ class PipelineEngine(TrainingEngine):
         total = torch.tensor([loss, *engine.term_sums.sum(0).tolist()], dtype=torch.float64)
         engine.comm.all_reduce(total)
         self._update()
-        return self._note_terms(total.tolist())
+        return self._set_loss_terms(total.tolist())
 
 
 def whole_state(
@@ -530,7 +530,7 @@ def require_scalar(loss: Any) -> None:
         raise InputError(f"engine.backward takes a scalar loss, and this is {wrong}")
 
 
-def pair(batch: Any) -> tuple[Any, Any]:
+def as_pair(batch: Any) -> tuple[Any, Any]:
     """Return a microbatch as (x, y). Raises InputError if it is not a pair."""
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
         return batch[0], batch[1]
@@ -541,7 +541,7 @@ def pair(batch: Any) -> tuple[Any, Any]:
     )
 
 
-def whole_steps(what: str) -> InputError:
+def unsupported_in_stages(what: str) -> InputError:
     """Return the error for a method that a model in stages does not support."""
     return InputError(
         f"{what} is not for a model in stages, through which all microbatches of a step go together; use "
@@ -552,7 +552,7 @@ def whole_steps(what: str) -> InputError:
 _MARK = "_mpitrain_engine"  # attribute of modules in an engine: the module's id, which differs from that of a copy
 
 
-class GivenModel:
+class UserModel:
     """The model that was passed to `mpitrain.initialize`.
 
     Attributes:
@@ -572,7 +572,7 @@ class GivenModel:
             )
         self._frozen: list[tuple[str, nn.Parameter]] = []
 
-    def take(self, module: nn.Module) -> None:
+    def mark(self, module: nn.Module) -> None:
         """Mark the model's modules as used by an engine. module: this rank's part of the model."""
         for m in self._modules:
             setattr(m, _MARK, id(m))
