@@ -88,7 +88,9 @@ def check_warmup(warmup: Any) -> Any:
         ValueError: `warmup` is not a list of such pairs of integers of at least 1; the message names the wrong entry.
     """
     if not isinstance(warmup, (list, tuple)):
-        raise ValueError(f"train.batch_warmup = {warmup!r:.200} is no list of [steps, samples]; write {_EXAMPLE}")
+        raise ValueError(
+            f"train.batch_warmup = {warmup!r:.200} is not a list of [steps, samples] pairs; write {_EXAMPLE}"
+        )
     for number, entry in enumerate(warmup):
         fine = isinstance(entry, (list, tuple)) and len(entry) == 2
         if not fine or not all(type(value) is int and 1 <= value < 1 << 62 for value in entry):
@@ -112,8 +114,9 @@ def require_multiples(sizes: BatchSizes, groups: int) -> None:
     uneven = next((size for size in sizes.after(0) if size % groups), None)
     if sizes.warmup and uneven is not None:
         raise refusal(
-            f"train.batch_warmup in parallel.mode local needs batches that are multiples of the {groups} groups, and "
-            f"{sizes.key(uneven)} has {uneven} samples; change it, or leave the warm-up out"
+            f"parallel.mode local needs batches that are multiples of its {groups} groups, but "
+            f"{sizes.key(uneven)} has {uneven} samples; use a multiple of {groups}, or remove "
+            "train.batch_warmup"
         )
 
 
@@ -145,5 +148,5 @@ def accumulation(
         steps = batch // (microbatch * ranks) if microbatch else 0
     if microbatch * steps * ranks != batch or not batch:
         product = f"{microbatch} x {steps} x {ranks} ranks" if microbatch and steps else f"{ranks} ranks"
-        raise refusal(f"{names[0]} {batch} is not {product}; make it microbatch x accumulation x ranks")
+        raise refusal(f"{names[0]} {batch} is not {product}; set it to microbatch x accumulation x ranks")
     return microbatch, steps

@@ -62,8 +62,8 @@ class LearningRate:
         unknown = set(section.schedule_options) - ({"power"} if kind == "polynomial" else set())
         if unknown:
             raise refusal(
-                f"optim.schedule_options: {kind} has no {', '.join(sorted(unknown))}; polynomial has power, a class "
-                "of torch.optim.lr_scheduler its arguments"
+                f"optim.schedule_options: {kind} has no option {', '.join(sorted(unknown))}; polynomial has "
+                "the option power, and a class of torch.optim.lr_scheduler has its arguments"
             )
         power = float(section.schedule_options.get("power", 2.0))
         rates = section.lr, section.lr_end
@@ -249,7 +249,7 @@ def make_cycle(kind: type[OneCycle] | type[RangeTest], options: Mapping[str, Any
     """
     values = {key: value for key, value in options.items() if value is not None}
     if unknown := sorted(set(values) - set(kind.model_fields)):
-        raise refusal(f"there is no {', '.join(unknown)}; there are {', '.join(kind.model_fields)}")
+        raise refusal(f"there is no option {', '.join(unknown)}; the options are {', '.join(kind.model_fields)}")
     try:
         return kind.model_validate(values)
     except ValidationError as error:

@@ -34,7 +34,7 @@ def find(key: str, path: str) -> Callable[..., Any]:
     """
     module_name, colon, name = path.partition(":")
     if not (colon and module_name and name):
-        raise refusal(f"{key} {path!r} names no function; write package.module:function")
+        raise refusal(f"{key} {path!r} does not name a function; write package.module:function")
     module = _import(f"{key} {path}", module_name)
     function = getattr(module, name, None)
     if function is None:
@@ -49,7 +49,7 @@ def find(key: str, path: str) -> Callable[..., Any]:
             + suggestion(name, known, otherwise)
         )
     if not callable(function):
-        raise InputError(f"{key} {path}: {name} is {type(function).__name__}, not a function; name one")
+        raise InputError(f"{key} {path}: {name} is {type(function).__name__}, not a function; name a function")
     result: Callable[..., Any] = function
     return result
 
@@ -73,7 +73,10 @@ def require_outside(key: str, path: str, folder: Path) -> None:
     sys.path.sort(key=lambda entry: _is_within(entry, folder))
     parts = module_name.split(".")
     if parts[0] in sys.stdlib_module_names:
-        raise InputError(f"{key} {path} names Python's own {parts[0]}, which has no such thing; {_TRUST}")
+        raise InputError(
+            f"{key} {path} names {parts[0]} of Python's standard library, which has neither models nor metrics; "
+            f"{_TRUST}"
+        )
     for name in (".".join(parts[:count]) for count in range(1, len(parts) + 1)):
         try:
             spec = importlib.util.find_spec(name) if name not in sys.modules else None
@@ -118,7 +121,7 @@ def _import(named: str, module_name: str) -> ModuleType:
             + suggestion(error.name, beside, "start the job in its folder, or install it")
         ) from None
     except (Exception, SystemExit) as error:
-        raise InputError(f"{named}: importing {module_name} raised {describe_error(error)}; mend it") from error
+        raise InputError(f"{named}: importing {module_name} raised {describe_error(error)}; fix it") from error
 
 
 def suggestion(name: str, known: Iterable[str], otherwise: str) -> str:

@@ -36,13 +36,14 @@ def with_preset(settings: Mapping[str, Any]) -> Values:
             `settings` although `settings` sets all of its keys.
     """
     path = Path(str(settings["preset"]))
-    with refusing(f"model.preset {path} is no config.json", "give that of a model"):
+    with refusing(f"model.preset {path} is not a config.json", "give the config.json of a model"):
         preset = preset_values(path := path.expanduser())
     other = [key for key, value in preset.items() if settings.get(key, value) != value]
     if other and preset.keys() <= settings.keys():
         raise InputError(
-            f"model.preset {path} has {other[0]} {preset[other[0]]}, and model.{other[0]} is {settings[other[0]]}, as all "
-            "its keys are given: remove them, or model.preset"
+            f"model.preset {path} has {other[0]} {preset[other[0]]}, but model.{other[0]} is "
+            f"{settings[other[0]]}, and all keys of the preset are set; remove these keys, or remove "
+            "model.preset"
         )
     return {**preset, **settings, "preset": ""}
 
@@ -61,8 +62,8 @@ def preset_values(path: Path) -> Values:
     family = source.values.get("model_type")
     if not isinstance(family, str) or family not in _FAMILIES:
         raise InputError(
-            f"model.preset {file}: model_type {family!r:.80} is none of {', '.join(_FAMILIES)}; use model.factory for "
-            "it"
+            f"model.preset {file}: model_type {family!r:.80} is not one of {', '.join(_FAMILIES)}; use "
+            "model.factory for it"
         )
     source.require_one_of("quantization_config", None)
     return _FAMILIES[family](source)
@@ -141,15 +142,17 @@ def family_of(model: Mapping[str, Any]) -> str:
         "gpt2": {"norm": "layernorm", "positions": "learned", "mlp": "gelu", "bias": True, "qk_norm": False},
     }
     if model.get("name", "gpt") != "gpt" or model.get("factory"):
-        raise InputError("only model.name gpt has a form of Hugging Face's; export other models to .safetensors or .pt")
+        raise InputError(
+            "only model.name gpt can be exported in a Hugging Face format; export other models to .safetensors or .pt"
+        )
     if model["kv_heads"] in (0, model["heads"]) and all(model[key] == value for key, value in forms["gpt2"].items()):
         return "gpt2"
     if all(model[key] == value for key, value in forms["llama"].items()):
         if model["qk_norm"]:
             if model["bias"] or model["qkv_bias"]:
                 raise InputError(
-                    "a gpt with model.qk_norm is Hugging Face's qwen3, whose layers have no bias, and this has one; "
-                    "export it to .safetensors or .pt"
+                    "a gpt with model.qk_norm corresponds to Hugging Face's qwen3, whose layers have no bias, "
+                    "but this model has a bias; export it to .safetensors or .pt"
                 )
             return "qwen3"
         return "qwen2" if model["qkv_bias"] and not model["bias"] else "llama"
@@ -176,8 +179,8 @@ class _Source:
         value = self.values.get(key, fitting[0])
         if value not in fitting:
             raise InputError(
-                f"model.preset {self.file}: {key} {json.dumps(value):.80} cannot be represented by gpt, which has "
-                f"{' or '.join(json.dumps(v) for v in fitting)}; use model.factory for it"
+                f"model.preset {self.file}: {key} {json.dumps(value):.80} cannot be represented by gpt, which "
+                f"supports {' or '.join(json.dumps(v) for v in fitting)}; use model.factory for it"
             )
 
     def number(self, key: str, otherwise: Number, within: Mapping[str, Any] | None = None) -> Number:
@@ -195,7 +198,9 @@ class _Source:
         value = otherwise if value is None else value
         kinds, limit = (int, 2**53) if isinstance(otherwise, int) else ((int, float), 1e300)
         if not isinstance(value, kinds) or isinstance(value, bool) or not 0 < value < limit:
-            raise InputError(f"model.preset {self.file}: {key} is {value!r:.80}, not a positive number; mend it there")
+            raise InputError(
+                f"model.preset {self.file}: {key} is {value!r:.80}, not a positive number; fix it in that file"
+            )
         return type(otherwise)(value)
 
     def flag(self, key: str, otherwise: bool) -> bool:
@@ -239,8 +244,8 @@ def _llama(source: _Source) -> Values:
     bias = source.flag("attention_bias", False)
     if source.flag("mlp_bias", False) != bias:
         raise InputError(
-            f"model.preset {source.file}: attention_bias and mlp_bias differ, and gpt has biases everywhere or "
-            "nowhere; use model.factory for it"
+            f"model.preset {source.file}: attention_bias and mlp_bias differ, but gpt has biases in all layers "
+            "or in none; use model.factory for it"
         )
     return _llama_keys(source) | {"bias": bias}
 
@@ -314,8 +319,8 @@ def _rope_base(source: _Source) -> float:
         kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else rope
         if kind != "default" or not isinstance(rope, dict):
             raise InputError(
-                f"model.preset {source.file}: {key} of kind {kind!r:.80} is not among what gpt has (plain rotary "
-                "positions); use model.factory for it"
+                f"model.preset {source.file}: {key} of kind {kind!r:.80} is not supported by gpt, which has "
+                "plain rotary positions; use model.factory for it"
             )
         base = source.number("rope_theta", base, rope)
     for where in (source.values, source.values.get("rope_parameters") or {}):
@@ -334,9 +339,11 @@ def _read(file: Path) -> Values:
     try:
         values = from_json(text)
     except ValueError as error:
-        raise InputError(f"model.preset {file} is no config.json: {str(error).splitlines()[0]}") from None
+        raise InputError(f"model.preset {file} is not a config.json: {str(error).splitlines()[0]}") from None
     if not isinstance(values, dict):
-        raise InputError(f"model.preset {file} is no config.json: it holds no keys; give that of a model")
+        raise InputError(
+            f"model.preset {file} is not a config.json: it contains no keys; give the config.json of a model"
+        )
     return values
 
 

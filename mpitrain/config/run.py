@@ -20,44 +20,46 @@ class RunSection(Section):
     )
     seed: int = setting(1, "seed of weights, sample order and dropout", ge=0, lt=2**63)
     reproducible: bool = setting(
-        False, "the same bits at any power-of-two number of ranks (slower)", also=["deterministic"], decisive=True
+        False, "give the same bits on any power-of-two number of ranks (slower)", also=["deterministic"], decisive=True
     )
     device: str = followed_apart(
         "auto",
-        "what each rank computes on: cpu, or a kind of accelerator as PyTorch names it (cuda, also for ROCm; xpu ...); "
-        "auto: what is there",
+        "device that each rank computes on: cpu, or a kind of accelerator as PyTorch names it (cuda, also for "
+        "ROCm; xpu ...); auto: an accelerator if there is one",
         pattern=r"^[a-z]+[a-z0-9_]*$",
     )
-    stop_before: float = setting(120.0, "seconds before the batch job's end to save and stop", ge=0.0)
-    workers: int = setting(8, "with run.reproducible: virtual workers the batch is summed over", ge=1)
+    stop_before: float = setting(120.0, "seconds before the end of the batch job at which to save and stop", ge=0.0)
+    workers: int = setting(8, "with run.reproducible: number of virtual workers over which a batch is summed", ge=1)
 
 
 class DataSection(Section):
     """Settings of [data]: the training data and how it is read."""
 
-    path: str = setting("", "data set folder, or `digits`; empty: Python's own source as bytes", also=["dataset"])
+    path: str = setting("", "data set folder, or `digits`; empty: the source code of Python as bytes", also=["dataset"])
     mix: dict[str, Annotated[float, Gt(0), AllowInfNan(False)]] = setting(
         {}, "instead of data.path: several data sets, each with its weight", also=["datasets", "data_weights", "blend"]
     )
     documents: Literal["joined", "apart"] = setting(
         "joined",
-        "apart: a token sees its own document alone, where several lie in a sample",
+        "apart: a token attends only to its own document if a sample contains several",
         also=["reset_attention_mask", "document_masking"],
     )
     workers: int = setting(1, "reader threads per rank; 0 reads in the training thread", ge=0, also=["num_workers"])
-    stage: str = setting("", "folder on each node's own disk to copy the data set to first; empty: none")
+    stage: str = setting("", "folder on each node's local disk to which the data set is copied first; empty: no copy")
     augment: tuple[Augmentation, ...] = setting(
         (),
-        'what is done to images at random in training: "crop" moves them by some pixels, "flip" mirrors every second',
+        'random changes of training images: "crop" moves them by some pixels, "flip" mirrors half of them',
         also=["augmentation", "transforms", "random_crop", "random_flip"],
     )
-    augment_padding: int = setting(4, "with crop: pixels that images are moved by, at most", ge=1, also=["padding"])
+    augment_padding: int = setting(
+        4, "with crop: largest number of pixels by which an image is moved", ge=1, also=["padding"]
+    )
     record_ids: bool = setting(False, "write each step's sample ids into metrics.jsonl")
 
     @model_validator(mode="after")
     def _check_one_source(self) -> DataSection:
         if self.path and self.mix:
-            raise ValueError("data.path and data.mix both name the data; put the path among those of data.mix")
+            raise ValueError("data.path and data.mix are both set; add the path to data.mix, and remove data.path")
         return self
 
 
@@ -66,7 +68,8 @@ class CheckpointSection(Section):
 
     every: Annotated[int, Ge(0)] | Literal["auto"] = setting(
         100,
-        "steps between checkpoints; 0: only at the end; auto: as many as cost least time, saves and failures together",
+        "steps between checkpoints; 0: only at the end; auto: the interval at which saves and failures "
+        "together cost the least time",
         also=["save_every", "save_interval", "interval"],
         off=0,
     )
@@ -76,27 +79,34 @@ class CheckpointSection(Section):
     node_mtbf: float = setting(
         4380.0, "with checkpoint.every auto: hours between two failures of one node, on average", gt=0.0, also=["mtbf"]
     )
-    keep: int = setting(2, "newest checkpoints kept", ge=1, also=["save_total_limit"])
+    keep: int = setting(2, "number of newest checkpoints to keep", ge=1, also=["save_total_limit"])
     best: str = setting(
         "",
-        "held_out_loss or a metric: also save after each evaluation where it is the best so far, and keep that one",
+        "held_out_loss or a metric: also save after each evaluation in which it is the best so far, and keep "
+        "that checkpoint",
         also=["save_best", "save_best_only", "load_best_model_at_end"],
     )
-    resume: str = setting("auto", "auto: from the newest whole one in the run folder; never; or a PATH")
-    background: bool = setting(False, "write from a thread while training goes on", also=["async", "async_save"])
+    resume: str = setting(
+        "auto", "auto: resume from the newest complete checkpoint in the run folder; never; or the PATH of a checkpoint"
+    )
+    background: bool = setting(
+        False, "write checkpoints in a thread while training continues", also=["async", "async_save"]
+    )
     files: Literal["rank", "node"] = setting("rank", "one file per rank, or one per node")
     local: str = setting("", "folder on a node-local disk for checkpoints; empty: none")
     redundancy: Literal["none", "partner", "xor"] = setting(
-        "none", "with checkpoint.local: what a lost node's part is rebuilt from"
+        "none", "with checkpoint.local: redundancy from which the part of a lost node is rebuilt"
     )
-    flush_every: int = setting(10, "with checkpoint.local: every K-th one also into the run folder", ge=1)
+    flush_every: int = setting(10, "with checkpoint.local: write every K-th checkpoint into the run folder too", ge=1)
 
 
 class ElasticSection(Section):
     """Settings of [elastic]: reaction to ranks that fail."""
 
-    mode: Literal["off", "shrink"] = setting("off", "shrink: go on without ranks that died (needs ULFM)", off="off")
-    copy_every: int = setting(1, "steps between the copies of each rank's state in others' memory", ge=1)
+    mode: Literal["off", "shrink"] = setting(
+        "off", "shrink: continue without ranks that failed (needs ULFM)", off="off"
+    )
+    copy_every: int = setting(1, "steps between copies of each rank's state to the memory of another rank", ge=1)
 
 
 def timeline_steps(value: str) -> tuple[int, int]:
@@ -110,7 +120,8 @@ def _check_timeline(value: str) -> str:
         first, last = timeline_steps(value)
         if not 1 <= first <= last:
             raise ValueError(
-                f"monitor.timeline {value!r} is no A:B with 1 <= A <= B, the first and the last step to record"
+                f"monitor.timeline {value!r} is not A:B with 1 <= A <= B; give the first and the last step to "
+                "record, such as 10:12"
             )
     return value
 
@@ -120,17 +131,17 @@ class MonitorSection(Section):
 
     tensorboard: bool = setting(False, "also write TensorBoard events into the run folder")
     wandb: bool = setting(
-        False, "also log to Weights & Biases: into RUN/wandb, for `wandb sync`, unless WANDB_MODE says otherwise"
+        False, "also log to Weights & Biases: into RUN/wandb, for `wandb sync`, unless WANDB_MODE is set"
     )
-    mlflow: bool = setting(False, "also log to MLflow: files in RUN/mlflow, unless MLFLOW_TRACKING_URI says otherwise")
+    mlflow: bool = setting(False, "also log to MLflow: files in RUN/mlflow, unless MLFLOW_TRACKING_URI is set")
     tracker: Named | Literal[""] = setting(
-        "", "a tracker of your own to log to as well, as package.module:Class (a mpitrain.monitor.trackers.Tracker)"
+        "", "also log to your own tracker, as package.module:Class (a mpitrain.monitor.trackers.Tracker)"
     )
-    project: str = setting("mpitrain", "W&B's project and MLflow's experiment of the run", also=["wandb_project"])
-    name: str = setting("", "the run's name in W&B and MLflow; empty: that of the run folder", also=["run_name"])
+    project: str = setting("mpitrain", "project in W&B and experiment in MLflow", also=["wandb_project"])
+    name: str = setting("", "name of the run in W&B and MLflow; empty: the name of the run folder", also=["run_name"])
     timeline: Annotated[str, AfterValidator(_check_timeline)] = setting(
         "",
-        "A:B records what every rank computes and communicates in steps A to B, as a trace and a picture; empty: none",
+        "A:B: record what every rank computes and communicates in steps A to B, as a trace and a picture; empty: off",
         also=["profile"],
     )
     every: int = setting(10, "steps between plain progress lines", ge=1, also=["log_every", "log_interval"])

@@ -174,7 +174,7 @@ def parse(arguments: Sequence[str]) -> tuple[str | None, dict[str, dict[str, Any
         section, dot, key = name.partition(".")
         if not word.startswith("-"):
             if dot and key in known.get(section, {}):
-                raise refusal(f"{COMMAND_LINE}: {word} lacks its dashes; write --{name} {text if equals else 'VALUE'}")
+                raise refusal(f"{COMMAND_LINE}: {word} has no dashes; write --{name} {text if equals else 'VALUE'}")
             if file is not None:
                 raise refusal(f"{COMMAND_LINE}: {file} and {word} are two configuration files; give one")
             file = word
@@ -276,7 +276,7 @@ def _unknown_key(name: str, origin: str) -> InputError:
     if not dot:
         return _unknown_section(name, origin, [])
     if name in REMOVED:
-        return refusal(f"{origin}: {name} is gone: {REMOVED[name][1]}")
+        return refusal(f"{origin}: {name} was removed: {REMOVED[name][1]}")
     if key in sections().get(section, {}):
         return refusal(
             f"{origin}: {name!r} is key {key!r} of section {section!r}; write [{section}] and {key} under it"
@@ -288,8 +288,8 @@ def _unknown_key(name: str, origin: str) -> InputError:
 def _section_without_key(section: str, origin: str) -> InputError:
     """Return the error for a section that was given a value instead of keys."""
     example = next(iter(sections()[section]))
-    in_file, as_flag = f"[{section}] and its keys, as {example}, under it", f"--{section}.KEY VALUE"
-    fix = f"{as_flag}, as --{section}.{example}" if origin == COMMAND_LINE else in_file
+    in_file, as_flag = f"[{section}] and under it its keys, such as {example}", f"--{section}.KEY VALUE"
+    fix = f"{as_flag}, such as --{section}.{example}" if origin == COMMAND_LINE else in_file
     return refusal(f"{origin}: {section} is a section; write {fix}")
 
 

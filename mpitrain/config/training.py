@@ -18,8 +18,8 @@ _Metric = choices.Measured | choices.OfClasses
 _Weight = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 # keys of [train]: (key, the key that it replaces, the quantity that both set)
 EXCLUSIVE = (
-    ("epochs", "steps", "how long the run is"),
-    ("accumulation", "microbatch", "how a rank's samples are divided"),
+    ("epochs", "steps", "the length of the run"),
+    ("accumulation", "microbatch", "how the samples of a rank are divided"),
 )
 
 
@@ -31,17 +31,19 @@ def _check_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for number, group in enumerate(groups):
         where = f"optim.groups, entry {number + 1}"
         if not patterns_of(group):
-            raise ValueError(f'{where}: match = {group.get("match")!r} is no pattern; write match = "*.norm.*"')
+            raise ValueError(f'{where}: match = {group.get("match")!r} is not a pattern; write match = "*.norm.*"')
         if not group.keys() - {"match"}:
-            raise ValueError(f"{where}: nothing but match; say what is another way: lr_scale = 0.1, weight_decay = 0.0")
+            raise ValueError(
+                f"{where}: the entry sets nothing but match; add settings such as lr_scale = 0.1 or weight_decay = 0.0"
+            )
         if {"lr", "lr_scale"} <= group.keys():
-            raise ValueError(f"{where}: lr and lr_scale are two ways to say one thing; give one")
+            raise ValueError(f"{where}: lr and lr_scale both set the learning rate; remove one of them")
         for key in {"lr", "lr_scale", "weight_decay"} & group.keys():
             value = group[key]
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
                 raise ValueError(f"{where}: {key} = {value!r} is wrong; give a number of at least 0")
         if not isinstance(group.get("optimizer", ""), str):
-            raise ValueError(f'{where}: optimizer = {group["optimizer"]!r} is no name; write optimizer = "sgd"')
+            raise ValueError(f'{where}: optimizer = {group["optimizer"]!r} is not a name; write optimizer = "sgd"')
     return groups
 
 
@@ -59,7 +61,7 @@ class ModelSection(Section):
 
     name: choices.Model = setting("gpt", "a model of mpitrain.models")
     factory: str = setting(
-        "", "package.module:function of your own model, or hf:FOLDER of one of Hugging Face, instead of model.name"
+        "", "your own model as package.module:function, or a Hugging Face model as hf:FOLDER; replaces model.name"
     )
     layers: int = setting(
         2,
@@ -70,7 +72,7 @@ class ModelSection(Section):
     )
     width: int = setting(
         128,
-        "features per token (gpt), per layer (mlp), of the stem (resnet)",
+        "features per token (gpt), per layer (mlp) or of the stem (resnet)",
         ge=1,
         alias=["hidden_size", "n_embd", "d_model"],
         also=["dim"],
@@ -78,30 +80,33 @@ class ModelSection(Section):
     heads: int = setting(4, "attention heads (gpt)", ge=1, alias=["num_heads", "n_head", "num_attention_heads"])
     kv_heads: int = setting(
         0,
-        "heads of keys and values (gpt), each shared by as many of model.heads; 0: one for each",
+        "heads of keys and values (gpt), each shared by several query heads; 0: one for each query head",
         ge=0,
         alias=["num_key_value_heads", "n_kv_heads", "num_kv_heads"],
     )
     hidden: int = setting(
         0,
-        "features inside the MLP of a block (gpt); 0: four times model.width, with swiglu 8/3 of it rounded up to 64",
+        "features inside the MLP of a block (gpt); 0: 4 times model.width, or with swiglu 8/3 times, rounded "
+        "up to a multiple of 64",
         ge=0,
         alias=["intermediate_size", "n_inner", "ffn_hidden_size", "d_ff"],
     )
-    norm: choices.Norm = setting("layernorm", "norms of the blocks (gpt)")
+    norm: choices.Norm = setting("layernorm", "normalization in the blocks (gpt)")
     norm_eps: float = setting(
-        1e-5, "what a norm adds to the variance (gpt)", gt=0.0, alias=["rms_norm_eps", "layer_norm_epsilon"]
+        1e-5, "epsilon that a norm adds to the variance (gpt)", gt=0.0, alias=["rms_norm_eps", "layer_norm_epsilon"]
     )
-    positions: choices.Positions = setting("rotary", "positions of tokens (gpt)")
+    positions: choices.Positions = setting("rotary", "position encoding of tokens (gpt)")
     max_positions: int = setting(
         0,
-        "rows of the table of learned positions, the longest sequence (gpt); 0: model.sequence",
+        "rows of the table of learned positions, which limit the sequence (gpt); 0: model.sequence",
         ge=0,
         alias=["max_position_embeddings", "n_positions"],
     )
-    rope_base: float = setting(10000.0, "base of rotary positions' wavelengths (gpt)", gt=0.0, alias=["rope_theta"])
+    rope_base: float = setting(
+        10000.0, "base of the wavelengths of rotary positions (gpt)", gt=0.0, alias=["rope_theta"]
+    )
     mlp: choices.FeedForward = setting(
-        "gelu", "what is inside the MLP of a block (gpt)", also=["hidden_act", "activation"]
+        "gelu", "activation in the MLP of a block (gpt)", also=["hidden_act", "activation"]
     )
     bias: bool = setting(True, "linear layers and LayerNorms of the blocks have a bias (gpt)", also=["attention_bias"])
     qkv_bias: bool = setting(
@@ -112,48 +117,52 @@ class ModelSection(Section):
     qk_norm: bool = setting(
         False, "queries and keys of each head are normed by RMSNorm, as in Qwen3 (gpt)", alias=["use_qk_norm"]
     )
-    tied: bool = setting(True, "the head has the embedding's weight (gpt)", alias=["tie_word_embeddings"])
+    tied: bool = setting(
+        True, "the output layer shares the weight of the embedding (gpt)", alias=["tie_word_embeddings"]
+    )
     vocabulary: int = setting(
         0,
-        "tokens that the model knows, at least as many as the data have (gpt); 0: as many",
+        "size of the vocabulary, at least that of the data (gpt); 0: that of the data",
         ge=0,
         alias=["vocab_size", "n_vocab"],
     )
     preset: str = setting(
         "",
-        "a folder with the config.json of a Hugging Face GPT-2, Llama, Mistral, Qwen2 or Qwen3, or that file, from "
-        "which all keys of [model] come that are not given",
+        "config.json of a Hugging Face GPT-2, Llama, Mistral, Qwen2 or Qwen3, or its folder; it sets all keys "
+        "of [model] that you do not set",
     )
     sequence: int = setting(
         128,
-        "tokens per sample; where positions are learned, at most and by default model.max_positions",
+        "tokens per sample; with learned positions, at most and by default model.max_positions",
         ge=1,
         alias=["sequence_length", "seq_len", "seq_length", "block_size"],
         also=["context"],
     )
     dropout: float = setting(0.0, "dropout probability (gpt, mlp)", ge=0.0, lt=1.0)
     compile: bool = followed(
-        False, "compile the model's blocks with torch.compile: the first steps take longer", alias=["torch_compile"]
+        False, "compile the model's blocks with torch.compile; the first steps take longer", alias=["torch_compile"]
     )
-    options: dict[str, Any] = setting({}, "further keyword arguments for model.factory, or keys of an hf: config.json")
+    options: dict[str, Any] = setting(
+        {}, "keyword arguments for model.factory, or values that replace those in the config.json of an hf: model"
+    )
     lora: int = setting(
         0,
         "rank of the adapters (LoRA) that are trained instead of the model; 0: none",
         ge=0,
         alias=["lora_rank", "lora_r"],
     )
-    lora_alpha: float = setting(16.0, "adapters are added times lora_alpha / lora", gt=0.0)
+    lora_alpha: float = setting(16.0, "the output of an adapter is multiplied by lora_alpha / lora", gt=0.0)
     lora_dropout: float = setting(0.0, "dropout probability of an adapter's input", ge=0.0, lt=1.0)
     lora_targets: list[str] = setting(
         [],
-        "patterns of the linear layers with adapters, as ['q_proj']; []: those of attention",
+        "patterns of the linear layers that get adapters, such as ['q_proj']; []: those of attention",
         alias=["target_modules"],
     )
 
     base: str = setting(
         "",
-        "a run folder, or one checkpoint, whose trained weights the adapters of model.lora are for, instead of random "
-        "ones; the keys of [model] that are not given come from there",
+        "run folder or checkpoint with trained weights, which replace random weights under the adapters of "
+        "model.lora; it sets all keys of [model] that you do not set",
         also=["base_model", "base_checkpoint", "base_model_name_or_path", "pretrained"],
     )
 
@@ -174,8 +183,8 @@ class ModelSection(Section):
     def _check_model(self) -> ModelSection:
         if self.base and not self.lora:
             raise ValueError(
-                f"model.base {self.base} is for adapters, and model.lora is 0; set model.lora, or train all of the "
-                "weights in a run that python -m mpitrain.checkpoint export and import make"
+                f"model.base {self.base} needs adapters, but model.lora is 0; set model.lora, or, to train all "
+                "weights, make a run with python -m mpitrain.checkpoint export and import"
             )
         if self.name == "gpt" and not self.factory and self.width % self.heads:
             raise ValueError(
@@ -205,7 +214,7 @@ def _check_metrics(names: Any) -> Any:
     for name in names if isinstance(names, (list, tuple)) else ():
         if isinstance(name, str) and ":" not in name and name not in known:
             hint = suggestion(name, known, f"choose {', '.join(known)}, or package.module:function")
-            raise ValueError(f"train.metrics has no {name!r}; {hint}")
+            raise ValueError(f"train.metrics: unknown metric {name!r}; {hint}")
     return names
 
 
@@ -217,14 +226,14 @@ class TrainSection(Section):
     )
     epochs: float = setting(
         0.0,
-        "passes over the training data in the whole run, instead of train.steps; 0: train.steps counts",
+        "passes over the training data in the whole run, instead of train.steps; 0: use train.steps",
         ge=0.0,
         alias=["num_epochs", "max_epochs", "num_train_epochs", "n_epochs"],
         decisive=True,
     )
     batch: int = followed_apart(
         32,
-        "global batch in samples, whatever the number of ranks",
+        "samples of the global batch, over all ranks",
         ge=1,
         alias=["global_batch_size", "train_batch_size"],
         also=["batch_size"],
@@ -236,15 +245,15 @@ class TrainSection(Section):
     )
     microbatch: int = followed_apart(
         0,
-        "samples per rank and forward pass; 0: the rank's whole share",
+        "samples per rank and forward pass; 0: the rank's whole share of the batch",
         ge=0,
         alias=["micro_batch_size", "microbatch_size", "train_micro_batch_size_per_gpu"],
         also=["per_device_train_batch_size", "per_device_batch_size"],
     )
     accumulation: int = followed_apart(
         0,
-        "microbatches of a rank in a step, instead of train.microbatch; train.batch stays the global batch; 0: as many "
-        "as train.microbatch makes",
+        "microbatches of a rank in each step, instead of train.microbatch; train.batch stays the global "
+        "batch; 0: follows from train.microbatch",
         ge=0,
         alias=["gradient_accumulation_steps", "accumulate_grad_batches", "gradient_accumulation", "accumulation_steps"],
     )
@@ -266,49 +275,53 @@ class TrainSection(Section):
     )
     evaluate_every: int = setting(
         100,
-        "steps between evaluations on held-out data; 0: at the end",
+        "steps between evaluations on held-out data; 0: only at the end",
         ge=0,
         alias=["eval_every", "eval_interval", "eval_steps"],
         off=0,
     )
-    evaluate_samples: int = setting(256, "held-out samples per evaluation, at most", ge=1)
+    evaluate_samples: int = setting(256, "largest number of held-out samples per evaluation", ge=1)
     abort_after: int = setting(
         50,
-        "steps in a row without an update, or with a loss that is not finite, after which the run fails; 0: never",
+        "consecutive steps without an update, or with a loss that is not finite, after which the run fails; 0: never",
         ge=0,
         also=["max_skipped_steps", "skip_limit"],
     )
     metrics: Annotated[tuple[Named | _Metric, ...], BeforeValidator(_check_metrics)] = setting(
         (),
-        'more metrics: ["f1", "auroc", ...], or your own, "package.module:function", called as function(output, y)',
+        'additional metrics: ["f1", "auroc", ...], or your own as "package.module:function", called as '
+        "function(output, y)",
         also=["compute_metrics"],
     )
     class_weights: Literal["balanced"] | tuple[_Weight, ...] = setting(
         (),
-        "weight of each class in the loss of training: [1.0, 5.0]; balanced: larger the rarer a class is",
+        "weight of each class in the training loss, such as [1.0, 5.0]; balanced: rarer classes get larger weights",
         also=["class_weight"],
     )
     patience: int = setting(
         0,
-        "evaluations in a row without a better train.monitor, after which the run ends; 0: it takes all steps",
+        "consecutive evaluations without a better train.monitor, after which the run ends; 0: never end early",
         ge=0,
         alias=["early_stopping_patience"],
         also=["early_stopping"],
     )
     monitor: str = setting(
         "held_out_loss",
-        "the figure that train.patience looks at: held_out_loss or a metric",
+        "value that train.patience compares: held_out_loss or a metric",
         also=["metric_for_best_model", "early_stopping_metric"],
     )
     min_delta: float = setting(
-        0.0, "by how much more than this train.monitor must be better", ge=0.0, also=["early_stopping_threshold"]
+        0.0,
+        "amount by which train.monitor must improve to count as better for train.patience",
+        ge=0.0,
+        also=["early_stopping_threshold"],
     )
 
     @model_validator(mode="after")
     def _check_exclusive_keys(self) -> TrainSection:
         for key, other, what in EXCLUSIVE:
             if getattr(self, key) and {key, other} <= self.model_fields_set and getattr(self, other):
-                raise ValueError(f"train.{key} and train.{other} each say {what}; give one of them")
+                raise ValueError(f"train.{key} and train.{other} both set {what}; remove one of them")
         return self
 
     @property
@@ -321,8 +334,8 @@ class TrainSection(Section):
         largest = max((size for _, size in self.batch_warmup), default=0)
         if largest > self.batch:
             raise ValueError(
-                f"train.batch_warmup has a batch of {largest} samples, more than train.batch {self.batch}, which all "
-                "later steps take; raise train.batch, or make it smaller"
+                f"train.batch_warmup has a batch of {largest} samples, more than train.batch {self.batch}, "
+                "which all later steps take; raise train.batch, or use smaller batches in the warm-up"
             )
         return self
 
@@ -332,27 +345,27 @@ class OptimSection(Section):
 
     name: str = for_optimizer(
         "adamw",
-        "adamw, sgd, muon, lion, lamb, lars, any class of torch.optim, or package.module:Class of your own",
+        "adamw, sgd, muon, lion, lamb, lars, any class of torch.optim, or your own as package.module:Class",
         alias=["optimizer"],
     )
     lr: float = for_optimizer(2e-3, "peak learning rate", gt=0.0, alias=["learning_rate"])
     schedule: choices.Rates | ClassName = for_optimizer(
         "cosine",
-        "decay after the warm-up (wsd: none until optim.decay_steps before the end); or, without optim.warmup, a cycle "
-        "up and down, a test of ever higher rates, or a class of torch.optim.lr_scheduler",
+        "decay after the warm-up (wsd: constant until optim.decay_steps before the end); or, without "
+        "optim.warmup, a cycle up and down, a test of growing rates, or a class of torch.optim.lr_scheduler",
         also=["scheduler", "lr_scheduler", "decay", "lr_scheduler_type"],
     )
     schedule_options: dict[str, Any] = for_optimizer(
         {},
-        "keyword arguments of a class of torch.optim.lr_scheduler; power of polynomial; of one-cycle and range-test "
-        "the keys of DeepSpeed's OneCycle and LRRangeTest",
+        "options of the schedule: keyword arguments of a class of torch.optim.lr_scheduler; power for "
+        "polynomial; the keys of DeepSpeed's OneCycle and LRRangeTest for one-cycle and range-test",
         also=["scheduler_options"],
     )
     lr_end: float = for_optimizer(
-        0.0, "learning rate at the end, where it decays", ge=0.0, alias=["min_lr", "lr_min", "final_lr", "eta_min"]
+        0.0, "learning rate at the end of a decay", ge=0.0, alias=["min_lr", "lr_min", "final_lr", "eta_min"]
     )
     decay_steps: float = for_optimizer(
-        0.2, "steps that wsd decays in; below 1: their share of all steps", gt=0.0, also=["cooldown", "num_decay_steps"]
+        0.2, "steps of the decay of wsd; below 1: fraction of all steps", gt=0.0, also=["cooldown", "num_decay_steps"]
     )
     warmup: int = for_optimizer(
         20,
@@ -361,16 +374,20 @@ class OptimSection(Section):
         alias=["warmup_steps", "warmup_iters", "num_warmup_steps"],
         also=["warmup_ratio"],
     )
-    weight_decay: float = for_optimizer(0.01, "weight decay, of what optim.no_decay does not except", ge=0.0)
+    weight_decay: float = for_optimizer(
+        0.01, "weight decay of all parameters that optim.no_decay does not exclude", ge=0.0
+    )
     no_decay: choices.NoDecay = for_optimizer(
-        "vectors", "what has no weight decay: norms and biases; embeddings too; nothing", also=["no_weight_decay"]
+        "vectors",
+        "parameters without weight decay: norms and biases, embeddings too, or none",
+        also=["no_weight_decay"],
     )
     options: dict[str, Any] = for_optimizer(
-        {}, "further keyword arguments of the optimizer: {betas = [0.9, 0.95]}", also=["betas", "momentum"]
+        {}, "additional keyword arguments of the optimizer, such as {betas = [0.9, 0.95]}", also=["betas", "momentum"]
     )
     groups: Annotated[list[dict[str, Any]], AfterValidator(_check_groups)] = for_optimizer(
         [],
-        'parameters with options of their own, the first match counts: [{match = "*.norm.*", weight_decay = 0.0}]; '
-        "lr, lr_scale, weight_decay, optimizer and the options of that",
+        'groups of parameters with other settings, of which the first match counts: [{match = "*.norm.*", '
+        "weight_decay = 0.0}]; keys: lr, lr_scale, weight_decay, optimizer, and options of that optimizer",
         also=["param_groups", "parameter_groups"],
     )

@@ -83,8 +83,8 @@ class Grouping:
             )
         if batch < count:
             raise refusal(
-                f"train.batch {batch} has no sample for some of the {count} groups of parallel.mode local; make it "
-                f"at least {count}"
+                f"train.batch {batch} has no sample for some of the {count} groups of parallel.mode local; set "
+                f"it to at least {count}"
             )
         return Grouping(count, number, each, batch)
 
@@ -106,8 +106,9 @@ def _of_node(world: Communicator, model: int) -> int:
     if len(counts) > 1 or max(counts) % model:
         shown = ", ".join(map(str, sorted(counts)))
         raise refusal(
-            f"parallel.local_group node needs as many ranks on each node, a multiple of the {model} that the model is "
-            f"cut over, but there are {shown}; start them so, or give parallel.local_group a number"
+            "parallel.local_group node needs the same number of ranks on every node, a multiple of the "
+            f"{model} that the model is divided over, but the nodes have {shown}; start as many ranks on every "
+            "node, or set parallel.local_group to a number"
         )
     return max(counts) // model
 

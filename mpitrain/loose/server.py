@@ -125,7 +125,7 @@ class Server:
             if record.step > self._known:
                 self._post_to_all([LetterKind.RECORD, *record])
         workers = len(self._roles.workers)
-        with self._questions.listening(self._roles.workers, "letters of workers"):
+        with self._questions.listening(self._roles.workers, "messages of workers"):
             while not self._end:
                 if limit and self.finals == workers and (self._clock is None or self._workers_ready == workers):
                     break
@@ -510,7 +510,7 @@ class ServedWorker:
         if works:
             self._questions.post(coordinator, [LetterKind.READY])
         while not self._all_ready:
-            self._take([coordinator], "the others")
+            self._take([coordinator], "the other workers")
         self._all_ready = False
 
     def next_record(self) -> StepRecord:

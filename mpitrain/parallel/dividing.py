@@ -127,8 +127,8 @@ def move(module: nn.Module, to: torch.device) -> None:
     module.to(to)
     if any(one is not other for one, other in zip(before, module.parameters(), strict=True)):
         raise refusal(
-            f"PyTorch makes new parameters when a module is moved to {to.type}, which unties tied ones and leaves the "
-            "optimizer's behind; move the model before the optimizer is made"
+            f"PyTorch creates new parameters when a module is moved to {to.type}, so tied parameters are "
+            "untied and the optimizer keeps the old ones; move the model before you create the optimizer"
         )
 
 

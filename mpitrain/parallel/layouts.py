@@ -214,8 +214,8 @@ def _parse_word(word: str) -> dict[str, Any]:
     if word in get_args(PipelineSchedule) or re.fullmatch(r"[\w.]+:\w+", word):
         return {"schedule": word}
     raise refusal(
-        f"{word!r} is no part of a layout; write words such as {_EXAMPLE!r} (all are listed by "
-        "python -m mpitrain.plan --help)"
+        f"{word!r} is not part of a layout; write words such as {_EXAMPLE!r} (all are listed by python -m "
+        "mpitrain.plan --help)"
     )
 
 

@@ -38,12 +38,12 @@ class PipelineAxis(MeshAxis):
         cut, staged = combination.parallel.cut, combination.size(self.name) > 1
         if cut and not isinstance(cut, str) and not staged:
             return (
-                f"parallel.cut {list(cut)} says how many blocks each stage of a pipeline has, and parallel.pipeline is "
-                "1; raise that, or leave parallel.cut out"
+                f"parallel.cut {list(cut)} is for the stages of a pipeline, but parallel.pipeline is 1; raise "
+                "parallel.pipeline, or remove parallel.cut"
             )
         return (cut == "time" and staged and not combination.has_data) * (
-            "parallel.cut time measures blocks with samples of the data set, which a loop of one's own has not; set it "
-            "to parameters, or to how many blocks each stage has, as [5, 7]"
+            "parallel.cut time measures blocks with samples of the data set, which your own training loop "
+            "does not provide; set it to parameters, or to the number of blocks of each stage, such as [5, 7]"
         )
 
     def divide(self, part: ModelPart, group: Communicator) -> None:

@@ -81,16 +81,20 @@ def require_compatible(combination: Combination) -> None:
 def _compile_conflict(of: Combination) -> str:
     if not of.compiled or not (of.reproducible or of.parallel.slices > 1):
         return ""
-    why = "run.reproducible needs sums whose order is known"
-    why = "with parallel.slices blocks are called piece by piece, as they are" if of.parallel.slices > 1 else why
-    return f"model.compile: {why}; set one of them to its default"
+    why = "run.reproducible, which needs sums in a known order"
+    why = (
+        "parallel.slices, which calls the blocks slice by slice without compiling them"
+        if of.parallel.slices > 1
+        else why
+    )
+    return f"model.compile cannot be combined with {why}; set one of them to its default"
 
 
 def _reproducible_conflict(of: Combination) -> str:
     cut = [axis.name for axis, ranks in of.sizes if axis.divides != SAMPLES and ranks != 1]
     return bool(of.reproducible and cut) * (
-        "run.reproducible is for data parallel runs: a cut model sums in another order; set parallel.pipeline and "
-        "parallel.tensor to 1, or run.reproducible to false"
+        "run.reproducible supports only data parallelism, because a divided model sums in another order; set "
+        "parallel.pipeline and parallel.tensor to 1, or run.reproducible to false"
     )
 
 
@@ -113,11 +117,11 @@ def _compiled_placement_conflict(of: Combination) -> str:
         return without_blocks("model.compile")
     if of.gathers:
         return (
-            "model.compile cannot see through the gathering of blocks at parallel.zero 3; use parallel.zero 2, or set "
-            "model.compile to false"
+            "model.compile cannot compile blocks whose parameters are gathered at parallel.zero 3; use "
+            "parallel.zero 2, or set model.compile to false"
         )
     return of.synchronous * (
-        "model.compile cannot see through batch norms, which the ranks compute together; set model.compile to false"
+        "model.compile cannot compile batch norms that several ranks compute together; set model.compile to false"
     )
 
 
@@ -140,7 +144,10 @@ RULES: Sequence[Callable[[Combination], str]] = (
 
 def without_blocks(key: str) -> str:
     """Return the message for a setting that needs blocks when the model has none."""
-    return f"{key} finds no blocks in the model: put its layers into a ModuleList or Sequential, or set it to false"
+    return (
+        f"{key} needs a model with blocks, and this one has none; put its layers into a ModuleList or Sequential, "
+        f"or set {key} to false"
+    )
 
 
 # -- layouts that a planner may choose
@@ -199,12 +206,12 @@ def rules_of(config: Config) -> LayoutRules:
     """
     if config.parallel.mode != "sync":
         raise refusal(
-            f"a plan is for ranks that train in step, and parallel.mode is {config.parallel.mode}; set it to sync"
+            f"the planner supports only parallel.mode sync, and the mode is {config.parallel.mode}; set it to sync"
         )
     if config.train.accumulation:
         raise refusal(
-            "a plan chooses how many microbatches a rank has, and train.accumulation says it; leave that out, or give "
-            "train.microbatch"
+            "the planner chooses the number of microbatches, but train.accumulation sets it; remove "
+            "train.accumulation, or set train.microbatch instead"
         )
     warmup = tuple(size for _, size in config.train.batch_warmup)
     workers, parallel = config.run.workers if config.run.reproducible else 0, config.parallel

@@ -29,18 +29,18 @@ class TensorAxis(MeshAxis):
         parallel, several = combination.parallel, combination.size(self.name) > 1
         if parallel.whole and not several:
             return (
-                "parallel.whole is for layers that tensor ranks would divide, and parallel.tensor is 1; raise that, or "
-                "leave parallel.whole out"
+                "parallel.whole is for layers that tensor ranks would divide, but parallel.tensor is 1; raise "
+                "parallel.tensor, or remove parallel.whole"
             )
         if parallel.whole and parallel.sequence:
             return (
-                "parallel.whole does not go with parallel.sequence, whose ranks have parts of the sequence between the "
-                "layers; set parallel.sequence to false, or leave parallel.whole out"
+                "parallel.whole cannot be combined with parallel.sequence, which divides the sequence between "
+                "the layers; set parallel.sequence to false, or remove parallel.whole"
             )
         sliced = parallel.slices > 1 and combination.count(BLOCKS) > 1
         return bool(parallel.sequence and sliced and several) * (
-            "parallel.sequence does not go with parallel.slices: a slice cannot tell its length from a part of it; set "
-            "parallel.sequence to false, or parallel.slices to 1"
+            "parallel.sequence cannot be combined with parallel.slices, because a rank cannot determine the "
+            "length of a slice from its part; set parallel.sequence to false, or parallel.slices to 1"
         )
 
     def divide(self, part: ModelPart, group: Any) -> None:

@@ -35,7 +35,7 @@ def summary(simulation: Simulation) -> str:
     return (
         f"{schedule.name}: {schedule.ranks} ranks, {schedule.stages} stages, "
         f"{schedule.microbatches // schedule.slices} microbatches{slices}; {simulation.makespan:.4g} units, "
-        f"idle {simulation.idle:.1%}, at most {simulation.in_flight:.4g} microbatches held"
+        f"idle {simulation.idle:.1%}, at most {simulation.in_flight:.4g} microbatches in flight"
     )
 
 
@@ -89,7 +89,7 @@ def figure_file(path: Path, width: float, height: float) -> Iterator[Any]:
         with replacing(path) as aside:
             figure.savefig(aside, dpi=150)
     except (OSError, ValueError) as error:
-        raise InputError(f"the picture cannot be written to {path}: {error}; give a file as picture.png") from None
+        raise InputError(f"the picture cannot be written to {path}: {error}; give a file such as picture.png") from None
 
 
 def picture(simulation: Simulation, figure: Any) -> None:
@@ -129,12 +129,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--schedule", choices=[*SCHEDULES, "terapipe"], default="1f1b")
     parser.add_argument("--stages", type=int, default=4, metavar="P", help="pipeline ranks [4]")
     parser.add_argument("--microbatches", type=int, default=8, metavar="M", help="[8]")
-    parser.add_argument("--chunks", type=int, metavar="V", help="stages a rank [interleaved: 2, others: 1]")
-    parser.add_argument("--slices", type=int, metavar="S", help="of the sequence, for terapipe [4]")
+    parser.add_argument("--chunks", type=int, metavar="V", help="stages per rank [interleaved: 2, others: 1]")
+    parser.add_argument("--slices", type=int, metavar="S", help="slices of the sequence, for terapipe [4]")
     parser.add_argument(
-        "--costs", type=_costs, default=Costs(), metavar="F,I,W,C", help="of a step's kinds and a message [1,1,1,0]"
+        "--costs",
+        type=_costs,
+        default=Costs(),
+        metavar="F,I,W,C",
+        help="times of forward, input-gradient, weight-gradient and message [1,1,1,0]",
     )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="a picture (.png, .svg, .pdf) instead of text")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write a picture (.png, .svg, .pdf) instead of text")
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -159,5 +163,5 @@ def _costs(text: str) -> Costs:
     except ValueError:
         raise argparse.ArgumentTypeError("give four numbers: forward, input, weight, message") from None
     if min(forward, input_, weight) <= 0 or message < 0:
-        raise argparse.ArgumentTypeError("costs of steps must be above 0, that of a message not below")
+        raise argparse.ArgumentTypeError("costs of steps must be greater than 0, and that of a message at least 0")
     return Costs(forward, input_, weight, message)

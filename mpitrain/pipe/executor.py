@@ -250,6 +250,6 @@ class Executor:
         known = self._batch.known[microbatch].setdefault(number, spec)
         if known != spec:
             raise InputError(
-                f"stage {number} gave {spec} for microbatch {microbatch}, and {known} for one that looked the same; "
-                "make the pipeline with static_shapes=False"
+                f"stage {number} returned {spec} for microbatch {microbatch}, but {known} for an earlier "
+                "microbatch of the same shapes; create the pipeline with static_shapes=False"
             )

@@ -45,7 +45,9 @@ def listed_blocks(
     if names:
         modules = dict(model.named_modules(remove_duplicate=False))
         if strangers := [name for name in names if name not in modules]:
-            raise refusal(f"{type(model).__name__} has no module {strangers[0]!r} to be a block; name one it has")
+            raise refusal(
+                f"{type(model).__name__} has no module {strangers[0]!r} to use as a block; name one of its modules"
+            )
         blocks = [(name, modules[name]) for name in names]
     elif callable(listing := getattr(model, "pipeline_blocks", None)):
         blocks = list(listing())
@@ -54,13 +56,13 @@ def listed_blocks(
     else:
         raise refusal(
             getattr(model, "undivided", "")
-            or f"{type(model).__name__} does not say where it may be cut; make it an nn.Sequential or give it a method "
-            "pipeline_blocks() that lists (name, module) in order"
+            or f"{type(model).__name__} does not list the blocks at which it can be divided; make it an "
+            "nn.Sequential, or add a method pipeline_blocks() that returns pairs (name, module) in order"
         )
     inside = {id(p) for _, block in blocks for p in block.parameters()}
     outside = [name for name, p in model.named_parameters() if id(p) not in inside]
     if outside:
-        raise refusal(f"parameters {outside[:3]} of the model are in none of its blocks; put them into one")
+        raise refusal(f"parameters {outside[:3]} of the model are in none of its blocks; put them into a block")
     return blocks
 
 
@@ -129,8 +131,8 @@ def stage_bounds(
         )
     if numbers and (min(numbers) < 1 or sum(numbers) != len(blocks)):
         raise refusal(
-            f"{label} gives out {sum(numbers)} blocks, and the model has {len(blocks)}, of which each stage needs one; "
-            f"make the numbers add up to {len(blocks)}"
+            f"{label} lists {sum(numbers)} blocks, but the model has {len(blocks)}, and each stage needs at "
+            f"least one; make the numbers add up to {len(blocks)}"
         )
     if len(blocks) < stages:
         raise refusal(
@@ -214,8 +216,9 @@ def slice_sequences(
         length = x.shape[_SEQUENCE] if isinstance(x, torch.Tensor) and x.dim() > 1 else 0
         if length < slices or not isinstance(y, torch.Tensor) or y.shape[:2] != x.shape[:2]:
             raise refusal(
-                f"a microbatch of x {signature_of(x)} and y {signature_of(y)} does not give {slices} slices of the sequence; both must "
-                "be one tensor [samples, sequence, ...]; use fewer slices"
+                f"a microbatch of x {signature_of(x)} and y {signature_of(y)} cannot be divided into {slices} "
+                "slices of the sequence; pass x and y as one tensor each, [samples, sequence, ...], or use "
+                "fewer slices"
             )
         for lo, hi in pairwise(split(length, slices)):
             sliced.append((x[:, lo:hi], y[:, lo:hi]))
@@ -306,12 +309,13 @@ def _require_equal_slices(name: str, block: nn.Module, x: Any, whole: Any, bound
     except (RuntimeError, ValueError, IndexError, TypeError) as error:
         raise _slices_error(name, block, slices, f"it fails: {' '.join(str(error).split())}") from error
     if not equal:
-        raise _slices_error(name, block, slices, "it gives something else")
+        raise _slices_error(name, block, slices, "its output differs")
 
 
 def _slices_error(name: str, block: nn.Module, slices: int, what: str) -> InputError:
     """Return the error that names a block and the reason why it cannot take slices."""
     return refusal(
-        f"{slices} slices of the sequence: block {name} ({type(block).__name__}) does not do for them what it does for "
-        f"the whole: {what}; it must be causal and say by forward_slice how it looks back, or set parallel.slices to 1"
+        f"{slices} slices of the sequence: block {name} ({type(block).__name__}) does not compute the same for "
+        f"slices as for the whole sequence: {what}; make it causal and implement forward_slice, or set "
+        "parallel.slices to 1"
     )

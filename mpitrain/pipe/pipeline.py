@@ -143,7 +143,9 @@ class Pipeline:
             InputError: There is not one weight for each microbatch.
         """
         if len(weights) != len(microbatches):
-            raise InputError(f"{len(microbatches)} microbatches came with {len(weights)} weights; give one for each")
+            raise InputError(
+                f"got {len(microbatches)} microbatches and {len(weights)} weights; give one weight for each microbatch"
+            )
         if not microbatches:
             return 0.0
         with torch.enable_grad():
@@ -279,13 +281,13 @@ def _costs(
     if cut == "parameters":
         return parameter_costs(blocks)
     if cut != "time":
-        raise refusal(f"there is no cut {cut!r}; choose uniform, parameters or time")
+        raise refusal(f"unknown cut {cut!r}; choose uniform, parameters or time")
     if sample is None:
         raise refusal('cut="time" measures the blocks: give the input of a microbatch as sample')
     if isinstance(mesh, Mesh) and mesh.layers.size > 1:
         raise refusal(
-            'cut="time" on one rank cannot measure layers that several work on; take time_costs of the whole model '
-            "before it is divided, and give them as cut"
+            'cut="time" cannot measure layers that are divided over several ranks; compute time_costs of the '
+            "whole model before it is divided, and pass them as cut"
         )
     return list((mesh.world if isinstance(mesh, Mesh) else mesh).on_root(lambda: time_costs(blocks, sample)))
 
@@ -347,8 +349,8 @@ def find_tied(
     for parameter, names in holders.items():
         if parameter.is_meta and uses[parameter] > 1:
             raise InputError(
-                f"parameter {next(iter(names.values()))} is shared and has no memory yet, and would get one per use; "
-                "build a model with shared parameters on the CPU"
+                f"parameter {next(iter(names.values()))} is shared but has no memory yet, so each use would "
+                "get its own copy; build a model with shared parameters on the CPU"
             )
         ranks = tuple(sorted(names))
         if len(ranks) == 1 or comm.rank not in names:

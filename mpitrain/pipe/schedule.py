@@ -337,8 +337,8 @@ def in_slices(schedule: Schedule, slices: int) -> Schedule:
         raise refusal(f"{schedule.name}: {slices} slices of the sequence are not possible; give 1 or more")
     if any(isinstance(step, BackwardInput) for steps in schedule.steps for step in steps):
         raise refusal(
-            f"{schedule.name} leaves gradients of weights for later, but an earlier slice needs those of its states "
-            "at once; set parallel.slices to 1, or parallel.schedule to gpipe, 1f1b or interleaved"
+            f"{schedule.name} delays the gradients of weights, but an earlier slice needs the gradients of its "
+            "states at once; set parallel.slices to 1, or parallel.schedule to gpipe, 1f1b or interleaved"
         )
 
     def slices_of(step: Compute) -> list[Compute]:

@@ -259,7 +259,7 @@ class PreparedSchedule:
         """Raise ScheduleError unless each rank has reached its end. at: number of steps that each rank has done."""
         for steps, number, rank in zip(self.schedule.steps, at, range(len(at)), strict=True):
             if number < len(steps):
-                raise ScheduleError(f"{self.schedule.name}: rank {rank} waits for ever at {steps[number]}")
+                raise ScheduleError(f"{self.schedule.name}: rank {rank} waits forever at {steps[number]}")
 
 
 def simulate(schedule: Schedule, costs: Costs = Costs()) -> Simulation:
@@ -475,7 +475,7 @@ class _Check:
                     moved = True
         for rank, steps in enumerate(self.program.steps):
             if self.at[rank] < len(steps):
-                raise self._error(rank, "waits for ever")
+                raise self._error(rank, "waits forever")
         self._check_complete()
 
     def _advance(self, rank: int) -> bool:
@@ -497,17 +497,17 @@ class _Check:
         theirs = self.program.steps[step.to]
         at = self.at[step.to]
         if at == len(theirs):
-            raise self._error(rank, f"sends to rank {step.to}, which is done")
+            raise self._error(rank, f"sends to rank {step.to}, which has finished")
         receive = theirs[at]
         if not isinstance(receive, Receive) or receive.source != rank:
             return False
         what = step.stage, step.microbatch, step.gradient
         if (receive.stage, receive.microbatch, receive.gradient) != what:
-            raise self._error(rank, f"sends what rank {step.to} does not expect: {receive}")
+            raise self._error(rank, f"sends a message that rank {step.to} does not expect: {receive}")
         if what in self.sent:
-            raise self._error(rank, "sends it twice")
+            raise self._error(rank, "sends a message twice")
         if what not in self.here[rank]:
-            raise self._error(rank, "sends what it has not made")
+            raise self._error(rank, "sends a tensor that it does not have")
         self.here[rank].discard(what)
         self.sent.add(what)
         self.here[step.to].add(what)
@@ -524,13 +524,13 @@ class _Check:
         schedule = self.schedule
         stage, microbatch = step.stage, step.microbatch
         if not 0 <= stage < schedule.stages or schedule.rank_of[stage] != rank:
-            raise self._error(rank, "computes a stage it does not hold")
+            raise self._error(rank, "computes a stage of another rank")
         if not 0 <= microbatch < schedule.microbatches:
             raise self._error(rank, "computes a microbatch that does not exist")
         halves = (BackwardInput, BackwardWeight) if isinstance(step, Backward) else (type(step),)
         for half in halves:
             if (half, stage, microbatch) in self.done:
-                raise self._error(rank, "computes it twice")
+                raise self._error(rank, "computes a step twice")
         before = BackwardInput if isinstance(step, BackwardWeight) else Forward
         if not isinstance(step, Forward) and (before, stage, microbatch) not in self.done:
             raise self._error(rank, f"comes before its {before.__name__}")
@@ -538,7 +538,7 @@ class _Check:
         if need is not None:
             what = need[1], microbatch, need[0] is not Forward
             if what not in self.here[rank]:
-                raise self._error(rank, "lacks its input")
+                raise self._error(rank, "runs before its input has arrived")
             self.here[rank].discard(what)
         self._check_slices(rank, step)
         self.done.update((half, stage, microbatch) for half in halves)
@@ -565,11 +565,11 @@ class _Check:
         if self.done != expected:
             some = next(iter(expected ^ self.done))
             raise ScheduleError(
-                f"{schedule.name}: {some[0].__name__} of microbatch {some[2]}, stage {some[1]} is amiss"
+                f"{schedule.name}: {some[0].__name__} of microbatch {some[2]}, stage {some[1]} is missing or unexpected"
             )
         for rank, left in enumerate(self.here):
             if left:
-                raise ScheduleError(f"{schedule.name}: rank {rank} ends with {sorted(left)} that nobody used")
+                raise ScheduleError(f"{schedule.name}: rank {rank} ends with unused messages {sorted(left)}")
 
     def _error(self, rank: int, what: str) -> ScheduleError:
         """Return an error that names a rank and its current step."""

@@ -65,10 +65,12 @@ class OutputSpec:
         tensors = as_tuple(output)
         if not all(isinstance(t, torch.Tensor) for t in tensors):
             kinds = ", ".join(sorted({type(t).__name__ for t in tensors}))
-            raise InputError(f"a stage gave {kinds}; blocks must give a tensor or a tuple of tensors to the next one")
+            raise InputError(f"a stage returned {kinds}; blocks must return a tensor or a tuple of tensors")
         for t in tensors:
             if t.dtype not in _DTYPES:
-                raise InputError(f"a stage gave a tensor of {t.dtype}, which cannot be sent; convert it")
+                raise InputError(
+                    f"a stage returned a tensor of {t.dtype}, which cannot be sent; convert it to another dtype"
+                )
         specs = tuple(TensorMeta(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors)
         return OutputSpec(specs, isinstance(output, torch.Tensor))
 

@@ -18,7 +18,7 @@ from mpitrain.errors import InputError, refusal
 MONITORS = {  # DeepSpeed's monitors and their replacements in our settings
     "tensorboard": "monitor.tensorboard = true",
     "wandb": "monitor.wandb = true",
-    "comet": "monitor.tracker of your own",
+    "comet": "monitor.tracker with a class of your own",
     "csv_monitor": "metrics.jsonl of every run",
 }
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -107,28 +107,28 @@ ONE_IS_OFF = {
     "sequence_parallel_size": 1,
 }
 # the fix that the error for a refused key suggests; the default is to remove the key
-_16_BIT = 'enable "bf16" or "fp16", which have the passes autocast and masters in fp32, or remove it'
-_WITHIN_NODES = 'remove it, or share inside nodes with a configuration of ours: parallel.shard_within = "node"'
-_FEWER_BYTES = 'remove it, or set communication_data_type "bf16"; a configuration of ours has comm.compression'
-_ORDER = "remove it, and put the samples into the order that they are to come in"
+_16_BIT = 'enable "bf16" or "fp16", which use autocast and fp32 master weights, or remove it'
+_WITHIN_NODES = 'remove it, or use an mpitrain configuration with parallel.shard_within = "node"'
+_FEWER_BYTES = 'remove it, or set communication_data_type "bf16"; an mpitrain configuration has comm.compression'
+_ORDER = "remove it, and sort the samples in the order in which they must be trained"
 INSTEAD = {
-    "amp": f"it is Apex, which is not used here; {_16_BIT}",
+    "amp": f"Apex is not supported; {_16_BIT}",
     "torch_autocast": _16_BIT,
     "autotuning": "remove it; python -m mpitrain.plan finds the layout",
-    "compile": "remove it; a configuration of ours has model.compile",
+    "compile": "remove it; an mpitrain configuration has model.compile",
     "compression_training": "remove it, and compress the trained model with torch.ao or torch.nn.utils.prune",
     "curriculum_learning": _ORDER,
     "data_efficiency": _ORDER,
-    "elasticity": 'remove it; mpitrain.train goes on with fewer ranks by elastic.mode = "shrink"',
+    "elasticity": 'remove it; mpitrain.train continues with fewer ranks if elastic.mode = "shrink"',
     "eigenvalue": "remove it",
     "hybrid_engine": "remove it, and generate with python -m mpitrain.generate",
     "nebula": "remove it; engine.save writes sharded checkpoints",
     "progressive_layer_drop": "remove it, and drop layers in the model",
     "quantize_training": "remove it, and quantize the trained model with torch.ao",
-    "sparse_attention": "remove it, and have the model mask its attention",
-    "sparse_gradients": "remove it; gradients of embeddings are dense here",
-    "sequence_parallel_size": "set it to 1; a configuration of ours has parallel.tensor with parallel.sequence",
-    "tensor_parallel": "remove it; a configuration of ours has parallel.tensor",
+    "sparse_attention": "remove it, and mask the attention in the model",
+    "sparse_gradients": "remove it; embeddings have dense gradients here",
+    "sequence_parallel_size": "set it to 1; an mpitrain configuration has parallel.tensor with parallel.sequence",
+    "tensor_parallel": "remove it; an mpitrain configuration has parallel.tensor",
     "zero_optimization.mics_shard_size": _WITHIN_NODES,
     "zero_optimization.mics_hierarchical_params_gather": _WITHIN_NODES,
     "zero_optimization.zero_hpz_partition_size": _WITHIN_NODES,
@@ -136,8 +136,8 @@ INSTEAD = {
     "zero_optimization.zero_quantized_nontrainable_weights": _FEWER_BYTES,
     "zero_optimization.zero_quantized_gradients": _FEWER_BYTES,
     "zero_optimization.ignore_unused_parameters false": "remove it; use every parameter in each pass, or freeze it",
-    "zero_optimization.elastic_checkpoint": "remove it; checkpoints are read by any number of ranks here",
-    "activation_checkpointing.cpu_checkpointing": "remove it; activations are recomputed, and not kept on the host",
+    "zero_optimization.elastic_checkpoint": "remove it; any number of ranks can read a checkpoint",
+    "activation_checkpointing.cpu_checkpointing": "remove it; activations are recomputed instead of kept on the host",
 }
 
 
@@ -188,7 +188,7 @@ class Findings:
             value: Value of the section in the configuration.
         """
         if value and not isinstance(value, Mapping):
-            self.add_error(f"{name} {value!r:.80} is no section", 'write {"key": value, ...}')
+            self.add_error(f"{name} {value!r:.80} is not a section", 'write {"key": value, ...}')
         return value if isinstance(value, Mapping) else {}
 
     def number(self, name: str, value: Any) -> float:
@@ -203,7 +203,7 @@ class Findings:
                 return number
         except (TypeError, ValueError, OverflowError):
             pass
-        self.add_error(f"{name} {value!r:.80} is no number", "give one")
+        self.add_error(f"{name} {value!r:.80} is not a number", "give a number")
         return 0.0
 
     def integer(self, name: str, value: Any, least: int = 0) -> int:
@@ -217,7 +217,7 @@ class Findings:
         number = self.number(name, value)
         if number == int(number) and least <= number < 2**53:
             return int(number)
-        self.add_error(f"{name} {value!r:.80} is no whole number", f"give one from {least:,} on")
+        self.add_error(f"{name} {value!r:.80} is not an integer", f"give an integer of at least {least:,}")
         return least
 
     @contextmanager
@@ -227,7 +227,7 @@ class Findings:
             yield
         except InputError as error:
             problem, _, fix = str(error).partition("; ")
-            self.add_error(where + problem, fix or "mend it")
+            self.add_error(where + problem, fix or "fix it")
 
     def check_section(self, section: Mapping[str, Any], name: str, keys: Keys | None = None) -> None:
         """Check the keys of a section: record unsupported and misspelled keys as errors, and list the ignored ones.

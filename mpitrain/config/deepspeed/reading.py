@@ -102,9 +102,9 @@ def read_json(path: Path) -> dict[str, Any]:
             except json.JSONDecodeError:
                 raise error from None  # its line and column refer to the original text
     except (OSError, ValueError) as error:
-        raise refusal(f"{path} cannot be read as JSON: {error}; mend the file") from None
+        raise refusal(f"{path} cannot be read as JSON: {error}; fix the file") from None
     if not isinstance(values, dict):
-        raise refusal(f"{path} holds no JSON object; give a DeepSpeed configuration")
+        raise refusal(f"{path} contains no JSON object; give a DeepSpeed configuration")
     return values
 
 
@@ -132,7 +132,11 @@ def read_deepspeed(
     Raises:
         InputError: Some keys have no counterpart, are wrong, or contradict each other; one message names them all.
     """
-    with refusing(f"{origin} cannot be taken for a DeepSpeed configuration", "compare it with its manual", agreed=True):
+    with refusing(
+        f"{origin} cannot be read as a DeepSpeed configuration",
+        "compare it with DeepSpeed's documentation",
+        agreed=True,
+    ):
         return _read(values, ranks, Findings(origin), auto or Config(), origin)
 
 
@@ -214,7 +218,7 @@ def _replace_auto(
     for key, value in values.items():
         name = f"{section}.{key}" if section else key
         if not isinstance(key, str):
-            findings.add_error(f"{name!r:.80} is no name", "write keys as texts")
+            findings.add_error(f"{name!r:.80} is not a key", "write each key as a string")
         elif isinstance(value, Mapping):
             result[key] = _replace_auto(value, name, auto, findings, replacements)
         elif not isinstance(value, str) or value != _AUTO:
@@ -227,7 +231,7 @@ def _replace_auto(
         elif name.partition(".")[0] in MONITORS or any(key in keys.harmless for keys in SECTIONS.values()):
             result[key] = value
         else:
-            findings.add_error(f'{name} is "auto", for which we have no setting', "give a value")
+            findings.add_error(f'{name} is "auto", but mpitrain has no setting for it', "give a value")
     return result
 
 
@@ -274,13 +278,13 @@ def _reduce_dtype(values: Mapping[str, Any], findings: Findings) -> Precision | 
     sent = values.get("communication_data_type", "fp32" if values.get("fp32_allreduce") else None)
     for name in (sent, section.get("grad_accum_dtype")):
         if name is not None and (not isinstance(name, str) or name not in _DTYPES):
-            findings.add_error(f"{name!r:.80} is no type to reduce in", f"use one of {sorted(_DTYPES)}")
+            findings.add_error(f"{name!r:.80} is not a type for reducing gradients", f"use one of {sorted(_DTYPES)}")
         elif name is not None:
             dtypes.add(_DTYPES[name])
     if len(dtypes) > 1:
         findings.add_error(
-            "gradients are added up and sent in one type, but communication_data_type and data_types.grad_accum_dtype "
-            "differ",
+            "gradients are summed and sent in one type, but communication_data_type and "
+            "data_types.grad_accum_dtype differ",
             "make them equal",
         )
     return dtypes.pop() if dtypes else None
@@ -343,7 +347,7 @@ def _precision(values: Mapping[str, Any], findings: Findings) -> tuple[Precision
         return "fp16", {"value": fixed}
     power = findings.number("fp16.initial_scale_power", fp16.get("initial_scale_power", 16))
     if abs(power) > _LARGEST_POWER:
-        findings.add_error(f"fp16.initial_scale_power {power:g} is out of range", "give a power of 2, as 16")
+        findings.add_error(f"fp16.initial_scale_power {power:g} is out of range", "give an exponent of 2, such as 16")
         power = 0.0
     return "fp16", {
         "value": 2.0**power,
@@ -371,10 +375,10 @@ _ADAMS_OWN = {"adam_w_mode", "bias_correction"}
 # options that change how DeepSpeed computes, but not the result
 _HARMLESS = {"torch_adam", "set_grad_none", "fp32_optimizer_states", "legacy_fusion", "capturable"}
 _COMPRESSED = (
-    'use "AdamW", whose updates it approximates; fewer bytes go with communication_data_type "bf16", or '
-    "comm.compression of a configuration of ours"
+    'use "AdamW", whose updates it approximates; to send fewer bytes, set communication_data_type "bf16", or '
+    "comm.compression in an mpitrain configuration"
 )
-_BY_WIDTH = 'use {} and "optim.groups" of a configuration of ours, which give parameters rates of their own'
+_BY_WIDTH = "use {} with optim.groups of an mpitrain configuration, which sets the learning rate of single parameters"
 _INSTEAD = {
     **dict.fromkeys(("fusedadam", "cpuadam", "deepspeedcpuadam"), 'use "Adam", which is fused'),
     "onebitadam": _COMPRESSED,
@@ -424,7 +428,7 @@ def _adam(kind: str, options: dict[str, Any], findings: Findings) -> tuple[str, 
     for key in sorted(set(options) - {"betas", "eps"}):
         if options.pop(key):
             findings.add_error(
-                f"optimizer.params.{key} does not go with bias_correction false", "leave one of them out"
+                f"optimizer.params.{key} cannot be combined with bias_correction false", "remove one of them"
             )
     return "UncorrectedAdamW", options if decoupled else options | {"decoupled": False}
 
@@ -436,8 +440,8 @@ def _lamb(options: dict[str, Any], findings: Findings) -> dict[str, Any]:
     least, most = options.pop("min_coeff"), options.pop("max_coeff")
     if not 0.0 <= least <= most:
         findings.add_error(
-            f"optimizer.params.min_coeff {least:g} and max_coeff {most:g} are no range from 0 on",
-            "give the smaller one as min_coeff",
+            f"optimizer.params.min_coeff {least:g} and max_coeff {most:g} are not a range of numbers of at least 0",
+            "set min_coeff to the smaller one",
         )
     return options | {"least": least, "most": most, "correct": bool(options.pop("bias_correction", True))}
 
@@ -474,13 +478,13 @@ def _schedule(
         findings.add_error("scheduler.type is empty", f"use {names}, or a class of torch.optim.lr_scheduler")
     elif name == "ReduceLROnPlateau":
         findings.add_error(
-            "scheduler.type ReduceLROnPlateau follows held-out losses, which a loop of your own has",
-            "leave it out, and step torch's with engine.optimizer and what engine.evaluate returns",
+            "scheduler.type ReduceLROnPlateau needs held-out losses, which only your own loop has",
+            "remove it, create torch's scheduler for engine.optimizer, and step it with the result of engine.evaluate",
         )
     elif name in ("LambdaLR", "MultiplicativeLR"):
         findings.add_error(
-            f"scheduler.type {name} calls a function, which a file cannot hold",
-            "leave it out, and give mt.initialize scheduler = a function that makes it of the optimizer",
+            f"scheduler.type {name} calls a function, which a file cannot contain",
+            "remove it, and pass mt.initialize(scheduler=...) a function that makes the scheduler from the optimizer",
         )
     return None, (name, params)
 
@@ -527,8 +531,8 @@ def _cycle(
         schedule = make_cycle(kind, {key: value for key, value in params.items() if key in known})
     if params.get("cycle_second_step_size") == 0:
         findings.add_error(
-            "scheduler.params.cycle_second_step_size 0 leaves the cycle no second half",
-            "leave it out for as many steps as the first has",
+            "scheduler.params.cycle_second_step_size 0 leaves no second half of the cycle",
+            "remove it to use the length of the first half",
         )
     # an optimizer that the caller passes may have betas
     has_betas = not optim or "adam" in optim["name"].lower() or optim["name"] in ("Lion", "lamb")

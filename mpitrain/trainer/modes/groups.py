@@ -183,8 +183,9 @@ class LocalEngine(Engine):
         ]
         if any(group != groups[0] for group in groups):
             raise refusal(
-                f"parallel.zero {self.sharding.parallel.zero} lays shares out otherwise in some groups than in others, "
-                "because they lie otherwise on the nodes; let parallel.local_group divide the ranks of each node"
+                f"parallel.zero {self.sharding.parallel.zero} divides parameters differently in some groups, "
+                "because the groups are placed differently on the nodes; set parallel.local_group to a "
+                "divisor of the ranks of each node"
             )
         return [member[0] for member in groups[0]].index(place)
 
@@ -228,8 +229,8 @@ class LocalEngine(Engine):
         sharding, weight = self.sharding, self.grouping.weight
         if sharding.host is not None:
             raise refusal(
-                "parallel.offload sends gradients to the host before groups have summed them; set parallel.warm to 0 "
-                "and parallel.local_steps to more than 1"
+                "parallel.offload moves gradients to the host before groups have summed them; set "
+                "parallel.warm to 0 and parallel.local_steps to more than 1"
             )
         holders = self._holders
         ranks, rank = (holders.size, holders.rank) if holders is not None else (1, 0)
@@ -339,7 +340,7 @@ class LocalEngine(Engine):
         super().finish_load(self._of_group(manifest, same_groups))
         self.note = "" if same_groups else self.note
         if not same_groups and not self.note and any(name.startswith(OPTIMIZER) for name in manifest.tensors):
-            self.note = f"{self.grouping.count} groups begin with the one optimizer's state that was saved"
+            self.note = f"{self.grouping.count} groups start from the one optimizer state in the checkpoint"
         self._left_out.finish_load()
 
     def close(self) -> None:
@@ -439,7 +440,7 @@ class Local(Strategy):
         if parallel.outer == "nesterov":
             words.append(f"nesterov (lr {parallel.outer_lr:g}, momentum {parallel.outer_momentum:g})")
         if parallel.overlap:
-            words.append("one period late")
+            words.append("one round late")
         if parallel.local_compression != "none":
             words.append(f"differences by {parallel.local_compression}")
         return ", ".join(words)
@@ -482,15 +483,18 @@ def notices(config: Config, *, overlaps: bool) -> list[str]:
         return []
     remarks = []
     if left := max(0, steps - parallel.warm) % parallel.local_steps:
-        remarks.append(f"the last period has {left} of parallel.local_steps {parallel.local_steps} steps")
+        remarks.append(f"the last round has only {left} of the {parallel.local_steps} steps of parallel.local_steps")
     keys = {"checkpoint.every": config.checkpoint.every, "train.evaluate_every": config.train.evaluate_every}
     for key, every in keys.items():
         if every and every != "auto" and (every % parallel.local_steps or parallel.warm % parallel.local_steps):
             remarks.append(
-                f"{key} {every}: what is due within a period of {parallel.local_steps} steps is done at its end"
+                f"{key} {every}: what becomes due within a round of {parallel.local_steps} steps is done at "
+                "the end of the round"
             )
     if parallel.overlap and not overlaps:
-        remarks.append("parallel.overlap: no core is free to average in the background, so it is done between periods")
+        remarks.append(
+            "parallel.overlap: no core is free to average in the background, so averages are computed between rounds"
+        )
     return remarks
 
 
@@ -499,28 +503,28 @@ def refuse_incompatible_settings(config: Config) -> None:
     parallel = config.parallel
     if config.elastic.mode != "off":
         raise refusal(
-            f"elastic.mode {config.elastic.mode} is for parallel.mode sync, where all ranks are at the same step; set "
-            "it to off, and restart from the newest checkpoint"
+            f"elastic.mode {config.elastic.mode} needs parallel.mode sync, in which all ranks are at the same "
+            "step; set elastic.mode to off, and after a failure restart from the newest checkpoint"
         )
     if config.run.reproducible:
         raise refusal(
-            "run.reproducible makes results the same on any number of ranks, and in parallel.mode local they depend "
-            "on the number of groups; set one of them to its default"
+            "run.reproducible makes results the same on any number of ranks, but in parallel.mode local they "
+            "depend on the number of groups; set one of the two to its default"
         )
     if parallel.overlap and parallel.local_steps == 1:
         raise refusal(
-            "parallel.overlap averages while the steps of a period are taken; make parallel.local_steps more than 1, "
+            "parallel.overlap averages during the steps of a round; set parallel.local_steps to more than 1, "
             "or set parallel.overlap to false"
         )
     if parallel.warm >= config.train.steps and parallel.warm:
         raise refusal(
-            f"parallel.warm {parallel.warm} leaves none of train.steps {config.train.steps} for parallel.mode local; "
-            "make it smaller, or use parallel.mode sync"
+            f"parallel.warm {parallel.warm} leaves none of train.steps {config.train.steps} for parallel.mode "
+            "local; reduce parallel.warm, or use parallel.mode sync"
         )
     if parallel.local_compression in ("topk", "powersgd") and parallel.ranks_per_data > 1:
         raise refusal(
-            f"parallel.local_compression {parallel.local_compression} leaves out other things of a parameter on each "
-            "rank that has a copy of it, and a model that is cut has copies; use fp16 or bf16"
+            f"parallel.local_compression {parallel.local_compression} drops different elements on each rank "
+            "that has a copy of a parameter, and a divided model has copies; use fp16 or bf16"
         )
 
 

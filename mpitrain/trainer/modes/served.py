@@ -183,37 +183,37 @@ def refuse_unsupported_settings(config: Config, ranks: int) -> None:
     parallel = config.parallel
     if parallel.servers >= ranks:
         raise refusal(
-            f"parallel.servers {parallel.servers} leaves no worker of {ranks} ranks; set it to at most {ranks - 1}, or "
-            "to 0, so that every rank serves a share and works"
+            f"parallel.servers {parallel.servers} leaves no worker among {ranks} ranks; set it to at most "
+            f"{ranks - 1}, or to 0, so that every rank is both server and worker"
         )
     if config.elastic.mode == "shrink" and not parallel.servers:
         raise refusal(
-            "elastic.mode shrink: with parallel.servers 0 every rank serves a share of the parameters, which is lost "
-            "with it; set parallel.servers to 1 or more"
+            "elastic.mode shrink: with parallel.servers 0 every rank serves a share of the parameters, which "
+            "is lost if the rank fails; set parallel.servers to 1 or more"
         )
     for key, field, value in every_setting(config):
         if key in _UNSUPPORTED and value != field.default:
             shown = str(value).lower() if isinstance(value, bool) else value
             raise refusal(
-                f"{key} {shown} does not go with parallel.mode server, whose workers have the whole model and whose "
-                f"servers the optimizer; leave it out, or use parallel.mode sync"
+                f"{key} {shown} cannot be combined with parallel.mode server, in which workers have the whole "
+                f"model and servers the optimizer; remove {key}, or use parallel.mode sync"
             )
     if config.optim.schedule_options.get("cycle_momentum"):
         raise refusal(
-            "optim.schedule_options: cycle_momentum does not go with parallel.mode server, whose workers tell servers "
-            "the learning rate alone; leave it out, or use parallel.mode sync"
+            "optim.schedule_options: cycle_momentum cannot be combined with parallel.mode server, whose "
+            "workers send servers only the learning rate; remove it, or use parallel.mode sync"
         )
     if config.train.precision == "fp16":
         raise refusal(
-            "train.precision fp16 does not go with parallel.mode server: its loss scale needs all gradients of a step "
-            "at once; use bf16 or fp32"
+            "train.precision fp16 cannot be combined with parallel.mode server, because its loss scale needs "
+            "all gradients of a step at once; use bf16 or fp32"
         )
     sizes = config.train.batch_sizes
     least = min(sizes.after(0))
     if least < ranks - parallel.servers:
         raise refusal(
-            f"{sizes.key(least)} {least} has less than a sample for each of {ranks - parallel.servers} workers; "
-            "raise it, or start fewer ranks"
+            f"{sizes.key(least)} {least} has fewer samples than there are workers "
+            f"({ranks - parallel.servers}); raise it, or start fewer ranks"
         )
 
 
@@ -438,11 +438,14 @@ class ServedSurvivors(Survivors):
         if dead:
             which = f"rank {dead[0]}, a server," if len(dead) == 1 else f"ranks {', '.join(map(str, dead))}, servers,"
             raise TooFewLeft(
-                f"{which} died with a part of the parameters; start the job again, it goes on from the last checkpoint",
+                f"{which} failed, and a part of the parameters is lost; start the job again to continue from "
+                "the last checkpoint",
                 agreed=True,
             )
         if self.everyone.size == len(self._servers):
-            raise TooFewLeft("all workers died; start the job again, it goes on from the last checkpoint", agreed=True)
+            raise TooFewLeft(
+                "all workers failed; start the job again to continue from the last checkpoint", agreed=True
+            )
         self._take_stock()
         self._trainer.let_go()
         self._begin_anew()

@@ -89,7 +89,7 @@ def initialize(
     _refuse_twice(_origin(config), "an optimizer", optimizer, read and "name" in ours.optim.model_fields_set)
     _refuse_twice(_origin(config), "a scheduler", scheduler, settings.schedule or (read and read.torch_schedule))
     passed_model = UserModel(model)
-    arguments = {"optimizer of your own": optimizer is not None, "scheduler of your own": scheduler is not None}
+    arguments = {"optimizer argument": optimizer is not None, "scheduler argument": scheduler is not None}
     require_equal(
         comm, [*describe_settings(settings, optimizer is not None), *describe_values(arguments), *describe_model(model)]
     )
@@ -121,15 +121,15 @@ def _engine(divided: ModelPart, loss: Loss, optimizer: torch.optim.Optimizer, me
 def _refuse_model(model: nn.Module) -> None:
     """Raise InputError for a model that another wrapper already averages, or that has nothing to train."""
     if isinstance(model, (DistributedDataParallel, nn.parallel.DistributedDataParallel, nn.DataParallel)):
-        raise refusal(f"the model is in {type(model).__name__} already; give mt.initialize its .module")
+        raise refusal(f"the model is already wrapped in {type(model).__name__}; pass its .module to mt.initialize")
     if not any(p.requires_grad for p in model.parameters()):
-        raise refusal(f"no parameter of {type(model).__name__} requires gradients; leave some to train")
+        raise refusal(f"no parameter of {type(model).__name__} requires gradients; set requires_grad of those to train")
 
 
 def _refuse_twice(origin: str, what: str, argument: object, configured: object) -> None:
     """Raise InputError if both the caller and the configuration specify something."""
     if argument is not None and configured:
-        raise refusal(f"{what} was given, and {origin} names another; leave one out")
+        raise refusal(f"{what} was passed, but {origin} names another; remove one of them")
 
 
 def _optimizer_maker(
@@ -164,7 +164,7 @@ def _optim(settings: Settings) -> OptimSection:
     if settings.deepspeed is None or "lr" in section.model_fields_set:
         return section
     if "name" not in section.model_fields_set:
-        raise refusal("no optimizer was given, and the configuration has none; give one")
+        raise refusal("no optimizer was passed, and the configuration has none; pass one to mt.initialize")
     rate = signature(optimizer_class("optimizer.type", section.name)).parameters["lr"].default
     return section.model_copy(update={"lr": float(rate)})
 
@@ -184,8 +184,8 @@ def _apply_process_settings(settings: Settings, comm: Communicator) -> None:
         print(f'for "auto": {", ".join(read.filled)}', flush=True)
     if read is not None and read.trackers:
         print(
-            f"no trackers in a loop of your own: {', '.join(read.trackers)}; log the loss, engine.lr and engine.norm "
-            f"there, or run mpitrain.train, which has {', '.join(read.trackers.values())}",
+            f"your own loop has no trackers ({', '.join(read.trackers)}); log the loss, engine.lr and "
+            f"engine.norm yourself, or run mpitrain.train with {', '.join(read.trackers.values())}",
             flush=True,
         )
 
@@ -197,7 +197,9 @@ def _read(config: ConfigSource, ranks: int, auto: ConfigSource, *, own_optimizer
         assert isinstance(values, Mapping)
         return from_deepspeed(read_deepspeed(values, ranks, _origin(config), Config.of(auto)), ranks)
     if auto is not None:
-        raise refusal('auto is for a DeepSpeed configuration that says "auto", and config is none; leave auto out')
+        raise refusal(
+            'the argument auto is for a DeepSpeed configuration with "auto", and config is not one; remove auto'
+        )
     return from_config(Config.of(config), ranks, own_optimizer=own_optimizer, origin=_origin(config))
 
 
@@ -291,8 +293,8 @@ def require_equal(comm: Communicator, values: Sequence[tuple[str, str]]) -> None
     first, other = everything[0], everything[rank]
     name = next((name for name in (*first, *other) if first.get(name) != other.get(name)), "the order of parameters")
     raise refusal(
-        f"{name} is {first.get(name, 'not there')} on rank 0 and {other.get(name, 'not there')} on rank {rank}; "
-        "give mt.initialize the same on every rank"
+        f"{name} is {first.get(name, 'missing')} on rank 0 and {other.get(name, 'missing')} on rank "
+        f"{rank}; pass the same to mt.initialize on every rank"
     )
 
 
@@ -355,8 +357,8 @@ def place_on_mesh(
         chosen = _loss_of(model, loss, own_loss, before, staged=staged)
         if chosen is None:
             raise refusal(
-                f"stages need a loss, and {type(model).__name__} has none; give mt.initialize loss=, or the model an "
-                "attribute `criterion`"
+                f"pipeline stages need a loss, but {type(model).__name__} has none; pass loss= to "
+                "mt.initialize, or add an attribute `criterion` to the model"
             )
         return chosen
 
@@ -388,8 +390,9 @@ def _loss_of(
     if user_loss is not None and user_loss not in (model_loss, old_criterion):
         if criterion is not old_criterion:
             raise refusal(
-                f"the plan leaves the scores of {type(model).__name__} divided, which the given loss cannot know; "
-                "leave loss out, and the model's `criterion` is replaced, or plan the head as Column(gather=True)"
+                f"the plan leaves the scores of {type(model).__name__} divided over ranks, which the loss that "
+                "you passed does not support; remove loss to use a replacement of the model's `criterion`, or "
+                "plan the head as Column(gather=True)"
             )
         return user_loss
     if user_loss is not None and user_loss == old_criterion:
@@ -416,15 +419,17 @@ def optimizer_for_part(
     if isinstance(user_optimizer, type) or not hasattr(user_optimizer, "param_groups"):
         return _call_maker(user_optimizer, module, comm)
     if any(p not in names for group in user_optimizer.param_groups for p in group["params"]):
-        raise refusal("the optimizer has parameters that are not the model's; give it those alone")
+        raise refusal(
+            "the optimizer has parameters that are not in the model; create it from the model's parameters only"
+        )
     parts = dict(module.named_parameters(remove_duplicate=False))
     local_parts = {p: [parts[name] for name in named if name in parts][:1] for p, named in names.items()}
     if all(len(local) == 1 and local[0] is p for p, local in local_parts.items()):
         return user_optimizer
     if has_stepped(user_optimizer):
         raise refusal(
-            "the optimizer has a state already, of parameters that are divided now; give mt.initialize a new one, and "
-            "load a checkpoint after"
+            "the optimizer already has a state, but its parameters are now divided; pass a new optimizer to "
+            "mt.initialize, and load a checkpoint afterwards"
         )
     for group in user_optimizer.param_groups:
         group["params"] = [part for p in group["params"] for part in local_parts[p]]
@@ -435,18 +440,19 @@ def _call_maker(make: Any, module: nn.Module, comm: Communicator) -> torch.optim
     """Return the optimizer that `make` returns for this rank's parameters."""
     if not callable(make):
         raise refusal(
-            f"optimizer is a {type(make).__name__}; give an optimizer, or a function of parameters that makes one"
+            f"optimizer is a {type(make).__name__}; pass an optimizer, or a function that makes one from parameters"
         )
     optimizer = make([p for p in module.parameters() if p.requires_grad])
     if not hasattr(optimizer, "param_groups"):
         raise refusal(
-            f"the function given as optimizer returned a {type(optimizer).__name__}; let it return an optimizer"
+            f"the function passed as optimizer returned a {type(optimizer).__name__}; it must return an optimizer"
         )
     counts = comm.all_gather_object(len(optimizer.param_groups))
     if other := next((rank for rank, count in enumerate(counts) if count != counts[0]), 0):
         raise refusal(
-            f"the function given as optimizer made {counts[0]} groups of parameters on rank 0 and {counts[other]} on "
-            f"rank {other}; let it make as many on every rank, empty ones too"
+            f"the function passed as optimizer made {counts[0]} groups of parameters on rank 0 and "
+            f"{counts[other]} on rank {other}; it must make the same number on every rank, including empty "
+            "groups"
         )
     return optimizer
 
@@ -469,16 +475,17 @@ def resolve_scheduler(user_scheduler: Any, optimizer: torch.optim.Optimizer) -> 
         scheduler = user_scheduler(optimizer)
     else:
         raise refusal(
-            f"scheduler is a {type(user_scheduler).__name__}; give a scheduler, or a function of an optimizer that makes one"
+            f"scheduler is a {type(user_scheduler).__name__}; pass a scheduler, or a function that makes one "
+            "from an optimizer"
         )
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise refusal(
-            "scheduler ReduceLROnPlateau follows held-out losses, which a loop of your own has; leave it out, and step "
-            "it with what engine.evaluate returns"
+            "scheduler ReduceLROnPlateau needs held-out losses, which only your own loop has; do not pass it, "
+            "and step it with the result of engine.evaluate"
         )
     if getattr(scheduler, "optimizer", optimizer) is not optimizer:
         raise refusal(
-            "the scheduler is of another optimizer than the engine's, whose learning rates it would not change; make "
-            "it of the one that mt.initialize is given"
+            "the scheduler belongs to another optimizer than the engine's, so it would not change the "
+            "learning rate; create it from the optimizer that you pass to mt.initialize"
         )
     return scheduler

@@ -78,7 +78,7 @@ class TrainingEngine:
 
     def __iter__(self) -> Iterator[Any]:
         raise InputError(  # DeepSpeed's initialize returns a tuple of four
-            "mt.initialize returns the engine alone, which has .optimizer; write engine = mt.initialize(...)"
+            "mt.initialize returns only the engine; write engine = mt.initialize(...), and use engine.optimizer"
         )
 
     @contextmanager
@@ -135,8 +135,8 @@ class TrainingEngine:
         """
         if self._pending:
             raise InputError(
-                "engine.backward was called twice without a step between; add the losses up for one backward pass, and "
-                "call engine.step() after each"
+                "engine.backward was called twice without engine.step between; sum the losses for one "
+                "backward pass, and call engine.step() after each"
             )
         self._backward(loss, self._share)
 
@@ -262,21 +262,21 @@ class TrainingEngine:
         self._engine.comm.all_reduce(sums)
         total, samples = sums.tolist()
         if not samples:
-            raise refusal("evaluate was given no samples, or no target that counts; give an iterable of (x, y)")
+            raise refusal("evaluate got no samples, or only masked targets; pass an iterable of (x, y)")
         return float(total / samples)
 
     def _require_loss(self, method: str) -> None:
         if self._passes or self._pending:
-            raise refusal(f"{method}: a step has been begun; end it")
+            raise refusal(f"{method} was called within a step; call engine.step() to finish the step first")
         if self._loss is None:
-            raise refusal(f"{method}: it needs a loss; give mt.initialize one")
+            raise refusal(f"{method} needs a loss; pass loss= to mt.initialize")
 
     def _next(self, batches: Iterator[tuple[Any, Any]], number: int) -> tuple[Any, Any]:
         """Return the next microbatch, which has index `number` in its step."""
         if not hasattr(batches, "__next__"):
             raise refusal(
-                f"a step's microbatches come from an iterator, and this is a {type(batches).__name__}; make "
-                "iter(...) of it once, before the steps"
+                f"the microbatches of a step must come from an iterator, not a {type(batches).__name__}; call "
+                "iter(...) on it once, before the first step"
             )
         try:
             return as_pair(next(batches))
@@ -284,8 +284,8 @@ class TrainingEngine:
             if not number:
                 raise
         raise InputError(
-            f"the iterator ended after {number} of the {self.settings.accumulate} microbatches of a step; give it a "
-            "multiple of that, or let it go on"
+            f"the iterator ended after {number} of the {self.settings.accumulate} microbatches of a step; "
+            "provide whole steps, or an endless iterator"
         )
 
     # -- checkpoints
@@ -305,7 +305,8 @@ class TrainingEngine:
         """
         if self._passes or self._pending:
             raise InputError(
-                "engine.save would lose the gradients of a step that has been begun; save after step() is True"
+                "engine.save was called within a step, whose gradients would be lost; save after "
+                "engine.step() has returned True"
             )
         parts, rest = self._engine.parts()
         rates = [float(settings["lr"]) for settings in self.optimizer.param_groups]
@@ -342,7 +343,7 @@ class TrainingEngine:
         try:
             folders = self._store.at(Path(path))
         except InputError:
-            raise refusal(f"there is no checkpoint in {path}; give a folder that save has written into") from None
+            raise refusal(f"there is no checkpoint in {path}; give a folder that engine.save has written to") from None
         for folder in folders:
             try:
                 manifest = self._store.load(folder, parts)
@@ -360,7 +361,7 @@ class TrainingEngine:
             if self._scheduler is not None and "scheduler" in mine:
                 self._scheduler.load_state_dict(mine["scheduler"])
             return mine["values"]
-        raise CheckpointError(f"{path} holds no checkpoint that can be used: {(reasons or ['it is empty'])[0]}")
+        raise CheckpointError(f"no checkpoint in {path} can be used: {(reasons or ['it is empty'])[0]}")
 
     # -- for people
 
@@ -486,9 +487,10 @@ def require_same_optimizer(optimizer: torch.optim.Optimizer, manifest: Manifest,
         return
     needed = ", ".join(sorted(set().union(*tried))) or "none"
     raise refusal(
-        f"{folder} has another optimizer's states ({', '.join(sorted(saved))}) than {type(optimizer).__name__} keeps "
-        f"({needed}); give mt.initialize the optimizer that saved it, or take the weights alone: python -m "
-        f"mpitrain.checkpoint export {folder} weights.pt, which the model loads before mt.initialize"
+        f"{folder} has states of another optimizer ({', '.join(sorted(saved))}) than "
+        f"{type(optimizer).__name__} ({needed}); pass the optimizer that saved it to mt.initialize, or export "
+        f"only the weights with python -m mpitrain.checkpoint export {folder} weights.pt, and load them into "
+        "the model before mt.initialize"
     )
 
 
@@ -501,19 +503,19 @@ _INSTEAD = {
     "get_lr": "engine.lr",
     "global_steps": "engine.steps",
     "gradient_accumulation_steps": "engine.settings.accumulate",
-    "is_gradient_accumulation_boundary": "engine.at_boundary before backward, or what engine.step() returns",
+    "is_gradient_accumulation_boundary": "engine.at_boundary before backward, or the result of engine.step()",
     "load_checkpoint": "engine.load(folder)",
-    "load_state_dict": "engine.load(folder), or the model's before mt.initialize",
-    "lr_scheduler": "engine.lr and the scheduler that you gave",
+    "load_state_dict": "engine.load(folder), or load_state_dict of the model before mt.initialize",
+    "lr_scheduler": "engine.lr and the scheduler that you passed",
     "named_parameters": "engine.module.named_parameters()",
     "no_sync": "not needed: only the last backward pass of a step reduces gradients",
     "parameters": "engine.module.parameters()",
     "save_checkpoint": "engine.save(folder)",
     "skipped_steps": "engine.skipped",
-    "to": "not needed: the engine has the device of its model, and run.device names another",
+    "to": "not needed: the engine uses the device of its model; run.device selects another",
     "train_batch_size": "engine.settings.microbatch * engine.settings.accumulate * engine.data_size",
     "train_micro_batch_size_per_gpu": "engine.settings.microbatch",
-    "zero_grad": "not needed: the first backward pass of a step begins anew",
+    "zero_grad": "not needed: the first backward pass of a step resets the gradients",
 }
 
 
@@ -521,13 +523,13 @@ def require_scalar(loss: Any) -> None:
     """Raise InputError unless `loss` is a tensor of one element that requires gradients."""
     wrong = ""
     if not isinstance(loss, torch.Tensor):
-        wrong = f"a {type(loss).__name__}; give the tensor that the loss function returned"
+        wrong = f"a {type(loss).__name__}; pass the tensor that the loss function returned"
     elif loss.numel() != 1:
-        wrong = f"a tensor of shape {list(loss.shape)}; give its mean"
+        wrong = f"a tensor of shape {list(loss.shape)}; pass its mean"
     elif not loss.requires_grad:
         wrong = "a tensor without a graph; compute it from engine(...) outside of torch.no_grad(), and do not detach it"
     if wrong:
-        raise InputError(f"engine.backward takes a scalar loss, and this is {wrong}")
+        raise InputError(f"engine.backward needs a scalar loss, but got {wrong}")
 
 
 def as_pair(batch: Any) -> tuple[Any, Any]:
@@ -536,16 +538,16 @@ def as_pair(batch: Any) -> tuple[Any, Any]:
         return batch[0], batch[1]
     kind = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, (tuple, list)) else type(batch).__name__
     raise InputError(
-        f"a microbatch is (x, y), and this is a {kind}; put the inputs together as x, in a tuple or a mapping, or "
-        "write engine(...), engine.backward and engine.step yourself"
+        f"a microbatch must be a pair (x, y), but this is a {kind}; put several inputs into x as a tuple or a "
+        "mapping, or call engine(...), engine.backward and engine.step yourself"
     )
 
 
 def unsupported_in_stages(what: str) -> InputError:
     """Return the error for a method that a model in stages does not support."""
     return InputError(
-        f"{what} is not for a model in stages, through which all microbatches of a step go together; use "
-        "engine.train_batch(iterator) and engine.evaluate(batches)"
+        f"{what} does not support a model in pipeline stages, which takes all microbatches of a step at once; "
+        "use engine.train_batch(iterator) and engine.evaluate(batches)"
     )
 
 
@@ -567,8 +569,8 @@ class UserModel:
         self._modules = [m for m in model.modules() if any(True for _ in m.parameters(recurse=False))]
         if any(vars(m).get(_MARK) == id(m) for m in self._modules):
             raise refusal(
-                f"{type(model).__name__} has an engine already; call that one's close() before mt.initialize makes "
-                "another, or give it a model of its own"
+                f"{type(model).__name__} already has an engine; call close() of that engine before "
+                "mt.initialize, or pass another model"
             )
         self._frozen: list[tuple[str, nn.Parameter]] = []
 
@@ -587,8 +589,8 @@ class UserModel:
         """Raise InputError if a parameter requires gradients that did not when the engine was made."""
         if switched := next((name for name, p in self._frozen if p.requires_grad), None):
             raise InputError(
-                f"{switched} requires gradients, and did not when the engine was made, so that its gradients are "
-                "not reduced; save, close the engine, and make another with mt.initialize"
+                f"{switched} requires gradients now but did not when the engine was made, so its gradients "
+                "would not be reduced; save, close the engine, and make a new one with mt.initialize"
             )
 
 
