@@ -29,11 +29,11 @@ from mpitrain.errors import InputError
         (["--model.width", "130"], "set model.width to 132"),
         (["--model.name", "resnet", "--model.layers", "2"], "a resnet has 18, 34, 50 or 101"),
         (["--train.steps", "--train.batch", "4"], "--train.steps has no value"),
-        (["--train", "3"], "train is a section; write --train.KEY VALUE, as --train.steps"),
+        (["--train", "3"], "train is a section; write --train.KEY VALUE, such as --train.steps"),
         (["-x"], "argument '-x' is not understood"),
         (["--train.batch_warmup", "[8, 100]"], "entry 1: 8 is not [steps, samples], two numbers of at least 1; write"),
         (["--train.batch_warmup", "[[100, 0]]"], "entry 1: [100, 0] is not [steps, samples]"),
-        (["--train.batch_warmup", "8"], "train.batch_warmup = 8 is no list of [steps, samples]; write [[100, 8]"),
+        (["--train.batch_warmup", "8"], "train.batch_warmup = 8 is not a list of [steps, samples] pairs; write [[100"),
         (["--train.batch_warmup", "[[9, 64]]"], "has a batch of 64 samples, more than train.batch 32"),
         (["--train.rampup_batch_size", "[8, 8, 1000]"], "did you mean 'train.batch_warmup'?"),
         (["--train.lr", "1"], "unknown key 'train.lr'; did you mean 'optim.lr'?"),
@@ -44,10 +44,13 @@ from mpitrain.errors import InputError
         (["--train.amp", "true"], "did you mean 'train.precision'? (set it to bf16 or fp16)"),
         (["--train.bf16", "true"], "did you mean 'train.precision'? (set it to bf16 or fp16)"),
         (["--optim.warmup_ratio", "0.1"], "did you mean 'optim.warmup'? (optim.warmup counts steps)"),
-        (["train.steps=5"], "command line: train.steps=5 lacks its dashes; write --train.steps 5"),
-        (["train.steps", "5"], "command line: train.steps lacks its dashes; write --train.steps VALUE"),
-        (["--train.epochs", "2", "--train.steps", "5"], "train.epochs and train.steps each say how long the run is"),
-        (["--train.accumulation", "2", "--train.microbatch", "5"], "each say how a rank's samples are divided; give"),
+        (["train.steps=5"], "command line: train.steps=5 has no dashes; write --train.steps 5"),
+        (["train.steps", "5"], "command line: train.steps has no dashes; write --train.steps VALUE"),
+        (["--train.epochs", "2", "--train.steps", "5"], "train.epochs and train.steps both set the length of the run"),
+        (
+            ["--train.accumulation", "2", "--train.microbatch", "5"],
+            "both set how the samples of a rank are divided; remove",
+        ),
         (["--optim.learning_rte", "8"], "did you mean 'optim.lr'?"),
         (["--scheduler.warmup", "8"], "unknown key 'scheduler.warmup'; did you mean 'optim.warmup'?"),
         (["--trainer.lr", "1"], "unknown key 'trainer.lr'; did you mean 'optim.lr'?"),
@@ -58,11 +61,11 @@ from mpitrain.errors import InputError
         (["--model.options", "{a: 1"], 'valid dictionary; write {a = 1} or {"a": 1}'),
         (
             ["--parallel.cut", "tme"],
-            "parallel.cut 'tme' is unknown; set it to uniform, parameters or time, or to each",
+            "parallel.cut 'tme' is unknown; set it to uniform, parameters or time, or to the",
         ),
         (
             ["--parallel.cut", "[5, 0]"],
-            "parallel.cut [5, 0] is no list of the blocks of each stage; give each 1 or more",
+            "parallel.cut [5, 0] is not a list of the number of blocks of each stage; give numbers of at least 1",
         ),
         (["--parallel.whole", "a"], 'parallel.whole = \'a\' is wrong: input should be a valid tuple; write ["a", "b"]'),
         (["stray"], "config file stray does not exist"),
@@ -70,13 +73,13 @@ from mpitrain.errors import InputError
         (["--train.steps", "3", "stray"], "config file stray does not exist"),
     ],
 )
-def test_a_mistake_on_the_command_line_is_named_with_its_mend(arguments, message):
+def test_command_line_error_names_the_setting_and_the_fix(arguments, message):
     with pytest.raises(InputError) as caught:
         Config.from_args(arguments)
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_model_brings_its_own_defaults_which_help_and_the_resolved_file_show(tmp_path):
+def test_defaults_of_a_model_appear_in_help_and_in_the_resolved_file(tmp_path):
     config = Config.from_args(["--model.name", "resnet", "--model.width", "16"])
     assert (config.model.layers, config.model.width) == (18, 16)
     assert (config.optim.name, config.optim.lr, config.optim.options) == ("sgd", 0.05, {"momentum": 0.9})
@@ -106,7 +109,7 @@ ALIASES = {
 }
 
 
-def test_names_of_other_tools_that_mean_the_same_are_accepted_and_ours_is_said_once(tmp_path, monkeypatch):
+def test_aliases_of_other_tools_are_accepted_and_our_name_is_printed_once(tmp_path, monkeypatch):
     for theirs, (ours, value) in ALIASES.items():
         (section, key), (our_section, name) = theirs.split("."), ours.split(".")
         file = tmp_path / "my.toml"
@@ -126,7 +129,7 @@ def test_names_of_other_tools_that_mean_the_same_are_accepted_and_ours_is_said_o
         Config.from_dict({"train": {"epochs": 1, "num_epochs": 2}})
 
 
-def test_epochs_given_later_replace_steps_and_the_resolved_file_has_what_was_asked_for(tmp_path):
+def test_epochs_on_the_command_line_replace_steps_in_the_file(tmp_path):
     file = tmp_path / "config.toml"
     file.write_text("[train]\nsteps = 50\nmicrobatch = 4\n")
     config = Config.from_args([str(file), "--train.epochs", "2", "--train.accumulation", "3"])
@@ -136,7 +139,7 @@ def test_epochs_given_later_replace_steps_and_the_resolved_file_has_what_was_ask
     assert (longer.train.steps, longer.train.epochs, longer.train.microbatch) == (9, 0.0, 2)
 
 
-def test_later_arguments_win_over_earlier_ones_and_over_the_file(tmp_path):
+def test_later_arguments_override_earlier_ones_and_the_file(tmp_path):
     file = tmp_path / "train.toml"
     file.write_text("[train]\nsteps = 5\nbatch = 7\n[optim.options]\nbetas = [0.8, 0.9]\n")
     config = Config.from_args([str(file), "--train.steps=6", "--train.steps", "8", "--run.dir", "123"])
@@ -144,14 +147,14 @@ def test_later_arguments_win_over_earlier_ones_and_over_the_file(tmp_path):
     assert config.optim.options == {"betas": [0.8, 0.9]}
 
 
-def test_the_file_may_come_after_flags_which_win_over_it_all_the_same(tmp_path):
+def test_flags_override_a_file_that_follows_them(tmp_path):
     file = tmp_path / "my.toml"
     file.write_text("[train]\nsteps = 5\nbatch = 7\n")
     config = Config.from_args(["--train.steps", "3", str(file), "--train.clip=0"])
     assert (config.train.steps, config.train.batch, config.train.clip) == (3, 7, 0.0)
 
 
-def test_a_wrong_value_is_told_of_the_flag_or_the_file_it_comes_from(tmp_path):
+def test_error_about_a_wrong_value_names_its_flag_or_file(tmp_path):
     file = tmp_path / "my.toml"
     file.write_text("[train]\nsteps = 5\n")
     with pytest.raises(InputError, match=r"^command line: train\.batch = 'many' is wrong"):
@@ -171,7 +174,7 @@ def test_a_dictionary_may_be_json_or_toml(text):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("train = 3\n", "train is a section; write [train] and its keys, as steps, under it"),
+        ("train = 3\n", "train is a section; write [train] and under it its keys, such as steps"),
         ("steps = 3\n", "unknown key 'steps'; did you mean 'train.steps'?"),
         ("'train.steps' = 3\n", "'train.steps' is key 'steps' of section 'train'; write [train] and steps under it"),
         ("[train]\nlr = 0.1\n", "unknown key 'train.lr'; did you mean 'optim.lr'?"),
@@ -180,7 +183,7 @@ def test_a_dictionary_may_be_json_or_toml(text):
         ("[lightning]\ndropout = 0.1\n", "unknown key 'lightning.dropout'; did you mean 'model.dropout'?"),
     ],
 )
-def test_a_wrong_section_or_key_in_the_file_is_answered_with_the_right_one(tmp_path, content, message):
+def test_error_about_a_wrong_section_or_key_suggests_the_right_one(tmp_path, content, message):
     file = tmp_path / "my.toml"
     file.write_text(content)
     with pytest.raises(InputError) as caught:
@@ -191,12 +194,12 @@ def test_a_wrong_section_or_key_in_the_file_is_answered_with_the_right_one(tmp_p
 @pytest.mark.parametrize(
     "values", [{3: {}}, {"train": {4: 1}}, {"": {}}, {"train": None}, {"train": {"": 1}}, {"a.b": 1}]
 )
-def test_names_that_are_none_are_refused_in_one_line(values):
+def test_invalid_names_are_refused_in_one_line(values):
     with pytest.raises(InputError, match=r"^config: [^\n]*$"):
         Config.from_dict(values)
 
 
-def test_a_setting_that_is_gone_is_answered_with_what_replaces_it(tmp_path, monkeypatch):
+def test_error_about_a_removed_setting_names_its_replacement(tmp_path, monkeypatch):
     file = tmp_path / "my.toml"
     keys = sections()
     for name, (empty, instead) in REMOVED.items():
@@ -211,14 +214,14 @@ def test_a_setting_that_is_gone_is_answered_with_what_replaces_it(tmp_path, monk
             str(dotted): lambda dotted=dotted: Config.from_args([str(dotted)]),
             "config": lambda section=section, key=key: Config.from_dict({section: {key: "steps.json"}}),
         }.items():
-            with pytest.raises(InputError, match=f"^{re.escape(f'{origin}: {name} is gone: {instead}')}$"):
+            with pytest.raises(InputError, match=f"^{re.escape(f'{origin}: {name} was removed: {instead}')}$"):
                 read()
         messages: list[str] = []  # the resolved settings of earlier runs name it
         monkeypatch.setattr("mpitrain.early.say", messages.append)
         assert Config.from_dict({section: {key: empty}}) == Config() and not messages
 
 
-def test_what_other_tools_call_a_setting_is_no_key_of_ours_and_stands_for_one_setting():
+def test_aliases_are_unique_and_differ_from_our_keys():
     words = [word for settings in sections().values() for field in settings.values() for word in other_names(field)]
     keys = {key for settings in sections().values() for key in settings}
     assert len(words) == len(set(words)) and not keys & set(words)
@@ -243,7 +246,7 @@ def test_a_resolved_configuration_reads_back_as_itself(tmp_path):
 
 
 @pytest.mark.parametrize("content", ["[train\n", "[nonsense]\nx = 1\n", "train = 3\n", "[train]\nstep = 3\n"])
-def test_a_mistake_in_the_file_is_named(tmp_path, content):
+def test_error_names_the_configuration_file(tmp_path, content):
     file = tmp_path / "bad.toml"
     file.write_text(content)
     with pytest.raises(InputError, match=r"bad\.toml"):
@@ -257,7 +260,7 @@ def test_help_lists_every_key_with_its_choices():
     assert 'of your own: gpipe, 1f1b, interleaved, zero-bubble ["1f1b"]' in text
 
 
-def test_what_is_no_configuration_file_is_refused_in_one_line(tmp_path):
+def test_invalid_configuration_files_are_refused_in_one_line(tmp_path):
     path = tmp_path / "config.toml"
     for make, undo in [
         (path.mkdir, path.rmdir),
@@ -279,16 +282,16 @@ def test_what_is_no_configuration_file_is_refused_in_one_line(tmp_path):
     assert Config.from_args([str(path)]) == Config()
 
 
-def test_tables_on_the_command_line_are_toml_or_json_and_anything_else_is_answered_with_both():
+def test_tables_on_the_command_line_may_be_toml_or_json():
     for text in ('{"betas": [0.9, 0.95]}', "{betas = [0.9, 0.95]}"):
         assert Config.from_args(["--optim.options", text]).optim.options == {"betas": [0.9, 0.95]}
     for text in ('[{"match": "*.bias", "lr_scale": 2}]', '[{match = "*.bias", lr_scale = 2}]'):
         assert Config.from_args([f"--optim.groups={text}"]).optim.groups == [{"match": "*.bias", "lr_scale": 2}]
     assert Config.from_args(["--optim.groups", "[]"]).optim.groups == []
-    for flag, value, mend in (
+    for flag, value, fix in (
         ("--optim.options", "betas=0.9", r'write {a = 1} or {"a": 1}'),
         ("--optim.groups", "{match = 'a', lr = 1}", "write [{a = 1}]"),
     ):
         with pytest.raises(InputError, match=f"command line: {flag[2:]} = .* is wrong") as caught:
             Config.from_args([flag, value])
-        assert str(caught.value).endswith(mend)
+        assert str(caught.value).endswith(fix)

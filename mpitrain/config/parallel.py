@@ -69,7 +69,7 @@ class ParallelSection(Section):
         also=["reshard_after_forward"],
     )
     schedule: PipelineSchedule | Named = followed(
-        "1f1b", "pipeline schedule, or your own function as package.module:function", also=["pipeline_schedule"]
+        "1f1b", "pipeline schedule, or package.module:function of your own", also=["pipeline_schedule"]
     )
     cut: Annotated[_Cut | tuple[int, ...], BeforeValidator(_check_cut)] = followed(
         "uniform",

@@ -5,17 +5,17 @@
 
 If a replica has pipeline stages or tensor ranks, each data-parallel rank above is (stages x tensor ranks) ranks.
 
-A period is a number of steps that the groups take independently. Let theta_i be the parameters of group i, w_i its
+An averaging round is a number of steps that the groups take independently. Let theta_i be the parameters of group i, w_i its
 fraction of each global batch (the w_i add up to 1) and A the anchor, the parameters that all groups share:
 
-    plain                  theta_i <- sum_i w_i theta_i                              at the end of each period
+    plain                  theta_i <- sum_i w_i theta_i                              at the end of each round
     with an anchor         D <- sum_i w_i (theta_i - A);  A <- outer(A, D);  theta_i <- A          at the same time
-    overlapping            at the start of a period, with T_i <- theta_i:  start D <- sum_i w_i (T_i - A)
+    overlapping            at the start of a round, with T_i <- theta_i:  start D <- sum_i w_i (T_i - A)
                            at its end:                          A <- outer(A, D);  theta_i <- A + (theta_i - T_i)
 
 An anchor is used with an outer optimizer or a compression, which then works on the differences. With overlapping, each
-period's differences are applied one period late, and each once; at the end of training, the remaining ones are applied
-at once. Between two periods the model has the values of A, which are evaluated and saved; theta_i is kept beside them.
+round's differences are applied one round late, and each once; at the end of training, the remaining ones are applied
+at once. Between two rounds the model has the values of A, which are evaluated and saved; theta_i is kept beside them.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ class FlatSlice:
 class OuterOptimizer:
     """Optimizer of the parameters that all groups share. Its momentum covers this rank's slices.
 
-    The notation is that of Douillard et al. 2023 (DiLoCo). A period starts at the parameters theta, the groups end it
+    The notation is that of Douillard et al. 2023 (DiLoCo). A round starts at the parameters theta, the groups end it
     at theta_i, and the outer gradient is theta - mean(theta_i). `step` gets its negative, the mean difference.
 
         average    theta + mean difference, which is mean(theta_i): local SGD (Stich 2019)
@@ -226,7 +226,7 @@ class Averaging:
     Args:
         slices: Slices of the trained parameters.
         peers: Communicator of the ranks that have the same slices in the other groups. It must not be used for anything
-            else during a period.
+            else during a round.
         weight: Fraction of a global batch that this group has.
         parallel: Settings of parallel.mode local.
         buckets: Compression of each slice's differences; empty for none.
@@ -235,7 +235,7 @@ class Averaging:
 
     Attributes:
         outer: Optimizer of the shared parameters.
-        ahead: With overlapping, this group's own parameters at the end of the last period, one tensor for each slice;
+        ahead: With overlapping, this group's own parameters at the end of the last round, one tensor for each slice;
             None if they equal the shared ones.
     """
 
@@ -262,7 +262,7 @@ class Averaging:
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Begin a period. Collective."""
+        """Begin a round. Collective."""
         if self._anchored and not self._anchors:  # the model has the shared parameters now
             self._anchors = [s.read() for s in self.slices]
         if self.ahead is not None:
@@ -271,12 +271,12 @@ class Averaging:
 
     @torch.no_grad()
     def end(self, *, final: bool) -> None:
-        """End a period. Collective.
+        """End a round. Collective.
 
         Afterwards the models of all groups have equal parameters.
 
         Args:
-            final: True if no further period follows.
+            final: True if no further round follows.
         """
         theta = [s.read() for s in self.slices]
         if not self._overlap:
@@ -334,7 +334,7 @@ class Averaging:
         self._wrote()
 
     def nbytes(self) -> int:
-        """Return the bytes of the state kept between periods."""
+        """Return the bytes of the state kept between rounds."""
         tensors = [*self._anchors, *self._differences, *(self.ahead or []), *self.outer.momenta]
         return sum(tensor.nbytes for tensor in tensors)
 

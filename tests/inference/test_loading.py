@@ -434,4 +434,8 @@ def test_a_module_that_is_found_without_the_runs_folder_is_taken_from_there(plac
     assert (done.stdout, done.returncode) == ("Running\n", 0), done.stderr
     run = hostile(place, tmp_path / "library", "unittest:main")  # it imports what its arguments name
     (run / "evil.py").rename(run / "test_evil.py")
-    one_line(forked.run("generate", run, "--prompt", "a", cwd=place), "names Python's own unittest", "--trust")
+    one_line(
+        forked.run("generate", run, "--prompt", "a", cwd=place),
+        "names unittest of Python's standard library",
+        "--trust",
+    )

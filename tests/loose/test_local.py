@@ -63,8 +63,8 @@ CASES = {
     "local SGD": ({"local_steps": 4}, {"name": "sgd", "lr": 0.1}),
     "AdamW, after synchronous steps": ({"local_steps": 3, "warm": 2}, {}),
     "DiLoCo": ({"local_steps": 2, "outer": "nesterov", "outer_lr": 0.4, "outer_momentum": 0.6}, {}),
-    "one period late": ({"local_steps": 2, "overlap": True}, {}),
-    "DiLoCo, one period late, a last short period": (
+    "one round late": ({"local_steps": 2, "overlap": True}, {}),
+    "DiLoCo, one round late, a short last round": (
         {"local_steps": 3, "outer": "nesterov", "overlap": True, "warm": 1},
         {},
     ),
@@ -125,7 +125,7 @@ RESUMED = [
 
 
 @pytest.mark.ranks(3)
-@pytest.mark.parametrize("parallel", RESUMED, ids=["averaged", "one period late, compressed"])
+@pytest.mark.parametrize("parallel", RESUMED, ids=["averaged", "one round late, compressed"])
 def test_a_run_that_was_stopped_or_failed_goes_on_to_the_bit(world, folder, text, parallel):
     more = {
         "parallel": local(**parallel),

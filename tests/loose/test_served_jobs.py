@@ -24,20 +24,20 @@ from mpitrain.monitor import read_metrics
 SERVER = {"mode": "server"}
 REFUSED = [
     ({"parallel": SERVER | {"servers": 2}}, "parallel.servers 2 leaves no worker of 2 ranks; set it to at most 1"),
-    ({"parallel": {"staleness": 1}}, "parallel.staleness 1 is for parallel.mode server, and the mode is sync"),
-    ({"parallel": {"staleness": "none"}}, "parallel.staleness none is for parallel.mode server"),
-    ({"parallel": {"servers": 1}}, "parallel.servers 1 is for parallel.mode server"),
+    ({"parallel": {"staleness": 1}}, "parallel.staleness 1 needs parallel.mode server, but the mode is sync"),
+    ({"parallel": {"staleness": "none"}}, "parallel.staleness none needs parallel.mode server"),
+    ({"parallel": {"servers": 1}}, "parallel.servers 1 needs parallel.mode server"),
     ({"parallel": SERVER | {"staleness": -1}}, "parallel.staleness"),
-    ({"parallel": SERVER | {"local_steps": 4}}, "parallel.local_steps 4 is for parallel.mode local"),
-    ({"parallel": SERVER | {"pipeline": 2}}, "parallel.pipeline 2 does not go with parallel.mode server"),
-    ({"parallel": SERVER | {"tensor": 2}}, "parallel.tensor 2 does not go with"),
-    ({"parallel": SERVER | {"zero": 1}}, "parallel.zero 1 does not go with"),
-    ({"parallel": SERVER | {"offload": "host"}}, "parallel.offload host does not go with"),
-    ({"parallel": SERVER, "comm": {"compression": "topk"}}, "comm.compression topk does not go with"),
-    ({"parallel": SERVER, "run": {"reproducible": True}}, "run.reproducible true does not go with"),
-    ({"parallel": SERVER, "model": {"compile": True}}, "model.compile true does not go with"),
+    ({"parallel": SERVER | {"local_steps": 4}}, "parallel.local_steps 4 needs parallel.mode local"),
+    ({"parallel": SERVER | {"pipeline": 2}}, "parallel.pipeline 2 cannot be combined with parallel.mode server"),
+    ({"parallel": SERVER | {"tensor": 2}}, "parallel.tensor 2 cannot be combined with"),
+    ({"parallel": SERVER | {"zero": 1}}, "parallel.zero 1 cannot be combined with"),
+    ({"parallel": SERVER | {"offload": "host"}}, "parallel.offload host cannot be combined with"),
+    ({"parallel": SERVER, "comm": {"compression": "topk"}}, "comm.compression topk cannot be combined with"),
+    ({"parallel": SERVER, "run": {"reproducible": True}}, "run.reproducible true cannot be combined with"),
+    ({"parallel": SERVER, "model": {"compile": True}}, "model.compile true cannot be combined with"),
     ({"parallel": SERVER, "train": {"precision": "fp16"}}, "use bf16 or fp32"),
-    ({"parallel": SERVER, "train": {"batch": 1}}, "train.batch 1 has less than a sample for each of 2 workers"),
+    ({"parallel": SERVER, "train": {"batch": 1}}, "train.batch 1 has fewer samples than there are workers"),
 ]
 
 

@@ -15,7 +15,7 @@ from mpitrain.parallel.rules import Combination, conflict, require_compatible, r
 from mpitrain.shard.virtual_workers import VirtualWorkers
 
 
-def combined(parallel: dict[str, Any], **facts: Any) -> Combination:
+def make_combination(parallel: dict[str, Any], **facts: Any) -> Combination:
     section = Config.from_dict({"parallel": {"data": 2} | parallel}).parallel
     return Combination(section, axes_of(section), **facts)
 
@@ -23,37 +23,45 @@ def combined(parallel: dict[str, Any], **facts: Any) -> Combination:
 @pytest.mark.parametrize(
     ("parallel", "facts", "why"),
     [
-        ({"whole": ["a"]}, {}, "parallel.whole is for layers that tensor ranks would divide, and parallel.tensor is 1"),
-        ({"whole": ["a"], "tensor": 2, "sequence": True}, {}, "parallel.whole does not go with parallel.sequence"),
+        ({"whole": ["a"]}, {}, "parallel.whole is for layers that tensor ranks would divide, but parallel.tensor is 1"),
+        (
+            {"whole": ["a"], "tensor": 2, "sequence": True},
+            {},
+            "parallel.whole cannot be combined with parallel.sequence",
+        ),
         (
             {"tensor": 2, "pipeline": 2, "sequence": True, "slices": 2},
             {},
-            "parallel.sequence does not go with parallel.slices",
+            "parallel.sequence cannot be combined with parallel.slices",
         ),
-        ({"cut": [2, 1]}, {}, r"parallel.cut \[2, 1\] says how many blocks"),
+        ({"cut": [2, 1]}, {}, r"parallel.cut \[2, 1\] is for the stages of a pipeline"),
         ({"cut": "time", "pipeline": 2}, {"has_data": False}, "parallel.cut time measures blocks with samples"),
-        ({"slices": 2}, {"compiled": True}, "model.compile: with parallel.slices"),
-        ({}, {"compiled": True, "reproducible": True}, "model.compile: run.reproducible needs sums"),
-        ({"tensor": 2}, {"reproducible": True}, "run.reproducible is for data parallel runs"),
+        ({"slices": 2}, {"compiled": True}, "model.compile cannot be combined with parallel.slices"),
+        ({}, {"compiled": True, "reproducible": True}, "model.compile cannot be combined with run.reproducible"),
+        ({"tensor": 2}, {"reproducible": True}, "run.reproducible supports only data parallelism"),
         ({"zero": 3, "pipeline": 2}, {"one_copy": False}, "parallel.zero 3 would gather each block of a stage twice"),
-        ({"zero": 3}, {"compiled": True, "gathers": True}, "model.compile cannot see through the gathering"),
-        ({}, {"compiled": True, "synchronous": True}, "model.compile cannot see through batch norms"),
-        ({}, {"compiled": True, "has_blocks": False}, "model.compile finds no blocks"),
+        (
+            {"zero": 3},
+            {"compiled": True, "gathers": True},
+            "model.compile cannot compile blocks whose parameters are gathered",
+        ),
+        ({}, {"compiled": True, "synchronous": True}, "model.compile cannot compile batch norms"),
+        ({}, {"compiled": True, "has_blocks": False}, "model.compile needs a model with blocks"),
         ({}, {"workers": VirtualWorkers(0, 2, 2), "batches": [8, 1], "gathers": True}, "a batch of 1 samples leaves"),
         ({"axes": {"parallel.test_rules:Odd": 2}}, {}, "odd is odd"),
     ],
 )
-def test_what_does_not_go_together_is_refused_with_what_to_change(parallel, facts, why):
+def test_incompatible_settings_are_refused_with_the_fix(parallel, facts, why):
     with pytest.raises(InputError, match=why):
-        require_compatible(combined(parallel, **facts))
+        require_compatible(make_combination(parallel, **facts))
 
 
-def test_a_rule_says_nothing_of_facts_that_are_not_known():
+def test_rules_ignore_unknown_facts():
     for parallel in ({}, {"tensor": 2}, {"pipeline": 2, "zero": 3}, {"cut": [2, 1], "pipeline": 2}):
-        assert not conflict(combined(parallel))
+        assert not conflict(make_combination(parallel))
 
 
-def test_jobs_and_planner_ask_the_same_list(monkeypatch):
+def test_jobs_and_planner_use_the_same_rules(monkeypatch):
     from planner.planner_support import MadeUpModel
 
     from mpitrain.parallel.layouts import ParallelLayout
@@ -64,12 +72,12 @@ def test_jobs_and_planner_ask_the_same_list(monkeypatch):
     monkeypatch.setattr(rules, "RULES", (*rules.RULES, lambda of: "no" * (of.parallel.zero == 1)))
     assert free.allow(layout, model) and not free.allow(replace(layout, zero=1), model)
     with pytest.raises(InputError, match="no"):
-        require_compatible(combined({"zero": 1}))
+        require_compatible(make_combination({"zero": 1}))
 
 
 @pytest.mark.parametrize("mode", ["server", "local"])
-def test_a_plan_is_for_ranks_that_train_in_step(mode):
-    with pytest.raises(InputError, match="a plan is for ranks that train in step"):
+def test_planner_refuses_modes_other_than_sync(mode):
+    with pytest.raises(InputError, match="the planner supports only parallel.mode sync"):
         rules_of(Config.from_dict({"parallel": {"mode": mode, "auto": True}}))
 
 

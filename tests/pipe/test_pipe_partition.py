@@ -49,7 +49,7 @@ def test_stages_may_be_given_their_numbers_of_blocks():
     with pytest.raises(InputError, match=r"\[1, 3, 1\] is for 3 stages, but there are 2"):
         stage_bounds(blocks, 2, (1, 3, 1))
     for numbers in ((1, 2, 1), (0, 4, 1)):
-        with pytest.raises(InputError, match="of which each stage needs one; make the numbers add up to 5"):
+        with pytest.raises(InputError, match="and each stage needs at least one; make the numbers add up to 5"):
             stage_bounds(blocks, 3, numbers)
 
 

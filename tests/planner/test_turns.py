@@ -51,5 +51,5 @@ def test_nodes_do_not_share_cores() -> None:
 
 def test_who_waits_for_ever_is_named() -> None:
     steps = ((Backward(0, 0), Forward(0, 0)), (Forward(1, 0), Backward(1, 0)))
-    with pytest.raises(ScheduleError, match="rank 0 waits for ever"):
+    with pytest.raises(ScheduleError, match="rank 0 waits forever"):
         ends_of(Schedule("odd", 2, 1, (0, 1), steps), Costs(), [0, 0], 2.0, lambda stage, to: 0.0)

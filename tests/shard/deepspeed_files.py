@@ -272,7 +272,7 @@ REFUSED = {
         {"train_batch_size": 4,
          "optimizer": {"type": "Lamb", "params": {"eps_inside_sqrt": True, "min_coeff": 2, "max_coeff": 1}}},
         ["optimizer.params.eps_inside_sqrt has no counterpart here",
-         "optimizer.params.min_coeff 2 and max_coeff 1 are no range from 0 on (give the smaller one as min_coeff)"],
+         "optimizer.params.min_coeff 2 and max_coeff 1 are not a range of numbers of at least 0 (set min_coeff to the smaller one)"],
     ),
     "a search for the layout": (
         {"train_micro_batch_size_per_gpu": AUTO, "autotuning": {"enabled": True, "fast": False}},
@@ -282,7 +282,7 @@ REFUSED = {
         {"train_batch_size": 4, "bf16": {"enabled": True}, "sequence_parallel_size": 4,
          "zero_optimization": {"stage": 3, "mics_shard_size": 8, "mics_hierarchical_params_gather": True,
                                "zero_quantized_weights": True, "zero_hpz_partition_size": 8}},
-        ['mics_shard_size has no counterpart here (remove it, or share inside nodes with a configuration of ours: '
+        ['mics_shard_size has no counterpart here (remove it, or use an mpitrain configuration with '
          'parallel.shard_within = "node")', "zero_quantized_weights has no counterpart here (remove it, or set comm",
          "zero_hpz_partition_size has", "mics_hierarchical_params_gather has", "sequence_parallel_size has"],
     ),
@@ -290,7 +290,7 @@ REFUSED = {
         {"train_batch_size": 4, "scheduler": {"type": "ReduceLROnPlateau", "params": {"patience": 2}},
          "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "bias_correction": False, "amsgrad": True,
                                                    "momentum": 0.9}}},
-        ["scheduler.type ReduceLROnPlateau follows held-out losses", "optimizer.params.momentum has no counterpart",
-         "optimizer.params.amsgrad does not go with bias_correction false"],
+        ["scheduler.type ReduceLROnPlateau needs held-out losses", "optimizer.params.momentum has no counterpart",
+         "optimizer.params.amsgrad cannot be combined with bias_correction false"],
     ),
 }  # fmt: skip

@@ -177,7 +177,9 @@ def test_an_engine_goes_on_from_what_another_saved(world, folder):
     assert engine.steps == 3
     assert train(engine, world, 3, first=3) == pytest.approx(expected, rel=1e-6)
     assert engine.lr == rate
-    with pytest.raises(InputError, match="there is no checkpoint in nowhere; give a folder that save has written into"):
+    with pytest.raises(
+        InputError, match="there is no checkpoint in nowhere; give a folder that engine.save has written to"
+    ):
         engine.load("nowhere")
     assert saved.is_dir()
     state = engine.state_dict()
@@ -225,18 +227,18 @@ def test_what_would_train_with_wrong_gradients_is_refused_in_a_line(world):
         with pytest.raises(InputError, match=message):
             ours.backward(wrong)
     ours.backward(ours(x, x))
-    with pytest.raises(InputError, match="twice without a step between"):
+    with pytest.raises(InputError, match="twice without engine.step between"):
         ours.backward(ours(x, x))
-    with pytest.raises(InputError, match="would lose the gradients of a step"):
+    with pytest.raises(InputError, match="would lose its gradients"):
         ours.save("nowhere")
     assert ours.step()
-    with pytest.raises(InputError, match=r"\(x, y\), and this is a tuple of 3"):
+    with pytest.raises(InputError, match=r"\(x, y\), but this is a tuple of 3"):
         ours.train_batch(iter([(x, x, x)]))
     with pytest.raises(AttributeError, match=r"here it is engine\.save\(folder\)"):
         ours.save_checkpoint("nowhere")
     with pytest.raises(InputError, match="returns the engine alone"):
         _, _ = ours
-    with pytest.raises(InputError, match=r"Linear has an engine already; call that one's close\(\)"):
+    with pytest.raises(InputError, match=r"Linear already has an engine; call close\(\) of that engine"):
         mt.initialize(ours.module, ours.optimizer, {"train": {"batch": 2}})
     ours.close()
     for use in (lambda: ours(x, x), lambda: ours.backward(ours.module(x).sum()), lambda: ours.save("nowhere"),
@@ -246,9 +248,9 @@ def test_what_would_train_with_wrong_gradients_is_refused_in_a_line(world):
         ours._pending = False
     ours.close()
     mt.initialize(ours.module, ours.optimizer, {"train": {"batch": 2}}).close()
-    with pytest.raises(InputError, match="the scheduler is of another optimizer"):
+    with pytest.raises(InputError, match="the scheduler belongs to another optimizer"):
         engine(scheduler=torch.optim.lr_scheduler.StepLR(torch.optim.SGD([nn.Parameter(x)], lr=0.1), 1))
-    with pytest.raises(InputError, match=r"in DistributedDataParallel already; give mt.initialize its \.module"):
+    with pytest.raises(InputError, match=r"wrapped in DistributedDataParallel; pass its \.module to mt.initialize"):
         mt.initialize(mt.DistributedDataParallel(nn.Linear(2, 1)))
 
 
@@ -266,7 +268,7 @@ def test_what_ranks_have_unlike_is_named_before_they_train_apart(world):
     for values, message in (
         (
             {"clip": (0.5, 1.0)},
-            r"^train\.clip is 0.5 on rank 0 and 1 on rank 1; give mt.initialize the same on every rank$",
+            r"^train\.clip is 0.5 on rank 0 and 1 on rank 1; pass the same to mt.initialize on every rank$",
         ),
         ({"zero": (0, 3)}, r"^parallel\.zero is 0 on rank 0 and 3 on rank 1;"),
         ({"precision": ("fp32", "bf16")}, r"^train\.precision is fp32 on rank 0 and bf16 on rank 1;"),
@@ -281,7 +283,7 @@ def test_what_ranks_have_unlike_is_named_before_they_train_apart(world):
             engine(**{name: each[world.rank] for name, each in values.items()})
     ours = engine(frozen=True)
     ours.module[0].bias.requires_grad_()
-    with pytest.raises(InputError, match=r"^0\.bias requires gradients, and did not when the engine was made"):
+    with pytest.raises(InputError, match=r"^0\.bias requires gradients now but did not when the engine was made"):
         ours.backward(ours(torch.ones(1, 2)).sum())
     ours.close()
 
@@ -306,7 +308,7 @@ def test_states_of_another_optimizer_are_refused_and_those_of_the_same_are_not(w
     saved("sgd", sgd)
     for kind, options in ((sgd, {}), (sgd, {"momentum": 0.9}), (adam, {"amsgrad": True})):
         ours = engine(kind, **options)
-        with pytest.raises(InputError, match=r"another optimizer's states \(exp_avg, .* export .*adam weights\.pt"):
+        with pytest.raises(InputError, match=r"states of another optimizer \(exp_avg, .* export .*adam weights\.pt"):
             ours.load(folder / "adam")
         ours.load(folder / "sgd")  # which has none
         assert ours.steps == 1

@@ -340,7 +340,7 @@ def test_what_cannot_be_is_told_in_one_line(world):
     refused(world, "Net has no module 'outo'", begin(blocks=[*NAMES[:-1], "outo"]))
     refused(world, r"parameters \['out.*'\] of the model are in none|parameters .* in none", begin(blocks=NAMES[1:-1]))
     refused(world, "Net does not say how it is to be divided; .* tensor_plan", begin(config={"tensor": 2}))
-    refused(world, "the optimizer has a state already", begin(used, stepped, blocks=NAMES))
+    refused(world, "the optimizer already has a state", begin(used, stepped, blocks=NAMES))
     refused(world, "parameters that are not the model's", begin(None, strange, blocks=NAMES))
     refused(world, "made 7 groups of parameters on rank 0 and 19 on rank 1", begin(
         None, uneven, {"pipeline": 2, "cut": [2, 4]}, blocks=NAMES))  # fmt: skip
@@ -349,7 +349,7 @@ def test_what_cannot_be_is_told_in_one_line(world):
     refused(world, "parallel.cut time measures blocks", begin(blocks=NAMES, config={"pipeline": 2, "cut": "time"}))
     refused(world, "the model has 6 blocks, but there are 8 stages", begin(
         blocks=NAMES, config={"pipeline": 2, "schedule": "interleaved", "chunks": 4}))  # fmt: skip
-    refused(world, "scores of Sequential divided, which the given loss cannot know", begin(
+    refused(world, "scores of Sequential divided over ranks, which the loss that you passed does not support", begin(
         head, config={"tensor": 2}, plan={"1": "vocabulary"}))  # fmt: skip
     odd = {"train": {"batch": 7, "microbatch": 2}, "parallel": {"pipeline": 2}}
     refused(world, "train.batch 7 is not 2 x 3 x 1 ranks", lambda: mt.initialize(net(), config=odd))
@@ -359,7 +359,7 @@ def test_what_cannot_be_is_told_in_one_line(world):
     engine = made(optim=ADAMW, pipeline=2)
     coming = microbatches(engine)
     refused(world, r"engine\(...\) is not for a model in stages.*use engine.train_batch", lambda: engine(*batch(0)))
-    refused(world, "come from an iterator, and this is a list", lambda: engine.train_batch([batch(0)]))
+    refused(world, "come from an iterator, not a list", lambda: engine.train_batch([batch(0)]))
     refused(world, "ended after 5 of the 6 microbatches", lambda: engine.train_batch(itertools.islice(coming, 5)))
     with pytest.raises(StopIteration):
         engine.train_batch(iter(()))

@@ -28,15 +28,15 @@ def settings_of(values, ranks):
         ({"train_batch_size": 8, "zero_optimisation": {}}, "did you mean 'zero_optimization'"),
         ({"train_batch_size": 7, "gradient_accumulation_steps": 2}, "train_batch_size 7 is not"),
         ({"train_batch_size": 8, "zero_optimization": {"offload_param": {"device": "gpu"}}}, "offload_param.device"),
-        ({"elasticity": "auto"}, '"auto", for which we have no setting'),
+        ({"elasticity": "auto"}, '"auto", but mpitrain has no setting for it'),
         ({"train_batch_size": 8, "bf16": {"enabled": True}, "fp16": {"enabled": True}}, "choose one"),
         ({"train_batch_size": 8, "scheduler": {"type": "OneCycle"}}, "OneCycle"),
         ({"train_batch_size": 8, "data_types": {"grad_accum_type": "fp32"}}, "data_types.grad_accum_type"),
         ({"communication_data_type": "fp16", "data_types": {"grad_accum_dtype": "fp32"}}, "make them equal"),
         ({"zero_optimization": {"stage": 2, "ignore_unused_parameters": False}}, "ignore_unused_parameters"),
         ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}}, "zero_hpz_partition_size"),
-        ({"bf16": True, "fp16": {}}, "bf16 True is no section"),
-        ({"optimizer": {"type": "Adam", "params": {"lr": "fast"}}, "bf16": {}}, "params.lr 'fast' is no number"),
+        ({"bf16": True, "fp16": {}}, "bf16 True is not a section"),
+        ({"optimizer": {"type": "Adam", "params": {"lr": "fast"}}, "bf16": {}}, "params.lr 'fast' is not a number"),
         ({"optimizer": {"type": "Adam", "params": {"lr": 0}}}, r"optim\.lr = 0\.0 is wrong"),
         ({"optimizer": {"type": "Adam", "params": {"weight_decay": -1}}}, r"optim\.weight_decay = -1\.0 is wrong"),
         *(
@@ -171,7 +171,7 @@ def test_of_a_runs_configuration_only_what_would_train_otherwise_is_refused():
 def test_an_optimizer_or_a_scheduler_given_twice_is_refused(world):
     model = gpt()
     optimizer = torch.optim.Adam(model.parameters())
-    with pytest.raises(InputError, match="an optimizer was given, and config names another"):
+    with pytest.raises(InputError, match="an optimizer was passed, but config names another"):
         mt.initialize(model, optimizer, {"train_batch_size": world.size, "optimizer": ADAM})
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
     warmup = {"type": "WarmupLR", "params": {}}

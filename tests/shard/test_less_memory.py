@@ -80,5 +80,5 @@ def test_recompute_keeps_fewer_activations_and_the_same_dropout(world):
 
 
 def test_recompute_without_blocks_is_refused():
-    with pytest.raises(InputError, match="finds no blocks"):
+    with pytest.raises(InputError, match="needs a model with blocks"):
         recompute_blocks(nn.Linear(2, 2))

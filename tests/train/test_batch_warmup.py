@@ -159,8 +159,8 @@ def test_what_a_warm_up_cannot_do_is_one_line_before_the_first_step(world, folde
     world.barrier()
     images = {"data": {"path": str(folder / "images")}, "model": {"name": "resnet", "layers": 18, "width": 4}}
     wrong = {
-        "multiples of the 2 groups, and train.batch_warmup has 5 samples": {"parallel": {"mode": "local"}},
-        "train.batch_warmup 1 has less than a sample for each of 2 workers": {
+        "multiples of its 2 groups, but train.batch_warmup has 5 samples": {"parallel": {"mode": "local"}},
+        "train.batch_warmup 1 has fewer samples than there are workers": {
             "parallel": {"mode": "server"},
             "train": TRAIN | {"batch_warmup": [[2, 2], [2, 1]]},
         },

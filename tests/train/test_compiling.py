@@ -38,7 +38,7 @@ def test_what_does_not_compile_is_refused_at_the_start(world, folder, text):
         assert caught.value.agreed
 
     refused(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), "parallel.zero 3; use parallel.zero 2", zero=3)
-    refused(nn.Linear(4, 4), "finds no blocks")
+    refused(nn.Linear(4, 4), "needs a model with blocks")
     for number, sections in enumerate([{"parallel": {"pipeline": 2, "slices": 2}}, {"run": {"reproducible": True}}]):
         sections["run"] = {"dir": str(folder / str(number))} | sections.get("run", {})
         with pytest.raises(InputError, match=r"^model.compile: .*set one of them to its default"):

@@ -211,8 +211,8 @@ def test_no_decay_says_what_has_no_weight_decay(no_decay, decayed):
     [
         ({"groups": [{"match": "0.wieght", "lr": 1e-3}]}, r"'0.wieght' is the name of no parameter.* are 0.weight,"),
         ({"groups": [{"match": "0.*", "beta": 1}]}, r"match = '0.\*': AdamW has no beta; it has betas"),
-        ({"groups": [{"lr": 1}]}, r"entry 1: match = None is no pattern; write match = "),
-        ({"groups": [{"match": "*"}]}, r"entry 1: nothing but match; say what"),
+        ({"groups": [{"lr": 1}]}, r"entry 1: match = None is not a pattern; write match = "),
+        ({"groups": [{"match": "*"}]}, r"entry 1: the entry sets nothing but match; add"),
         ({"groups": [{"match": "*", "lr": 1, "lr_scale": 2}]}, r"two ways to say one thing"),
         ({"groups": [{"match": "*", "weight_decay": -1}]}, r"weight_decay = -1 is wrong; give a number of at least 0"),
         ({"groups": [{"match": "*", "optimizer": "adamq"}]}, r"optimizer 'adamq' is not a class .* mean 'Adam'"),

@@ -91,7 +91,10 @@ def test_every_schedule_of_torch_gives_torchs_rates():
         ({"schedule": "LambdaLR"}, r"LambdaLR calls a function of yours, .*; give mt.initialize a scheduler"),
         ({"schedule": "SequentialLR"}, r"needs what a configuration cannot say"),
         ({"schedule": "OneCycle"}, r"OneCycle of DeepSpeed is 'one-cycle' here"),
-        ({"schedule": "one-cycle", "schedule_options": {"pct": 1}}, r"schedule_options: there is no pct; there are"),
+        (
+            {"schedule": "one-cycle", "schedule_options": {"pct": 1}},
+            r"schedule_options: there is no option pct; the options are",
+        ),
         (
             {"schedule": "one-cycle", "schedule_options": {"cycle_momentum": 1}},
             r"momentum: input should be a valid boolean",

@@ -4,9 +4,9 @@ In mode sync, one group has all ranks. In mode local, groups take steps independ
 parameters:
 
     steps 1 ... warm              all groups together: synchronous training
-    then periods of local_steps   each group alone, on its part of each global batch; then all groups average
+    then rounds of local_steps    each group alone, on its part of each global batch; then all groups average
 
-The last period has the steps that remain. With local_steps 1 and a plain average, the groups average gradients instead
+The last round has the steps that remain. With local_steps 1 and a plain average, the groups average gradients instead
 of parameters and take all steps together. (The two are equal only for plain SGD.)
 
 A checkpoint has the tensors that every engine writes, which are those of group 0 or shared by all groups, and
@@ -113,7 +113,7 @@ class LocalEngine(Engine):
     """Engine of one group out of several. Its construction is collective over all groups.
 
     In steps that all groups take together, gradients are summed over the groups before norm, clipping and update. In
-    other steps groups exchange nothing, and parameters are averaged at the end of a period.
+    other steps groups exchange nothing, and parameters are averaged at the end of a round.
 
     Args:
         module: Module as for `Engine`; all groups get the values of the first one.
@@ -261,7 +261,7 @@ class LocalEngine(Engine):
         return replace(account, buffers=account.buffers + self.averaging.nbytes())
 
     def bytes_sent(self) -> float:
-        """Return the bytes that this rank sends to other groups in one period, by formula."""
+        """Return the bytes that this rank sends to other groups in one round, by formula."""
         if not self.is_joint:
             return self.averaging.bytes_sent()
         ranks = self._peers.size
@@ -410,7 +410,7 @@ class Local(Strategy):
         for trainer.step in range(first, last):
             lo, hi = self.grouping.part(trainer.batch_sizes.size(trainer.step))
             step = _take_step(trainer, coming, hi - lo)
-            if last > first + 1:  # a long period would keep many samples
+            if last > first + 1:  # a long round would keep many samples
                 x, y = (t.new_empty((0, *t.shape[1:])) for t in (step.batch.x, step.batch.y))
                 step.batch = replace(step.batch, x=x, y=y)
             step.began, step.together = began, step.number == last

@@ -83,15 +83,15 @@ def initialize(
         InputError: If a key is not supported, settings or models differ between ranks, or the model has an engine.
     """
     _refuse_model(model)
-    comm = comm if comm is not None else init()
-    settings = _read(config, comm.size, auto, own_optimizer=optimizer is not None)
+    comm, own_optimizer = comm if comm is not None else init(), optimizer is not None
+    settings = _read(config, comm.size, auto, own_optimizer=own_optimizer)
     read, ours = settings.deepspeed, settings.config
     _refuse_twice(_origin(config), "an optimizer", optimizer, read and "name" in ours.optim.model_fields_set)
     _refuse_twice(_origin(config), "a scheduler", scheduler, settings.schedule or (read and read.torch_schedule))
     passed_model = UserModel(model)
-    arguments = {"optimizer argument": optimizer is not None, "scheduler argument": scheduler is not None}
+    arguments = {"optimizer argument": own_optimizer, "scheduler argument": scheduler is not None}
     require_equal(
-        comm, [*describe_settings(settings, optimizer is not None), *describe_values(arguments), *describe_model(model)]
+        comm, [*describe_settings(settings, own_optimizer), *describe_values(arguments), *describe_model(model)]
     )
     _apply_process_settings(settings, comm)
     make = _optimizer_maker(optimizer, settings, model, comm)

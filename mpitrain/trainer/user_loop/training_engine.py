@@ -305,8 +305,7 @@ class TrainingEngine:
         """
         if self._passes or self._pending:
             raise InputError(
-                "engine.save was called within a step, whose gradients would be lost; save after "
-                "engine.step() has returned True"
+                "engine.save within a step would lose its gradients; save after engine.step() has returned True"
             )
         parts, rest = self._engine.parts()
         rates = [float(settings["lr"]) for settings in self.optimizer.param_groups]
@@ -489,8 +488,7 @@ def require_same_optimizer(optimizer: torch.optim.Optimizer, manifest: Manifest,
     raise refusal(
         f"{folder} has states of another optimizer ({', '.join(sorted(saved))}) than "
         f"{type(optimizer).__name__} ({needed}); pass the optimizer that saved it to mt.initialize, or export "
-        f"only the weights with python -m mpitrain.checkpoint export {folder} weights.pt, and load them into "
-        "the model before mt.initialize"
+        f"only the weights (python -m mpitrain.checkpoint export {folder} weights.pt) and load those"
     )
 
 
