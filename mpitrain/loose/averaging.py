@@ -5,7 +5,7 @@
 
 If a replica has pipeline stages or tensor ranks, each data-parallel rank above is (stages x tensor ranks) ranks.
 
-An averaging round is a number of steps that the groups take independently. Let theta_i be the parameters of group i, w_i its
+An averaging round is a number of steps that the groups take alone. Let theta_i be the parameters of group i, w_i its
 fraction of each global batch (the w_i add up to 1) and A the anchor, the parameters that all groups share:
 
     plain                  theta_i <- sum_i w_i theta_i                              at the end of each round

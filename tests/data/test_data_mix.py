@@ -137,7 +137,7 @@ def test_what_does_not_go_together_is_refused(two, tmp_path, arrays_set):
     arrays = arrays_set(np.zeros((9, 3), np.float32), np.zeros(9, np.float32))
     with pytest.raises(InputError, match=r"have different forms \(tokens \[10\]"):
         open_mix({str(large): 1, str(arrays): 1}, find=Path, sequence=10)
-    with pytest.raises(InputError, match="are both set; add the path to data.mix"):
+    with pytest.raises(InputError, match=r"are both set; add the path to data.mix"):
         Config.from_dict({"data": {"path": "a", "mix": {"b": 1.0}}})
     with pytest.raises(InputError, match="greater than 0"):
         Config.from_dict({"data": {"mix": {"b": 0}}})

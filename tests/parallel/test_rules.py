@@ -77,7 +77,7 @@ def test_jobs_and_planner_use_the_same_rules(monkeypatch):
 
 @pytest.mark.parametrize("mode", ["server", "local"])
 def test_planner_refuses_modes_other_than_sync(mode):
-    with pytest.raises(InputError, match="the planner supports only parallel.mode sync"):
+    with pytest.raises(InputError, match=r"the planner supports only parallel.mode sync"):
         rules_of(Config.from_dict({"parallel": {"mode": mode, "auto": True}}))
 
 

@@ -23,7 +23,7 @@ def test_text_shows_who_computes_what_when():
 def test_the_command_draws_in_text(capsys):
     assert report.main(["schedule", "--schedule", "1f1b", "--stages", "2", "--microbatches", "3"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "1f1b: 2 ranks, 2 stages, 3 microbatches; 12 units, idle 25.0%, at most 2 microbatches held"
+    assert lines[0] == "1f1b: 2 ranks, 2 stages, 3 microbatches; 12 units, idle 25.0%, at most 2 microbatches in flight"
     assert lines[1:] == ["rank 0  F0-F1-......B0----F2-B1----...B2----", "rank 1  ...F0-B0----F1-B1----F2-B2----......"]
 
 

@@ -272,7 +272,7 @@ REFUSED = {
         {"train_batch_size": 4,
          "optimizer": {"type": "Lamb", "params": {"eps_inside_sqrt": True, "min_coeff": 2, "max_coeff": 1}}},
         ["optimizer.params.eps_inside_sqrt has no counterpart here",
-         "optimizer.params.min_coeff 2 and max_coeff 1 are not a range of numbers of at least 0 (set min_coeff to the smaller one)"],
+         "min_coeff 2 and max_coeff 1 are not a range of numbers of at least 0 (set min_coeff to the smaller one)"],
     ),
     "a search for the layout": (
         {"train_micro_batch_size_per_gpu": AUTO, "autotuning": {"enabled": True, "fast": False}},

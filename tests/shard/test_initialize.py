@@ -178,7 +178,7 @@ def test_an_engine_goes_on_from_what_another_saved(world, folder):
     assert train(engine, world, 3, first=3) == pytest.approx(expected, rel=1e-6)
     assert engine.lr == rate
     with pytest.raises(
-        InputError, match="there is no checkpoint in nowhere; give a folder that engine.save has written to"
+        InputError, match=r"there is no checkpoint in nowhere; give a folder that engine.save has written to"
     ):
         engine.load("nowhere")
     assert saved.is_dir()
@@ -227,7 +227,7 @@ def test_what_would_train_with_wrong_gradients_is_refused_in_a_line(world):
         with pytest.raises(InputError, match=message):
             ours.backward(wrong)
     ours.backward(ours(x, x))
-    with pytest.raises(InputError, match="twice without engine.step between"):
+    with pytest.raises(InputError, match=r"twice without engine.step between"):
         ours.backward(ours(x, x))
     with pytest.raises(InputError, match="would lose its gradients"):
         ours.save("nowhere")

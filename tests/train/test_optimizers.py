@@ -213,7 +213,7 @@ def test_no_decay_says_what_has_no_weight_decay(no_decay, decayed):
         ({"groups": [{"match": "0.*", "beta": 1}]}, r"match = '0.\*': AdamW has no beta; it has betas"),
         ({"groups": [{"lr": 1}]}, r"entry 1: match = None is not a pattern; write match = "),
         ({"groups": [{"match": "*"}]}, r"entry 1: the entry sets nothing but match; add"),
-        ({"groups": [{"match": "*", "lr": 1, "lr_scale": 2}]}, r"two ways to say one thing"),
+        ({"groups": [{"match": "*", "lr": 1, "lr_scale": 2}]}, r"both set the learning rate"),
         ({"groups": [{"match": "*", "weight_decay": -1}]}, r"weight_decay = -1 is wrong; give a number of at least 0"),
         ({"groups": [{"match": "*", "optimizer": "adamq"}]}, r"optimizer 'adamq' is not a class .* mean 'Adam'"),
         ({"groups": [{"match": "*.bias", "optimizer": "muon"}]}, r"muon is for matrices, and 0.bias has 1 dimension;"),

@@ -105,7 +105,7 @@ def test_every_schedule_of_torch_gives_torchs_rates():
         ),
         ({"name": "sgd", "schedule": "one-cycle", "schedule_options": {"cycle_momentum": True}}, r"SGD has none"),
         ({"schedule": "OneCycleLR", "schedule_options": {"total_steps": 9}}, r"OneCycleLR ends before train.steps: "),
-        ({"schedule": "cosine", "schedule_options": {"power": 1}}, r"cosine has no power; polynomial has power"),
+        ({"schedule": "cosine", "schedule_options": {"power": 1}}, r"cosine has no option power; polynomial has"),
         ({"schedule": "cosin"}, r"input should be 'constant', 'linear'"),
     ],
 )

@@ -83,16 +83,14 @@ def initialize(
         InputError: If a key is not supported, settings or models differ between ranks, or the model has an engine.
     """
     _refuse_model(model)
-    comm, own_optimizer = comm if comm is not None else init(), optimizer is not None
-    settings = _read(config, comm.size, auto, own_optimizer=own_optimizer)
+    comm = comm if comm is not None else init()
+    settings = _read(config, comm.size, auto, own_optimizer=optimizer is not None)
     read, ours = settings.deepspeed, settings.config
     _refuse_twice(_origin(config), "an optimizer", optimizer, read and "name" in ours.optim.model_fields_set)
     _refuse_twice(_origin(config), "a scheduler", scheduler, settings.schedule or (read and read.torch_schedule))
     passed_model = UserModel(model)
-    arguments = {"optimizer argument": own_optimizer, "scheduler argument": scheduler is not None}
-    require_equal(
-        comm, [*describe_settings(settings, own_optimizer), *describe_values(arguments), *describe_model(model)]
-    )
+    arguments = flatten({"optimizer argument": optimizer is not None, "scheduler argument": scheduler is not None})
+    require_equal(comm, [*describe_settings(settings, optimizer is not None), *arguments, *describe_model(model)])
     _apply_process_settings(settings, comm)
     make = _optimizer_maker(optimizer, settings, model, comm)
     mesh = make_mesh(comm, ours.parallel)
@@ -222,14 +220,14 @@ def describe_settings(settings: Settings, own_optimizer: bool) -> Iterator[tuple
         if loop == "followed_folder":
             yield (name, value if value in ("", "host") else "a folder")
         elif loop == "followed" or (loop == "for_optimizer" and not own_optimizer):
-            yield from describe_values(value, name)
-    yield from describe_values({"train.microbatch": settings.microbatch, "train.accumulation": settings.accumulate})
+            yield from flatten(value, name)
+    yield from flatten({"train.microbatch": settings.microbatch, "train.accumulation": settings.accumulate})
     if (read := settings.deepspeed) is not None:
-        yield from describe_values({"scheduler": read.schedule or read.torch_schedule, "fp16": read.scale})
-        yield from describe_values({"reduced in": read.reduce_dtype, "any optimizer": read.any_optimizer})
+        yield from flatten({"scheduler": read.schedule or read.torch_schedule, "fp16": read.scale})
+        yield from flatten({"reduced in": read.reduce_dtype, "any optimizer": read.any_optimizer})
 
 
-def describe_values(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
+def flatten(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
     """Yield the numbers, strings and booleans in a nested value as (name, text).
 
     Other objects yield the name of their type.
@@ -245,10 +243,10 @@ def describe_values(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
         value = value.item()
     if isinstance(value, Mapping):
         for key in sorted(value, key=str):
-            yield from describe_values(value[key], f"{name}.{key}" if name else str(key))
+            yield from flatten(value[key], f"{name}.{key}" if name else str(key))
     elif isinstance(value, (list, tuple)):
         for number, each in enumerate(value):
-            yield from describe_values(each, f"{name}[{number}]")
+            yield from flatten(each, f"{name}[{number}]")
     else:
         yield (name, _as_text(value))
 
@@ -270,9 +268,7 @@ def describe_groups(optimizer: torch.optim.Optimizer, *, whole: bool) -> Iterato
     yield ("optimizer", type(optimizer).__name__)
     for number, group in enumerate(optimizer.param_groups):
         name = f"optimizer.param_groups[{number}]"
-        yield from describe_values(
-            {key: each for key, each in group.items() if key not in ("params", "param_names")}, name
-        )
+        yield from flatten({key: each for key, each in group.items() if key not in ("params", "param_names")}, name)
         if whole:
             yield (f"parameters in {name}", str(len(group["params"])))
 
