@@ -120,7 +120,7 @@ def test_aliases_of_other_tools_are_accepted_and_our_name_is_printed_once(tmp_pa
             ("config", lambda section=section, key=key, value=value: Config.from_dict({section: {key: value}})),
         ):
             messages: list[str] = []
-            monkeypatch.setattr("mpitrain.early.say", messages.append)
+            monkeypatch.setattr("mpitrain.early.log", messages.append)
             config = read()
             assert getattr(getattr(config, our_section), name) == value
             assert messages == [f"{origin}: {theirs} is called {ours} here"]
@@ -217,7 +217,7 @@ def test_error_about_a_removed_setting_names_its_replacement(tmp_path, monkeypat
             with pytest.raises(InputError, match=f"^{re.escape(f'{origin}: {name} was removed: {instead}')}$"):
                 read()
         messages: list[str] = []  # the resolved settings of earlier runs name it
-        monkeypatch.setattr("mpitrain.early.say", messages.append)
+        monkeypatch.setattr("mpitrain.early.log", messages.append)
         assert Config.from_dict({section: {key: empty}}) == Config() and not messages
 
 
