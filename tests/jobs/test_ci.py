@@ -10,7 +10,7 @@ from collections import Counter
 from support import ROOT, in_slice
 
 
-def test_ten_commits_run_every_test_that_is_marked_full(tmp_path):
+def test_ten_commits_run_every_test_marked_full(tmp_path):
     for folder in (".ci", "tests/cluster"):
         (tmp_path / folder).mkdir(parents=True)
     shutil.copy(ROOT / ".ci/run", tmp_path / ".ci/run")

@@ -68,7 +68,7 @@ def test_everything_that_the_package_imports_is_declared():
     assert not lacking
 
 
-def test_every_requirement_has_a_lowest_version_and_an_unstable_one_a_highest():
+def test_requirements_have_a_lowest_version_and_unstable_ones_a_highest():
     for each in requirements(*extras()):
         assert each.name == "mpitrain" or lowest(each)
     (bindings,) = requirements("nccl")[len(requirements()) :]

@@ -81,7 +81,7 @@ class Newcomer:
         self.trains(self.clone / ".venv/bin/python", self.clone / "tests" / "without_ptrace.py", **environment)
 
 
-def test_ranks_are_started_by_others_than_root_too():
+def test_ranks_can_be_started_without_root():
     script = 'set -euo pipefail; root=/nowhere mpi=openmpi; . "$0"; echo "${MPIRUN[@]}"'
     command = ["bash", "-c", script, str(ROOT / "jobs" / "mpirun.sh")]
     if os.geteuid() == 0:
@@ -90,7 +90,7 @@ def test_ranks_are_started_by_others_than_root_too():
     assert (result.returncode, result.stdout) == (0, "mpirun --oversubscribe\n"), result.stderr
 
 
-def test_too_old_a_python_is_one_line(tmp_path):
+def test_a_too_old_python_is_refused_in_one_line(tmp_path):
     old = tmp_path / "python"
     old.write_text('#!/bin/sh\n[ "$1" = --version ] && echo Python 3.9.1 && exit\nexit 1\n')
     old.chmod(0o755)
@@ -118,14 +118,14 @@ def stranger() -> Iterator[Newcomer]:
 
 @pytest.mark.campaign
 @pytest.mark.timeout(LONG)
-def test_the_first_command_works_for_somebody_without_privileges(stranger):
+def test_the_first_command_works_without_privileges(stranger):
     stranger.trains()
     stranger.trains_with_closed_memory()
 
 
 @pytest.mark.campaign
 @pytest.mark.timeout(LONG)
-def test_a_part_of_the_suite_passes_for_somebody_without_privileges(stranger):
+def test_a_part_of_the_suite_passes_without_privileges(stranger):
     files = ["tests/comm/test_operations.py", "tests/checkpoint/test_store.py"]
     result = stranger.run(stranger.clone / "tests" / "run.sh", "--sizes", 2, "--no-serial", *files)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
@@ -134,7 +134,7 @@ def test_a_part_of_the_suite_passes_for_somebody_without_privileges(stranger):
 
 @pytest.mark.full
 @pytest.mark.timeout(LONG)
-def test_mpich_works_for_somebody_without_privileges(stranger):
+def test_mpich_works_without_privileges(stranger):
     stranger.trains(MPI="mpich")
     stranger.trains_with_closed_memory(MPI="mpich")
 
@@ -144,7 +144,7 @@ def test_mpich_works_for_somebody_without_privileges(stranger):
 @pytest.mark.parametrize(
     "version", ["3.10", *(pytest.param(f"3.{minor}", marks=pytest.mark.full) for minor in range(11, 16))]
 )
-def test_another_python_installs_trains_and_is_in_order(tmp_path, version):
+def test_other_python_versions_install_and_train(tmp_path, version):
     if version == f"3.{sys.version_info.minor}":
         pytest.skip("the rest of the suite runs on this one")
     manager = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"

@@ -74,7 +74,7 @@ def how_many_serve(world):
 
 
 @ALL
-def test_losses_are_those_of_an_all_reduce_with_clipping_dropout_microbatches_and_an_uneven_batch(
+def test_bulk_synchronous_losses_equal_those_of_an_all_reduce(
     world, place, text, all_reduce
 ):
     for servers in how_many_serve(world):
@@ -87,7 +87,7 @@ def test_losses_are_those_of_an_all_reduce_with_clipping_dropout_microbatches_an
 
 
 @pytest.mark.ranks(3)
-def test_ranks_that_share_no_memory_send_the_same_in_letters(world, place, text, all_reduce, monkeypatch):
+def test_ranks_without_shared_memory_reach_the_same_losses(world, place, text, all_reduce, monkeypatch):
     monkeypatch.setattr(arena, "_shared_window", lambda *_: None)
     for servers in (0, 1):
         lines = run(world, place / f"letters-{servers}", **settings(text, servers=servers))
@@ -108,7 +108,7 @@ CASES = {
 @pytest.mark.parametrize(
     "case", [case if "," in case else pytest.param(case, marks=pytest.mark.campaign) for case in CASES]
 )
-def test_bf16_and_momentum_go_alike_too(world, place, text, all_reduce, case):
+def test_bf16_and_momentum_reach_the_losses_of_an_all_reduce(world, place, text, all_reduce, case):
     sections, tolerance = CASES[case]
     lines = run(world, place / case, **settings(text, **sections))
     same(lines, all_reduce(2, settings(text, servers=None, **sections)), tolerance)
@@ -116,7 +116,7 @@ def test_bf16_and_momentum_go_alike_too(world, place, text, all_reduce, case):
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("servers", [0, pytest.param(1, marks=pytest.mark.campaign)])
-def test_a_resumed_run_has_the_bits_of_one_never_interrupted(world, place, text, servers):
+def test_a_resumed_run_is_bitwise_equal_to_an_uninterrupted_one(world, place, text, servers):
     class StopAt(mt.Callback):
         def on_update(self, trainer, step):
             if step.number >= 3 and trainer.world.rank == 1:
@@ -138,7 +138,7 @@ def test_a_resumed_run_has_the_bits_of_one_never_interrupted(world, place, text,
 
 
 @pytest.mark.ranks(3)
-def test_checkpoints_of_one_mode_are_read_in_the_other_and_hold_the_model(world, place, text, all_reduce):
+def test_checkpoints_can_be_read_in_the_other_mode(world, place, text, all_reduce):
     whole = all_reduce(3, settings(text, servers=None))
     modes = {"sync": None, "server": 0}
     for first, then in (("sync", "server"), ("server", "sync")):
@@ -156,7 +156,7 @@ def test_checkpoints_of_one_mode_are_read_in_the_other_and_hold_the_model(world,
 
 
 @pytest.mark.ranks(3)
-def test_all_workers_evaluate_with_the_statistics_of_batches_that_are_saved(world, folder):
+def test_all_workers_evaluate_with_the_saved_batch_statistics(world, folder):
     """Each worker normalizes its part of a batch; the model has the running statistics of the first worker."""
     if world.rank == 0:
         generator, y = np.random.default_rng(0), np.arange(90) % 3
@@ -180,7 +180,7 @@ def test_all_workers_evaluate_with_the_statistics_of_batches_that_are_saved(worl
 
 @ALL
 @pytest.mark.parametrize("letters", [False, True])
-def test_a_parameter_that_no_worker_used_in_a_step_is_as_with_an_all_reduce_not_updated(
+def test_parameters_that_no_worker_used_are_not_updated(
     world, place, text, letters, monkeypatch
 ):
     """It is not decayed and its step is not counted, also after a checkpoint of the other mode."""

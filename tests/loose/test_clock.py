@@ -93,7 +93,7 @@ CHANCE = st.integers(0, 10**6).map(random.Random)  # st.randoms draws mostly zer
 
 @given(CHANCE, st.integers(1, 6), STALENESS, st.integers(0, 7), st.lists(st.integers(1, 5), max_size=3))
 @settings(max_examples=60, deadline=None)
-def test_every_part_is_given_once_and_nobody_runs_ahead_of_the_bound_nor_waits_for_ever(
+def test_every_part_is_assigned_once_within_the_staleness_bound(
     chance, workers, staleness, done, lengths
 ):
     crowd, limit = Workers(chance, workers, staleness, done), done
@@ -107,7 +107,7 @@ def test_every_part_is_given_once_and_nobody_runs_ahead_of_the_bound_nor_waits_f
 
 @given(CHANCE, st.integers(1, 6), STALENESS, st.integers(0, 3), st.integers(1, 6))
 @settings(max_examples=60, deadline=None)
-def test_a_stop_ends_after_the_steps_that_were_begun_and_after_one_at_least(chance, workers, staleness, first, length):
+def test_a_stop_finishes_the_steps_in_progress_and_at_least_one(chance, workers, staleness, first, length):
     crowd = Workers(chance, workers, staleness, 0)
     if first:
         crowd.meet(first)
@@ -119,7 +119,7 @@ def test_a_stop_ends_after_the_steps_that_were_begun_and_after_one_at_least(chan
 
 @given(CHANCE, st.integers(2, 6), STALENESS, st.integers(1, 6))
 @settings(max_examples=60, deadline=None)
-def test_the_parts_of_workers_that_died_are_given_to_others(chance, workers, staleness, length):
+def test_parts_of_dead_workers_are_assigned_to_others(chance, workers, staleness, length):
     crowd = Workers(chance, workers, staleness, 0)
     assert crowd.meet(length, dies_after=chance.randrange(1, workers * length)) == length
     assert len(crowd.numbers) < workers and crowd.clock.applied.completed == length
@@ -139,7 +139,7 @@ def test_a_claim_with_the_old_limit_does_not_undo_a_stop():
 
 
 @given(st.integers(1, 4), st.integers(0, 3), CHANCE)
-def test_what_was_applied_is_known_again_after_a_restart(parts, done, chance):
+def test_applied_parts_are_restored_after_a_restart(parts, done, chance):
     everything = [Portion(step, part) for step in range(done + 1, done + 4) for part in range(parts)]
     chance.shuffle(everything)
     applied = Applied(parts, done)

@@ -82,7 +82,7 @@ def check(world, sections, groups):
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("name", CASES)
-def test_groups_average_what_they_trained_apart(world, folder, text, name):
+def test_averaged_groups_match_the_reference(world, folder, text, name):
     parallel, optim = CASES[name]
     trainer, shared = check(
         world, settings(text, folder / "r", parallel=local(**parallel), optim=optim), groups=world.size
@@ -93,7 +93,7 @@ def test_groups_average_what_they_trained_apart(world, folder, text, name):
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_a_group_of_ranks_is_one_replica_at_every_stage_of_zero(world, folder, text, zero):
+def test_a_group_of_ranks_is_one_replica_at_every_zero_stage(world, folder, text, zero):
     parallel = local(local_steps=3, local_group=2, zero=zero, outer="nesterov", warm=1, overlap=zero == 2)
     check(world, settings(text, folder / "r", batch=9, parallel=parallel), groups=2)
 
@@ -101,7 +101,7 @@ def test_a_group_of_ranks_is_one_replica_at_every_stage_of_zero(world, folder, t
 @pytest.mark.campaign
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("cut", [{"pipeline": 2}, {"tensor": 2}, {"pipeline": 2, "zero": 1}], ids=str)
-def test_a_model_cut_over_pipeline_stages_or_tensor_ranks_is_one_replica(world, folder, text, cut):
+def test_a_divided_model_is_one_replica(world, folder, text, cut):
     parallel = local(local_steps=3, outer="nesterov", overlap=True, **cut)
     check(world, settings(text, folder / "r", batch=9, parallel=parallel), groups=2)
 
@@ -126,7 +126,7 @@ RESUMED = [
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("parallel", RESUMED, ids=["averaged", "one round late, compressed"])
-def test_a_run_that_was_stopped_or_failed_goes_on_to_the_bit(world, folder, text, parallel):
+def test_a_stopped_or_failed_run_resumes_bitwise_equal(world, folder, text, parallel):
     more = {
         "parallel": local(**parallel),
         "train": {"steps": 8, "batch": 5, "evaluate_samples": 8, "evaluate_every": 2, "precision": "bf16"},
@@ -144,7 +144,7 @@ def test_a_run_that_was_stopped_or_failed_goes_on_to_the_bit(world, folder, text
 
 
 @pytest.mark.ranks(3)
-def test_a_checkpoint_serves_other_groups_and_synchronous_training(world, folder, text):
+def test_a_checkpoint_can_be_loaded_by_other_groups_and_in_mode_sync(world, folder, text):
     trained, _, _ = fit(
         world, settings(text, folder / "r", steps=4, parallel=local(local_steps=2, outer="nesterov", overlap=True))
     )
@@ -167,7 +167,7 @@ def test_a_checkpoint_serves_other_groups_and_synchronous_training(world, folder
 
 
 @pytest.mark.ranks(2)
-def test_differences_may_be_rounded_on_their_way(world, folder, text):
+def test_compressed_differences_reach_similar_losses(world, folder, text):
     metrics = {}
     for kind in ("none", "fp16"):
         parallel = local(local_steps=2, local_compression=kind)
@@ -180,7 +180,7 @@ def test_differences_may_be_rounded_on_their_way(world, folder, text):
 
 
 @pytest.mark.ranks(2)
-def test_what_groups_cannot_do_is_one_line(world, folder, text):
+def test_unsupported_settings_of_groups_are_refused_in_one_line(world, folder, text):
     wrong = {
         "parallel.local_group": {"parallel": local(local_group=2)},
         "train.batch": {"parallel": local(), "train": {"batch": 1}},
@@ -196,7 +196,7 @@ def test_what_groups_cannot_do_is_one_line(world, folder, text):
         assert "\n" not in str(caught.value) and caught.value.agreed
 
 
-def test_the_outer_optimizer_is_that_of_torch_to_the_bit():
+def test_outer_optimizer_is_bitwise_equal_to_torch():
     torch.manual_seed(0)
     theirs = torch.nn.Parameter(torch.randn(1000))
     anchor = theirs.detach().clone()
@@ -211,7 +211,7 @@ def test_the_outer_optimizer_is_that_of_torch_to_the_bit():
 
 
 @pytest.mark.ranks(4)
-def test_the_ranks_of_a_node_are_a_group_wherever_they_are_numbered(world, folder, text, monkeypatch):
+def test_ranks_of_a_node_form_a_group_whatever_their_numbers(world, folder, text, monkeypatch):
     topology = Topology(world.rank, (0, 1, 0, 1), world.world_ranks)
     for name, value in vars(Member(topology, world.label)).items():
         monkeypatch.setattr(world, name, value)

@@ -42,7 +42,7 @@ REFUSED = [
 
 
 @pytest.mark.ranks(2)
-def test_settings_that_do_not_go_with_servers_are_refused_on_all_ranks_in_a_line(world, folder):
+def test_settings_incompatible_with_servers_are_refused_on_all_ranks(world, folder):
     for sections, words in REFUSED:
         with pytest.raises(InputError, match=re.escape(words)) as refused:
             mt.Trainer(sections | {"run": {"dir": str(folder / "r")} | sections.get("run", {})}, world=world)
@@ -50,7 +50,7 @@ def test_settings_that_do_not_go_with_servers_are_refused_on_all_ranks_in_a_line
     assert not (folder / "r").exists()
 
 
-def test_more_servers_than_ranks_are_one_line_and_exit_code_2(tmp_path, forked):
+def test_too_many_servers_give_one_line_and_exit_code_2(tmp_path, forked):
     options = ("--parallel.mode", "server", "--parallel.servers", 1, "--run.dir", tmp_path / "r")
     one_line(forked.run("train", *options, cwd=tmp_path), "parallel.servers 1 leaves no worker of 1 ranks")
     one_line(forked.run("train", "--parallel.staleness", 2, "--run.dir", tmp_path / "r", cwd=tmp_path), "mode server")
@@ -58,7 +58,7 @@ def test_more_servers_than_ranks_are_one_line_and_exit_code_2(tmp_path, forked):
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("servers", [0, pytest.param(1, marks=pytest.mark.full)])
-def test_a_killed_run_goes_on_with_the_same_bits(tmp_path, servers):
+def test_a_killed_run_resumes_bitwise_equal(tmp_path, servers):
     arguments = (
         "--data.path", "digits", "--model.name", "mlp", "--model.width", 64, "--train.steps", 150, "--train.batch", 64,
         "--optim.lr", 0.01, "--checkpoint.every", 10, "--data.record_ids", "true", "--parallel.mode", "server",
@@ -91,7 +91,7 @@ def test_a_killed_run_goes_on_with_the_same_bits(tmp_path, servers):
 @pytest.mark.campaign
 @pytest.mark.parametrize("device", ["pretend"], indirect=True)
 @pytest.mark.ranks(2)
-def test_losses_on_a_device_are_those_of_the_cpu(world, place: Path, text, device):
+def test_losses_on_a_device_equal_those_on_the_cpu(world, place: Path, text, device):
     with sdpa_kernel(SDPBackend.MATH):
         for servers, staleness in ((0, 0), (1, 0), (0, 2)):
             sections = settings(text, servers=servers, model={"dropout": 0.0}, parallel={"staleness": staleness})

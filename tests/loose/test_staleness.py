@@ -159,20 +159,20 @@ def bounded(world, text, folder, recording, servers, seeds):
 
 
 @pytest.mark.ranks(2, 4)
-def test_no_part_is_computed_with_parameters_older_than_the_bound(world, text, folder, recording):
+def test_no_part_uses_parameters_older_than_the_bound(world, text, folder, recording):
     bounded(world, text, folder, recording, {2: 0, 4: 1}[world.size], [1])
 
 
 @pytest.mark.campaign
 @pytest.mark.ranks(1, 2, 3, 4, 6)
-def test_no_part_is_computed_with_parameters_older_than_the_bound_at_one_to_six_workers(world, text, folder, recording):
+def test_no_part_uses_parameters_older_than_the_bound_at_one_to_six_workers(world, text, folder, recording):
     for servers in {1: [0], 2: [0, 1], 3: [0], 4: [0], 6: [0, 1]}[world.size]:  # 1, 2 and 1, 3, 4, 6 and 5 workers
         bounded(world, text, folder, recording, servers, [2, 3])
 
 
 @pytest.mark.campaign
 @pytest.mark.ranks(3)
-def test_the_bound_holds_also_where_ranks_share_no_memory(world, text, folder, recording, monkeypatch):
+def test_the_bound_holds_without_shared_memory(world, text, folder, recording, monkeypatch):
     monkeypatch.setattr(arena, "_shared_window", lambda *_: None)
     for servers in (0, 1):
         bounded(world, text, folder, recording, servers, [4])
@@ -216,7 +216,7 @@ def rates(monkeypatch):
 
 
 @pytest.mark.ranks(3)
-def test_a_worker_sees_its_own_updates_and_staleness_lr_slows_down_late_ones(
+def test_staleness_lr_divides_the_learning_rate_of_late_updates(
     world, text, folder, recording, rates, capsys
 ):
     plain = {"optim": {"name": "sgd", "lr": 0.1, "weight_decay": 0.0}, "train": {"clip": 0.0}}
@@ -243,7 +243,7 @@ def test_a_worker_sees_its_own_updates_and_staleness_lr_slows_down_late_ones(
 
 
 @pytest.mark.ranks(2)
-def test_a_run_with_staleness_is_stopped_saved_and_goes_on(world, text, folder):
+def test_a_run_with_staleness_can_be_stopped_and_resumed(world, text, folder):
     class StopAt(mt.Callback):
         def on_update(self, trainer, step):
             if step.number >= 2 and trainer.world.rank == 1:

@@ -68,7 +68,7 @@ def commit(part, progress, factor=1.0, norm=1.0, loss=1.0):
 
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("corrected", [False, True])
-def test_the_learning_rate_of_each_update_is_divided_by_its_staleness_where_that_is_wanted(served, corrected):
+def test_staleness_lr_divides_each_update_by_its_staleness(served, corrected):
     make, box, gradients, values = served
     server = make("none", staleness_lr=corrected)
     server.progress = 9.5
@@ -88,7 +88,7 @@ def test_the_learning_rate_of_each_update_is_divided_by_its_staleness_where_that
 
 
 @pytest.mark.ranks(1)
-def test_gradients_that_are_not_finite_are_left_out_alone_and_the_step_says_so(served):
+def test_non_finite_gradients_are_skipped_and_the_step_is_marked(served):
     make, box, gradients, values = served
     server, before = make(2), values()
     for bucket in gradients[1]:

@@ -53,7 +53,7 @@ CONFIG = Config.from_dict({"parallel": {"axes": dict(REPLICA)}, "train": {"batch
         axes=st.sampled_from([(), REPLICA]),
     )
 )
-def test_a_layout_reads_back(layout):
+def test_a_layout_can_be_parsed_from_its_text(layout):
     line = text(layout)
     assert read(line) == layout and "\n" not in line
 
@@ -62,13 +62,13 @@ def test_a_layout_reads_back(layout):
     "line",
     ["", "zero1", "4x2", "4x2x1 zero4", "4x2x1 mb0", "4x0x1", "4x2x1 fast", "4x1x1 cut:0,2", "4x1x1 axes:replica=2"],
 )
-def test_what_is_no_layout_is_refused(line):
+def test_invalid_layouts_are_refused(line):
     with pytest.raises(InputError) as refused:
         read(line)
     assert "write" in str(refused.value) and "\n" not in str(refused.value)
 
 
-def test_settings_are_those_of_the_layout_and_back():
+def test_a_layout_converts_to_settings_and_back():
     layout = ParallelLayout(
         2, 2, 2, zero=1, microbatch=4, schedule="gpipe", cut=(3, 5), recompute=True, whole=("embedding",)
     )
@@ -86,7 +86,7 @@ def test_settings_are_those_of_the_layout_and_back():
     assert layout_of(cut, 2, blocks).cut == (1, 3)
 
 
-def test_a_further_axis_is_a_word_of_a_layout_and_a_setting():
+def test_an_additional_axis_is_part_of_the_layout_and_a_setting():
     layout = ParallelLayout(2, 2, 1, zero=1, microbatch=2, axes=REPLICA)
     assert text(layout) == "2x2x1 zero1 mb2 1f1b axes:extensions:Replica=2" and read(text(layout)) == layout
     assert [(axis.name, ranks) for axis, ranks in layout.sizes] == [
@@ -103,14 +103,14 @@ def test_a_further_axis_is_a_word_of_a_layout_and_a_setting():
 
 @pytest.mark.parametrize("line", ["8x1x1 mb2", "4x2x1 zero2 mb2 1f1b", "4x1x2 zero1 mb4", "8x1x1 zero3 mb2 private"])
 @pytest.mark.parametrize("machine", ["cpu-128", "gpu-8"])
-def test_an_axis_that_only_averages_takes_as_long_and_as_much_as_data_parallel(line, machine):
+def test_an_averaging_axis_costs_as_much_as_data_parallelism(line, machine):
     predictor, layout = Predictor(MadeUpModel(), read_machine(machine), 2, 4), read(line)
     with_replicas = replace(layout, data=layout.data // 2, axes=REPLICA)
     one, other = predictor.predict(layout), predictor.predict(with_replicas)
     assert one.parts == other.parts and one.memory == other.memory
 
 
-def test_all_layouts_have_the_axes_that_the_configuration_names():
+def test_all_layouts_have_the_configured_axes():
     model, rules, nodes = MadeUpModel(), rules_of(CONFIG), Nodes(2, 4)
     layouts = list(candidates(model, nodes, rules))
     assert layouts and all(each.axes == REPLICA and each.ranks == 8 for each in layouts)
@@ -123,7 +123,7 @@ def test_all_layouts_have_the_axes_that_the_configuration_names():
     assert plan.found[0].layout.axes == REPLICA and plan.found[0].layout.microbatch == 2
 
 
-def test_an_axis_that_divides_samples_is_planned_with_what_it_exchanges():
+def test_the_plan_includes_the_exchanges_of_a_sample_axis():
     """Code of the axis divides the model and the samples; its calls of a communicator are recorded."""
     axes = {"train.height_axis:Height": 2}
     images = Description("arrays", "train", 1000, (13, 8), FLOAT, (), INT, None, tuple("012"), "x")

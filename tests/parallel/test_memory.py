@@ -18,7 +18,7 @@ IMAGES = Description("arrays", "train", 1000, (8, 8), FLOAT, (), INT, None, tupl
 CONFIG = Config.from_dict({"model": {"factory": "planner.planned_models:sequential"}, "train": {"batch": 32}})
 
 
-def test_gradients_of_a_pipeline_that_are_not_in_flat_memory_are_counted():
+def test_pipeline_gradients_outside_flat_memory_are_counted():
     profile = profile_of(CONFIG, IMAGES, measure=False)
     predictor = Predictor(profile, MachineProfile("m", "s", 4, 1 << 33), 1, 4)
 

@@ -26,7 +26,7 @@ def test_groups_are_those_of_the_mesh(axes):
             assert group.nodes == tuple(rank // each for rank in ranks)
 
 
-def test_a_layout_has_as_many_readers_and_replicas_as_the_mesh():
+def test_a_layout_has_the_readers_and_replicas_of_the_mesh():
     layout = ParallelLayout(2, 2, axes=AXES[2])
     assert (layout.ranks, layout.readers, layout.replicas) == (24, 6, 12)
     assert [axis.name for axis, _ in layout.sizes] == ["data", "replica", "pipeline", "height", "tensor"]

@@ -13,14 +13,14 @@ from mpitrain.pipe.schedule import one_f_one_b
 from mpitrain.pipe.simulate import simulate
 
 
-def test_text_shows_who_computes_what_when():
+def test_text_shows_the_steps_of_every_rank():
     assert text(simulate(one_f_one_b(2, 2)), 80).splitlines() == [
         "rank 0  F0-F1-......B0----...B1----",
         "rank 1  ...F0-B0----F1-B1----......",
     ]
 
 
-def test_the_command_draws_in_text(capsys):
+def test_the_command_prints_a_schedule(capsys):
     assert report.main(["schedule", "--schedule", "1f1b", "--stages", "2", "--microbatches", "3"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "1f1b: 2 ranks, 2 stages, 3 microbatches; 12 units, idle 25.0%, at most 2 microbatches in flight"
@@ -36,11 +36,11 @@ def test_the_command_draws_every_schedule_as_a_picture(schedule, tmp_path, capsy
     assert out.read_bytes().startswith(b"\x89PNG")
 
 
-def test_without_matplotlib_the_command_says_what_to_do(monkeypatch, capsys, tmp_path):
+def test_missing_matplotlib_error_suggests_the_fix(monkeypatch, capsys, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert report.main(["schedule", "--out", str(tmp_path / "a.png")]) == 2
     assert "pip install mpitrain[monitor]" in capsys.readouterr().err
 
 
-def test_bad_numbers_end_with_one_line(capsys):
+def test_invalid_numbers_are_refused_in_one_line(capsys):
     one_line((report.main(["schedule", "--stages", "0"]), capsys.readouterr().err))

@@ -20,7 +20,7 @@ from mpitrain.pipe.partition import (
 )
 
 
-def test_no_other_cut_has_a_smaller_largest_part():
+def test_partition_minimizes_the_largest_part():
     costs = [3.0, 1.0, 4.0, 1.0, 5.0, 9.0, 2.0, 6.0, 5.0]
     for parts in range(1, len(costs) + 1):
         bounds = partition(costs, parts)
@@ -30,7 +30,7 @@ def test_no_other_cut_has_a_smaller_largest_part():
         assert max(sum(costs[a:b]) for a, b in pairwise(bounds)) == best
 
 
-def test_what_is_free_under_the_largest_part_is_even_too():
+def test_partition_balances_the_other_parts():
     assert partition([10, 1, 1, 1, 1], 3) == [0, 1, 3, 5]
 
 
@@ -43,7 +43,7 @@ def test_blocks_by_number_by_parameters_and_by_time():
     assert stage_bounds(blocks, 2, costs=parameter_costs(blocks)) == [0, 2, 4]
 
 
-def test_stages_may_be_given_their_numbers_of_blocks():
+def test_stages_can_have_given_numbers_of_blocks():
     blocks = listed_blocks(nn.Sequential(*(nn.ReLU() for _ in range(5))))
     assert stage_bounds(blocks, 3, (1, 3, 1)) == [0, 1, 4, 5]
     with pytest.raises(InputError, match=r"\[1, 3, 1\] is for 3 stages, but there are 2"):
@@ -76,7 +76,7 @@ def test_blocks_that_overwrite_their_input_can_be_measured():
     assert min(time_costs(listed_blocks(model), torch.randn(3, 4))) > 0
 
 
-def test_a_model_that_cannot_be_cut_is_refused():
+def test_an_indivisible_model_is_refused():
     with pytest.raises(InputError, match="pipeline_blocks"):
         listed_blocks(nn.Linear(2, 2))
     with pytest.raises(InputError, match="3 blocks, but there are 4 stages"):

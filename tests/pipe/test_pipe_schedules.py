@@ -79,7 +79,7 @@ def test_every_schedule_is_complete_ordered_and_free_of_deadlock(kind):
 @pytest.mark.campaign
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_schedule_is_right_for_all_ranks_up_to_16_and_many_numbers_of_microbatches_up_to_64(kind, full):
+def test_schedules_are_valid_for_up_to_16_ranks_and_64_microbatches(kind, full):
     some = {1, 2, 3, 4, 7, 8, 15, 16, 17, 33, 64}
     prove(KINDS[kind], range(1, 65) if full else some)
 
@@ -97,7 +97,7 @@ def test_idle_fractions_equal_the_closed_forms(p):
             assert idle_of(zb_v(p, m)) == Fraction(p - 1, 6 * m + p - 1)
 
 
-def test_slices_fill_the_pipeline_sooner_and_hold_no_more():
+def test_slices_reduce_idle_time_and_not_increase_memory():
     for p, m in ((2, 1), (4, 8), (8, 32)):
         for slices in (2, 4):
             for make in (gpipe, one_f_one_b):
@@ -118,17 +118,17 @@ def test_slices_fill_the_pipeline_sooner_and_hold_no_more():
     ],
     ids=lambda value: value.name if isinstance(value, Schedule) else str(value),
 )
-def test_idle_and_microbatches_held_are_those_of_the_literature(schedule, peak, idle):
+def test_idle_time_and_microbatches_in_flight_match_the_literature(schedule, peak, idle):
     result = simulate(schedule)
     assert result.in_flight == peak
     assert result.idle == pytest.approx(idle, abs=5e-4)
 
 
-def test_memory_counts_each_stages_bytes():
+def test_memory_counts_the_bytes_of_each_stage():
     assert PreparedSchedule(one_f_one_b(3, 5)).peak_bytes([10, 20, 40]) == [30, 40, 40]
 
 
-def test_a_message_delays_those_who_wait_for_it():
+def test_a_message_delays_the_ranks_that_wait_for_it():
     plain = gpipe(2, 1)
     assert simulate(plain, Costs(1, 1, 1)).makespan == 6
     assert simulate(plain, Costs(1, 1, 1, message=0.5)).makespan == 7
@@ -145,7 +145,7 @@ def changed(program: PipelineProgram, rank: int, steps: list) -> PipelineProgram
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_leaving_out_or_repeating_any_step_is_found(kind):
+def test_missing_and_repeated_steps_are_detected(kind):
     program = with_messages(KINDS[kind](3, 4))
     for rank, steps in enumerate(program.steps):
         for at in range(len(steps)):
@@ -155,7 +155,7 @@ def test_leaving_out_or_repeating_any_step_is_found(kind):
                 verify(changed(program, rank, [*steps[: at + 1], *steps[at:]]))
 
 
-def test_sends_that_wait_for_each_other_are_found():
+def test_deadlocked_sends_are_detected():
     """Let both ranks send before they receive: correct with buffers, a deadlock without."""
     program = with_messages(one_f_one_b(2, 3))
     first = list(program.steps[0])
@@ -166,14 +166,14 @@ def test_sends_that_wait_for_each_other_are_found():
         verify(changed(program, 0, late))
 
 
-def test_a_circle_of_waiting_steps_is_found():
+def test_a_cycle_of_waiting_steps_is_detected():
     schedule = one_f_one_b(2, 2)
     turned = replace(schedule, steps=(schedule.steps[0][::-1], schedule.steps[1]))
     with pytest.raises(ScheduleError, match="waits forever"):
         with_messages(turned)
 
 
-def test_slices_out_of_order_are_found():
+def test_slices_out_of_order_are_detected():
     program = with_messages(terapipe(1, 1, 2))
     forward, backward = program.steps[0][:2], program.steps[0][2:]
     with pytest.raises(ScheduleError, match="later slice"):
@@ -182,7 +182,7 @@ def test_slices_out_of_order_are_found():
         verify(changed(program, 0, [*forward[::-1], *backward]))
 
 
-def test_a_step_on_the_wrong_rank_is_found():
+def test_a_step_on_the_wrong_rank_is_detected():
     program = with_messages(zb_h1(2, 2))
     steps = [BackwardWeight(0, 0) if s == BackwardWeight(1, 0) else s for s in program.steps[1]]
     with pytest.raises(ScheduleError, match="stage of another rank"):
@@ -210,6 +210,6 @@ def test_every_backward_of_a_microbatch_accumulates_in_order():
         (("1f1b", 2, 2, 1, 0), "0 slices"),
     ],
 )
-def test_what_no_schedule_can_do_is_refused_by_name(arguments, message):
+def test_impossible_schedules_are_refused_by_name(arguments, message):
     with pytest.raises(InputError, match=message):
         make_schedule(*arguments)

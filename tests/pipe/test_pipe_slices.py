@@ -74,7 +74,7 @@ def model_with(block: nn.Module) -> nn.Sequential:
 
 
 @pytest.mark.parametrize("make", [lambda: GPT(11, 2, 8, 2, dropout=0.3), lambda: model_with(Looking(causal=True))])
-def test_causal_models_pass_and_stay_as_they_were(make):
+def test_causal_models_pass_unchanged(make):
     model = make()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     torch.manual_seed(0)
@@ -103,7 +103,7 @@ def test_a_block_that_needs_the_whole_sequence_is_refused_by_name(block, what):
     assert block.training
 
 
-def test_a_sequence_shorter_than_the_slices_or_a_label_for_all_of_it_is_refused():
+def test_too_short_sequences_and_whole_sequence_labels_are_refused():
     x, y = samples(3)
     for arguments in ((x, y, 4), (x, y[:, 0], 2), (x.float(), y[:, :2], 2)):
         with pytest.raises(InputError, match="slices of the sequence"):

@@ -63,14 +63,14 @@ def _has_second_copy(world, kind: str) -> bool:
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("kind", WHOLE)
-def test_where_the_order_of_arithmetic_is_the_same_so_are_the_bits(world, kind):
+def test_equal_order_of_arithmetic_gives_equal_bits(world, kind):
     batches = [numbers(count) for count in STEPS]
     _, _, results = train_both(world, layers, lambda m: mean_square, SCHEDULES[kind], batches)
     assert [(loss, error) for loss, _, error in results] == [(expected, 0.0) for _, expected, _ in results]
 
 
 @pytest.mark.ranks(2, 3)
-def test_recomputing_changes_no_bit(world):
+def test_recompute_is_bitwise_equal(world):
     for kind in ("1f1b", "zb-h1", "interleaved"):
         options = SCHEDULES[kind] | {"recompute": True}
         _, _, results = train_both(world, layers, lambda m: mean_square, options, [numbers(4)] * 2)
@@ -78,7 +78,7 @@ def test_recomputing_changes_no_bit(world):
 
 
 @pytest.mark.ranks(2, 3)
-def test_copies_of_a_tied_parameter_stay_equal_to_the_bit(world):
+def test_copies_of_a_tied_parameter_stay_bitwise_equal(world):
     pipeline, _, _ = train_both(world, gpt, lambda m: m.loss, SCHEDULES["1f1b"], [tokens(3)] * 3)
     mine = dict(pipeline.module.named_parameters())
     weight = mine.get("embedding.weight", mine.get("head.weight", torch.zeros(30, 8))).detach()
@@ -91,7 +91,7 @@ def test_copies_of_a_tied_parameter_stay_equal_to_the_bit(world):
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("kind", SCHEDULES)
-def test_microbatches_held_are_those_predicted(world, kind):
+def test_microbatches_in_flight_match_the_simulation(world, kind):
     options = SCHEDULES[kind]
     model, samples_of = (layers(), numbers) if kind in WHOLE else (gpt(), tokens)
     pipeline = Pipeline(model, mean_square if kind in WHOLE else model.loss, world, **options)
@@ -103,7 +103,7 @@ def test_microbatches_held_are_those_predicted(world, kind):
 
 
 @pytest.mark.ranks(8)
-def test_eight_ranks_hold_as_many_of_32_microbatches_as_the_literature_says(world):
+def test_microbatches_in_flight_of_eight_ranks_match_the_literature(world):
     table = [
         ({"schedule": "gpipe"}, 32),
         ({"schedule": "1f1b"}, 8),
@@ -190,7 +190,7 @@ def test_shapes_may_change_between_and_inside_batches(world, static):
 
 
 @pytest.mark.ranks(2, 3)
-def test_evaluation_gives_the_same_loss_on_every_rank_and_leaves_no_trace(world):
+def test_evaluation_returns_the_same_loss_on_every_rank_and_no_side_effects(world):
     for kind, options in SCHEDULES.items():
         model, alone = gpt(), gpt().eval()
         pipeline = Pipeline(model, model.loss, world, microbatches=3, **options)
@@ -208,7 +208,7 @@ def test_evaluation_gives_the_same_loss_on_every_rank_and_leaves_no_trace(world)
 
 
 @pytest.mark.ranks(2)
-def test_gradients_are_added_to_the_memory_they_were_given(world):
+def test_gradients_are_accumulated_in_place(world):
     for kind in ("1f1b", "zb-h1", "zb-v"):
         pipeline = Pipeline(layers(), mean_square, world, **SCHEDULES[kind])
         parameters = list(pipeline.module.parameters())
@@ -240,7 +240,7 @@ def test_half_precision_passes_between_stages(world):
 
 
 @pytest.mark.ranks(2, 3)
-def test_named_cuts_train_alike(world):
+def test_all_cuts_reach_the_same_losses(world):
     ((x, _),) = tokens(1)
     for cut in ("uniform", "parameters", "time"):
         options = {"schedule": "1f1b", "cut": cut, "sample": x}
@@ -259,7 +259,7 @@ def test_names_are_those_of_the_whole_model(world):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", SCHEDULES)
-def test_who_watches_sees_every_step_in_the_order_of_the_schedule(world, kind):
+def test_watched_steps_follow_the_order_of_the_schedule(world, kind):
     options, model, recorded = SCHEDULES[kind], gpt(), []
 
     def watched(step, call):
@@ -289,11 +289,11 @@ def test_a_model_may_be_built_without_memory(world):
 
 
 @pytest.mark.ranks(2)
-def test_a_batch_of_nothing_is_nothing(world):
+def test_an_empty_batch_has_no_loss(world):
     assert Pipeline(layers(), mean_square, world).forward_backward([], []) == 0.0
 
 
-def test_shapes_that_differ_where_they_should_not_are_named():
+def test_unexpected_shape_changes_are_reported():
     import mpitrain
 
     class Grows(nn.Module):
@@ -317,7 +317,7 @@ def test_shapes_that_differ_where_they_should_not_are_named():
     dynamic.forward_backward(numbers(1), [1.0])
 
 
-def test_dropping_the_last_step_leaves_nothing_behind():
+def test_skipping_the_last_step_leaks_no_state():
     """Check that a failed batch does not affect the next one."""
     import mpitrain
 
@@ -340,7 +340,7 @@ def test_dropping_the_last_step_leaves_nothing_behind():
     descend(alone)
 
 
-def test_a_model_that_cannot_look_back_over_slices_is_refused():
+def test_a_model_without_forward_slice_is_refused():
     import mpitrain
 
     with pytest.raises(InputError, match="forward_slice"):

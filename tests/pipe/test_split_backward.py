@@ -151,7 +151,7 @@ def test_a_stage_may_begin_by_overwriting_its_input():
     assert torch.equal(input_gradient == 0, before <= 0)
 
 
-def test_the_first_stage_does_everything_in_the_weight_half():
+def test_the_first_stage_computes_all_gradients_in_the_weight_half():
     _, whole, _ = run("linear", "whole", recompute=False, first=True)
     input_gradients, split, _ = run("linear", "split", recompute=False, first=True)
     assert input_gradients == []
@@ -159,7 +159,7 @@ def test_the_first_stage_does_everything_in_the_weight_half():
         torch.testing.assert_close(whole[key], split[key], rtol=0, atol=0)
 
 
-def test_the_input_half_leaves_the_weights_to_the_other():
+def test_the_input_half_computes_no_weight_gradients():
     module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     stage = Stage([module], first=False, recompute=False)
     _, record = stage.forward(torch.randn(2, 4, requires_grad=True))
@@ -180,7 +180,7 @@ def test_frozen_parameters_get_no_gradient():
     assert module[0].weight.grad is None and module[1].weight.grad is not None
 
 
-def test_recomputing_draws_the_same_dropout():
+def test_recompute_draws_the_same_dropout():
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.5))
     stage = Stage([module], first=False, recompute=True)
@@ -191,7 +191,7 @@ def test_recomputing_draws_the_same_dropout():
     assert torch.equal(module[0].bias.grad, 2.0 * (output != 0).sum(0))
 
 
-def test_recomputing_keeps_nothing_but_the_input():
+def test_recompute_keeps_only_the_input():
     kept_bytes = []
 
     def pack(t: torch.Tensor) -> torch.Tensor:

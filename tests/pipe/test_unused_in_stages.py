@@ -68,7 +68,7 @@ def samples(step, replica):
     ("kind", "zero", "recompute"),
     [("1f1b", 0, False), ("1f1b", 1, True), ("zb-h1", 2, False), ("zb-v", 1, False), ("interleaved", 0, False)],
 )
-def test_what_no_microbatch_of_a_step_uses_is_neither_decayed_nor_counted(world, kind, zero, recompute):
+def test_unused_parameters_are_neither_decayed_nor_counted(world, kind, zero, recompute):
     """Test parameters on one stage, tied ones on two stages, and stage replicas of which only one uses them."""
     mesh = Mesh.make(world, pipeline=2 if world.size == 4 else world.size)
     settings = config_of(pipeline=mesh.pipeline.size, zero=zero, recompute=recompute, **SCHEDULES[kind])

@@ -93,7 +93,7 @@ def test_meshes_train_like_one_process(world, place, text, wanted):
 
 
 @pytest.mark.ranks(4)
-def test_checkpoints_go_from_mesh_to_mesh(world, place, text, wanted):
+def test_checkpoints_can_be_loaded_on_other_meshes(world, place, text, wanted):
     shapes = [{"pipeline": 2, "tensor": 2}, {"pipeline": 4}, {"zero": 2}, {"tensor": 2, "zero": 3}]
     for number, (source, target) in enumerate(zip(shapes, shapes[1:] + shapes[:1], strict=True)):
         first, then = place / f"source-{number}", place / f"target-{number}"
@@ -116,7 +116,7 @@ def test_checkpoints_go_from_mesh_to_mesh(world, place, text, wanted):
 
 
 @pytest.mark.ranks(2)
-def test_layers_kept_whole_train_and_are_saved_like_those_of_one_process(world, place, text, wanted):
+def test_undivided_layers_train_and_are_saved_as_in_one_process(world, place, text, wanted):
     whole = ["blocks.0.attention.*", "blocks.[13].mlp.*", "embedding", "head"]
     lines = run(world, place / "whole", **settings(text, tensor=2, whole=whole))
     assert len(lines) == STEPS
@@ -130,7 +130,7 @@ def test_layers_kept_whole_train_and_are_saved_like_those_of_one_process(world, 
 
 
 @pytest.mark.ranks(2)
-def test_a_job_plans_at_its_start_and_trains_with_the_layout_found(world, place, text, capsys):
+def test_a_job_plans_its_layout_at_the_start(world, place, text, capsys):
     if world.rank == 0:
         (place / "two.toml").write_text(
             'node = { cores = 2, memory = "8 GiB", memory_bandwidth = "10 GB/s" }\n'
@@ -172,7 +172,7 @@ def assembled(world, sections):
 
 
 @pytest.mark.ranks(4)
-def test_measured_stages_are_the_same_on_all_ranks_and_go_on_from_another_cut(world, place, text):
+def test_measured_stages_agree_on_all_ranks_and_resume_from_another_cut(world, place, text):
     measured = settings(text, pipeline=2, cut="time") | {"model": SLOW}
     engine = assembled(world, measured)
     bounds = world.all_gather_object(list(engine.pipeline.bounds))
@@ -248,7 +248,7 @@ def test_perceptrons_are_divided_over_tensor_ranks(world, place, numbers, layers
         ({"name": "resnet", "layers": 18, "width": 4}, {"tensor": 2}, "convolutions"),
     ],
 )
-def test_what_does_not_go_together_is_refused_by_name(world, text, numbers, model, parallel, message):
+def test_incompatible_settings_are_refused_by_name(world, text, numbers, model, parallel, message):
     path = numbers if model.get("name") in ("mlp", "resnet") else text
     with pytest.raises(InputError, match=message) as refused:
         assembled(world, settings(path, **parallel) | {"model": model})
@@ -256,6 +256,6 @@ def test_what_does_not_go_together_is_refused_by_name(world, text, numbers, mode
 
 
 @pytest.mark.ranks(2)
-def test_sharded_parameters_without_data_parallel_ranks_are_the_stages_own(world, place, text, wanted):
+def test_zero_3_without_data_parallel_ranks_keeps_the_stages_parameters(world, place, text, wanted):
     lines = run(world, place / "own", **settings(text, pipeline=2, zero=3, share_node=False))
     check(lines, wanted)

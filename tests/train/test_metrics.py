@@ -84,7 +84,7 @@ def held(lines):
 
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("task", ["classes", "numbers"])
-def test_figures_are_those_of_scikit_learn_for_all_samples_at_once(world, folder, arrays, task, capsys):
+def test_metrics_equal_those_of_scikit_learn(world, folder, arrays, task, capsys):
     from sklearn.metrics import accuracy_score, r2_score, root_mean_squared_error
 
     sections = {
@@ -139,7 +139,7 @@ MORE = {
 
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("layouts", [LAYOUTS, pytest.param(MORE, marks=pytest.mark.campaign)], ids=["few", "more"])
-def test_layouts_measure_what_one_rank_does(world, place, text, layouts):
+def test_metrics_are_the_same_for_all_layouts(world, place, text, layouts):
     sections = {
         "data": {"path": text},
         "model": GPT | ({"heads": 3, "width": 18} if world.size == 3 else {}),
@@ -159,7 +159,7 @@ def test_layouts_measure_what_one_rank_does(world, place, text, layouts):
 
 
 @pytest.mark.ranks(2)
-def test_a_model_measures_itself_also_where_a_pipeline_ends(world, folder, arrays):
+def test_metrics_of_the_model_work_at_the_end_of_a_pipeline(world, folder, arrays):
     sections = {
         "data": {"path": arrays["classes"]},
         "model": {"factory": "train.own_metrics:measured"},
@@ -172,7 +172,7 @@ def test_a_model_measures_itself_also_where_a_pipeline_ends(world, folder, array
 
 
 @pytest.mark.ranks(2)
-def test_virtual_workers_give_the_same_bits_on_one_rank_and_on_two(world, folder, arrays):
+def test_virtual_workers_are_bitwise_equal_on_one_and_two_ranks(world, folder, arrays):
     sections = {
         "data": {"path": arrays["numbers"]},
         "model": {"name": "mlp", "layers": 1, "width": 8},
@@ -189,7 +189,7 @@ def test_virtual_workers_give_the_same_bits_on_one_rank_and_on_two(world, folder
 
 
 @pytest.mark.ranks(1, 2, 3)
-def test_divided_scores_are_judged_as_whole_ones(world):
+def test_metrics_of_divided_scores_equal_those_of_whole_scores(world):
     axis, draw = Axis(world), torch.Generator().manual_seed(3)
     scores, y = torch.randn(4, 5, 11, generator=draw), torch.randint(11, (4, 5), generator=draw)
     y[1, 2] = -100
@@ -204,7 +204,7 @@ def test_divided_scores_are_judged_as_whole_ones(world):
     axis.free()
 
 
-def test_sums_of_parts_come_to_the_formulas():
+def test_partial_sums_give_the_formulas():
     from sklearn.metrics import accuracy_score, confusion_matrix, r2_score, root_mean_squared_error
 
     draw = torch.Generator().manual_seed(0)
@@ -255,7 +255,7 @@ def test_sums_of_parts_come_to_the_formulas():
         ("train.own_metrics:crooked", "return a tensor with a number for each, or their mean"),
     ],
 )
-def test_a_metric_of_ones_own_that_is_none_is_told_in_one_line(world, folder, arrays, metric, words):
+def test_invalid_user_metric_error_is_one_line(world, folder, arrays, metric, words):
     sections = {
         "data": {"path": arrays["classes"]},
         "model": {"name": "mlp", "layers": 1, "width": 8},
@@ -267,7 +267,7 @@ def test_a_metric_of_ones_own_that_is_none_is_told_in_one_line(world, folder, ar
 
 
 @pytest.mark.ranks(1, 2, 3)
-def test_metrics_of_torchmetrics_are_exact_over_ranks_of_which_some_have_no_samples(world, folder, arrays):
+def test_torchmetrics_are_exact_if_some_ranks_have_no_samples(world, folder, arrays):
     torchmetrics = pytest.importorskip("torchmetrics")
     sections = {
         "data": {"path": arrays["classes"]},
@@ -295,7 +295,7 @@ def test_metrics_of_torchmetrics_are_exact_over_ranks_of_which_some_have_no_samp
 
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("weights", [[0.5, 3.0, 0.0, 2.0], "balanced"])
-def test_class_weights_give_torchs_weighted_loss_of_the_whole_batch(world, folder, arrays, weights):
+def test_class_weights_give_the_weighted_loss_of_torch(world, folder, arrays, weights):
     sections = {
         "data": {"path": arrays["classes"], "record_ids": True},
         "model": {"name": "mlp", "layers": 1, "width": 8},
@@ -341,7 +341,7 @@ def test_class_weights_give_torchs_weighted_loss_of_the_whole_batch(world, folde
     ],
     ids=["number", "numbers", "own", "local"],
 )
-def test_class_weights_that_do_not_fit_are_told_in_one_line(world, folder, arrays, changed, words):
+def test_invalid_class_weights_are_refused_in_one_line(world, folder, arrays, changed, words):
     sections = {"model": {"name": "mlp", "layers": 1}, "train": {"steps": 1, "batch": 8}} | changed
     with pytest.raises(InputError) as caught:
         run(world, folder / "r", **sections | {"data": {"path": arrays[changed.get("data", "classes")]}})

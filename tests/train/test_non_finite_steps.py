@@ -38,7 +38,7 @@ LAYOUTS = [
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("parallel", "options"), LAYOUTS, ids=str)
-def test_a_run_that_learns_nothing_any_more_fails_and_keeps_its_last_good_checkpoint(
+def test_a_diverged_run_fails_and_keeps_its_last_good_checkpoint(
     world, folder, text, parallel, options, capsys
 ):
     each = 2 if "pipeline" in parallel else 1  # passes a step
@@ -61,7 +61,7 @@ def test_a_run_that_learns_nothing_any_more_fails_and_keeps_its_last_good_checkp
 
 
 @pytest.mark.ranks(2)
-def test_a_run_that_learns_again_is_a_good_one(world, folder, text):
+def test_a_run_that_recovers_succeeds(world, folder, text):
     for name, parallel, options, marks in (
         ("fp32", {}, {"first": 5, "last": 8}, {5: 5, 6: 5, 7: 5, 8: 5}),
         ("fp16", {"precision": "fp16"}, {"first": 5, "last": 5, "gradient": True}, {}),  # as its loss scale may do
@@ -78,7 +78,7 @@ def test_a_run_that_learns_again_is_a_good_one(world, folder, text):
 
 
 @pytest.mark.ranks(2)
-def test_the_last_good_checkpoint_on_a_nodes_own_disk_stays_too(world, folder, text):
+def test_the_last_good_checkpoint_on_a_local_disk_is_kept(world, folder, text):
     options = sections(text, {"first": 7}, every=1, local=str(folder / "local"), flush_every=5)
     with pytest.raises(NothingLearned, match="step-00000005"):
         run(world, folder / "r", **options)
@@ -87,7 +87,7 @@ def test_the_last_good_checkpoint_on_a_nodes_own_disk_stays_too(world, folder, t
     assert finished_steps(local) == [6] and finished_steps(folder / "r/checkpoints") == [14, 10, 5]
 
 
-def test_what_the_search_for_a_loss_scale_skips_is_expected_of_fp16_alone():
+def test_steps_skipped_to_find_the_loss_scale_are_expected_only_in_fp16():
     nan = float("nan")
     for precision, expected in (("fp16", True), ("bf16", False), ("fp32", False)):
         scale = LossScale.of(precision)
@@ -97,7 +97,7 @@ def test_what_the_search_for_a_loss_scale_skips_is_expected_of_fp16_alone():
         assert NonFiniteSteps().after(4, nan, True, scale).bad and NonFiniteSteps().after(4, nan, False, scale).bad
 
 
-def test_a_row_of_skipped_steps_ends_a_run_after_as_many_as_abort_after_says():
+def test_abort_after_consecutive_skipped_steps():
     nan, scale = float("nan"), LossScale.of("fp32")
     row = NonFiniteSteps().after(7, 2.0, True, scale)
     assert [row.hopeless(step, 5) for step in (10, 11)] == [False, True] and not row.hopeless(1000, 0)

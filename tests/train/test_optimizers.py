@@ -149,14 +149,14 @@ OPTIMIZERS = {
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_groups_and_named_optimizers_are_those_of_one_process_and_resume_with_the_same_bits(world, folder, text, name):
+def test_parameter_groups_match_one_process_and_resume_bitwise_equal(world, folder, text, name):
     compare(world, folder, text, name, FEW[name])
 
 
 @pytest.mark.campaign
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_groups_and_named_optimizers_are_those_of_one_process_on_every_layout(world, folder, text, name):
+def test_parameter_groups_match_one_process_on_every_layout(world, folder, text, name):
     compare(world, folder, text, name, ALL if world.size == 2 else [{"zero": 1}, {"zero": 3}])
 
 
@@ -176,7 +176,7 @@ def compare(world, folder, text, name, layouts):
 
 
 @pytest.mark.ranks(2)
-def test_groups_keep_their_rates_beside_a_server_and_among_replicas_and_muon_is_refused_by_servers(world, folder, text):
+def test_parameter_groups_work_with_servers_and_replicas(world, folder, text):
     frozen = {"groups": [{"match": "*", "lr": 0.0}], "weight_decay": 0.0}
     for mode, more in (("server", {"servers": 1}), ("local", {"local_steps": 2})):
         lines = run(world, folder / mode, **sections(text, frozen, mode=mode, **more))
@@ -200,7 +200,7 @@ def made(module=None, **optim):
 
 
 @pytest.mark.parametrize(("no_decay", "decayed"), [("vectors", 3), ("embeddings", 2), ("nothing", 5)])
-def test_no_decay_says_what_has_no_weight_decay(no_decay, decayed):
+def test_no_decay_excludes_parameters_from_weight_decay(no_decay, decayed):
     groups = made(no_decay=no_decay, weight_decay=0.3).param_groups
     assert sum(len(g["params"]) for g in groups if g["weight_decay"] == 0.3) == decayed
     assert sum(len(g["params"]) for g in groups if g["weight_decay"] == 0.0) == 5 - decayed
@@ -221,7 +221,7 @@ def test_no_decay_says_what_has_no_weight_decay(no_decay, decayed):
         ({"name": "muon", "options": {"adjust_lr_fn": "x"}}, r"Muon refuses its options: Adjust learning rate"),
     ],
 )
-def test_what_groups_cannot_mean_is_told_in_a_line(optim, told):
+def test_invalid_parameter_groups_are_refused_in_one_line(optim, told):
     with pytest.raises(InputError, match=told) as caught:
         made(**optim)
     assert "\n" not in str(caught.value)

@@ -29,7 +29,7 @@ def activations(world, folder, text, batch, **parallel):
 
 
 @pytest.mark.ranks(2)
-def test_each_schedule_keeps_so_many_microbatches_of_activations(world, folder, text):
+def test_activation_memory_of_each_schedule(world, folder, text):
     (one, _) = activations(world, folder / "whole", text, 4)  # a microbatch of the whole model on each rank
     sizes = {
         schedule: activations(world, folder / schedule, text, 2 * MICROBATCHES, pipeline=2, schedule=schedule)

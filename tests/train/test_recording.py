@@ -62,7 +62,7 @@ def shifted(rank):
 
 
 @pytest.mark.ranks(2, 8)
-def test_clocks_that_are_set_and_run_otherwise_are_corrected_to_less_than_50_us(world, folder):
+def test_clock_offset_and_drift_are_corrected_to_50_microseconds(world, folder):
     from mpitrain.monitor.timeline.merging import corrected
 
     local_clock = shifted(world.rank)
@@ -86,7 +86,7 @@ def test_clocks_that_are_set_and_run_otherwise_are_corrected_to_less_than_50_us(
 @pytest.mark.parametrize(
     "zero", [pytest.param(0, marks=pytest.mark.ranks(2)), pytest.param(3, marks=pytest.mark.ranks(3))]
 )
-def test_a_recorded_run_has_the_bits_of_one_that_is_not_and_its_trace_has_all_kinds(world, folder, text, zero):
+def test_recording_changes_no_result_and_the_trace_is_complete(world, folder, text, zero):
     parallel = {"zero": zero}
     plain = trained(world, folder / "plain", text, timeline="", parallel=parallel)
     lines = trained(world, folder / "run", text, clock=shifted(world.rank), parallel=parallel)
@@ -112,7 +112,7 @@ def test_a_recorded_run_has_the_bits_of_one_that_is_not_and_its_trace_has_all_ki
     "schedule",
     [pytest.param("1f1b", marks=pytest.mark.ranks(4)), pytest.param("zero-bubble", marks=pytest.mark.ranks(2))],
 )
-def test_a_pipeline_has_its_actions_and_messages_in_the_trace(world, folder, text, schedule):
+def test_the_trace_has_pipeline_steps_and_messages(world, folder, text, schedule):
     parallel = {"pipeline": 2, "schedule": schedule}
     plain = trained(world, folder / "plain", text, timeline="", parallel=parallel)
     lines = trained(world, folder / "run", text, parallel=parallel)
@@ -140,7 +140,7 @@ class Late(mt.Trainer):
 
 
 @pytest.mark.ranks(3)
-def test_what_one_rank_is_late_is_the_wait_of_the_others_and_it_is_named(world, folder, text, monkeypatch):
+def test_a_late_rank_is_named_and_others_wait_for_it(world, folder, text, monkeypatch):
     monkeypatch.setattr(
         world, "process", replace(world.process, debug=False)
     )  # else ranks wait for each other before an operation begins
@@ -155,7 +155,7 @@ def test_what_one_rank_is_late_is_the_wait_of_the_others_and_it_is_named(world, 
 
 
 @pytest.mark.ranks(3)
-def test_rank_files_tell_of_each_step_where_its_time_went_and_what_memory_holds(world, folder, text):
+def test_rank_files_have_times_and_memory_of_each_step(world, folder, text):
     lines = trained(world, folder, text, timeline="", train={"steps": 30}, parallel={"zero": 1})
     records = read_rank_files(folder)
     assert set(records) == set(range(world.size))
@@ -188,7 +188,7 @@ def test_rank_files_tell_of_each_step_where_its_time_went_and_what_memory_holds(
     ],
     ids=["local", "server", "server apart"],
 )
-def test_where_ranks_meet_now_and_then_the_steps_between_meetings_are_recorded(world, folder, text, parallel):
+def test_steps_between_synchronizations_are_recorded(world, folder, text, parallel):
     trained(
         world, folder, text, timeline="2:2", train={"steps": 6, "microbatch": 0, "evaluate_every": 3}, parallel=parallel
     )
@@ -234,7 +234,7 @@ class Block(torch.nn.Module):
 
 
 @pytest.mark.parametrize("way", ["plain", "recompute", "compiled", "shared"])
-def test_hooks_on_modules_see_forward_and_backward_and_change_no_bit(way):
+def test_module_hooks_record_forward_and_backward_without_side_effects(way):
     torch.manual_seed(1)
     blocks = torch.nn.ModuleList([Block() for _ in range(3)])
     model = torch.nn.Module()
@@ -281,7 +281,7 @@ def test_hooks_on_modules_see_forward_and_backward_and_change_no_bit(way):
 
 @pytest.mark.campaign
 @pytest.mark.serial
-def test_a_job_that_is_killed_while_it_records_leaves_what_can_be_read_and_goes_on(tmp_path, sentence):
+def test_a_job_killed_while_recording_leaves_readable_files_and_resumes(tmp_path, sentence):
     run = tmp_path / "run"
     arguments = (
         "--run.dir", run, "--data.path", sentence, "--model.layers", 1, "--model.width", 16, "--model.heads", 2,

@@ -13,7 +13,7 @@ MINUTE, HOUR, DAY = 60.0, 3600.0, 86400.0
 
 
 @pytest.mark.parametrize(("mtbf", "minutes"), [(24 * HOUR, 117), (6 * HOUR, 57), (15 * MINUTE, 9.1)])
-def test_dalys_own_examples_come_out(mtbf, minutes):
+def test_interval_matches_the_examples_of_daly(mtbf, minutes):
     assert daly(5 * MINUTE, mtbf) / MINUTE == pytest.approx(minutes, rel=0.01)  # his figures 3, 4 and 5
 
 
@@ -33,7 +33,7 @@ def best_interval(save, mtbf):
 
 @pytest.mark.parametrize("save", [0.01, 2.0, 5 * MINUTE, HOUR])
 @pytest.mark.parametrize("mtbf", [2 * HOUR, DAY, 180 * DAY])
-def test_no_interval_costs_less_than_dalys(save, mtbf):
+def test_no_interval_costs_less_than_that_of_daly(save, mtbf):
     exact, much = best_interval(save, mtbf), save > mtbf / 10
     least = cost(save, mtbf, np.geomspace(1e-3, 10 * mtbf, 100_000)).min()
     assert cost(save, mtbf, exact) == pytest.approx(least, rel=1e-7)
@@ -42,7 +42,7 @@ def test_no_interval_costs_less_than_dalys(save, mtbf):
     assert abs(young(save, mtbf) / exact - 1) < 0.65 * math.sqrt(save / mtbf)  # sqrt(2) / 3 is the next term's factor
 
 
-def test_at_the_limits():
+def test_interval_at_the_limits():
     assert daly(1e-6, DAY) == pytest.approx(young(1e-6, DAY), rel=1e-4)
     assert daly(2 * HOUR, HOUR) == daly(9 * HOUR, HOUR) == HOUR  # where saving takes longer than work lasts
     assert daly(2 * HOUR * (1 - 1e-9), HOUR) == pytest.approx(2 * HOUR * (1 + 1 / 3 + 1 / 9) - 2 * HOUR)

@@ -51,7 +51,7 @@ def stopped(world, folder, step, **sections):
 
 
 @pytest.mark.ranks(1, 2)
-def test_epochs_are_passes_over_the_samples_and_a_run_goes_on_to_the_same_end(world, folder, table):
+def test_epochs_are_passes_over_the_samples_also_after_a_restart(world, folder, table):
     samples = len(open_dataset(table))
     batch = samples // 4
     steps = math.ceil(1.5 * samples / batch)
@@ -75,7 +75,7 @@ def test_epochs_are_passes_over_the_samples_and_a_run_goes_on_to_the_same_end(wo
 
 
 @pytest.mark.ranks(1, 2)
-def test_gradient_accumulation_steps_are_microbatches_of_each_rank_within_the_global_batch(world, folder, table):
+def test_accumulation_steps_are_microbatches_of_each_rank(world, folder, table):
     sections = {"data": {"path": table}, "model": MODEL, "optim": OPTIM}
     steps = {"steps": 2, "batch": 8, "evaluate_samples": 2}
     ours = run(world, folder / "own", train=steps | {"microbatch": 8 // world.size // 2}, **sections)
@@ -87,7 +87,7 @@ def test_gradient_accumulation_steps_are_microbatches_of_each_rank_within_the_gl
     assert len(read_metrics(folder / "theirs")) == 2
 
 
-def test_a_run_that_a_script_started_is_told_to_go_on_by_that_script(tmp_path, forked):
+def test_resume_hint_names_the_script_that_started_the_run(tmp_path, forked):
     words = ["--train.steps", 1, "--model.sequence", 8, "--train.batch", 2, "--train.evaluate_samples", 1]
     for script, again in (("N=2 jobs/local.sh", "N=2 jobs/local.sh"), ("", "mpirun -n 1 python -m mpitrain.train")):
         known = {"MPITRAIN_AGAIN": script} if script else {}

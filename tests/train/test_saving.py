@@ -46,7 +46,7 @@ class Pretend:
                 return self.step
 
 
-def test_the_interval_is_dalys_of_what_saves_and_steps_take_and_one_line_says_so(monkeypatch):
+def test_the_interval_follows_the_measured_times_and_is_printed(monkeypatch):
     trainer = Pretend(monkeypatch, node_mtbf=4320.0)
     assert trainer.until_saved(0.5, 2.1) == 20  # as long as nothing is known
     interval = round(daly(2.1, 1080 * HOUR) / 0.5)
@@ -61,13 +61,13 @@ def test_the_interval_is_dalys_of_what_saves_and_steps_take_and_one_line_says_so
     assert trainer.until_saved(0.25, 2.1) == 7 + 2 * interval
 
 
-def test_the_first_save_counts_only_as_long_as_it_is_all_there_is(monkeypatch):
+def test_the_first_save_is_replaced_by_later_measurements(monkeypatch):
     trainer = Pretend(monkeypatch, nodes=1, node_mtbf=1.0)
     steps = [trainer.until_saved(1.0, seconds) for seconds in (2.0, 0.5, 0.5)]
     assert steps == [20, 20 + round(daly(2.0, HOUR)), 20 + round(daly(2.0, HOUR)) + round(daly(0.5, HOUR))]
 
 
-def test_in_the_background_the_time_held_up_counts_and_the_writing_is_waited_for(monkeypatch):
+def test_background_saves_count_only_the_delay_of_training(monkeypatch):
     trainer = Pretend(monkeypatch, nodes=1, node_mtbf=1.0, background=True)
     trainer.until_saved(1.0, 0.02)
     assert trainer.schedule.next_after(20) == 20 + 12  # sqrt(2 * 0.02 s * 1 h) = 12 s
@@ -83,7 +83,7 @@ def test_in_the_background_the_time_held_up_counts_and_the_writing_is_waited_for
     ]
 
 
-def test_room_is_asked_for_as_if_every_step_were_saved():
+def test_disk_space_is_checked_as_if_every_step_were_saved():
     auto = Config.from_dict({"train": {"steps": 50}, "checkpoint": {"every": "auto"}})
     assert [saves_after(step, auto) for step in (0, 49, 50)] == [50, 1, 0]
 
@@ -92,7 +92,7 @@ def test_room_is_asked_for_as_if_every_step_were_saved():
     ("seconds", "text"),
     [(0.0, "0 s"), (0.0451, "0.045 s"), (2.1, "2.1 s"), (119, "119 s"), (720, "12 minutes"), (4e6, "46 days")],
 )
-def test_times_as_people_say_them(seconds, text):
+def test_durations_are_readable(seconds, text):
     assert duration_text(seconds) == text
 
 
@@ -113,7 +113,7 @@ class Notes(mt.Callback):
     [({}, 20), ({"background": True}, 20), ({"mode": "local", "local_steps": 8}, 24), ({"mode": "server"}, 20)],
     ids=["sync", "background", "local", "server"],
 )
-def test_all_ranks_save_together_and_a_resumed_run_goes_on(world, folder, text, parallel, first):
+def test_all_ranks_save_at_the_same_steps_and_resume(world, folder, text, parallel, first):
     parallel = dict(parallel)
     sections = {
         "run": {"dir": str(folder / "r")},

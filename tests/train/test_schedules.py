@@ -34,7 +34,7 @@ def stepped(make):
     return learning_rates
 
 
-def test_every_schedule_of_ours_is_that_of_transformers_after_the_warm_up():
+def test_schedules_match_transformers_after_the_warm_up():
     from transformers import optimization as theirs
 
     for optim, make in (
@@ -62,7 +62,7 @@ def test_every_schedule_of_ours_is_that_of_transformers_after_the_warm_up():
     )
 
 
-def test_every_schedule_of_torch_gives_torchs_rates():
+def test_torch_schedules_give_the_rates_of_torch():
     for name, options, more in (
         ("OneCycleLR", {}, {"max_lr": LR, "total_steps": STEPS, "cycle_momentum": False}),
         ("OneCycleLR", {"max_lr": 0.1, "pct_start": 0.5}, {"total_steps": STEPS, "cycle_momentum": False}),
@@ -109,13 +109,13 @@ def test_every_schedule_of_torch_gives_torchs_rates():
         ({"schedule": "cosin"}, r"input should be 'constant', 'linear'"),
     ],
 )
-def test_what_no_schedule_is_is_told_in_a_line(optim, told):
+def test_invalid_schedules_are_refused_in_one_line(optim, told):
     with pytest.raises(InputError, match=told) as caught:
         rates(**optim)
     assert "\n" not in str(caught.value)
 
 
-def test_a_cycle_is_that_of_deepspeed_at_every_step():
+def test_one_cycle_matches_deepspeed():
     """Formula of its documentation: up and down, in stairs if there are any, then divided by a growing number."""
     least, most = 0.001, 0.005
     options = {"cycle_min_lr": least, "cycle_max_lr": most, "cycle_first_step_size": 10, "cycle_second_step_size": 20}
@@ -139,7 +139,7 @@ def test_a_cycle_is_that_of_deepspeed_at_every_step():
     assert whole[0] == pytest.approx(LR / 10) and whole[STEPS // 2] == pytest.approx(LR) and whole[1] == whole[-1]
 
 
-def test_a_range_test_is_that_of_deepspeed_at_every_step():
+def test_range_test_matches_deepspeed():
     options = {"lr_range_test_min_lr": 1e-4, "lr_range_test_step_size": 8, "lr_range_test_step_rate": 5}
     expected = [1e-4 * (1 + 5 * step / 8) for step in range(STEPS)]
     assert rates(schedule="range-test", schedule_options=options) == pytest.approx(expected, rel=1e-12)
@@ -150,7 +150,7 @@ def test_a_range_test_is_that_of_deepspeed_at_every_step():
     assert whole[0] == pytest.approx(LR / 100) and whole[-1] == pytest.approx(LR)
 
 
-def test_a_plateau_is_that_of_torch_and_goes_on_from_its_state():
+def test_plateau_matches_torch_and_resumes_from_its_state():
     losses = [1.0, 0.9, 0.95, 0.95, 0.95, math.nan, 0.9, 0.89, 0.5, 0.6, 0.6, 0.6]
     options = {"factor": 0.5, "patience": 1, "cooldown": 1, "min_lr": 1e-4}
     optim = {"lr": LR, "schedule": "ReduceLROnPlateau", "schedule_options": options}
@@ -168,7 +168,7 @@ def test_a_plateau_is_that_of_torch_and_goes_on_from_its_state():
 
 
 @pytest.mark.ranks(1)
-def test_a_run_goes_on_in_the_middle_of_a_schedule_with_the_same_bits(world, folder, text):
+def test_a_run_resumes_bitwise_equal_within_a_schedule(world, folder, text):
     def settings(optim, **checkpoint):
         return {
             "data": {"path": text},

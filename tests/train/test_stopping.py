@@ -20,11 +20,11 @@ from mpitrain.trainer.stopping import StopInTime, end_of_job, seconds_of
     ("text", "seconds"),
     [("42", 42), ("1:02", 62), ("2:00:01", 7201), ("1-00:00:00", 86400), ("UNLIMITED", None), ("", None)],
 )
-def test_durations_of_slurm(text, seconds):
+def test_slurm_durations_are_parsed(text, seconds):
     assert seconds_of(text) == seconds
 
 
-def test_the_end_of_the_job_is_what_the_batch_system_says():
+def test_end_of_the_job_comes_from_the_batch_system():
     assert end_of_job({}) is None
     assert end_of_job({"SLURM_JOB_END_TIME": "1700000000"}) == 1700000000
     assert end_of_job({"PBS_WALLTIME": "60"}) == pytest.approx(time.time() + 60, abs=5)
@@ -39,7 +39,7 @@ def stopping_in(folder: Path | None, margin: float = 0) -> StopInTime:
     return stopping
 
 
-def test_a_file_stops_and_is_gone_afterwards(tmp_path):
+def test_a_stop_file_stops_the_run_and_is_removed(tmp_path):
     stopping = stopping_in(tmp_path, 60)
     assert stopping.reason() == ""
     (tmp_path / "stop").touch()
@@ -49,7 +49,7 @@ def test_a_file_stops_and_is_gone_afterwards(tmp_path):
     assert not (tmp_path / "stop").exists()
 
 
-def test_time_that_is_nearly_up_stops(tmp_path, monkeypatch):
+def test_the_run_stops_before_its_time_limit(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(time.time() + 100))
     early, late = (stopping_in(tmp_path, margin) for margin in (60, 120))
     assert early.reason() == "" and late.reason() == "the job's time is up"
@@ -59,7 +59,7 @@ def test_time_that_is_nearly_up_stops(tmp_path, monkeypatch):
     early.teardown(None)
 
 
-def test_a_signal_stops(tmp_path):
+def test_a_signal_stops_the_run(tmp_path):
     before = signal.getsignal(signal.SIGUSR1)
     stopping = stopping_in(None)
     os.kill(os.getpid(), signal.SIGUSR1)
@@ -69,7 +69,7 @@ def test_a_signal_stops(tmp_path):
 
 
 @pytest.mark.ranks(2)
-def test_a_run_stops_and_is_saved_stop_before_seconds_before_the_end_of_its_job(world, folder, text, monkeypatch):
+def test_a_run_stops_and_saves_stop_before_seconds_before_its_end(world, folder, text, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(time.time() + 3600))
     for stop_before, code, steps in ((5400, EXIT_REQUEUE, 1), (1800, EXIT_DONE, 3)):
         sections = {

@@ -29,7 +29,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_copy_lies_with_another_rank_and_on_another_node_where_that_can_be(layout):
+def test_copies_are_on_other_ranks_and_if_possible_on_other_nodes(layout):
     nodes = LAYOUTS[layout]
     partner_ranks = partners(nodes)
     assert sorted(partner_ranks) == list(range(len(nodes)))
@@ -39,7 +39,7 @@ def test_a_copy_lies_with_another_rank_and_on_another_node_where_that_can_be(lay
         assert all(nodes[rank] != nodes[partner] for rank, partner in enumerate(partner_ranks))
 
 
-def test_a_set_is_whole_only_when_every_owners_copy_is_there():
+def test_a_set_is_complete_only_with_the_copy_of_every_owner():
     old, new, fewer = Key(7, 4, 0), Key(8, 4, 0), Key(7, 3, 1)
     before = [(old, rank) for rank in range(4)]
     assert newest_whole(before) == old
@@ -56,7 +56,7 @@ def _config(**sections):
     return Config.from_dict({"train": {"batch": 24}} | sections)
 
 
-def test_the_largest_layout_that_fits_keeps_pipeline_tensor_groups_and_what_the_batch_asks_for():
+def test_shrinking_chooses_the_largest_layout_that_fits():
     mesh = _config(parallel={"pipeline": 2, "tensor": 2})
     assert [data_ranks(mesh, ranks, even=False) for ranks in (9, 8, 7, 4, 3)] == [2, 2, 1, 1, 0]
     reproducible = _config(run={"reproducible": True, "workers": 8})
@@ -66,13 +66,13 @@ def test_the_largest_layout_that_fits_keeps_pipeline_tensor_groups_and_what_the_
     assert data_ranks(odd, 4, even=False) == 4
 
 
-def test_tensor_groups_stay_inside_their_nodes_where_ranks_were_lost():
+def test_tensor_groups_stay_within_nodes_after_failures():
     assert whole_groups_first([0, 1, 1, 2, 2, 2], 2) == [1, 2, 3, 4, 0, 5]
     assert whole_groups_first([0, 0, 1, 1], 2) == [0, 1, 2, 3]
     assert whole_groups_first([0, 1, 1], 1) == [0, 1, 2]
 
 
-def test_of_two_parts_that_were_cut_apart_only_one_goes_on():
+def test_only_one_side_of_a_network_partition_continues():
     assert Loss(lost=(2, 3), left=(0, 1, 4, 5), partitioned=(2, 3)).is_main_part
     assert not Loss(lost=(0, 1, 4, 5), left=(2, 3), partitioned=(0, 1, 4, 5)).is_main_part
     assert Loss(lost=(2, 3), left=(0, 1), partitioned=(2, 3)).is_main_part
@@ -80,7 +80,7 @@ def test_of_two_parts_that_were_cut_apart_only_one_goes_on():
     assert Loss(lost=(0, 1, 2), left=(3,), partitioned=()).is_main_part  # dead for certain
 
 
-def test_shrinking_is_refused_at_start_where_ranks_cannot_die_alone(tmp_path, forked):
+def test_shrinking_is_refused_without_ulfm(tmp_path, forked):
     message = one_line(forked.run("train", "--elastic.mode", "shrink", "--run.dir", tmp_path / "r", cwd=tmp_path))
     assert "--with-ft ulfm" in message or "Open MPI 5" in message
 
@@ -104,7 +104,7 @@ def _step(engine, number, device="cpu"):
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("lost", ["first", "last"])
-def test_the_ranks_that_are_left_hold_all_of_the_state(world, zero, lost, device):
+def test_surviving_ranks_have_the_whole_state(world, zero, lost, device):
     victim = 0 if lost == "first" else world.size - 1
     engine, copies = _engine(world, zero, device), Copies()
     for number in range(3):
@@ -133,7 +133,7 @@ def test_the_ranks_that_are_left_hold_all_of_the_state(world, zero, lost, device
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("zero", [0, 1])
-def test_a_rank_lost_with_its_partner_leaves_a_whole_state_only_where_each_rank_has_all_of_it(world, zero):
+def test_losing_a_rank_and_its_partner_needs_replicated_state(world, zero):
     engine, copies = _engine(world, zero), Copies()
     copies.take(world, engine, 1, {"position": 10})
     _step(engine, 1)
@@ -158,7 +158,7 @@ def test_a_rank_lost_with_its_partner_leaves_a_whole_state_only_where_each_rank_
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("zero", [0, 3])
-def test_a_copy_becomes_a_checkpoint_like_any_other(world, folder, zero):
+def test_a_copy_can_be_written_as_a_checkpoint(world, folder, zero):
     engine, copies = _engine(world, zero), Copies()
     _step(engine, 1)
     copies.take(world, engine, 1, {"position": 10, "data": "same"})

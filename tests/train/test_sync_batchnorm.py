@@ -13,7 +13,7 @@ FEATURES = 6
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("shape", [(FEATURES,), (FEATURES, 5), (FEATURES, 5, 5)], ids=str)
 @pytest.mark.parametrize(("mean", "precise"), [(0.0, 1e-6), (1000.0, 1e-3)])
-def test_parts_of_a_batch_are_normalized_as_the_whole(world, shape, mean, precise):
+def test_divided_batches_are_normalized_as_the_whole_batch(world, shape, mean, precise):
     torch.manual_seed(0)
     sizes = [4 + rank for rank in range(world.size - 1)] + [0]  # the last rank has no sample
     x = torch.randn(sum(sizes), *shape) + mean

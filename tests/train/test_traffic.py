@@ -65,7 +65,7 @@ def assert_as_expected(counted: Counted, *axes: str) -> None:
 
 
 @pytest.mark.ranks(3, 4)
-def test_data_parallel_runs_send_what_the_formulas_say(world, text, folder):
+def test_data_parallel_traffic_matches_the_formulas(world, text, folder):
     n, sent = world.size, {}
     cases = [(0, True), (1, True), (1, False), (2, False), (3, False)] if n < 4 else [(1, False), (3, True)]
     for zero, share in cases:
@@ -81,7 +81,7 @@ def test_data_parallel_runs_send_what_the_formulas_say(world, text, folder):
 
 
 @pytest.mark.ranks(2, 4)
-def test_pipelines_and_tensor_axes_send_what_the_formulas_say(world, text, folder):
+def test_pipeline_and_tensor_traffic_matches_the_formulas(world, text, folder):
     if world.size == 2:
         assert_as_expected(trained(world, text, folder / "p", pipeline=2), "pipeline")
         assert_as_expected(trained(world, text, folder / "t", tensor=2, zero=1), "tensor")

@@ -72,7 +72,7 @@ class Notes(mt.Callback):
 
 
 @pytest.mark.ranks(1, 2, 3)
-def test_a_callback_sees_every_event_and_its_state_is_kept_in_checkpoints(world, folder, text):
+def test_callbacks_get_every_event_and_their_state_is_saved(world, folder, text):
     notes = Notes()
     trainer = mt.Trainer(settings(text, folder / "r"), [notes], world=world)
     assert fit(trainer) == EXIT_DONE and trainer.step == 4 and trainer.position == 20
@@ -87,7 +87,7 @@ def test_a_callback_sees_every_event_and_its_state_is_kept_in_checkpoints(world,
 
 
 @pytest.mark.ranks(2)
-def test_one_rank_may_ask_all_to_stop_and_the_run_goes_on_later_as_if_it_had_not(world, folder, text):
+def test_one_rank_can_request_a_stop_and_the_run_resumes(world, folder, text):
     class StopAt(mt.Callback):
         def on_update(self, trainer, step):
             if step.number == 3 and trainer.world.rank == 1:
@@ -102,7 +102,7 @@ def test_one_rank_may_ask_all_to_stop_and_the_run_goes_on_later_as_if_it_had_not
 
 
 @pytest.mark.ranks(2)
-def test_steps_evaluation_optimizer_and_config_files_are_the_users_to_change(world, folder, text):
+def test_trainer_methods_can_be_overridden(world, folder, text):
     class MyTrainer(mt.Trainer):
         def make_optimizer(self, named):
             return torch.optim.SGD([parameter for _, parameter in named], lr=0.5)
@@ -133,7 +133,7 @@ def test_steps_evaluation_optimizer_and_config_files_are_the_users_to_change(wor
 
 
 @pytest.mark.ranks(1, 2)
-def test_a_function_given_as_settings_is_called_by_rank_0_alone_and_counts_on_every_rank(world, folder, text):
+def test_a_settings_function_is_called_on_rank_0_only(world, folder, text):
     called = []
 
     def given():
@@ -150,7 +150,7 @@ def test_a_function_given_as_settings_is_called_by_rank_0_alone_and_counts_on_ev
 
 
 @pytest.mark.ranks(2)
-def test_an_error_reaches_the_callbacks_and_the_folder_is_free_afterwards(world, folder, text):
+def test_an_error_reaches_the_callbacks_and_unlocks_the_folder(world, folder, text):
     class Broken(mt.Trainer):
         def train_step(self, batch):
             raise ValueError("my own step is broken")

@@ -26,7 +26,7 @@ def by_one_rank(world, folder, /, **sections):
 @pytest.mark.parametrize(
     "microbatch", [pytest.param(0, marks=pytest.mark.ranks(2)), pytest.param(2, marks=pytest.mark.ranks(3))]
 )
-def test_losses_of_twenty_steps_are_those_of_one_rank(world, folder, text, microbatch):
+def test_losses_equal_those_of_one_rank(world, folder, text, microbatch):
     sections = {
         "data": {"path": text, "record_ids": True},
         "model": GPT,
@@ -52,7 +52,7 @@ def test_losses_of_twenty_steps_are_those_of_one_rank(world, folder, text, micro
     ],
     ids=lambda m: m["name"],
 )
-def test_classifiers_train_alike_with_batch_statistics_of_all_ranks(world, folder, model):
+def test_classifiers_reach_the_same_losses(world, folder, model):
     if world.rank == 0:
         generator = np.random.default_rng(0)
         y = np.arange(90) % 3
@@ -76,7 +76,7 @@ def test_classifiers_train_alike_with_batch_statistics_of_all_ranks(world, folde
 
 
 @pytest.mark.ranks(3)
-def test_a_batch_smaller_than_the_ranks_leaves_some_idle(world, folder, text):
+def test_a_batch_smaller_than_the_number_of_ranks_leaves_some_idle(world, folder, text):
     sections = {"data": {"path": text}, "model": GPT, "checkpoint": {"every": 0}}
     lines = run(world, folder / "many", train={"steps": 5, "batch": 2}, **sections)
     reference = by_one_rank(world, folder, train={"steps": 5, "batch": 2}, **sections)
@@ -91,7 +91,7 @@ def test_a_batch_smaller_than_the_ranks_leaves_some_idle(world, folder, text):
         pytest.param({"name": "Adagrad"}, marks=pytest.mark.ranks(3)),
     ],
 )
-def test_a_resumed_run_has_the_bits_of_one_never_interrupted(world, folder, text, optimizer):
+def test_a_resumed_run_is_bitwise_equal_to_an_uninterrupted_one(world, folder, text, optimizer):
     sections = {
         "data": {"path": text, "record_ids": True},
         "model": {**GPT, "dropout": 0.1},
@@ -130,7 +130,7 @@ def test_a_resumed_run_has_the_bits_of_one_never_interrupted(world, folder, text
     ],
     ids=str,
 )
-def test_sharded_runs_resume_with_the_bits_of_one_never_interrupted(world, folder, text, sections):
+def test_sharded_runs_resume_bitwise_equal(world, folder, text, sections):
     def merged(**more):
         names = {*sections, *more}
         return {name: {**sections.get(name, {}), **more.get(name, {})} for name in names}
@@ -148,7 +148,7 @@ def test_sharded_runs_resume_with_the_bits_of_one_never_interrupted(world, folde
 
 
 @pytest.mark.ranks(2)
-def test_a_reproducible_run_has_the_bits_of_one_rank(world, folder, text):
+def test_a_reproducible_run_is_bitwise_equal_to_one_rank(world, folder, text):
     alone = world.subgroup([world.rank])
     for zero in (0, 2):
         sections = {
